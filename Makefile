@@ -1,0 +1,63 @@
+# `make quickstart` and `make test` do everything on a fresh machine; the first of them creates .venv.
+#   PYTHON=python3.12        the interpreter .venv is made from (3.11 or later)
+#   TORCH_INDEX_URL=...      where torch comes from, e.g. https://download.pytorch.org/whl/cpu on a machine without
+#                            a GPU, where the default build would download several gigabytes it cannot use
+#   PYTEST_ARGS=...          passed on to pytest
+PYTHON ?= python3
+TORCH_INDEX_URL ?=
+PYTEST_ARGS ?=
+QUICKSTART_DIR ?= output/quickstart
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+CHECKED_DIRS := src tests recipes benchmarks
+# bf16 only where the CPU multiplies it in hardware; elsewhere it is emulated and slower than fp32.
+BF16 := $(shell grep -qE 'amx_bf16|avx512_bf16' /proc/cpuinfo 2>/dev/null && echo true || echo false)
+
+# One thread per rank: the ranks of the tests and of the quickstart already fill the cores.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= true
+
+.PHONY: help install quickstart test test-slow test-all style quality clean
+
+help:
+	@echo "make quickstart   train a small Llama on the standard library's source with 4 CPU ranks (under 5 minutes)"
+	@echo "make test         the fast tests"
+	@echo "make test-all     the fast tests and the slow ones"
+	@echo "make style        format the code and fix what ruff can fix"
+	@echo "make quality      check formatting and lint, change nothing"
+
+install: $(INSTALLED)
+
+# torch goes first and alone, so that no other package's requirement picks a build of it.
+$(INSTALLED): setup.cfg pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than Python 3.11, which transformers needs: run make with PYTHON=python3.11 or later"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) $$(grep '^torch==' constraints.txt)
+	$(BIN)/python -m pip install -e '.[dev,plots]' -c constraints.txt
+	touch $@
+
+quickstart: $(INSTALLED)
+	$(BIN)/accelerate launch --config_file recipes/accelerate/cpu4.yaml recipes/train_clm.py \
+		recipes/quickstart.yaml --bf16 $(BF16) --output_dir $(QUICKSTART_DIR)
+	$(BIN)/python recipes/generate.py $(QUICKSTART_DIR)
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+test-all: test test-slow
+
+style: $(INSTALLED)
+	$(BIN)/ruff check --fix $(wildcard $(CHECKED_DIRS))
+	$(BIN)/ruff format $(wildcard $(CHECKED_DIRS))
+
+quality: $(INSTALLED)
+	$(BIN)/ruff check $(wildcard $(CHECKED_DIRS))
+	$(BIN)/ruff format --check $(wildcard $(CHECKED_DIRS))
+
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis output

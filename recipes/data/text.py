@@ -1,0 +1,206 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""From documents to rows of token ids: load, train or load the tokenizer, cut, keep what was made on disk."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from data import python_stdlib
+
+
+_FILE_BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+_TOKENIZER_CHARACTERS = 8_000_000  # a small vocabulary is the same from a sample, and made in seconds
+
+
+def load_documents(
+    name: str, config: str | None, text_column: str, validation_percentage: float, seed: int
+) -> DatasetDict:
+    """
+    Loads documents and makes sure that there is a validation split.
+
+    Args:
+        name (`str`):
+            `python-stdlib`, a folder of text files (one document each), a `.txt`, `.json`, `.jsonl`, `.csv` or
+            `.parquet` file, a folder written by `Dataset.save_to_disk`, or a dataset of the Hub.
+        config (`str`, *optional*):
+            The configuration of a dataset of the Hub.
+        text_column (`str`):
+            The column that holds the text.
+        validation_percentage (`float`):
+            Percentage of the training documents set aside when the dataset has no `validation` split.
+        seed (`int`):
+            Chooses these documents.
+
+    Returns:
+        [`~datasets.DatasetDict`] with the splits `train` and `validation` and `text_column` as only column.
+
+    Raises:
+        `ValueError`: if there is no such column, or no document.
+    """
+    loaded = _load(name, config)
+    documents = loaded if isinstance(loaded, DatasetDict) else DatasetDict(train=loaded)
+    if text_column not in documents["train"].column_names:
+        raise ValueError(
+            f"text_column={text_column!r} is not in {name!r}: choose one of {documents['train'].column_names}."
+        )
+    documents = documents.select_columns(text_column)
+    if "validation" not in documents:
+        documents = documents["train"].train_test_split(test_size=validation_percentage / 100, seed=seed)
+        documents["validation"] = documents.pop("test")
+    return DatasetDict(train=documents["train"], validation=documents["validation"])
+
+
+def _load(name: str, config: str | None) -> Dataset | DatasetDict:
+    path = Path(name)
+    if name == python_stdlib.NAME:
+        return python_stdlib.load_python_stdlib()
+    if path.is_file():
+        if path.suffix not in _FILE_BUILDERS:
+            raise ValueError(
+                f"dataset_name={name!r} is not a kind of file that is read: use {sorted(_FILE_BUILDERS)}."
+            )
+        return load_dataset(_FILE_BUILDERS[path.suffix], data_files=str(path))
+    if path.is_dir():
+        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            return load_from_disk(name)
+        files = sorted(str(file) for file in path.rglob("*") if file.is_file())
+        if not files:
+            raise ValueError(f"dataset_name={name!r} is an empty folder: put one text file per document there.")
+        return load_dataset("text", data_files=files, sample_by="document", encoding_errors="ignore")
+    return load_dataset(name, config)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """
+    Trains a byte-level BPE tokenizer: any text can be encoded, no token is unknown.
+
+    Args:
+        texts (iterable of `str`):
+            Documents; those after the first 8 million characters are not read.
+        vocab_size (`int`):
+            Number of tokens, the 256 bytes and the two special tokens included.
+
+    Returns:
+        [`~transformers.PreTrainedTokenizerFast`] with `<|endoftext|>` to begin and end a text and `<|pad|>`.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>", "<|pad|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_first_characters(texts, _TOKENIZER_CHARACTERS), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|endoftext|>",
+        eos_token="<|endoftext|>",
+        pad_token="<|pad|>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _first_characters(texts: Iterable[str], limit: int) -> Iterable[str]:
+    for text in texts:
+        if limit <= 0:
+            return
+        yield text[:limit]
+        limit -= len(text)
+
+
+def documents_to_rows(
+    documents: DatasetDict, tokenizer: PreTrainedTokenizerBase, text_column: str, max_length: int, overflow: str
+) -> DatasetDict:
+    """
+    Turns documents into rows of at most `max_length` tokens. A row never holds two documents.
+
+    Args:
+        documents ([`~datasets.DatasetDict`]):
+            What [`load_documents`] returns.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
+            Its end token is put after each document.
+        text_column (`str`):
+            The column that holds the text.
+        max_length (`int`):
+            Longest row, in tokens.
+        overflow (`str`):
+            `"split"` cuts a longer document into several rows, `"truncate"` keeps its first row.
+
+    Returns:
+        [`~datasets.DatasetDict`] of the same splits with the only column `input_ids`, rows of 2 to `max_length` ids.
+    """
+
+    def cut(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        rows = []
+        for ids in tokenizer(batch[text_column], return_attention_mask=False, verbose=False)["input_ids"]:
+            if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
+                ids = ids + [tokenizer.eos_token_id]
+            end = len(ids) if overflow == "split" else max_length
+            pieces = (ids[start : start + max_length] for start in range(0, end, max_length))
+            rows.extend(piece for piece in pieces if len(piece) > 1)  # one token alone predicts nothing
+        return {"input_ids": rows}
+
+    return documents.map(cut, batched=True, batch_size=100, remove_columns=[text_column], desc="Tokenizing")
+
+
+def fingerprint(*parts: object) -> str:
+    """
+    A short name for what the parts are, the same in every process.
+
+    Args:
+        parts (JSON values, datasets or tokenizers):
+            Whatever the thing to be named is made from.
+
+    Returns:
+        `str` of 16 hexadecimal digits.
+    """
+    return hashlib.sha256(json.dumps([_describe(part) for part in parts]).encode()).hexdigest()[:16]
+
+
+def _describe(part: object) -> object:
+    if isinstance(part, DatasetDict):
+        return {split: rows._fingerprint for split, rows in part.items()}  # the content hash that `datasets` keeps
+    if isinstance(part, PreTrainedTokenizerBase):
+        return [part.backend_tokenizer.to_str(), part.eos_token]
+    return part
+
+
+def cached(
+    folder: Path, make: Callable[[], object], save: Callable[[object, str], object], load: Callable[[str], object]
+):
+    """
+    Loads what lies in `folder`; makes and saves it there first if nothing does.
+
+    The folder appears complete or not at all, so that an interrupted run leaves nothing half made, and two machines
+    that make it at once on a shared disk do not mix their files.
+
+    Args:
+        folder (`Path`):
+            Named by everything that goes into the content, see [`fingerprint`].
+        make (`Callable`):
+            Makes the content.
+        save (`Callable`):
+            Writes the content into a folder.
+        load (`Callable`):
+            Reads the content of a folder.
+    """
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)
+        save(make(), unfinished)
+        try:
+            os.replace(unfinished, folder)
+        except OSError:  # another machine was faster
+            shutil.rmtree(unfinished)
+    return load(str(folder))

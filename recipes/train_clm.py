@@ -1,0 +1,207 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""
+Trains a causal language model, new or pretrained, on any text under a layer-wise parallel plan.
+
+A new 7M-parameter Llama on the standard library's source, 4 CPU ranks (what `make quickstart` runs):
+
+    OMP_NUM_THREADS=1 accelerate launch --config_file recipes/accelerate/cpu4.yaml recipes/train_clm.py \\
+        recipes/quickstart.yaml --output_dir output/quickstart
+
+A model of the Hub on 8 GPUs:
+
+    accelerate launch --multi_gpu --num_machines 1 --num_processes 8 --mixed_precision no --dynamo_backend no \\
+        recipes/train_clm.py --model_name_or_path meta-llama/Llama-3.2-1B \\
+        --dataset_name wikitext --dataset_config_name wikitext-103-raw-v1 --max_length 4096 \\
+        --parallel_plan recipes/plans/llama-3.2-1b-8gpu.json --bf16 --learning_rate 2e-5 --output_dir output/llama
+
+Arguments may come from a YAML file (the first argument), from the command line (which wins), or from both. Every
+field of `TrainingArguments` is one; `--help` lists them.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+import yaml
+from datasets import DatasetDict, load_from_disk
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    HfArgumentParser,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProgressCallback,
+    set_seed,
+)
+
+from data.text import cached, documents_to_rows, fingerprint, load_documents, train_tokenizer
+from galvatron_hf import GalvatronTrainer, GalvatronTrainingArguments
+from progress import ThroughputCallback
+
+
+@dataclass
+class ModelArguments:
+    """Which model and tokenizer."""
+
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "A pretrained model, local or on the Hub. Absent: a new one of `model_type`."}
+    )
+    model_type: str = field(default="llama", metadata={"help": "Architecture of a new model."})
+    config_overrides: dict | str | None = field(
+        default=None,
+        metadata={"help": "Fields of the model's configuration as JSON, e.g. '{\"hidden_size\": 256}'."},
+    )
+    dtype: Literal["float32", "bfloat16", "float16"] = field(
+        default="float32",
+        metadata={"help": "Type of the master weights. bf16 compute is `--bf16`, and wants float32 here."},
+    )
+    tokenizer_name: str | None = field(
+        default=None, metadata={"help": "A tokenizer. Absent: the pretrained model's, or a new one for a new model."}
+    )
+    vocab_size: int = field(default=4096, metadata={"help": "Number of tokens of a new tokenizer."})
+
+    def __post_init__(self):
+        if isinstance(self.config_overrides, str):
+            self.config_overrides = json.loads(self.config_overrides)
+
+
+@dataclass
+class DataArguments:
+    """Which text, and how it becomes rows."""
+
+    dataset_name: str = field(
+        default="python-stdlib",
+        metadata={
+            "help": "python-stdlib, a folder of text files, a txt, json, jsonl, csv or parquet file, a Hub dataset"
+        },
+    )
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset."})
+    text_column: str = field(default="text", metadata={"help": "The column that holds the text."})
+    validation_split_percentage: float = field(
+        default=2.0, metadata={"help": "Share of the documents set aside if the dataset has no validation split."}
+    )
+    max_length: int = field(default=1024, metadata={"help": "Longest row, in tokens."})
+    overflow: Literal["split", "truncate"] = field(
+        default="split", metadata={"help": "Cut a document longer than max_length into rows, or keep its first row."}
+    )
+    max_train_rows: int | None = field(default=None, metadata={"help": "Use at most so many rows to train."})
+    max_eval_rows: int | None = field(default=None, metadata={"help": "Use at most so many rows to evaluate."})
+
+
+def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, GalvatronTrainingArguments]:
+    """Reads the YAML file if the first argument is one, then the command line."""
+    parser = HfArgumentParser((ModelArguments, DataArguments, GalvatronTrainingArguments))
+    if argv and argv[0].endswith((".yaml", ".yml")):
+        values = yaml.safe_load(Path(argv[0]).read_text())
+        known = {action.dest for action in parser._actions}
+        if unknown := sorted(set(values) - known):
+            raise ValueError(f"{argv[0]} has the unknown arguments {unknown}: remove them or see --help.")
+        parser.set_defaults(**values)
+        argv = argv[1:]
+    model_args, data_args, training_args = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    if training_args.include_num_input_tokens_seen == "all":
+        # The parser knows this field as a flag only; tokens/s should be of useful tokens.
+        training_args.include_num_input_tokens_seen = "non_padding"
+    return model_args, data_args, training_args
+
+
+def get_tokenizer(
+    args: ModelArguments, documents: DatasetDict, text_column: str, cache: Path
+) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer, or trains one on the training documents for a new model."""
+    name = args.tokenizer_name or args.model_name_or_path
+    if name is None:
+        return cached(
+            cache / f"tokenizer-{fingerprint(documents, args.vocab_size)}",
+            make=lambda: train_tokenizer(documents["train"][text_column], args.vocab_size),
+            save=lambda tokenizer, folder: tokenizer.save_pretrained(folder),
+            load=AutoTokenizer.from_pretrained,
+        )
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    if tokenizer.pad_token is None:
+        # Padding is never a target, so a token that is one (the end) must not stand for it if there is another.
+        tokenizer.pad_token = tokenizer.unk_token or tokenizer.eos_token
+    return tokenizer
+
+
+def get_rows(
+    args: DataArguments, documents: DatasetDict, tokenizer: PreTrainedTokenizerBase, cache: Path
+) -> DatasetDict:
+    """Tokenizes and cuts the documents, once for all ranks and later runs."""
+    recipe = (args.text_column, args.max_length, args.overflow)
+    rows = cached(
+        cache / f"rows-{fingerprint(documents, tokenizer, recipe)}",
+        make=lambda: documents_to_rows(documents, tokenizer, *recipe),
+        save=lambda rows, folder: rows.save_to_disk(folder),
+        load=load_from_disk,
+    )
+    for split, limit in (("train", args.max_train_rows), ("validation", args.max_eval_rows)):
+        if limit is not None:
+            rows[split] = rows[split].select(range(min(limit, len(rows[split]))))
+    return rows
+
+
+def get_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Loads the pretrained model, or makes a new one for the tokenizer. Every rank makes the same: the seed is set."""
+    overrides = args.config_overrides or {}
+    dtype = getattr(torch, args.dtype)
+    if args.model_name_or_path is not None:
+        return AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=dtype, **overrides)
+    config = AutoConfig.for_model(
+        args.model_type,
+        vocab_size=len(tokenizer),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **overrides,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def main() -> None:
+    model_args, data_args, training_args = parse_arguments(sys.argv[1:])
+    set_seed(training_args.seed)
+    cache = Path(training_args.output_dir) / "cache"
+
+    with training_args.main_process_first(desc="tokenizer and rows"):
+        documents = load_documents(
+            data_args.dataset_name,
+            data_args.dataset_config_name,
+            data_args.text_column,
+            data_args.validation_split_percentage,
+            training_args.data_seed or training_args.seed,
+        )
+        tokenizer = get_tokenizer(model_args, documents, data_args.text_column, cache)
+        rows = get_rows(data_args, documents, tokenizer, cache)
+
+    trainer = GalvatronTrainer(
+        model=get_model(model_args, tokenizer),
+        args=training_args,
+        train_dataset=rows["train"],
+        eval_dataset=rows["validation"],
+        processing_class=tokenizer,
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False, pad_to_multiple_of=8),
+    )
+    if not training_args.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(ThroughputCallback)
+
+    result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    trainer.save_model()
+    trainer.log_metrics("train", result.metrics)
+    trainer.save_metrics("train", result.metrics)
+    trainer.save_state()
+    if training_args.do_eval:
+        metrics = trainer.evaluate()
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""What surrounds the forward of one layer: its layout, its share of the small inputs, its weights, its recompute."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig
+
+from galvatron_hf.parallel.layout import Layout, Rectangle, redistribute
+from galvatron_hf.parallel.mesh import StageMesh
+from galvatron_hf.parallel.micro_batch import MicroBatch
+from galvatron_hf.parallel.random import random_stream
+from galvatron_hf.parallel.tensor import LocalParameter, local_parameters
+from galvatron_hf.plan import LayerStrategy
+
+# Tensor inputs of decoder layers: those that a layer's positions split, and those that its attention needs whole.
+_SPLIT_WITH_POSITIONS = {"position_embeddings"}
+_WHOLE_POSITIONS = {"position_ids", "cache_position"}
+
+
+class CurrentMicroBatch:
+    """The micro-batch that is being computed, forward or in recompute; one per parallelised model."""
+
+    def __init__(self, config: PreTrainedConfig):
+        self.config = config
+        self.value: MicroBatch | None = None
+
+
+@dataclass(kw_only=True)
+class Block:
+    """Runs one layer under its strategy; takes the place of the layer's `forward`.
+
+    Attributes:
+        index (`int`): the layer's global index.
+        layer (`nn.Module`): the layer.
+        layer_type (`str`, *optional*): key of its mask where the family has several.
+        strategy ([`LayerStrategy`]): how it is parallelised.
+        source (`Layout`, *optional*): the layout the hidden states come in; None for the embedding's.
+        layout (`Layout`): the layer's own, in which they also leave.
+        mesh ([`StageMesh`]): the ranks.
+        views (`list[LocalParameter]`): how its parameters are seen.
+        current ([`CurrentMicroBatch`]): shared by all blocks of the model.
+        original (`Callable`): the family's forward.
+    """
+
+    index: int
+    layer: nn.Module
+    layer_type: str | None
+    strategy: LayerStrategy
+    source: Layout | None
+    layout: Layout
+    mesh: StageMesh
+    views: list[LocalParameter]
+    current: CurrentMicroBatch
+    original: Callable
+
+    def __post_init__(self):
+        self.signature = inspect.signature(self.original)
+        self.hidden_name = next(iter(self.signature.parameters))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        batch = self.current.value
+        bound = self.signature.bind_partial(*args, **kwargs)
+        arguments = dict(bound.arguments)
+        for name, parameter in self.signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                arguments |= arguments.pop(name, {})
+        hidden = redistribute(
+            arguments.pop(self.hidden_name),
+            self.source or batch.embedding,
+            self.layout,
+            rows=batch.rows,
+            length=batch.length,
+            index=self.mesh.index,
+            groups=self.mesh.groups,
+        )
+        arguments = self._inputs(batch, arguments, hidden.dtype)
+        if self.strategy.recompute == "full" and torch.is_grad_enabled():
+            # The streams are keyed, so nothing about the generator has to be stashed for the replay.
+            return checkpoint(self._compute, batch, hidden, arguments, use_reentrant=False, preserve_rng_state=False)
+        return self._compute(batch, hidden, arguments)
+
+    def rectangle(self, batch: MicroBatch) -> Rectangle:
+        """The rows and positions that this rank holds while it is in this layer."""
+        return self.layout.rectangle(self.mesh.index, batch.rows, batch.length)
+
+    def attention_rectangle(self, batch: MicroBatch) -> Rectangle:
+        """Rows, and the positions that enter the attention module: Megatron-SP has gathered its pieces by then."""
+        gathered = Layout(
+            data=self.layout.data, positions=self.strategy.ulysses * self.strategy.context, replicas=self.strategy.tensor
+        )
+        return gathered.rectangle(self.mesh.index, batch.rows, batch.length)
+
+    def _compute(self, batch: MicroBatch, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+        outer, self.current.value = self.current.value, batch
+        rectangle = self.rectangle(batch)
+        key = (*batch.key, self.index, rectangle.row_start, rectangle.position_start)
+        stream = random_stream(hidden.device, *key) if self.layer.training else contextlib.nullcontext()
+        try:
+            with stream, local_parameters(self.views):
+                return self.original(hidden, **arguments)
+        finally:
+            self.current.value = outer
+
+    def dropout_stream(self):
+        """The stream of attention dropout: each rank drops the weights of its own rows and heads."""
+        batch = self.current.value
+        rectangle = self.attention_rectangle(batch)
+        heads = self.mesh.index % (self.strategy.tensor * self.strategy.ulysses)
+        device = batch.input_ids.device
+        return random_stream(device, *batch.key, self.index, rectangle.row_start, heads, 1)
+
+    def _inputs(self, batch: MicroBatch, arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+        rectangle = self.attention_rectangle(batch)
+        prepared = {}
+        for name, value in arguments.items():
+            if name == "attention_mask":
+                masks = batch.attention_masks(rectangle, self.current.config, dtype)
+                value = masks[self.layer_type] if isinstance(masks, dict) else masks
+            elif name in _SPLIT_WITH_POSITIONS:
+                value = tuple(_part(tensor, batch, rectangle, positions=True) for tensor in value)
+            elif name in _WHOLE_POSITIONS and isinstance(value, torch.Tensor):
+                value = _part(value, batch, rectangle, positions=False)
+            elif isinstance(value, torch.Tensor):
+                raise ValueError(
+                    f"{type(self.layer).__name__} is given a tensor {name!r}, which no adapter knows how to split; "
+                    "leave it out of the batch."
+                )
+            prepared[name] = value
+        return prepared
+
+
+def _part(tensor: torch.Tensor, batch: MicroBatch, rectangle: Rectangle, positions: bool) -> torch.Tensor:
+    """The rectangle's rows of [1 or B, S, ...], and its positions if asked."""
+    if tensor.shape[0] == batch.rows and batch.rows > 1:
+        tensor = tensor[rectangle.row_start : rectangle.row_stop]
+    return tensor[:, rectangle.position_start : rectangle.position_stop] if positions else tensor

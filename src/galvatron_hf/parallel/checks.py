@@ -1,0 +1,117 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""What is refused before anything is changed: plans that cannot run, and plans that do not fit the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from galvatron_hf.parallel.models import DecoderAdapter, Heads
+from galvatron_hf.plan import LayerStrategy, ParallelPlan
+
+
+def check_plan(plan: ParallelPlan) -> None:
+    """Refuses what the runtime does not run yet.
+
+    Raises:
+        ValueError: one sentence with the field and the nearest plan that runs.
+    """
+    if not dist.is_initialized():
+        raise ValueError(
+            f"A plan for {plan.world_size} ranks needs a process group; start with accelerate launch or torchrun, "
+            "or call torch.distributed.init_process_group."
+        )
+    plan.require_runnable(dist.get_world_size())
+    if plan.precision is not None and (plan.precision.compute == "fp16" or plan.precision.master != "fp32"):
+        raise ValueError(
+            f"precision {plan.precision.compute!r} with {plan.precision.master!r} master weights is not supported yet, "
+            'because it needs loss scaling or loses small updates; use compute "bf16" and master "fp32".'
+        )
+
+
+def check_model(model: PreTrainedModel, adapter: DecoderAdapter, plan: ParallelPlan) -> None:
+    """Refuses a plan that does not fit the model, before the model is touched.
+
+    Raises:
+        ValueError: one sentence with the layer, the reason and the nearest strategy that fits.
+    """
+    layers = list(model.base_model.get_submodule(adapter.layers))
+    if len(layers) != plan.num_layers:
+        raise ValueError(
+            f"The plan has {plan.num_layers} layers and {type(model).__name__} has {len(layers)}; "
+            f"make a plan for {len(layers)} layers."
+        )
+    if getattr(model, "is_quantized", False):
+        raise ValueError(
+            f"{type(model).__name__} is quantised, and quantised weights cannot be sharded; load it in bf16 or fp32."
+        )
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if len(dtypes) > 1:
+        names = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        raise ValueError(f"The weights have several dtypes ({names}), which no unit can hold; call model.float() first.")
+    for index, strategy in enumerate(plan.layers):
+        _check_strategy(index, strategy, model, adapter)
+    _check_regions(layers[0], adapter, plan)
+    _check_vocabulary(model, plan)
+    if getattr(model.config, "reorder_and_upcast_attn", False) and model.config._attn_implementation == "eager":
+        raise ValueError(
+            "reorder_and_upcast_attn=True with eager attention bypasses the registered attention function; "
+            "set it to False or use attn_implementation='sdpa'."
+        )
+
+
+def _check_strategy(index: int, strategy: LayerStrategy, model: PreTrainedModel, adapter: DecoderAdapter) -> None:
+    name, config = type(model).__name__, model.base_model.config
+    if strategy.tensor > 1 and not adapter.styles:
+        raise ValueError(
+            f"Layer {index} has tensor {strategy.tensor}, but {name} cannot be cut by tensor: {adapter.unsupported}; "
+            f"use tensor 1 with ulysses {strategy.tensor}."
+        )
+    heads = Heads.of(config)
+    if not heads.supports(strategy.tensor, strategy.ulysses):
+        tensor, ulysses = heads.largest(strategy.tensor, strategy.ulysses)
+        raise ValueError(
+            f"Layer {index} has tensor {strategy.tensor} and ulysses {strategy.ulysses}, but {name} has {heads.query} "
+            f"attention heads and {heads.key_value} key/value heads, which they do not share evenly; "
+            f"use tensor {tensor} and ulysses {ulysses}."
+        )
+    if strategy.tensor > 1:
+        _check_features(index, strategy, model, adapter)
+
+
+def _check_features(index: int, strategy: LayerStrategy, model: PreTrainedModel, adapter: DecoderAdapter) -> None:
+    config = model.base_model.config
+    features = getattr(config, "n_inner", None) or getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    if features % strategy.tensor:
+        fitting = max(t for t in range(1, strategy.tensor) if features % t == 0 and Heads.of(config).supports_tensor(t))
+        raise ValueError(
+            f"Layer {index} has tensor {strategy.tensor}, which does not divide the {features} features between the "
+            f"two MLP projections of {type(model).__name__}; use {replace(strategy, tensor=fitting).tensor}."
+        )
+
+
+def _check_regions(layer: nn.Module, adapter: DecoderAdapter, plan: ParallelPlan) -> None:
+    """Every weight inside a tensor-parallel region must have a declared style."""
+    if all(strategy.tensor == 1 for strategy in plan.layers):
+        return
+    for name, _ in layer.named_parameters():
+        module = name.rsplit(".", 1)[0]
+        inside = any(module == region or module.startswith(f"{region}.") for region in adapter.regions)
+        if inside and adapter.part_style(module) is None:
+            raise ValueError(
+                f"{type(layer).__name__} has a weight {name} that its family's tensor-parallel plan does not cover; "
+                "use tensor 1 (ulysses and sharding need no such plan)."
+            )
+
+
+def _check_vocabulary(model: PreTrainedModel, plan: ParallelPlan) -> None:
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    if tied and plan.embedding != plan.head:
+        raise ValueError(
+            f"embedding {plan.embedding} and head {plan.head} differ, but {type(model).__name__} ties their weights; "
+            "give both the same strategy."
+        )

@@ -1,0 +1,413 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Where an activation lies between layers, and how it moves from one layer's layout to the next one's.
+
+A layout gives each rank of a stage a rectangle of the micro-batch: a range of rows by a range of positions. A move
+sends the intersections of the old rectangles with the new ones in one all-to-all, inside the smallest aligned block of
+ranks that holds everything each of its ranks needs.
+
+Convention: a replicated activation carries the full gradient on every replica, so the backward of a move is the move
+back. It slices, it never sums; partial sums never leave a layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from galvatron_hf.parallel.collectives import all_to_all_pieces
+
+
+if TYPE_CHECKING:
+    from galvatron_hf.plan import LayerStrategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rectangle:
+    """
+    A range of rows by a range of positions, half-open.
+
+    Args:
+        row_start (`int`): First row.
+        row_stop (`int`): The row after the last.
+        position_start (`int`): First position.
+        position_stop (`int`): The position after the last.
+    """
+
+    row_start: int
+    row_stop: int
+    position_start: int
+    position_stop: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of rows and positions."""
+        return self.row_stop - self.row_start, self.position_stop - self.position_start
+
+    @property
+    def area(self) -> int:
+        """Rows times positions."""
+        return math.prod(self.shape)
+
+    def intersection(self, other: Rectangle) -> Rectangle | None:
+        """The part that both contain, or `None` if there is none."""
+        common = Rectangle(
+            row_start=max(self.row_start, other.row_start),
+            row_stop=min(self.row_stop, other.row_stop),
+            position_start=max(self.position_start, other.position_start),
+            position_stop=min(self.position_stop, other.position_stop),
+        )
+        return common if min(common.shape) > 0 else None
+
+    def within(self, x: Tensor, whole: Rectangle) -> Tensor:
+        """The view of this rectangle in `x`, which holds the rectangle `whole` in its first two dimensions."""
+        rows = slice(self.row_start - whole.row_start, self.row_stop - whole.row_start)
+        positions = slice(self.position_start - whole.position_start, self.position_stop - whole.position_start)
+        return x[rows, positions]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """
+    The resting layout of an activation `[rows, positions, ...]` over the ranks of a stage.
+
+    Rank `i` of the stage holds replica `i % replicas` of position piece `(i // replicas) % positions` of row piece
+    `i // (replicas * positions)`. Piece `k` of `n` of `length` things is `[k*length//n, (k+1)*length//n)`.
+
+    Args:
+        data (`int`): Into how many pieces the rows are split.
+        positions (`int`): Into how many pieces the positions are split.
+        replicas (`int`): How many ranks hold each piece.
+
+    Raises:
+        ValueError: If a degree is not positive.
+    """
+
+    data: int
+    positions: int = 1
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.data, self.positions, self.replicas) < 1:
+            raise ValueError(f"{self} is no layout, because every degree counts ranks; use degrees of at least 1.")
+
+    @classmethod
+    def of(cls, strategy: LayerStrategy, ranks: int) -> Layout:
+        """
+        The layout in which a layer takes and leaves its hidden states.
+
+        Args:
+            strategy (`LayerStrategy`): How the layer is parallelised.
+            ranks (`int`): Number of ranks of its stage.
+
+        Raises:
+            ValueError: If the strategy's degrees do not divide the ranks.
+        """
+        model_ranks = strategy.tensor * strategy.ulysses * strategy.context
+        if ranks % model_ranks:
+            raise ValueError(
+                f"A layer with tensor * ulysses * context = {model_ranks} cannot run on a stage of {ranks} ranks,"
+                f" because {model_ranks} does not divide {ranks}; use degrees whose product does."
+            )
+        replicas = 1 if strategy.megatron_sp else strategy.tensor
+        return cls(data=ranks // model_ranks, positions=strategy.sequence_degree, replicas=replicas)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of the stage."""
+        return self.data * self.positions * self.replicas
+
+    def rectangle(self, index: int, rows: int, length: int) -> Rectangle:
+        """
+        What one rank holds. It may be empty, where there are fewer rows (or positions) than pieces.
+
+        Args:
+            index (`int`): The rank's index in its stage.
+            rows (`int`): Rows of the micro-batch.
+            length (`int`): Positions of a row.
+        """
+        piece = index // self.replicas
+        row, position = divmod(piece, self.positions)
+        return Rectangle(
+            row_start=row * rows // self.data,
+            row_stop=(row + 1) * rows // self.data,
+            position_start=position * length // self.positions,
+            position_stop=(position + 1) * length // self.positions,
+        )
+
+
+def canonical(ranks: int) -> Layout:
+    """The layout of stage boundaries: rows split over all ranks of the stage."""
+    return Layout(data=ranks)
+
+
+def _exact_rectangle(layout: Layout, index: int) -> Rectangle:
+    # On a grid of ranks x ranks every boundary is a whole number. Floor boundaries are monotone, so two rectangles
+    # that are disjoint here are disjoint (or empty) for every number of rows and positions.
+    return layout.rectangle(index, layout.ranks, layout.ranks)
+
+
+def _check_same_ranks(src: Layout, dst: Layout, ranks: int) -> None:
+    if src.ranks != ranks or dst.ranks != ranks:
+        raise ValueError(
+            f"Cannot move an activation from {src} to {dst} on {ranks} ranks, because they span {src.ranks} and"
+            f" {dst.ranks}; use layouts of the same stage."
+        )
+
+
+@lru_cache(maxsize=4096)
+def _needs(src: Layout, dst: Layout) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """For each rank, the pieces of `src` that its `dst` rectangle touches, each as the ranks that hold the piece."""
+    holders: dict[Rectangle, list[int]] = {}
+    for index in range(src.ranks):
+        holders.setdefault(_exact_rectangle(src, index), []).append(index)
+    return tuple(
+        tuple(
+            tuple(ranks)
+            for piece, ranks in holders.items()
+            if piece.intersection(_exact_rectangle(dst, index)) is not None
+        )
+        for index in range(dst.ranks)
+    )
+
+
+@lru_cache(maxsize=4096)
+def block_size(src: Layout, dst: Layout, ranks: int) -> int:
+    """
+    Ranks of the smallest aligned block (indices `[k*g, (k+1)*g)`) inside which a move from `src` to `dst` happens.
+
+    It holds for every number of rows and positions. 1 means that each rank already has what it needs. The way back
+    may need another block: see [`block_sizes`].
+
+    Args:
+        src (`Layout`): Where the activation lies.
+        dst (`Layout`): Where it is wanted.
+        ranks (`int`): Number of ranks of the stage.
+
+    Raises:
+        ValueError: If the layouts are not of `ranks` ranks.
+    """
+    _check_same_ranks(src, dst, ranks)
+    for size in (size for size in range(1, ranks) if ranks % size == 0):
+        if all(
+            any(holder // size == index // size for holder in holders)
+            for index, pieces in enumerate(_needs(src, dst))
+            for holders in pieces
+        ):
+            return size
+    return ranks
+
+
+def block_sizes(layouts: Sequence[Layout], ranks: int) -> tuple[int, ...]:
+    """
+    The block sizes of all moves along a chain of layouts, forward and backward, for [`GroupCache.prepare`].
+
+    Args:
+        layouts (`Sequence[Layout]`): The layouts that an activation passes through, in order.
+        ranks (`int`): Number of ranks of the stage.
+    """
+    moves = list(zip(layouts[:-1], layouts[1:], strict=True))
+    sizes = {block_size(*pair, ranks) for src, dst in moves for pair in ((src, dst), (dst, src))}
+    return tuple(sorted(sizes))
+
+
+@lru_cache(maxsize=4096)
+def _sources(src: Layout, dst: Layout) -> tuple[tuple[int, ...], ...]:
+    """For each rank, the rank from which it takes each piece of [`_needs`]; itself where it can."""
+    ranks = src.ranks
+    size = block_size(src, dst, ranks)
+    divisors = [divisor for divisor in range(1, ranks + 1) if ranks % divisor == 0]
+    given = [0] * ranks
+
+    def choose(index: int, holders: tuple[int, ...]) -> int:
+        if index in holders:
+            return index
+        near = [holder for holder in holders if holder // size == index // size]
+        # nearest first (the smallest block with both), then the one that has given least
+        source = min(near, key=lambda h: (next(d for d in divisors if h // d == index // d), given[h], h))
+        given[source] += _exact_rectangle(src, source).intersection(_exact_rectangle(dst, index)).area
+        return source
+
+    return tuple(tuple(choose(index, holders) for holders in pieces) for index, pieces in enumerate(_needs(src, dst)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Move:
+    """One rank's share of a move: `sends` and `receives` go by the block's order, `None` where nothing goes."""
+
+    before: Rectangle
+    after: Rectangle
+    kept: Rectangle | None
+    sends: tuple[Rectangle | None, ...]
+    receives: tuple[Rectangle | None, ...]
+
+
+@lru_cache(maxsize=4096)
+def _move_of_rank(src: Layout, dst: Layout, rows: int, length: int, index: int) -> _Move:
+    sources = _sources(src, dst)
+    size = block_size(src, dst, src.ranks)
+    block = range(index // size * size, index // size * size + size)
+
+    def sent(giver: int, taker: int) -> Rectangle | None:
+        if giver not in sources[taker]:
+            return None
+        return src.rectangle(giver, rows, length).intersection(dst.rectangle(taker, rows, length))
+
+    return _Move(
+        before=src.rectangle(index, rows, length),
+        after=dst.rectangle(index, rows, length),
+        kept=sent(index, index),
+        sends=tuple(sent(index, other) if other != index else None for other in block),
+        receives=tuple(sent(other, index) if other != index else None for other in block),
+    )
+
+
+class GroupCache:
+    """
+    The process groups of a stage's aligned blocks, each made once.
+
+    A group costs memory and start-up time, and all ranks of the world must make the same groups in the same order, so
+    one cache is made per parallelised model and filled while the model is set up.
+
+    Args:
+        stage_ranks (`Sequence[int]`): Global ranks of the stage, in the plan's order.
+    """
+
+    def __init__(self, stage_ranks: Sequence[int]) -> None:
+        self.stage_ranks = tuple(stage_ranks)
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+
+    def prepare(self, sizes: Iterable[int]) -> None:
+        """
+        Makes the blocks of the given sizes. A collective call: every rank of the world makes it, with the same sizes.
+
+        Args:
+            sizes (`Iterable[int]`): Block sizes, each dividing the stage's ranks; those that exist are skipped.
+
+        Raises:
+            ValueError: If a size does not divide the stage's ranks.
+        """
+        count = len(self.stage_ranks)
+        for size in sorted(set(sizes)):
+            if size < 1 or count % size:
+                raise ValueError(
+                    f"Blocks of {size} ranks cannot tile a stage of {count}; use a divisor of {count} as block size."
+                )
+            for start in range(0, count, size):
+                block = self.stage_ranks[start : start + size]
+                if size > 1 and block not in self._groups:
+                    self._groups[block] = _new_group(block)
+
+    def block(self, size: int) -> ProcessGroup | None:
+        """
+        The group of this rank's block of `size` ranks; `None` for a block of one.
+
+        Its ranks are numbered in the stage's order, whatever their global ranks are.
+
+        Args:
+            size (`int`): A size given to [`GroupCache.prepare`] before.
+
+        Raises:
+            ValueError: If the block was not prepared.
+        """
+        if size == 1:
+            return None
+        start = self.stage_ranks.index(dist.get_rank()) // size * size
+        block = self.stage_ranks[start : start + size]
+        if block not in self._groups:
+            raise ValueError(
+                f"The block of ranks {list(block)} has no group, because the size {size} was not prepared;"
+                f" give it to GroupCache.prepare on every rank first."
+            )
+        return self._groups[block]
+
+
+def _new_group(ranks: tuple[int, ...]) -> ProcessGroup:
+    if ranks == tuple(range(dist.get_world_size())):
+        return dist.group.WORLD
+    if ranks == tuple(sorted(ranks)):
+        return dist.new_group(list(ranks))
+    # By default a group's ranks are numbered by global rank: pieces would arrive in another order than the stage's.
+    return dist.new_group(list(ranks), sort_ranks=False)
+
+
+def _move(x: Tensor, src: Layout, dst: Layout, rows: int, length: int, index: int, groups: GroupCache) -> Tensor:
+    size = block_size(src, dst, len(groups.stage_ranks))
+    move = _move_of_rank(src, dst, rows, length, index)
+    tail = x.shape[2:]
+    if size == 1:
+        # a copy, not a view: it must not keep the whole alive, and schedules detach what a stage returns in place
+        return move.after.within(x, move.before).clone(memory_format=torch.contiguous_format)
+
+    width = math.prod(tail)
+    sent = [0 if part is None else part.area * width for part in move.sends]
+    received = [0 if part is None else part.area * width for part in move.receives]
+    buffer = x.new_empty(sum(sent))
+    for part, piece in zip(move.sends, buffer.split(sent), strict=True):
+        if part is not None:
+            piece.view(part.shape + tail).copy_(part.within(x, move.before))
+    arrived = all_to_all_pieces(buffer, received, sent, groups.block(size))
+
+    out = x.new_empty(move.after.shape + tail)
+    if move.kept is not None:
+        move.kept.within(out, move.after).copy_(move.kept.within(x, move.before))
+    for part, piece in zip(move.receives, arrived.split(received), strict=True):
+        if part is not None:
+            part.within(out, move.after).copy_(piece.view(part.shape + tail))
+    return out
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, src, dst, *where):
+        ctx.src, ctx.dst, ctx.where = src, dst, where
+        return _move(x, src, dst, *where)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return _move(grad, ctx.dst, ctx.src, *ctx.where), *[None] * (2 + len(ctx.where))
+
+
+def redistribute(
+    x: Tensor, src: Layout, dst: Layout, *, rows: int, length: int, index: int, groups: GroupCache
+) -> Tensor:
+    """
+    Moves an activation from one layout to another: one all-to-all, a local slice, or nothing. Differentiable.
+
+    A collective call over the stage. Values are moved, never added, so the result is exact in every type.
+
+    Args:
+        x (`Tensor` of shape `[rows_local, positions_local, ...]`): What this rank holds under `src`.
+        src (`Layout`): The layout of `x`.
+        dst (`Layout`): The layout wanted.
+        rows (`int`): Rows of the micro-batch, on all ranks together.
+        length (`int`): Positions of a row.
+        index (`int`): This rank's index in its stage.
+        groups (`GroupCache`): Prepared for the [`block_sizes`] of this move.
+
+    Returns:
+        `Tensor` of shape `[rows_local', positions_local', ...]`: What this rank holds under `dst`.
+
+    Raises:
+        ValueError: If `x` does not have the shape that `src` gives it, or the layouts are of another stage.
+    """
+    _check_same_ranks(src, dst, len(groups.stage_ranks))
+    expected = src.rectangle(index, rows, length).shape
+    if tuple(x.shape[:2]) != expected:
+        raise ValueError(
+            f"A tensor of shape {tuple(x.shape)} is not rank {index}'s part of {rows} rows of {length} positions under"
+            f" {src}, which is {expected}; pass the layout in which the tensor lies."
+        )
+    if src == dst:
+        return x
+    return _Redistribute.apply(x, src, dst, rows, length, index, groups)

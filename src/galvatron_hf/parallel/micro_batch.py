@@ -1,0 +1,106 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""One micro-batch as every rank of the stage sees it: small inputs whole, hidden states by layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedConfig
+from transformers.masking_utils import create_masks_for_generate
+
+from galvatron_hf.parallel.layout import Layout, Rectangle
+
+IGNORED = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Inputs of one forward pass; whole on every rank of the stage.
+
+    Rows and positions may have been added so that every layout has something on each rank: added rows repeat the last
+    one, added positions stand behind the real ones, and neither has a target.
+
+    Attributes:
+        input_ids (`torch.Tensor`): [B, S].
+        attention_mask (`torch.Tensor`, *optional*): [B, S], 1 for real tokens.
+        position_ids (`torch.Tensor`, *optional*): [B, S], where the caller gave them.
+        targets (`torch.Tensor`, *optional*): [B, S], the token to predict at each position, -100 to ignore.
+        real_rows (`int`): rows that the caller gave.
+        real_length (`int`): positions that the caller gave.
+        embedding (`Layout`): where the embedding leaves the hidden states.
+        head (`Layout`): where the head takes them.
+        key (`tuple[int, ...]`): (seed, step, micro-batch), the beginning of every random stream's key.
+        masks (`dict`): attention masks made so far, by rows.
+        final_hidden (`list[torch.Tensor]`): what the last layer left, set during the forward pass.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor | None
+    position_ids: torch.Tensor | None
+    targets: torch.Tensor | None
+    real_rows: int
+    real_length: int
+    embedding: Layout
+    head: Layout
+    key: tuple[int, ...]
+    masks: dict = field(default_factory=dict)
+    final_hidden: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def length(self) -> int:
+        return self.input_ids.shape[1]
+
+    def positions(self) -> torch.Tensor:
+        """Position ids [1 or B, S] for all rows; added positions repeat the last real one."""
+        if self.position_ids is not None:
+            return self.position_ids
+        return torch.arange(self.length, device=self.input_ids.device).clamp(max=self.real_length - 1)[None]
+
+    def attention_masks(self, rectangle: Rectangle, config: PreTrainedConfig, dtype: torch.dtype):
+        """The family's own masks for the rows of a rectangle and all positions.
+
+        Returns:
+            `torch.Tensor`, `dict[str, torch.Tensor]` by layer type, or None, as the attention implementation wants it.
+        """
+        rows = rectangle.row_start, rectangle.row_stop
+        if rows not in self.masks:
+            shape = (rows[1] - rows[0], self.length, 1)
+            self.masks[rows] = create_masks_for_generate(
+                config=config,
+                inputs_embeds=torch.empty((), dtype=dtype, device=self.input_ids.device).expand(shape),
+                attention_mask=_rows(self.attention_mask, *rows),
+                past_key_values=None,
+                position_ids=_rows(self.position_ids, *rows),
+            )
+        return self.masks[rows]
+
+
+def shift_targets(labels: torch.Tensor) -> torch.Tensor:
+    """Labels [B, S] moved one to the left, so that each position holds the token it predicts."""
+    return F.pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous()
+
+
+def add_rows(tensor: torch.Tensor | None, rows: int, value: int | None = None) -> torch.Tensor | None:
+    """Lengthens [B, S] to `rows` rows with copies of the last one, or with `value`."""
+    if tensor is None or tensor.shape[0] >= rows:
+        return tensor
+    extra = tensor[-1:].expand(rows - tensor.shape[0], -1)
+    return torch.cat([tensor, extra if value is None else torch.full_like(extra, value)])
+
+
+def add_positions(tensor: torch.Tensor | None, length: int, value: int) -> torch.Tensor | None:
+    """Lengthens [B, S] to `length` positions with `value`."""
+    if tensor is None or tensor.shape[1] >= length:
+        return tensor
+    return F.pad(tensor, (0, length - tensor.shape[1]), value=value)
+
+
+def _rows(tensor: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
+    return None if tensor is None else tensor[start:stop]

@@ -1,0 +1,35 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Random streams that agree on replicas, differ on shards, and are replayed by recompute and resume."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import struct
+from collections.abc import Iterator
+
+import torch
+
+
+def stream_key(*parts: int) -> int:
+    """A 63-bit seed that depends on every part and on their order, the same on every machine."""
+    digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@contextlib.contextmanager
+def random_stream(device: torch.device, *parts: int) -> Iterator[None]:
+    """Runs its body on the stream keyed by `parts`; the generator continues afterwards where it was.
+
+    Args:
+        device (`torch.device`): whose default generator the body draws from.
+        parts (`int`): for example (seed, step, micro-batch, layer, first row, first position).
+    """
+    generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+    state = generator.get_state()
+    generator.manual_seed(stream_key(*parts))
+    try:
+        yield
+    finally:
+        generator.set_state(state)

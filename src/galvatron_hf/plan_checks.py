@@ -1,0 +1,80 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Checks shared by the parts of a plan: every failure is a ValueError of one sentence with value, reason and fix."""
+
+import difflib
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+MAX_RANKS = 1 << 20
+MAX_LAYERS = 1 << 16
+MAX_MICRO_BATCHES = 1 << 20
+MAX_TOKENS = 1 << 40
+
+
+def show(value: Any) -> str:
+    """A value for an error message: one line, at most about 60 characters, whatever the value is."""
+    try:
+        text = ascii(value)
+    except (RecursionError, ValueError):
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:40]}...{text[-12:]}"
+
+
+def check_int(name: str, value: Any, *, low: int = 1, high: int) -> None:
+    """Refuses what is not an `int` (a `bool` is not one here) in `[low, high]`."""
+    if type(value) is not int:
+        raise ValueError(f"{name} is {show(value)}, which is not an integer: write a whole number such as {low}")
+    if not low <= value <= high:
+        nearest = low if value < low else high
+        raise ValueError(f"{name} is {show(value)}, which is outside {low} to {high}: use {nearest}")
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Refuses what is not exactly `True` or `False`."""
+    if type(value) is not bool:
+        raise ValueError(f"{name} is {show(value)}, which is neither true nor false: write true or false")
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Refuses what is not one of `choices`, and names the nearest of them."""
+    if type(value) is str and value in choices:
+        return
+    listed = ", ".join(choices)
+    nearest = closest_word(value, choices) or choices[0]
+    raise ValueError(f"{name} is {show(value)}, which is not one of {listed}: use {nearest!r}")
+
+
+def check_fields(where: str, given: Any, known: Sequence[str], required: Sequence[str] = ()) -> None:
+    """Refuses what is not a JSON object, has a field that is not in `known`, or lacks one of `required`."""
+    if not isinstance(given, dict):
+        raise ValueError(f"{where} is {show(given)}, which is not an object: write {{...}} with {', '.join(known)}")
+    for name in given:
+        if name not in known:
+            guess = closest_word(name, known)
+            fix = f"did you mean {guess!r}" if guess else f"remove it or use one of {', '.join(known)}"
+            raise ValueError(f"{where} has the unknown field {show(name)}: {fix}")
+    for name in required:
+        if name not in given:
+            raise ValueError(f"{where} has no field {name!r}, which is required: add it")
+
+
+def closest_word(value: Any, choices: Sequence[str]) -> str | None:
+    """The choice spelled most like `value`, or None when nothing comes near."""
+    # difflib is quadratic in the length, and a hostile word may be megabytes long.
+    word = value[:64].lower() if isinstance(value, str) else ""
+    found = difflib.get_close_matches(word, choices, n=1)
+    return found[0] if found else None
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of `number`, ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def nearest(value: int, candidates: Iterable[int]) -> int:
+    """The candidate nearest to `value`; of two equally near, the larger."""
+    return min(candidates, key=lambda candidate: (abs(candidate - value), -candidate))

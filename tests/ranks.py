@@ -1,0 +1,183 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""The one way in which tests run code on several ranks.
+
+Ranks are forks of the test process: what is imported there need not be imported again, so that a world of ranks starts
+in a fraction of a second. They talk gloo, die with the test, and a failure shows the traceback of the rank that failed
+first, with the others' broken connections behind it.
+"""
+
+import ctypes
+import datetime
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.fx.experimental.symbolic_shapes  # noqa: F401  the first backward imports it: once here, not in each rank
+
+
+# How long the other ranks may still report after the first failure: their errors are mostly consequences.
+_GRACE_SECONDS = 1.0
+_PR_SET_PDEATHSIG = 1
+
+
+class _Rank:
+    """A forked rank as its parent sees it: `report` is the rank's answer, or `None` while there is none."""
+
+    def __init__(self, index: int, process: multiprocessing.Process, connection: Connection, stacks) -> None:
+        self.index, self.process, self.connection, self.stacks = index, process, connection, stacks
+        self.report: tuple[str, float, Any] | None = None
+
+    def receive(self) -> None:
+        """Takes the rank's answer; a rank that closed its pipe without one has died."""
+        try:
+            self.report = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            code = self.process.exitcode
+            cause = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
+            # time 0: whatever the others say is a consequence of this
+            self.report = ("error", 0.0, f"The process died with {cause} and left no traceback.")
+
+    def where(self) -> str:
+        """Python stacks of a rank that does not answer."""
+        os.kill(self.process.pid, signal.SIGUSR1)
+        time.sleep(0.2)
+        self.stacks.seek(0)
+        return self.stacks.read().decode(errors="replace")
+
+    def kill(self) -> None:
+        """Ends the rank and everything it started."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # nothing is left of its process group, or it died before it had one
+            self.process.kill()
+        self.process.join()
+        self.connection.close()
+        self.stacks.close()
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """
+    Runs `fn(*args)` on ranks 0 to `world_size - 1` of a fresh gloo world and returns what each rank returned.
+
+    Args:
+        fn (`Callable`): Called on every rank with the default process group ready; any function, nested ones too.
+        world_size (`int`): Number of ranks.
+        args: Passed on as they are (the ranks are forks, so nothing is pickled on the way in).
+        timeout (`float`, *optional*, defaults to 60): Seconds after which ranks that have not finished are killed.
+
+    Returns:
+        `list`: The results, by rank; they must be picklable.
+
+    Raises:
+        AssertionError: If a rank raises, dies or does not finish; with the first failing rank's traceback first.
+    """
+    deadline = time.monotonic() + timeout
+    ranks: list[_Rank] = []
+    # The socket is bound here and inherited by rank 0, whose store listens on it: no other process can take the port.
+    with socket.create_server(("127.0.0.1", 0), backlog=world_size) as listener:
+        try:
+            for index in range(world_size):
+                ranks.append(_fork(index, world_size, listener, timeout, fn, args))
+            _collect(ranks, deadline)
+            _raise_failures(ranks, timeout)
+            for rank in ranks:  # rank 0 hosts the store: none leaves before all are done
+                rank.connection.send("leave")
+            for rank in ranks:
+                rank.process.join(max(0.1, deadline - time.monotonic()))
+        finally:
+            for rank in ranks:
+                rank.kill()
+    return [pickle.loads(rank.report[2]) for rank in ranks]
+
+
+def _fork(index: int, world_size: int, listener: socket.socket, timeout: float, fn, args) -> _Rank:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    stacks = tempfile.TemporaryFile()
+    target_args = (index, world_size, listener, timeout, fn, args, theirs, stacks, os.getpid())
+    process = context.Process(target=_rank_main, args=target_args, name=f"rank{index}")
+    process.start()
+    theirs.close()
+    return _Rank(index, process, ours, stacks)
+
+
+def _collect(ranks: Sequence[_Rank], deadline: float) -> None:
+    """Waits until every rank has answered, the time is over, or the grace after a first failure is."""
+    silent = {rank.connection: rank for rank in ranks}
+    while silent:
+        ready = wait(list(silent), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return
+        for connection in ready:
+            rank = silent.pop(connection)
+            rank.receive()
+            if rank.report[0] == "error":
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+
+
+def _raise_failures(ranks: Sequence[_Rank], timeout: float) -> None:
+    failed = sorted((r for r in ranks if r.report and r.report[0] == "error"), key=lambda rank: rank.report[1])
+    hung = [rank for rank in ranks if rank.report is None]
+    messages = [f"Rank {rank.index} failed:\n{rank.report[2]}" for rank in failed]
+    if hung and not failed:
+        messages += [f"Rank {r.index} did not finish within {timeout:g} s. It was here:\n{r.where()}" for r in hung]
+    elif hung:
+        messages.append(f"Still waiting for them, and killed: ranks {[rank.index for rank in hung]}.")
+    if messages:
+        raise AssertionError("\n".join(messages))
+
+
+def _rank_main(index, world_size, listener, timeout, fn, args, connection, stacks, parent) -> None:
+    os.setpgid(0, 0)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the call above
+            os._exit(1)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    try:
+        _join_world(index, world_size, listener, timeout)
+        answer = ("ok", time.monotonic(), pickle.dumps(fn(*args)))
+    except BaseException:
+        answer = ("error", time.monotonic(), traceback.format_exc())
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        connection.send(answer)
+        if answer[0] == "ok":  # a failed rank leaves at once, so that ranks that wait for it fail too
+            connection.recv()
+    finally:
+        # Without the interpreter's exit: gloo's threads and the parent's own exit handlers have no business here.
+        os._exit(0)
+
+
+def _join_world(index: int, world_size: int, listener: socket.socket, timeout: float) -> None:
+    torch.set_num_threads(1)
+    port = listener.getsockname()[1]
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(index),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(index),
+        LOCAL_WORLD_SIZE=str(world_size),
+    )
+    limit = datetime.timedelta(seconds=timeout)
+    listening = {"is_master": True, "master_listen_fd": listener.detach()} if index == 0 else {"is_master": False}
+    store = dist.TCPStore("127.0.0.1", port, world_size, timeout=limit, wait_for_workers=False, **listening)
+    if index:
+        listener.close()
+    dist.init_process_group("gloo", store=store, rank=index, world_size=world_size, timeout=limit)

@@ -1,0 +1,241 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Moves between layouts, against plain slicing of the whole activation."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from galvatron_hf.parallel.collectives import count_collectives
+from galvatron_hf.parallel.layout import (
+    GroupCache,
+    Layout,
+    Rectangle,
+    block_size,
+    block_sizes,
+    canonical,
+    redistribute,
+)
+from galvatron_hf.plan import LayerStrategy
+from ranks import run_ranks
+
+
+def divisors(number):
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def strategies(ranks):
+    """Every strategy's degrees on a stage of `ranks`."""
+    for tensor, ulysses, context in itertools.product(divisors(ranks), repeat=3):
+        if ranks % (tensor * ulysses * context) == 0:
+            for megatron_sp in {False, tensor > 1}:
+                yield LayerStrategy(tensor=tensor, megatron_sp=megatron_sp, ulysses=ulysses, context=context)
+
+
+def layouts(ranks):
+    return sorted({Layout.of(strategy, ranks) for strategy in strategies(ranks)}, key=repr)
+
+
+def whole_activation(rows, length, hidden=3, dtype=torch.float64):
+    return torch.arange(1, rows * length * hidden + 1).to(dtype).view(rows, length, hidden)
+
+
+def part(whole, layout, index):
+    """The oracle: a rank's part of the whole by fractions, without the code under test."""
+    rows, length = whole.shape[:2]
+    piece = index // layout.replicas
+    row, position = piece // layout.positions, piece % layout.positions
+    return whole[
+        rows * row // layout.data : rows * (row + 1) // layout.data,
+        length * position // layout.positions : length * (position + 1) // layout.positions,
+    ]
+
+
+def brute_force_block(src, dst, ranks):
+    """The smallest divisor of the ranks such that every needed cell of a fine grid is in the own block."""
+    whole = torch.arange(ranks * ranks).view(ranks, ranks)
+    cells = [[set(part(whole, layout, i).flatten().tolist()) for i in range(ranks)] for layout in (src, dst)]
+    for size in divisors(ranks):
+        blocks = [range(i // size * size, i // size * size + size) for i in range(ranks)]
+        if all(cells[1][i] <= set().union(*(cells[0][j] for j in blocks[i])) for i in range(ranks)):
+            return size
+
+
+def test_layout_of_a_strategy():
+    assert Layout.of(LayerStrategy(), 8) == Layout(8, 1, 1) == canonical(8)
+    assert Layout.of(LayerStrategy(tensor=2), 8) == Layout(4, 1, 2)
+    assert Layout.of(LayerStrategy(tensor=4, megatron_sp=True), 8) == Layout(2, 4, 1)
+    assert Layout.of(LayerStrategy(tensor=2, ulysses=2), 8) == Layout(2, 2, 2)
+    assert Layout.of(LayerStrategy(tensor=2, megatron_sp=True, ulysses=2, context=2), 8) == Layout(1, 8, 1)
+    with pytest.raises(ValueError, match="3 does not divide 8"):
+        Layout.of(LayerStrategy(tensor=3), 8)
+    with pytest.raises(ValueError, match="at least 1"):
+        Layout(0)
+
+
+def test_tensor_ranks_are_innermost():
+    rectangles = [Layout(2, 2, 2).rectangle(index, 6, 10) for index in range(8)]
+    assert rectangles[0] == rectangles[1] == Rectangle(row_start=0, row_stop=3, position_start=0, position_stop=5)
+    assert rectangles[2] == rectangles[3] == Rectangle(row_start=0, row_stop=3, position_start=5, position_stop=10)
+    assert rectangles[6] == rectangles[7] == Rectangle(row_start=3, row_stop=6, position_start=5, position_stop=10)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 6, 8, 12])
+def test_block_is_the_smallest_that_holds_what_its_ranks_need(ranks):
+    for src, dst in itertools.product(layouts(ranks), repeat=2):
+        assert block_size(src, dst, ranks) == brute_force_block(src, dst, ranks), (src, dst)
+
+
+def test_blocks_of_a_chain_cover_both_directions():
+    # data -> tensor gathers, the way back slices; the tensor group is half the stage
+    chain = [canonical(4), Layout(2, 1, 2), Layout(2, 2, 1), canonical(4)]
+    assert block_sizes(chain, 4) == (1, 2)
+    assert block_sizes([canonical(4), Layout(1, 4, 1)], 4) == (4,)
+    assert block_sizes([canonical(4)], 4) == ()
+    with pytest.raises(ValueError, match="same stage"):
+        block_size(canonical(4), canonical(8), 4)
+
+
+def _check_all_pairs(stage, shapes):
+    """Values, gradients and bytes of every pair; returns the bytes each rank sent, and the least any way needs."""
+    index, ranks = stage.index(dist.get_rank()), len(stage)
+    groups = GroupCache(stage)
+    groups.prepare(divisors(ranks))
+    volumes = {}
+    for (rows, length), src, dst in itertools.product(shapes, layouts(ranks), layouts(ranks)):
+        whole = whole_activation(rows, length)
+        x = part(whole, src, index).clone().requires_grad_()
+        with count_collectives() as forward:
+            y = redistribute(x, src, dst, rows=rows, length=length, index=index, groups=groups)
+        assert torch.equal(y, part(whole, dst, index)), (src, dst, rows, length)
+        with count_collectives() as backward:
+            # every replica carries the full gradient; it must arrive unsummed
+            y.backward(-part(whole, dst, index))
+        assert torch.equal(x.grad, -part(whole, src, index)), (src, dst, rows, length)
+        for log, way in ((forward, (src, dst)), (backward, (dst, src))):
+            assert log.count() == (block_size(*way, ranks) > 1)
+            assert all(call.group_size == block_size(*way, ranks) for call in log.calls)
+        volumes[rows, length, src, dst] = forward.bytes()
+    return volumes
+
+
+def _least_volume(rows, length, src, dst):
+    """Bytes that must move: what each rank wants and does not have."""
+    whole = whole_activation(rows, length)
+    wanted = 0
+    for index in range(src.ranks):
+        have, want = (set(part(whole, layout, index).flatten().tolist()) for layout in (src, dst))
+        wanted += len(want - have) * whole.element_size()
+    return wanted
+
+
+@pytest.mark.parametrize(
+    ("stage", "shapes"),
+    [
+        ((0, 1), [(4, 4), (5, 7), (1, 3)]),
+        ((0, 1, 2, 3), [(8, 4), (5, 7), (3, 1), (1, 9)]),
+        ((1, 0, 3, 2), [(5, 7)]),
+        ((2, 0, 3, 1), [(5, 7)]),
+        ((0, 1, 2, 3, 4, 5), [(7, 11), (2, 5)]),
+        ((0, 1, 2, 3, 4, 5, 6, 7), [(9, 13), (3, 2)]),
+    ],
+)
+def test_every_pair_of_layouts_is_exact_both_ways_at_the_least_volume(stage, shapes):
+    volumes = run_ranks(_check_all_pairs, len(stage), stage, shapes, timeout=120)
+    for case in volumes[0]:
+        assert sum(volume[case] for volume in volumes) == _least_volume(*case), case
+
+
+def test_a_stage_inside_a_larger_world_uses_its_own_blocks():
+    def work():
+        stages = [(3, 1), (2, 0)]
+        caches = [GroupCache(stage) for stage in stages]
+        for cache in caches:
+            cache.prepare([1, 2])
+        mine = next(i for i, stage in enumerate(stages) if dist.get_rank() in stage)
+        index = stages[mine].index(dist.get_rank())
+        whole = whole_activation(3, 5) * (mine + 1)
+        src, dst = canonical(2), Layout(1, 2, 1)
+        y = redistribute(part(whole, src, index), src, dst, rows=3, length=5, index=index, groups=caches[mine])
+        return torch.equal(y, part(whole, dst, index)), caches[mine].block(2).rank() == index
+
+    assert run_ranks(work, 4) == [(True, True)] * 4
+
+
+def test_replicas_share_the_sending():
+    def work():
+        groups = GroupCache(range(4))
+        groups.prepare([4])
+        index, src, dst = dist.get_rank(), Layout(2, 1, 2), Layout(1, 1, 4)
+        with count_collectives() as log:
+            redistribute(
+                part(whole_activation(4, 5), src, index), src, dst, rows=4, length=5, index=index, groups=groups
+            )
+        return log.bytes()
+
+    assert run_ranks(work, 4) == [2 * 5 * 3 * 8] * 4
+
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int64,
+    torch.float8_e4m3fn,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+]
+
+
+def test_every_type_and_any_trailing_dimensions_move():
+    def work():
+        groups = GroupCache(range(2))
+        groups.prepare([2])
+        index, src, dst = dist.get_rank(), canonical(2), Layout(1, 2, 1)
+        for dtype, tail in itertools.product(DTYPES, [(), (3,), (2, 3)]):
+            whole = (torch.arange(15).view(3, 5, *[1] * len(tail)) % 13).expand(3, 5, *tail).to(dtype)
+            x = part(whole, src, index)
+            y = redistribute(x, src, dst, rows=3, length=5, index=index, groups=groups)
+            assert y.dtype == dtype
+            # compared as bytes: not every type has a comparison
+            want = part(whole, dst, index).contiguous()
+            assert y.shape == want.shape and torch.equal(y.view(-1).view(torch.uint8), want.view(-1).view(torch.uint8))
+
+    run_ranks(work, 2)
+
+
+def test_moves_without_communication():
+    def work():
+        groups = GroupCache(range(2))
+        groups.prepare([2])
+        index, replicated = dist.get_rank(), Layout(1, 1, 2)
+        x = whole_activation(4, 6).requires_grad_()
+        with count_collectives() as log:
+            assert redistribute(x, replicated, replicated, rows=4, length=6, index=index, groups=groups) is x
+            y = redistribute(x, replicated, canonical(2), rows=4, length=6, index=index, groups=groups)
+        assert log.count() == 0
+        # a copy: the whole must not be kept alive by the part
+        assert y.untyped_storage().nbytes() == y.numel() * y.element_size()
+        assert y.is_contiguous() and y._base is None
+
+    run_ranks(work, 2)
+
+
+def test_wrong_use_is_refused():
+    def work():
+        groups = GroupCache(range(2))
+        x = torch.zeros(2, 4, 3)
+        with pytest.raises(ValueError, match="was not prepared"):
+            redistribute(x, canonical(2), Layout(1, 1, 2), rows=4, length=4, index=dist.get_rank(), groups=groups)
+        with pytest.raises(ValueError, match=r"which is \(3, 4\)"):
+            redistribute(x, canonical(2), Layout(1, 1, 2), rows=6, length=4, index=dist.get_rank(), groups=groups)
+        with pytest.raises(ValueError, match="divisor of 2"):
+            groups.prepare([3])
+
+    run_ranks(work, 2)

@@ -1,0 +1,97 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""The helper that runs ranks must itself be trusted: failures are shown, nothing hangs, nothing is left behind."""
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import run_ranks
+
+
+def _is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_results_come_back_by_rank():
+    def work(offset):
+        total = torch.tensor(float(dist.get_rank() + offset))
+        dist.all_reduce(total)
+        return dist.get_rank(), total.item(), os.environ["RANK"], torch.get_num_threads()
+
+    assert run_ranks(work, 3, 10) == [(rank, 33.0, str(rank), 1) for rank in range(3)]
+
+
+def test_ranks_start_after_the_parent_ran_backward():
+    weight = torch.randn(64, 64, requires_grad=True)
+    (weight @ weight).sum().backward()
+
+    def work():
+        leaf = torch.ones(8, 8, requires_grad=True)
+        (leaf @ leaf).sum().backward()
+        return leaf.grad.sum().item()
+
+    assert run_ranks(work, 2) == [1024.0, 1024.0]
+
+
+def test_the_failing_rank_is_shown_before_its_victims():
+    def work():
+        if dist.get_rank() == 2:
+            time.sleep(0.3)
+            raise KeyError("the real cause")
+        dist.barrier()
+
+    started = time.monotonic()
+    with pytest.raises(AssertionError) as failure:
+        run_ranks(work, 4)
+    message = str(failure.value)
+    assert message.startswith("Rank 2 failed:\nTraceback")
+    assert message.index("KeyError: 'the real cause'") < message.index("Rank 0")
+    assert time.monotonic() - started < 10
+
+
+def test_a_hanging_rank_is_killed_and_located_with_all_it_started(tmp_path):
+    def here_it_hangs():
+        time.sleep(1000)
+
+    def work():
+        child = subprocess.Popen(["sleep", "1000"])
+        (tmp_path / str(dist.get_rank())).write_text(f"{os.getpid()} {child.pid}")
+        if dist.get_rank() == 1:
+            here_it_hangs()
+        return dist.get_rank()
+
+    with pytest.raises(AssertionError, match=r"(?s)\ARank 1 did not finish within 2 s.*here_it_hangs"):
+        run_ranks(work, 2, timeout=2)
+    pids = [int(pid) for rank in range(2) for pid in (tmp_path / str(rank)).read_text().split()]
+    time.sleep(0.1)
+    assert [pid for pid in pids if _is_running(pid)] == []
+
+
+def test_a_rank_that_dies_without_a_traceback_is_named_first():
+    def work():
+        if dist.get_rank() == 1:
+            os._exit(3)
+        dist.barrier()
+
+    with pytest.raises(AssertionError, match=r"\ARank 1 failed:\nThe process died with exit code 3"):
+        run_ranks(work, 3)
+
+
+def test_a_killed_rank_names_the_signal():
+    with pytest.raises(AssertionError, match="SIGKILL"):
+        run_ranks(lambda: os.kill(os.getpid(), signal.SIGKILL), 1)
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank():
+    with pytest.raises(AssertionError, match=r"(?s)\ARank 0 failed.*pickle"):
+        run_ranks(lambda: (lambda: None), 1)

@@ -1,0 +1,326 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""The recipes: corpus, tokenizer, rows, arguments, plans, and a whole run of the script that people edit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from datasets import Dataset, DatasetDict
+from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
+
+from galvatron_hf import ParallelPlan
+
+
+ROOT = Path(__file__).parent.parent
+RECIPES = ROOT / "recipes"
+sys.path.insert(0, str(RECIPES))
+
+import generate  # noqa: E402
+import progress  # noqa: E402
+import train_clm  # noqa: E402
+from data import python_stdlib, text  # noqa: E402
+
+
+DOCUMENTS = [f"def function_{i}(x):\n    return x + {i}\n" * (1 + i % 7) for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return text.train_tokenizer(DOCUMENTS, vocab_size=300)
+
+
+# --- documents
+
+
+def test_standard_library_is_read_without_installed_packages_and_unreadable_files(tmp_path):
+    files = {
+        "b.py": b"b = 1\n",
+        "package/a.py": "# -*- coding: latin-1 -*-\nname = 'caf\u00e9'\n".encode("latin-1"),
+        "site-packages/other.py": b"other = 1\n",
+        "empty.py": b"",
+        "broken.py": b"x = '\xff'\n",
+        "notes.txt": b"not Python",
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    corpus = python_stdlib.load_python_stdlib(tmp_path)
+    assert corpus["path"][:] == ["b.py", "package/a.py"]
+    assert corpus["text"][1] == "# -*- coding: latin-1 -*-\nname = 'caf\u00e9'\n"
+
+
+def test_folder_without_source_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="No Python source below"):
+        python_stdlib.load_python_stdlib(tmp_path)
+
+
+def test_this_interpreters_library_is_a_corpus():
+    corpus = python_stdlib.load_python_stdlib()
+    assert "os.py" in corpus["path"][:]
+    assert not any("site-packages" in path for path in corpus["path"][:])
+    assert sum(map(len, corpus["text"][:])) > 5_000_000  # about 9 million characters without its tests, 31 with them
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "folder", "saved"])
+def test_local_datasets_give_their_documents(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf-cache")
+    dataset, source = Dataset.from_dict({"text": DOCUMENTS, "id": range(60)}), tmp_path / f"corpus.{kind}"
+    if kind == "jsonl":
+        dataset.to_json(source)
+    elif kind == "csv":
+        dataset.to_csv(source)
+    elif kind == "parquet":
+        dataset.to_parquet(source)
+    elif kind == "saved":
+        dataset.save_to_disk(source)
+    else:
+        for i, document in enumerate(DOCUMENTS):
+            (source / str(i % 3)).mkdir(parents=True, exist_ok=True)
+            (source / str(i % 3) / f"{i}.txt").write_text(document)
+    documents = text.load_documents(str(source), None, "text", validation_percentage=10, seed=0)
+    assert {split: rows.num_rows for split, rows in documents.items()} == {"train": 54, "validation": 6}
+    assert documents["train"].column_names == ["text"]
+    found = documents["train"]["text"][:] + documents["validation"]["text"][:]
+    # the text reader drops the line end at the end of a file
+    assert sorted(document.rstrip("\n") for document in found) == sorted(
+        document.rstrip("\n") for document in DOCUMENTS
+    )
+
+
+def test_missing_column_and_unknown_file_are_refused(tmp_path):
+    (tmp_path / "corpus.jsonl").write_text(json.dumps({"content": "x"}) + "\n")
+    with pytest.raises(ValueError, match=r"text_column='text' is not in .*choose one of \['content'\]"):
+        text.load_documents(str(tmp_path / "corpus.jsonl"), None, "text", 10, seed=0)
+    (tmp_path / "corpus.pdf").write_text("x")
+    with pytest.raises(ValueError, match="is not a kind of file that is read: use "):
+        text.load_documents(str(tmp_path / "corpus.pdf"), None, "text", 10, seed=0)
+
+
+# --- tokens and rows
+
+
+@pytest.mark.parametrize("sample", [DOCUMENTS[0], "\t\u00e9\u4e16\U0001f40d \r\n\x00  x", ""])
+def test_trained_tokenizer_gives_any_text_back(tokenizer, sample):
+    assert len(tokenizer) == 300
+    assert tokenizer.decode(tokenizer(sample)["input_ids"]) == sample
+
+
+def test_trained_tokenizer_ends_and_pads_with_different_tokens(tokenizer):
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+
+
+def _rows(tokenizer, documents, max_length, overflow):
+    corpus = DatasetDict(train=Dataset.from_dict({"text": documents}))
+    return text.documents_to_rows(corpus, tokenizer, "text", max_length, overflow)["train"]["input_ids"][:]
+
+
+@pytest.mark.parametrize("max_length", [2, 7, 16, 10_000])
+def test_split_rows_hold_each_document_once_and_apart(tokenizer, max_length):
+    rows = _rows(tokenizer, DOCUMENTS, max_length, "split")
+    assert all(2 <= len(row) <= max_length for row in rows)
+    expected = []
+    for document in DOCUMENTS:
+        ids = tokenizer.backend_tokenizer.encode(document).ids + [tokenizer.eos_token_id]
+        # the only token that may be missing is a last one left alone in its row
+        expected.append(ids[:-1] if len(ids) % max_length == 1 else ids)
+    assert [token for row in rows for token in row] == [token for ids in expected for token in ids]
+    assert all(tokenizer.eos_token_id not in row[:-1] for row in rows)
+
+
+def test_truncated_rows_are_the_beginnings(tokenizer):
+    rows = _rows(tokenizer, DOCUMENTS, 9, "truncate")
+    full = [tokenizer.backend_tokenizer.encode(document).ids + [tokenizer.eos_token_id] for document in DOCUMENTS]
+    assert rows == [ids[:9] for ids in full]
+
+
+def test_fingerprint_is_the_same_in_another_process_and_follows_the_content(tmp_path, tokenizer):
+    tokenizer.save_pretrained(tmp_path)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from data import text\n"
+        "from datasets import Dataset, DatasetDict\n"
+        "from transformers import AutoTokenizer\n"
+        "documents = DatasetDict(train=Dataset.from_dict({'text': sys.argv[3].split('|')}))\n"
+        "documents = documents['train'].train_test_split(test_size=0.5, seed=1)\n"
+        "print(text.fingerprint(documents, AutoTokenizer.from_pretrained(sys.argv[2]), ['text', 9]))\n"
+    )
+
+    def name(documents):
+        command = [sys.executable, "-c", code, str(RECIPES), str(tmp_path), documents]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    first = name("a|b|c|d")
+    assert first == name("a|b|c|d")
+    assert first != name("a|b|c|e")
+
+
+def test_cache_is_made_once_and_an_interrupted_one_leaves_nothing(tmp_path):
+    made = []
+
+    def make():
+        made.append(1)
+        return "content"
+
+    def save(content, folder):
+        (Path(folder) / "file").write_text(content)
+
+    def fail(content, folder):
+        save(content, folder)
+        raise KeyboardInterrupt
+
+    def load(folder):
+        return (Path(folder) / "file").read_text()
+
+    target = tmp_path / "cache" / "rows"
+    with pytest.raises(KeyboardInterrupt):
+        text.cached(target, make, fail, load)
+    assert not target.exists()
+    assert text.cached(target, make, save, load) == text.cached(target, make, save, load) == "content"
+    assert len(made) == 2  # the interrupted one, and one for the two calls after it
+
+
+# --- arguments, plans, model
+
+
+def test_command_line_wins_over_the_file(tmp_path):
+    argv = [str(RECIPES / "quickstart.yaml"), "--max_steps", "3", "--output_dir", str(tmp_path)]
+    _, data, training = train_clm.parse_arguments(argv)
+    assert (training.max_steps, training.output_dir) == (3, str(tmp_path))
+    assert (training.learning_rate, data.max_length) == (
+        float(_quickstart()["learning_rate"]),
+        _quickstart()["max_length"],
+    )
+
+
+def test_unknown_name_in_the_file_is_refused(tmp_path):
+    (tmp_path / "run.yaml").write_text("learning_rat: 1.0\n")
+    with pytest.raises(ValueError, match=r"unknown arguments \['learning_rat'\]"):
+        train_clm.parse_arguments([str(tmp_path / "run.yaml")])
+
+
+def _quickstart() -> dict:
+    return yaml.safe_load((RECIPES / "quickstart.yaml").read_text())
+
+
+@pytest.mark.parametrize("path", sorted((RECIPES / "plans").glob("*.json")), ids=lambda path: path.stem)
+def test_plans_of_the_recipes_run_in_this_release(path):
+    plan = ParallelPlan.from_json(path)
+    plan.require_runnable(world_size=plan.world_size)
+
+
+def test_quickstart_plan_fits_its_launcher_and_its_model(tokenizer):
+    plan = ParallelPlan.from_json(ROOT / _quickstart()["parallel_plan"])
+    launcher = yaml.safe_load((RECIPES / "accelerate" / "cpu4.yaml").read_text())
+    assert plan.world_size == launcher["num_processes"] == 4
+    argv = [str(RECIPES / "quickstart.yaml"), "--vocab_size", "4096"]
+    model_args, _, _ = train_clm.parse_arguments(argv)
+    with torch.device("meta"):
+        model = train_clm.get_model(model_args, tokenizer)
+    assert plan.num_layers == model.config.num_hidden_layers
+    unused = len(tokenizer) - model_args.vocab_size  # this test's tokenizer is smaller than the quickstart's
+    parameters = model.num_parameters() - 2 * unused * model.config.hidden_size
+    assert 5e6 <= parameters <= 10e6
+
+
+def test_quickstart_plan_mixes_every_kind_of_layer():
+    plan = ParallelPlan.from_json(ROOT / _quickstart()["parallel_plan"])
+    assert {layer.sharding for layer in plan.layers} == {"replicate", "zero2", "zero3"}
+    assert any(layer.tensor > 1 and layer.megatron_sp for layer in plan.layers)
+    assert any(layer.ulysses > 1 for layer in plan.layers)
+    assert {layer.recompute for layer in plan.layers} == {"none", "full"}
+
+
+def test_new_model_takes_the_overrides_and_the_tokenizers_ids(tokenizer):
+    overrides = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    overrides |= {"num_key_value_heads": 1, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+    args = train_clm.ModelArguments(model_type="qwen2", config_overrides=json.dumps(overrides))
+    model = train_clm.get_model(args, tokenizer)
+    config = model.config
+    assert (config.model_type, config.vocab_size, config.hidden_size) == ("qwen2", 300, 32)
+    assert (config.rms_norm_eps, config.tie_word_embeddings) == (1e-5, True)
+    assert (config.eos_token_id, config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+# --- runs
+
+
+def test_throughput_is_tokens_over_seconds_since_the_line_before(monkeypatch, capsys):
+    clock = iter([10.0, 14.0, 14.0, 24.0, 24.0])
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
+    state, control, callback = TrainerState(max_steps=4), TrainerControl(), progress.ThroughputCallback()
+    callback.on_train_begin(None, state, control)
+    for step, tokens in ((1, 2_000), (2, 12_000)):
+        state.global_step, state.num_input_tokens_seen = step, tokens
+        callback.on_log(None, state, control, logs={"loss": 1.5})
+    callback.on_train_end(None, state, control)
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if "step" in line]
+    assert lines == ["step 1/4 | loss 1.5 | 500 tokens/s", "step 2/4 | loss 1.5 | 1,000 tokens/s"]
+
+
+SMALL_RUN = [
+    "--vocab_size=300",
+    "--max_length=32",
+    '--config_overrides={"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, '
+    '"num_attention_heads": 4, "num_key_value_heads": 2}',
+    "--max_eval_rows=8",
+    "--per_device_train_batch_size=2",
+    "--learning_rate=1e-2",
+    "--warmup_steps=0",
+    "--logging_steps=5",
+    "--disable_tqdm=true",
+]
+
+
+def _corpus(folder: Path) -> str:
+    folder.mkdir()
+    for i, document in enumerate(DOCUMENTS):
+        (folder / f"{i}.py").write_text(document)
+    return str(folder)
+
+
+def _check_run(output: Path, steps: int) -> None:
+    history = json.loads((output / "trainer_state.json").read_text())["log_history"]
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    assert losses[0] > 4  # a new model knows nothing: ln(300) = 5.7
+    assert losses[-1] < losses[0] - 1
+    assert any("eval_loss" in entry for entry in history)
+    assert (output / f"checkpoint-{steps}").is_dir()
+    prompt = "def function_3(x):"
+    texts = generate.generate(str(output), generate.GenerationArguments(prompts=[prompt], max_new_tokens=8))
+    assert texts[0].startswith(prompt) and len(texts[0]) > len(prompt)
+
+
+def test_one_process_trains_saves_and_generates(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf-cache")
+    argv = [
+        "train_clm.py",
+        str(RECIPES / "quickstart.yaml"),
+        "--dataset_name",
+        _corpus(tmp_path / "corpus"),
+        *SMALL_RUN,
+    ]
+    argv += ["--parallel_plan=auto", "--max_steps=20", "--eval_steps=20", "--save_steps=20"]
+    monkeypatch.setattr(sys, "argv", [*argv, f"--output_dir={tmp_path / 'run'}"])
+    train_clm.main()
+    _check_run(tmp_path / "run", steps=20)
+
+
+@pytest.mark.slow
+def test_four_launched_ranks_train_under_the_quickstart_plan(tmp_path):
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/accelerate/cpu4.yaml"]
+    command += ["--main_process_port", "0", "recipes/train_clm.py", "recipes/quickstart.yaml", *SMALL_RUN]
+    command += ["--max_steps=10", "--eval_steps=10", "--save_steps=10", f"--output_dir={tmp_path / 'run'}"]
+    command += ["--dataset_name", _corpus(tmp_path / "corpus")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path / "hf-cache")}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-4000:]
+    _check_run(tmp_path / "run", steps=10)
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "run").state_dict()
+    assert all(torch.isfinite(weight).all() for weight in weights.values())
