@@ -16,7 +16,6 @@ BF16 := $(shell grep -qE 'amx_bf16|avx512_bf16' /proc/cpuinfo 2>/dev/null && ech
 
 # One thread per rank: the ranks of the tests and of the quickstart already fill the cores.
 export OMP_NUM_THREADS ?= 1
-export TOKENIZERS_PARALLELISM ?= true
 
 .PHONY: help install quickstart test test-slow test-all style quality clean
 
@@ -34,7 +33,7 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is older than Python 3.11, which transformers needs: run make with PYTHON=python3.11 or later"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) $$(grep '^torch==' constraints.txt)
+	$(BIN)/python -m pip install $$(grep '^torch==' constraints.txt) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
 	$(BIN)/python -m pip install -e '.[dev,plots]' -c constraints.txt
 	touch $@
 

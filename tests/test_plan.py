@@ -21,7 +21,9 @@ from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, SequenceGr
 
 GALVATRON = Path(__file__).parent / "data" / "galvatron_plans"
 SOURCE = Path(__file__).parent.parent / "src" / "galvatron_hf"
-QUICK = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+QUICK = settings(
+    max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
 
 EXAMPLE = {
     "version": 1,
@@ -206,10 +208,7 @@ def test_a_table_shows_every_layer_once(plan):
     shown = {name: [] for name in plan.stacks}
     for name, first, last in re.findall(r"(encoder|decoder) (\d+)(?:-(\d+))?", table):
         shown[name] += range(int(first), int(last or first) + 1)
-    assert sum(shown.values(), []) and [i for name in plan.stacks for i in sorted(shown[name])] == list(
-        range(plan.num_layers)
-    )
-    assert len(table.splitlines()) >= 2 + table.count("coder ")
+    assert sum(shown.values(), []) == list(range(plan.num_layers))
 
 
 @QUICK
@@ -332,14 +331,11 @@ def virtual(order, schedule):
 def test_virtual_stages_repeat_in_the_order_of_their_schedule():
     assert len(virtual("abab", "interleaved").stages) == 4
     assert len(virtual("abba", "zero_bubble").stages) == 4
-    for order, schedule in [
-        ("abba", "interleaved"),
-        ("aba", "interleaved"),
-        ("abab", "1f1b"),
-        ("aabb", "zero_bubble"),
-    ]:
-        with pytest.raises(ValueError, match="stages|schedule"):
+    for order, schedule in [("abba", "interleaved"), ("aba", "interleaved"), ("aabb", "zero_bubble")]:
+        with pytest.raises(ValueError, match="repeat all 2 rank lists in their first order"):
             virtual(order, schedule)
+    with pytest.raises(ValueError, match="use 'interleaved'"):
+        virtual("abab", "1f1b")
 
 
 def test_stages_of_unequal_size_are_legal_and_told_apart():
@@ -473,7 +469,7 @@ def nodes(value, path=()):
         yield from nodes(child, (*path, key))
 
 
-@settings(parent=QUICK, max_examples=500)
+@settings(parent=QUICK, max_examples=200)
 @given(plans(), st.data())
 def test_mutated_objects_give_a_plan_or_one_line(plan, data):
     raw = json.loads(plan.to_json())
@@ -499,7 +495,7 @@ def test_mutated_objects_give_a_plan_or_one_line(plan, data):
             assert ParallelPlan.from_json(made.to_json()) == made
 
 
-@settings(parent=QUICK, max_examples=300)
+@settings(parent=QUICK, max_examples=150)
 @given(plans(), st.data())
 def test_mutated_text_gives_a_plan_or_one_line(plan, data):
     text = plan.to_json()
@@ -736,7 +732,7 @@ def test_what_galvatron_cannot_express_is_named(fields, words):
         ParallelPlan.uniform(8, 4, **fields).to_galvatron()
 
 
-@settings(parent=QUICK, max_examples=300)
+@settings(parent=QUICK, max_examples=150)
 @given(st.data())
 def test_mutated_galvatron_files_give_a_plan_or_one_line(data):
     raw = galvatron(use_sp="0,1,0,0", vtp=2, vsp=0, embed_sdp=1, pp_division="4", default_dp_type="zero2")

@@ -4,6 +4,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -211,6 +212,11 @@ def _quickstart() -> dict:
 @pytest.mark.parametrize("path", sorted((RECIPES / "plans").glob("*.json")), ids=lambda path: path.stem)
 def test_plans_of_the_recipes_run_in_this_release(path):
     plan = ParallelPlan.from_json(path)
+    plan.require_runnable(world_size=plan.world_size)
+
+
+def test_plan_of_the_readme_runs_in_this_release():
+    plan = ParallelPlan.from_json(re.search(r"```json\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1])
     plan.require_runnable(world_size=plan.world_size)
 
 

@@ -66,7 +66,7 @@ def _would_run(checkout: Path, target: str) -> str:
 def test_make_installs_the_first_time_only(checkout, target):
     first = _would_run(checkout, target)
     assert (
-        0 < first.index("-m venv .venv") < first.index("pip install  $(grep '^torch==") < first.index("pip install -e")
+        0 < first.index("-m venv .venv") < first.index("pip install $(grep '^torch==") < first.index("pip install -e")
     )
     (checkout / ".venv").mkdir()
     (checkout / ".venv" / ".installed").touch()

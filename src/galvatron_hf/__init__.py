@@ -4,5 +4,16 @@
 
 from galvatron_hf.parallel.apply import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan
+from galvatron_hf.trainer.arguments import GalvatronSeq2SeqTrainingArguments, GalvatronTrainingArguments
+from galvatron_hf.trainer.mixin import GalvatronMixin, GalvatronSeq2SeqTrainer, GalvatronTrainer
 
-__all__ = ["LayerStrategy", "ParallelPlan", "parallelize"]
+__all__ = [
+    "GalvatronMixin",
+    "GalvatronSeq2SeqTrainer",
+    "GalvatronSeq2SeqTrainingArguments",
+    "GalvatronTrainer",
+    "GalvatronTrainingArguments",
+    "LayerStrategy",
+    "ParallelPlan",
+    "parallelize",
+]

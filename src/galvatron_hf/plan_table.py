@@ -23,7 +23,9 @@ def plan_table(plan: "ParallelPlan") -> "Table":
 
     table = Table(title=_title(plan), title_justify="left")
     for name in COLUMNS:
-        table.add_column(name, justify="right" if name in ("tensor", "data", "expert") else "left", no_wrap=True)
+        # Long rank lists and combined degrees wrap; what names or counts things is never cut.
+        wraps = name in ("ranks", "sequence")
+        table.add_column(name, justify="right" if name in ("tensor", "data", "expert") else "left", no_wrap=not wraps)
     for row in plan_rows(plan):
         table.add_row(*row)
     return table

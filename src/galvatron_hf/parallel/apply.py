@@ -24,7 +24,7 @@ from galvatron_hf.parallel.vocabulary import Head, parallel_embedding, vocabular
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision
 
 
-def parallelize(model: PreTrainedModel, plan: ParallelPlan) -> ParallelModel:
+def parallelize(model: PreTrainedModel, plan: ParallelPlan, mesh: StageMesh | None = None) -> ParallelModel:
     """Rewrites a model in place so that it computes under a plan; collective over all ranks.
 
     The weights of rank 0 become everybody's. Afterwards parameters are DTensors and `model(...)` takes the same whole
@@ -33,6 +33,7 @@ def parallelize(model: PreTrainedModel, plan: ParallelPlan) -> ParallelModel:
     Args:
         model ([`PreTrainedModel`]): a causal language model, whole on every rank, on the device it trains on.
         plan ([`ParallelPlan`]): made for as many ranks as the process group has.
+        mesh ([`StageMesh`], *optional*): that of an earlier call on the same ranks, whose groups are then used again.
 
     Returns:
         [`ParallelModel`]: what a training loop needs: forward and backward over the plan's micro-batches, the gradient
@@ -56,9 +57,9 @@ def parallelize(model: PreTrainedModel, plan: ParallelPlan) -> ParallelModel:
     adapter = adapter_for(model)
     check_plan(plan)
     check_model(model, adapter, plan)
-    base = model.base_model
+    family, base = type(model), model.base_model
     layers = list(base.get_submodule(adapter.layers))
-    mesh = StageMesh(plan.stages[0].ranks, next(model.parameters()).device.type)
+    mesh = mesh or StageMesh(plan.stages[0].ranks, next(model.parameters()).device.type)
     _prepare_groups(mesh, plan)
     broadcast_weights(model)
     for layer in layers:
@@ -86,7 +87,7 @@ def parallelize(model: PreTrainedModel, plan: ParallelPlan) -> ParallelModel:
         source = block.layout
     _parallelize_ends(model, adapter, plan, mesh, units)
     model.forward = CausalLMForward(model, plan, adapter, mesh, current, source)
-    return ParallelModel(model=model, plan=plan, adapter=adapter, mesh=mesh, units=units)
+    return ParallelModel(model=model, plan=plan, adapter=adapter, mesh=mesh, units=units, family=family)
 
 
 def attach_attention(module: nn.Module, strategy: LayerStrategy, mesh: StageMesh, block: Block) -> None:

@@ -66,6 +66,7 @@ class Block:
     def __post_init__(self):
         self.signature = inspect.signature(self.original)
         self.hidden_name = next(iter(self.signature.parameters))
+        self.layer.gradient_checkpointing = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         batch = self.current.value

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -86,6 +85,7 @@ class CausalLMForward:
         shift_labels: torch.Tensor | None = None,
         label_smoothing: float = 0.0,
         return_logits: bool | None = None,
+        whole_loss: bool = True,
         **unused,
     ) -> CausalLMOutput:
         """Runs one micro-batch.
@@ -99,6 +99,7 @@ class CausalLMForward:
             shift_labels (`torch.Tensor`, *optional*): [B, S], labels that are shifted already.
             label_smoothing (`float`): as in [`transformers.trainer_pt_utils.LabelSmoother`].
             return_logits (`bool`, *optional*): defaults to whether there are no labels.
+            whole_loss (`bool`): False leaves the loss this rank's own part, which adds up over the ranks to the whole.
 
         Returns:
             [`CausalLMOutput`]: `loss` (fp32 scalar) and `logits` [own rows, S, V].
@@ -122,7 +123,8 @@ class CausalLMForward:
         if loss is not None:
             if num_items_in_batch is None:
                 num_items_in_batch = (batch.targets != IGNORED).sum()
-            loss = self._whole_loss(loss / num_items_in_batch, batch.head.replicas)
+            loss = loss / num_items_in_batch
+            loss = self._reported_loss(loss, batch.head.replicas, whole_loss)
         if logits is not None:
             logits = logits[:, : batch.real_length]
         return CausalLMOutput(loss=loss, logits=logits)
@@ -137,6 +139,16 @@ class CausalLMForward:
         own = Layout(data=tensor).rectangle(self.mesh.index % tensor, group.shape[0], 1)
         start, stop = group.row_start + own.row_start, group.row_start + own.row_stop
         return slice(min(start, rows), min(stop, rows))
+
+    def own_part(self, tensor: torch.Tensor, fill: int | None = None) -> torch.Tensor:
+        """The rows of a whole micro-batch's tensor that belong to this rank's logits.
+
+        Args:
+            tensor (`torch.Tensor`): [B, S].
+            fill (`int`, *optional*): what added rows hold; by default they repeat the last row.
+        """
+        tensor = add_rows(tensor, self.mesh.size, fill)
+        return tensor[self.own_rows(tensor.shape[0])]
 
     def _micro_batch(self, input_ids, attention_mask, position_ids, targets, logits: bool) -> MicroBatch:
         real_rows, real_length = input_ids.shape
@@ -206,11 +218,15 @@ class CausalLMForward:
         part = batch.embedding.rectangle(self.mesh.index, batch.rows, batch.length)
         return torch.empty(*part.shape, hidden.shape[-1], device="meta")
 
-    def _whole_loss(self, own: torch.Tensor, replicas: int) -> torch.Tensor:
-        """The sum of all ranks' losses in value; the gradient of this rank's own."""
-        whole = own.detach() / replicas
-        dist.all_reduce(whole, group=self.mesh.groups.block(self.mesh.size))
-        return own + (whole - own.detach())
+    def _reported_loss(self, own: torch.Tensor, replicas: int, whole: bool) -> torch.Tensor:
+        """This rank's part of the loss, or the sum of all parts, in value; the gradient of its own rows in both.
+
+        Replicas hold the same rows, and each carries the full gradient of them, so only the value is divided.
+        """
+        value = own.detach() / replicas
+        if whole:
+            dist.all_reduce(value, group=self.mesh.groups.block(self.mesh.size))
+        return own + (value - own.detach())
 
 
 def _refuse_inputs(unused: dict, attention_mask: torch.Tensor | None) -> None:

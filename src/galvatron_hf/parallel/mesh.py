@@ -67,30 +67,44 @@ class StageMesh:
         shape = (shard_ranks // shard, shard, strategy.tensor)
         if shape not in self._weights:
             grid = torch.tensor(self.ranks).view(shape)
-            mesh = DeviceMesh(self.device_type, grid, mesh_dim_names=("replicate", "shard", "tensor"))
+            strides = shape[1] * shape[2], shape[2], 1
+            groups = [self._group(stride, size) for stride, size in zip(strides, shape, strict=True)]
+            names = ("replicate", "shard", "tensor")
+            mesh = DeviceMesh.from_group(groups, self.device_type, mesh=grid, mesh_dim_names=names)
             data = mesh["replicate", "shard"] if shape[0] > 1 else mesh["shard"]
             self._weights[shape] = WeightMesh(mesh=mesh, data=data, tensor=mesh["tensor"])
         return self._weights[shape]
 
     def prepare_strided(self, stride: int, size: int) -> None:
         """Creates the groups of `size` ranks that are `stride` apart; collective."""
-        if size == 1 or (stride, size) in self._strided:
-            return
-        if stride == 1:
+        if size > 1:
+            self._group(stride, size)
+
+    def _group(self, stride: int, size: int) -> dist.ProcessGroup:
+        """This rank's group of `size` ranks that are `stride` apart; collective the first time it is asked for.
+
+        A group's ranks are numbered in the stage's order. [`DeviceMesh`] would number them by global rank, and its
+        pieces would then arrive in another order than the mesh's coordinates say.
+        """
+        if size == 1:
+            stride = 1
+        if stride == 1 and size > 1:
             self.groups.prepare([size])
-            return
-        for start in range(0, self.size, stride * size):
-            for offset in range(stride):
-                members = [self.ranks[start + offset + step * stride] for step in range(size)]
-                group = dist.new_group(members)
-                if dist.get_rank() in members:
-                    self._strided[stride, size] = group
+            return self.groups.block(size)
+        if (stride, size) not in self._strided:
+            for start in range(0, self.size, stride * size):
+                for offset in range(stride):
+                    members = [self.ranks[start + offset + step * stride] for step in range(size)]
+                    group = dist.new_group(members, sort_ranks=members == sorted(members))
+                    if dist.get_rank() in members:
+                        self._strided[stride, size] = group
+        return self._strided[stride, size]
 
     def strided(self, stride: int, size: int) -> dist.ProcessGroup | None:
         """This rank's group of `size` ranks that are `stride` apart; None when it would hold one rank."""
         if size == 1:
             return None
-        return self.groups.block(size) if stride == 1 else self._strided[stride, size]
+        return self._group(stride, size)
 
     def position_in(self, stride: int, size: int) -> int:
         """Index of this rank inside its group of `size` ranks that are `stride` apart."""

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,7 @@ class ParallelModel:
         adapter ([`DecoderAdapter`]): its family.
         mesh ([`StageMesh`]): meshes and groups.
         units ([`ShardedUnits`]): its FSDP2 units.
+        family (`type`): the model's own class, which FSDP2 has put a subclass over.
     """
 
     model: PreTrainedModel
@@ -37,6 +38,7 @@ class ParallelModel:
     adapter: DecoderAdapter
     mesh: StageMesh
     units: ShardedUnits
+    family: type[PreTrainedModel]
 
     @property
     def forward(self) -> CausalLMForward:
@@ -46,6 +48,19 @@ class ParallelModel:
     def streams(self) -> StreamPosition:
         """Where the random streams stand; a training loop sets `seed` once and `step` before each step."""
         return self.forward.position
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return list(self.model.base_model.get_submodule(self.adapter.layers))
+
+    def tied_names(self) -> list[str]:
+        """Names under which a weight appears a second time in the state dict."""
+        seen, tied = set(), []
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) in seen:
+                tied.append(name)
+            seen.add(id(tensor))
+        return tied
 
     def forward_backward(
         self, batch: Mapping[str, torch.Tensor], num_items_in_batch: torch.Tensor | int | None = None, **options
@@ -63,29 +78,27 @@ class ParallelModel:
         if num_items_in_batch is None:
             num_items_in_batch = count_targets(batch)
         losses = []
-        for micro_batch, last in self.micro_batches(batch):
+        for micro_batch in self.micro_batches(batch):
             loss = self.model(**micro_batch, num_items_in_batch=num_items_in_batch, **options).loss
             loss.backward()
             losses.append(loss.detach())
-            del last
         return torch.stack(losses).sum()
 
-    def micro_batches(self, batch: Mapping[str, torch.Tensor]):
+    def micro_batches(self, batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
         """Splits a global batch by rows into the plan's micro-batches (fewer if it has fewer rows).
 
         While one is handed out, gradient synchronisation and random streams are set for it.
 
         Yields:
-            `tuple[dict, bool]`: the micro-batch and whether it is the step's last.
+            `dict[str, torch.Tensor]`: the micro-batch.
         """
         rows = next(iter(batch.values())).shape[0]
         count = min(self.plan.micro_batches, rows)
         for index in range(count):
             part = slice(index * rows // count, (index + 1) * rows // count)
-            last = index == count - 1
             self.streams.micro_batch = index
-            self.units.begin_micro_batch(last)
-            yield {name: value[part] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}, last
+            self.units.begin_micro_batch(last=index == count - 1)
+            yield {name: value[part] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of all gradients, each counted once however many ranks hold it; an fp32 scalar."""

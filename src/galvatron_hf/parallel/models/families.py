@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from galvatron_hf.parallel.models.adapter import DecoderAdapter, Fused, Heads, LogitTransform, Style
 
@@ -138,7 +138,7 @@ def _check_head(model: PreTrainedModel, adapter: DecoderAdapter) -> None:
     hidden = torch.zeros(1, 2, 1, device=device)
     raw = torch.linspace(-40.0, 60.0, 2 * 5, device=device).view(1, 2, 5)
     seen = []
-    base.forward = lambda *args, **kwargs: BaseModelOutputWithPast(last_hidden_state=hidden)
+    base.forward = lambda *args, **kwargs: BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden)
     head.forward = lambda states: seen.append(states) or raw.clone()
     try:
         logits = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device)).logits

@@ -1,0 +1,174 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Global batches: read and collated once, on rank 0, and given to every rank.
+
+One reader makes any collator right, random ones too: all ranks see one result, drawn from the stream that a single
+process would have used, and nothing is tokenised twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import DataLoaderStateMixin
+from accelerate.state import GradientState
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import has_length
+
+
+class RankBatch(dict):
+    """A rank's own rows of a global batch, with the global batch beside them.
+
+    What counts rows or tokens per rank and sums over ranks (input tokens seen, FLOPs, metrics' inputs) counts each row
+    once.
+
+    Args:
+        rows (`dict[str, Any]`): this rank's rows.
+        whole (`dict[str, Any]`): all rows, the same on every rank.
+    """
+
+    def __init__(self, rows: dict[str, Any], whole: dict[str, Any]):
+        super().__init__(rows)
+        self.whole = whole
+
+
+def batch_rows(batch: dict[str, Any]) -> int:
+    """Number of rows of a batch: the first dimension of its first tensor."""
+    return next(value.shape[0] for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim > 0)
+
+
+def take_rows(batch: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
+    """Rows [start, stop) of every tensor that has the batch's number of rows; other values are kept."""
+    rows = batch_rows(batch)
+    return {
+        name: value[start:stop] if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == rows else value
+        for name, value in batch.items()
+    }
+
+
+def own_share(batch: dict[str, Any], rank: int, world_size: int) -> RankBatch:
+    """A rank's share for counting: every row belongs to exactly one rank, some ranks may have none."""
+    rows = batch_rows(batch)
+    return RankBatch(take_rows(batch, rank * rows // world_size, (rank + 1) * rows // world_size), batch)
+
+
+def equal_share(batch: dict[str, Any], rank: int, world_size: int) -> RankBatch:
+    """A rank's share for gathering: all ranks have equally many rows, the last row is repeated to fill them up."""
+    rows = batch_rows(batch)
+    share = -(-rows // world_size)
+    index = torch.arange(rank * share, (rank + 1) * share).clamp(max=rows - 1)
+    own = {
+        name: value[index.to(value.device)]
+        if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == rows
+        else value
+        for name, value in batch.items()
+    }
+    return RankBatch(own, batch)
+
+
+def join_batches(batches: list[dict[str, Any]], pad_token_id: int) -> dict[str, Any]:
+    """Joins batches by rows; shorter ones get positions behind their last that no loss counts.
+
+    Args:
+        batches (`list[dict]`): tensors [B_i, S_i] (or [B_i, ...] of equal trailing shape).
+        pad_token_id (`int`): for `input_ids`.
+
+    Raises:
+        ValueError: for tensors that differ in more than their number of rows and positions.
+    """
+    batches = [batch for batch in batches if batch_rows(batch) > 0] or batches[:1]
+    if len(batches) == 1:
+        return dict(batches[0])
+    fill = {"input_ids": pad_token_id, "labels": -100, "shift_labels": -100}
+    joined = {}
+    for name, first in batches[0].items():
+        values = [batch[name] for batch in batches]
+        if not isinstance(first, torch.Tensor) or first.ndim == 0:
+            joined[name] = first
+            continue
+        shapes = {value.shape[1:] for value in values}
+        if len(shapes) > 1 and any(value.ndim != 2 for value in values):
+            raise ValueError(
+                f"{name!r} has the shapes {sorted(map(tuple, shapes))} in the batches of one step, which cannot be "
+                "joined; let the collator pad it to one shape."
+            )
+        if len(shapes) > 1:
+            length = max(value.shape[1] for value in values)
+            values = [_lengthen(value, length, fill.get(name, 0)) for value in values]
+        joined[name] = torch.cat(values)
+    return joined
+
+
+def _lengthen(tensor: torch.Tensor, length: int, value: int) -> torch.Tensor:
+    return torch.nn.functional.pad(tensor, (0, length - tensor.shape[1]), value=value)
+
+
+def read_once(read: Callable[[], Any]) -> Any:
+    """The result of `read` on rank 0, on every rank; collective.
+
+    Raises:
+        RuntimeError: on all ranks, if rank 0's read failed, so that none is left waiting.
+    """
+    result, failure = None, None
+    if dist.get_rank() == 0:
+        try:
+            result = read()
+        except Exception as error:  # handed to the other ranks before it goes on
+            failure = error
+    message = [(result, None if failure is None else f"{type(failure).__name__}: {failure}")]
+    dist.broadcast_object_list(message, src=0)
+    if failure is not None:
+        raise failure
+    result, text = message[0]
+    if text is not None:
+        raise RuntimeError(f"Rank 0 could not read the next batch ({text}); see its traceback.")
+    return result
+
+
+class GlobalBatchLoader(DataLoaderStateMixin):
+    """Iterates over a loader's global batches on every rank, giving each rank an equal share to gather metrics from.
+
+    Args:
+        loader (`DataLoader`): prepared for one process; only rank 0 reads from it.
+    """
+
+    def __init__(self, loader: DataLoader):
+        self.loader = loader
+        self.dataset = loader.dataset
+        self.batch_sampler = loader.batch_sampler
+        self.gradient_state = GradientState()
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    @property
+    def total_batch_size(self) -> int:
+        return self.loader.batch_size or self.batch_sampler.batch_size
+
+    def __iter__(self) -> Iterator[RankBatch]:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        self.reset()
+        self.gradient_state._add_dataloader(self)
+        try:
+            # Not through accelerate's wrapper, which would register a second dataloader on rank 0 alone.
+            iterator = iter(self.loader.base_dataloader) if rank == 0 else None
+            following = read_once(lambda: next(iterator, None))
+            while following is not None:
+                batch, following = following, read_once(lambda: next(iterator, None))
+                self.end_of_dataloader = following is None
+                self.remainder = self._remainder(batch_rows(batch), world_size)
+                yield equal_share(batch, rank, world_size)
+        finally:
+            self.gradient_state._remove_dataloader(self)
+
+    def _remainder(self, rows: int, world_size: int) -> int:
+        """How many gathered rows are real, where the last batch is a smaller one; 0 for all of them.
+
+        As with one process, a data set without length is not cut off, except for the rows that fill up a share.
+        """
+        if has_length(self.dataset):
+            return rows if rows < self.total_batch_size else 0
+        return rows if rows % world_size else 0

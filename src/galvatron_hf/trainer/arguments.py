@@ -1,0 +1,145 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Training arguments, and what of them cannot go together with a plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transformers import Seq2SeqTrainingArguments, TrainingArguments
+
+from galvatron_hf.plan import ParallelPlan, Precision
+
+
+# Those that treat every element by itself, so that a step on shards is the step on the whole.
+_ELEMENTWISE_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+
+
+@dataclass
+class GalvatronTrainingArguments(TrainingArguments):
+    """[`~transformers.TrainingArguments`] with the plan.
+
+    Args:
+        parallel_plan (`str` or [`ParallelPlan`], *optional*, defaults to `"auto"`):
+            How to parallelise: a plan, the path of one, or "auto". Until plans are searched, "auto" is no parallelism on
+            one process and ZeRO-3 on several.
+    """
+
+    parallel_plan: str | None = field(
+        default="auto",
+        metadata={"help": 'The plan: the path of a JSON file, or "auto".'},
+    )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The arguments as plain values; a plan becomes its JSON."""
+        values = super().to_dict()
+        if isinstance(self.parallel_plan, ParallelPlan):
+            values["parallel_plan"] = self.parallel_plan.to_json()
+        return values
+
+
+@dataclass
+class GalvatronSeq2SeqTrainingArguments(Seq2SeqTrainingArguments, GalvatronTrainingArguments):
+    """[`~transformers.Seq2SeqTrainingArguments`] with the plan, see [`GalvatronTrainingArguments`]."""
+
+
+def requested_plan(args: TrainingArguments) -> ParallelPlan | None:
+    """The plan that the arguments give; None for "auto".
+
+    Raises:
+        ValueError: if the file is no plan.
+    """
+    plan = getattr(args, "parallel_plan", "auto")
+    if plan is None or plan == "auto":
+        return None
+    return plan if isinstance(plan, ParallelPlan) else ParallelPlan.from_json(plan)
+
+
+def with_precision(plan: ParallelPlan, args: TrainingArguments) -> ParallelPlan:
+    """The plan with the precision of the arguments where it has none of its own.
+
+    Raises:
+        ValueError: if both say something and it differs.
+    """
+    if args.bf16 and plan.precision is not None and plan.precision.compute != "bf16":
+        raise ValueError(
+            f'The plan computes in "{plan.precision.compute}" and the arguments say bf16=True; '
+            'set the plan\'s precision.compute to "bf16" or bf16=False.'
+        )
+    if plan.precision is not None:
+        return plan
+    return replace(plan, precision=Precision(compute="bf16" if args.bf16 else "fp32"))
+
+
+def check_arguments(args: TrainingArguments, plan: ParallelPlan | None) -> None:
+    """Refuses arguments that do not go together with a parallel plan.
+
+    Args:
+        args (`TrainingArguments`): the arguments.
+        plan ([`ParallelPlan`], *optional*): a given plan; None where it is still to be made.
+
+    Raises:
+        ValueError: one sentence with the argument, the reason and what to do.
+    """
+    for refusal in _refusals(args):
+        raise ValueError(refusal)
+    if args.activation_checkpointing and plan is not None:
+        without = [index for index, layer in enumerate(plan.layers) if layer.recompute == "none"]
+        if without:
+            raise ValueError(
+                f"gradient_checkpointing=True recomputes every layer, but layer {without[0]} of the plan has recompute "
+                '"none"; set gradient_checkpointing=False or recompute "full" in every layer.'
+            )
+
+
+def _refusals(args: TrainingArguments) -> Iterator[str]:
+    if args.fsdp:
+        yield "fsdp cannot go together with a parallel plan, which shards every layer itself; leave fsdp out."
+    if args.deepspeed:
+        yield "deepspeed cannot go together with a parallel plan, which shards every layer itself; leave deepspeed out."
+    if args.parallelism_config is not None:
+        yield (
+            "parallelism_config cannot go together with a parallel plan, which says how every layer is parallelised; "
+            "leave it out."
+        )
+    for variable in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        if os.environ.get(variable, "false").lower() in ("1", "true"):
+            yield (
+                f"{variable} is set, and accelerate's own sharding cannot go together with a parallel plan; "
+                "launch with a configuration without FSDP, DeepSpeed or parallelism_config."
+            )
+    if args.n_gpu > 1:
+        yield (
+            f"One process sees {args.n_gpu} GPUs, which Trainer would use through DataParallel; start one process per "
+            "GPU with accelerate launch or torchrun."
+        )
+    if args.auto_find_batch_size:
+        yield "auto_find_batch_size would change the batch that the plan was made for; set it to False."
+    if args.fp16:
+        yield "fp16=True needs loss scaling, which is not supported under a parallel plan; use bf16=True."
+    if args.bf16_full_eval or args.fp16_full_eval:
+        yield (
+            "bf16_full_eval and fp16_full_eval cast the whole model, which would lose the fp32 master weights; "
+            "use bf16=True, under which evaluation computes in bf16 too."
+        )
+    optimizer = getattr(args.optim, "value", str(args.optim))
+    if optimizer not in _ELEMENTWISE_OPTIMIZERS:
+        yield (
+            f"optim {optimizer!r} is not known to treat every element by itself, so it cannot step on shards; "
+            f"use one of {', '.join(_ELEMENTWISE_OPTIMIZERS)}."
+        )
+    if args.torch_compile:
+        yield (
+            "torch_compile=True is not supported under a parallel plan, because the collectives inside a layer are not "
+            "traced yet; set it to False."
+        )
+    if args.train_sampling_strategy == "batch_rebalance":
+        yield (
+            "train_sampling_strategy 'batch_rebalance' places rows on ranks itself, which is the plan's part; "
+            "use 'random' or 'group_by_length'."
+        )
+    if args.use_liger_kernel:
+        yield "use_liger_kernel=True replaces the modules that a plan cuts; set it to False."

@@ -1,0 +1,123 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluation, prediction and generation under a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from galvatron_hf.data.loader import batch_rows, equal_share
+from galvatron_hf.parallel.checkpoint import plain_model, whole_weights
+from galvatron_hf.parallel.micro_batch import IGNORED, add_rows
+from galvatron_hf.trainer.own_rows import OwnRowsModel
+
+
+class EvaluationMixin:
+    """The part of [`GalvatronMixin`] that evaluates; see there."""
+
+    def evaluation_loop(self, *args, **kwargs):
+        self.ensure_parallel()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(self, model: nn.Module, inputs, prediction_loss_only: bool, ignore_keys=None, **gen_kwargs):
+        """Loss of the global batch, and logits and labels of this rank's equal share of it."""
+        if self.parallel is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **gen_kwargs)
+        whole = self._prepare_inputs(dict(inputs.whole))
+        labels = whole.get("labels")
+        if getattr(self.args, "predict_with_generate", False) and not prediction_loss_only:
+            return self._generation_step(whole, labels, gen_kwargs)
+        num_items = None if labels is None else self._get_num_items_in_batch([whole], self.args.device)
+        logits = None
+        with torch.no_grad():
+            self.parallel.units.begin_micro_batch(last=True)
+            batch = self._fill_shares(whole)
+            if self._loss_needs_logits() and labels is not None:
+                own = OwnRowsModel(self.parallel, batch)
+                with self._as_one_process():
+                    loss, outputs = self.compute_loss(
+                        own, own.own_inputs(), return_outputs=True, num_items_in_batch=num_items
+                    )
+                loss = loss.detach().clone()
+                dist.all_reduce(loss)
+                logits = None if prediction_loss_only else outputs["logits"]
+            else:
+                smoothing = self.args.label_smoothing_factor
+                wanted = {} if labels is None else {"num_items_in_batch": num_items, "label_smoothing": smoothing}
+                outputs = self.model(**batch, **wanted, return_logits=not prediction_loss_only)
+                loss, logits = outputs.loss, outputs.logits
+        if prediction_loss_only:
+            return loss, None, None
+        own_labels = None if labels is None else self._share(labels)
+        return loss, logits.detach(), own_labels
+
+    def _fill_shares(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Repeats the last row, without targets, until all ranks have equally many."""
+        rows = batch_rows(batch)
+        filled = -(-rows // self.args.world_size) * self.args.world_size
+        return {
+            name: add_rows(value, filled, IGNORED if name in ("labels", "shift_labels") else None)
+            if isinstance(value, torch.Tensor) and value.ndim == 2
+            else value
+            for name, value in batch.items()
+        }
+
+    def _share(self, tensor: torch.Tensor) -> torch.Tensor:
+        return equal_share({"tensor": tensor}, self.args.process_index, self.args.world_size)["tensor"]
+
+    # ---- Generation ----
+
+    def generate(self, *args, **kwargs) -> torch.Tensor:
+        """`model.generate` under a plan; collective, and allowed in callbacks.
+
+        The weights are gathered into the family's own model on rank 0, which generates and gives every rank the result.
+        Rank 0 needs memory for the whole model, in the plan's compute precision, for that time.
+
+        Args:
+            args, kwargs: as for [`~transformers.GenerationMixin.generate`]; those of rank 0 count.
+
+        Returns:
+            `torch.Tensor`: what rank 0 generated.
+        """
+        self.ensure_parallel()
+        if self.parallel is None:
+            return self.model.generate(*args, **kwargs)
+        weights = whole_weights(self.parallel)
+        result = [None]
+        if dist.get_rank() == 0:
+            precision = self.parallel.plan.precision
+            plain = plain_model(self.parallel, weights)
+            if precision is not None and precision.compute == "bf16":
+                plain.bfloat16()
+            plain.config.use_cache = True
+            with torch.no_grad():
+                result[0] = plain.generate(*args, **kwargs)
+        dist.broadcast_object_list(result, src=0)
+        return result[0]
+
+    def _generation_step(self, whole: dict[str, Any], labels: torch.Tensor | None, gen_kwargs: dict[str, Any]):
+        """Seq2SeqTrainer's prediction step, generating for the whole batch at once."""
+        options = dict(gen_kwargs or getattr(self, "_gen_kwargs", {}))
+        options = {name: value for name, value in options.items() if value is not None}
+        prompts = {name: value for name, value in whole.items() if name in ("input_ids", "attention_mask")}
+        tokens = self.generate(**prompts, **options).to(self.args.device)
+        config = self.model.generation_config
+        length = options.get("max_length") or config.max_length or 20
+        if options.get("max_new_tokens") or config.max_new_tokens:
+            length = (options.get("max_new_tokens") or config.max_new_tokens) + 1
+        loss = None
+        if labels is not None:
+            with torch.no_grad():
+                items = self._get_num_items_in_batch([whole], self.args.device)
+                loss = self.model(
+                    **whole, num_items_in_batch=items, label_smoothing=self.args.label_smoothing_factor
+                ).loss
+            labels = self._share(self._lengthened(labels, length))
+        return loss, self._share(self._lengthened(tokens, length)), labels
+
+    def _lengthened(self, tokens: torch.Tensor, length: int) -> torch.Tensor:
+        return self._pad_tensors_to_max_len(tokens, length) if tokens.shape[-1] < length else tokens

@@ -1,0 +1,307 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""GalvatronMixin: any Trainer, under a parallel plan."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import prepare_data_loader
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import Seq2SeqTrainer, Trainer
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import logging
+
+from galvatron_hf.data.loader import GlobalBatchLoader, join_batches, own_share, read_once, take_rows
+from galvatron_hf.parallel.apply import parallelize
+from galvatron_hf.parallel.checks import check_model, check_plan
+from galvatron_hf.parallel.mesh import StageMesh
+from galvatron_hf.parallel.model import ParallelModel
+from galvatron_hf.parallel.models import adapter_for
+from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.trainer.arguments import check_arguments, requested_plan, with_precision
+from galvatron_hf.trainer.checkpoints import CheckpointMixin, plan_of_checkpoint
+from galvatron_hf.trainer.evaluation import EvaluationMixin
+from galvatron_hf.trainer.own_rows import OwnRowsModel
+
+
+logger = logging.get_logger(__name__)
+
+
+class GalvatronMixin(EvaluationMixin, CheckpointMixin):
+    """Trains under a plan; put it before any subclass of [`~transformers.Trainer`].
+
+    The global batch of an optimizer step is `per_device_train_batch_size * gradient_accumulation_steps * WORLD_SIZE`
+    sequences, read once and given to every rank; the plan says how it is computed, never what is computed. On one
+    process without a plan it is the Trainer it is mixed into.
+
+    Raises:
+        ValueError: for plans, models and arguments that cannot run, before anything is changed.
+
+    Example:
+
+    ```python
+    class GalvatronSFTTrainer(GalvatronMixin, trl.SFTTrainer): ...
+    ```
+    """
+
+    def __init__(self, *args, **kwargs):
+        self.parallel: ParallelModel | None = None
+        self._stage_mesh: StageMesh | None = None
+        self._pending_batches: list[dict[str, Any]] = []
+        super().__init__(*args, **kwargs)
+        self._requested_plan = requested_plan(self.args)
+        self._resumed_plan: ParallelPlan | None = None
+        if self._runs_parallel():
+            self._check_before_start()
+
+    # ---- Plan ----
+
+    def _runs_parallel(self) -> bool:
+        if self.args.world_size > 1:
+            return True
+        plan = self._requested_plan
+        if plan is not None and plan.world_size != 1:
+            plan.require_runnable(1)
+        return plan is not None and dist.is_initialized()
+
+    def _check_before_start(self) -> None:
+        check_arguments(self.args, self._requested_plan)
+        if self.optimizer is not None or self.lr_scheduler is not None:
+            raise ValueError(
+                "optimizers=... holds weights that a plan replaces by shards; pass optimizer_cls_and_kwargs, "
+                "or override create_optimizer."
+            )
+        plan = self.plan_for(self.model)
+        check_plan(plan)
+        check_model(self.model, adapter_for(self.model), plan)
+
+    def plan_for(self, model: nn.Module) -> ParallelPlan:
+        """The plan to train `model` under: the given one, else the resumed checkpoint's, else ZeRO-3."""
+        plan = self._requested_plan or self._resumed_plan
+        if plan is None:
+            layers = len(model.base_model.get_submodule(adapter_for(model).layers))
+            recompute = "full" if self.args.activation_checkpointing else "none"
+            plan = ParallelPlan.uniform(self.args.world_size, layers, recompute=recompute)
+            logger.warning_once(
+                f"parallel_plan='auto' is ZeRO-3 on {self.args.world_size} ranks, because plans are not searched yet; "
+                "give parallel_plan=FILE for another one."
+            )
+        return with_precision(plan, self.args)
+
+    def ensure_parallel(self) -> None:
+        """Puts the plan onto `self.model`, unless it is there; collective."""
+        if not self._runs_parallel() or (self.parallel is not None and self.parallel.model is self.model):
+            return
+        self._set_signature_columns_if_needed()
+        plan = self.plan_for(self.model)
+        if {parameter.dtype for parameter in self.model.parameters()} == {torch.bfloat16}:
+            logger.warning("The model was loaded in bf16; its master weights are kept in fp32 from here on.")
+            plan = replace(plan, precision=replace(plan.precision, compute="bf16"))
+            self.model.float()
+        self.parallel = parallelize(self.model, plan, mesh=self._stage_mesh)
+        self.parallel.streams.seed = self.args.seed
+        self._stage_mesh = self.parallel.mesh
+        # Trainer then leaves placement and wrapping of the model to us.
+        self.is_distributed_loading_by_transformers = True
+        if self.args.should_save:
+            os.makedirs(self.args.output_dir, exist_ok=True)
+            plan.to_json(os.path.join(self.args.output_dir, "parallel_plan.json"))
+        if self.is_world_process_zero() and not self.args.disable_tqdm:
+            print(plan, flush=True)
+
+    # ---- Set-up of a training run ----
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        """See [`~transformers.Trainer.train`]; a resumed run takes the checkpoint's plan if none is given."""
+        if resume_from_checkpoint and self._runs_parallel():
+            folder = resume_from_checkpoint
+            if folder is True:
+                folder = get_last_checkpoint(self.args.output_dir)
+            self._resumed_plan = plan_of_checkpoint(folder, self.args.world_size) if folder else None
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _inner_training_loop(self, *args, **kwargs):
+        self.ensure_parallel()
+        if self.parallel is not None:
+            # The plan says what is recomputed; gradient_checkpointing=True has made it say so for every layer.
+            for layer in self.parallel.layers:
+                layer.gradient_checkpointing = False
+            self._pending_batches = []
+        return super()._inner_training_loop(*args, **kwargs)
+
+    def _build_accelerator_args(self, **kwargs) -> dict[str, Any]:
+        arguments = super()._build_accelerator_args(**kwargs)
+        if self.args.world_size > 1:
+            # The plan's precision is applied by sharding; accelerate would put autocast around the whole model.
+            arguments["mixed_precision"] = "no"
+        return arguments
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        if self.parallel is None:
+            super()._sync_replicated_trainable_parameters(model)
+
+    def _defer_fsdp_gradient_reduction(self) -> contextlib.AbstractContextManager:
+        # A step's micro-batches are the plan's; they defer what their sharding kind says.
+        return contextlib.nullcontext() if self.parallel is not None else super()._defer_fsdp_gradient_reduction()
+
+    # ---- Data: the one-process batches, on every rank ----
+
+    def _get_dataloader(self, dataset, description: str, batch_size: int, *args, **kwargs) -> DataLoader:
+        if not self._runs_parallel():
+            return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
+        self.accelerator.prepare = self._prepare_loader
+        try:
+            loader = super()._get_dataloader(dataset, description, batch_size * self.args.world_size, *args, **kwargs)
+        finally:
+            del self.accelerator.prepare
+        return loader if kwargs.get("is_training", False) else GlobalBatchLoader(loader)
+
+    def _prepare_loader(self, loader: DataLoader) -> DataLoader:
+        """Prepares a loader as accelerate does for a job of one process."""
+        config = self.accelerator.dataloader_config
+        prepared = prepare_data_loader(
+            loader,
+            device=self.args.device,
+            num_processes=1,
+            process_index=0,
+            split_batches=False,
+            put_on_device=False,
+            rng_types=None,
+            dispatch_batches=False,
+            even_batches=config.even_batches,
+            use_seedable_sampler=config.use_seedable_sampler,
+            data_seed=config.data_seed,
+            non_blocking=config.non_blocking,
+            use_stateful_dataloader=config.use_stateful_dataloader,
+        )
+        self.accelerator._dataloaders.append(prepared)
+        return prepared
+
+    def _get_train_sampler(self, *args, **kwargs):
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        if self._runs_parallel() and isinstance(sampler, LengthGroupedSampler):
+            sampler.batch_size *= self.args.world_size
+        return sampler
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device):
+        """Reads the batches of one optimizer step on rank 0 and gives them to all ranks."""
+        if self.parallel is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches = read_once(lambda: list(_take(epoch_iterator, num_batches)))
+        if batches and len(batches) < num_batches:
+            # The data ended inside a step: empty batches let Trainer's loop reach the step's end.
+            batches += [take_rows(batches[-1], 0, 0)] * (num_batches - len(batches))
+        samples = [own_share(batch, self.args.process_index, self.args.world_size) for batch in batches]
+        return samples, self._get_num_items_in_batch(samples, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device):
+        if self.parallel is None:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        whole = [getattr(batch, "whole", batch) for batch in batch_samples]
+        with self._as_one_process():
+            return super()._get_num_items_in_batch(whole, device)
+
+    @contextlib.contextmanager
+    def _as_one_process(self) -> Iterator[None]:
+        """Keeps Trainer from gathering or scaling what is global already."""
+        average = self.args.average_tokens_across_devices
+        self.args.average_tokens_across_devices = False
+        try:
+            yield
+        finally:
+            self.args.average_tokens_across_devices = average
+
+    # ---- Steps ----
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch=None) -> torch.Tensor:
+        """Forward and backward of one global batch; the earlier batches of an accumulation window only wait for it."""
+        if self.parallel is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        self._pending_batches.append(inputs.whole)
+        if not self.accelerator.gradient_state.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        pad = self.model.config.pad_token_id
+        batch = join_batches(self._pending_batches, pad if pad is not None else 0)
+        self._pending_batches = []
+        batch = self._prepare_inputs(batch)
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        self.parallel.streams.step = self.state.global_step
+        if self._loss_needs_logits():
+            return self._custom_forward_backward(batch, num_items_in_batch)
+        _require_labels(batch)
+        return self.parallel.forward_backward(
+            batch, num_items_in_batch, label_smoothing=self.args.label_smoothing_factor
+        )
+
+    def _loss_needs_logits(self) -> bool:
+        """Whether the loss is somebody's own function of logits: compute_loss_func, or compute_loss overridden."""
+        own = type(self).compute_loss is not Trainer.compute_loss
+        return own or self.compute_loss_func is not None
+
+    def _custom_forward_backward(self, batch: dict[str, torch.Tensor], num_items_in_batch) -> torch.Tensor:
+        """Each rank's own loss of its own rows; their sum is the loss of the global batch."""
+        total = torch.zeros((), device=self.args.device)
+        for micro_batch in self.parallel.micro_batches(batch):
+            model = OwnRowsModel(self.parallel, micro_batch)
+            with self._as_one_process():
+                loss = self.compute_loss(model, model.own_inputs(), num_items_in_batch=num_items_in_batch)
+            loss.backward()
+            total += loss.detach()
+        dist.all_reduce(total)
+        return total
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        if self.parallel is None:
+            return super()._clip_grad_norm(model)
+        return self.parallel.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm=None):
+        if self.parallel is None:
+            return super()._get_grad_norm(model, grad_norm=grad_norm)
+        return self.parallel.grad_norm() if grad_norm is None else grad_norm
+
+
+class GalvatronTrainer(GalvatronMixin, Trainer):
+    """[`~transformers.Trainer`] under a parallel plan: same signature, same results.
+
+    Args:
+        args ([`GalvatronTrainingArguments`] or [`~transformers.TrainingArguments`]): with the plan, else "auto".
+
+    Example:
+
+    ```python
+    args = GalvatronTrainingArguments(output_dir="out", parallel_plan="plan.json")
+    GalvatronTrainer(model, args, train_dataset=data).train()
+    ```
+    """
+
+
+class GalvatronSeq2SeqTrainer(GalvatronMixin, Seq2SeqTrainer):
+    """[`~transformers.Seq2SeqTrainer`] under a parallel plan; `predict_with_generate` generates on rank 0."""
+
+
+def _take(iterator: Iterator, count: int) -> Iterator:
+    for _ in range(count):
+        try:
+            yield next(iterator)
+        except StopIteration:
+            return
+
+
+def _require_labels(batch: dict[str, Any]) -> None:
+    if batch.get("labels") is None and batch.get("shift_labels") is None:
+        raise ValueError(
+            f"The batch has no labels, only {sorted(batch)}, so there is no loss to train on; "
+            "use DataCollatorForLanguageModeling(tokenizer, mlm=False) or add a labels column."
+        )

@@ -1,0 +1,200 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""The oracle of the runtime's tests: one process, one plain Hugging Face model, one global batch.
+
+[`reference`] computes it before the ranks start; [`check_equivalence`] runs on every rank and raises where a
+parallelised model differs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from galvatron_hf.parallel.apply import parallelize
+from galvatron_hf.parallel.model import ParallelModel
+from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
+
+
+RELATIVE = 1e-5
+FLOOR = 1e-7  # of the global norm: GPT-2's key biases have gradients that are zero but for rounding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What one process computes.
+
+    Attributes:
+        model (`PreTrainedModel`): the model, untouched but for its gradients.
+        batch (`dict`): the global batch, as the parallel model gets it.
+        num_items (`int`, *optional*): given number of targets.
+        loss (`float`): the training loss.
+        eval_loss (`float`): the loss in evaluation mode.
+        grad_norm (`float`): the 2-norm of all gradients.
+        gradients (`dict`): by parameter name.
+        logits (`torch.Tensor`): [B, S, V] in evaluation mode.
+    """
+
+    model: PreTrainedModel
+    batch: dict[str, torch.Tensor]
+    num_items: int | None
+    loss: float
+    eval_loss: float
+    grad_norm: float
+    gradients: dict[str, torch.Tensor]
+    logits: torch.Tensor
+
+
+def reference(model: PreTrainedModel, batch: Mapping[str, torch.Tensor], num_items: int | None = None) -> Reference:
+    """Runs the plain model once on the whole batch, with Hugging Face's own loss."""
+    inputs: dict[str, Any] = dict(batch)
+    if "labels" not in inputs:  # Hugging Face computes a loss only if labels are there, and then prefers the shifted
+        inputs["labels"] = inputs["shift_labels"]
+    if num_items is not None:
+        inputs["num_items_in_batch"] = num_items
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.eval()
+    with torch.no_grad():
+        output = model(**inputs)
+    model.train()
+    model.zero_grad()
+    return Reference(
+        model=model,
+        batch=dict(batch),
+        num_items=num_items,
+        loss=float(loss),
+        eval_loss=float(output.loss),
+        grad_norm=float(torch.linalg.vector_norm(torch.stack([g.double().norm() for g in gradients.values()]))),
+        gradients=gradients,
+        logits=output.logits,
+    )
+
+
+def single_stage(
+    layers: tuple[LayerStrategy, ...],
+    world_size: int,
+    *,
+    ranks: tuple[int, ...] | None = None,
+    embedding: VocabularyStrategy | None = None,
+    head: VocabularyStrategy | None = None,
+    **options: Any,
+) -> ParallelPlan:
+    """A plan of one stage; `ranks` permutes it."""
+    plan = dict(world_size=world_size, stacks={"decoder": len(layers)}, layers=layers, **options)
+    if ranks is not None:
+        from galvatron_hf.plan import Stage
+
+        plan["stages"] = (Stage(ranks=ranks, layers=(0, len(layers))),)
+    return ParallelPlan(embedding=embedding or VocabularyStrategy(), head=head or VocabularyStrategy(), **plan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """What a parallelised model computes, as one rank sees it; see [`Reference`].
+
+    Attributes:
+        logits (`torch.Tensor`): those of this rank's `rows`.
+        rows (`slice`): of the global batch.
+    """
+
+    loss: float
+    eval_loss: float
+    grad_norm: float
+    gradients: dict[str, torch.Tensor]
+    logits: torch.Tensor
+    rows: slice
+
+
+def check_equivalence(oracle: Reference, plan: ParallelPlan) -> None:
+    """Step 1 of a plan against one process; collective.
+
+    Raises:
+        AssertionError: naming the first quantity or parameter that differs, and by how much.
+    """
+    # All that is collective comes first, so that ranks that disagree still do the same.
+    compare(observe(parallelize(copy.deepcopy(oracle.model), plan), oracle), oracle)
+
+
+def observe(parallel: ParallelModel, oracle: Reference) -> Observed:
+    """One training step's gradients, then a loss and logits in evaluation mode; collective."""
+    model = parallel.model
+    loss = parallel.forward_backward(oracle.batch, oracle.num_items)
+    gradients, grad_norm = whole_gradients(model, oracle.model), parallel.grad_norm()
+    model.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        output = model(**oracle.batch, num_items_in_batch=oracle.num_items)
+        assert output.logits is None  # a loss alone never has them
+        logits = model(**{name: x for name, x in oracle.batch.items() if not name.endswith("labels")}).logits
+    model.train()
+    rows = parallel.forward.own_rows(len(oracle.logits))
+    return Observed(
+        loss=float(loss),
+        eval_loss=float(output.loss),
+        grad_norm=float(grad_norm),
+        gradients=gradients,
+        logits=logits[: rows.stop - rows.start],
+        rows=rows,
+    )
+
+
+def compare(seen: Observed, oracle: Reference) -> None:
+    """Raises `AssertionError` where a rank's observations are not the oracle's."""
+    assert_near("loss", seen.loss, oracle.loss)
+    floor = FLOOR * oracle.grad_norm
+    for name, wanted in oracle.gradients.items():
+        error, scale = float((seen.gradients[name] - wanted).abs().max()), float(wanted.abs().max())
+        if not error <= max(RELATIVE * scale, floor):
+            raise AssertionError(f"the gradient of {name} is off by {error / (scale or 1):.2e} of its largest entry")
+    assert_near("grad_norm", seen.grad_norm, oracle.grad_norm)
+    assert_near("eval loss", seen.eval_loss, oracle.eval_loss)
+    wanted, scale = oracle.logits[seen.rows], float(oracle.logits.abs().max())
+    assert seen.logits.shape == wanted.shape
+    error = float((seen.logits - wanted).abs().max()) if len(wanted) else 0.0
+    if not error <= RELATIVE * scale:
+        raise AssertionError(f"the logits of rows {seen.rows} are off by {error / scale:.2e} of the largest")
+
+
+def assert_near(name: str, got: float, wanted: float) -> None:
+    if not abs(got - wanted) <= RELATIVE * abs(wanted):
+        raise AssertionError(f"{name} is {got!r}, and {wanted!r} on one process")
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_gradients(model: PreTrainedModel, plain: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """All gradients under the plain model's names; collective."""
+    return join_parts({name: whole(p.grad) for name, p in model.named_parameters()}, plain)
+
+
+@torch.no_grad()
+def whole_weights(model: PreTrainedModel, plain: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """All weights under the plain model's names; collective."""
+    return join_parts({name: whole(p.detach()) for name, p in model.named_parameters()}, plain)
+
+
+def join_parts(tensors: dict[str, torch.Tensor], plain: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Puts the parts of fused projections together again: `c_attn.query.weight`, ... are columns of `c_attn.weight`."""
+    joined = {}
+    for name, _ in plain.named_parameters():
+        if name in tensors:
+            joined[name] = tensors.pop(name)
+            continue
+        owner, parameter = name.rsplit(".", 1)
+        parts = [key for key in tensors if key.startswith(f"{owner}.") and key.endswith(f".{parameter}")]
+        dim = -1 if isinstance(plain.get_submodule(owner), Conv1D) else 0
+        joined[name] = torch.cat([tensors.pop(part) for part in parts], dim)
+    assert not tensors, f"parameters that the plain model does not have: {sorted(tensors)}"
+    return joined
