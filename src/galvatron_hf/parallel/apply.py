@@ -14,7 +14,7 @@ from galvatron_hf.parallel import attention
 from galvatron_hf.parallel.block import Block, CurrentMicroBatch
 from galvatron_hf.parallel.causal_lm import CausalLMForward
 from galvatron_hf.parallel.checks import check_model, check_plan
-from galvatron_hf.parallel.layout import Layout, block_size
+from galvatron_hf.parallel.layout import Layout, block_sizes
 from galvatron_hf.parallel.mesh import StageMesh
 from galvatron_hf.parallel.model import ParallelModel, broadcast_weights
 from galvatron_hf.parallel.models import DecoderAdapter, Heads, adapter_for
@@ -109,10 +109,11 @@ def attach_attention(module: nn.Module, strategy: LayerStrategy, mesh: StageMesh
 def _prepare_groups(mesh: StageMesh, plan: ParallelPlan) -> None:
     """Creates every group of the plan, in an order that all ranks share."""
     layouts = [Layout.of(strategy, mesh.size) for strategy in plan.layers]
-    moves = list(zip(layouts, layouts[1:], strict=False))
-    moves += [(start, layouts[0]) for start in vocabulary_layouts(mesh.size, plan.embedding.tensor)]
-    moves += [(layouts[-1], stop) for stop in vocabulary_layouts(mesh.size, plan.head.tensor)]
-    sizes = {block_size(source, target, mesh.size) for source, target in moves}
+    sizes = {*block_sizes(layouts, mesh.size)}
+    for start in vocabulary_layouts(mesh.size, plan.embedding.tensor):
+        sizes.update(block_sizes([start, layouts[0]], mesh.size))
+    for stop in vocabulary_layouts(mesh.size, plan.head.tensor):
+        sizes.update(block_sizes([layouts[-1], stop], mesh.size))
     mesh.groups.prepare(sorted(sizes | {mesh.size}))
     for strategy in plan.layers:
         mesh.prepare_strided(strategy.tensor, strategy.ulysses)
