@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from galvatron_hf.parallel.apply import parallelize
+from galvatron_hf.parallel.mesh import StageMesh
 from galvatron_hf.parallel.model import ParallelModel
-from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
+from galvatron_hf.plan import LayerStrategy, ParallelPlan, Stage, VocabularyStrategy
 
 
 RELATIVE = 1e-5
@@ -54,7 +55,8 @@ class Reference:
 
 def reference(model: PreTrainedModel, batch: Mapping[str, torch.Tensor], num_items: int | None = None) -> Reference:
     """Runs the plain model once on the whole batch, with Hugging Face's own loss."""
-    inputs: dict[str, Any] = dict(batch)
+    # With a cache, Hugging Face takes packed rows for one document; its Trainer switches it off.
+    inputs: dict[str, Any] = dict(batch, use_cache=False)
     if "labels" not in inputs:  # Hugging Face computes a loss only if labels are there, and then prefers the shifted
         inputs["labels"] = inputs["shift_labels"]
     if num_items is not None:
@@ -72,9 +74,9 @@ def reference(model: PreTrainedModel, batch: Mapping[str, torch.Tensor], num_ite
         model=model,
         batch=dict(batch),
         num_items=num_items,
-        loss=float(loss),
+        loss=float(loss.detach()),
         eval_loss=float(output.loss),
-        grad_norm=float(torch.linalg.vector_norm(torch.stack([g.double().norm() for g in gradients.values()]))),
+        grad_norm=total_norm(gradients),
         gradients=gradients,
         logits=output.logits,
     )
@@ -92,8 +94,6 @@ def single_stage(
     """A plan of one stage; `ranks` permutes it."""
     plan = dict(world_size=world_size, stacks={"decoder": len(layers)}, layers=layers, **options)
     if ranks is not None:
-        from galvatron_hf.plan import Stage
-
         plan["stages"] = (Stage(ranks=ranks, layers=(0, len(layers))),)
     return ParallelPlan(embedding=embedding or VocabularyStrategy(), head=head or VocabularyStrategy(), **plan)
 
@@ -103,6 +103,7 @@ class Observed:
     """What a parallelised model computes, as one rank sees it; see [`Reference`].
 
     Attributes:
+        clipped_norm (`float`): the norm that is left after clipping to half the oracle's.
         logits (`torch.Tensor`): those of this rank's `rows`.
         rows (`slice`): of the global batch.
     """
@@ -110,19 +111,20 @@ class Observed:
     loss: float
     eval_loss: float
     grad_norm: float
+    clipped_norm: float
     gradients: dict[str, torch.Tensor]
     logits: torch.Tensor
     rows: slice
 
 
-def check_equivalence(oracle: Reference, plan: ParallelPlan) -> None:
+def check_equivalence(oracle: Reference, plan: ParallelPlan, mesh: StageMesh | None = None) -> None:
     """Step 1 of a plan against one process; collective.
 
     Raises:
         AssertionError: naming the first quantity or parameter that differs, and by how much.
     """
     # All that is collective comes first, so that ranks that disagree still do the same.
-    compare(observe(parallelize(copy.deepcopy(oracle.model), plan), oracle), oracle)
+    compare(observe(parallelize(copy.deepcopy(oracle.model), plan, mesh), oracle), oracle)
 
 
 def observe(parallel: ParallelModel, oracle: Reference) -> Observed:
@@ -130,6 +132,8 @@ def observe(parallel: ParallelModel, oracle: Reference) -> Observed:
     model = parallel.model
     loss = parallel.forward_backward(oracle.batch, oracle.num_items)
     gradients, grad_norm = whole_gradients(model, oracle.model), parallel.grad_norm()
+    parallel.clip_grad_norm_(oracle.grad_norm / 2)
+    clipped_norm = total_norm(whole_gradients(model, oracle.model))
     model.zero_grad()
     model.eval()
     with torch.no_grad():
@@ -142,6 +146,7 @@ def observe(parallel: ParallelModel, oracle: Reference) -> Observed:
         loss=float(loss),
         eval_loss=float(output.loss),
         grad_norm=float(grad_norm),
+        clipped_norm=clipped_norm,
         gradients=gradients,
         logits=logits[: rows.stop - rows.start],
         rows=rows,
@@ -157,10 +162,13 @@ def compare(seen: Observed, oracle: Reference) -> None:
         if not error <= max(RELATIVE * scale, floor):
             raise AssertionError(f"the gradient of {name} is off by {error / (scale or 1):.2e} of its largest entry")
     assert_near("grad_norm", seen.grad_norm, oracle.grad_norm)
+    assert_near("norm after clipping", seen.clipped_norm, oracle.grad_norm / 2)
     assert_near("eval loss", seen.eval_loss, oracle.eval_loss)
     wanted, scale = oracle.logits[seen.rows], float(oracle.logits.abs().max())
     assert seen.logits.shape == wanted.shape
-    error = float((seen.logits - wanted).abs().max()) if len(wanted) else 0.0
+    # Where there is padding, attention may have nothing to look at, and what comes out of that means nothing.
+    real = oracle.batch.get("attention_mask", torch.ones(oracle.logits.shape[:2]))[seen.rows].bool()
+    error = float((seen.logits - wanted)[real].abs().max()) if len(wanted) else 0.0
     if not error <= RELATIVE * scale:
         raise AssertionError(f"the logits of rows {seen.rows} are off by {error / scale:.2e} of the largest")
 
@@ -170,8 +178,13 @@ def assert_near(name: str, got: float, wanted: float) -> None:
         raise AssertionError(f"{name} is {got!r}, and {wanted!r} on one process")
 
 
+def total_norm(tensors: Mapping[str, torch.Tensor]) -> float:
+    return float(torch.stack([tensor.double().square().sum() for tensor in tensors.values()]).sum().sqrt())
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    """A copy of a tensor put together from its shards; collective."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def whole_gradients(model: PreTrainedModel, plain: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -186,7 +199,7 @@ def whole_weights(model: PreTrainedModel, plain: PreTrainedModel) -> dict[str, t
 
 
 def join_parts(tensors: dict[str, torch.Tensor], plain: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Puts the parts of fused projections together again: `c_attn.query.weight`, ... are columns of `c_attn.weight`."""
+    """Joins the parts of fused projections: `c_attn.query.weight` and so on are columns of `c_attn.weight`."""
     joined = {}
     for name, _ in plain.named_parameters():
         if name in tensors:

@@ -1,36 +1,46 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Step 1 under every kind of plan: loss, every gradient, their norm, evaluation and logits are one process's."""
+"""Step 1 under every kind of plan: loss, gradients, their norm, clipping, evaluation and logits of one process."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import traceback
 
 import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from equivalence import Reference, check_equivalence, reference
-from galvatron_hf.plan import ParallelPlan
-from plans import mixed_plans, uniform_plans, untied_plans
+from equivalence import Reference, check_equivalence, compare, observe, reference, single_stage, whole
+from galvatron_hf.parallel.apply import parallelize
+from galvatron_hf.parallel.mesh import StageMesh
+from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
+from plans import mixed_plans, uniform, uniform_plans, untied_plans
 from ranks import run_ranks
-from tiny_models import BATCHES, FAMILIES
+from tiny_models import BATCHES, FAMILIES, LAYERS
 
 
 def check_cases(world_size: int, cases: dict[str, tuple[Reference, ParallelPlan]]) -> None:
     """Runs many cases in one world of ranks; fails with all cases that are wrong."""
 
     def work() -> dict[str, str]:
-        wrong = {}
+        wrong, meshes = {}, {}
         for name, (oracle, plan) in cases.items():
+            ranks = plan.stages[0].ranks
+            meshes[ranks] = meshes[ranks] if ranks in meshes else StageMesh(ranks, "cpu")
             try:
-                check_equivalence(oracle, plan)
-            except AssertionError as error:  # the ranks have done the same collectives: the next case can run
+                check_equivalence(oracle, plan, meshes[ranks])
+            except AssertionError as error:  # it comes after all that is collective: the next case can run
                 wrong[name] = str(error) or traceback.format_exc()
             except Exception as error:
                 raise RuntimeError(f"case {name!r}") from error
         return wrong
 
     wrong: dict[str, str] = {}
-    for rank, found in enumerate(run_ranks(work, world_size, timeout=120.0)):
+    for rank, found in enumerate(run_ranks(work, world_size, timeout=60.0 + 10.0 * len(cases))):
         for name, message in found.items():
             wrong.setdefault(name, f"rank {rank}: {message}")
     assert not wrong, "\n".join(f"{name}: {message}" for name, message in wrong.items())
@@ -38,3 +48,201 @@ def check_cases(world_size: int, cases: dict[str, tuple[Reference, ParallelPlan]
 
 def oracle_of(family: str, batch: str = "right", num_items: int | None = None) -> Reference:
     return reference(FAMILIES[family].build(), BATCHES[batch](), num_items)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "olmo2"])
+def test_every_family_under_layers_that_differ(family):
+    check_cases(4, {"mixed_b": (oracle_of(family), mixed_plans()["mixed_b"])})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "olmo2"])
+@pytest.mark.parametrize("batch", ["left", "odd", "packed"])
+def test_every_family_with_every_kind_of_batch(family, batch):
+    oracle = oracle_of(family, batch)
+    check_cases(4, {name: (oracle, plan) for name, plan in mixed_plans().items()})
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied"])
+def test_every_mix_of_layers_and_order_of_ranks(family):
+    oracle = oracle_of(family)
+    plans = mixed_plans() | (untied_plans() if family == "llama" else {})
+    check_cases(4, {name: (oracle, plan) for name, plan in plans.items()})
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_strategy_by_itself(world_size):
+    oracle = oracle_of("llama")
+    check_cases(world_size, {name: (oracle, plan) for name, plan in uniform_plans(world_size).items()})
+
+
+@pytest.mark.parametrize("batch", ["right", "one_row"])
+def test_eight_ranks(batch):
+    oracle, plans = oracle_of("llama", batch), uniform_plans(8)
+    names = ["tensor", "megatron_sp_ulysses"] if batch == "right" else ["ulysses", "tensor_ulysses"]
+    check_cases(8, {name: (oracle, plans[name]) for name in names})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "llama_biases", "gpt2", "qwen3"])
+def test_every_strategy_by_itself_on_eight_ranks(family):
+    oracle = oracle_of(family, "odd")
+    check_cases(8, {name: (oracle, plan) for name, plan in uniform_plans(8).items()})
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_every_kind_of_batch(family):
+    plans = mixed_plans() | untied_plans()
+    cases = {}
+    for batch in BATCHES:
+        plan = plans["head_tensor" if family == "llama" and batch in ("one_row", "left") else "mixed_a"]
+        cases[batch] = oracle_of(family, batch), plan
+    check_cases(4, cases)
+
+
+@pytest.mark.parametrize("family, batch", [("gemma2", "left"), ("llama_eager", "left"), ("mistral", "packed")])
+def test_windows_and_additive_masks_with_hidden_positions(family, batch):
+    check_cases(4, {batch: (oracle_of(family, batch), mixed_plans()["mixed_a"])})
+
+
+def test_the_number_of_items_divides_the_loss():
+    check_cases(4, {"given": (oracle_of("llama", num_items=37), mixed_plans()["mixed_a"])})
+
+
+def test_families_that_tensor_parallelism_cannot_cut_run_under_ulysses():
+    S = LayerStrategy
+    layers = (S(ulysses=4), S(), S(ulysses=2, recompute="full", shard_degree=2), S(sharding="replicate"))
+    plan = single_stage(layers, 4, embedding=VocabularyStrategy(tensor=2), head=VocabularyStrategy(tensor=4))
+    check_cases(4, {"ulysses": (oracle_of("olmo2"), plan)})
+
+
+@st.composite
+def layer_strategies(draw, ranks: int) -> LayerStrategy:
+    """Any strategy that `ranks` ranks and the tiny models' eight heads allow."""
+    degrees = [degree for degree in (1, 2, 4, 8) if degree <= ranks]
+    tensor = draw(st.sampled_from(degrees))
+    return LayerStrategy(
+        tensor=tensor,
+        megatron_sp=tensor > 1 and draw(st.booleans()),
+        ulysses=draw(st.sampled_from([degree for degree in degrees if tensor * degree <= ranks])),
+        recompute=draw(st.sampled_from(["none", "full"])),
+        **draw(shardings(ranks // tensor)),
+    )
+
+
+@st.composite
+def shardings(draw, ranks: int) -> dict:
+    sharding = draw(st.sampled_from(["replicate", "zero2", "zero3"]))
+    fewer = [None, *(degree for degree in (1, 2, 4, 8) if degree <= ranks)]
+    return dict(sharding=sharding, shard_degree=None if sharding == "replicate" else draw(st.sampled_from(fewer)))
+
+
+@st.composite
+def plans_and_inputs(draw, ranks: int) -> tuple[str, str, ParallelPlan]:
+    family = draw(st.sampled_from(["llama", "llama_tied", "llama_one_kv_head", "qwen3", "phi3", "gemma2", "gpt2"]))
+    tied = FAMILIES[family].build().config.tie_word_embeddings
+    ends = []
+    for _ in range(2):
+        tensor = draw(st.sampled_from([degree for degree in (1, 2, 4, 8) if degree <= ranks]))
+        ends.append(VocabularyStrategy(tensor=tensor, **draw(shardings(ranks // tensor))))
+    plan = single_stage(
+        tuple(draw(layer_strategies(ranks)) for _ in range(LAYERS)),
+        ranks,
+        ranks=tuple(draw(st.permutations(range(ranks)))),
+        embedding=ends[0],
+        head=ends[0] if tied else ends[1],
+        micro_batches=draw(st.integers(1, 3)),
+    )
+    return family, draw(st.sampled_from(list(BATCHES))), plan
+
+
+def check_random_plan(family: str, batch: str, plan: ParallelPlan) -> None:
+    check_cases(plan.world_size, {f"{family}, {batch}, {plan.to_json()}": (oracle_of(family, batch), plan)})
+
+
+FIXED_SEED = dict(derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@settings(max_examples=10, **FIXED_SEED)
+@given(plans_and_inputs(4))
+def test_random_plans(drawn):
+    check_random_plan(*drawn)
+
+
+@pytest.mark.slow
+@settings(max_examples=40, **FIXED_SEED)
+@given(st.sampled_from([2, 4, 8]).flatmap(plans_and_inputs))
+def test_many_random_plans(drawn):
+    check_random_plan(*drawn)
+
+
+def test_a_loss_of_ones_own_logits_has_the_gradient_of_one_process():
+    """As a custom loss function or label smoothing outside of the head computes it."""
+    oracle = oracle_of("llama")
+    labels = F.pad(oracle.batch["labels"], (0, 1), value=-100)[:, 1:]
+    inputs = {name: oracle.batch[name] for name in ("input_ids", "attention_mask")}
+
+    def loss_of(logits, targets):
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum", label_smoothing=0.1)
+
+    oracle.model.zero_grad()
+    loss_of(oracle.model(**inputs).logits, labels).backward()
+    wanted = {name: parameter.grad.clone() for name, parameter in oracle.model.named_parameters()}
+
+    def work():
+        parallel = parallelize(copy.deepcopy(oracle.model), untied_plans()["head_tensor"])
+        parallel.model.zero_grad()
+        parallel.units.begin_micro_batch(last=True)
+        rows = parallel.forward.own_rows(6)
+        loss_of(parallel.model(**inputs).logits[: rows.stop - rows.start], labels[rows]).backward()
+        errors = {}
+        for name, parameter in parallel.model.named_parameters():
+            errors[name] = float((whole(parameter.grad) - wanted[name]).abs().max() / wanted[name].abs().max())
+        return errors
+
+    for errors in run_ranks(work, 4):
+        assert max(errors.values()) <= 1e-5, max(errors, key=errors.get)
+
+
+def test_evaluation_sees_weights_that_changed_since_the_last_one():
+    """A checkpoint that is loaded between two evaluations, with no training step between them."""
+    before = oracle_of("llama")
+    after = reference(FAMILIES["llama"].build(seed=5), BATCHES["right"]())
+    plans = uniform_plans(2)
+
+    def work():
+        for plan in (plans["zero2"], plans["replicate"], plans["zero3"], plans["tensor"]):
+            parallel = parallelize(copy.deepcopy(before.model), plan)
+            observe(parallel, before)
+            with torch.no_grad():
+                for (name, parameter), new in zip(
+                    parallel.model.named_parameters(), after.model.parameters(), strict=True
+                ):
+                    source = torch.distributed.tensor.distribute_tensor(
+                        new.data, parameter.device_mesh, parameter.placements, src_data_rank=None
+                    )
+                    parameter.to_local().copy_(source.to_local())
+            compare(observe(parallel, after), after)
+
+    run_ranks(work, 2)
+
+
+def test_a_second_step_starts_from_clean_gradients():
+    oracle = oracle_of("llama")
+
+    def work():
+        for plan in (mixed_plans()["mixed_a"], mixed_plans()["mixed_c"]):
+            parallel = parallelize(copy.deepcopy(oracle.model), plan)
+            compare(observe(parallel, oracle), oracle)
+            compare(observe(parallel, oracle), oracle)
+
+    run_ranks(work, 4)
+
+
+def test_micro_batches_accumulate_under_every_sharding():
+    oracle, S = oracle_of("llama"), ("replicate", "zero2", "zero3")
+    cases = {}
+    for sharding in S:
+        plan = uniform(2, sharding=sharding, embedding=VocabularyStrategy(sharding=sharding))
+        cases[sharding] = oracle, dataclasses.replace(plan, micro_batches=3)
+    check_cases(2, cases)

@@ -94,4 +94,4 @@ def test_a_killed_rank_names_the_signal():
 
 def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank():
     with pytest.raises(AssertionError, match=r"(?s)\ARank 0 failed.*pickle"):
-        run_ranks(lambda: (lambda: None), 1)
+        run_ranks(lambda: lambda: None, 1)

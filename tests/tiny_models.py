@@ -63,7 +63,9 @@ class Family:
 
     def build(self, seed: int = 0, **changes: Any) -> PreTrainedModel:
         """The model in training mode, with weights that make every part of it matter."""
-        config = getattr(transformers, f"{self.prefix}Config")(**(self.base | self.options | changes))
+        names = f"{self.prefix}TextConfig", f"{self.prefix}Config"  # Gemma3 has pictures beside the text
+        config_class = next(getattr(transformers, name) for name in names if hasattr(transformers, name))
+        config = config_class(**(self.base | self.options | changes))
         torch.manual_seed(seed)
         model_class = getattr(transformers, f"{self.prefix}ForCausalLM", None)
         model = (model_class or transformers.GPT2LMHeadModel)(config)

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.state import GradientState
 from torch.utils.data import DataLoader
-from transformers.trainer_utils import has_length
 
 
 class RankBatch(dict):
@@ -67,6 +66,21 @@ def equal_share(batch: dict[str, Any], rank: int, world_size: int) -> RankBatch:
         for name, value in batch.items()
     }
     return RankBatch(own, batch)
+
+
+def fill_rows(batch: dict[str, Any], rows: int) -> dict[str, Any]:
+    """Repeats the last row, without targets, until there are `rows`."""
+    real = batch_rows(batch)
+    if real >= rows:
+        return batch
+    index = torch.arange(rows).clamp(max=real - 1)
+    filled = dict(batch)
+    for name, value in batch.items():
+        if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == real:
+            filled[name] = value[index.to(value.device)]
+            if name in ("labels", "shift_labels"):
+                filled[name][real:] = -100
+    return filled
 
 
 def join_batches(batches: list[dict[str, Any]], pad_token_id: int) -> dict[str, Any]:
@@ -159,16 +173,8 @@ class GlobalBatchLoader(DataLoaderStateMixin):
             while following is not None:
                 batch, following = following, read_once(lambda: next(iterator, None))
                 self.end_of_dataloader = following is None
-                self.remainder = self._remainder(batch_rows(batch), world_size)
+                # As accelerate's for one process: the rows of a smaller last batch.
+                self.remainder = batch_rows(batch) if batch_rows(batch) < self.total_batch_size else 0
                 yield equal_share(batch, rank, world_size)
         finally:
             self.gradient_state._remove_dataloader(self)
-
-    def _remainder(self, rows: int, world_size: int) -> int:
-        """How many gathered rows are real, where the last batch is a smaller one; 0 for all of them.
-
-        As with one process, a data set without length is not cut off, except for the rows that fill up a share.
-        """
-        if has_length(self.dataset):
-            return rows if rows < self.total_batch_size else 0
-        return rows if rows % world_size else 0

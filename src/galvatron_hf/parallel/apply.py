@@ -86,6 +86,7 @@ def parallelize(model: PreTrainedModel, plan: ParallelPlan, mesh: StageMesh | No
         units.add(layer, mesh.weights(strategy), strategy.sharding)
         source = block.layout
     _parallelize_ends(model, adapter, plan, mesh, units)
+    units.release_after_evaluation(model)
     model.forward = CausalLMForward(model, plan, adapter, mesh, current, source)
     return ParallelModel(model=model, plan=plan, adapter=adapter, mesh=mesh, units=units, family=family)
 
@@ -140,9 +141,9 @@ def _parallelize_ends(
         whole_module(base.get_submodule(adapter.final_norm), head_mesh)
     Head(head, head_mesh, adapter.logit_transform(model.config), tied)
     if not tied:
-        units.add([embedding, *positional], embedding_mesh, plan.embedding.sharding)
-        units.add(head, head_mesh, plan.head.sharding)
-    units.add(model, head_mesh, plan.head.sharding, root=True)
+        units.add([embedding, *positional], embedding_mesh, plan.embedding.sharding, needed_in_backward=False)
+        units.add(head, head_mesh, plan.head.sharding, stay_gathered=True)
+    units.add(model, head_mesh, plan.head.sharding, stay_gathered=True)
 
 
 def _layer_type(base: nn.Module, index: int) -> str | None:

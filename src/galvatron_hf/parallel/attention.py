@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from galvatron_hf.parallel.collectives import exchange
 
+
 IMPLEMENTATION = "galvatron"
 
 

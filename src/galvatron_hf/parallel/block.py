@@ -22,6 +22,7 @@ from galvatron_hf.parallel.random import random_stream
 from galvatron_hf.parallel.tensor import LocalParameter, local_parameters
 from galvatron_hf.plan import LayerStrategy
 
+
 # Tensor inputs of decoder layers: those that a layer's positions split, and those that its attention needs whole.
 _SPLIT_WITH_POSITIONS = {"position_embeddings"}
 _WHOLE_POSITIONS = {"position_ids", "cache_position"}
@@ -97,7 +98,9 @@ class Block:
     def attention_rectangle(self, batch: MicroBatch) -> Rectangle:
         """Rows, and the positions that enter the attention module: Megatron-SP has gathered its pieces by then."""
         gathered = Layout(
-            data=self.layout.data, positions=self.strategy.ulysses * self.strategy.context, replicas=self.strategy.tensor
+            data=self.layout.data,
+            positions=self.strategy.ulysses * self.strategy.context,
+            replicas=self.strategy.tensor,
         )
         return gathered.rectangle(self.mesh.index, batch.rows, batch.length)
 

@@ -175,7 +175,11 @@ class CausalLMForward:
         )
 
     def _run_base_model(self, batch: MicroBatch) -> torch.Tensor:
-        """The family's own base model on the embedding's part of the micro-batch; hidden states in the head's layout."""
+        """The family's own base model on the embedding's part of the micro-batch.
+
+        Returns:
+            `torch.Tensor`: normed hidden states in the head's layout.
+        """
         part = batch.embedding.rectangle(self.mesh.index, batch.rows, batch.length)
         positions = batch.positions()
         if self.adapter.positional:
@@ -184,10 +188,11 @@ class CausalLMForward:
         self.current.value = batch
         device = batch.input_ids.device
         stream = random_stream(device, *batch.key, -1, part.row_start, part.position_start)
+        input_ids = batch.input_ids[part.row_start : part.row_stop, part.position_start : part.position_stop]
         try:
             with stream:
                 self.model.base_model(
-                    input_ids=batch.input_ids[part.row_start : part.row_stop, part.position_start : part.position_stop],
+                    input_ids=input_ids,
                     # The blocks bring the masks of their own rows; a prepared mask keeps the family from making one.
                     attention_mask=self._prepared_mask(device),
                     position_ids=positions,
@@ -235,9 +240,9 @@ def _refuse_inputs(unused: dict, attention_mask: torch.Tensor | None) -> None:
             if value is None or value is False:
                 continue
             raise ValueError(
-                f"The input {name!r} has no layout under a parallel plan; leave it out of the batch, or train without a plan."
+                f"The input {name!r} has no layout under a parallel plan; leave it out of the batch."
             )
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(
-            f"An attention_mask of {attention_mask.ndim} dimensions cannot be split over the ranks; pass one of [B, S]."
+            f"An attention_mask of {attention_mask.ndim} dimensions cannot be split over ranks; pass one of [B, S]."
         )

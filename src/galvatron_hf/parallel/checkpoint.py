@@ -4,34 +4,31 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformers.pytorch_utils import Conv1D
 
+from galvatron_hf.parallel.fused import FusedNames
 from galvatron_hf.parallel.model import ParallelModel
-from galvatron_hf.parallel.models import FusedProjection
+from galvatron_hf.parallel.models import adapter_for
+from galvatron_hf.parallel.optimizer_state import NamedOptimizerState, options_from_json
 
 
-_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
-_NOT_STRICT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)
+# Beside the distributed checkpoint, which holds tensors alone: nothing of ours is read by unpickling values.
+OPTIMIZER_FILE = "optimizer.json"
 
 
 def save_state(parallel: ParallelModel, optimizer: torch.optim.Optimizer | None, folder: str | os.PathLike) -> None:
@@ -41,8 +38,18 @@ def save_state(parallel: ParallelModel, optimizer: torch.optim.Optimizer | None,
         parallel ([`ParallelModel`]): the model.
         optimizer (`torch.optim.Optimizer`, *optional*): its optimizer.
         folder (`str` or `os.PathLike`): created if needed.
+
+    Raises:
+        ValueError: if the optimizer's state is more than tensors and numbers.
     """
-    dcp.save(_state(parallel, optimizer), checkpoint_id=os.fspath(folder))
+    tensors = _model_tensors(parallel)
+    if optimizer is not None:
+        state = NamedOptimizerState.of(optimizer, parameter_names(parallel.model), fused_names(parallel))
+        tensors |= _optimizer_tensors(state)
+    dcp.save(tensors, checkpoint_id=os.fspath(folder))
+    if optimizer is not None and dist.get_rank() == 0:
+        with open(os.path.join(folder, OPTIMIZER_FILE), "w") as file:
+            json.dump({"groups": state.options_json(), "numbers": state.numbers}, file, indent=2)
 
 
 def load_state(parallel: ParallelModel, optimizer: torch.optim.Optimizer | None, folder: str | os.PathLike) -> None:
@@ -52,31 +59,147 @@ def load_state(parallel: ParallelModel, optimizer: torch.optim.Optimizer | None,
         parallel ([`ParallelModel`]): the model, of the same family and size.
         optimizer (`torch.optim.Optimizer`, *optional*): with the same kind of state; None leaves optimizers alone.
         folder (`str` or `os.PathLike`): the checkpoint.
+
+    Raises:
+        ValueError: if the checkpoint is of another model.
     """
-    state = _state(parallel, optimizer)
-    dcp.load(state, checkpoint_id=os.fspath(folder))
-    set_model_state_dict(parallel.model, state["model"], options=StateDictOptions(strict=False))
+    stored = _stored_tensors(folder)
+    tensors = _model_tensors(parallel)
+    for name, tensor in tensors.items():
+        if name not in stored or stored[name].size != tensor.shape:
+            there = f"has it with shape {tuple(stored[name].size)}" if name in stored else "does not have it"
+            raise ValueError(
+                f"{name.removeprefix('model.')} has shape {tuple(tensor.shape)}, and {os.fspath(folder)} {there}; "
+                "load a checkpoint of the same configuration."
+            )
     if optimizer is not None:
-        set_optimizer_state_dict(parallel.model, optimizer, state["optimizer"], options=_NOT_STRICT)
+        parameters = {name: tensor for name, tensor in _named_state(parallel.model) if tensor.requires_grad}
+        state = _read_options(folder)
+        for kind, name in _optimizer_entries(stored):
+            if name in parameters:
+                place = _place(parameters[name], stored[f"optimizer.{kind}.{name}"])
+                state.tensors.setdefault(kind, {})[name] = place
+        tensors |= _optimizer_tensors(state)
+    dcp.load(tensors, checkpoint_id=os.fspath(folder))
+    if optimizer is not None:
+        state.load_into(optimizer, parameter_names(parallel.model), fused_names(parallel))
 
 
-def _state(parallel: ParallelModel, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def load_plain_state(model: PreTrainedModel, optimizer: torch.optim.Optimizer, folder: str | os.PathLike) -> None:
+    """Reads what [`save_state`] wrote into a plain model and its optimizer; without a process group.
+
+    Args:
+        model ([`PreTrainedModel`]): the family's own model.
+        optimizer (`torch.optim.Optimizer`): its optimizer, with the same kind of state.
+        folder (`str` or `os.PathLike`): the checkpoint.
+
+    Raises:
+        ValueError: if the checkpoint is of another model.
+    """
+    fused = FusedNames.of(model, adapter_for(model))
+    stored = _stored_tensors(folder)
+    tensors = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in stored.items()}
+    dcp.load(tensors, checkpoint_id=os.fspath(folder), no_dist=True)
+    state = _read_options(folder)
+    for kind, name in _optimizer_entries(stored):
+        state.tensors.setdefault(kind, {})[name] = tensors[f"optimizer.{kind}.{name}"]
+    weights = {n.removeprefix("model."): tensor for n, tensor in tensors.items() if n.startswith("model.")}
+    unknown = model.load_state_dict(fused.join(weights), strict=False).unexpected_keys
+    if unknown:
+        raise ValueError(
+            f"{os.fspath(folder)} has weights {unknown[:3]} that {type(model).__name__} does not have; "
+            "load a checkpoint of the same configuration."
+        )
+    state.renamed(fused.join).load_into(optimizer, parameter_names(model), fused)
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """From the `id` of a parameter, as an optimizer holds it, to its name."""
+    names: dict[int, str] = {}
+    for name, tensor in _named_state(model):
+        names.setdefault(id(tensor), name)
+    return names
+
+
+def fused_names(parallel: ParallelModel) -> FusedNames:
+    """The fused weights of a parallelised model."""
+    return FusedNames.of(parallel.model, parallel.adapter)
+
+
+def _model_tensors(parallel: ParallelModel) -> dict[str, torch.Tensor]:
     tied = set(parallel.tied_names())
-    weights = get_model_state_dict(parallel.model)
-    state: dict[str, Any] = {"model": {name: value for name, value in weights.items() if name not in tied}}
-    if optimizer is not None:
-        state["optimizer"] = get_optimizer_state_dict(parallel.model, optimizer, options=_OPTIONS)
-    return state
+    return {f"model.{name}": tensor.detach() for name, tensor in _named_state(parallel.model) if name not in tied}
+
+
+def _optimizer_tensors(state: NamedOptimizerState) -> dict[str, torch.Tensor]:
+    return {
+        f"optimizer.{kind}.{name}": tensor
+        for kind, tensors in state.tensors.items()
+        for name, tensor in tensors.items()
+    }
+
+
+def _optimizer_entries(stored: Mapping[str, TensorStorageMetadata]) -> Iterator[tuple[str, str]]:
+    """Kind and weight's name of every optimizer tensor; kinds have no dot in their names."""
+    for entry in stored:
+        if entry.startswith("optimizer."):
+            _, kind, name = entry.split(".", 2)
+            yield kind, name
+
+
+def _stored_tensors(folder: str | os.PathLike) -> dict[str, TensorStorageMetadata]:
+    return dict(dcp.FileSystemReader(os.fspath(folder)).read_metadata().state_dict_metadata)
+
+
+def _read_options(folder: str | os.PathLike) -> NamedOptimizerState:
+    with open(os.path.join(folder, OPTIMIZER_FILE)) as file:
+        saved = json.load(file)
+    return NamedOptimizerState(options=options_from_json(saved["groups"]), numbers=saved["numbers"])
+
+
+def _place(parameter: torch.Tensor, stored: TensorStorageMetadata) -> torch.Tensor:
+    """An empty tensor for an entry: sharded as its weight if it has the weight's shape, else whole."""
+    if stored.size == parameter.shape:
+        return torch.zeros_like(parameter, dtype=stored.properties.dtype, requires_grad=False)
+    return torch.empty(stored.size, dtype=stored.properties.dtype)
+
+
+def shard_optimizer_state(parallel: ParallelModel, state: NamedOptimizerState) -> NamedOptimizerState:
+    """Whole tensors, the same on every rank, as shards like those of their weights; scalars stay."""
+    weights = dict(_named_state(parallel.model))
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    for kind, by_name in state.tensors.items():
+        for name, whole in by_name.items():
+            if whole.shape == weights[name].shape:
+                place = torch.zeros_like(weights[name], dtype=whole.dtype, requires_grad=False)
+                _assign(place, whole)
+                whole = place
+            tensors.setdefault(kind, {})[name] = whole
+    return NamedOptimizerState(tensors=tensors, numbers=state.numbers, options=state.options)
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor's whole value on every rank, a plain tensor as it is; collective."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # One gather per mesh axis is what a weight cut twice needs; DTensor warns about it on every rank.
+    warnings = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = warnings.level
+    warnings.setLevel(logging.ERROR)
+    try:
+        return tensor.full_tensor()
+    finally:
+        warnings.setLevel(level)
 
 
 def whole_weights(parallel: ParallelModel) -> dict[str, torch.Tensor]:
     """All weights in the family's own names and shapes, on the CPU of rank 0; empty on the other ranks. Collective."""
     weights = {}
     for name, tensor in _named_state(parallel.model):
-        whole = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        whole = full_tensor(tensor.detach())
         if dist.get_rank() == 0:
             weights[name] = whole.cpu().clone()
-    return join_fused(parallel.model, weights) if weights else {}
+    return fused_names(parallel).join(weights) if weights else {}
 
 
 def load_whole_weights(parallel: ParallelModel, weights: dict[str, torch.Tensor]) -> None:
@@ -85,7 +208,7 @@ def load_whole_weights(parallel: ParallelModel, weights: dict[str, torch.Tensor]
     Raises:
         ValueError: if a weight is missing, unknown, or has another shape.
     """
-    weights = split_fused(parallel.model, weights)
+    weights = fused_names(parallel).split(weights)
     expected = dict(_named_state(parallel.model))
     tied = set(parallel.tied_names())
     missing = sorted(expected.keys() - weights.keys() - tied)
@@ -156,44 +279,10 @@ def plain_model(
     return model.to(device or next(parallel.model.parameters()).device).eval()
 
 
-def join_fused(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Puts the parts of fused projections together again: from this runtime's names to the family's."""
-    joined = dict(weights)
-    for prefix, module in _fused(model):
-        parts = [name for name, _ in module.named_children()]
-        for parameter in ("weight", "bias"):
-            names = [f"{prefix}.{part}.{parameter}" for part in parts]
-            if names[0] in joined:
-                dim = _output_dim(module, parameter)
-                joined[f"{prefix}.{parameter}"] = torch.cat([joined.pop(name) for name in names], dim=dim)
-    return joined
-
-
-def split_fused(model: nn.Module, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Takes fused projections apart: from the family's names to this runtime's."""
-    split = dict(weights)
-    for prefix, module in _fused(model):
-        for parameter in ("weight", "bias"):
-            whole = split.pop(f"{prefix}.{parameter}", None)
-            if whole is None:
-                continue
-            dim = _output_dim(module, parameter)
-            sizes = [getattr(part, parameter).shape[dim] for part in module.children()]
-            for (part, _), piece in zip(module.named_children(), whole.split(sizes, dim), strict=True):
-                split[f"{prefix}.{part}.{parameter}"] = piece
-    return split
-
-
-def _fused(model: nn.Module) -> Iterator[tuple[str, FusedProjection]]:
-    for name, module in model.named_modules():
-        if isinstance(module, FusedProjection):
-            yield name, module
-
-
-def _output_dim(module: FusedProjection, parameter: str) -> int:
-    return 1 if parameter == "weight" and isinstance(next(module.children()), Conv1D) else 0
-
-
 def _named_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Weights and persistent buffers, as `state_dict` names them; tied weights under each of their names."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # After a forward alone some weights are still gathered, and cast to the compute dtype.
+            module.reshard()
     yield from model.state_dict(keep_vars=True).items()

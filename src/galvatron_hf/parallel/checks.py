@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from galvatron_hf.parallel.models import DecoderAdapter, Heads
+from galvatron_hf.parallel.models import DecoderAdapter, Heads, Style
+from galvatron_hf.parallel.sharding import second_cut
 from galvatron_hf.plan import LayerStrategy, ParallelPlan
 
 
@@ -28,8 +29,8 @@ def check_plan(plan: ParallelPlan) -> None:
     plan.require_runnable(dist.get_world_size())
     if plan.precision is not None and (plan.precision.compute == "fp16" or plan.precision.master != "fp32"):
         raise ValueError(
-            f"precision {plan.precision.compute!r} with {plan.precision.master!r} master weights is not supported yet, "
-            'because it needs loss scaling or loses small updates; use compute "bf16" and master "fp32".'
+            f"precision {plan.precision.compute!r} with {plan.precision.master!r} master weights is not supported "
+            'yet, because it needs loss scaling or loses small updates; use compute "bf16" and master "fp32".'
         )
 
 
@@ -52,11 +53,12 @@ def check_model(model: PreTrainedModel, adapter: DecoderAdapter, plan: ParallelP
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if len(dtypes) > 1:
         names = ", ".join(sorted(str(dtype) for dtype in dtypes))
-        raise ValueError(f"The weights have several dtypes ({names}), which no unit can hold; call model.float() first.")
+        raise ValueError(f"The weights have several dtypes ({names}), which no unit holds; call model.float() first.")
     for index, strategy in enumerate(plan.layers):
         _check_strategy(index, strategy, model, adapter)
     _check_regions(layers[0], adapter, plan)
     _check_vocabulary(model, plan)
+    _check_shards(model, adapter, plan)
     if getattr(model.config, "reorder_and_upcast_attn", False) and model.config._attn_implementation == "eager":
         raise ValueError(
             "reorder_and_upcast_attn=True with eager attention bypasses the registered attention function; "
@@ -87,7 +89,9 @@ def _check_features(index: int, strategy: LayerStrategy, model: PreTrainedModel,
     config = model.base_model.config
     features = getattr(config, "n_inner", None) or getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     if features % strategy.tensor:
-        fitting = max(t for t in range(1, strategy.tensor) if features % t == 0 and Heads.of(config).supports_tensor(t))
+        fitting = max(
+            t for t in range(1, strategy.tensor) if features % t == 0 and Heads.of(config).supports_tensor(t)
+        )
         raise ValueError(
             f"Layer {index} has tensor {strategy.tensor}, which does not divide the {features} features between the "
             f"two MLP projections of {type(model).__name__}; use {replace(strategy, tensor=fitting).tensor}."
@@ -115,3 +119,41 @@ def _check_vocabulary(model: PreTrainedModel, plan: ParallelPlan) -> None:
             f"embedding {plan.embedding} and head {plan.head} differ, but {type(model).__name__} ties their weights; "
             "give both the same strategy."
         )
+
+
+def _check_shards(model: PreTrainedModel, adapter: DecoderAdapter, plan: ParallelPlan) -> None:
+    """Vectors that tensor ranks have cut must be cut evenly once more by the sharding ranks."""
+    ranks, layers = len(plan.stages[0].ranks), model.base_model.get_submodule(adapter.layers)
+    places = [("embedding", plan.embedding, _vectors_of(model.get_input_embeddings()))]
+    places.append(("head", plan.head, _vectors_of(model.get_output_embeddings())))
+    for index, strategy in enumerate(plan.layers):
+        vectors = _cut_vectors(layers[index], adapter, model.base_model.config, strategy.tensor)
+        places.append((f"layer {index}", strategy, vectors))
+    for where, strategy, vectors in places:
+        degree = strategy.resolved_shard_degree(ranks)
+        if strategy.tensor == 1 or degree == 1:
+            continue
+        for size in vectors:
+            if second_cut((size,), strategy.tensor, degree) is None:
+                fits = [d for d in range(1, degree) if degree % d == 0 and size % (strategy.tensor * d) == 0]
+                fitting = max(fits, default=1)
+                raise ValueError(
+                    f"The {where} has tensor {strategy.tensor} and {degree} sharding ranks, which cannot cut its bias of "
+                    f"{size} elements into even pieces; use shard_degree {fitting}."
+                )
+
+
+def _vectors_of(module: nn.Module) -> list[int]:
+    return [parameter.shape[0] for parameter in module.parameters() if parameter.ndim == 1]
+
+
+def _cut_vectors(layer: nn.Module, adapter: DecoderAdapter, config, tensor: int) -> list[int]:
+    """Sizes of a layer's biases that tensor ranks cut, those of fused projections by part."""
+    sizes = []
+    for name, module in layer.named_modules():
+        if adapter.styles.get(name) is not Style.COLUMN or getattr(module, "bias", None) is None:
+            continue
+        copied = name in adapter.key_value and Heads.of(config).key_value < tensor
+        parts = adapter.fused[name].sizes(config) if name in adapter.fused else (module.bias.shape[0],)
+        sizes += [] if copied else parts
+    return sizes

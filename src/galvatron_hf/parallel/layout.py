@@ -33,15 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Rectangle:
-    """
-    A range of rows by a range of positions, half-open.
-
-    Args:
-        row_start (`int`): First row.
-        row_stop (`int`): The row after the last.
-        position_start (`int`): First position.
-        position_stop (`int`): The position after the last.
-    """
+    """A range of rows by a range of positions; each `stop` is the one after the last."""
 
     row_start: int
     row_stop: int
@@ -186,15 +178,7 @@ def block_size(src: Layout, dst: Layout, ranks: int) -> int:
     Ranks of the smallest aligned block (indices `[k*g, (k+1)*g)`) inside which a move from `src` to `dst` happens.
 
     It holds for every number of rows and positions. 1 means that each rank already has what it needs. The way back
-    may need another block: see [`block_sizes`].
-
-    Args:
-        src (`Layout`): Where the activation lies.
-        dst (`Layout`): Where it is wanted.
-        ranks (`int`): Number of ranks of the stage.
-
-    Raises:
-        ValueError: If the layouts are not of `ranks` ranks.
+    may need another block: see [`block_sizes`]. Raises `ValueError` if a layout is not one of `ranks` ranks.
     """
     _check_same_ranks(src, dst, ranks)
     for size in (size for size in range(1, ranks) if ranks % size == 0):
@@ -275,8 +259,8 @@ class GroupCache:
     """
     The process groups of a stage's aligned blocks, each made once.
 
-    A group costs memory and start-up time, and all ranks of the world must make the same groups in the same order, so
-    one cache is made per parallelised model and filled while the model is set up.
+    A group costs memory and time, and all ranks of the world must make the same groups in the same order: one cache
+    is made per parallelised model and filled while the model is set up.
 
     Args:
         stage_ranks (`Sequence[int]`): Global ranks of the stage, in the plan's order.

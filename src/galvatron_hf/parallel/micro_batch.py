@@ -13,6 +13,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from galvatron_hf.parallel.layout import Layout, Rectangle
 
+
 IGNORED = -100
 
 
@@ -72,14 +73,29 @@ class MicroBatch:
         rows = rectangle.row_start, rectangle.row_stop
         if rows not in self.masks:
             shape = (rows[1] - rows[0], self.length, 1)
-            self.masks[rows] = create_masks_for_generate(
+            masks = create_masks_for_generate(
                 config=config,
                 inputs_embeds=torch.empty((), dtype=dtype, device=self.input_ids.device).expand(shape),
                 attention_mask=_rows(self.attention_mask, *rows),
                 past_key_values=None,
                 position_ids=_rows(self.position_ids, *rows),
             )
+            if isinstance(masks, dict):
+                self.masks[rows] = {kind: self._hide_added_positions(mask) for kind, mask in masks.items()}
+            else:
+                self.masks[rows] = self._hide_added_positions(masks)
         return self.masks[rows]
+
+    def _hide_added_positions(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """Takes added positions out of additive masks [B, 1, S, S] for good.
+
+        Their lowest finite number hides nothing in a row that is hidden as a whole, as that of a position of left
+        padding is: its attention is then the mean over all positions, and its loss counts.
+        """
+        if self.length == self.real_length or mask is None or not mask.is_floating_point():
+            return mask
+        added = torch.arange(self.length, device=mask.device) >= self.real_length
+        return mask.masked_fill(added, float("-inf"))
 
 
 def shift_targets(labels: torch.Tensor) -> torch.Tensor:

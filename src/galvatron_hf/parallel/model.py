@@ -68,8 +68,8 @@ class ParallelModel:
         """Forward and backward of a global batch in the plan's micro-batches.
 
         Args:
-            batch (`Mapping[str, torch.Tensor]`): [B, S] tensors with `labels` or `shift_labels`, the same on every rank.
-            num_items_in_batch (`torch.Tensor` or `int`, *optional*): targets of the global batch; counted if not given.
+            batch (`Mapping[str, torch.Tensor]`): [B, S] tensors with `labels` or `shift_labels`, the same on all ranks.
+            num_items_in_batch (`torch.Tensor` or `int`, *optional*): targets of the global batch; counted if absent.
             options: passed to the model's forward.
 
         Returns:
@@ -79,10 +79,13 @@ class ParallelModel:
             num_items_in_batch = count_targets(batch)
         losses = []
         for micro_batch in self.micro_batches(batch):
-            loss = self.model(**micro_batch, num_items_in_batch=num_items_in_batch, **options).loss
+            options = options | {"num_items_in_batch": num_items_in_batch, "whole_loss": False}
+            loss = self.model(**micro_batch, **options).loss
             loss.backward()
             losses.append(loss.detach())
-        return torch.stack(losses).sum()
+        total = torch.stack(losses).sum()
+        dist.all_reduce(total, group=self.mesh.groups.block(self.mesh.size))
+        return total
 
     def micro_batches(self, batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
         """Splits a global batch by rows into the plan's micro-batches (fewer if it has fewer rows).

@@ -26,7 +26,10 @@ def random_stream(device: torch.device, *parts: int) -> Iterator[None]:
         device (`torch.device`): whose default generator the body draws from.
         parts (`int`): for example (seed, step, micro-batch, layer, first row, first position).
     """
-    generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+    generator = torch.default_generator
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator = torch.cuda.default_generators[index]
     state = generator.get_state()
     generator.manual_seed(stream_key(*parts))
     try:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from galvatron_hf.parallel.collectives import copy_to_group
 from galvatron_hf.parallel.layout import Layout
 from galvatron_hf.parallel.loss import (
     gather_own_logits,
@@ -22,6 +23,7 @@ from galvatron_hf.parallel.loss import (
 from galvatron_hf.parallel.mesh import WeightMesh
 from galvatron_hf.parallel.models import LogitTransform
 from galvatron_hf.parallel.tensor import LocalParameter, local_parameters
+
 
 CHUNK_TOKENS = 1024
 
@@ -144,6 +146,7 @@ class Head:
                     label_smoothing=request.label_smoothing,
                 )
             if request.logits:
-                part = F.linear(hidden, weight, bias)
+                # Each rank's logits reach the hidden states through its own part of the vocabulary alone.
+                part = F.linear(copy_to_group(hidden, self.group), weight, bias)
                 logits = self.transform(gather_own_logits(part, self.group, vocab_size=self.size))
         return loss, logits

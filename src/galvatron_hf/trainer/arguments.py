@@ -4,11 +4,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from accelerate.utils import parse_flag_from_env
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from galvatron_hf.plan import ParallelPlan, Precision
@@ -17,6 +17,14 @@ from galvatron_hf.plan import ParallelPlan, Precision
 # Those that treat every element by itself, so that a step on shards is the step on the whole.
 _ELEMENTWISE_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 
+# Set by `accelerate launch` for its own tensor, context, sequence and data parallelism.
+_SHARDING_VARIABLES = (
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_MEGATRON_LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
+)
+
 
 @dataclass
 class GalvatronTrainingArguments(TrainingArguments):
@@ -24,8 +32,8 @@ class GalvatronTrainingArguments(TrainingArguments):
 
     Args:
         parallel_plan (`str` or [`ParallelPlan`], *optional*, defaults to `"auto"`):
-            How to parallelise: a plan, the path of one, or "auto". Until plans are searched, "auto" is no parallelism on
-            one process and ZeRO-3 on several.
+            How to parallelise: a plan, the path of one, or "auto". Until plans are searched, "auto" is no parallelism
+            on one process and ZeRO-3 on several.
     """
 
     parallel_plan: str | None = field(
@@ -55,7 +63,12 @@ def requested_plan(args: TrainingArguments) -> ParallelPlan | None:
     plan = getattr(args, "parallel_plan", "auto")
     if plan is None or plan == "auto":
         return None
-    return plan if isinstance(plan, ParallelPlan) else ParallelPlan.from_json(plan)
+    if isinstance(plan, ParallelPlan):
+        return plan
+    try:
+        return ParallelPlan.from_json(plan)
+    except ValueError as error:
+        raise ValueError(f"parallel_plan={str(plan)!r}: {error}") from error
 
 
 def with_precision(plan: ParallelPlan, args: TrainingArguments) -> ParallelPlan:
@@ -90,8 +103,8 @@ def check_arguments(args: TrainingArguments, plan: ParallelPlan | None) -> None:
         without = [index for index, layer in enumerate(plan.layers) if layer.recompute == "none"]
         if without:
             raise ValueError(
-                f"gradient_checkpointing=True recomputes every layer, but layer {without[0]} of the plan has recompute "
-                '"none"; set gradient_checkpointing=False or recompute "full" in every layer.'
+                f"gradient_checkpointing=True recomputes every layer, but layer {without[0]} of the plan has "
+                'recompute "none"; set gradient_checkpointing=False or recompute "full" in every layer.'
             )
 
 
@@ -99,17 +112,17 @@ def _refusals(args: TrainingArguments) -> Iterator[str]:
     if args.fsdp:
         yield "fsdp cannot go together with a parallel plan, which shards every layer itself; leave fsdp out."
     if args.deepspeed:
-        yield "deepspeed cannot go together with a parallel plan, which shards every layer itself; leave deepspeed out."
+        yield "deepspeed cannot go together with a parallel plan, which shards every layer itself; leave it out."
     if args.parallelism_config is not None:
         yield (
             "parallelism_config cannot go together with a parallel plan, which says how every layer is parallelised; "
             "leave it out."
         )
-    for variable in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_PARALLELISM_CONFIG"):
-        if os.environ.get(variable, "false").lower() in ("1", "true"):
+    for variable in _SHARDING_VARIABLES:
+        if parse_flag_from_env(variable):
             yield (
                 f"{variable} is set, and accelerate's own sharding cannot go together with a parallel plan; "
-                "launch with a configuration without FSDP, DeepSpeed or parallelism_config."
+                "launch with a configuration without FSDP, DeepSpeed, Megatron-LM or parallelism_config."
             )
     if args.n_gpu > 1:
         yield (
@@ -133,8 +146,8 @@ def _refusals(args: TrainingArguments) -> Iterator[str]:
         )
     if args.torch_compile:
         yield (
-            "torch_compile=True is not supported under a parallel plan, because the collectives inside a layer are not "
-            "traced yet; set it to False."
+            "torch_compile=True is not supported under a parallel plan, because the collectives inside a layer are "
+            "not traced yet; set it to False."
         )
     if args.train_sampling_strategy == "batch_rebalance":
         yield (

@@ -6,22 +6,32 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
+import shutil
+import tempfile
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import logging
 
 from galvatron_hf.parallel.checkpoint import (
+    fused_names,
+    load_plain_state,
     load_state,
     load_whole_weights,
+    parameter_names,
     plain_model,
     read_whole_weights,
     save_state,
+    shard_optimizer_state,
     whole_weights,
 )
+from galvatron_hf.parallel.fused import FusedNames
+from galvatron_hf.parallel.models import adapter_for
+from galvatron_hf.parallel.optimizer_state import NamedOptimizerState
 from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.trainer.scheduler_state import SchedulerState
 
 
 logger = logging.get_logger(__name__)
@@ -74,8 +84,9 @@ class CheckpointMixin:
             return
         save_state(self.parallel, _unwrapped(self.optimizer), os.path.join(output_dir, STATE_FOLDER))
         if self.args.should_save:
+            state = SchedulerState.of(self.lr_scheduler.state_dict(), self._group_names())
             with open(os.path.join(output_dir, SCHEDULER_FILE), "w") as file:
-                json.dump(self._scheduler_state(), file, indent=2)
+                json.dump(state.to_json(), file, indent=2)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.ensure_parallel()
@@ -96,51 +107,82 @@ class CheckpointMixin:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if self.parallel is None or checkpoint is None:
-            super()._load_optimizer_and_scheduler(checkpoint)
+        """Loads what this Trainer wrote under any plan, or what plain Trainer wrote; into a plan or a plain model."""
+        if checkpoint is None:
             return
         state = os.path.join(checkpoint, STATE_FOLDER)
-        if not os.path.isdir(state):
-            logger.warning(f"{checkpoint} has no {STATE_FOLDER}, so the optimizer starts anew.")
+        plain_files = [os.path.join(checkpoint, name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
+        if os.path.isdir(state):
+            optimizer = _unwrapped(self.optimizer)
+            if self.parallel is None:
+                load_plain_state(self.model, optimizer, state)
+            else:
+                load_state(self.parallel, optimizer, state)
+            with open(os.path.join(checkpoint, SCHEDULER_FILE)) as file:
+                self._load_scheduler(SchedulerState.from_json(json.load(file)))
+        elif self.parallel is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        elif all(os.path.isfile(path) for path in plain_files):
+            self._load_plain_files(*plain_files)
+        else:
+            logger.warning(f"{checkpoint} has no optimizer's state, so the optimizer and the scheduler start anew.")
+
+    def _load_plain_files(self, optimizer_file: str, scheduler_file: str) -> None:
+        """The `optimizer.pt` and `scheduler.pt` of plain Trainer, into a parallelised model's optimizer."""
+        names, fused = self._plain_groups(), fused_names(self.parallel)
+        state = NamedOptimizerState.of_file(optimizer_file, names, fused)
+        state = shard_optimizer_state(self.parallel, state)
+        state.load_into(_unwrapped(self.optimizer), parameter_names(self.parallel.model), fused)
+        scheduler = torch.load(scheduler_file, map_location="cpu", weights_only=True)
+        self._load_scheduler(SchedulerState.of(scheduler, names))
+
+    def _load_scheduler(self, saved: SchedulerState) -> None:
+        self.lr_scheduler.load_state_dict(saved.for_groups(self.lr_scheduler.state_dict(), self._group_names()))
+
+    def _group_names(self) -> list[list[str]]:
+        """The family's names of the weights in each of the optimizer's groups."""
+        if self.parallel is None:
+            fused = FusedNames.of(self.model, adapter_for(self.model))
+        else:
+            fused = fused_names(self.parallel)
+        names = parameter_names(self.model)
+        return [[fused.family_name(names[id(p)]) for p in group["params"]] for group in self.optimizer.param_groups]
+
+    def _plain_groups(self) -> list[list[str]]:
+        """As [`_group_names`], of the optimizer that this Trainer would make for the plain model."""
+        with torch.device("meta"):
+            plain = self.parallel.family(self.parallel.model.config)
+        plain.tie_weights()
+        trained = {name: tensor.requires_grad for name, tensor in self.parallel.model.named_parameters()}
+        trained = {fused_names(self.parallel).family_name(name): grad for name, grad in trained.items()}
+        for name, parameter in plain.named_parameters():
+            parameter.requires_grad_(trained[name])
+        model, optimizer = self.model, self.optimizer
+        self.model, self.optimizer = plain, None
+        try:
+            groups = self.create_optimizer().param_groups
+        finally:
+            self.model, self.optimizer = model, optimizer
+        names = parameter_names(plain)
+        return [[names[id(parameter)] for parameter in group["params"]] for group in groups]
+
+    # ---- Random state: rank 0 reads the data, and layers have keyed streams, so that rank 0's is all there is ----
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """As Trainer's; where this rank has no file of its own, rank 0's, or that of a run of one process."""
+        if checkpoint is None:
             return
-        load_state(self.parallel, _unwrapped(self.optimizer), state)
-        with open(os.path.join(checkpoint, SCHEDULER_FILE)) as file:
-            self._load_scheduler_state(json.load(file))
-
-    # ---- Scheduler: by parameter, because a plan decides how many groups the optimizer has ----
-
-    def _scheduler_state(self) -> dict[str, Any]:
-        state = {
-            name: value
-            for name, value in self.lr_scheduler.state_dict().items()
-            if isinstance(value, (int, float, str, bool, type(None)))
-        }
-        rates = {}
-        groups = zip(self.optimizer.param_groups, *self._rates_of_groups(), strict=True)
-        for group, base, last in groups:
-            for name in self._group_names(group):
-                rates[name] = [base, last]
-        return {"state": state, "rates": rates}
-
-    def _load_scheduler_state(self, saved: dict[str, Any]) -> None:
-        state = self.lr_scheduler.state_dict()
-        state.update({name: value for name, value in saved["state"].items() if name in state})
-        rates = [saved["rates"][self._group_names(group)[0]] for group in self.optimizer.param_groups]
-        if "base_lrs" in state:
-            state["base_lrs"] = [base for base, _ in rates]
-        if "_last_lr" in state:
-            state["_last_lr"] = [last for _, last in rates]
-        self.lr_scheduler.load_state_dict(state)
-
-    def _rates_of_groups(self) -> tuple[list[float], list[float]]:
-        last = [float(group["lr"]) for group in self.optimizer.param_groups]
-        return [float(rate) for rate in getattr(self.lr_scheduler, "base_lrs", last)], last
-
-    def _group_names(self, group: dict[str, Any]) -> list[str]:
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        return [names[id(parameter)] for parameter in group["params"]]
+        one, several = "rng_state.pth", f"rng_state_{self.args.process_index}.pth"
+        wanted = several if self.args.world_size > 1 else one
+        found = [name for name in (wanted, "rng_state_0.pth", one) if os.path.isfile(os.path.join(checkpoint, name))]
+        if not found or found[0] == wanted:
+            super()._load_rng_state(checkpoint)
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copy(os.path.join(checkpoint, found[0]), os.path.join(folder, wanted))
+            super()._load_rng_state(folder)
 
 
-def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+def _unwrapped(optimizer) -> torch.optim.Optimizer:
     """The optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import recursively_apply
 from torch import nn
 
-from galvatron_hf.data.loader import batch_rows, equal_share
+from galvatron_hf.data.loader import batch_rows, equal_share, fill_rows
 from galvatron_hf.parallel.checkpoint import plain_model, whole_weights
-from galvatron_hf.parallel.micro_batch import IGNORED, add_rows
-from galvatron_hf.trainer.own_rows import OwnRowsModel
 
 
 class EvaluationMixin:
@@ -21,27 +20,48 @@ class EvaluationMixin:
 
     def evaluation_loop(self, *args, **kwargs):
         self.ensure_parallel()
-        return super().evaluation_loop(*args, **kwargs)
+        if self.parallel is None:
+            return super().evaluation_loop(*args, **kwargs)
+        self._gather_losses, self.gather_function = self.gather_function, self._gather
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            self.gather_function = self.accelerator.gather_for_metrics
+
+    def _gather(self, tensors):
+        """What all ranks have, in the order of the global batch and without the rows that filled up a share.
+
+        The loss, which comes first in each step, is counted as often as one process would count it.
+        """
+        if self._loss_comes_next:
+            self._loss_comes_next = False
+            return self._gather_losses(tensors)
+        ranks = torch.tensor(self.parallel.plan.stages[0].ranks)
+
+        def in_order(gathered: torch.Tensor) -> torch.Tensor:
+            return gathered.unflatten(0, (len(ranks), -1))[ranks.to(gathered.device)].flatten(0, 1)[: self._real_rows]
+
+        return recursively_apply(in_order, self.accelerator.gather(tensors))
 
     def prediction_step(self, model: nn.Module, inputs, prediction_loss_only: bool, ignore_keys=None, **gen_kwargs):
         """Loss of the global batch, and logits and labels of this rank's equal share of it."""
         if self.parallel is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **gen_kwargs)
+        inputs.update(self._share(inputs.whole))
         whole = self._prepare_inputs(dict(inputs.whole))
+        self._real_rows = batch_rows(whole)
         labels = whole.get("labels")
         if getattr(self.args, "predict_with_generate", False) and not prediction_loss_only:
             return self._generation_step(whole, labels, gen_kwargs)
         num_items = None if labels is None else self._get_num_items_in_batch([whole], self.args.device)
+        self._loss_comes_next = labels is not None
         logits = None
         with torch.no_grad():
             self.parallel.units.begin_micro_batch(last=True)
-            batch = self._fill_shares(whole)
+            shares = -(-self._real_rows // self.args.world_size) * self.args.world_size
+            batch = fill_rows(whole, shares)
             if self._loss_needs_logits() and labels is not None:
-                own = OwnRowsModel(self.parallel, batch)
-                with self._as_one_process():
-                    loss, outputs = self.compute_loss(
-                        own, own.own_inputs(), return_outputs=True, num_items_in_batch=num_items
-                    )
+                loss, outputs = self._own_loss(batch, num_items, self._real_rows, outputs=True)
                 loss = loss.detach().clone()
                 dist.all_reduce(loss)
                 logits = None if prediction_loss_only else outputs["logits"]
@@ -50,31 +70,22 @@ class EvaluationMixin:
                 wanted = {} if labels is None else {"num_items_in_batch": num_items, "label_smoothing": smoothing}
                 outputs = self.model(**batch, **wanted, return_logits=not prediction_loss_only)
                 loss, logits = outputs.loss, outputs.logits
+        self.parallel.units.reshard()
         if prediction_loss_only:
             return loss, None, None
-        own_labels = None if labels is None else self._share(labels)
+        own_labels = None if labels is None else self._share({"labels": labels})["labels"]
         return loss, logits.detach(), own_labels
 
-    def _fill_shares(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Repeats the last row, without targets, until all ranks have equally many."""
-        rows = batch_rows(batch)
-        filled = -(-rows // self.args.world_size) * self.args.world_size
-        return {
-            name: add_rows(value, filled, IGNORED if name in ("labels", "shift_labels") else None)
-            if isinstance(value, torch.Tensor) and value.ndim == 2
-            else value
-            for name, value in batch.items()
-        }
-
-    def _share(self, tensor: torch.Tensor) -> torch.Tensor:
-        return equal_share({"tensor": tensor}, self.args.process_index, self.args.world_size)["tensor"]
+    def _share(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The rows whose logits this rank has."""
+        return equal_share(batch, self.parallel.mesh.index, self.args.world_size)
 
     # ---- Generation ----
 
     def generate(self, *args, **kwargs) -> torch.Tensor:
         """`model.generate` under a plan; collective, and allowed in callbacks.
 
-        The weights are gathered into the family's own model on rank 0, which generates and gives every rank the result.
+        The weights are gathered into the family's own model on rank 0, which generates and gives all ranks the result.
         Rank 0 needs memory for the whole model, in the plan's compute precision, for that time.
 
         Args:
@@ -116,8 +127,10 @@ class EvaluationMixin:
                 loss = self.model(
                     **whole, num_items_in_batch=items, label_smoothing=self.args.label_smoothing_factor
                 ).loss
-            labels = self._share(self._lengthened(labels, length))
-        return loss, self._share(self._lengthened(tokens, length)), labels
+            labels = self._lengthened(labels, length)
+        self._loss_comes_next = labels is not None
+        shares = self._share({"tokens": self._lengthened(tokens, length), "labels": labels})
+        return loss, shares["tokens"], shares["labels"]
 
     def _lengthened(self, tokens: torch.Tensor, length: int) -> torch.Tensor:
         return self._pad_tensors_to_max_len(tokens, length) if tokens.shape[-1] < length else tokens

@@ -20,7 +20,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
-from galvatron_hf.data.loader import GlobalBatchLoader, join_batches, own_share, read_once, take_rows
+from galvatron_hf.data.loader import GlobalBatchLoader, batch_rows, join_batches, own_share, read_once, take_rows
 from galvatron_hf.parallel.apply import parallelize
 from galvatron_hf.parallel.checks import check_model, check_plan
 from galvatron_hf.parallel.mesh import StageMesh
@@ -30,13 +30,15 @@ from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.trainer.arguments import check_arguments, requested_plan, with_precision
 from galvatron_hf.trainer.checkpoints import CheckpointMixin, plan_of_checkpoint
 from galvatron_hf.trainer.evaluation import EvaluationMixin
-from galvatron_hf.trainer.own_rows import OwnRowsModel
+from galvatron_hf.trainer.neftune import add_embedding_noise
+from galvatron_hf.trainer.own_loss import OwnLossMixin
+from galvatron_hf.trainer.search import SearchMixin
 
 
 logger = logging.get_logger(__name__)
 
 
-class GalvatronMixin(EvaluationMixin, CheckpointMixin):
+class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin):
     """Trains under a plan; put it before any subclass of [`~transformers.Trainer`].
 
     The global batch of an optimizer step is `per_device_train_batch_size * gradient_accumulation_steps * WORLD_SIZE`
@@ -57,24 +59,29 @@ class GalvatronMixin(EvaluationMixin, CheckpointMixin):
         self.parallel: ParallelModel | None = None
         self._stage_mesh: StageMesh | None = None
         self._pending_batches: list[dict[str, Any]] = []
-        super().__init__(*args, **kwargs)
-        self._requested_plan = requested_plan(self.args)
         self._resumed_plan: ParallelPlan | None = None
+        super().__init__(*args, **kwargs)
         if self._runs_parallel():
             self._check_before_start()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As Trainer's, which calls it before anything is done to the model and again for each trial of a search."""
+        self._requested_plan = requested_plan(self.args)
+        if self._runs_parallel():
+            check_arguments(self.args, self._requested_plan)
+        super().create_accelerator_and_postprocess()
 
     # ---- Plan ----
 
     def _runs_parallel(self) -> bool:
-        if self.args.world_size > 1:
-            return True
-        plan = self._requested_plan
-        if plan is not None and plan.world_size != 1:
-            plan.require_runnable(1)
-        return plan is not None and dist.is_initialized()
+        """On one process only a given plan, for one rank: its recompute, micro-batches and precision count there too."""
+        return self.args.world_size > 1 or self._requested_plan is not None
 
     def _check_before_start(self) -> None:
-        check_arguments(self.args, self._requested_plan)
+        if self._requested_plan is not None:
+            self._requested_plan.require_runnable(self.args.world_size)
+        if not dist.is_initialized():
+            start_group_of_one(self.args.device)
         if self.optimizer is not None or self.lr_scheduler is not None:
             raise ValueError(
                 "optimizers=... holds weights that a plan replaces by shards; pass optimizer_cls_and_kwargs, "
@@ -87,6 +94,8 @@ class GalvatronMixin(EvaluationMixin, CheckpointMixin):
     def plan_for(self, model: nn.Module) -> ParallelPlan:
         """The plan to train `model` under: the given one, else the resumed checkpoint's, else ZeRO-3."""
         plan = self._requested_plan or self._resumed_plan
+        if plan is self._resumed_plan and plan is not None and self.args.bf16:
+            plan = replace(plan, precision=None)  # nobody gave it to this run: the arguments decide
         if plan is None:
             layers = len(model.base_model.get_submodule(adapter_for(model).layers))
             recompute = "full" if self.args.activation_checkpointing else "none"
@@ -120,14 +129,14 @@ class GalvatronMixin(EvaluationMixin, CheckpointMixin):
 
     # ---- Set-up of a training run ----
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+    def train(self, resume_from_checkpoint: str | bool | None = None, trial=None, *args, **kwargs):
         """See [`~transformers.Trainer.train`]; a resumed run takes the checkpoint's plan if none is given."""
         if resume_from_checkpoint and self._runs_parallel():
             folder = resume_from_checkpoint
             if folder is True:
                 folder = get_last_checkpoint(self.args.output_dir)
             self._resumed_plan = plan_of_checkpoint(folder, self.args.world_size) if folder else None
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        return super().train(resume_from_checkpoint, trial, *args, **kwargs)
 
     def _inner_training_loop(self, *args, **kwargs):
         self.ensure_parallel()
@@ -136,11 +145,16 @@ class GalvatronMixin(EvaluationMixin, CheckpointMixin):
             for layer in self.parallel.layers:
                 layer.gradient_checkpointing = False
             self._pending_batches = []
+            # An evaluation leaves some weights gathered; the optimizer is to hold the shards.
+            self.parallel.units.reshard()
+            if self.neftune_noise_alpha is not None:
+                self.neftune_hook_handle.remove()
+                self.neftune_hook_handle = add_embedding_noise(self.parallel, self.neftune_noise_alpha)
         return super()._inner_training_loop(*args, **kwargs)
 
     def _build_accelerator_args(self, **kwargs) -> dict[str, Any]:
         arguments = super()._build_accelerator_args(**kwargs)
-        if self.args.world_size > 1:
+        if self._runs_parallel():
             # The plan's precision is applied by sharding; accelerate would put autocast around the whole model.
             arguments["mixed_precision"] = "no"
         return arguments
@@ -163,7 +177,11 @@ class GalvatronMixin(EvaluationMixin, CheckpointMixin):
             loader = super()._get_dataloader(dataset, description, batch_size * self.args.world_size, *args, **kwargs)
         finally:
             del self.accelerator.prepare
-        return loader if kwargs.get("is_training", False) else GlobalBatchLoader(loader)
+        if kwargs.get("is_training", False):
+            return loader
+        shared, kept = GlobalBatchLoader(loader), getattr(self, "_eval_dataloaders", {})
+        kept.update({key: shared for key, value in kept.items() if value is loader})
+        return shared
 
     def _prepare_loader(self, loader: DataLoader) -> DataLoader:
         """Prepares a loader as accelerate does for a job of one process."""
@@ -244,18 +262,11 @@ class GalvatronMixin(EvaluationMixin, CheckpointMixin):
             batch, num_items_in_batch, label_smoothing=self.args.label_smoothing_factor
         )
 
-    def _loss_needs_logits(self) -> bool:
-        """Whether the loss is somebody's own function of logits: compute_loss_func, or compute_loss overridden."""
-        own = type(self).compute_loss is not Trainer.compute_loss
-        return own or self.compute_loss_func is not None
-
     def _custom_forward_backward(self, batch: dict[str, torch.Tensor], num_items_in_batch) -> torch.Tensor:
         """Each rank's own loss of its own rows; their sum is the loss of the global batch."""
         total = torch.zeros((), device=self.args.device)
         for micro_batch in self.parallel.micro_batches(batch):
-            model = OwnRowsModel(self.parallel, micro_batch)
-            with self._as_one_process():
-                loss = self.compute_loss(model, model.own_inputs(), num_items_in_batch=num_items_in_batch)
+            loss, _ = self._own_loss(micro_batch, num_items_in_batch, batch_rows(batch))
             loss.backward()
             total += loss.detach()
         dist.all_reduce(total)
@@ -289,6 +300,12 @@ class GalvatronTrainer(GalvatronMixin, Trainer):
 
 class GalvatronSeq2SeqTrainer(GalvatronMixin, Seq2SeqTrainer):
     """[`~transformers.Seq2SeqTrainer`] under a parallel plan; `predict_with_generate` generates on rank 0."""
+
+
+def start_group_of_one(device: torch.device) -> None:
+    """Makes this process a world of one rank, so that a plan for one rank runs without a launcher."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _take(iterator: Iterator, count: int) -> Iterator:

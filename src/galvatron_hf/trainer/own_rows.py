@@ -10,11 +10,8 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import CausalLMOutput
 
-from galvatron_hf.parallel.micro_batch import IGNORED
+from galvatron_hf.data.loader import fill_rows, take_rows
 from galvatron_hf.parallel.model import ParallelModel
-
-
-_FILL = {"labels": IGNORED, "shift_labels": IGNORED}
 
 
 class OwnRowsModel:
@@ -25,25 +22,67 @@ class OwnRowsModel:
 
     Args:
         parallel ([`ParallelModel`]): the model.
-        micro_batch (`Mapping[str, Tensor]`): the whole micro-batch.
+        micro_batch (`Mapping[str, Any]`): the whole micro-batch.
+        num_items_in_batch (`torch.Tensor` or `int`, *optional*): targets of the global batch, by which the model's own
+            loss is divided where the caller does not say.
     """
 
-    def __init__(self, parallel: ParallelModel, micro_batch: Mapping[str, Any]):
-        self._parallel, self._micro_batch = parallel, micro_batch
+    def __init__(
+        self,
+        parallel: ParallelModel,
+        micro_batch: Mapping[str, Any],
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ):
+        self._parallel, self._num_items = parallel, num_items_in_batch
+        self._micro_batch = fill_rows(dict(micro_batch), parallel.mesh.size)
+        self._outputs: list[CausalLMOutput] = []
 
     def own_inputs(self) -> dict[str, Any]:
         """This rank's rows of the micro-batch."""
-        forward = self._parallel.forward
-        return {
-            name: forward.own_part(value, _FILL.get(name)) if isinstance(value, torch.Tensor) else value
-            for name, value in self._micro_batch.items()
-        }
+        own = self._parallel.forward.own_rows(self._micro_batch["input_ids"].shape[0])
+        return take_rows(self._micro_batch, own.start, own.stop)
 
     def __call__(self, **inputs: Any) -> CausalLMOutput:
-        """Logits [own rows, S, V] and, if labels are among the inputs, this rank's part of the loss."""
-        whole = {name: value for name, value in self._micro_batch.items() if name not in _FILL or name in inputs}
+        """Logits [own rows, S, V] and, if labels are among the inputs, this rank's part of the loss.
+
+        What the caller has taken out of the inputs does not reach the model.
+        """
+        whole = {name: value for name, value in self._micro_batch.items() if name in inputs}
         options = {name: value for name, value in inputs.items() if name not in self._micro_batch}
-        return self._parallel.model(**whole, **options, return_logits=True, whole_loss=False)
+        options = {"num_items_in_batch": self._num_items} | options
+        outputs = self._parallel.model(**whole, **options, return_logits=True, whole_loss=False)
+        self._outputs.append(outputs)
+        return outputs
+
+    def no_loss(self) -> torch.Tensor:
+        """Zero, through whose backward this rank takes part in the others'."""
+        return sum(0.0 * outputs.logits.float().sum() for outputs in self._outputs)
+
+    def with_twice_the_items(self) -> Replay:
+        """The same outputs again, as they were with twice as many items in the batch."""
+        return Replay(self, list(self._outputs))
+
+    def _get_name(self) -> str:
+        # Trainer looks it up to know whether labels are shifted; sharding has put its own class over the family's.
+        return self._parallel.family.__name__
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._parallel.model, name)
+
+
+class Replay:
+    """Answers with the outputs that an [`OwnRowsModel`] gave, detached."""
+
+    def __init__(self, model: OwnRowsModel, outputs: list[CausalLMOutput]):
+        self._model, self._outputs = model, outputs
+
+    def __call__(self, **inputs: Any) -> CausalLMOutput:
+        outputs = self._outputs.pop(0)
+        loss = None if outputs.loss is None else outputs.loss.detach() / 2
+        return CausalLMOutput(loss=loss, logits=outputs.logits.detach())
+
+    def _get_name(self) -> str:
+        return self._model._get_name()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)

@@ -5,4 +5,5 @@
 from galvatron_hf.parallel.models.adapter import DecoderAdapter, Fused, FusedProjection, Heads, LogitTransform, Style
 from galvatron_hf.parallel.models.families import adapter_for
 
+
 __all__ = ["DecoderAdapter", "Fused", "FusedProjection", "Heads", "LogitTransform", "Style", "adapter_for"]

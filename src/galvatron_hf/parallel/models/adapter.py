@@ -108,7 +108,8 @@ class Heads:
         """Reads them from a configuration."""
         query = config.num_attention_heads
         key_value = getattr(config, "num_key_value_heads", None) or query
-        return cls(query=query, key_value=key_value, dim=getattr(config, "head_dim", None) or config.hidden_size // query)
+        dim = getattr(config, "head_dim", None) or config.hidden_size // query
+        return cls(query=query, key_value=key_value, dim=dim)
 
     def local_key_value(self, tensor: int) -> int:
         """Key/value heads on each of `tensor` ranks; with fewer heads than ranks every rank keeps a copy of one."""

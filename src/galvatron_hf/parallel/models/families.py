@@ -13,6 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 from galvatron_hf.parallel.models.adapter import DecoderAdapter, Fused, Heads, LogitTransform, Style
 
+
 _STYLES = {"colwise": Style.COLUMN, "rowwise": Style.ROW, "replicated_with_grad_allreduce": Style.INSIDE}
 
 
@@ -76,6 +77,7 @@ def adapter_for(model: PreTrainedModel) -> DecoderAdapter:
         ValueError: if the model is not a causal language model of decoder layers, or does something after its head
             that its family's adapter does not declare.
     """
+    _check_kind(model)
     family = model.config.model_type
     adapter = _TABLES.get(family) or _adapter_from_tensor_plan(model)
     adapter = replace(adapter, logit_transform=_LOGIT_TRANSFORMS.get(family, adapter.logit_transform))
@@ -107,6 +109,18 @@ def _adapter_from_tensor_plan(model: PreTrainedModel) -> DecoderAdapter:
     if any("expert" in module for module in plan):
         raise ValueError(f"{name} has expert layers, which are not supported yet; use a dense model.")
     return DecoderAdapter(styles={} if unsupported else styles, unsupported=unsupported)
+
+
+def _check_kind(model: PreTrainedModel) -> None:
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        kind = "a PEFT model, whose adapters" if hasattr(model, "peft_config") else "no PreTrainedModel, so its layers"
+        fix = "merge_and_unload() it first" if hasattr(model, "peft_config") else "use an AutoModelForCausalLM class"
+        raise ValueError(f"{name} is {kind} no plan covers yet; {fix}, or train it with transformers.Trainer.")
+    if model._hf_peft_config_loaded:
+        raise ValueError(
+            f"{name} has PEFT adapters, which no plan covers yet; train it with transformers.Trainer, or without them."
+        )
 
 
 def _check_structure(model: PreTrainedModel, adapter: DecoderAdapter) -> None:

@@ -1,0 +1,62 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""The example of docs/communication.md, and one step's collectives beside the formula."""
+
+from collections import Counter
+
+from collective_recorder import totals
+from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
+from galvatron_hf.planner.shapes import ModelShape
+from galvatron_hf.planner.traffic import Traffic, step_traffic
+
+
+def mixed_plan(world_size: int, layers: int) -> ParallelPlan:
+    """Two micro-batches under layers that take turns: Megatron-SP, Ulysses, ZeRO-3, tensor with recompute."""
+    turns = (
+        LayerStrategy(tensor=2, megatron_sp=True, sharding="zero2"),
+        LayerStrategy(ulysses=2),
+        LayerStrategy(shard_degree=world_size // 2),
+        LayerStrategy(tensor=2, sharding="replicate", recompute="full"),
+    )
+    return ParallelPlan(
+        world_size=world_size,
+        stacks={"decoder": layers},
+        micro_batches=2,
+        layers=tuple(turns[index % len(turns)] for index in range(layers)),
+        embedding=VocabularyStrategy(tensor=2),
+        head=VocabularyStrategy(tensor=2),
+    )
+
+
+def traffic_table(step: Traffic) -> str:
+    """Markdown: count and bytes of one step by what they are for, on one rank."""
+    lines = ["| for | kind | ranks | count | bytes |", "|---|---|--:|--:|--:|"]
+    groups: dict[tuple[str, str, int], list[int]] = {}
+    for item in step.collectives:
+        group = groups.setdefault((item.source, item.kind, item.ranks), [0, 0])
+        group[0] += item.count
+        group[1] += item.count * item.bytes
+    for (source, kind, ranks), (count, size) in groups.items():
+        lines.append(f"| {source} | {kind} | {ranks} | {count} | {size:,} |")
+    lines.append(f"| **all** | | | **{step.count()}** | **{step.bytes():,}** |")
+    return "\n".join(lines)
+
+
+def example_table() -> str:
+    """Rank 0 of 4 in `mixed_plan`, for the model and the batch that overhead.py has by default."""
+    shape = ModelShape.llama(vocab=4096, hidden=320, intermediate=832, layers=6, heads=8, kv_heads=4)
+    return traffic_table(step_traffic(mixed_plan(4, 6), shape, rows=8, length=512))
+
+
+def comparison(calls: Counter[tuple[str, int, int]], step: Traffic) -> str:
+    """Counted against formula, by kind; `calls` are a [`CollectiveRecorder`]'s."""
+    wanted: Counter[tuple[str, int, int]] = Counter()
+    for item in step.collectives:
+        wanted[item.kind, item.ranks, item.bytes] += item.count
+    seen, formula = totals(calls), totals(wanted)
+    lines = [f"{'kind':16s}{'counted':>9s}{'formula':>9s}{'bytes counted':>17s}{'bytes formula':>17s}"]
+    for kind in sorted(seen.keys() | formula.keys()):
+        (count, size), (wanted_count, wanted_size) = seen.get(kind, (0, 0)), formula.get(kind, (0, 0))
+        lines.append(f"{kind:16s}{count:9d}{wanted_count:9d}{size:17,d}{wanted_size:17,d}")
+    lines.append("equal, call by call" if calls == wanted else "DIFFERENT: " + str((calls - wanted, wanted - calls)))
+    return "\n".join(lines)

@@ -1,0 +1,197 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""What GalvatronTrainer costs beside plain Trainer, and what it sends.
+
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node 1 benchmarks/overhead.py
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node 4 benchmarks/overhead.py
+
+Both trainers live in the same processes and take turns, a few steps each; the order inside a pair alternates. Printed
+are the median ratio over the pairs, its 95% interval by bootstrap, and the same for A/A pairs (plain Trainer against
+itself), which is the spread that any ratio of this run has. Evidence tier: measured on real ranks (gloo, CPU).
+
+Then one step's collectives are counted against the formula of docs/communication.md, below all of this project's code
+(see collective_recorder.py), for the plan above and for one that mixes strategies.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from collective_recorder import CollectiveRecorder
+from communication import comparison, mixed_plan, traffic_table
+from galvatron_hf import GalvatronTrainer, GalvatronTrainingArguments, ParallelPlan
+from galvatron_hf.planner.shapes import ModelShape
+from galvatron_hf.planner.traffic import step_traffic
+
+
+class RandomTokens(Dataset):
+    """Rows of random tokens of one length."""
+
+    def __init__(self, rows: int, length: int, vocab_size: int):
+        self.tokens = torch.randint(0, vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+class StepTimes(TrainerCallback):
+    """Milliseconds from the beginning of a step to its end, without a run's first step."""
+
+    def __init__(self):
+        self.milliseconds: list[float] = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.begun = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step > 1:
+            self.milliseconds.append(1e3 * (time.perf_counter() - self.begun))
+
+
+class FirstStep(TrainerCallback):
+    """Records what a run's first step sends, from its batch to its update; reading the batch comes before."""
+
+    def __init__(self):
+        self.recorder = CollectiveRecorder()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:
+            self.recorder.__enter__()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            self.recorder.__exit__(None, None, None)
+
+
+def build(options: argparse.Namespace) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=options.vocab_size,
+        hidden_size=options.hidden_size,
+        intermediate_size=options.hidden_size * 8 // 3 // 32 * 32,
+        num_hidden_layers=options.layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=options.length,
+    )
+    return LlamaForCausalLM(config)
+
+
+def arguments(options: argparse.Namespace, folder: str, steps: int) -> dict:
+    return {
+        "output_dir": folder,
+        "use_cpu": True,
+        "per_device_train_batch_size": options.rows,
+        "max_steps": steps,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+
+
+def make_trainer(kind: str, options: argparse.Namespace, folder: str) -> tuple[Trainer, StepTimes]:
+    world_size = int(os.environ["WORLD_SIZE"])
+    times = StepTimes()
+    common = arguments(options, os.path.join(folder, kind), options.steps + 1)
+    data = RandomTokens(4 * options.rows * world_size * (options.steps + 1), options.length, options.vocab_size)
+    if kind == "galvatron":
+        plan = ParallelPlan.uniform(world_size, options.layers, sharding="replicate")
+        args = GalvatronTrainingArguments(**common, parallel_plan=plan)
+        return GalvatronTrainer(build(options), args, train_dataset=data, callbacks=[times]), times
+    return Trainer(build(options), TrainingArguments(**common), train_dataset=data, callbacks=[times]), times
+
+
+def count_collectives(options: argparse.Namespace, folder: str) -> None:
+    """Prints one step of GalvatronTrainer as it was counted, beside the formula; of rank 0."""
+    world_size = dist.get_world_size()
+    plans = {"replicate": ParallelPlan.uniform(world_size, options.layers, sharding="replicate")}
+    if world_size % 2 == 0:
+        plans["mixed"] = mixed_plan(world_size, options.layers)
+    config = build(options).config
+    shape = ModelShape.llama(
+        vocab=config.vocab_size,
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        layers=config.num_hidden_layers,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+    )
+    rows = options.rows * world_size
+    for name, plan in plans.items():
+        step = FirstStep()
+        args = GalvatronTrainingArguments(**arguments(options, folder, steps=1), parallel_plan=plan)
+        data = RandomTokens(rows, options.length, options.vocab_size)
+        GalvatronTrainer(build(options), args, train_dataset=data, callbacks=[step]).train()
+        if dist.get_rank() == 0:
+            formula = step_traffic(plan, shape, rows=rows, length=options.length)
+            print(f"\none step's collectives, plan {name}\n{comparison(step.recorder.calls, formula)}")
+            if name == "mixed":
+                print(f"\n{traffic_table(formula)}")
+
+
+def step_ms(trainer: Trainer, times: StepTimes) -> float:
+    """The median step of one short run, of the slowest rank."""
+    times.milliseconds.clear()
+    trainer.train()
+    slowest = torch.tensor(np.median(times.milliseconds))
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def interval(ratios: list[float]) -> tuple[float, float, float]:
+    """Median and its 95% bootstrap interval."""
+    draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
+    low, high = np.quantile(np.median(draws, axis=1), [0.025, 0.975])
+    return float(np.median(ratios)), float(low), float(high)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of one turn")
+    parser.add_argument("--rows", type=int, default=2, help="rows per rank")
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--hidden_size", type=int, default=320)
+    parser.add_argument("--vocab_size", type=int, default=4096)
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    ratios = {"galvatron / Trainer": [], "Trainer / Trainer (A/A)": []}
+    with tempfile.TemporaryDirectory() as folder:
+        trainers = {kind: make_trainer(kind, options, folder) for kind in ("galvatron", "plain", "again")}
+        for trainer in trainers.values():
+            step_ms(*trainer)  # warm-up
+        for pair in range(options.pairs):
+            order = ["galvatron", "plain", "again"]
+            order = order[pair % 3 :] + order[: pair % 3]
+            ms = {kind: step_ms(*trainers[kind]) for kind in order}
+            ratios["galvatron / Trainer"].append(ms["galvatron"] / ms["plain"])
+            ratios["Trainer / Trainer (A/A)"].append(ms["again"] / ms["plain"])
+        if dist.get_rank() == 0:
+            parameters = trainers["plain"][0].model.num_parameters() / 1e6
+            against = "Trainer" if dist.get_world_size() == 1 else "Trainer + DDP"
+            print(
+                f"{dist.get_world_size()} rank(s), {parameters:.1f}M parameters, "
+                f"{options.rows} x {options.length} tokens a rank, plan replicate against {against}, "
+                f"{options.pairs} pairs of {options.steps} steps"
+            )
+            for name, values in ratios.items():
+                median, low, high = interval(values)
+                print(f"{name:28s} median {median:.4f}  95% [{low:.4f}, {high:.4f}]")
+        count_collectives(options, folder)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

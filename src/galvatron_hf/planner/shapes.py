@@ -1,0 +1,146 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""The shapes of a decoder-only model: all that its costs under a plan depend on."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightShape:
+    """
+    One weight or bias, and how tensor ranks hold it.
+
+    Args:
+        shape (`tuple[int, ...]`): Of the whole weight, as the runtime holds it: output features first in a linear
+            layer, input features first in a `Conv1D`.
+        cut (`int`, *optional*): The dimension that tensor ranks cut. None leaves it whole on each of them.
+        used_in_part (`bool`, defaults to `False`): Whether each tensor rank, though it holds the whole, uses it for its
+            own heads alone (a norm of queries or keys), so that the gradients are shares of a sum.
+        heads (`int`, *optional*): Key/value heads along `cut`. With more tensor ranks than heads the weight is whole
+            on each of them and used in part.
+    """
+
+    shape: tuple[int, ...]
+    cut: int | None = None
+    used_in_part: bool = False
+    heads: int | None = None
+
+    def local_shape(self, tensor: int, index: int = 0) -> tuple[int, ...]:
+        """What rank `index` of `tensor` ranks holds: an even share, or ceil(n / tensor) until nothing is left."""
+        if tensor == 1 or self.cut is None or self.is_copied(tensor):
+            return self.shape
+        size = self.shape[self.cut]
+        chunk = -(-size // tensor)
+        local = max(0, min(chunk, size - index * chunk))
+        return tuple(local if dim == self.cut else extent for dim, extent in enumerate(self.shape))
+
+    def is_copied(self, tensor: int) -> bool:
+        """Whether `tensor` ranks each hold the whole because there are fewer heads than ranks."""
+        return self.heads is not None and self.heads < tensor
+
+    def sums_gradient(self, tensor: int, megatron_sp: bool) -> bool:
+        """Whether the gradients of `tensor` ranks are shares of a sum, which an all-reduce makes."""
+        whole = self.cut is None or self.is_copied(tensor)
+        return tensor > 1 and whole and (megatron_sp or self.used_in_part or self.is_copied(tensor))
+
+    def shard_elements(self, tensor: int, index: int, shards: int) -> int:
+        """
+        Elements of one piece when the weight is sharded once more, over `shards` ranks; padding counts.
+
+        The first dimension is sharded, padded to a multiple, unless tensor ranks have cut it into pieces that `shards`
+        does not divide evenly: then the second is.
+        """
+        local = self.local_shape(tensor, index)
+        cut_first = tensor > 1 and self.cut == 0 and not self.is_copied(tensor)
+        if cut_first and self.shape[0] % (tensor * shards):
+            return math.prod(local) // shards
+        return -(-local[0] // shards) * math.prod(local[1:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """
+    A causal language model of decoder layers.
+
+    Args:
+        hidden (`int`): H, features of the hidden states.
+        heads (`int`): Attention heads.
+        kv_heads (`int`): Key/value heads.
+        head_dim (`int`): Features of a head.
+        layers (`tuple[tuple[WeightShape, ...], ...]`): The weights of each layer.
+        embedding (`tuple[WeightShape, ...]`): The token embedding, then learned positions where there are some.
+        final_norm (`tuple[WeightShape, ...]`): The norm before the head.
+        head (`tuple[WeightShape, ...]`): The head's weight and bias; without the weight where it is the embedding's.
+        tied (`bool`): Whether embedding and head share one weight.
+        regions (`int`, defaults to 2): Tensor-parallel regions of a layer, each entered and left once: attention, MLP.
+        saves_after_last_region (`bool`, defaults to `False`): Whether a layer keeps something for its backward that is
+            computed after its last region (a norm of the region's output). Recompute then runs that region's exit too.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: tuple[tuple[WeightShape, ...], ...]
+    embedding: tuple[WeightShape, ...]
+    final_norm: tuple[WeightShape, ...]
+    head: tuple[WeightShape, ...]
+    tied: bool
+    regions: int = 2
+    saves_after_last_region: bool = False
+
+    @classmethod
+    def llama(
+        cls,
+        *,
+        vocab: int,
+        hidden: int,
+        intermediate: int,
+        layers: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        tied: bool = False,
+        attention_bias: bool = False,
+        mlp_bias: bool = False,
+    ) -> "ModelShape":
+        """
+        A model built like Llama: Mistral and Qwen2 too.
+
+        Args:
+            vocab, hidden, intermediate, layers, heads, kv_heads, head_dim, tied, attention_bias, mlp_bias: As in
+                `LlamaConfig`.
+        """
+        kv_heads = kv_heads or heads
+        head_dim = head_dim or hidden // heads
+        query, key_value = heads * head_dim, kv_heads * head_dim
+        columns = [(query, hidden, None), (key_value, hidden, kv_heads), (key_value, hidden, kv_heads)]
+        weights = [WeightShape(shape=(hidden,)), WeightShape(shape=(hidden,))]
+        for out, features, cut_heads in columns:
+            weights += _column(out, features, attention_bias, cut_heads)
+        weights += _row(hidden, query, attention_bias)
+        weights += 2 * _column(intermediate, hidden, mlp_bias)
+        weights += _row(hidden, intermediate, mlp_bias)
+        vocabulary = WeightShape(shape=(vocab, hidden), cut=0)
+        return cls(
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            layers=(tuple(weights),) * layers,
+            embedding=(vocabulary,),
+            final_norm=(WeightShape(shape=(hidden,)),),
+            head=() if tied else (vocabulary,),
+            tied=tied,
+        )
+
+
+def _column(out: int, features: int, bias: bool, heads: int | None = None) -> list[WeightShape]:
+    weight = WeightShape(shape=(out, features), cut=0, heads=heads)
+    return [weight, WeightShape(shape=(out,), cut=0, heads=heads)] if bias else [weight]
+
+
+def _row(out: int, features: int, bias: bool) -> list[WeightShape]:
+    weight = WeightShape(shape=(out, features), cut=1)
+    return [weight, WeightShape(shape=(out,))] if bias else [weight]

@@ -1,0 +1,37 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""NEFTune under a plan."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from galvatron_hf.parallel.model import ParallelModel
+
+
+def add_embedding_noise(parallel: ParallelModel, alpha: float) -> RemovableHandle:
+    """Adds noise to the embedding's output in training, as NEFTune does (arXiv 2310.05914).
+
+    The noise is uniform in [-b, b] with b = alpha / sqrt(S * H), where S counts the positions of the whole micro-batch:
+    a rank may hold a part of them, or some that were added. Ranks that hold the same piece draw the same noise, because
+    the embedding runs on a stream keyed by its piece.
+
+    Args:
+        parallel ([`ParallelModel`]): the model.
+        alpha (`float`): the noise's scale.
+
+    Returns:
+        `RemovableHandle`: takes the noise away again.
+    """
+
+    def add_noise(module: nn.Module, inputs: tuple[torch.Tensor, ...], hidden: torch.Tensor) -> torch.Tensor:
+        if not module.training:
+            return hidden
+        bound = alpha / math.sqrt(parallel.forward.current.value.real_length * hidden.shape[-1])
+        return hidden + torch.zeros_like(hidden).uniform_(-bound, bound)
+
+    return parallel.model.get_input_embeddings().register_forward_hook(add_noise)

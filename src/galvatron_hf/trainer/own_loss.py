@@ -1,0 +1,92 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Losses of the user's own under a plan: each rank computes that of its rows, and their sum is the global batch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import Trainer
+from transformers.utils import logging
+
+from galvatron_hf.data.loader import batch_rows
+from galvatron_hf.trainer.own_rows import OwnRowsModel
+
+
+logger = logging.get_logger(__name__)
+
+
+class OwnLossMixin:
+    """The part of [`GalvatronMixin`] that calls `compute_loss`; see there.
+
+    A loss divided by `num_items_in_batch` adds up over ranks and micro-batches. One that is the mean over the rows or
+    targets it sees is weighted by their share of the global batch; `loss_is_scaled_for_ga` says which it is, and where
+    it is not set, the first step asks for the loss once more, with twice as many items in the batch.
+    """
+
+    _divides_by_items: bool | None = None
+
+    def _loss_needs_logits(self) -> bool:
+        """Whether the loss is somebody's own function of logits: compute_loss_func, or compute_loss overridden."""
+        own = type(self).compute_loss is not Trainer.compute_loss
+        return own or self.compute_loss_func is not None
+
+    def _own_loss(
+        self, micro_batch: dict[str, Any], num_items: torch.Tensor | None, rows: int, outputs: bool = False
+    ) -> tuple[torch.Tensor, Any]:
+        """This rank's part of the loss of a micro-batch; collective.
+
+        Args:
+            micro_batch (`dict[str, Any]`): whole.
+            num_items (`torch.Tensor`, *optional*): targets of the global batch.
+            rows (`int`): rows of the global batch.
+            outputs (`bool`): whether the model's outputs are wanted too.
+
+        Returns:
+            `tuple`: an fp32 scalar, and the outputs or None.
+        """
+        model = OwnRowsModel(self.parallel, micro_batch, num_items)
+        with self._as_one_process():
+            result = self._call_compute_loss(model, model.own_inputs(), num_items, outputs)
+            loss, output = result if outputs else (result, None)
+            if self._loss_is_divided(model, loss, num_items):
+                return loss, output
+        share = self._own_share(model.own_inputs(), micro_batch, num_items, rows)
+        # A mean over nothing is not a number, and neither would be its gradient.
+        return (loss * share if share > 0 else model.no_loss()), output
+
+    def _call_compute_loss(self, model, inputs: dict[str, Any], num_items, outputs: bool):
+        wanted = {"return_outputs": True} if outputs else {}
+        return self.compute_loss(model, inputs, num_items_in_batch=num_items, **wanted)
+
+    def _own_share(self, own: dict[str, Any], micro_batch: dict[str, Any], num_items, rows: int) -> float:
+        """How much of the global batch this rank's rows are: of its targets, or of its rows where none are counted."""
+        if num_items is not None:
+            return float(self._get_num_items_in_batch([own], self.args.device) / num_items)
+        mine = self.parallel.forward.own_rows(batch_rows(micro_batch))
+        return (mine.stop - mine.start) / rows
+
+    def _loss_is_divided(self, model: OwnRowsModel, loss: torch.Tensor, num_items) -> bool:
+        """Whether a loss is divided by the items of the batch, so that it is a part of a sum; collective at first."""
+        if self.loss_is_scaled_for_ga is not None:
+            return self.loss_is_scaled_for_ga
+        if num_items is None:
+            return False
+        if self._divides_by_items is None:
+            with torch.no_grad():
+                again = self._call_compute_loss(model.with_twice_the_items(), model.own_inputs(), 2 * num_items, False)
+            losses = torch.stack([loss.detach().float(), again.detach().float()])
+            losses = torch.where(losses.isfinite().all(), losses, 0.0)
+            dist.all_reduce(losses)
+            once, twice = losses.tolist()
+            if once == 0.0:
+                return True  # no rank has a target
+            if not any(abs(twice / once - expected) < 1e-2 for expected in (0.5, 1.0)):
+                logger.warning(
+                    f"Part of {type(self).__name__}'s loss is divided by num_items_in_batch and part is not (twice as "
+                    f"many items change it by {twice / once:.3f}); divide all of it, or set loss_is_scaled_for_ga."
+                )
+            self._divides_by_items = abs(twice / once - 0.5) < 0.25
+        return self._divides_by_items

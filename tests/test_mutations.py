@@ -1,0 +1,299 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""The equivalence tests can fail: each of these errors, injected into the runtime, is seen by the same comparison."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from equivalence import Reference, compare, observe, reference
+from galvatron_hf.parallel import apply, block, causal_lm, collectives, loss, model, tensor
+from galvatron_hf.parallel.apply import parallelize
+from galvatron_hf.parallel.causal_lm import CausalLMForward
+from galvatron_hf.parallel.layout import Rectangle
+from galvatron_hf.parallel.model import ParallelModel
+from galvatron_hf.parallel.sharding import local_tensor
+from galvatron_hf.plan import ParallelPlan, VocabularyStrategy
+from plans import mixed_plans, uniform
+from ranks import run_ranks
+from tiny_models import BATCHES, FAMILIES
+
+
+TENSOR = uniform(4, tensor=4, embedding=VocabularyStrategy(tensor=4))
+MEGATRON_SP = uniform(4, tensor=2, megatron_sp=True, embedding=VocabularyStrategy(tensor=2))
+ULYSSES = uniform(4, ulysses=4)
+DATA = uniform(4)
+HYBRID = uniform(4, shard_degree=2)
+MIXED = mixed_plans()["mixed_a"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutation:
+    """An error and where it shows.
+
+    Attributes:
+        inject (`Callable`): makes the context manager that holds while the model is set up and runs.
+        plan (`ParallelPlan`): on 4 ranks.
+        batch (`str`): of the tiny batches.
+        seen_in (`str`): what the comparison's complaint must speak of.
+    """
+
+    inject: Callable[[], contextlib.AbstractContextManager]
+    plan: ParallelPlan
+    seen_in: str
+    batch: str = "right"
+
+
+def replaced(owner: object, name: str, value: object) -> Callable[[], contextlib.AbstractContextManager]:
+    return lambda: patch.object(owner, name, value)
+
+
+def unchanged(x: torch.Tensor, *unused) -> torch.Tensor:
+    return x
+
+
+def scaled_gradient(factor: float) -> Callable:
+    """A `sum_gradient` that gets summed gradients wrong by a factor: under Megatron-SP those of the norms."""
+    original = tensor.sum_gradient
+
+    def scaled(weight: torch.Tensor, group) -> torch.Tensor:
+        summed = original(weight, group)
+        return summed if group is None else factor * summed + (1 - factor) * summed.detach()
+
+    return scaled
+
+
+class GatherThatSlices(torch.autograd.Function):
+    """The gather for consumers that are replicated, where each consumer's gradient is partial."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group, ctx.length = group, x.shape[1]
+        return torch.cat(list(collectives.all_gather_stacked(x, group)), dim=1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        start = ctx.group.rank() * ctx.length
+        return grad[:, start : start + ctx.length].contiguous(), None
+
+
+class SumThatSumsBack(torch.autograd.Function):
+    """An all-reduce that is its own backward, as PyTorch derives it: right only if the consumers were different."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return collectives.all_reduce_sum(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return collectives.all_reduce_sum(grad, ctx.group), None
+
+
+def without_key_value_sums() -> contextlib.AbstractContextManager:
+    original = tensor.LocalParameter.local
+
+    def local(view: tensor.LocalParameter) -> torch.Tensor:
+        if view.rows is None:
+            return original(view)
+        whole = view.module._parameters[view.name].to_local()
+        return whole.narrow(0, view.rows[0], view.rows[1] - view.rows[0])
+
+    return patch.object(tensor.LocalParameter, "local", local)
+
+
+def without_copied_rows() -> contextlib.AbstractContextManager:
+    """Every rank uses the first key/value head."""
+    return patch.object(tensor, "_copied_rows", lambda heads, degree, index: (0, heads.dim))
+
+
+def counted(difference: int) -> Callable[[], contextlib.AbstractContextManager]:
+    original = model.count_targets
+    return replaced(model, "count_targets", lambda batch: original(batch) + difference)
+
+
+def with_targets_of_added_rows() -> contextlib.AbstractContextManager:
+    """The last row's tokens count again in every row that is only there to give each rank one."""
+    original = causal_lm.add_rows
+    return patch.object(causal_lm, "add_rows", lambda x, rows, value=None: original(x, rows))
+
+
+def forward_rectangle(batch) -> Rectangle:
+    return Rectangle(row_start=0, row_stop=batch.rows, position_start=0, position_stop=batch.length)
+
+
+def with_ignored_targets() -> contextlib.AbstractContextManager:
+    """One rank counts the targets that are to be ignored."""
+    original = CausalLMForward._micro_batch
+
+    def shifted(forward: CausalLMForward, *args):
+        batch = original(forward, *args)
+        if forward.mesh.index == 1 and batch.targets is not None:
+            part = batch.head.rectangle(1, batch.rows, batch.length)
+            own = part.within(batch.targets, forward_rectangle(batch))
+            own[own == -100] = 5
+        return batch
+
+    return patch.object(CausalLMForward, "_micro_batch", shifted)
+
+
+def divided_by_ranks() -> contextlib.AbstractContextManager:
+    original = CausalLMForward._reported_loss
+
+    def divided(forward: CausalLMForward, own, *args):
+        return original(forward, own / forward.mesh.size, *args)
+
+    return patch.object(CausalLMForward, "_reported_loss", divided)
+
+
+def local_norm(parallel: ParallelModel) -> torch.Tensor:
+    """What `torch.nn.utils.get_total_norm` says of one rank's shards."""
+    return torch.stack([local_tensor(p.grad).square().sum() for p in parallel.model.parameters()]).sum().sqrt()
+
+
+@contextlib.contextmanager
+def clipped_by_the_local_norm() -> Iterator[None]:
+    """The reported norm is right, the one that scales is not."""
+
+    def clip(parallel: ParallelModel, max_norm: float) -> torch.Tensor:
+        scale = (max_norm / local_norm(parallel)).clamp(max=1.0)
+        for parameter in parallel.model.parameters():
+            local_tensor(parameter.grad).mul_(scale)
+        return parallel.grad_norm()
+
+    with patch.object(ParallelModel, "clip_grad_norm_", clip):
+        yield
+
+
+@contextlib.contextmanager
+def averaged_by_fsdp() -> Iterator[None]:
+    """FSDP2's default: gradients divided by the number of ranks that hold shards."""
+    with (
+        patch.object(FSDPModule, "set_gradient_divide_factor", lambda module, factor: None),
+        patch.object(FSDPModule, "set_force_sum_reduction_for_comms", lambda module, enable: None),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def without_padding_row() -> Iterator[None]:
+    original = apply.parallel_embedding
+
+    def wrong(embedding, mesh):
+        original(embedding, mesh)
+        embedding.padding_idx = None
+
+    with patch.object(apply, "parallel_embedding", wrong):
+        yield
+
+
+def with_rectangles_of_a_neighbour() -> contextlib.AbstractContextManager:
+    """Every rank takes the position embeddings of its rows' first piece."""
+    original = block._part
+
+    def part(x: torch.Tensor, batch, rectangle: Rectangle, positions: bool) -> torch.Tensor:
+        if positions:
+            length = rectangle.position_stop - rectangle.position_start
+            rectangle = Rectangle(
+                row_start=rectangle.row_start, row_stop=rectangle.row_stop, position_start=0, position_stop=length
+            )
+        return original(x, batch, rectangle, positions)
+
+    return patch.object(block, "_part", part)
+
+
+GRADIENT = "gradient of"
+MUTATIONS = {
+    "dropped all-reduce after a row cut": Mutation(
+        inject=replaced(tensor, "reduce_from_group", unchanged), plan=TENSOR, seen_in="loss"
+    ),
+    "dropped all-reduce in backward": Mutation(
+        inject=replaced(tensor, "copy_to_group", unchanged), plan=TENSOR, seen_in=GRADIENT
+    ),
+    "all-reduce that also sums gradients": Mutation(
+        inject=replaced(tensor, "reduce_from_group", SumThatSumsBack.apply), plan=TENSOR, seen_in=GRADIENT
+    ),
+    "dropped all-reduce after the embedding": Mutation(
+        inject=replaced(loss, "reduce_from_group", unchanged), plan=TENSOR, seen_in="loss"
+    ),
+    "norm gradients not summed": Mutation(
+        inject=replaced(tensor, "sum_gradient", unchanged), plan=MEGATRON_SP, seen_in="norm"
+    ),
+    "norm gradients doubled": Mutation(
+        inject=replaced(tensor, "sum_gradient", scaled_gradient(2.0)), plan=MEGATRON_SP, seen_in="norm"
+    ),
+    "norm gradients halved": Mutation(
+        inject=replaced(tensor, "sum_gradient", scaled_gradient(0.5)), plan=MEGATRON_SP, seen_in="norm"
+    ),
+    "gather with the wrong backward": Mutation(
+        inject=replaced(tensor, "gather_positions", GatherThatSlices.apply), plan=MEGATRON_SP, seen_in=GRADIENT
+    ),
+    "one target too many": Mutation(inject=counted(1), plan=MIXED, seen_in="loss"),
+    "one target too few": Mutation(inject=counted(-1), plan=MIXED, seen_in="loss"),
+    "tokens of added rows count": Mutation(
+        inject=with_targets_of_added_rows, plan=DATA, seen_in="loss", batch="one_short_row"
+    ),
+    "ignored tokens count": Mutation(inject=with_ignored_targets, plan=ULYSSES, seen_in="loss"),
+    "loss divided by ranks": Mutation(inject=divided_by_ranks, plan=MIXED, seen_in="loss"),
+    "key/value gradients not summed": Mutation(inject=without_key_value_sums, plan=TENSOR, seen_in="k_proj"),
+    "wrong key/value head": Mutation(inject=without_copied_rows, plan=TENSOR, seen_in="loss"),
+    "clip by the local norm": Mutation(inject=clipped_by_the_local_norm, plan=MIXED, seen_in="norm after clipping"),
+    "local norm": Mutation(inject=replaced(ParallelModel, "grad_norm", local_norm), plan=MIXED, seen_in="grad_norm"),
+    "replicas counted in the norm": Mutation(
+        inject=replaced(model, "replicas", lambda gradient: 1), plan=HYBRID, seen_in="grad_norm"
+    ),
+    "mean instead of sum over shards": Mutation(inject=averaged_by_fsdp, plan=DATA, seen_in=GRADIENT),
+    "gradient for the padding token": Mutation(inject=without_padding_row, plan=TENSOR, seen_in="embed_tokens"),
+    "wrong positions": Mutation(inject=with_rectangles_of_a_neighbour, plan=ULYSSES, seen_in="loss"),
+}
+
+
+@pytest.fixture(scope="module")
+def oracles() -> dict[str, Reference]:
+    return {name: reference(FAMILIES["llama"].build(), BATCHES[name]()) for name in ("right", "one_short_row")}
+
+
+def complaint(oracle: Reference, plan: ParallelPlan) -> str:
+    """What the comparison says on this rank; empty when nothing is wrong."""
+    seen = observe(parallelize(copy.deepcopy(oracle.model), plan), oracle)
+    try:
+        compare(seen, oracle)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def test_nothing_is_seen_without_an_error(oracles):
+    def work():
+        cases = {(id(m.plan), m.batch): (oracles[m.batch], m.plan) for m in MUTATIONS.values()}
+        return [complaint(*case) for case in cases.values()]
+
+    assert all(not any(found) for found in run_ranks(work, 4, timeout=120.0))
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_every_injected_error_is_seen(oracles, part):
+    """In three worlds, because each model of each world makes groups of its own."""
+    names = list(MUTATIONS)[part::3]
+
+    def work():
+        found = {}
+        for name in names:
+            mutation = MUTATIONS[name]
+            with mutation.inject():
+                found[name] = complaint(oracles[mutation.batch], mutation.plan)
+        return found
+
+    results = run_ranks(work, 4, timeout=120.0)
+    for name in names:
+        complaints = {found[name] for found in results} - {""}
+        assert complaints, f"nothing was seen of: {name}"
+        assert any(MUTATIONS[name].seen_in in text for text in complaints), (name, complaints)

@@ -1,0 +1,173 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""What cannot run is refused in one sentence that names the reason and a way out, and nothing has changed by then."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+import transformers
+
+from equivalence import single_stage
+from galvatron_hf.parallel.apply import parallelize
+from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy
+from plans import uniform
+from ranks import run_ranks
+from tiny_models import FAMILIES, LAYERS
+
+
+def t5():
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=97, d_model=32, d_ff=40, num_layers=LAYERS, num_heads=8, d_kv=4)
+    )
+
+
+def mixtral():
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=97,
+            hidden_size=32,
+            intermediate_size=40,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            num_local_experts=4,
+        )
+    )
+
+
+def bert():
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            vocab_size=97, hidden_size=32, intermediate_size=40, num_hidden_layers=LAYERS, num_attention_heads=8
+        )
+    )
+
+
+def without_head():
+    return FAMILIES["llama"].build().model
+
+
+def quantised():
+    model = FAMILIES["llama"].build()
+    model.is_quantized = True
+    return model
+
+
+def of_two_dtypes():
+    model = FAMILIES["llama"].build()
+    model.lm_head.bfloat16()
+    return model
+
+
+def llama(**changes):
+    return lambda: FAMILIES["llama"].build(**changes)
+
+
+S, V = LayerStrategy, VocabularyStrategy
+DATA = uniform(4)
+TENSOR = uniform(4, tensor=4)
+TWO_STAGES = dataclasses.replace(
+    DATA,
+    micro_batches=2,
+    stages=(Stage(ranks=(0, 1), layers=(0, 2)), Stage(ranks=(2, 3), layers=(2, 4))),
+)
+# Model, plan, and what the sentence must say.
+REFUSED: dict[str, tuple] = {
+    "encoder-decoder": (t5, DATA, ["T5", "encoder-decoder", "decoder-only"]),
+    "experts": (mixtral, DATA, ["Mixtral", "expert", "dense"]),
+    "no tensor-parallel plan": (bert, DATA, ["BertForMaskedLM", "base_model_tp_plan"]),
+    "no head": (without_head, DATA, ["LlamaModel", "AutoModelForCausalLM"]),
+    "tied and unequal": (
+        llama(tie_word_embeddings=True),
+        dataclasses.replace(DATA, embedding=V(tensor=2)),
+        ["ties", "same strategy"],
+    ),
+    "heads": (llama(hidden_size=48, num_attention_heads=6, num_key_value_heads=2), TENSOR, ["6", "use tensor 2"]),
+    "key/value heads": (llama(hidden_size=48, num_attention_heads=12, num_key_value_heads=3), TENSOR, ["3 key/value"]),
+    "heads under ulysses": (
+        llama(hidden_size=48, num_attention_heads=6, num_key_value_heads=6),
+        uniform(4, ulysses=4),
+        ["ulysses 4", "ulysses 2"],
+    ),
+    "features": (llama(intermediate_size=42), TENSOR, ["42", "use 2"]),
+    "layers": (llama(num_hidden_layers=3), DATA, ["4 layers", "make a plan for 3"]),
+    "world size": (llama(), uniform(2), ["world_size=2", "4 processes", "--num_processes 2"]),
+    "pipeline": (llama(), TWO_STAGES, ["2 pipeline stages", "one stage with all 4 ranks"]),
+    "context": (llama(), uniform(4, context=2), ["context=2", "ulysses=2"]),
+    "experts in the plan": (llama(), uniform(4, expert=2), ["expert=2", "expert=1"]),
+    "fp16": (llama(), dataclasses.replace(DATA, precision=Precision(compute="fp16")), ["fp16", "bf16"]),
+    "bf16 master weights": (
+        llama(),
+        dataclasses.replace(DATA, precision=Precision(compute="bf16", master="bf16")),
+        ["master", "fp32"],
+    ),
+    "quantised": (quantised, DATA, ["quantised", "bf16 or fp32"]),
+    "several dtypes": (of_two_dtypes, DATA, ["bfloat16", "float32", "float()"]),
+    "norms over all heads": (FAMILIES["olmo2"].build, TENSOR, ["Olmo2ForCausalLM", "ulysses 4"]),
+    "uneven pieces of pieces": (
+        llama(intermediate_size=44, mlp_bias=True),
+        uniform(8, tensor=2),
+        ["layer 0", "44 elements", "shard_degree 2"],
+    ),
+}
+
+
+def snapshot(model) -> dict:
+    return {
+        "classes": [type(module) for module in model.modules()],
+        "forwards": [vars(module).get("forward") for module in model.modules()],
+        "parameters": [(name, id(p), p.data_ptr(), type(p)) for name, p in model.named_parameters()],
+        "hooks": [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()],
+        "config": copy.deepcopy(model.config.to_dict()),
+    }
+
+
+def refusal(build, plan: ParallelPlan) -> str:
+    torch.manual_seed(0)
+    model = build()
+    before = snapshot(model)
+    with pytest.raises(ValueError) as refused:
+        parallelize(model, plan)
+    assert snapshot(model) == before
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_refusals_name_the_reason_and_the_way_out_and_touch_nothing(world_size):
+    chosen = {n: c for n, c in REFUSED.items() if (c[1].world_size == 8) == (world_size == 8)}
+
+    def work():
+        return {name: refusal(build, plan) for name, (build, plan, _) in chosen.items()}
+
+    for sentences in run_ranks(work, world_size):
+        for name, sentence in sentences.items():
+            assert "\n" not in sentence
+            missing = [part for part in chosen[name][2] if part not in sentence]
+            assert not missing, f"{name}: {missing} not in {sentence!r}"
+
+
+def test_without_a_process_group():
+    with pytest.raises(ValueError, match="accelerate launch"):
+        parallelize(FAMILIES["llama"].build(), DATA)
+
+
+@pytest.mark.parametrize(
+    "inputs, named",
+    [
+        ({"attention_mask": torch.ones(4, 1, 8, 8)}, "attention_mask of 4 dimensions"),
+        ({"inputs_embeds": torch.ones(4, 8, 32)}, "inputs_embeds"),
+        ({"output_attentions": True}, "output_attentions"),
+        ({"output_hidden_states": True}, "output_hidden_states"),
+    ],
+)
+def test_inputs_without_a_layout_are_refused(inputs, named):
+    def work():
+        parallel = parallelize(FAMILIES["llama"].build(), single_stage((S(),) * LAYERS, 2))
+        with pytest.raises(ValueError, match=named):
+            parallel.model(input_ids=torch.ones(4, 8, dtype=torch.long), **inputs)
+
+    run_ranks(work, 2)

@@ -1,0 +1,130 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Several optimizer steps: updates and losses are those of one process; bf16 is as near to fp32 as one process."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+
+from equivalence import reference, total_norm, whole_gradients, whole_weights
+from galvatron_hf.parallel.apply import parallelize
+from galvatron_hf.plan import Precision
+from plans import mixed_plans
+from ranks import run_ranks
+from tiny_models import BATCHES, FAMILIES
+
+
+STEPS = 5
+BATCH_NAMES = ["right", "odd", "left", "plain", "right"]
+MAX_NORM = 1.0
+
+
+def train_plain(model, make_optimizer) -> list[float]:
+    """Losses of a plain loop."""
+    optimizer, losses = make_optimizer(model.parameters()), []
+    for name in BATCH_NAMES:
+        loss = model(**BATCHES[name](), use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def train_parallel(parallel, make_optimizer) -> list[float]:
+    optimizer, losses = make_optimizer(parallel.model.parameters()), []
+    for step, name in enumerate(BATCH_NAMES):
+        parallel.streams.step = step
+        losses.append(float(parallel.forward_backward(BATCHES[name]())))
+        parallel.clip_grad_norm_(MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_sgd_updates_and_losses(family):
+    """With clipping; each tensor's sum of updates within 1e-3 of its largest entry."""
+
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, lr=0.05)
+
+    start = FAMILIES[family].build()
+    plain = copy.deepcopy(start)
+    losses = train_plain(plain, sgd)
+    before, wanted = dict(start.named_parameters()), dict(plain.named_parameters())
+
+    def work():
+        for name in ("mixed_a", "mixed_b", "mixed_c"):
+            parallel = parallelize(copy.deepcopy(start), mixed_plans()[name])
+            assert train_parallel(parallel, sgd) == pytest.approx(losses, rel=1e-5)
+            for key, weight in whole_weights(parallel.model, start).items():
+                update, expected = weight - before[key], wanted[key] - before[key]
+                # A key bias moves by rounding alone: the floor is the rounding of the weight itself.
+                bound = max(1e-3 * expected.abs().max().item(), 1e-7 * before[key].abs().max().item())
+                assert (update - expected).abs().max().item() <= bound, (name, key)
+
+    run_ranks(work, 4, timeout=120.0)
+
+
+def test_adamw_losses():
+    """Its for-loop and its default (foreach) implementation, over layers whose meshes differ."""
+    start = FAMILIES["llama"].build()
+    losses = train_plain(copy.deepcopy(start), lambda p: torch.optim.AdamW(p, lr=3e-3))
+
+    def work():
+        for foreach in (False, None):
+            parallel = parallelize(copy.deepcopy(start), mixed_plans()["mixed_a"])
+            found = train_parallel(parallel, lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=foreach))
+            assert found == pytest.approx(losses, rel=1e-5)
+
+    run_ranks(work, 4, timeout=120.0)
+
+
+def bf16_oracle(model, batch) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and fp32 gradients of one process that computes with bf16 copies of fp32 master weights."""
+    masters = dict(model.named_parameters())
+    copies = {name: parameter.bfloat16() for name, parameter in masters.items()}
+    loss = torch.func.functional_call(model, copies, kwargs=dict(batch, use_cache=False)).loss
+    gradients = torch.autograd.grad(loss, list(masters.values()))
+    return float(loss.detach()), dict(zip(masters, gradients, strict=True))
+
+
+def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
+    return total_norm({name: first[name] - second[name] for name in second})
+
+
+def test_bf16_is_as_near_to_fp32_as_one_process_in_bf16():
+    """Two roundings of the same computation differ from each other, so neither is the other's truth; fp32 is both's.
+
+    Rounding errors of independent roundings add as squares, so an equally good computation lies within a small factor
+    of one process's distance to fp32: 1.5 for all gradients together. And it must not be fp32 in disguise: at least
+    half that distance.
+    """
+    start = FAMILIES["llama"].build()
+    batch = BATCHES["right"]()
+    exact = reference(start, batch)
+    loss, gradients = bf16_oracle(start, batch)
+    oracle_distance = distance(gradients, exact.gradients)
+    loss_distance = abs(loss - exact.loss)
+    precision = Precision(compute="bf16", reduce="fp32", master="fp32")
+
+    def work():
+        found = {}
+        for name in ("mixed_a", "mixed_b", "mixed_c"):
+            plan = dataclasses.replace(mixed_plans()[name], precision=precision)
+            parallel = parallelize(copy.deepcopy(start), plan)
+            loss = float(parallel.forward_backward(batch))
+            assert all(p.dtype == p.grad.dtype == torch.float32 for p in parallel.model.parameters())
+            found[name] = loss, distance(whole_gradients(parallel.model, start), exact.gradients)
+        return found
+
+    for found in run_ranks(work, 4, timeout=120.0):
+        for name, (parallel_loss, parallel_distance) in found.items():
+            assert 0.5 * oracle_distance <= parallel_distance <= 1.5 * oracle_distance, name
+            assert abs(parallel_loss - exact.loss) <= max(2 * loss_distance, 2**-8 * exact.loss), name

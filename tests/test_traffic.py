@@ -1,0 +1,286 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""The closed form of a step's collectives is what real steps on real ranks send: each kind, group size and input size."""
+
+import ast
+import copy
+import sys
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from equivalence import single_stage
+from galvatron_hf.parallel import attention, vocabulary
+from galvatron_hf.parallel.apply import parallelize
+from galvatron_hf.parallel.collectives import count_collectives
+from galvatron_hf.parallel.mesh import StageMesh
+from galvatron_hf.parallel.models import DecoderAdapter, Heads, Style, adapter_for
+from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy
+from galvatron_hf.planner import traffic
+from galvatron_hf.planner.moves import Split, move
+from galvatron_hf.planner.shapes import ModelShape, WeightShape
+from galvatron_hf.planner.traffic import Traffic, step_traffic
+from plans import mixed_plans, uniform, uniform_plans, untied_plans
+from ranks import run_ranks
+from tiny_models import BATCHES, FAMILIES
+
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from collective_recorder import CollectiveRecorder, totals  # noqa: E402
+from communication import example_table  # noqa: E402
+
+
+S, V = LayerStrategy, VocabularyStrategy
+POST_NORM = ("gemma2", "gemma3")  # families that keep the last region's output for the norm behind it
+
+
+def shape_of(family: str, model: PreTrainedModel) -> ModelShape:
+    """Shapes read off a model and the runtime's own table of its family."""
+    adapter, heads, base = adapter_for(model), Heads.of(model.config), model.base_model
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    tied = head.weight is embedding
+    positions = [base.get_submodule(name).weight for name in adapter.positional]
+    return ModelShape(
+        hidden=model.config.hidden_size,
+        heads=heads.query,
+        kv_heads=heads.key_value,
+        head_dim=heads.dim,
+        layers=tuple(layer_weights(layer, adapter, heads, model) for layer in base.get_submodule(adapter.layers)),
+        embedding=(
+            WeightShape(shape=tuple(embedding.shape), cut=0),
+            *(WeightShape(shape=tuple(weight.shape)) for weight in positions),
+        ),
+        final_norm=tuple(
+            WeightShape(shape=tuple(weight.shape)) for weight in base.get_submodule(adapter.final_norm).parameters()
+        ),
+        head=() if tied else tuple(WeightShape(shape=tuple(weight.shape), cut=0) for weight in head.parameters()),
+        tied=tied,
+        saves_after_last_region=family in POST_NORM,
+    )
+
+
+def layer_weights(layer, adapter: DecoderAdapter, heads: Heads, model: PreTrainedModel) -> tuple[WeightShape, ...]:
+    weights = []
+    for name, weight in layer.named_parameters():
+        owner, parameter = name.rsplit(".", 1)
+        out = int(isinstance(layer.get_submodule(owner), Conv1D) and parameter == "weight")
+        style, fused = adapter.part_style(owner), adapter.fused.get(owner)
+        cut = {Style.COLUMN: out, Style.ROW: 1 - out if parameter == "weight" else None}.get(style)
+        parts = fused.parts if fused else (None,)
+        sizes = fused.sizes(model.config) if fused else (weight.shape[out],)
+        for part, size in zip(parts, sizes, strict=True):
+            path = owner if part is None else f"{owner}.{part}"
+            weights.append(
+                WeightShape(
+                    shape=tuple(size if dim == out else extent for dim, extent in enumerate(weight.shape)),
+                    cut=cut,
+                    used_in_part=style is Style.INSIDE,
+                    heads=heads.key_value if path in adapter.key_value else None,
+                )
+            )
+    return tuple(weights)
+
+
+def predicted(step: Traffic) -> Counter:
+    """What the recorder should see."""
+    calls = Counter()
+    for item in step.collectives:
+        calls[item.kind, item.ranks, item.bytes] += item.count
+    return calls
+
+
+def long_rows() -> dict[str, torch.Tensor]:
+    """More tokens than the head takes at a time, and a remainder."""
+    ids = torch.randint(0, 97, (2, 1100), generator=torch.Generator().manual_seed(1))
+    return dict(input_ids=ids, labels=ids)
+
+
+def check_steps(world_size: int, cases: dict[str, tuple[str, str, ParallelPlan]]) -> None:
+    """Runs one step of each case (family, batch, plan) and compares it with the formula on every rank."""
+    batches = BATCHES | {"long": long_rows}
+    models = {family: FAMILIES[family].build() for family, _, _ in cases.values()}
+    shapes = {family: shape_of(family, model) for family, model in models.items()}
+
+    def work() -> dict[str, tuple[int, Counter, bool]]:
+        seen, meshes = {}, {}
+        for name, (family, batch, plan) in cases.items():
+            ranks = plan.stages[0].ranks
+            meshes[ranks] = meshes[ranks] if ranks in meshes else StageMesh(ranks, "cpu")
+            parallel = parallelize(copy.deepcopy(models[family]), plan, meshes[ranks])
+            for _ in range(2 if name == "zero2" else 1):  # a second step is like the first
+                with CollectiveRecorder() as recorder, count_collectives() as own:
+                    parallel.forward_backward(batches[batch]())
+                    parallel.clip_grad_norm_(1.0)
+            ours = Counter((call.kind, call.group_size, call.bytes) for call in own.calls)
+            seen[name] = meshes[ranks].index, recorder.calls, ours <= recorder.calls
+        return seen
+
+    wrong = []
+    for rank, found in enumerate(run_ranks(work, world_size, timeout=60.0 + 5.0 * len(cases))):
+        for name, (index, seen, covers_own) in found.items():
+            family, batch, plan = cases[name]
+            rows, length = batches[batch]()["input_ids"].shape
+            step = step_traffic(plan, shapes[family], rows=rows, length=length, rank_index=index)
+            wanted = predicted(step)
+            assert covers_own, f"{name}: the recorder misses some of our own collectives"
+            if seen != wanted:
+                wrong.append(f"{name}, rank {rank}: sent {seen - wanted}, and not {wanted - seen}")
+                continue
+            for kind in traffic.KINDS:
+                assert totals(seen).get(kind, (0, 0)) == (step.count(kind), step.bytes(kind))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_two_ranks_send_what_the_formula_says():
+    cases = {name: ("llama", "right", plan) for name, plan in uniform_plans(2).items()}
+    cases["long"] = "llama", "long", uniform(2, tensor=2, embedding=V(tensor=2))
+    cases["tied"] = "llama_tied", "odd", uniform(2, embedding=V(tensor=2))
+    cases["one row"] = "llama", "one_row", uniform(2, ulysses=2)
+    check_steps(2, cases)
+
+
+def test_four_ranks_send_what_the_formula_says():
+    plans = uniform_plans(4)
+    alone = ("replicate", "hybrid_sharding", "tensor_ulysses", "megatron_sp_recompute")
+    cases = {name: ("llama", "right", plans[name]) for name in alone}
+    cases |= {name: ("llama", "odd", plan) for name, plan in (mixed_plans() | untied_plans()).items()}
+    for family in ("llama_one_kv_head", "llama_biases", "qwen3", "gemma2", "gpt2"):
+        cases[family] = family, "right", mixed_plans()["mixed_b"]
+    # micro-batches with copies of sharded weights; precision
+    hybrid = replace(plans["hybrid_sharding"], micro_batches=3)
+    cases["accumulated copies"] = "llama", "right", hybrid
+    cases["accumulated zero2"] = "llama", "right", replace(plans["zero2"], micro_batches=4)
+    for compute, reduce in (("bf16", "fp32"), ("fp32", "bf16")):
+        precision = Precision(compute=compute, reduce=reduce)
+        plan = replace(mixed_plans()["mixed_c"], precision=precision, micro_batches=1)
+        cases[f"{compute}, reduced in {reduce}"] = "llama", "right", plan
+    cases["one row"] = "llama", "one_row", mixed_plans()["mixed_c"]
+    check_steps(4, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", ["right", "odd", "one_row"])
+@pytest.mark.parametrize("family", ["llama", "llama_one_kv_head", "qwen3", "gemma2", "gpt2"])
+def test_eight_ranks_send_what_the_formula_says(family, batch):
+    check_steps(8, {name: (family, batch, plan) for name, plan in uniform_plans(8).items()})
+
+
+def test_the_recorder_sees_every_kind_of_collective_however_it_is_issued():
+    def work():
+        x = torch.ones(6)
+        group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        with CollectiveRecorder() as recorder:
+            dist.all_reduce(x)
+            dist.all_reduce(x, group=group)  # one rank: nothing is sent
+            dist.all_gather([torch.empty(6), torch.empty(6)], x)
+            dist.all_to_all_single(torch.empty(6), x)
+            dist.broadcast(x, src=0)
+            functional.all_reduce(x, "sum", dist.group.WORLD).sum()
+            leaf = x.clone().requires_grad_()
+            functional.all_gather_single_autograd(leaf, 0, dist.group.WORLD).sum().backward()
+            dist.barrier()
+        return recorder.calls
+
+    for calls in run_ranks(work, 2):
+        assert {kind for kind, _, _ in calls} >= {"barrier"}
+        assert {call: count for call, count in calls.items() if call[0] != "barrier"} == {
+            ("all_reduce", 2, 24): 2,
+            ("all_gather", 2, 24): 2,
+            ("all_to_all", 2, 24): 1,
+            ("broadcast_", 2, 24): 1,
+            ("reduce_scatter", 2, 48): 1,
+        }
+
+
+def test_moves_send_the_least_that_is_possible():
+    """All splits of 8 ranks: together the ranks send what each lacks, and a split that keeps everything is free."""
+    ranks, rows, length = 8, 5, 11
+    degrees = (1, 2, 4, 8)
+    splits = [Split(*split) for split in product(degrees, repeat=3) if split[0] * split[1] * split[2] == ranks]
+    for before, after in product(splits, repeat=2):
+        lacking = 0
+        for index in range(ranks):
+            held, wanted = (
+                {(row, column) for row in range(*part[0]) for column in range(*part[1])}
+                for part in (before.part(index, rows, length), after.part(index, rows, length))
+            )
+            lacking += len(wanted - held)
+        moves = [move(before, after, index, rows, length) for index in range(ranks)]
+        assert sum(0 if moved is None else moved[1] for moved in moves) == lacking
+        assert len({None if moved is None else moved[0] for moved in moves}) == 1
+
+
+def test_the_planner_knows_the_runtimes_constants():
+    assert traffic.HEAD_CHUNK_TOKENS == vocabulary.CHUNK_TOKENS
+    for key_value, ulysses, copies in product((1, 2, 3, 4, 6, 8), (1, 2, 4, 8), (1, 2, 4)):
+        query = key_value * copies
+        if query % ulysses == 0:
+            assert traffic.key_value_copies(key_value, ulysses, query) == attention.key_value_copies(
+                key_value, ulysses, query
+            )
+
+
+def test_llamas_shape_is_the_models():
+    for family in ("llama", "llama_tied", "llama_biases", "llama_one_kv_head"):
+        model = FAMILIES[family].build()
+        config = model.config
+        shape = ModelShape.llama(
+            vocab=config.vocab_size,
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            layers=config.num_hidden_layers,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            tied=config.tie_word_embeddings,
+            attention_bias=config.attention_bias,
+            mlp_bias=config.mlp_bias,
+        )
+        read = shape_of(family, model)
+        assert [Counter(weights) for weights in shape.layers] == [Counter(weights) for weights in read.layers]
+        assert replace(shape, layers=read.layers) == read
+
+
+def test_one_rank_sends_nothing():
+    shape = ModelShape.llama(vocab=97, hidden=32, intermediate=40, layers=1, heads=4)
+    assert step_traffic(ParallelPlan.uniform(1, 1, micro_batches=4), shape, rows=8, length=8).count() == 0
+
+
+def test_plans_that_do_not_run_and_other_models_are_refused():
+    shape = ModelShape.llama(vocab=97, hidden=32, intermediate=40, layers=2, heads=4)
+    with pytest.raises(ValueError, match="3 layers and the model has 2; make a plan for 2 layers"):
+        step_traffic(ParallelPlan.uniform(2, 3), shape, rows=4, length=8)
+    with pytest.raises(ValueError, match="2 pipeline stages, which do not run yet"):
+        step_traffic(ParallelPlan.uniform(2, 2, pipeline=2), shape, rows=4, length=8)
+
+
+def test_a_rank_is_counted_by_its_place_in_the_stage():
+    shape = ModelShape.llama(vocab=97, hidden=32, intermediate=40, layers=1, heads=4)
+    plan = single_stage((S(tensor=2),), 2, embedding=V(tensor=2), head=V(tensor=2))
+    turned = replace(plan, stages=(Stage(ranks=(1, 0), layers=(0, 1)),))
+    assert step_traffic(plan, shape, rows=4, length=8) == step_traffic(turned, shape, rows=4, length=8)
+
+
+def test_the_planner_imports_no_runtime():
+    imported = set()
+    for path in (ROOT / "src" / "galvatron_hf" / "planner").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add(node.module if node.level == 0 else "." * node.level)
+    ours = {name for name in imported if name.split(".")[0] not in sys.stdlib_module_names}
+    assert ours and all(name == "galvatron_hf.plan" or name.startswith("galvatron_hf.planner.") for name in ours)
+
+
+def test_the_documentations_example_is_the_formulas():
+    assert example_table() in (ROOT / "docs" / "communication.md").read_text()

@@ -1,0 +1,269 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""A run that was interrupted goes on as if it had not been: under its plan, another one, other ranks, one process."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Trainer
+
+from equivalence import single_stage
+from galvatron_hf import ParallelPlan
+from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
+from oracle import Rows
+from plans import mixed_plans, uniform
+from tiny_models import FAMILIES
+from trainer_runs import Run, StopAt, assert_equal_weights, assert_same_steps, on_ranks, run, trainer
+
+
+S, V = LayerStrategy, VocabularyStrategy
+MIXED = mixed_plans()
+FIRST, SECOND, THIRD = MIXED["mixed_a"], MIXED["mixed_b"], MIXED["shuffled"]
+ZERO2 = uniform(4, sharding="zero2", embedding=V(sharding="zero2"))
+FAMILY_NAMES = ("gpt2", "phi3", "llama_tied")  # fused Conv1D, fused Linear, tied
+
+# Three steps of the four of an epoch, then one more of it and one of the next.
+SAVING = dict(save_strategy="steps", save_steps=3, max_steps=5, lr_scheduler_type="cosine", warmup_steps=2)
+ALONE = SAVING | dict(gradient_accumulation_steps=1)
+PLATEAU = dict(
+    lr_scheduler_type="reduce_lr_on_plateau",
+    lr_scheduler_kwargs=dict(patience=0, factor=0.5),
+    learning_rate=0.2,
+    eval_strategy="steps",
+    eval_steps=1,
+)
+ONLY_MODEL = SAVING | dict(save_only_model=True)
+BEST = dict(
+    save_strategy="steps",
+    save_steps=1,
+    max_steps=3,
+    eval_strategy="steps",
+    eval_steps=1,
+    load_best_model_at_end=True,
+    metric_for_best_model="loss",
+    greater_is_better=True,  # the loss falls, so that the best model is an early one
+)
+
+
+def evaluated() -> dict[str, Any]:
+    return dict(eval_dataset=Rows(4, seed=2))
+
+
+def of(family: str) -> dict[str, Any]:
+    """The family's run; those of Llama have a scheduler that looks at the evaluation."""
+    return dict(family=family) | (evaluated() if family == "llama" else {})
+
+
+def options_of(family: str, options: dict[str, Any]) -> dict[str, Any]:
+    return options | (PLATEAU if family == "llama" else {})
+
+
+def plan_for_ranks(ranks: int) -> ParallelPlan:
+    layers = (S(tensor=2), S(), S(ulysses=2), S(tensor=2, megatron_sp=True))
+    return single_stage(layers, ranks, embedding=V(tensor=2), head=V(tensor=2))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> tuple[Path, dict[str, Run]]:
+    """Whole runs of plain Trainer, with a checkpoint after step 3."""
+    folder = tmp_path_factory.mktemp("plain")
+    runs = {
+        family: run(folder / family, options=options_of(family, ALONE), trainer_class=Trainer, **of(family))
+        for family in (*FAMILY_NAMES, "llama")
+    }
+    only_model = ONLY_MODEL | dict(gradient_accumulation_steps=1)
+    run(folder / "only_model", options=only_model, trainer_class=Trainer)
+    checkpoint = folder / "only_model" / "checkpoint-3"
+    runs["fresh"] = run(folder / "fresh", options=only_model, trainer_class=Trainer, resume=checkpoint)
+    return folder, runs
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory, plain) -> tuple[Path, list[dict[str, Run]]]:
+    """All runs of four ranks, in one world, by name; `"family"` is the uninterrupted one of a family."""
+    folder = tmp_path_factory.mktemp("ranks")
+
+    def dropout_runs() -> dict[str, Run]:
+        def dropping():
+            return FAMILIES["gpt2"].build(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+
+        more = dict(options=SAVING)
+        whole = run(folder / "whole", FIRST, model=dropping(), **more)
+        run(folder / "stopped", FIRST, model=dropping(), callbacks=(StopAt(4),), **more)
+        by_name = run(folder / "stopped", FIRST, model=dropping(), resume=True, **more)
+        checkpoint = folder / "whole" / "checkpoint-3"
+        by_path = run(folder / "by_path", FIRST, model=dropping(), resume=checkpoint, **more)
+        return dict(whole=whole, by_name=by_name, by_path=by_path)
+
+    def resumed(family: str, plan, source: Path = folder, **more) -> Run:
+        checkpoint = source / family / "checkpoint-3"
+        options = options_of(family, SAVING)
+        return run(folder / "resumed", plan, options=options, resume=checkpoint, **of(family), **more)
+
+    def plan_in_use(made: Trainer) -> ParallelPlan:
+        return made.parallel.plan
+
+    def best_after(made: Trainer) -> tuple[str, float, float]:
+        return made.state.best_model_checkpoint, made.evaluate()["eval_loss"], made.state.best_metric
+
+    def work() -> dict[str, Run]:
+        runs = dropout_runs()
+        for family in (*FAMILY_NAMES, "llama"):
+            runs[family] = run(folder / family, FIRST, options=options_of(family, SAVING), **of(family))
+        runs["gpt2 b"] = resumed("gpt2", SECOND, then=plan_in_use)
+        runs["gpt2 auto"] = resumed("gpt2", "auto", then=plan_in_use)
+        runs["phi3 shuffled"] = resumed("phi3", THIRD)
+        runs["llama_tied zero2"] = resumed("llama_tied", ZERO2)
+        runs["llama b"] = resumed("llama", SECOND)
+        for family, plan in zip((*FAMILY_NAMES, "llama"), (SECOND, FIRST, ZERO2, THIRD), strict=True):
+            runs[f"{family} plain"] = resumed(family, plan, source=plain[0])
+        runs["only_model"] = run(folder / "only_model", FIRST, options=ONLY_MODEL)
+        checkpoint = folder / "only_model" / "checkpoint-3"
+        runs["fresh"] = run(folder / "fresh", SECOND, options=ONLY_MODEL, resume=checkpoint)
+        limited = dict(save_strategy="steps", save_steps=1, max_steps=3, save_total_limit=2)
+        runs["limited"] = run(folder / "limited", ZERO2, options=limited)
+        runs["best"] = run(folder / "best", FIRST, options=BEST, then=best_after, **evaluated())
+        return runs
+
+    return folder, on_ranks(work, timeout=400.0)
+
+
+def test_resumed_run_is_bit_equal_to_the_uninterrupted_one(ranks):
+    folder, results = ranks
+    for runs in results:
+        whole = runs["whole"]
+        assert len(whole.steps()) == 5
+        for resumed in (runs["by_path"], runs["by_name"]):
+            assert resumed.steps(after=3) == whole.steps(after=3)
+            assert resumed.random == whole.random
+            assert_equal_weights(resumed.weights, whole.weights)
+    assert [step for _, step in results[0]["by_name"].steps("loss", "step")] == [4, 5]  # it did not begin anew
+
+
+@pytest.mark.parametrize("name", ["gpt2 b", "gpt2 auto", "phi3 shuffled", "llama_tied zero2", "llama b"])
+def test_checkpoint_resumes_under_another_plan(ranks, name):
+    for runs in ranks[1]:
+        assert_same_steps(runs[name], runs[name.split()[0]], after=3)
+
+
+def test_plan_of_the_checkpoint_is_used_unless_another_one_is_given(ranks):
+    runs = ranks[1][0]
+    assert runs["gpt2 auto"].result.layers == FIRST.layers
+    assert runs["gpt2 auto"].result.embedding == FIRST.embedding
+    assert runs["gpt2 b"].result.layers == SECOND.layers
+
+
+@pytest.mark.parametrize("family", [*FAMILY_NAMES, "llama"])
+def test_checkpoint_of_plain_trainer_resumes_under_a_plan(plain, ranks, family):
+    for runs in ranks[1]:
+        assert_same_steps(runs[f"{family} plain"], plain[1][family], after=3)
+
+
+@pytest.mark.parametrize("family", [*FAMILY_NAMES, "llama"])
+def test_checkpoint_of_ranks_resumes_on_one_process(ranks, tmp_path, family):
+    folder, (whole, *_) = ranks
+    checkpoint = folder / family / "checkpoint-3"
+    seen = run(tmp_path, options=options_of(family, ALONE), resume=checkpoint, **of(family))
+    assert_same_steps(seen, whole[family], after=3)
+
+
+def test_one_process_continues_the_generators_of_rank_0(ranks, tmp_path):
+    checkpoint = ranks[0] / "gpt2" / "checkpoint-3"
+    saved = torch.load(checkpoint / "rng_state_0.pth", weights_only=False)
+    assert not (checkpoint / "rng_state.pth").exists()
+    made = trainer(tmp_path)
+    made._load_rng_state(str(checkpoint))
+    assert torch.equal(torch.get_rng_state(), saved["cpu"])
+
+
+def test_checkpoint_resumes_on_two_ranks(ranks, tmp_path):
+    folder, (whole, *_) = ranks
+
+    def work() -> dict[str, Run]:
+        gpt2, phi3 = (folder / family / "checkpoint-3" for family in ("gpt2", "phi3"))
+        return {
+            "gpt2": run(tmp_path / "a", plan_for_ranks(2), family="gpt2", options=SAVING, resume=gpt2),
+            # The checkpoint's plan is for four ranks: another one is made.
+            "phi3": run(tmp_path / "b", "auto", family="phi3", options=SAVING, resume=phi3),
+        }
+
+    for runs in on_ranks(work, 2):
+        for family, seen in runs.items():
+            assert_same_steps(seen, whole[family], after=3)
+
+
+@pytest.mark.slow
+def test_checkpoint_resumes_on_eight_ranks(ranks, tmp_path):
+    folder, (whole, *_) = ranks
+
+    def work() -> Run:
+        checkpoint = folder / "gpt2" / "checkpoint-3"
+        return run(tmp_path, plan_for_ranks(8), family="gpt2", options=ALONE, resume=checkpoint)
+
+    for seen in on_ranks(work, 8):
+        assert_same_steps(seen, whole["gpt2"], after=3)
+
+
+def test_state_of_a_scheduler_that_looks_at_the_evaluation(ranks):
+    """Its rate fell before and after the checkpoint, so both tests of Llama above have seen it go on."""
+    folder, (whole, *_) = ranks
+    rates = [rate for (rate,) in whole["llama"].steps("learning_rate")]
+    assert rates[0] > rates[2] > rates[-1]
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    for family in ("llama", "gpt2"):
+        json.loads((folder / family / "checkpoint-3" / "scheduler.json").read_text(), parse_constant=refuse)
+
+
+def test_own_state_is_read_without_unpickling(ranks, tmp_path, monkeypatch):
+    folder, (whole, *_) = ranks
+    weights_only, unpickled = [], []
+    load, unpickle = torch.load, pickle.load
+
+    def spy_load(*args, **kwargs):
+        weights_only.append(kwargs.get("weights_only"))
+        return load(*args, **kwargs)
+
+    def spy_unpickle(file, **kwargs):
+        unpickled.append(Path(file.name).name)
+        return unpickle(file, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "load", spy_load)
+        patch.setattr(pickle, "load", spy_unpickle)
+        seen = run(tmp_path, family="gpt2", options=ALONE, resume=folder / "gpt2" / "checkpoint-3")
+    assert_same_steps(seen, whole["gpt2"], after=3)
+    assert set(weights_only) == {True}
+    assert set(unpickled) == {".metadata"}  # of the distributed checkpoint
+
+
+def test_checkpoint_of_the_model_alone(plain, ranks):
+    folder, (runs, *_) = ranks
+    assert_same_steps(runs["fresh"], plain[1]["fresh"], after=3)
+    # An optimizer that starts anew is seen in the losses, so that the other tests would see a lost state.
+    assert runs["fresh"].steps()[-1] != pytest.approx(runs["only_model"].steps()[-1], rel=1e-3)
+    files = {path.name for path in (folder / "only_model" / "checkpoint-3").iterdir()}
+    plain_files = {path.name for path in (plain[0] / "only_model" / "checkpoint-3").iterdir()}
+    assert files == plain_files | {"parallel_plan.json"}
+
+
+def test_only_as_many_checkpoints_are_kept_as_asked(ranks):
+    folders = sorted(path.name for path in (ranks[0] / "limited").glob("checkpoint-*"))
+    assert folders == ["checkpoint-2", "checkpoint-3"]
+
+
+def test_best_model_is_loaded_at_the_end(ranks):
+    for runs in ranks[1]:
+        checkpoint, loss, best = runs["best"].result
+        assert Path(checkpoint).name != "checkpoint-3"
+        assert loss == pytest.approx(best, rel=1e-6)
+        assert_equal_weights(runs["best"].weights, load_file(Path(checkpoint) / "model.safetensors"))

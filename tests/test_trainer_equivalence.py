@@ -1,0 +1,445 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""GalvatronTrainer's training is plain Trainer's on the global batch, whatever the plan; see oracle.py."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from unittest import mock
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from transformers import BatchEncoding, LlamaForCausalLM, Trainer
+
+from equivalence import single_stage
+from galvatron_hf import GalvatronMixin
+from galvatron_hf.data.loader import join_batches
+from galvatron_hf.parallel.model import ParallelModel
+from galvatron_hf.parallel.sharding import local_tensor
+from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
+from galvatron_hf.trainer import mixin
+from oracle import Case, Outcome, Rows, Stream, check_cases, collate, run_case, run_oracle, with_options
+from plans import mixed_plans, uniform, uniform_plans
+from ranks import run_ranks
+from tiny_models import LAYERS
+
+
+S, V = LayerStrategy, VocabularyStrategy
+MIXED = mixed_plans()
+REPLICATE = uniform(4, sharding="replicate", embedding=V(sharding="replicate"))
+# For what does not depend on the plan: few collectives, yet rows and the head are spread over the ranks.
+LIGHT = single_stage((S(sharding="replicate"),) * 3 + (S(tensor=2, sharding="zero2"),), 4)
+SPLIT = replace(LIGHT, micro_batches=2)
+
+EVALUATED = dict(trainer=dict(eval_dataset=lambda: Rows(10, seed=2)))
+
+
+def evaluating(every: int = 3, **options):
+    return dict(eval_strategy="steps", eval_steps=every, **options)
+
+
+# 27 rows are ragged: the last step of an epoch has 3 of them, fewer than there are ranks.
+def test_every_kind_of_plan_trains_as_one_process():
+    check_cases(
+        {
+            "mixed_a": Case(plan=MIXED["mixed_a"], **EVALUATED, options=evaluating()),
+            "mixed_b": Case(
+                plan=MIXED["mixed_b"],
+                options=dict(
+                    max_grad_norm=0.0, gradient_accumulation_steps=1, per_device_train_batch_size=2, num_train_epochs=2
+                ),
+            ),
+            "mixed_c": Case(plan=MIXED["mixed_c"], options=dict(gradient_accumulation_steps=3, max_grad_norm=1e-2)),
+            "auto": Case(
+                plan="auto",
+                options=dict(optim="adamw_torch", lr_scheduler_type="cosine", learning_rate=1e-2, weight_decay=0.5),
+                updates=False,
+            ),
+            "replicate": Case(
+                plan=REPLICATE,
+                **EVALUATED,
+                options=evaluating(
+                    1, lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs=dict(patience=0, factor=0.5)
+                ),
+            ),
+            "gpt2": Case(plan=MIXED["mixed_a"], family="gpt2", options=dict(weight_decay=0.5)),
+        }
+    )
+
+
+def test_epochs_last_step_and_dropped_rows():
+    check_cases(
+        {
+            "epochs": Case(plan=SPLIT, options=dict(max_steps=-1, num_train_epochs=2.5, max_grad_norm=0.0)),
+            "fewer_rows_than_ranks": Case(plan=SPLIT, train=lambda: Rows(2), options=dict(max_steps=2)),
+            "drop_last": Case(
+                plan=SPLIT, options=dict(gradient_accumulation_steps=1, dataloader_drop_last=True, num_train_epochs=1)
+            ),
+        }
+    )
+
+
+def with_text() -> datasets.Dataset:
+    rows = [{name: value.tolist() for name, value in row.items()} for row in Rows(27)]
+    return datasets.Dataset.from_list([row | {"text": "left out"} for row in rows])
+
+
+def drop_tokens(rows):
+    """Random: only one reader's draws can be right for all ranks."""
+    kept = [torch.rand(len(row["input_ids"])).argsort()[:-2].sort().values for row in rows]
+    return collate([{k: v[index] for k, v in row.items()} for row, index in zip(rows, kept, strict=True)])
+
+
+def test_every_kind_of_data_gives_the_rows_of_one_process():
+    once = dict(gradient_accumulation_steps=1, per_device_train_batch_size=2)
+    check_cases(
+        {
+            "datasets": Case(plan=LIGHT, train=with_text, options=dict(max_steps=4)),
+            # 4, 4 | 4, 1: the data ends inside the second step of each pass.
+            "iterable": Case(plan=LIGHT, train=lambda: Stream(13), options=dict(max_steps=5)),
+            # 4, 4 | 4: and here before the second batch of a step.
+            "iterable_short": Case(plan=LIGHT, train=lambda: Stream(12), options=dict(max_steps=3)),
+            "by_length": Case(plan=LIGHT, options=dict(train_sampling_strategy="group_by_length", max_steps=5)),
+            "random_collator": Case(
+                plan=LIGHT, trainer=dict(data_collator=lambda: drop_tokens), options=dict(max_steps=4, **once)
+            ),
+            "workers": Case(
+                plan=LIGHT,
+                trainer=dict(data_collator=lambda: drop_tokens),
+                options=dict(dataloader_num_workers=2, max_steps=4, **once),
+            ),
+            "batch_encoding": Case(
+                plan=LIGHT,
+                trainer=dict(data_collator=lambda: lambda rows: BatchEncoding(collate(rows))),
+                options=dict(max_steps=2),
+            ),
+        }
+    )
+
+
+def failing_collator(rows):
+    raise KeyError("no such column")
+
+
+def test_a_failing_collator_ends_all_ranks_with_its_message():
+    case = Case(plan=LIGHT, trainer=dict(data_collator=lambda: failing_collator))
+
+    def work() -> str:
+        with pytest.raises((KeyError, RuntimeError)) as error:
+            run_case(case)
+        return f"{error.type.__name__}: {error.value}"
+
+    first, *others = run_ranks(work, 4)
+    assert first == "KeyError: 'no such column'"
+    assert set(others) == {f"RuntimeError: Rank 0 could not read the next batch ({first}); see its traceback."}
+
+
+# ---- Losses ----
+
+
+def sum_of_losses(outputs, labels, num_items_in_batch=None):
+    logits = outputs.logits[:, :-1].flatten(0, 1).float()
+    return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+
+def mean_of_losses(logits, labels):
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def calls_super(trainer_class):
+    class Scaled(trainer_class):
+        def compute_loss(self, model, inputs, return_outputs=False, **options):
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **options)
+            return (2 * loss, outputs) if return_outputs else 2 * loss
+
+    return Scaled
+
+
+def ignores_the_count(trainer_class):
+    class ModelsOwn(trainer_class):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs)
+            return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+    return ModelsOwn
+
+
+def mean_of_logits(trainer_class):
+    class FromLogits(trainer_class):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            loss = mean_of_losses(outputs.logits, labels)
+            return (loss, outputs) if return_outputs else loss
+
+    return FromLogits
+
+
+def weighted_rows(trainer_class):
+    class Weighted(trainer_class):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            weight, labels = inputs.pop("weight"), inputs.pop("labels")
+            outputs = model(**inputs)
+            losses = torch.nn.functional.cross_entropy(
+                outputs.logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none"
+            )
+            loss = (losses.sum(1) * weight).sum() / num_items_in_batch
+            return (loss, outputs) if return_outputs else loss
+
+    return Weighted
+
+
+class WeightedRows(Rows):
+    def __getitem__(self, index):
+        return super().__getitem__(index) | {"weight": 1.0 / (1 + index)}
+
+
+def test_losses_of_the_users_own():
+    options = evaluating(max_steps=3)
+    check_cases(
+        {
+            "compute_loss_func": Case(
+                plan=SPLIT,
+                trainer=EVALUATED["trainer"] | dict(compute_loss_func=lambda: sum_of_losses),
+                options=options,
+            ),
+            "compute_loss_func_mixed": Case(
+                plan=MIXED["mixed_a"], trainer=dict(compute_loss_func=lambda: sum_of_losses), options=dict(max_steps=3)
+            ),
+            "smoothing": Case(plan=SPLIT, **EVALUATED, options=options | dict(label_smoothing_factor=0.2)),
+            "calls_super": Case(plan=SPLIT, **EVALUATED, override=calls_super, options=options),
+            "calls_super_smoothing": Case(
+                plan=SPLIT, **EVALUATED, override=calls_super, options=options | dict(label_smoothing_factor=0.2)
+            ),
+            "ignores_the_count": Case(plan=SPLIT, **EVALUATED, override=ignores_the_count, options=options),
+            "mean_of_logits": Case(plan=SPLIT, **EVALUATED, override=mean_of_logits, options=options),
+            "weighted_rows": Case(
+                plan=SPLIT,
+                train=lambda: WeightedRows(27),
+                trainer=dict(eval_dataset=lambda: WeightedRows(10)),
+                override=weighted_rows,
+                options=options | dict(remove_unused_columns=False),
+            ),
+        }
+    )
+
+
+def spoiled_by_a_row(trainer_class):
+    """The loss is not a number where some row is; its gradient is right, so that training goes on."""
+
+    class Spoiled(trainer_class):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            spoils = bool((inputs["input_ids"][:, 1] == Rows(27).rows[5][1]).any())
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            loss = loss + (float("nan") if spoils else 0.0)
+            return (loss, outputs) if return_outputs else loss
+
+    return Spoiled
+
+
+# ---- What is counted, logged and seen ----
+
+
+def test_events_and_counters_are_those_of_one_process_that_accumulates():
+    options = evaluating(2, logging_steps=2, eval_on_start=True, save_strategy="steps", save_steps=3)
+    check_cases(
+        {
+            "all": Case(
+                plan=LIGHT, accumulates=True, **EVALUATED, options=options | dict(include_num_input_tokens_seen="all")
+            ),
+            "non_padding": Case(
+                plan=MIXED["mixed_c"],
+                accumulates=True,
+                options=dict(include_num_input_tokens_seen="non_padding", max_steps=-1, num_train_epochs=1),
+            ),
+            "not_a_number": Case(
+                plan=LIGHT, override=spoiled_by_a_row, options=dict(logging_nan_inf_filter=True, max_steps=4)
+            ),
+            "shown_not_a_number": Case(
+                plan=LIGHT,
+                override=spoiled_by_a_row,
+                options=dict(logging_nan_inf_filter=False, logging_steps=2, max_steps=4),
+            ),
+        }
+    )
+
+
+def saved_logits(trainer: Trainer) -> np.ndarray | None:
+    """Of the saved model, opened by plain transformers."""
+    folder = os.path.join(trainer.args.output_dir, "final")
+    trainer.save_model(folder)
+    model = LlamaForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return model(Rows(3).rows[0][None]).logits.numpy()
+
+
+def test_the_saved_model_is_the_one_that_one_process_trains():
+    check_cases({"mixed_b": Case(plan=MIXED["mixed_b"], options=dict(max_steps=2), after=saved_logits)})
+
+
+# ---- bf16: both are roundings of the same fp32 training, so both are measured against that ----
+
+
+def distance(seen: Outcome, exact: Outcome) -> dict[str, float]:
+    """Relative distances: of all gradients at step 1 together, and of the worst loss and evaluation loss."""
+    names = exact.gradients
+    error = sum(float((seen.gradients[name] - exact.gradients[name]).double().square().sum()) for name in names)
+    scale = sum(float(exact.gradients[name].double().square().sum()) for name in names)
+    losses = [[log[key] for log in run.logs for key in ("loss", "eval_loss") if key in log] for run in (seen, exact)]
+    worst = max(abs(a - b) / abs(b) for a, b in zip(*losses, strict=True))
+    return {"gradients": (error / scale) ** 0.5, "losses": worst}
+
+
+def test_bf16_is_as_near_to_fp32_as_one_process_in_bf16():
+    case = Case(plan=MIXED["mixed_a"], **EVALUATED, options=evaluating())
+    rounded = with_options(case, bf16=True)
+    exact, oracle = run_oracle(case), distance(run_oracle(rounded), run_oracle(case))
+    for seen in run_ranks(lambda: distance(run_case(rounded), exact), 4, timeout=240.0):
+        # One part in 2**9 is lost at each of a few dozen operations in a row, at different ones in the two: autocast
+        # rounds at matmuls, a plan's precision everywhere. fp32 would be 1e-6, a wrong scale 0.5 or more.
+        assert 1e-3 < seen["gradients"] < 2 * oracle["gradients"] < 0.1
+        assert seen["losses"] < max(2 * oracle["losses"], 2**-9)
+
+
+# ---- Plans nobody thought of ----
+
+
+def degrees(ranks: int) -> st.SearchStrategy[tuple[int, int]]:
+    powers = [2**i for i in range(ranks.bit_length())]
+    # Models have 8 heads and 2 key/value heads, which are copied where there are more ranks.
+    return st.sampled_from([(t, u) for t in powers for u in powers if t * u <= min(ranks, 8)])
+
+
+@st.composite
+def strategies(draw, ranks: int) -> LayerStrategy:
+    tensor, ulysses = draw(degrees(ranks))
+    sharding = draw(st.sampled_from(["replicate", "zero2", "zero3"]))
+    shards = ranks // tensor
+    pieces = [d for d in range(1, shards + 1) if shards % d == 0]
+    return S(
+        tensor=tensor,
+        ulysses=ulysses,
+        megatron_sp=tensor > 1 and draw(st.booleans()),
+        sharding=sharding,
+        shard_degree=None if sharding == "replicate" else draw(st.sampled_from(pieces)),
+        recompute=draw(st.sampled_from(["none", "full"])),
+    )
+
+
+@st.composite
+def random_plans(draw, ranks: int) -> ParallelPlan:
+    layers = tuple(draw(strategies(ranks)) for _ in range(LAYERS))
+    ends = [
+        V(tensor=draw(degrees(ranks))[0], sharding=draw(st.sampled_from(["replicate", "zero2", "zero3"])))
+        for _ in range(2)
+    ]
+    micro_batches = draw(st.integers(1, 3))
+    order = draw(st.permutations(range(ranks)))
+    return single_stage(
+        layers, ranks, ranks=tuple(order), embedding=ends[0], head=ends[1], micro_batches=micro_batches
+    )
+
+
+def few(examples: int):
+    return settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def check_random(plans: list[ParallelPlan], ranks: int, **options) -> None:
+    case = Case(plan="auto", **EVALUATED, options=evaluating(**options))
+    check_cases({plan.to_json(): replace(case, plan=plan) for plan in plans}, ranks, timeout=600.0)
+
+
+def some(ranks: int, count: int):
+    return st.lists(random_plans(ranks), min_size=count, max_size=count)
+
+
+# The first example is the simplest there is; the second is a random one.
+@few(2)
+@given(some(4, 1))
+def test_random_plans(plans):
+    check_random(plans, 4, max_steps=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_many_random_plans(ranks):
+    @few(4)
+    @given(some(ranks, 4))
+    def check(plans):
+        check_random(plans, ranks)
+
+    check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_every_uniform_plan(ranks):
+    case = Case(plan="auto", **EVALUATED, options=evaluating())
+    check_cases({name: replace(case, plan=plan) for name, plan in uniform_plans(ranks).items()}, ranks, timeout=900.0)
+
+
+# ---- The comparison can fail ----
+
+
+def loss_divided_by_ranks():
+    whole = ParallelModel.forward_backward
+    return mock.patch.object(
+        ParallelModel,
+        "forward_backward",
+        lambda self, batch, items, **options: whole(self, batch, 4 * items, **options),
+    )
+
+
+def items_counted_per_rank():
+    def count(self, batches, device):
+        with self._as_one_process():
+            return Trainer._get_num_items_in_batch(self, [dict(batch) for batch in batches], device).clamp(min=1)
+
+    return mock.patch.object(GalvatronMixin, "_get_num_items_in_batch", count)
+
+
+def clipped_by_the_local_norm():
+    def norm(self):
+        squares = [local_tensor(p.grad).double().square().sum() for p in self.model.parameters()]
+        return torch.stack(squares).sum().sqrt().float()
+
+    return mock.patch.object(ParallelModel, "grad_norm", norm)
+
+
+def a_row_twice():
+    def join(batches, pad):
+        joined = join_batches(batches, pad)
+        return {name: torch.cat([value, value[:1]]) for name, value in joined.items()}
+
+    return mock.patch.object(mixin, "join_batches", join)
+
+
+def own_loss_summed_over_ranks():
+    return mock.patch.object(GalvatronMixin, "_loss_is_divided", lambda *_: True)
+
+
+def test_faults_of_the_trainer_are_seen():
+    one = Case(plan=LIGHT, options=dict(max_steps=1))
+    cases = {
+        "divided": (replace(one, fault=loss_divided_by_ranks), "loss is"),
+        "counted": (replace(one, fault=items_counted_per_rank), "loss is"),
+        "clipped": (replace(one, fault=clipped_by_the_local_norm), "grad_norm is"),
+        "twice": (replace(one, fault=a_row_twice), "loss is"),
+        "summed": (replace(one, fault=own_loss_summed_over_ranks, override=mean_of_logits), "loss is"),
+    }
+    with pytest.raises(AssertionError) as error:
+        check_cases({name: case for name, (case, _) in cases.items()})
+    for name, (_, quantity) in cases.items():
+        assert f"{name}: rank 0: log[0].{quantity}" in str(error.value)

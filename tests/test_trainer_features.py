@@ -1,0 +1,444 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""What surrounds training works as on one process: saving, the hub, searches, callbacks, other Trainers."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import optuna
+import pytest
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+)
+
+from equivalence import single_stage, whole_weights
+from galvatron_hf import GalvatronMixin, GalvatronSeq2SeqTrainer, GalvatronSeq2SeqTrainingArguments
+from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
+from oracle import Rows, collate
+from plans import mixed_plans, uniform
+from tiny_models import FAMILIES, VOCABULARY
+from trainer_runs import Logs, Run, assert_equal_weights, assert_same_steps, on_ranks, run, trainer
+
+
+S, V = LayerStrategy, VocabularyStrategy
+PLAN, OTHER = mixed_plans()["mixed_a"], mixed_plans()["mixed_b"]
+FAMILY_NAMES = ("llama", "llama_tied", "gpt2", "phi3")
+SHORT = dict(max_steps=2)
+SHORT_ALONE = SHORT | dict(gradient_accumulation_steps=1)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    model = WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0", pad_token="w3", eos_token="w2")
+
+
+def build_llama() -> PreTrainedModel:
+    return FAMILIES["llama"].build()
+
+
+# --- saving and the hub
+
+
+@dataclass
+class Hub:
+    """Stands for the hub: keeps what would be sent to it."""
+
+    pushed: list[tuple[str, tuple[str, ...]]]
+
+    def create_repo(self, name, **kwargs):
+        return mock.Mock(repo_id=f"someone/{name}")
+
+    def upload_folder(self, folder_path, path_in_repo="", ignore_patterns=(), **kwargs):
+        names = [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()]
+        sent = tuple(sorted(name for name in names if not ("checkpoint-" in name and ignore_patterns)))
+        self.pushed.append((path_in_repo, sent))
+        return mock.Mock(**{"done.return_value": True})
+
+
+def push(folder: Path, plan, **more) -> list[tuple[str, tuple[str, ...]]]:
+    hub = Hub([])
+    options = dict(push_to_hub=True, hub_strategy="checkpoint", save_strategy="steps", save_steps=1, max_steps=1)
+    more["options"] = options | more.pop("options", {})
+    with mock.patch("transformers.trainer.hf_api", lambda: hub):
+        run(folder, plan, processing_class=tokenizer(), then=lambda made: made.push_to_hub(), **more)
+    return hub.pushed
+
+
+def save(folder: Path):
+    def then(made: Trainer) -> None:
+        made.save_model(str(folder))
+
+    return then
+
+
+# --- searches
+
+
+def search(folder: Path, plan, **more) -> tuple[Any, list[float]]:
+    """A search over three rates, of which the second is pruned at its first evaluation."""
+    made = trainer(
+        folder,
+        plan,
+        model_init=build_llama,
+        eval_dataset=Rows(4, seed=2),
+        options=SHORT | dict(eval_strategy="steps", eval_steps=1) | more.pop("options", {}),
+        **more,
+    )
+    groups = []
+    made.add_callback(CountGroups(groups))
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    best = made.hyperparameter_search(
+        hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1.0)},
+        n_trials=3,
+        sampler=optuna.samplers.GridSampler({"learning_rate": [0.001, 0.01, 0.1]}, seed=1),
+        pruner=PruneSecond(),
+    )
+    return best, groups
+
+
+class PruneSecond(optuna.pruners.BasePruner):
+    def prune(self, study, trial) -> bool:
+        return trial.number == 1
+
+
+class CountGroups(TrainerCallback):
+    def __init__(self, seen: list[int]):
+        self.seen = seen
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.seen.append(len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0)
+
+
+# --- noise
+
+
+class EmbeddingNoise(TrainerCallback):
+    """What is added to the embedding's output in each micro-batch of the first step."""
+
+    def __init__(self):
+        self.trainer, self.seen = None, []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        model = self.trainer.model
+        embedding = model.get_input_embeddings()
+        table = whole_weights(model, FAMILIES["llama"].build())["model.embed_tokens.weight"]
+
+        def look(module, inputs, hidden):
+            batch = self.trainer.parallel.forward.current.value
+            self.seen.append((batch.real_length, (hidden - table[inputs[0]]).detach()))
+
+        self.handle = embedding.register_forward_hook(look)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.handle.remove()
+
+
+def noisy(folder: Path) -> tuple[list, int]:
+    """Noise per micro-batch of one row, whose positions two pairs of tensor ranks share; hooks left afterwards."""
+    plan = single_stage((S(tensor=4),) * 4, 4, embedding=V(tensor=2), head=V(tensor=2), micro_batches=8)
+    callback = EmbeddingNoise()
+    options = dict(max_steps=1, neftune_noise_alpha=5.0)
+    made = trainer(folder, plan, callbacks=[callback], options=options)
+    callback.trainer = made
+    made.train()
+    embedding = made.model.get_input_embeddings()
+    left = [hook for hook in embedding._forward_hooks.values() if "neftune" in hook.__module__]
+    return callback.seen, len(left) + hasattr(embedding, "neftune_noise_alpha")
+
+
+# --- callbacks
+
+
+class GenerateAndEvaluate(TrainerCallback):
+    """Uses the Trainer after the first step, and keeps what a plain model of the same weights generates."""
+
+    def __init__(self):
+        self.trainer, self.seen = None, {}
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step > 1:
+            return
+        prompt = torch.tensor([[5, 6, 7], [8, 9, 10]])
+        greedy = dict(attention_mask=torch.ones_like(prompt), max_new_tokens=5, do_sample=False)
+        self.seen["generated"] = self.trainer.generate(prompt, **greedy).tolist()
+        self.seen["eval_loss"] = self.trainer.evaluate()["eval_loss"]
+        plain = FAMILIES["llama"].build()
+        plain.load_state_dict(whole_weights(self.trainer.model, plain))
+        self.seen["wanted"] = plain.eval().generate(prompt, **greedy).tolist()
+
+
+def with_callback(folder: Path, plan, **more) -> tuple[Run, dict]:
+    callback, logs = GenerateAndEvaluate(), Logs()
+    made = trainer(folder, plan, callbacks=[logs, callback], eval_dataset=Rows(4, seed=2), **more)
+    callback.trainer = made
+    made.train()
+    return Run(logs=logs.all, weights={}, random=float(torch.rand(()))), callback.seen
+
+
+# --- other Trainers
+
+
+class UsersTrainer(Trainer):
+    """Somebody's own Trainer: own groups of weights, own log."""
+
+    def create_optimizer(self):
+        named = list(self.model.named_parameters())
+        groups = [
+            {"params": [p for name, p in named if "layers" in name], "lr": 0.05},
+            {"params": [p for name, p in named if "layers" not in name], "lr": 0.01},
+        ]
+        self.optimizer = torch.optim.SGD(groups, momentum=0.9)
+        return self.optimizer
+
+    def log(self, logs, *args, **kwargs):
+        super().log(logs | {"own": 1.0}, *args, **kwargs)
+
+
+class UsersGalvatronTrainer(GalvatronMixin, UsersTrainer):
+    pass
+
+
+def generating(folder: Path, trainer_class, arguments_class, **options) -> tuple[np.ndarray, dict[str, float]]:
+    args = arguments_class(
+        output_dir=str(folder),
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        predict_with_generate=True,
+        generation_max_length=16,
+        **options,
+    )
+    made = trainer_class(model=FAMILIES["llama"].build(), args=args, data_collator=collate)
+    result = made.predict(Rows(7, seed=4, labels=False))
+    return result.predictions, result.metrics
+
+
+def repeated(folder: Path, plan, **more) -> list[tuple]:
+    """Trains twice, with a fresh model each time and with the same one."""
+    found = []
+    for model in (dict(model_init=build_llama), {}):
+        logs = Logs()
+        made = trainer(folder, plan, callbacks=[logs], **model, **more)
+        made.train()
+        made.train()
+        found.append([(log["loss"], log["grad_norm"]) for log in logs.all if "loss" in log])
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    """The same on one process with plain Trainers."""
+    folder = tmp_path_factory.mktemp("plain")
+    more = dict(trainer_class=Trainer, options=SHORT_ALONE)
+    for family in FAMILY_NAMES:
+        run(folder / family, family=family, processing_class=tokenizer(), then=save(folder / family / "saved"), **more)
+    return folder, dict(
+        pushed=push(folder / "repository", "auto", trainer_class=Trainer, options=dict(gradient_accumulation_steps=1)),
+        repeated=repeated(folder / "repeated", "auto", **more),
+        search=search(folder / "search", "auto", trainer_class=Trainer, options=dict(gradient_accumulation_steps=1)),
+        callback=with_callback(folder / "callback", "auto", trainer_class=_PlainGenerating, options=SHORT_ALONE),
+        user=run(folder / "user", trainer_class=UsersTrainer, options=SHORT_ALONE),
+        generating=generating(folder / "g", Seq2SeqTrainer, Seq2SeqTrainingArguments, per_device_eval_batch_size=4),
+    )
+
+
+class _PlainGenerating(Trainer):
+    def generate(self, *args, **kwargs):
+        self.model.eval()
+        return self.model.generate(*args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+    """All runs of four ranks, in one world."""
+    folder = tmp_path_factory.mktemp("ranks")
+
+    def work() -> dict[str, Any]:
+        more = dict(options=SHORT, processing_class=tokenizer())
+        found = {
+            family: run(folder / family, PLAN, family=family, then=save(folder / family / "saved"), **more)
+            for family in FAMILY_NAMES
+        }
+        found["pushed"] = push(folder / "repository", OTHER)
+        found["repeated"] = repeated(folder / "repeated", OTHER, options=SHORT)
+        found["search"] = search(folder / "search", OTHER)
+        found["noise"] = noisy(folder / "noise")
+        found["recompute"] = run(
+            folder / "recompute",
+            options=SHORT | dict(gradient_checkpointing=True),
+            then=lambda made: [layer.recompute for layer in made.parallel.plan.layers],
+        )
+        found["callback"] = with_callback(folder / "callback", OTHER, options=SHORT)
+        found["user"] = run(folder / "user", PLAN, trainer_class=UsersGalvatronTrainer, options=SHORT)
+        found["generating"] = generating(
+            folder / "generating",
+            GalvatronSeq2SeqTrainer,
+            GalvatronSeq2SeqTrainingArguments,
+            per_device_eval_batch_size=1,
+            parallel_plan=uniform(4, tensor=2),
+        )
+        return found
+
+    return folder, on_ranks(work, timeout=400.0)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_saved_model_opens_anywhere_with_the_trained_weights(plain, ranks, family):
+    folder, (found, *_) = ranks
+    model = AutoModelForCausalLM.from_pretrained(folder / family / "saved")
+    assert type(model) is type(FAMILIES[family].build())
+    assert_equal_weights(dict(model.named_parameters()), found[family].weights)
+    saved, plain_saved = (root / family / "saved" for root in (folder, plain[0]))
+    assert {path.name for path in saved.iterdir()} == {path.name for path in plain_saved.iterdir()} | {
+        "parallel_plan.json"
+    }
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert json.loads((saved / name).read_text()) == json.loads((plain_saved / name).read_text()), name
+
+
+def test_hub_gets_the_files_that_plain_trainer_sends(plain, ranks):
+    def without_plan(pushed):
+        extra = {"parallel_plan.json"}
+        return [(path, sorted(set(names) - extra)) for path, names in pushed]
+
+    pushed, wanted = without_plan(ranks[1][0]["pushed"]), without_plan(plain[1]["pushed"])
+    states = {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
+    assert len(pushed) == len(wanted) > 1
+    for (path, names), (plain_path, plain_names) in zip(pushed, wanted, strict=True):
+        own = [name for name in names if not name.startswith(("parallel_state", "scheduler.json", "rng_state_"))]
+        assert (path, own) == (plain_path, [name for name in plain_names if name not in states])
+    assert all(found["pushed"] == [] for found in ranks[1][1:])
+
+
+def test_training_again_and_with_a_fresh_model(plain, ranks):
+    fresh, same = ranks[1][0]["repeated"]
+    assert fresh[:2] == fresh[2:]
+    assert same[:2] != same[2:]
+    for seen, wanted in zip((fresh, same), plain[1]["repeated"], strict=True):
+        assert len(wanted) == 4
+        for own, other in zip(seen, wanted, strict=True):
+            assert own == pytest.approx(other, rel=1e-5)
+
+
+def test_hyperparameter_search_on_four_ranks(plain, ranks):
+    wanted, _ = plain[1]["search"]
+    results = [found["search"] for found in ranks[1]]
+    for best, groups in results:
+        assert best.run_id == wanted.run_id and best.hyperparameters == wanted.hyperparameters
+        assert best.objective == pytest.approx(wanted.objective, rel=1e-5)
+        assert len(groups) == 3 and len(set(groups)) == 1, groups  # every trial uses the process groups of the first
+    assert len({str(best) for best, _ in results}) == 1
+
+
+def test_embedding_noise_is_that_of_the_whole_sequence(ranks):
+    results = [found["noise"] for found in ranks[1]]
+    hidden_size = 32
+    for (seen, left), index in zip(results, range(4), strict=True):
+        assert len(seen) == 8 and left == 0
+        for micro_batch, (length, noise) in enumerate(seen):
+            bound = 5.0 / math.sqrt(length * hidden_size)
+            assert 0.9 * bound < float(noise.abs().max()) <= bound * (1 + 1e-3)
+            assert abs(float(noise.mean())) < bound / 4
+            replica, other = results[index ^ 1][0][micro_batch][1], results[index ^ 2][0][micro_batch][1]
+            assert torch.equal(noise, replica)
+            assert noise.shape != other.shape or not torch.equal(noise, other)
+        assert not torch.equal(seen[0][1][:, 0], seen[1][1][:, 0])
+
+
+def test_recomputing_everywhere_is_a_constraint_for_the_automatic_plan(ranks):
+    for found in ranks[1]:
+        assert found["recompute"].result == ["full"] * 4
+        assert_same_steps(found["recompute"], found["llama"])
+
+
+def test_callbacks_may_generate_and_evaluate(plain, ranks):
+    whole, wanted = plain[1]["callback"]
+    for found in ranks[1]:
+        seen_run, seen = found["callback"]
+        assert seen["generated"] == seen["wanted"] == wanted["generated"]
+        assert seen["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=1e-5)
+        assert_same_steps(seen_run, whole)
+    assert ranks[1][0]["callback"][0].random == whole.random  # rank 0 reads the data
+
+
+def test_mixin_on_somebodys_own_trainer(plain, ranks):
+    for found in ranks[1]:
+        assert_same_steps(found["user"], plain[1]["user"], names=("loss", "grad_norm", "learning_rate", "own"))
+
+
+def test_predictions_are_generated(plain, ranks):
+    wanted, metrics = plain[1]["generating"]
+    for found in ranks[1]:
+        tokens, own_metrics = found["generating"]
+        assert tokens.dtype == wanted.dtype and np.array_equal(tokens, wanted)
+        assert own_metrics.keys() == metrics.keys()
+
+
+# --- TRL
+
+
+def sft(trainer_class, folder: Path, plan=None, **options) -> list[tuple]:
+    import datasets
+    import trl
+
+    args = trl.SFTConfig(
+        **(
+            dict(output_dir=str(folder), use_cpu=True, bf16=False, max_steps=2, logging_steps=1, learning_rate=1e-2)
+            | dict(report_to=[], save_strategy="no", disable_tqdm=True, seed=5, max_length=None, adam_epsilon=1e-3)
+            | dict(gradient_checkpointing=False, max_grad_norm=0.8)
+            | options
+        )
+    )
+    if plan is not None:
+        args.parallel_plan = plan
+    rows = Rows(16)
+    data = datasets.Dataset.from_list([{"input_ids": rows[i]["input_ids"].tolist()} for i in range(16)])
+    logs = Logs()
+    made = trainer_class(
+        model=FAMILIES["llama"].build(), args=args, train_dataset=data, processing_class=tokenizer(), callbacks=[logs]
+    )
+    made.train()
+    return [(log["loss"], log["grad_norm"]) for log in logs.all if "loss" in log]
+
+
+def test_trl_sft_trainer_under_a_plan(tmp_path):
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+
+    class GalvatronSFTTrainer(GalvatronMixin, trl.SFTTrainer):
+        pass
+
+    wanted = sft(trl.SFTTrainer, tmp_path / "plain", per_device_train_batch_size=8)
+
+    def work():
+        return sft(
+            GalvatronSFTTrainer,
+            tmp_path / "ranks",
+            OTHER,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=2,
+        )
+
+    for seen in on_ranks(work):
+        assert len(seen) == len(wanted) == 2
+        for own, other in zip(seen, wanted, strict=True):
+            assert own == pytest.approx(other, rel=1e-5)
