@@ -21,11 +21,11 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
+from collective_recorder import CollectiveRecorder
+from communication import comparison, mixed_plan, traffic_table
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from collective_recorder import CollectiveRecorder
-from communication import comparison, mixed_plan, traffic_table
 from galvatron_hf import GalvatronTrainer, GalvatronTrainingArguments, ParallelPlan
 from galvatron_hf.planner.shapes import ModelShape
 from galvatron_hf.planner.traffic import step_traffic
@@ -156,9 +156,34 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
     return float(np.median(ratios)), float(low), float(high)
 
 
+def compare_trainers(options: argparse.Namespace, folder: str) -> None:
+    """Prints the ratios of interleaved pairs of turns."""
+    ratios = {"galvatron / Trainer": [], "Trainer / Trainer (A/A)": []}
+    trainers = {kind: make_trainer(kind, options, folder) for kind in ("galvatron", "plain", "again")}
+    for trainer in trainers.values():
+        step_ms(*trainer)  # warm-up
+    for pair in range(options.pairs):
+        order = ["galvatron", "plain", "again"]
+        order = order[pair % 3 :] + order[: pair % 3]
+        ms = {kind: step_ms(*trainers[kind]) for kind in order}
+        ratios["galvatron / Trainer"].append(ms["galvatron"] / ms["plain"])
+        ratios["Trainer / Trainer (A/A)"].append(ms["again"] / ms["plain"])
+    if dist.get_rank() == 0:
+        parameters = trainers["plain"][0].model.num_parameters() / 1e6
+        against = "Trainer" if dist.get_world_size() == 1 else "Trainer + DDP"
+        print(
+            f"{dist.get_world_size()} rank(s), {parameters:.1f}M parameters, "
+            f"{options.rows} x {options.length} tokens a rank, plan replicate against {against}, "
+            f"{options.pairs} pairs of {options.steps} steps"
+        )
+        for name, values in ratios.items():
+            median, low, high = interval(values)
+            print(f"{name:28s} median {median:.4f}  95% [{low:.4f}, {high:.4f}]")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--pairs", type=int, default=30, help="0 counts the collectives only")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of one turn")
     parser.add_argument("--rows", type=int, default=2, help="rows per rank")
     parser.add_argument("--length", type=int, default=512)
@@ -167,28 +192,9 @@ def main() -> None:
     parser.add_argument("--vocab_size", type=int, default=4096)
     options = parser.parse_args()
     dist.init_process_group("gloo")
-    ratios = {"galvatron / Trainer": [], "Trainer / Trainer (A/A)": []}
     with tempfile.TemporaryDirectory() as folder:
-        trainers = {kind: make_trainer(kind, options, folder) for kind in ("galvatron", "plain", "again")}
-        for trainer in trainers.values():
-            step_ms(*trainer)  # warm-up
-        for pair in range(options.pairs):
-            order = ["galvatron", "plain", "again"]
-            order = order[pair % 3 :] + order[: pair % 3]
-            ms = {kind: step_ms(*trainers[kind]) for kind in order}
-            ratios["galvatron / Trainer"].append(ms["galvatron"] / ms["plain"])
-            ratios["Trainer / Trainer (A/A)"].append(ms["again"] / ms["plain"])
-        if dist.get_rank() == 0:
-            parameters = trainers["plain"][0].model.num_parameters() / 1e6
-            against = "Trainer" if dist.get_world_size() == 1 else "Trainer + DDP"
-            print(
-                f"{dist.get_world_size()} rank(s), {parameters:.1f}M parameters, "
-                f"{options.rows} x {options.length} tokens a rank, plan replicate against {against}, "
-                f"{options.pairs} pairs of {options.steps} steps"
-            )
-            for name, values in ratios.items():
-                median, low, high = interval(values)
-                print(f"{name:28s} median {median:.4f}  95% [{low:.4f}, {high:.4f}]")
+        if options.pairs:
+            compare_trainers(options, folder)
         count_collectives(options, folder)
     dist.destroy_process_group()
 

@@ -50,7 +50,11 @@ def oracle_of(family: str, batch: str = "right", num_items: int | None = None) -
     return reference(FAMILIES[family].build(), BATCHES[batch](), num_items)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "olmo2"])
+# Variants of these run anyway, in other tests of this file.
+VARIANTS = ("llama", "llama_tied", "llama_eager", "gpt2", "gpt2_eager", "olmo2")
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in VARIANTS])
 def test_every_family_under_layers_that_differ(family):
     check_cases(4, {"mixed_b": (oracle_of(family), mixed_plans()["mixed_b"])})
 
@@ -63,14 +67,14 @@ def test_every_family_with_every_kind_of_batch(family, batch):
     check_cases(4, {name: (oracle, plan) for name, plan in mixed_plans().items()})
 
 
-@pytest.mark.parametrize("family", ["llama", "llama_tied"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("llama_tied", marks=pytest.mark.slow)])
 def test_every_mix_of_layers_and_order_of_ranks(family):
     oracle = oracle_of(family)
     plans = mixed_plans() | (untied_plans() if family == "llama" else {})
     check_cases(4, {name: (oracle, plan) for name, plan in plans.items()})
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_every_strategy_by_itself(world_size):
     oracle = oracle_of("llama")
     check_cases(world_size, {name: (oracle, plan) for name, plan in uniform_plans(world_size).items()})

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The closed form of a step's collectives is what real steps on real ranks send: each kind, group size and input size."""
+"""The closed form of a step's collectives is what real steps send: each one's kind, group size and input size."""
 
 import ast
 import copy

@@ -296,7 +296,7 @@ def distance(seen: Outcome, exact: Outcome) -> dict[str, float]:
 
 
 def test_bf16_is_as_near_to_fp32_as_one_process_in_bf16():
-    case = Case(plan=MIXED["mixed_a"], **EVALUATED, options=evaluating())
+    case = Case(plan=MIXED["mixed_a"], **EVALUATED, options=evaluating(max_steps=3))
     rounded = with_options(case, bf16=True)
     exact, oracle = run_oracle(case), distance(run_oracle(rounded), run_oracle(case))
     for seen in run_ranks(lambda: distance(run_case(rounded), exact), 4, timeout=240.0):
@@ -357,7 +357,7 @@ def few(examples: int):
 
 
 def check_random(plans: list[ParallelPlan], ranks: int, **options) -> None:
-    case = Case(plan="auto", **EVALUATED, options=evaluating(**options))
+    case = with_options(Case(plan="auto", **EVALUATED, options=evaluating()), **options)
     check_cases({plan.to_json(): replace(case, plan=plan) for plan in plans}, ranks, timeout=600.0)
 
 
@@ -369,7 +369,7 @@ def some(ranks: int, count: int):
 @few(2)
 @given(some(4, 1))
 def test_random_plans(plans):
-    check_random(plans, 4, max_steps=3)
+    check_random(plans, 4, max_steps=2, eval_steps=2)
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def test_evaluation_while_training():
             "sets": Case(
                 plan=MIXED["mixed_a"],
                 trainer=keep(eval_dataset=three_sets),
-                options=options,
+                options=options | dict(max_steps=1),
                 before=evaluate,
                 after=predict(lambda: Rows(5, seed=6)),
             ),

@@ -218,7 +218,8 @@ class UsersGalvatronTrainer(GalvatronMixin, UsersTrainer):
     pass
 
 
-def generating(folder: Path, trainer_class, arguments_class, **options) -> tuple[np.ndarray, dict[str, float]]:
+def generating(folder: Path, trainer_class, arguments_class, **options) -> list:
+    """Prompts alone, then prompts with labels."""
     args = arguments_class(
         output_dir=str(folder),
         use_cpu=True,
@@ -229,8 +230,7 @@ def generating(folder: Path, trainer_class, arguments_class, **options) -> tuple
         **options,
     )
     made = trainer_class(model=FAMILIES["llama"].build(), args=args, data_collator=collate)
-    result = made.predict(Rows(7, seed=4, labels=False))
-    return result.predictions, result.metrics
+    return [made.predict(Rows(7, seed=4, labels=labels)) for labels in (False, True)]
 
 
 def repeated(folder: Path, plan, **more) -> list[tuple]:
@@ -387,11 +387,15 @@ def test_mixin_on_somebodys_own_trainer(plain, ranks):
 
 
 def test_predictions_are_generated(plain, ranks):
-    wanted, metrics = plain[1]["generating"]
     for found in ranks[1]:
-        tokens, own_metrics = found["generating"]
-        assert tokens.dtype == wanted.dtype and np.array_equal(tokens, wanted)
-        assert own_metrics.keys() == metrics.keys()
+        (seen, seen_labelled), (wanted, wanted_labelled) = found["generating"], plain[1]["generating"]
+        assert seen.predictions.dtype == wanted.predictions.dtype
+        assert np.array_equal(seen.predictions, wanted.predictions)
+        assert np.array_equal(seen_labelled.predictions, wanted_labelled.predictions)
+        assert np.array_equal(seen_labelled.label_ids, wanted_labelled.label_ids)
+        loss = wanted_labelled.metrics["test_loss"]
+        assert seen_labelled.metrics["test_loss"] == pytest.approx(loss, rel=1e-5)
+        assert seen.metrics.keys() == wanted.metrics.keys()
 
 
 # --- TRL

@@ -88,12 +88,12 @@ def arguments(folder: str | Path, **options: Any) -> GalvatronTrainingArguments:
                 # of each process, whatever their number: two batches make a step
                 gradient_accumulation_steps=2,
                 per_device_train_batch_size=1,
-                per_device_eval_batch_size=2,
             )
             | options
         )
     )
     if "per_device_train_batch_size" not in options:
+        args.per_device_eval_batch_size = GLOBAL_BATCH // args.world_size
         args.per_device_train_batch_size = GLOBAL_BATCH // args.world_size // args.gradient_accumulation_steps
     return args
 

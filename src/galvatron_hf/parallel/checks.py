@@ -138,8 +138,8 @@ def _check_shards(model: PreTrainedModel, adapter: DecoderAdapter, plan: Paralle
                 fits = [d for d in range(1, degree) if degree % d == 0 and size % (strategy.tensor * d) == 0]
                 fitting = max(fits, default=1)
                 raise ValueError(
-                    f"The {where} has tensor {strategy.tensor} and {degree} sharding ranks, which cannot cut its bias of "
-                    f"{size} elements into even pieces; use shard_degree {fitting}."
+                    f"The {where} has tensor {strategy.tensor} and {degree} sharding ranks, which cannot cut its bias "
+                    f"of {size} elements into even pieces; use shard_degree {fitting}."
                 )
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that one rank holds, in closed form: weights, gradients, optimizer state, and what a layer saves for backward."""
+"""Bytes that one rank holds, in closed form: weights, gradients, optimizer state, a layer's saved activations."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class LayerShape:
 def saved_activation_bytes(shape: LayerShape, strategy: LayerStrategy, tokens: int, element_bytes: int = 4) -> int:
     """Bytes that one Llama-like layer keeps from its forward pass for its backward pass, in fp32 to the byte.
 
-    With T tokens, t tensor ranks, u Ulysses ranks, and s = t under Megatron-SP, else 1, a rank has n = T / (u s) tokens
-    between the regions, r = T / u inside them, and all T for its share of the heads inside attention:
+    With T tokens, t tensor ranks, u Ulysses ranks, and s = t under Megatron-SP, else 1, a rank has n = T / (u s)
+    tokens between the regions, r = T / u inside them, and all T for its share of the heads inside attention:
 
     - each of the two norms: its input and its normalised input, `2 n H`, and the reciprocal root of each token, `n`;
     - the input of each of the two regions: `r H`;
@@ -84,8 +84,8 @@ def saved_activation_bytes(shape: LayerShape, strategy: LayerStrategy, tokens: i
         tokens (`int`): T, rows of the rank's data group times positions.
         element_bytes (`int`, *optional*, defaults to 4): of an activation's element.
 
-    Source: the terms of "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), for a gated
-    MLP and an attention kernel that saves no scores.
+    Source: the terms of "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), for a
+    gated MLP and an attention kernel that saves no scores.
     """
     tensor, ulysses = strategy.tensor, strategy.ulysses
     region = tokens // ulysses

@@ -118,9 +118,7 @@ def cut_layer(
             partial = cut is None and (inside and style in (Style.INSIDE, Style.COLUMN) or strategy.megatron_sp)
             rows = _copied_rows(heads, strategy.tensor, mesh.tensor_index) if copied else None
             views.append(
-                LocalParameter(
-                    module=module, name=parameter, gradient_group=group if partial else None, rows=rows
-                )
+                LocalParameter(module=module, name=parameter, gradient_group=group if partial else None, rows=rows)
             )
         if style is Style.ROW:
             _sum_row_outputs(module, group, strategy.megatron_sp)
@@ -193,7 +191,10 @@ def _sum_row_outputs(module: nn.Module, group: dist.ProcessGroup, megatron_sp: b
 
 def _gather_region_input(region: nn.Module, group: dist.ProcessGroup, megatron_sp: bool) -> None:
     """The input of a region becomes whole on every rank, and its gradient is summed over them."""
-    enter = gather_positions if megatron_sp else copy_to_group
+
+    def enter(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        # Pieces of one position come out of the gather as a strided view, which Conv1D cannot flatten.
+        return gather_positions(hidden, group).contiguous() if megatron_sp else copy_to_group(hidden, group)
 
     def pre_hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if args:

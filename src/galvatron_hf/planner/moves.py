@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank sends when the hidden states go from one layer's split of rows and positions to the next one's.
 
-The ranks of a stage, in order, hold replica `i % replicas` of position piece `(i // replicas) % positions` of row piece
+Rank i of a stage holds replica `i % replicas` of position piece `(i // replicas) % positions` of row piece
 `i // (replicas * positions)`. Each rank takes what it lacks from a rank that has it, all inside the smallest aligned
 block of ranks in which that is possible, by one all-to-all.
 """

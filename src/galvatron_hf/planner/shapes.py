@@ -15,8 +15,8 @@ class WeightShape:
         shape (`tuple[int, ...]`): Of the whole weight, as the runtime holds it: output features first in a linear
             layer, input features first in a `Conv1D`.
         cut (`int`, *optional*): The dimension that tensor ranks cut. None leaves it whole on each of them.
-        used_in_part (`bool`, defaults to `False`): Whether each tensor rank, though it holds the whole, uses it for its
-            own heads alone (a norm of queries or keys), so that the gradients are shares of a sum.
+        used_in_part (`bool`, defaults to `False`): Whether each tensor rank, though it holds the whole, uses it for
+            its own heads alone (a norm of queries or keys), so that the gradients are shares of a sum.
         heads (`int`, *optional*): Key/value heads along `cut`. With more tensor ranks than heads the weight is whole
             on each of them and used in part.
     """

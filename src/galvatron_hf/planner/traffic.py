@@ -117,8 +117,8 @@ def step_traffic(plan: ParallelPlan, model: ModelShape, *, rows: int, length: in
         model ([`ModelShape`]): What is trained, all of it.
         rows (`int`): Rows of the global batch; micro-batches share them as evenly as they can.
         length (`int`): Positions of a row.
-        rank_index (`int`, *optional*, defaults to 0): The rank's index in the stage's order. Ranks differ where rows do
-            not divide evenly, where a layout changes, and in the vocabulary's last piece.
+        rank_index (`int`, *optional*, defaults to 0): The rank's index in the stage's order. Ranks differ where rows
+            do not divide evenly, where a layout changes, and in the vocabulary's last piece.
 
     Returns:
         [`Traffic`]: Exactly what is sent for the loss, the gradients and their norm; see `docs/communication.md`.
@@ -224,15 +224,13 @@ def _ulysses(tally: _Tally, step: _Step, strategy: LayerStrategy) -> None:
 
 
 def key_value_copies(key_value: int, ulysses: int, query: int) -> int:
-    """How often each of a rank's key/value heads is sent, so that each of `ulysses` ranks gets those of its queries."""
+    """How often a key/value head of a rank is sent, so that each of `ulysses` ranks gets those of its queries."""
     if key_value % ulysses == 0:
         return 1
     return ulysses // key_value if ulysses % key_value == 0 else query // key_value
 
 
-def _partial_gradients(
-    tally: _Tally, step: _Step, strategy: LayerStrategy, weights: tuple[WeightShape, ...]
-) -> None:
+def _partial_gradients(tally: _Tally, step: _Step, strategy: LayerStrategy, weights: tuple[WeightShape, ...]) -> None:
     """In fp32, weight by weight."""
     for weight in weights:
         if weight.sums_gradient(strategy.tensor, strategy.megatron_sp):

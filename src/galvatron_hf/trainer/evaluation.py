@@ -104,9 +104,8 @@ class EvaluationMixin:
             plain = plain_model(self.parallel, weights)
             if precision is not None and precision.compute == "bf16":
                 plain.bfloat16()
-            plain.config.use_cache = True
             with torch.no_grad():
-                result[0] = plain.generate(*args, **kwargs)
+                result[0] = plain.generate(*args, **{"use_cache": True, **kwargs})
         dist.broadcast_object_list(result, src=0)
         return result[0]
 
@@ -116,10 +115,6 @@ class EvaluationMixin:
         options = {name: value for name, value in options.items() if value is not None}
         prompts = {name: value for name, value in whole.items() if name in ("input_ids", "attention_mask")}
         tokens = self.generate(**prompts, **options).to(self.args.device)
-        config = self.model.generation_config
-        length = options.get("max_length") or config.max_length or 20
-        if options.get("max_new_tokens") or config.max_new_tokens:
-            length = (options.get("max_new_tokens") or config.max_new_tokens) + 1
         loss = None
         if labels is not None:
             with torch.no_grad():
@@ -127,10 +122,16 @@ class EvaluationMixin:
                 loss = self.model(
                     **whole, num_items_in_batch=items, label_smoothing=self.args.label_smoothing_factor
                 ).loss
-            labels = self._lengthened(labels, length)
+            labels = self._lengthened(labels)
         self._loss_comes_next = labels is not None
-        shares = self._share({"tokens": self._lengthened(tokens, length), "labels": labels})
+        shares = self._share({"tokens": self._lengthened(tokens), "labels": labels})
         return loss, shares["tokens"], shares["labels"]
 
-    def _lengthened(self, tokens: torch.Tensor, length: int) -> torch.Tensor:
-        return self._pad_tensors_to_max_len(tokens, length) if tokens.shape[-1] < length else tokens
+    def _lengthened(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Pads [B, S] to the length that Seq2SeqTrainer gives all batches: that of the model's generation config."""
+        config = self.model.generation_config
+        lengths = [config.max_length or config._get_default_generation_params()["max_length"]]
+        if config.max_new_tokens is not None:
+            lengths.append(config.max_new_tokens + 1)
+        length = next((length for length in lengths if tokens.shape[-1] < length), tokens.shape[-1])
+        return self._pad_tensors_to_max_len(tokens, length) if length > tokens.shape[-1] else tokens

@@ -74,7 +74,7 @@ class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin
     # ---- Plan ----
 
     def _runs_parallel(self) -> bool:
-        """On one process only a given plan, for one rank: its recompute, micro-batches and precision count there too."""
+        """On one process only with a plan, whose recompute, micro-batches and precision count for one rank too."""
         return self.args.world_size > 1 or self._requested_plan is not None
 
     def _check_before_start(self) -> None:

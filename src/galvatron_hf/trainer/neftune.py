@@ -16,9 +16,9 @@ from galvatron_hf.parallel.model import ParallelModel
 def add_embedding_noise(parallel: ParallelModel, alpha: float) -> RemovableHandle:
     """Adds noise to the embedding's output in training, as NEFTune does (arXiv 2310.05914).
 
-    The noise is uniform in [-b, b] with b = alpha / sqrt(S * H), where S counts the positions of the whole micro-batch:
-    a rank may hold a part of them, or some that were added. Ranks that hold the same piece draw the same noise, because
-    the embedding runs on a stream keyed by its piece.
+    The noise is uniform in [-b, b] with b = alpha / sqrt(S * H), where S counts the positions of the whole
+    micro-batch: a rank may hold a part of them, or some that were added. Ranks that hold the same piece draw the same
+    noise, because the embedding runs on a stream keyed by its piece.
 
     Args:
         parallel ([`ParallelModel`]): the model.

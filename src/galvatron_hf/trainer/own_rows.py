@@ -12,6 +12,10 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from galvatron_hf.data.loader import fill_rows, take_rows
 from galvatron_hf.parallel.model import ParallelModel
+from galvatron_hf.trainer.per_token import PerTokenOutput, per_token_output
+
+
+_LABELS = ("labels", "shift_labels")
 
 
 class OwnRowsModel:
@@ -42,17 +46,20 @@ class OwnRowsModel:
         own = self._parallel.forward.own_rows(self._micro_batch["input_ids"].shape[0])
         return take_rows(self._micro_batch, own.start, own.stop)
 
-    def __call__(self, **inputs: Any) -> CausalLMOutput:
+    def __call__(self, **inputs: Any) -> CausalLMOutput | PerTokenOutput:
         """Logits [own rows, S, V] and, if labels are among the inputs, this rank's part of the loss.
 
-        What the caller has taken out of the inputs does not reach the model.
+        What the caller has taken out of the inputs does not reach the model. With `fused_lm_head=True`, TRL's, it
+        gives a [`PerTokenOutput`] of the own rows.
         """
-        whole = {name: value for name, value in self._micro_batch.items() if name in inputs}
+        per_token = inputs.pop("fused_lm_head", False)
+        hidden = _LABELS if per_token else ()
+        whole = {name: value for name, value in self._micro_batch.items() if name in inputs and name not in hidden}
         options = {name: value for name, value in inputs.items() if name not in self._micro_batch}
         options = {"num_items_in_batch": self._num_items} | options
         outputs = self._parallel.model(**whole, **options, return_logits=True, whole_loss=False)
         self._outputs.append(outputs)
-        return outputs
+        return _of_targets(outputs, inputs) if per_token else outputs
 
     def no_loss(self) -> torch.Tensor:
         """Zero, through whose backward this rank takes part in the others'."""
@@ -76,8 +83,10 @@ class Replay:
     def __init__(self, model: OwnRowsModel, outputs: list[CausalLMOutput]):
         self._model, self._outputs = model, outputs
 
-    def __call__(self, **inputs: Any) -> CausalLMOutput:
+    def __call__(self, **inputs: Any) -> CausalLMOutput | PerTokenOutput:
         outputs = self._outputs.pop(0)
+        if inputs.pop("fused_lm_head", False):
+            return _of_targets(CausalLMOutput(logits=outputs.logits.detach()), inputs)
         loss = None if outputs.loss is None else outputs.loss.detach() / 2
         return CausalLMOutput(loss=loss, logits=outputs.logits.detach())
 
@@ -86,3 +95,8 @@ class Replay:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+def _of_targets(outputs: CausalLMOutput, inputs: Mapping[str, Any]) -> PerTokenOutput:
+    labels = {name: inputs.get(name) for name in (*_LABELS, "num_items_in_batch")}
+    return per_token_output(outputs.logits, **labels)

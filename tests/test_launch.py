@@ -1,0 +1,138 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""The launchers that people use, and no launcher at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from transformers import Trainer
+
+from equivalence import single_stage
+from galvatron_hf.plan import LayerStrategy, Precision
+from oracle import Rows
+from plans import uniform
+from trainer_runs import assert_equal_weights, assert_same_steps, on_ranks, run
+
+
+ROOT = Path(__file__).parent.parent
+S = LayerStrategy
+ALONE = dict(gradient_accumulation_steps=1, save_strategy="steps", save_steps=3, max_steps=4)
+
+
+def launched(tmp_path: Path, launcher: list[str], plan_ranks: int) -> tuple[subprocess.CompletedProcess, Path]:
+    script, plan, output = tmp_path / "script.py", tmp_path / "plan.json", tmp_path / "steps.json"
+    script.write_text(
+        "import json, os, sys\n"
+        f"sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
+        "from trainer_runs import run\n"
+        f"seen = run({str(tmp_path / 'run')!r}, {str(plan)!r}, options=dict(max_steps=2))\n"
+        "if os.environ['RANK'] == '0':\n"
+        f"    json.dump(seen.steps(), open({str(output)!r}, 'w'))\n"
+    )
+    layers = (S(tensor=2), S(), S(ulysses=2), S(tensor=2, megatron_sp=True))
+    single_stage(layers, plan_ranks).to_json(plan)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *launcher, str(script)]
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    return process, output
+
+
+TORCHRUN = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+ACCELERATE = [
+    "accelerate.commands.launch",
+    "--config_file",
+    "recipes/accelerate/cpu4.yaml",
+    "--main_process_port",
+    "0",
+]
+
+
+def check_launch(tmp_path: Path, launcher: list[str], ranks: int) -> None:
+    process, output = launched(tmp_path, launcher, ranks)
+    assert process.returncode == 0, process.stderr[-4000:]
+    wanted = run(tmp_path / "plain", options=dict(gradient_accumulation_steps=1, max_steps=2), trainer_class=Trainer)
+    for seen, other in zip(json.loads(output.read_text()), wanted.steps(), strict=True):
+        assert tuple(seen) == pytest.approx(other, rel=1e-5)
+
+
+def test_torchrun_trains_as_one_process(tmp_path):
+    check_launch(tmp_path, TORCHRUN, 2)
+
+
+@pytest.mark.slow
+def test_accelerate_launch_trains_as_one_process(tmp_path):
+    check_launch(tmp_path, ACCELERATE, 4)
+
+
+@pytest.mark.slow
+def test_launching_fewer_ranks_than_the_plan_has_is_refused(tmp_path):
+    process, output = launched(tmp_path, TORCHRUN, 4)
+    assert process.returncode != 0
+    assert not output.exists()
+    assert "world_size=4, but 2 processes were started" in process.stderr
+    assert "torchrun --nproc_per_node 4" in process.stderr
+
+
+def alone(work: Callable[[], Any]) -> Any:
+    """Runs `work` in a process of its own without a launcher."""
+
+    def without_launcher() -> Any:
+        dist.destroy_process_group()
+        for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+        return work()
+
+    return on_ranks(without_launcher, 1)[0]
+
+
+def test_one_process_without_a_plan_is_plain_trainer_to_the_bit(tmp_path):
+    more = dict(options=ALONE | dict(eval_strategy="steps", eval_steps=2), eval_dataset=Rows(4, seed=2))
+    plain = run(tmp_path / "plain", trainer_class=Trainer, **more)
+    seen = run(tmp_path / "own", **more)
+    names = ("loss", "grad_norm", "learning_rate")
+    assert seen.steps(*names) == plain.steps(*names)
+    assert seen.steps("eval_loss") == plain.steps("eval_loss")
+    assert seen.random == plain.random
+    assert_equal_weights(seen.weights, plain.weights)
+    files, plain_files = (
+        {str(path.relative_to(tmp_path / name)) for path in (tmp_path / name).rglob("*")} for name in ("own", "plain")
+    )
+    assert files == plain_files
+    assert not dist.is_initialized()
+
+
+def test_plan_for_one_rank_counts_without_a_launcher(tmp_path):
+    """Its micro-batches, recompute and precision are the same there, so it makes itself a world of one rank."""
+    options = ALONE | dict(gradient_accumulation_steps=2)
+    plans = {
+        "recompute": uniform(1, recompute="full"),
+        "micro_batches": single_stage((S(), S(sharding="zero2"), S(sharding="replicate"), S()), 1, micro_batches=3),
+        "bf16": single_stage((S(),) * 4, 1, precision=Precision(compute="bf16")),
+    }
+
+    def work():
+        checkpoint = tmp_path / "recompute" / "checkpoint-3"
+        runs = {
+            name: run(tmp_path / name, plan, options=options, then=lambda made: made.parallel.plan)
+            for name, plan in plans.items()
+        }
+        return runs, run(tmp_path / "resumed", plans["micro_batches"], options=options, resume=checkpoint)
+
+    runs, resumed = alone(work)
+    plain = run(tmp_path / "plain", options=ALONE, trainer_class=Trainer)
+    for name in ("recompute", "micro_batches"):
+        assert runs[name].result.layers == plans[name].layers
+        assert_same_steps(runs[name], plain)
+    assert_same_steps(resumed, plain, after=3)
+    losses = [[loss for (loss,) in one.steps("loss")] for one in (runs["bf16"], plain)]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)  # 8 bits of mantissa
