@@ -107,9 +107,8 @@ def compare_with_one_process(device: torch.device, length: int) -> None:
         for name, parameter in model.named_parameters():
             error = (parameter.grad.full_tensor() - gradients[name].grad).abs().max()
             worst = max(worst, (error / gradients[name].grad.abs().max()).item())
-        report(
-            f"equivalence {compute}: loss {loss.item():.6f} against {expected.item():.6f}, gradients within {worst:.1e}"
-        )
+        losses = f"loss {loss.item():.6f} against {expected.item():.6f}"
+        report(f"equivalence {compute}: {losses}, gradients within {worst:.1e}")
 
 
 def compare_attention(device: torch.device, length: int, repeats: int) -> None:

@@ -47,7 +47,8 @@ def launched(tmp_path: Path, launcher: list[str], plan_ranks: int) -> tuple[subp
 
 
 TORCHRUN = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
-ACCELERATE = [
+ACCELERATE = ["accelerate.commands.launch", "--config_file", "recipes/accelerate/cpu4.yaml"]
+ACCELERATE += ["--main_process_port", "0"]
     "accelerate.commands.launch",
     "--config_file",
     "recipes/accelerate/cpu4.yaml",

@@ -7,6 +7,7 @@ from galvatron_hf.plan import LayerStrategy, ParallelPlan
 from galvatron_hf.trainer.arguments import GalvatronSeq2SeqTrainingArguments, GalvatronTrainingArguments
 from galvatron_hf.trainer.mixin import GalvatronMixin, GalvatronSeq2SeqTrainer, GalvatronTrainer
 
+
 __all__ = [
     "GalvatronMixin",
     "GalvatronSeq2SeqTrainer",

@@ -149,4 +149,3 @@ def _parallelize_ends(
 def _layer_type(base: nn.Module, index: int) -> str | None:
     types = getattr(base.config, "layer_types", None)
     return None if types is None else types[index]
-

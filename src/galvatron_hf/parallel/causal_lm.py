@@ -239,9 +239,7 @@ def _refuse_inputs(unused: dict, attention_mask: torch.Tensor | None) -> None:
         if isinstance(value, torch.Tensor) or name in ("past_key_values", "output_hidden_states", "output_attentions"):
             if value is None or value is False:
                 continue
-            raise ValueError(
-                f"The input {name!r} has no layout under a parallel plan; leave it out of the batch."
-            )
+            raise ValueError(f"The input {name!r} has no layout under a parallel plan; leave it out of the batch.")
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(
             f"An attention_mask of {attention_mask.ndim} dimensions cannot be split over ranks; pass one of [B, S]."

@@ -74,7 +74,7 @@ class FusedNames:
         return self._whole.get(name, name)
 
     def join(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Puts parts together: from this runtime's names to the family's. Scalars (step counts) are those of a part."""
+        """Puts parts together: from this runtime's names to the family's. Scalars (step counts) are a part's."""
         joined = dict(tensors)
         for weight in self.weights:
             if weight.parts[0] in joined:

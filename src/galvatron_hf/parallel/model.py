@@ -68,7 +68,8 @@ class ParallelModel:
         """Forward and backward of a global batch in the plan's micro-batches.
 
         Args:
-            batch (`Mapping[str, torch.Tensor]`): [B, S] tensors with `labels` or `shift_labels`, the same on all ranks.
+            batch (`Mapping[str, torch.Tensor]`): [B, S] tensors with `labels` or `shift_labels`, the same on every
+                rank.
             num_items_in_batch (`torch.Tensor` or `int`, *optional*): targets of the global batch; counted if absent.
             options: passed to the model's forward.
 
