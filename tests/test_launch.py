@@ -46,15 +46,9 @@ def launched(tmp_path: Path, launcher: list[str], plan_ranks: int) -> tuple[subp
     return process, output
 
 
-TORCHRUN = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 ACCELERATE = ["accelerate.commands.launch", "--config_file", "recipes/accelerate/cpu4.yaml"]
 ACCELERATE += ["--main_process_port", "0"]
-    "accelerate.commands.launch",
-    "--config_file",
-    "recipes/accelerate/cpu4.yaml",
-    "--main_process_port",
-    "0",
-]
 
 
 def check_launch(tmp_path: Path, launcher: list[str], ranks: int) -> None:
