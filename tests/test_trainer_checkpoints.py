@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,16 @@ from trainer_runs import Run, StopAt, assert_equal_weights, assert_same_steps, o
 
 S, V = LayerStrategy, VocabularyStrategy
 MIXED = mixed_plans()
-FIRST, SECOND, THIRD = MIXED["mixed_a"], MIXED["mixed_b"], MIXED["shuffled"]
+FIRST, SECOND, THIRD = (replace(MIXED[name], micro_batches=1) for name in ("mixed_a", "mixed_b", "shuffled"))
+TWO_MICRO_BATCHES = replace(FIRST, micro_batches=2)
 ZERO2 = uniform(4, sharding="zero2", embedding=V(sharding="zero2"))
-FAMILY_NAMES = ("gpt2", "phi3", "llama_tied")  # fused Conv1D, fused Linear, tied
+# Fused and tied; untied with a scheduler that looks at the evaluation. And those that only the slow tests take.
+FAMILY_NAMES, SLOW_NAMES = ("gpt2", "llama"), ("phi3", "llama_tied")
+FAMILIES_AND_SLOW = [*FAMILY_NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_NAMES)]
 
 # Three steps of the four of an epoch, then one more of it and one of the next.
 SAVING = dict(save_strategy="steps", save_steps=3, max_steps=5, lr_scheduler_type="cosine", warmup_steps=2)
+RESUMED = SAVING | dict(save_strategy="no")
 ALONE = SAVING | dict(gradient_accumulation_steps=1)
 PLATEAU = dict(
     lr_scheduler_type="reduce_lr_on_plateau",
@@ -70,13 +75,31 @@ def plan_for_ranks(ranks: int) -> ParallelPlan:
     return single_stage(layers, ranks, embedding=V(tensor=2), head=V(tensor=2))
 
 
+class Writer:
+    """Runs of several ranks in one folder."""
+
+    def __init__(self, folder: Path, plain: Path):
+        self.folder, self.plain = folder, plain
+
+    def whole(self, family: str) -> Run:
+        return run(self.folder / family, FIRST, options=options_of(family, SAVING), **of(family))
+
+    def resumed(self, family: str, plan, source: Path | None = None, **more) -> Run:
+        checkpoint = (source or self.folder) / family / "checkpoint-3"
+        options = options_of(family, RESUMED)
+        return run(self.folder / "resumed", plan, options=options, resume=checkpoint, **of(family), **more)
+
+    def resumed_from_plain(self, family: str, plan) -> Run:
+        return self.resumed(family, plan, source=self.plain)
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> tuple[Path, dict[str, Run]]:
     """Whole runs of plain Trainer, with a checkpoint after step 3."""
     folder = tmp_path_factory.mktemp("plain")
     runs = {
         family: run(folder / family, options=options_of(family, ALONE), trainer_class=Trainer, **of(family))
-        for family in (*FAMILY_NAMES, "llama")
+        for family in (*FAMILY_NAMES, *SLOW_NAMES)
     }
     only_model = ONLY_MODEL | dict(gradient_accumulation_steps=1)
     run(folder / "only_model", options=only_model, trainer_class=Trainer)
@@ -87,25 +110,13 @@ def plain(tmp_path_factory) -> tuple[Path, dict[str, Run]]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory, plain) -> tuple[Path, list[dict[str, Run]]]:
-    """All runs of four ranks, in one world, by name; `"family"` is the uninterrupted one of a family."""
+    """Runs of four ranks, in one world, by name; a family's name is its uninterrupted run."""
     folder = tmp_path_factory.mktemp("ranks")
+    writer = Writer(folder, plain[0])
 
-    def dropout_runs() -> dict[str, Run]:
-        def dropping():
-            return FAMILIES["gpt2"].build(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
-
-        more = dict(options=SAVING)
-        whole = run(folder / "whole", FIRST, model=dropping(), **more)
-        run(folder / "stopped", FIRST, model=dropping(), callbacks=(StopAt(4),), **more)
-        by_name = run(folder / "stopped", FIRST, model=dropping(), resume=True, **more)
-        checkpoint = folder / "whole" / "checkpoint-3"
-        by_path = run(folder / "by_path", FIRST, model=dropping(), resume=checkpoint, **more)
-        return dict(whole=whole, by_name=by_name, by_path=by_path)
-
-    def resumed(family: str, plan, source: Path = folder, **more) -> Run:
-        checkpoint = source / family / "checkpoint-3"
-        options = options_of(family, SAVING)
-        return run(folder / "resumed", plan, options=options, resume=checkpoint, **of(family), **more)
+    def dropping(name: str, options: dict[str, Any], **more) -> Run:
+        model = FAMILIES["gpt2"].build(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+        return run(folder / name, TWO_MICRO_BATCHES, model=model, options=options, **more)
 
     def plan_in_use(made: Trainer) -> ParallelPlan:
         return made.parallel.plan
@@ -114,42 +125,69 @@ def ranks(tmp_path_factory, plain) -> tuple[Path, list[dict[str, Run]]]:
         return made.state.best_model_checkpoint, made.evaluate()["eval_loss"], made.state.best_metric
 
     def work() -> dict[str, Run]:
-        runs = dropout_runs()
-        for family in (*FAMILY_NAMES, "llama"):
-            runs[family] = run(folder / family, FIRST, options=options_of(family, SAVING), **of(family))
-        runs["gpt2 b"] = resumed("gpt2", SECOND, then=plan_in_use)
-        runs["gpt2 auto"] = resumed("gpt2", "auto", then=plan_in_use)
-        runs["phi3 shuffled"] = resumed("phi3", THIRD)
-        runs["llama_tied zero2"] = resumed("llama_tied", ZERO2)
-        runs["llama b"] = resumed("llama", SECOND)
-        for family, plan in zip((*FAMILY_NAMES, "llama"), (SECOND, FIRST, ZERO2, THIRD), strict=True):
-            runs[f"{family} plain"] = resumed(family, plan, source=plain[0])
-        runs["only_model"] = run(folder / "only_model", FIRST, options=ONLY_MODEL)
-        checkpoint = folder / "only_model" / "checkpoint-3"
-        runs["fresh"] = run(folder / "fresh", SECOND, options=ONLY_MODEL, resume=checkpoint)
-        limited = dict(save_strategy="steps", save_steps=1, max_steps=3, save_total_limit=2)
-        runs["limited"] = run(folder / "limited", ZERO2, options=limited)
+        runs = dict(whole=dropping("whole", RESUMED), stopped=dropping("stopped", SAVING, callbacks=(StopAt(4),)))
+        runs["continued"] = dropping("stopped", RESUMED, resume=True)
+        for family in FAMILY_NAMES:
+            runs[family] = writer.whole(family)
+        runs["gpt2 b"] = writer.resumed("gpt2", SECOND, then=plan_in_use)
+        runs["gpt2 auto"] = writer.resumed("gpt2", "auto", then=plan_in_use)
+        runs["gpt2 plain"] = writer.resumed_from_plain("gpt2", SECOND)
+        runs["llama plain"] = writer.resumed_from_plain("llama", ZERO2)
         runs["best"] = run(folder / "best", FIRST, options=BEST, then=best_after, **evaluated())
         return runs
 
     return folder, on_ranks(work, timeout=400.0)
 
 
+@pytest.fixture(scope="module")
+def more_ranks(tmp_path_factory, plain) -> tuple[Path, list[dict[str, Run]]]:
+    """As `ranks`, for the slow tests."""
+    folder = tmp_path_factory.mktemp("more_ranks")
+    writer = Writer(folder, plain[0])
+
+    def work() -> dict[str, Run]:
+        runs = {family: writer.whole(family) for family in (*SLOW_NAMES, "llama")}
+        runs["phi3 shuffled"] = writer.resumed("phi3", THIRD)
+        runs["llama_tied zero2"] = writer.resumed("llama_tied", ZERO2)
+        runs["llama b"] = writer.resumed("llama", SECOND)
+        runs["phi3 plain"] = writer.resumed_from_plain("phi3", FIRST)
+        runs["llama_tied plain"] = writer.resumed_from_plain("llama_tied", THIRD)
+        runs["only_model"] = run(folder / "only_model", FIRST, options=ONLY_MODEL)
+        checkpoint = folder / "only_model" / "checkpoint-3"
+        runs["fresh"] = run(folder / "fresh", SECOND, options=ONLY_MODEL, resume=checkpoint)
+        limited = dict(save_strategy="steps", save_steps=1, max_steps=3, save_total_limit=2)
+        runs["limited"] = run(folder / "limited", ZERO2, options=limited)
+        return runs
+
+    return folder, on_ranks(work, timeout=400.0)
+
+
+def runs_of(request: pytest.FixtureRequest, family: str) -> tuple[Path, list[dict[str, Run]]]:
+    return request.getfixturevalue("more_ranks" if family in SLOW_NAMES else "ranks")
+
+
 def test_resumed_run_is_bit_equal_to_the_uninterrupted_one(ranks):
-    folder, results = ranks
+    _, results = ranks
     for runs in results:
         whole = runs["whole"]
         assert len(whole.steps()) == 5
-        for resumed in (runs["by_path"], runs["by_name"]):
-            assert resumed.steps(after=3) == whole.steps(after=3)
-            assert resumed.random == whole.random
-            assert_equal_weights(resumed.weights, whole.weights)
-    assert [step for _, step in results[0]["by_name"].steps("loss", "step")] == [4, 5]  # it did not begin anew
+        resumed = runs["continued"]
+        assert resumed.steps(after=3) == whole.steps(after=3)
+        assert resumed.random == whole.random
+        assert_equal_weights(resumed.weights, whole.weights)
+    assert [step for _, step in results[0]["continued"].steps("loss", "step")] == [4, 5]  # it did not begin anew
 
 
-@pytest.mark.parametrize("name", ["gpt2 b", "gpt2 auto", "phi3 shuffled", "llama_tied zero2", "llama b"])
+@pytest.mark.parametrize("name", ["gpt2 b", "gpt2 auto"])
 def test_checkpoint_resumes_under_another_plan(ranks, name):
     for runs in ranks[1]:
+        assert_same_steps(runs[name], runs["gpt2"], after=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["phi3 shuffled", "llama_tied zero2", "llama b"])
+def test_more_checkpoints_resume_under_another_plan(more_ranks, name):
+    for runs in more_ranks[1]:
         assert_same_steps(runs[name], runs[name.split()[0]], after=3)
 
 
@@ -160,15 +198,15 @@ def test_plan_of_the_checkpoint_is_used_unless_another_one_is_given(ranks):
     assert runs["gpt2 b"].result.layers == SECOND.layers
 
 
-@pytest.mark.parametrize("family", [*FAMILY_NAMES, "llama"])
-def test_checkpoint_of_plain_trainer_resumes_under_a_plan(plain, ranks, family):
-    for runs in ranks[1]:
+@pytest.mark.parametrize("family", FAMILIES_AND_SLOW)
+def test_checkpoint_of_plain_trainer_resumes_under_a_plan(request, plain, family):
+    for runs in runs_of(request, family)[1]:
         assert_same_steps(runs[f"{family} plain"], plain[1][family], after=3)
 
 
-@pytest.mark.parametrize("family", [*FAMILY_NAMES, "llama"])
-def test_checkpoint_of_ranks_resumes_on_one_process(ranks, tmp_path, family):
-    folder, (whole, *_) = ranks
+@pytest.mark.parametrize("family", FAMILIES_AND_SLOW)
+def test_checkpoint_of_ranks_resumes_on_one_process(request, tmp_path, family):
+    folder, (whole, *_) = runs_of(request, family)
     checkpoint = folder / family / "checkpoint-3"
     seen = run(tmp_path, options=options_of(family, ALONE), resume=checkpoint, **of(family))
     assert_same_steps(seen, whole[family], after=3)
@@ -187,16 +225,16 @@ def test_checkpoint_resumes_on_two_ranks(ranks, tmp_path):
     folder, (whole, *_) = ranks
 
     def work() -> dict[str, Run]:
-        gpt2, phi3 = (folder / family / "checkpoint-3" for family in ("gpt2", "phi3"))
+        checkpoint = folder / "gpt2" / "checkpoint-3"
+        # The checkpoint's plan is for four ranks: "auto" makes another one.
         return {
-            "gpt2": run(tmp_path / "a", plan_for_ranks(2), family="gpt2", options=SAVING, resume=gpt2),
-            # The checkpoint's plan is for four ranks: another one is made.
-            "phi3": run(tmp_path / "b", "auto", family="phi3", options=SAVING, resume=phi3),
+            name: run(tmp_path / name, plan, family="gpt2", options=RESUMED, resume=checkpoint)
+            for name, plan in {"given": plan_for_ranks(2), "auto": "auto"}.items()
         }
 
     for runs in on_ranks(work, 2):
-        for family, seen in runs.items():
-            assert_same_steps(seen, whole[family], after=3)
+        for seen in runs.values():
+            assert_same_steps(seen, whole["gpt2"], after=3)
 
 
 @pytest.mark.slow
@@ -212,7 +250,7 @@ def test_checkpoint_resumes_on_eight_ranks(ranks, tmp_path):
 
 
 def test_state_of_a_scheduler_that_looks_at_the_evaluation(ranks):
-    """Its rate fell before and after the checkpoint, so both tests of Llama above have seen it go on."""
+    """Its rate fell before and after the checkpoint, so the tests of Llama above have seen it go on."""
     folder, (whole, *_) = ranks
     rates = [rate for (rate,) in whole["llama"].steps("learning_rate")]
     assert rates[0] > rates[2] > rates[-1]
@@ -246,8 +284,9 @@ def test_own_state_is_read_without_unpickling(ranks, tmp_path, monkeypatch):
     assert set(unpickled) == {".metadata"}  # of the distributed checkpoint
 
 
-def test_checkpoint_of_the_model_alone(plain, ranks):
-    folder, (runs, *_) = ranks
+@pytest.mark.slow
+def test_checkpoint_of_the_model_alone(plain, more_ranks):
+    folder, (runs, *_) = more_ranks
     assert_same_steps(runs["fresh"], plain[1]["fresh"], after=3)
     # An optimizer that starts anew is seen in the losses, so that the other tests would see a lost state.
     assert runs["fresh"].steps()[-1] != pytest.approx(runs["only_model"].steps()[-1], rel=1e-3)
@@ -256,8 +295,9 @@ def test_checkpoint_of_the_model_alone(plain, ranks):
     assert files == plain_files | {"parallel_plan.json"}
 
 
-def test_only_as_many_checkpoints_are_kept_as_asked(ranks):
-    folders = sorted(path.name for path in (ranks[0] / "limited").glob("checkpoint-*"))
+@pytest.mark.slow
+def test_only_as_many_checkpoints_are_kept_as_asked(more_ranks):
+    folders = sorted(path.name for path in (more_ranks[0] / "limited").glob("checkpoint-*"))
     assert folders == ["checkpoint-2", "checkpoint-3"]
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,7 +39,7 @@ from trainer_runs import Logs, Run, assert_equal_weights, assert_same_steps, on_
 
 
 S, V = LayerStrategy, VocabularyStrategy
-PLAN, OTHER = mixed_plans()["mixed_a"], mixed_plans()["mixed_b"]
+PLAN, OTHER = replace(mixed_plans()["mixed_a"], micro_batches=1), uniform(4, tensor=2)
 FAMILY_NAMES = ("llama", "llama_tied", "gpt2", "phi3")
 SHORT = dict(max_steps=2)
 SHORT_ALONE = SHORT | dict(gradient_accumulation_steps=1)

@@ -52,19 +52,26 @@ def save_state(parallel: ParallelModel, optimizer: torch.optim.Optimizer | None,
             json.dump({"groups": state.options_json(), "numbers": state.numbers}, file, indent=2)
 
 
-def load_state(parallel: ParallelModel, optimizer: torch.optim.Optimizer | None, folder: str | os.PathLike) -> None:
+def load_state(
+    parallel: ParallelModel,
+    optimizer: torch.optim.Optimizer | None,
+    folder: str | os.PathLike,
+    *,
+    weights: bool = True,
+) -> None:
     """Reads what [`save_state`] wrote, under whatever plan and world size it was; collective.
 
     Args:
         parallel ([`ParallelModel`]): the model, of the same family and size.
         optimizer (`torch.optim.Optimizer`, *optional*): with the same kind of state; None leaves optimizers alone.
         folder (`str` or `os.PathLike`): the checkpoint.
+        weights (`bool`): False leaves the weights alone.
 
     Raises:
         ValueError: if the checkpoint is of another model.
     """
     stored = _stored_tensors(folder)
-    tensors = _model_tensors(parallel)
+    tensors = _model_tensors(parallel) if weights else {}
     for name, tensor in tensors.items():
         if name not in stored or stored[name].size != tensor.shape:
             there = f"has it with shape {tuple(stored[name].size)}" if name in stored else "does not have it"

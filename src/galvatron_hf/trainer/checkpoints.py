@@ -117,7 +117,7 @@ class CheckpointMixin:
             if self.parallel is None:
                 load_plain_state(self.model, optimizer, state)
             else:
-                load_state(self.parallel, optimizer, state)
+                load_state(self.parallel, optimizer, state, weights=False)  # they came first
             with open(os.path.join(checkpoint, SCHEDULER_FILE)) as file:
                 self._load_scheduler(SchedulerState.from_json(json.load(file)))
         elif self.parallel is None:
