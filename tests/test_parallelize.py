@@ -109,6 +109,26 @@ def test_windows_and_additive_masks_with_hidden_positions(family, batch):
     check_cases(4, {batch: (oracle_of(family, batch), mixed_plans()["mixed_a"])})
 
 
+def test_added_positions_stay_inside_learned_position_embeddings():
+    """Eleven positions on four sequence ranks: the twelfth has no embedding."""
+    batch = BATCHES["right"]()
+    batch["position_ids"] = torch.arange(11).expand(6, -1).clone()
+    oracle = reference(FAMILIES["gpt2"].build(n_positions=11), batch)
+    check_cases(4, {"mixed_a": (oracle, mixed_plans()["mixed_a"])})
+
+
+def test_a_batch_without_targets_has_zero_gradients():
+    model, batch = FAMILIES["llama"].build(), BATCHES["right"]()
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+
+    def work():
+        parallel = parallelize(copy.deepcopy(model), mixed_plans()["mixed_a"])
+        assert parallel.forward_backward(batch).isnan()  # as the family's own mean over nothing
+        assert all(not whole(parameter.grad).any() for parameter in parallel.model.parameters())
+
+    run_ranks(work, 4)
+
+
 def test_the_number_of_items_divides_the_loss():
     check_cases(4, {"given": (oracle_of("llama", num_items=37), mixed_plans()["mixed_a"])})
 

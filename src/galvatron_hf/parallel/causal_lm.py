@@ -123,8 +123,7 @@ class CausalLMForward:
         if loss is not None:
             if num_items_in_batch is None:
                 num_items_in_batch = (batch.targets != IGNORED).sum()
-            loss = loss / num_items_in_batch
-            loss = self._reported_loss(loss, batch.head.replicas, whole_loss)
+            loss = self._reported_loss(loss, num_items_in_batch, batch.head.replicas, whole_loss)
         if logits is not None:
             logits = logits[:, : batch.real_length]
         return CausalLMOutput(loss=loss, logits=logits)
@@ -158,9 +157,10 @@ class CausalLMForward:
         multiple = math.lcm(self.sequence_degree, embedding.positions, head.positions)
         length = -(-real_length // multiple) * multiple
         if position_ids is not None and length > real_length:
-            # Counting on keeps the added positions in the last document of a packed row.
-            more = torch.arange(1, length - real_length + 1, device=position_ids.device)
-            position_ids = torch.cat([position_ids, position_ids[:, -1:] + more], dim=1)
+            # Counting on keeps the added positions in the last document of a packed row, as far as there are such
+            # positions: rotary embeddings may depend on the largest, and learned ones end somewhere.
+            more = position_ids[:, -1:] + torch.arange(1, length - real_length + 1, device=position_ids.device)
+            position_ids = torch.cat([position_ids, more.clamp(max=position_ids.max())], dim=1)
         pad = self.model.config.pad_token_id
         return MicroBatch(
             input_ids=add_rows(add_positions(input_ids, length, pad if pad is not None else 0), rows),
@@ -223,12 +223,17 @@ class CausalLMForward:
         part = batch.embedding.rectangle(self.mesh.index, batch.rows, batch.length)
         return torch.empty(*part.shape, hidden.shape[-1], device="meta")
 
-    def _reported_loss(self, own: torch.Tensor, replicas: int, whole: bool) -> torch.Tensor:
+    def _reported_loss(
+        self, total: torch.Tensor, num_items: torch.Tensor | int, replicas: int, whole: bool
+    ) -> torch.Tensor:
         """This rank's part of the loss, or the sum of all parts, in value; the gradient of its own rows in both.
 
-        Replicas hold the same rows, and each carries the full gradient of them, so only the value is divided.
+        Replicas hold the same rows, and each carries the full gradient of them, so only the value is divided. Without
+        targets the value is not a number and the gradient is zero, as in the family's own loss.
         """
-        value = own.detach() / replicas
+        items = torch.as_tensor(num_items, device=total.device)
+        own = total / torch.where(items == 0, 1, items)
+        value = total.detach() / items / replicas
         if whole:
             dist.all_reduce(value, group=self.mesh.groups.block(self.mesh.size))
         return own + (value - own.detach())
