@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from galvatron_hf.data.loader import fill_rows
 from galvatron_hf.parallel.apply import parallelize
-from galvatron_hf.parallel.mesh import StageMesh
+from galvatron_hf.parallel.mesh import WorldMesh
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Stage, VocabularyStrategy
 
@@ -117,14 +119,14 @@ class Observed:
     rows: slice
 
 
-def check_equivalence(oracle: Reference, plan: ParallelPlan, mesh: StageMesh | None = None) -> None:
+def check_equivalence(oracle: Reference, plan: ParallelPlan, world: WorldMesh | None = None) -> None:
     """Step 1 of a plan against one process; collective.
 
     Raises:
         AssertionError: naming the first quantity or parameter that differs, and by how much.
     """
     # All that is collective comes first, so that ranks that disagree still do the same.
-    compare(observe(parallelize(copy.deepcopy(oracle.model), plan, mesh), oracle), oracle)
+    compare(observe(parallelize(copy.deepcopy(oracle.model), plan, world), oracle), oracle)
 
 
 def observe(parallel: ParallelModel, oracle: Reference) -> Observed:
@@ -136,12 +138,20 @@ def observe(parallel: ParallelModel, oracle: Reference) -> Observed:
     clipped_norm = total_norm(whole_gradients(model, oracle.model))
     model.zero_grad()
     model.eval()
-    with torch.no_grad():
-        output = model(**oracle.batch, num_items_in_batch=oracle.num_items)
-        assert output.logits is None  # a loss alone never has them
-        logits = model(**{name: x for name, x in oracle.batch.items() if not name.endswith("labels")}).logits
+    unlabelled = {name: x for name, x in oracle.batch.items() if not name.endswith("labels")}
+    if parallel.pipeline is None:
+        with torch.no_grad():
+            output = model(**oracle.batch, num_items_in_batch=oracle.num_items)
+            logits = model(**unlabelled).logits
+        rows = parallel.forward.own_rows(len(oracle.logits))
+    else:
+        output = parallel.evaluate(oracle.batch, num_items_in_batch=oracle.num_items)
+        share = -(-len(oracle.logits) // parallel.plan.world_size)
+        logits = parallel.evaluate(fill_rows(unlabelled, share * parallel.plan.world_size)).logits
+        start = min(parallel.share_index * share, len(oracle.logits))
+        rows = slice(start, min(start + share, len(oracle.logits)))
+    assert output.logits is None  # a loss alone never has them
     model.train()
-    rows = parallel.forward.own_rows(len(oracle.logits))
     return Observed(
         loss=float(loss),
         eval_loss=float(output.loss),
@@ -189,13 +199,31 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def whole_gradients(model: PreTrainedModel, plain: PreTrainedModel) -> dict[str, torch.Tensor]:
     """All gradients under the plain model's names; collective."""
-    return join_parts({name: whole(p.grad) for name, p in model.named_parameters()}, plain)
+    return _of_all_stages({name: whole(p.grad) for name, p in model.named_parameters()}, plain)
 
 
 @torch.no_grad()
 def whole_weights(model: PreTrainedModel, plain: PreTrainedModel) -> dict[str, torch.Tensor]:
     """All weights under the plain model's names; collective."""
-    return join_parts({name: whole(p.detach()) for name, p in model.named_parameters()}, plain)
+    return _of_all_stages({name: whole(p.detach()) for name, p in model.named_parameters()}, plain)
+
+
+def _of_all_stages(own: dict[str, torch.Tensor], plain: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Joins what the ranks of a pipeline have; the copies of a tied weight must be the same."""
+    if not all(name in own or _parts_of(name, own) for name, _ in plain.named_parameters()):
+        gathered: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(gathered, own)
+        own = {name: tensor for part in gathered for name, tensor in part.items()}
+        names = {id(module): f"{name}.weight" for name, module in plain.named_modules()}
+        embedding, head = plain.get_input_embeddings(), plain.get_output_embeddings()
+        if embedding.weight is head.weight:
+            torch.testing.assert_close(own.pop(names[id(head)]), own[names[id(embedding)]], rtol=0, atol=0)
+    return join_parts(own, plain)
+
+
+def _parts_of(name: str, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    owner, parameter = name.rsplit(".", 1)
+    return [key for key in tensors if key.startswith(f"{owner}.") and key.endswith(f".{parameter}")]
 
 
 def join_parts(tensors: dict[str, torch.Tensor], plain: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -205,9 +233,7 @@ def join_parts(tensors: dict[str, torch.Tensor], plain: PreTrainedModel) -> dict
         if name in tensors:
             joined[name] = tensors.pop(name)
             continue
-        owner, parameter = name.rsplit(".", 1)
-        parts = [key for key in tensors if key.startswith(f"{owner}.") and key.endswith(f".{parameter}")]
-        dim = -1 if isinstance(plain.get_submodule(owner), Conv1D) else 0
-        joined[name] = torch.cat([tensors.pop(part) for part in parts], dim)
+        dim = -1 if isinstance(plain.get_submodule(name.rsplit(".", 1)[0]), Conv1D) else 0
+        joined[name] = torch.cat([tensors.pop(part) for part in _parts_of(name, tensors)], dim)
     assert not tensors, f"parameters that the plain model does not have: {sorted(tensors)}"
     return joined

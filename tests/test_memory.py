@@ -9,8 +9,8 @@ import torch
 
 from equivalence import single_stage
 from galvatron_hf.parallel.apply import parallelize
+from galvatron_hf.parallel.dtensor import local_tensor
 from galvatron_hf.parallel.memory import LayerShape, adam_bytes, piece, saved_activation_bytes, shard_elements
-from galvatron_hf.parallel.sharding import local_tensor
 from galvatron_hf.plan import LayerStrategy, ParallelPlan
 from plans import mixed_plans, uniform_plans
 from ranks import run_ranks

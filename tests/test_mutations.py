@@ -18,9 +18,9 @@ from equivalence import Reference, compare, observe, reference
 from galvatron_hf.parallel import apply, block, causal_lm, collectives, loss, model, tensor
 from galvatron_hf.parallel.apply import parallelize
 from galvatron_hf.parallel.causal_lm import CausalLMForward
+from galvatron_hf.parallel.dtensor import local_tensor
 from galvatron_hf.parallel.layout import Rectangle
 from galvatron_hf.parallel.model import ParallelModel
-from galvatron_hf.parallel.sharding import local_tensor
 from galvatron_hf.plan import ParallelPlan, VocabularyStrategy
 from plans import mixed_plans, uniform
 from ranks import run_ranks
@@ -132,17 +132,17 @@ def forward_rectangle(batch) -> Rectangle:
 
 def with_ignored_targets() -> contextlib.AbstractContextManager:
     """One rank counts the targets that are to be ignored."""
-    original = CausalLMForward._micro_batch
+    original = CausalLMForward.micro_batch
 
-    def shifted(forward: CausalLMForward, *args):
-        batch = original(forward, *args)
+    def shifted(forward: CausalLMForward, *args, **inputs):
+        batch = original(forward, *args, **inputs)
         if forward.mesh.index == 1 and batch.targets is not None:
             part = batch.head.rectangle(1, batch.rows, batch.length)
             own = part.within(batch.targets, forward_rectangle(batch))
             own[own == -100] = 5
         return batch
 
-    return patch.object(CausalLMForward, "_micro_batch", shifted)
+    return patch.object(CausalLMForward, "micro_batch", shifted)
 
 
 def divided_by_ranks() -> contextlib.AbstractContextManager:

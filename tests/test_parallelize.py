@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from equivalence import Reference, check_equivalence, compare, observe, reference, single_stage, whole
 from galvatron_hf.parallel.apply import parallelize
-from galvatron_hf.parallel.mesh import StageMesh
+from galvatron_hf.parallel.mesh import WorldMesh
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
 from plans import mixed_plans, uniform, uniform_plans, untied_plans
 from ranks import run_ranks
@@ -27,12 +27,10 @@ def check_cases(world_size: int, cases: dict[str, tuple[Reference, ParallelPlan]
     """Runs many cases in one world of ranks; fails with all cases that are wrong."""
 
     def work() -> dict[str, str]:
-        wrong, meshes = {}, {}
+        wrong, world = {}, WorldMesh("cpu")
         for name, (oracle, plan) in cases.items():
-            ranks = plan.stages[0].ranks
-            meshes[ranks] = meshes[ranks] if ranks in meshes else StageMesh(ranks, "cpu")
             try:
-                check_equivalence(oracle, plan, meshes[ranks])
+                check_equivalence(oracle, plan, world)
             except AssertionError as error:  # it comes after all that is collective: the next case can run
                 wrong[name] = str(error) or traceback.format_exc()
             except Exception as error:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from equivalence import single_stage, whole_gradients
 from galvatron_hf.parallel.apply import parallelize
-from galvatron_hf.parallel.sharding import local_tensor
+from galvatron_hf.parallel.dtensor import local_tensor
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
 from plans import mixed_plans
 from ranks import run_ranks

@@ -75,6 +75,8 @@ TWO_STAGES = dataclasses.replace(
     micro_batches=2,
     stages=(Stage(ranks=(0, 1), layers=(0, 2)), Stage(ranks=(2, 3), layers=(2, 4))),
 )
+UNEQUAL_STAGES = (Stage(ranks=(0, 1, 2), layers=(0, 2)), Stage(ranks=(3,), layers=(2, 4)))
+VIRTUAL = tuple(Stage(ranks=(2 * (i % 2), 2 * (i % 2) + 1), layers=(i, i + 1)) for i in range(4))
 # Model, plan, and what the sentence must say.
 REFUSED: dict[str, tuple] = {
     "encoder-decoder": (t5, DATA, ["T5", "encoder-decoder", "decoder-only"]),
@@ -84,7 +86,7 @@ REFUSED: dict[str, tuple] = {
     "tied and unequal": (
         llama(tie_word_embeddings=True),
         dataclasses.replace(DATA, embedding=V(tensor=2)),
-        ["ties", "same strategy"],
+        ["ties", "give head the fields of embedding"],
     ),
     "heads": (llama(hidden_size=48, num_attention_heads=6, num_key_value_heads=2), TENSOR, ["6", "use tensor 2"]),
     "key/value heads": (llama(hidden_size=48, num_attention_heads=12, num_key_value_heads=3), TENSOR, ["3 key/value"]),
@@ -96,7 +98,22 @@ REFUSED: dict[str, tuple] = {
     "features": (llama(intermediate_size=42), TENSOR, ["42", "use 2"]),
     "layers": (llama(num_hidden_layers=3), DATA, ["4 layers", "make a plan for 3"]),
     "world size": (llama(), uniform(2), ["world_size=2", "4 processes", "--num_processes 2"]),
-    "pipeline": (llama(), TWO_STAGES, ["2 pipeline stages", "one stage with all 4 ranks"]),
+    "unequal stages": (llama(), dataclasses.replace(DATA, stages=UNEQUAL_STAGES), ["1 and 3 ranks", "give each 2"]),
+    "rounds": (
+        llama(),
+        dataclasses.replace(DATA, stages=VIRTUAL, schedule="interleaved", micro_batches=5),
+        ["micro_batches is 5", "use micro_batches=6"],
+    ),
+    "zero bubble": (
+        llama(),
+        dataclasses.replace(TWO_STAGES, schedule="zero_bubble"),
+        ["layer 0", "'zero3'", "use 'zero2'"],
+    ),
+    "tied stages": (
+        llama(tie_word_embeddings=True),
+        dataclasses.replace(TWO_STAGES, embedding=V(tensor=2)),
+        ["ties", "use tensor=2 for head"],
+    ),
     "context": (llama(), uniform(4, context=2), ["context=2", "ulysses=2"]),
     "experts in the plan": (llama(), uniform(4, expert=2), ["expert=2", "expert=1"]),
     "fp16": (llama(), dataclasses.replace(DATA, precision=Precision(compute="fp16")), ["fp16", "bf16"]),

@@ -21,7 +21,7 @@ from equivalence import single_stage
 from galvatron_hf.parallel import attention, vocabulary
 from galvatron_hf.parallel.apply import parallelize
 from galvatron_hf.parallel.collectives import count_collectives
-from galvatron_hf.parallel.mesh import StageMesh
+from galvatron_hf.parallel.mesh import WorldMesh
 from galvatron_hf.parallel.models import DecoderAdapter, Heads, Style, adapter_for
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy
 from galvatron_hf.planner import traffic
@@ -111,17 +111,15 @@ def check_steps(world_size: int, cases: dict[str, tuple[str, str, ParallelPlan]]
     shapes = {family: shape_of(family, model) for family, model in models.items()}
 
     def work() -> dict[str, tuple[int, Counter, bool]]:
-        seen, meshes = {}, {}
+        seen, world = {}, WorldMesh("cpu")
         for name, (family, batch, plan) in cases.items():
-            ranks = plan.stages[0].ranks
-            meshes[ranks] = meshes[ranks] if ranks in meshes else StageMesh(ranks, "cpu")
-            parallel = parallelize(copy.deepcopy(models[family]), plan, meshes[ranks])
+            parallel = parallelize(copy.deepcopy(models[family]), plan, world)
             for _ in range(2 if name == "zero2" else 1):  # a second step is like the first
                 with CollectiveRecorder() as recorder, count_collectives() as own:
                     parallel.forward_backward(batches[batch]())
                     parallel.clip_grad_norm_(1.0)
             ours = Counter((call.kind, call.group_size, call.bytes) for call in own.calls)
-            seen[name] = meshes[ranks].index, recorder.calls, ours <= recorder.calls
+            seen[name] = parallel.mesh.index, recorder.calls, ours <= recorder.calls
         return seen
 
     wrong = []
@@ -259,7 +257,7 @@ def test_plans_that_do_not_run_and_other_models_are_refused():
     shape = ModelShape.llama(vocab=97, hidden=32, intermediate=40, layers=2, heads=4)
     with pytest.raises(ValueError, match="3 layers and the model has 2; make a plan for 2 layers"):
         step_traffic(ParallelPlan.uniform(2, 3), shape, rows=4, length=8)
-    with pytest.raises(ValueError, match="2 pipeline stages, which do not run yet"):
+    with pytest.raises(ValueError, match="2 pipeline stages, whose traffic has no formula yet"):
         step_traffic(ParallelPlan.uniform(2, 2, pipeline=2), shape, rows=4, length=8)
 
 

@@ -4,6 +4,9 @@
 
 from typing import TYPE_CHECKING
 
+from .plan_checks import nearest
+from .schedule import PipelineShape, orders
+
 
 if TYPE_CHECKING:
     from .plan import ParallelPlan
@@ -32,17 +35,35 @@ def require_runnable(plan: "ParallelPlan", world_size: int) -> None:
 def _stages(plan: "ParallelPlan") -> list[str]:
     if len(plan.stages) == 1:
         return []
+    found = []
     sizes = sorted({len(stage.ranks) for stage in plan.stages})
-    found = [
-        f"stages lists {len(plan.stages)} pipeline stages, which do not run yet: use one stage with all "
-        f"{plan.world_size} ranks and layers [0, {plan.num_layers}]"
-    ]
     if len(sizes) > 1:
         found.append(
-            f"stages have {' and '.join(map(str, sizes))} ranks, and stages of unequal size do not run yet: use one "
-            f"stage with all {plan.world_size} ranks"
+            f"stages have {' and '.join(map(str, sizes))} ranks, and stages of unequal size do not run yet: give each "
+            f"{plan.world_size // len({stage.ranks for stage in plan.stages}) or 1}"
         )
-    return found
+    shape = PipelineShape.of(plan)
+    if not orders(shape, plan.micro_batches):
+        fitting = nearest(plan.micro_batches, [n for n in range(1, 2 * plan.micro_batches) if orders(shape, n)])
+        found.append(
+            f"micro_batches is {plan.micro_batches}, which {plan.schedule!r} cannot order in rounds of equally many on "
+            f"{shape.lists} rank lists: use micro_batches={fitting}"
+        )
+    return found + _zero_bubble(plan)
+
+
+def _zero_bubble(plan: "ParallelPlan") -> list[str]:
+    """The weights' backward comes after the layer's, when zero3 has freed the weights: gradients would be garbage."""
+    if plan.schedule != "zero_bubble":
+        return []
+    named = [(f"layer {index}", layer) for index, layer in enumerate(plan.layers)]
+    for where, strategy in [*named, ("embedding", plan.embedding), ("head", plan.head)]:
+        if strategy.sharding == "zero3":
+            return [
+                f"{where} has sharding 'zero3', which schedule 'zero_bubble' cannot run because it needs the weights "
+                "after they are freed: use 'zero2', or schedule '1f1b'"
+            ]
+    return []
 
 
 def _context(plan: "ParallelPlan") -> list[str]:

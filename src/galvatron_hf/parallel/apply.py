@@ -6,34 +6,45 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
 from galvatron_hf.parallel import attention
 from galvatron_hf.parallel.block import Block, CurrentMicroBatch
 from galvatron_hf.parallel.causal_lm import CausalLMForward
 from galvatron_hf.parallel.checks import check_model, check_plan
+from galvatron_hf.parallel.fused import FusedNames
 from galvatron_hf.parallel.layout import Layout, block_sizes
-from galvatron_hf.parallel.mesh import StageMesh
+from galvatron_hf.parallel.mesh import StageMesh, WorldMesh
 from galvatron_hf.parallel.model import ParallelModel, broadcast_weights
 from galvatron_hf.parallel.models import DecoderAdapter, Heads, adapter_for
-from galvatron_hf.parallel.sharding import ShardedUnits, mixed_precision
+from galvatron_hf.parallel.pipeline import Pipeline
+from galvatron_hf.parallel.sharding import DTYPES, ShardedUnits
+from galvatron_hf.parallel.stage import Absent, StageModule
 from galvatron_hf.parallel.tensor import cut_layer, set_key_value_groups, split_fused_projections
+from galvatron_hf.parallel.tied import TiedWeights
+from galvatron_hf.parallel.timeline import Timeline
 from galvatron_hf.parallel.vocabulary import Head, parallel_embedding, vocabulary_layouts, whole_module
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision
+from galvatron_hf.schedule import PipelineShape
 
 
-def parallelize(model: PreTrainedModel, plan: ParallelPlan, mesh: StageMesh | None = None) -> ParallelModel:
+def parallelize(model: PreTrainedModel, plan: ParallelPlan, world: WorldMesh | None = None) -> ParallelModel:
     """Rewrites a model in place so that it computes under a plan; collective over all ranks.
 
     The weights of rank 0 become everybody's. Afterwards parameters are DTensors and `model(...)` takes the same whole
-    micro-batch on every rank, see [`CausalLMForward`].
+    micro-batch on every rank, see [`CausalLMForward`]. Under a pipeline each rank keeps the modules of its stages.
 
     Args:
         model ([`PreTrainedModel`]): a causal language model, whole on every rank, on the device it trains on.
         plan ([`ParallelPlan`]): made for as many ranks as the process group has.
-        mesh ([`StageMesh`], *optional*): that of an earlier call on the same ranks, whose groups are then used again.
+        world ([`WorldMesh`], *optional*): that of an earlier call on the same ranks, whose groups are then used again.
 
     Returns:
         [`ParallelModel`]: what a training loop needs: forward and backward over the plan's micro-batches, the gradient
@@ -58,21 +69,81 @@ def parallelize(model: PreTrainedModel, plan: ParallelPlan, mesh: StageMesh | No
     check_plan(plan)
     check_model(model, adapter, plan)
     family, base = type(model), model.base_model
-    layers = list(base.get_submodule(adapter.layers))
-    mesh = mesh or StageMesh(plan.stages[0].ranks, next(model.parameters()).device.type)
-    _prepare_groups(mesh, plan)
+    device = next(model.parameters()).device
+    world = world or WorldMesh(device.type)
+    _prepare_groups(world, plan)
     broadcast_weights(model)
+    layers = list(base.get_submodule(adapter.layers))
     for layer in layers:
         split_fused_projections(layer, adapter, base.config)
+    names, counts = FusedNames.of(model, adapter), _parameter_counts(model)
+    own = [index for index, stage in enumerate(plan.stages) if dist.get_rank() in stage.ranks]
+    mesh = world.stage(plan.stages[own[0]].ranks)
+    tied = _untie(model, plan, world)
+    _leave_out(model, adapter, plan, own)
     current = CurrentMicroBatch(base.config)
-    units = ShardedUnits(policy=mixed_precision(plan.precision or Precision()))
-    source = None
-    for index, (layer, strategy) in enumerate(zip(layers, plan.layers, strict=True)):
-        views = cut_layer(layer, adapter, strategy, mesh.weights(strategy), base.config)
+    units = ShardedUnits(plan.precision or Precision())
+    ends = _Ends.of(model, adapter, plan, mesh)
+    stages = {}
+    for index in own:
+        span = range(*plan.stages[index].layers)
+        blocks = _parallelize_layers(layers, span, plan, adapter, mesh, current, entered=index > 0)
+        stages[index] = StageModule(
+            model,
+            adapter,
+            mesh,
+            current,
+            index=index,
+            layers=span,
+            is_first=index == 0,
+            is_last=index == len(plan.stages) - 1,
+            layouts=(blocks[0].layout, blocks[-1].layout),
+        )
+        for block in blocks:
+            units.add(block.layer, mesh.weights(block.strategy), block.strategy.sharding, stage=index)
+        ends.add_units(units, stages[index])
+        if len(plan.stages) > 1:
+            units.prefetch_backward([block.layer for block in blocks])
+    units.release_after_evaluation(model)
+    model.forward = CausalLMForward(model, plan, mesh, current, list(stages.values()))
+    pipeline = None
+    if len(plan.stages) > 1:
+        model.num_parameters = counts
+        pipeline = _pipeline(plan, model, stages, units, world, device)
+    return ParallelModel(
+        model=model,
+        plan=plan,
+        adapter=adapter,
+        world=world,
+        mesh=mesh,
+        units=units,
+        family=family,
+        fused=names,
+        pipeline=pipeline,
+        tied=tied,
+    )
+
+
+def _parallelize_layers(
+    layers: list[nn.Module],
+    span: range,
+    plan: ParallelPlan,
+    adapter: DecoderAdapter,
+    mesh: StageMesh,
+    current: CurrentMicroBatch,
+    entered: bool,
+) -> list[Block]:
+    """Cuts the layers of one stage and puts a [`Block`] around each; `entered` by hidden states, not by tokens."""
+    blocks: list[Block] = []
+    # What enters a later stage is moved to its first layer's layout on the way in.
+    source = Layout.of(plan.layers[span.start], mesh.size) if entered else None
+    for index in span:
+        layer, strategy = layers[index], plan.layers[index]
+        views = cut_layer(layer, adapter, strategy, mesh.weights(strategy), current.config)
         block = Block(
             index=index,
             layer=layer,
-            layer_type=_layer_type(base, index),
+            layer_type=_layer_type(current.config, index),
             strategy=strategy,
             source=source,
             layout=Layout.of(strategy, mesh.size),
@@ -80,15 +151,86 @@ def parallelize(model: PreTrainedModel, plan: ParallelPlan, mesh: StageMesh | No
             views=views,
             current=current,
             original=layer.forward,
+            alone=len(plan.stages) == 1,
         )
         attach_attention(layer.get_submodule(adapter.attention), strategy, mesh, block)
         layer.forward = functools.partial(Block.__call__, block)
-        units.add(layer, mesh.weights(strategy), strategy.sharding)
         source = block.layout
-    _parallelize_ends(model, adapter, plan, mesh, units)
-    units.release_after_evaluation(model)
-    model.forward = CausalLMForward(model, plan, adapter, mesh, current, source)
-    return ParallelModel(model=model, plan=plan, adapter=adapter, mesh=mesh, units=units, family=family)
+        blocks.append(block)
+    return blocks
+
+
+def _untie(model: PreTrainedModel, plan: ParallelPlan, world: WorldMesh) -> TiedWeights | None:
+    """Gives the head its own copy of a tied weight where stages lie between it and the embedding; collective."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if len(plan.stages) == 1 or head.weight is not embedding.weight:
+        return None
+    first, last = plan.stages[0].ranks, plan.stages[-1].ranks
+    group = None
+    if first != last:
+        joined = world.join([first, last])
+        group = joined[0] if joined else None
+    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+    names = {id(module): name for name, module in model.named_modules()}
+    return TiedWeights(
+        embedding=embedding if dist.get_rank() in first else None,
+        head=head if dist.get_rank() in last else None,
+        names=(f"{names[id(embedding)]}.weight", f"{names[id(head)]}.weight"),
+        group=group,
+        alike=plan.embedding == plan.head,
+    )
+
+
+def _leave_out(model: PreTrainedModel, adapter: DecoderAdapter, plan: ParallelPlan, own: list[int]) -> None:
+    """Takes out what only stages of other ranks have; what stays keeps its name."""
+    base = model.base_model
+    layers = base.get_submodule(adapter.layers)
+    kept = {layer for index in own for layer in range(*plan.stages[index].layers)}
+    for index in range(len(layers)):
+        if index not in kept:
+            layers[index] = PipelineIdentityLayer()
+    names = {id(module): name for name, module in model.named_modules()}
+    gone = []
+    if 0 not in own:
+        gone += [model.get_input_embeddings(), *(base.get_submodule(name) for name in adapter.positional)]
+    if len(plan.stages) - 1 not in own:
+        gone += [base.get_submodule(adapter.final_norm), model.get_output_embeddings()]
+    for module in gone:
+        model.set_submodule(names[id(module)], Absent())
+
+
+def _pipeline(
+    plan: ParallelPlan,
+    model: PreTrainedModel,
+    stages: dict[int, StageModule],
+    units: ShardedUnits,
+    world: WorldMesh,
+    device: torch.device,
+) -> Pipeline:
+    lists = list(dict.fromkeys(stage.ranks for stage in plan.stages))
+    shape = PipelineShape.of(plan)
+    precision = plan.precision or Precision()
+    return Pipeline(
+        shape,
+        place=shape.places[next(iter(stages))],
+        stages=stages,
+        units=units,
+        forward=model.forward,
+        groups=world.join(lists, copies=2),
+        hidden_size=model.base_model.config.hidden_size,
+        dtype=DTYPES[precision.compute],
+        timeline=Timeline(device),
+    )
+
+
+def _parameter_counts(model: PreTrainedModel) -> Callable[..., int]:
+    """`num_parameters` of the whole model, for one of which a rank will have a part."""
+    counts = {
+        (trainable, without): model.num_parameters(only_trainable=trainable, exclude_embeddings=without)
+        for trainable in (False, True)
+        for without in (False, True)
+    }
+    return lambda only_trainable=False, exclude_embeddings=False: counts[only_trainable, exclude_embeddings]
 
 
 def attach_attention(module: nn.Module, strategy: LayerStrategy, mesh: StageMesh, block: Block) -> None:
@@ -107,45 +249,81 @@ def attach_attention(module: nn.Module, strategy: LayerStrategy, mesh: StageMesh
     module.config._attn_implementation = attention.IMPLEMENTATION
 
 
-def _prepare_groups(mesh: StageMesh, plan: ParallelPlan) -> None:
-    """Creates every group of the plan, in an order that all ranks share."""
-    layouts = [Layout.of(strategy, mesh.size) for strategy in plan.layers]
-    sizes = {*block_sizes(layouts, mesh.size)}
-    for start in vocabulary_layouts(mesh.size, plan.embedding.tensor):
-        sizes.update(block_sizes([start, layouts[0]], mesh.size))
-    for stop in vocabulary_layouts(mesh.size, plan.head.tensor):
-        sizes.update(block_sizes([layouts[-1], stop], mesh.size))
-    mesh.groups.prepare(sorted(sizes | {mesh.size}))
-    for strategy in plan.layers:
-        mesh.prepare_strided(strategy.tensor, strategy.ulysses)
-        mesh.weights(strategy)
-    mesh.weights(plan.embedding)
-    mesh.weights(plan.head)
+def _prepare_groups(world: WorldMesh, plan: ParallelPlan) -> None:
+    """Creates every group of the plan, in an order that all ranks share; collective."""
+    for stage in plan.stages:
+        mesh = world.stage(stage.ranks)
+        layouts = [Layout.of(strategy, mesh.size) for strategy in plan.layers[slice(*stage.layers)]]
+        sizes = {*block_sizes(layouts, mesh.size), mesh.size}
+        before = 1 if stage is not plan.stages[0] else plan.embedding.tensor
+        for start in vocabulary_layouts(mesh.size, before):
+            sizes.update(block_sizes([start, layouts[0]], mesh.size))
+        behind = 1 if stage is not plan.stages[-1] else plan.head.tensor
+        for stop in vocabulary_layouts(mesh.size, behind):
+            sizes.update(block_sizes([layouts[-1], stop], mesh.size))
+        mesh.groups.prepare(sorted(sizes))
+        for strategy in plan.layers[slice(*stage.layers)]:
+            mesh.prepare(strategy)
+    world.stage(plan.stages[0].ranks).prepare(plan.embedding)
+    world.stage(plan.stages[-1].ranks).prepare(plan.head)
+    if len(plan.stages) > 1:
+        world.join(list(dict.fromkeys(stage.ranks for stage in plan.stages)), copies=2)
 
 
-def _parallelize_ends(
-    model: PreTrainedModel, adapter: DecoderAdapter, plan: ParallelPlan, mesh: StageMesh, units: ShardedUnits
-) -> None:
-    """Embedding, final norm and head. Tied weights and the norm belong to the whole model's own unit."""
-    base, embedding, head = model.base_model, model.get_input_embeddings(), model.get_output_embeddings()
-    positional = [base.get_submodule(name) for name in adapter.positional]
-    tied = head.weight is embedding.weight
-    embedding_mesh, head_mesh = mesh.weights(plan.embedding), mesh.weights(plan.head)
-    if plan.embedding.tensor > 1:
-        parallel_embedding(embedding, embedding_mesh)
-        for module in positional:
-            whole_module(module, embedding_mesh)
-        if tied:
-            head.weight = embedding.weight
-    if plan.head.tensor > 1:
-        whole_module(base.get_submodule(adapter.final_norm), head_mesh)
-    Head(head, head_mesh, adapter.logit_transform(model.config), tied)
-    if not tied:
-        units.add([embedding, *positional], embedding_mesh, plan.embedding.sharding, needed_in_backward=False)
-        units.add(head, head_mesh, plan.head.sharding, stay_gathered=True)
-    units.add(model, head_mesh, plan.head.sharding, stay_gathered=True)
+@dataclass(frozen=True, kw_only=True)
+class _Ends:
+    """Embedding, final norm and head, as far as this rank has them. Tied weights belong to the stage's own unit."""
+
+    embedding: list[nn.Module]
+    head: nn.Module | None
+    plan: ParallelPlan
+    mesh: StageMesh
+    tied: bool
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, adapter: DecoderAdapter, plan: ParallelPlan, mesh: StageMesh) -> _Ends:
+        """Cuts them over the vocabulary, before anything else takes the place of their forwards."""
+        base, embedding, head = model.base_model, model.get_input_embeddings(), model.get_output_embeddings()
+        first, last = not isinstance(embedding, Absent), not isinstance(head, Absent)
+        tied = first and last and head.weight is embedding.weight
+        positional = [base.get_submodule(name) for name in adapter.positional] if first else []
+        if first and plan.embedding.tensor > 1:
+            embedding_mesh = mesh.weights(plan.embedding)
+            parallel_embedding(embedding, embedding_mesh)
+            for module in positional:
+                whole_module(module, embedding_mesh)
+            if tied:
+                head.weight = embedding.weight
+        if last:
+            head_mesh = mesh.weights(plan.head)
+            if plan.head.tensor > 1:
+                whole_module(base.get_submodule(adapter.final_norm), head_mesh)
+            Head(head, head_mesh, adapter.logit_transform(model.config), tied)
+        return cls(
+            embedding=[embedding, *positional] if first else [],
+            head=head if last else None,
+            plan=plan,
+            mesh=mesh,
+            tied=tied,
+        )
+
+    def add_units(self, units: ShardedUnits, stage: StageModule) -> None:
+        """Makes the units that a stage has beside its layers."""
+        plan, mesh = self.plan, self.mesh
+        alone = stage.is_first and stage.is_last
+        # One stage begins its backward right after its forward; in a pipeline other micro-batches may come between.
+        if stage.is_first and not self.tied:
+            embedding_mesh = mesh.weights(plan.embedding)
+            sharding = plan.embedding.sharding
+            units.add(self.embedding, embedding_mesh, sharding, stage=stage.index, needed_in_backward=False)
+        if stage.is_last and not self.tied:
+            head_mesh = mesh.weights(plan.head)
+            units.add(self.head, head_mesh, plan.head.sharding, stage=stage.index, stay_gathered=alone)
+        # Elsewhere nothing is left for the root but to order the others.
+        root = plan.head if stage.is_last else plan.layers[plan.stages[stage.index].layers[0]]
+        units.add_root(stage, mesh.weights(root), root.sharding, stage=stage.index, stay_gathered=alone)
 
 
-def _layer_type(base: nn.Module, index: int) -> str | None:
-    types = getattr(base.config, "layer_types", None)
+def _layer_type(config: PreTrainedConfig, index: int) -> str | None:
+    types = getattr(config, "layer_types", None)
     return None if types is None else types[index]

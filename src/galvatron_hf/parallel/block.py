@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,15 @@ class CurrentMicroBatch:
         self.config = config
         self.value: MicroBatch | None = None
 
+    @contextlib.contextmanager
+    def of(self, batch: MicroBatch) -> Iterator[None]:
+        """Makes `batch` the current one while the body runs."""
+        outer, self.value = self.value, batch
+        try:
+            yield
+        finally:
+            self.value = outer
+
 
 @dataclass(kw_only=True)
 class Block:
@@ -51,6 +60,7 @@ class Block:
         views (`list[LocalParameter]`): how its parameters are seen.
         current ([`CurrentMicroBatch`]): shared by all blocks of the model.
         original (`Callable`): the family's forward.
+        alone (`bool`): whether the plan has one stage.
     """
 
     index: int
@@ -63,6 +73,7 @@ class Block:
     views: list[LocalParameter]
     current: CurrentMicroBatch
     original: Callable
+    alone: bool = True
 
     def __post_init__(self):
         self.signature = inspect.signature(self.original)
@@ -105,15 +116,17 @@ class Block:
         return gathered.rectangle(self.mesh.index, batch.rows, batch.length)
 
     def _compute(self, batch: MicroBatch, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
-        outer, self.current.value = self.current.value, batch
         rectangle = self.rectangle(batch)
         key = (*batch.key, self.index, rectangle.row_start, rectangle.position_start)
         stream = random_stream(hidden.device, *key) if self.layer.training else contextlib.nullcontext()
-        try:
-            with stream, local_parameters(self.views):
-                return self.original(hidden, **arguments)
-        finally:
-            self.current.value = outer
+        with self.current.of(batch), stream, local_parameters(self.views):
+            output = self.original(hidden, **arguments)
+        if not isinstance(output, torch.Tensor) and not self.alone:
+            raise ValueError(
+                f"{type(self.layer).__name__} returns a {type(output).__name__}, and a model is cut into pipeline "
+                "stages only between layers that return their hidden states; use one stage."
+            )
+        return output
 
     def dropout_stream(self):
         """The stream of attention dropout: each rank drops the weights of its own rows and heads."""

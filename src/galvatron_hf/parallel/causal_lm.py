@@ -13,17 +13,17 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from galvatron_hf.parallel.block import CurrentMicroBatch
-from galvatron_hf.parallel.layout import Layout, redistribute
+from galvatron_hf.parallel.layout import Layout
 from galvatron_hf.parallel.mesh import StageMesh
 from galvatron_hf.parallel.micro_batch import (
     IGNORED,
     MicroBatch,
+    Wanted,
     add_positions,
     add_rows,
     shift_targets,
 )
-from galvatron_hf.parallel.models import DecoderAdapter
-from galvatron_hf.parallel.random import random_stream
+from galvatron_hf.parallel.stage import StageModule
 from galvatron_hf.parallel.vocabulary import HeadRequest, vocabulary_layout
 from galvatron_hf.plan import ParallelPlan
 
@@ -45,37 +45,47 @@ class CausalLMForward:
 
     Every rank calls it with the same whole micro-batch. With labels the loss is the sum over the micro-batch's targets
     divided by `num_items_in_batch` (default: their number), the same on all ranks. Logits are those of the rank's own
-    rows, which [`CausalLMForward.own_rows`] names.
+    rows, which [`CausalLMForward.own_rows`] names. A model of several stages is run by its pipeline instead, which
+    uses the same parts: [`CausalLMForward.micro_batch`] and [`CausalLMForward.run`].
 
     Args:
         model ([`PreTrainedModel`]): the model.
         plan ([`ParallelPlan`]): how it is parallelised.
-        adapter ([`DecoderAdapter`]): its family.
-        mesh ([`StageMesh`]): the ranks.
+        mesh ([`StageMesh`]): the ranks of this rank's stages.
         current ([`CurrentMicroBatch`]): shared with the blocks.
-        last_layout (`Layout`): in which the last layer leaves the hidden states.
+        stages (`list[StageModule]`): this rank's stages.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         plan: ParallelPlan,
-        adapter: DecoderAdapter,
         mesh: StageMesh,
         current: CurrentMicroBatch,
-        last_layout: Layout,
+        stages: list[StageModule],
     ):
-        self.model, self.plan, self.adapter, self.mesh = model, plan, adapter, mesh
-        self.current, self.last_layout = current, last_layout
+        self.model, self.plan, self.mesh, self.current, self.stages = model, plan, mesh, current, stages
         self.position = StreamPosition()
-        self.norm = model.base_model.get_submodule(adapter.final_norm)
-        self.norm_forward = self.norm.forward
-        self.norm.forward = self._leave_base_model
-        self.model_ranks = max(layer.tensor * layer.ulysses * layer.context for layer in plan.layers)
         self.data_degree = max(layer.data_degree(mesh.size) for layer in plan.layers)
         self.sequence_degree = math.lcm(*(layer.sequence_degree for layer in plan.layers))
 
-    def __call__(
+    def __call__(self, input_ids: torch.Tensor, **inputs) -> CausalLMOutput:
+        """Runs one micro-batch; arguments as for [`CausalLMForward.micro_batch`].
+
+        Returns:
+            [`CausalLMOutput`]: `loss` (fp32 scalar) and `logits` [own rows, S, V].
+
+        Raises:
+            ValueError: for inputs that no layout is known for, or if the model is cut into pipeline stages.
+        """
+        if len(self.plan.stages) > 1:
+            raise ValueError(
+                f"The model is cut into {len(self.plan.stages)} pipeline stages, of which a call would run one; "
+                "call the trainer's evaluate or predict, or ParallelModel.evaluate, on every rank."
+            )
+        return self.run(self.stages[0], self.micro_batch(input_ids, **inputs))
+
+    def micro_batch(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
@@ -87,8 +97,8 @@ class CausalLMForward:
         return_logits: bool | None = None,
         whole_loss: bool = True,
         **unused,
-    ) -> CausalLMOutput:
-        """Runs one micro-batch.
+    ) -> MicroBatch:
+        """A micro-batch as all ranks of all stages see it, with the rows and positions that layouts need added.
 
         Args:
             input_ids (`torch.Tensor`): [B, S], the whole micro-batch, the same on every rank.
@@ -101,32 +111,68 @@ class CausalLMForward:
             return_logits (`bool`, *optional*): defaults to whether there are no labels.
             whole_loss (`bool`): False leaves the loss this rank's own part, which adds up over the ranks to the whole.
 
-        Returns:
-            [`CausalLMOutput`]: `loss` (fp32 scalar) and `logits` [own rows, S, V].
-
         Raises:
             ValueError: for inputs that no layout is known for.
         """
         _refuse_inputs(unused, attention_mask)
         targets = shift_labels if shift_labels is not None else (None if labels is None else shift_targets(labels))
-        return_logits = targets is None if return_logits is None else return_logits
-        batch = self._micro_batch(input_ids, attention_mask, position_ids, targets, return_logits)
-        hidden = self._run_base_model(batch)
-        rectangle = batch.head.rectangle(self.mesh.index, batch.rows, batch.length)
-        own_targets = None
-        if batch.targets is not None:
-            rows = slice(rectangle.row_start, rectangle.row_stop)
-            positions = slice(rectangle.position_start, rectangle.position_stop)
-            own_targets = batch.targets[rows, positions].flatten()
-        request = HeadRequest(targets=own_targets, logits=return_logits, label_smoothing=label_smoothing)
-        loss, logits = self.model.get_output_embeddings()(hidden, request)
-        if loss is not None:
-            if num_items_in_batch is None:
-                num_items_in_batch = (batch.targets != IGNORED).sum()
-            loss = self._reported_loss(loss, num_items_in_batch, batch.head.replicas, whole_loss)
+        wanted = Wanted(
+            num_items=num_items_in_batch,
+            label_smoothing=label_smoothing,
+            logits=targets is None if return_logits is None else return_logits,
+            whole_loss=whole_loss,
+        )
+        real_rows, real_length = input_ids.shape
+        rows = max(real_rows, self.mesh.size if wanted.logits else self.data_degree)
+        embedding = vocabulary_layout(self.mesh.size, self.plan.embedding.tensor, rows)
+        head = vocabulary_layout(self.mesh.size, self.plan.head.tensor, rows)
+        boundary = vocabulary_layout(self.mesh.size, 1, rows)
+        degrees = [self.sequence_degree, embedding.positions, head.positions]
+        multiple = math.lcm(*degrees, *([boundary.positions] if len(self.plan.stages) > 1 else []))
+        length = -(-real_length // multiple) * multiple
+        if position_ids is not None and length > real_length:
+            # Counting on keeps the added positions in the last document of a packed row, as far as there are such
+            # positions: rotary embeddings may depend on the largest, and learned ones end somewhere.
+            more = position_ids[:, -1:] + torch.arange(1, length - real_length + 1, device=position_ids.device)
+            position_ids = torch.cat([position_ids, more.clamp(max=position_ids.max())], dim=1)
+        pad = self.model.config.pad_token_id
+        return MicroBatch(
+            input_ids=add_rows(add_positions(input_ids, length, pad if pad is not None else 0), rows),
+            attention_mask=add_rows(add_positions(attention_mask, length, 0), rows),
+            position_ids=add_rows(position_ids, rows),
+            targets=add_rows(add_positions(targets, length, IGNORED), rows, IGNORED),
+            real_rows=real_rows,
+            real_length=real_length,
+            embedding=embedding,
+            head=head,
+            boundary=boundary,
+            key=self.position.key(),
+            wanted=wanted,
+        )
+
+    def run(
+        self, stage: StageModule, batch: MicroBatch, received: torch.Tensor | None = None
+    ) -> torch.Tensor | CausalLMOutput:
+        """Runs one stage: hidden states for the next, or at the last stage what the micro-batch was wanted for."""
+        with self.current.of(batch):
+            if not stage.is_last:
+                return stage(received, None)
+            total, logits = stage(received, self._request(batch))
+        loss = None
+        if total is not None:
+            items = batch.wanted.num_items
+            items = (batch.targets != IGNORED).sum() if items is None else items
+            loss = self._reported_loss(total, items, batch.head.replicas, batch.wanted.whole_loss)
         if logits is not None:
             logits = logits[:, : batch.real_length]
         return CausalLMOutput(loss=loss, logits=logits)
+
+    def _request(self, batch: MicroBatch) -> HeadRequest:
+        targets = None
+        if batch.targets is not None:
+            own = batch.head.rectangle(self.mesh.index, batch.rows, batch.length)
+            targets = batch.targets[own.row_start : own.row_stop, own.position_start : own.position_stop].flatten()
+        return HeadRequest(targets=targets, logits=batch.wanted.logits, label_smoothing=batch.wanted.label_smoothing)
 
     def own_rows(self, rows: int) -> slice:
         """The rows whose logits this rank gets, of a micro-batch of `rows` rows; added rows are not counted.
@@ -148,80 +194,6 @@ class CausalLMForward:
         """
         tensor = add_rows(tensor, self.mesh.size, fill)
         return tensor[self.own_rows(tensor.shape[0])]
-
-    def _micro_batch(self, input_ids, attention_mask, position_ids, targets, logits: bool) -> MicroBatch:
-        real_rows, real_length = input_ids.shape
-        rows = max(real_rows, self.mesh.size if logits else self.data_degree)
-        embedding = vocabulary_layout(self.mesh.size, self.plan.embedding.tensor, rows)
-        head = vocabulary_layout(self.mesh.size, self.plan.head.tensor, rows)
-        multiple = math.lcm(self.sequence_degree, embedding.positions, head.positions)
-        length = -(-real_length // multiple) * multiple
-        if position_ids is not None and length > real_length:
-            # Counting on keeps the added positions in the last document of a packed row, as far as there are such
-            # positions: rotary embeddings may depend on the largest, and learned ones end somewhere.
-            more = position_ids[:, -1:] + torch.arange(1, length - real_length + 1, device=position_ids.device)
-            position_ids = torch.cat([position_ids, more.clamp(max=position_ids.max())], dim=1)
-        pad = self.model.config.pad_token_id
-        return MicroBatch(
-            input_ids=add_rows(add_positions(input_ids, length, pad if pad is not None else 0), rows),
-            attention_mask=add_rows(add_positions(attention_mask, length, 0), rows),
-            position_ids=add_rows(position_ids, rows),
-            targets=add_rows(add_positions(targets, length, IGNORED), rows, IGNORED),
-            real_rows=real_rows,
-            real_length=real_length,
-            embedding=embedding,
-            head=head,
-            key=self.position.key(),
-        )
-
-    def _run_base_model(self, batch: MicroBatch) -> torch.Tensor:
-        """The family's own base model on the embedding's part of the micro-batch.
-
-        Returns:
-            `torch.Tensor`: normed hidden states in the head's layout.
-        """
-        part = batch.embedding.rectangle(self.mesh.index, batch.rows, batch.length)
-        positions = batch.positions()
-        if self.adapter.positional:
-            rows = slice(part.row_start, part.row_stop) if positions.shape[0] > 1 else slice(None)
-            positions = positions[rows, part.position_start : part.position_stop]
-        self.current.value = batch
-        device = batch.input_ids.device
-        stream = random_stream(device, *batch.key, -1, part.row_start, part.position_start)
-        input_ids = batch.input_ids[part.row_start : part.row_stop, part.position_start : part.position_stop]
-        try:
-            with stream:
-                self.model.base_model(
-                    input_ids=input_ids,
-                    # The blocks bring the masks of their own rows; a prepared mask keeps the family from making one.
-                    attention_mask=self._prepared_mask(device),
-                    position_ids=positions,
-                    use_cache=False,
-                )
-        finally:
-            self.current.value = None
-        hidden = redistribute(
-            batch.final_hidden.pop(),
-            self.last_layout,
-            batch.head,
-            rows=batch.rows,
-            length=batch.length,
-            index=self.mesh.index,
-            groups=self.mesh.groups,
-        )
-        return self.norm_forward(hidden)
-
-    def _prepared_mask(self, device: torch.device):
-        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-        types = getattr(self.current.config, "layer_types", None)
-        return mask if types is None else dict.fromkeys(types, mask)
-
-    def _leave_base_model(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Stands where the final norm stood: keeps the hidden states, and returns a shape for the family to handle."""
-        batch = self.current.value
-        batch.final_hidden.append(hidden)
-        part = batch.embedding.rectangle(self.mesh.index, batch.rows, batch.length)
-        return torch.empty(*part.shape, hidden.shape[-1], device="meta")
 
     def _reported_loss(
         self, total: torch.Tensor, num_items: torch.Tensor | int, replicas: int, whole: bool

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,11 +15,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from galvatron_hf.parallel.dtensor import assign, full_tensor
 from galvatron_hf.parallel.fused import FusedNames
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.models import adapter_for
@@ -80,7 +78,7 @@ def load_state(
                 "load a checkpoint of the same configuration."
             )
     if optimizer is not None:
-        parameters = {name: tensor for name, tensor in _named_state(parallel.model) if tensor.requires_grad}
+        parameters = {name: tensor for name, tensor in _named_state(parallel) if tensor.requires_grad}
         state = _read_options(folder)
         for kind, name in _optimizer_entries(stored):
             if name in parameters:
@@ -121,9 +119,9 @@ def load_plain_state(model: PreTrainedModel, optimizer: torch.optim.Optimizer, f
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
-    """From the `id` of a parameter, as an optimizer holds it, to its name."""
+    """From the `id` of a parameter, as an optimizer holds it, to its name; none may be gathered."""
     names: dict[int, str] = {}
-    for name, tensor in _named_state(model):
+    for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), name)
     return names
 
@@ -135,7 +133,7 @@ def fused_names(parallel: ParallelModel) -> FusedNames:
 
 def _model_tensors(parallel: ParallelModel) -> dict[str, torch.Tensor]:
     tied = set(parallel.tied_names())
-    return {f"model.{name}": tensor.detach() for name, tensor in _named_state(parallel.model) if name not in tied}
+    return {f"model.{name}": tensor.detach() for name, tensor in _named_state(parallel) if name not in tied}
 
 
 def _optimizer_tensors(state: NamedOptimizerState) -> dict[str, torch.Tensor]:
@@ -173,36 +171,22 @@ def _place(parameter: torch.Tensor, stored: TensorStorageMetadata) -> torch.Tens
 
 def shard_optimizer_state(parallel: ParallelModel, state: NamedOptimizerState) -> NamedOptimizerState:
     """Whole tensors, the same on every rank, as shards like those of their weights; scalars stay."""
-    weights = dict(_named_state(parallel.model))
+    weights = dict(_named_state(parallel))
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     for kind, by_name in state.tensors.items():
         for name, whole in by_name.items():
             if whole.shape == weights[name].shape:
                 place = torch.zeros_like(weights[name], dtype=whole.dtype, requires_grad=False)
-                _assign(place, whole)
+                assign(place, whole)
                 whole = place
             tensors.setdefault(kind, {})[name] = whole
     return NamedOptimizerState(tensors=tensors, numbers=state.numbers, options=state.options)
 
 
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor's whole value on every rank, a plain tensor as it is; collective."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    # One gather per mesh axis is what a weight cut twice needs; DTensor warns about it on every rank.
-    warnings = logging.getLogger("torch.distributed.tensor._redistribute")
-    level = warnings.level
-    warnings.setLevel(logging.ERROR)
-    try:
-        return tensor.full_tensor()
-    finally:
-        warnings.setLevel(level)
-
-
 def whole_weights(parallel: ParallelModel) -> dict[str, torch.Tensor]:
     """All weights in the family's own names and shapes, on the CPU of rank 0; empty on the other ranks. Collective."""
     weights = {}
-    for name, tensor in _named_state(parallel.model):
+    for name, tensor in _named_state(parallel):
         whole = full_tensor(tensor.detach())
         if dist.get_rank() == 0:
             weights[name] = whole.cpu().clone()
@@ -216,7 +200,7 @@ def load_whole_weights(parallel: ParallelModel, weights: dict[str, torch.Tensor]
         ValueError: if a weight is missing, unknown, or has another shape.
     """
     weights = fused_names(parallel).split(weights)
-    expected = dict(_named_state(parallel.model))
+    expected = dict(_named_state(parallel))
     tied = set(parallel.tied_names())
     missing = sorted(expected.keys() - weights.keys() - tied)
     unknown = sorted(weights.keys() - expected.keys())
@@ -233,23 +217,7 @@ def load_whole_weights(parallel: ParallelModel, weights: dict[str, torch.Tensor]
                         f"{name} has shape {tuple(weights[name].shape)}, not {tuple(tensor.shape)}; "
                         "load weights of the same configuration."
                     )
-                _assign(tensor, weights[name])
-
-
-def _assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
-    if not isinstance(tensor, DTensor):
-        tensor.copy_(whole)
-        return
-    local = whole.to(tensor.device)
-    # Mesh axes cut in the order in which FSDP2 and tensor parallelism did: tensor first, then shard.
-    axes = list(enumerate(tensor.placements))
-    for axis, placement in reversed(axes):
-        if not placement.is_replicate():
-            dim, size = placement.dim, tensor.device_mesh.size(axis)
-            pieces = list(local.chunk(size, dim))
-            pieces += [local.narrow(dim, 0, 0)] * (size - len(pieces))
-            local = pieces[tensor.device_mesh.get_local_rank(axis)]
-    tensor.to_local().copy_(local)
+                assign(tensor, weights[name])
 
 
 def read_whole_weights(folder: str | os.PathLike) -> dict[str, torch.Tensor]:
@@ -286,10 +254,8 @@ def plain_model(
     return model.to(device or next(parallel.model.parameters()).device).eval()
 
 
-def _named_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_state(parallel: ParallelModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Weights and persistent buffers, as `state_dict` names them; tied weights under each of their names."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # After a forward alone some weights are still gathered, and cast to the compute dtype.
-            module.reshard()
-    yield from model.state_dict(keep_vars=True).items()
+    # After a forward alone some weights are still gathered, and cast to the compute dtype.
+    parallel.units.reshard()
+    yield from parallel.model.state_dict(keep_vars=True).items()

@@ -113,12 +113,11 @@ def _check_regions(layer: nn.Module, adapter: DecoderAdapter, plan: ParallelPlan
 
 
 def _check_vocabulary(model: PreTrainedModel, plan: ParallelPlan) -> None:
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    if tied and plan.embedding != plan.head:
-        raise ValueError(
-            f"embedding {plan.embedding} and head {plan.head} differ, but {type(model).__name__} ties their weights; "
-            "give both the same strategy."
-        )
+    if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
+        try:
+            plan.check_tied()
+        except ValueError as error:
+            raise ValueError(f"{type(model).__name__} ties its embeddings: {error}.") from None
 
 
 def _check_shards(model: PreTrainedModel, adapter: DecoderAdapter, plan: ParallelPlan) -> None:

@@ -38,10 +38,11 @@ class WeightMesh:
 
 
 class StageMesh:
-    """Meshes and groups of the stage that this rank belongs to.
+    """Meshes and groups of one rank list of a plan.
 
-    Everything collective happens in the constructor and in [`StageMesh.prepare`], in an order that depends on the
-    plan alone, so that all ranks create the same groups in the same order.
+    All ranks of the world make the same groups in the same order, those of lists that they are not in too: everything
+    collective happens in [`StageMesh.prepare`] and [`StageMesh.prepare_blocks`], whose arguments come from the plan
+    alone.
 
     Args:
         ranks (`tuple[int, ...]`): global ranks of the stage, in the plan's order.
@@ -51,7 +52,7 @@ class StageMesh:
     def __init__(self, ranks: tuple[int, ...], device_type: str):
         self.ranks = tuple(ranks)
         self.device_type = device_type
-        self.index = self.ranks.index(dist.get_rank())
+        self.contains_self = dist.get_rank() in self.ranks
         self.groups = GroupCache(self.ranks)
         self._weights: dict[tuple[int, int, int], WeightMesh] = {}
         self._strided: dict[tuple[int, int], dist.ProcessGroup | None] = {}
@@ -60,11 +61,22 @@ class StageMesh:
     def size(self) -> int:
         return len(self.ranks)
 
+    @property
+    def index(self) -> int:
+        """This rank's index in the stage's order."""
+        return self.ranks.index(dist.get_rank())
+
+    def prepare(self, strategy: LayerStrategy | VocabularyStrategy) -> None:
+        """Creates the groups of a strategy; collective."""
+        shape = self._shape(strategy)
+        for stride, size in zip((shape[1] * shape[2], shape[2], 1), shape, strict=True):
+            self._make_groups(stride, size)
+        if isinstance(strategy, LayerStrategy):
+            self._make_groups(strategy.tensor, strategy.ulysses)
+
     def weights(self, strategy: LayerStrategy | VocabularyStrategy) -> WeightMesh:
-        """The mesh of a strategy's weights; collective the first time a shape is asked for."""
-        shard_ranks = self.size // strategy.tensor
-        shard = 1 if strategy.sharding == "replicate" else (strategy.shard_degree or shard_ranks)
-        shape = (shard_ranks // shard, shard, strategy.tensor)
+        """The mesh of a strategy's weights, whose groups were prepared."""
+        shape = self._shape(strategy)
         if shape not in self._weights:
             grid = torch.tensor(self.ranks).view(shape)
             strides = shape[1] * shape[2], shape[2], 1
@@ -75,37 +87,78 @@ class StageMesh:
             self._weights[shape] = WeightMesh(mesh=mesh, data=data, tensor=mesh["tensor"])
         return self._weights[shape]
 
-    def prepare_strided(self, stride: int, size: int) -> None:
-        """Creates the groups of `size` ranks that are `stride` apart; collective."""
-        if size > 1:
-            self._group(stride, size)
-
-    def _group(self, stride: int, size: int) -> dist.ProcessGroup:
-        """This rank's group of `size` ranks that are `stride` apart; collective the first time it is asked for.
-
-        A group's ranks are numbered in the stage's order. [`DeviceMesh`] would number them by global rank, and its
-        pieces would then arrive in another order than the mesh's coordinates say.
-        """
-        if size == 1:
-            stride = 1
-        if stride == 1 and size > 1:
-            self.groups.prepare([size])
-            return self.groups.block(size)
-        if (stride, size) not in self._strided:
-            for start in range(0, self.size, stride * size):
-                for offset in range(stride):
-                    members = [self.ranks[start + offset + step * stride] for step in range(size)]
-                    group = dist.new_group(members, sort_ranks=members == sorted(members))
-                    if dist.get_rank() in members:
-                        self._strided[stride, size] = group
-        return self._strided[stride, size]
-
     def strided(self, stride: int, size: int) -> dist.ProcessGroup | None:
         """This rank's group of `size` ranks that are `stride` apart; None when it would hold one rank."""
-        if size == 1:
-            return None
-        return self._group(stride, size)
+        return None if size == 1 else self._group(stride, size)
 
     def position_in(self, stride: int, size: int) -> int:
         """Index of this rank inside its group of `size` ranks that are `stride` apart."""
         return (self.index // stride) % size
+
+    def _shape(self, strategy: LayerStrategy | VocabularyStrategy) -> tuple[int, int, int]:
+        shard_ranks = self.size // strategy.tensor
+        shard = 1 if strategy.sharding == "replicate" else (strategy.shard_degree or shard_ranks)
+        return shard_ranks // shard, shard, strategy.tensor
+
+    def _make_groups(self, stride: int, size: int) -> None:
+        """Creates the groups of `size` ranks that are `stride` apart, unless they exist; collective.
+
+        A group's ranks are numbered in the stage's order. [`DeviceMesh`] would number them by global rank, and its
+        pieces would then arrive in another order than the mesh's coordinates say.
+        """
+        if stride == 1 and size > 1:
+            self.groups.prepare([size])
+            return
+        stride = 1 if size == 1 else stride
+        if (stride, size) in self._strided:
+            return
+        self._strided[stride, size] = None
+        for start in range(0, self.size, stride * size):
+            for offset in range(stride):
+                members = [self.ranks[start + offset + step * stride] for step in range(size)]
+                group = dist.new_group(members, sort_ranks=members == sorted(members))
+                if dist.get_rank() in members:
+                    self._strided[stride, size] = group
+
+    def _group(self, stride: int, size: int) -> dist.ProcessGroup:
+        if stride == 1 and size > 1:
+            return self.groups.block(size)
+        return self._strided[1 if size == 1 else stride, size]
+
+
+class WorldMesh:
+    """Meshes of all rank lists of plans on the same ranks, and the groups that join stages; each made once.
+
+    Args:
+        device_type (`str`): `"cpu"` or `"cuda"`.
+    """
+
+    def __init__(self, device_type: str):
+        self.device_type = device_type
+        self._stages: dict[tuple[int, ...], StageMesh] = {}
+        self._joined: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
+
+    def stage(self, ranks: tuple[int, ...]) -> StageMesh:
+        """The mesh of a rank list."""
+        if ranks not in self._stages:
+            self._stages[ranks] = StageMesh(ranks, self.device_type)
+        return self._stages[ranks]
+
+    def join(self, lists: list[tuple[int, ...]], copies: int = 1) -> list[dist.ProcessGroup]:
+        """Groups of the ranks that have the same index in each of `lists`; collective.
+
+        Args:
+            lists (`list[tuple[int, ...]]`): rank lists of equal length.
+            copies (`int`): how many groups of the same ranks are wanted, so that they do not wait for each other.
+
+        Returns:
+            `list[ProcessGroup]`: this rank's, numbered in the order of `lists`; empty if it is in none.
+        """
+        own: list[dist.ProcessGroup] = []
+        for members in zip(*lists, strict=True):
+            made = self._joined.setdefault(members, [])
+            while len(made) < copies:
+                made.append(dist.new_group(list(members), sort_ranks=False))
+            if dist.get_rank() in members:
+                own = made[:copies]
+        return own

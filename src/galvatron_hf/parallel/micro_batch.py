@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,23 @@ from galvatron_hf.parallel.layout import Layout, Rectangle
 
 
 IGNORED = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a forward pass is to give.
+
+    Attributes:
+        num_items (`torch.Tensor` or `int`, *optional*): what the sum of losses is divided by.
+        label_smoothing (`float`): as in [`transformers.trainer_pt_utils.LabelSmoother`].
+        logits (`bool`): whether full-vocabulary logits of the rank's own rows are wanted.
+        whole_loss (`bool`): whether the loss is the sum over all ranks, not this rank's part.
+    """
+
+    num_items: torch.Tensor | int | None = None
+    label_smoothing: float = 0.0
+    logits: bool = False
+    whole_loss: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +51,9 @@ class MicroBatch:
         real_length (`int`): positions that the caller gave.
         embedding (`Layout`): where the embedding leaves the hidden states.
         head (`Layout`): where the head takes them.
+        boundary (`Layout`): where they lie between two pipeline stages.
         key (`tuple[int, ...]`): (seed, step, micro-batch), the beginning of every random stream's key.
+        wanted ([`Wanted`]): what is to come out of it.
         masks (`dict`): attention masks made so far, by rows.
         final_hidden (`list[torch.Tensor]`): what the last layer left, set during the forward pass.
     """
@@ -46,7 +66,9 @@ class MicroBatch:
     real_length: int
     embedding: Layout
     head: Layout
+    boundary: Layout
     key: tuple[int, ...]
+    wanted: Wanted
     masks: dict = field(default_factory=dict)
     final_hidden: list[torch.Tensor] = field(default_factory=list)
 
@@ -101,6 +123,12 @@ class MicroBatch:
 def shift_targets(labels: torch.Tensor) -> torch.Tensor:
     """Labels [B, S] moved one to the left, so that each position holds the token it predicts."""
     return F.pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous()
+
+
+def count_targets(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Number of tokens that a batch asks to predict."""
+    targets = batch["shift_labels"] if batch.get("shift_labels") is not None else shift_targets(batch["labels"])
+    return (targets != IGNORED).sum()
 
 
 def add_rows(tensor: torch.Tensor | None, rows: int, value: int | None = None) -> torch.Tensor | None:

@@ -4,20 +4,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
+from transformers.modeling_outputs import CausalLMOutput
 
 from galvatron_hf.parallel.causal_lm import CausalLMForward, StreamPosition
-from galvatron_hf.parallel.mesh import StageMesh
-from galvatron_hf.parallel.micro_batch import IGNORED, shift_targets
+from galvatron_hf.parallel.dtensor import local_tensor, replicas
+from galvatron_hf.parallel.fused import FusedNames
+from galvatron_hf.parallel.mesh import StageMesh, WorldMesh
+from galvatron_hf.parallel.micro_batch import count_targets
 from galvatron_hf.parallel.models import DecoderAdapter
-from galvatron_hf.parallel.sharding import ShardedUnits, local_tensor, replicas
+from galvatron_hf.parallel.pipeline import Pipeline
+from galvatron_hf.parallel.pipeline_evaluation import evaluate_pipelined
+from galvatron_hf.parallel.sharding import ShardedUnits
+from galvatron_hf.parallel.tied import TiedWeights
 from galvatron_hf.plan import ParallelPlan
+
+
+LossOf = Callable[[dict[str, Any], CausalLMOutput], torch.Tensor]
 
 
 @dataclass(kw_only=True)
@@ -25,20 +36,29 @@ class ParallelModel:
     """What [`parallelize`] returns.
 
     Attributes:
-        model ([`PreTrainedModel`]): the model; its parameters are DTensors now.
+        model ([`PreTrainedModel`]): the model; its parameters are DTensors now, under a pipeline those of this rank's
+            stages.
         plan ([`ParallelPlan`]): the plan it computes under.
         adapter ([`DecoderAdapter`]): its family.
-        mesh ([`StageMesh`]): meshes and groups.
-        units ([`ShardedUnits`]): its FSDP2 units.
-        family (`type`): the model's own class, which FSDP2 has put a subclass over.
+        world ([`WorldMesh`]): meshes and groups of all stages.
+        mesh ([`StageMesh`]): those of this rank's stages.
+        units ([`ShardedUnits`]): what is gathered and reduced together.
+        family (`type`): the model's own class.
+        fused ([`FusedNames`]): its fused weights.
+        pipeline ([`Pipeline`], *optional*): runs a plan of several stages.
+        tied ([`TiedWeights`], *optional*): a tied weight with stages between its copies.
     """
 
     model: PreTrainedModel
     plan: ParallelPlan
     adapter: DecoderAdapter
+    world: WorldMesh
     mesh: StageMesh
     units: ShardedUnits
     family: type[PreTrainedModel]
+    fused: FusedNames
+    pipeline: Pipeline | None = None
+    tied: TiedWeights | None = None
 
     @property
     def forward(self) -> CausalLMForward:
@@ -51,19 +71,31 @@ class ParallelModel:
 
     @property
     def layers(self) -> list[nn.Module]:
-        return list(self.model.base_model.get_submodule(self.adapter.layers))
+        """The layers of this rank's stages, in order."""
+        layers = self.model.base_model.get_submodule(self.adapter.layers)
+        return [layer for layer in layers if not isinstance(layer, PipelineIdentityLayer)]
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether this rank is one of those that compute losses and logits."""
+        return self.pipeline is None or self.pipeline.has_last
 
     def tied_names(self) -> list[str]:
         """Names under which a weight appears a second time in the state dict."""
         seen, tied = set(), []
         for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if id(tensor) in seen:
+            if id(tensor) in seen or (self.tied is not None and self.tied.is_copy(tensor)):
                 tied.append(name)
             seen.add(id(tensor))
         return tied
 
     def forward_backward(
-        self, batch: Mapping[str, torch.Tensor], num_items_in_batch: torch.Tensor | int | None = None, **options
+        self,
+        batch: Mapping[str, torch.Tensor],
+        num_items_in_batch: torch.Tensor | int | None = None,
+        *,
+        loss_of: LossOf | None = None,
+        **options,
     ) -> torch.Tensor:
         """Forward and backward of a global batch in the plan's micro-batches.
 
@@ -71,27 +103,93 @@ class ParallelModel:
             batch (`Mapping[str, torch.Tensor]`): [B, S] tensors with `labels` or `shift_labels`, the same on every
                 rank.
             num_items_in_batch (`torch.Tensor` or `int`, *optional*): targets of the global batch; counted if absent.
+            loss_of (`Callable`, *optional*): this rank's part of a micro-batch's loss, from the micro-batch and a
+                [`CausalLMOutput`] with logits of the own rows; called on the ranks that have them. The default is the
+                loss of next-token prediction.
             options: passed to the model's forward.
 
         Returns:
             `torch.Tensor`: the loss of the global batch, an fp32 scalar, the same on every rank.
         """
-        if num_items_in_batch is None:
-            num_items_in_batch = count_targets(batch)
-        losses = []
-        for micro_batch in self.micro_batches(batch):
+        if loss_of is None:
+            if num_items_in_batch is None:
+                num_items_in_batch = count_targets(batch)
             options = options | {"num_items_in_batch": num_items_in_batch, "whole_loss": False}
-            loss = self.model(**micro_batch, **options).loss
+        else:
+            options = options | {"return_logits": True}
+        parts = self.micro_batches(batch)
+        if self.pipeline is None:
+            losses = self._one_by_one(parts, loss_of, options)
+        else:
+            losses = self._pipelined(list(parts), loss_of, options)
+        total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+        dist.all_reduce(total)
+        return total
+
+    def _one_by_one(self, parts: Iterable[dict], loss_of: LossOf | None, options: dict) -> list[torch.Tensor]:
+        losses = []
+        for part in parts:
+            if loss_of is None:
+                loss = self.model(**part, **options).loss
+            else:
+                loss = loss_of(part, self.model(**without_labels(part), **options))
             loss.backward()
             losses.append(loss.detach())
-        total = torch.stack(losses).sum()
-        dist.all_reduce(total, group=self.mesh.groups.block(self.mesh.size))
-        return total
+        return losses
+
+    def _pipelined(self, parts: list[dict], loss_of: LossOf | None, options: dict) -> list[torch.Tensor]:
+        batches = []
+        for index, part in enumerate(parts):
+            self.streams.micro_batch = index
+            inputs = part if loss_of is None else without_labels(part)
+            batches.append(self.forward.micro_batch(**inputs, **options))
+        own = (lambda index, output: output.loss) if loss_of is None else lambda i, output: loss_of(parts[i], output)
+        losses = self.pipeline.train(batches, own)
+        if self.tied is not None:
+            self.tied.sum_gradients()
+        return losses
+
+    @torch.no_grad()
+    def evaluate(self, batch: Mapping[str, torch.Tensor], **options) -> CausalLMOutput | None:
+        """Loss and logits of a batch, without gradients; collective.
+
+        Args:
+            batch (`Mapping[str, torch.Tensor]`): [B, S] tensors, the same on every rank. Under a pipeline with logits
+                it has a multiple of the world's size of rows.
+            options: passed to the model's forward.
+
+        Returns:
+            [`CausalLMOutput`]: `loss`, the same on every rank. `logits`: without a pipeline, of the rows that
+                [`CausalLMForward.own_rows`] names; under one, of the rank's equal share of the rows, see
+                [`ParallelModel.share_index`].
+        """
+        if self.pipeline is None:
+            self.units.begin_micro_batch(last=True)
+            output = self.model(**batch, **options)
+            self.units.reshard()
+            return output
+        return evaluate_pipelined(self, batch, options)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def share_index(self) -> int:
+        """Index of the equal share of an evaluated batch's rows whose logits this rank gets."""
+        place = 0 if self.pipeline is None else self.pipeline.place
+        return self.mesh.index * (self.plan.world_size // self.mesh.size) + place
+
+    def share_order(self) -> list[int]:
+        """The ranks in the order of their shares of an evaluated batch."""
+        lists = list(dict.fromkeys(stage.ranks for stage in self.plan.stages))
+        return [ranks[index] for index in range(self.mesh.size) for ranks in lists]
 
     def micro_batches(self, batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
         """Splits a global batch by rows into the plan's micro-batches (fewer if it has fewer rows).
 
-        While one is handed out, gradient synchronisation and random streams are set for it.
+        Without a pipeline, gradient synchronisation and random streams are set for a micro-batch while it is handed
+        out.
 
         Yields:
             `dict[str, torch.Tensor]`: the micro-batch.
@@ -100,19 +198,22 @@ class ParallelModel:
         count = min(self.plan.micro_batches, rows)
         for index in range(count):
             part = slice(index * rows // count, (index + 1) * rows // count)
-            self.streams.micro_batch = index
-            self.units.begin_micro_batch(last=index == count - 1)
+            if self.pipeline is None:
+                self.streams.micro_batch = index
+                self.units.begin_micro_batch(last=index == count - 1)
             yield {name: value[part] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of all gradients, each counted once however many ranks hold it; an fp32 scalar."""
-        device = next(self.model.parameters()).device
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                square = local_tensor(parameter.grad).double().square().sum()
-                total += square / replicas(parameter.grad)
-        dist.all_reduce(total, group=self.mesh.groups.block(self.mesh.size))
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        counted = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        if self.tied is not None:
+            counted = [parameter for parameter in counted if not self.tied.is_copy(parameter)]
+        if counted:
+            norms = torch.stack(torch._foreach_norm([local_tensor(parameter.grad) for parameter in counted]))
+            copies = torch.tensor([replicas(parameter.grad) for parameter in counted], device=self.device)
+            total += (norms.double().square() / copies).sum()
+        dist.all_reduce(total)
         return total.sqrt().float()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -125,10 +226,9 @@ class ParallelModel:
         return norm
 
 
-def count_targets(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Number of tokens that a batch asks to predict."""
-    targets = batch["shift_labels"] if batch.get("shift_labels") is not None else shift_targets(batch["labels"])
-    return (targets != IGNORED).sum()
+def without_labels(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A batch as a loss of one's own gives it to the model."""
+    return {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
 
 
 @torch.no_grad()

@@ -128,6 +128,11 @@ def step_traffic(plan: ParallelPlan, model: ModelShape, *, rows: int, length: in
     """
     for sentence in plan.unsupported():
         raise ValueError(sentence)
+    if len(plan.stages) > 1:
+        raise ValueError(
+            f"The plan has {len(plan.stages)} pipeline stages, whose traffic has no formula yet; give a plan of one "
+            "stage, such as that of a stage's ranks and layers."
+        )
     if plan.num_layers != len(model.layers):
         raise ValueError(
             f"The plan has {plan.num_layers} layers and the model has {len(model.layers)}; make a plan for "

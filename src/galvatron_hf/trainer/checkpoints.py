@@ -145,6 +145,7 @@ class CheckpointMixin:
             fused = FusedNames.of(self.model, adapter_for(self.model))
         else:
             fused = fused_names(self.parallel)
+            self.parallel.units.reshard()
         names = parameter_names(self.model)
         return [[fused.family_name(names[id(p)]) for p in group["params"]] for group in self.optimizer.param_groups]
 

@@ -23,7 +23,7 @@ from transformers.utils import logging
 from galvatron_hf.data.loader import GlobalBatchLoader, batch_rows, join_batches, own_share, read_once, take_rows
 from galvatron_hf.parallel.apply import parallelize
 from galvatron_hf.parallel.checks import check_model, check_plan
-from galvatron_hf.parallel.mesh import StageMesh
+from galvatron_hf.parallel.mesh import WorldMesh
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.models import adapter_for
 from galvatron_hf.plan import ParallelPlan
@@ -57,7 +57,7 @@ class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin
 
     def __init__(self, *args, **kwargs):
         self.parallel: ParallelModel | None = None
-        self._stage_mesh: StageMesh | None = None
+        self._world: WorldMesh | None = None
         self._pending_batches: list[dict[str, Any]] = []
         self._resumed_plan: ParallelPlan | None = None
         super().__init__(*args, **kwargs)
@@ -116,9 +116,9 @@ class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin
             logger.warning("The model was loaded in bf16; its master weights are kept in fp32 from here on.")
             plan = replace(plan, precision=replace(plan.precision, compute="bf16"))
             self.model.float()
-        self.parallel = parallelize(self.model, plan, mesh=self._stage_mesh)
+        self.parallel = parallelize(self.model, plan, world=self._world)
         self.parallel.streams.seed = self.args.seed
-        self._stage_mesh = self.parallel.mesh
+        self._world = self.parallel.world
         # Trainer then leaves placement and wrapping of the model to us.
         self.is_distributed_loading_by_transformers = True
         if self.args.should_save:

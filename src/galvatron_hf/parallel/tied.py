@@ -1,0 +1,55 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""A weight that embedding and head share, on two stages: two copies that take the same steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from galvatron_hf.parallel.dtensor import assign, full_tensor, local_tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiedWeights:
+    """The two copies of a tied weight.
+
+    The embedding's is the one that counts: in the norm of all gradients, and in what is saved.
+
+    Attributes:
+        embedding (`nn.Module`, *optional*): on the first stage's ranks.
+        head (`nn.Module`, *optional*): on the last stage's ranks.
+        names (`tuple[str, str]`): of the embedding's weight and of the head's.
+        group (`ProcessGroup`, *optional*): the two ranks that hold the same piece; None on other stages' ranks, and
+            where one rank has both copies.
+        alike (`bool`): whether both are cut alike, so that each rank's piece has its counterpart.
+    """
+
+    embedding: nn.Module | None
+    head: nn.Module | None
+    names: tuple[str, str]
+    group: dist.ProcessGroup | None
+    alike: bool
+
+    def is_copy(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is the copy that does not count."""
+        return self.head is not None and parameter is self.head.weight
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Gives both copies the sum of their gradients; collective over the first and the last stage."""
+        copies = [module.weight.grad for module in (self.embedding, self.head) if module is not None]
+        if not copies or copies[0] is None:
+            return
+        if len(copies) == 2:
+            copies[0].to_local().add_(copies[1].to_local())
+            copies[1].to_local().copy_(copies[0].to_local())
+        elif self.alike:
+            dist.all_reduce(local_tensor(copies[0]), group=self.group)
+        else:
+            whole = full_tensor(copies[0]).contiguous()
+            dist.all_reduce(whole, group=self.group)
+            assign(copies[0], whole)
