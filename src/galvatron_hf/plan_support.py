@@ -46,7 +46,7 @@ def _stages(plan: "ParallelPlan") -> list[str]:
     if not orders(shape, plan.micro_batches):
         fitting = nearest(plan.micro_batches, [n for n in range(1, 2 * plan.micro_batches) if orders(shape, n)])
         found.append(
-            f"micro_batches is {plan.micro_batches}, which {plan.schedule!r} cannot order in rounds of equally many on "
+            f"micro_batches is {plan.micro_batches}, which {plan.schedule!r} cannot order in equal rounds on "
             f"{shape.lists} rank lists: use micro_batches={fitting}"
         )
     return found + _zero_bubble(plan)

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """In which order the ranks of a pipeline do their work: the plan's schedules, as lists of actions.
 
-Interleaved and zero-bubble orders are those of `torch.distributed.pipelining`. Nothing here needs ranks, so that a cost
-model can read them too.
+Interleaved and zero-bubble orders are those of `torch.distributed.pipelining`. Nothing here needs ranks, so that a
+cost model can read them too.
 """
 
 from __future__ import annotations

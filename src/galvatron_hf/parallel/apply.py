@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -106,10 +105,10 @@ def parallelize(model: PreTrainedModel, plan: ParallelPlan, world: WorldMesh | N
             units.prefetch_backward([block.layer for block in blocks])
     units.release_after_evaluation(model)
     model.forward = CausalLMForward(model, plan, mesh, current, list(stages.values()))
-    pipeline = None
+    pipeline, timeline = None, Timeline(device)
     if len(plan.stages) > 1:
         model.num_parameters = counts
-        pipeline = _pipeline(plan, model, stages, units, world, device)
+        pipeline = _pipeline(plan, model, stages, units, world, timeline)
     return ParallelModel(
         model=model,
         plan=plan,
@@ -119,6 +118,7 @@ def parallelize(model: PreTrainedModel, plan: ParallelPlan, world: WorldMesh | N
         units=units,
         family=family,
         fused=names,
+        timeline=timeline,
         pipeline=pipeline,
         tied=tied,
     )
@@ -205,7 +205,7 @@ def _pipeline(
     stages: dict[int, StageModule],
     units: ShardedUnits,
     world: WorldMesh,
-    device: torch.device,
+    timeline: Timeline,
 ) -> Pipeline:
     lists = list(dict.fromkeys(stage.ranks for stage in plan.stages))
     shape = PipelineShape.of(plan)
@@ -219,7 +219,7 @@ def _pipeline(
         groups=world.join(lists, copies=2),
         hidden_size=model.base_model.config.hidden_size,
         dtype=DTYPES[precision.compute],
-        timeline=Timeline(device),
+        timeline=timeline,
     )
 
 

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,8 +42,11 @@ def save_state(parallel: ParallelModel, optimizer: torch.optim.Optimizer | None,
         ValueError: if the optimizer's state is more than tensors and numbers.
     """
     tensors = _model_tensors(parallel)
+    if parallel.tied is not None and parallel.tied.embedding is None:
+        tensors.pop(f"model.{parallel.tied.names[0]}", None)  # it is the embedding's stage that saves it
     if optimizer is not None:
-        state = NamedOptimizerState.of(optimizer, parameter_names(parallel.model), fused_names(parallel))
+        state = NamedOptimizerState.of(optimizer, parallel.parameter_names(), parallel.fused)
+        state = _of_all_stages(parallel, state)
         tensors |= _optimizer_tensors(state)
     dcp.save(tensors, checkpoint_id=os.fspath(folder))
     if optimizer is not None and dist.get_rank() == 0:
@@ -78,7 +82,7 @@ def load_state(
                 "load a checkpoint of the same configuration."
             )
     if optimizer is not None:
-        parameters = {name: tensor for name, tensor in _named_state(parallel) if tensor.requires_grad}
+        parameters = {name: tensor for name, tensor in _named_state(parallel).items() if tensor.requires_grad}
         state = _read_options(folder)
         for kind, name in _optimizer_entries(stored):
             if name in parameters:
@@ -86,8 +90,10 @@ def load_state(
                 state.tensors.setdefault(kind, {})[name] = place
         tensors |= _optimizer_tensors(state)
     dcp.load(tensors, checkpoint_id=os.fspath(folder))
+    if weights and parallel.tied is not None:
+        parallel.tied.copy_weight()
     if optimizer is not None:
-        state.load_into(optimizer, parameter_names(parallel.model), fused_names(parallel))
+        state.load_into(optimizer, parallel.parameter_names(), parallel.fused)
 
 
 def load_plain_state(model: PreTrainedModel, optimizer: torch.optim.Optimizer, folder: str | os.PathLike) -> None:
@@ -119,21 +125,35 @@ def load_plain_state(model: PreTrainedModel, optimizer: torch.optim.Optimizer, f
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
-    """From the `id` of a parameter, as an optimizer holds it, to its name; none may be gathered."""
+    """From the `id` of a plain model's parameter, as an optimizer holds it, to its name."""
     names: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), name)
     return names
 
 
-def fused_names(parallel: ParallelModel) -> FusedNames:
-    """The fused weights of a parallelised model."""
-    return FusedNames.of(parallel.model, parallel.adapter)
-
-
 def _model_tensors(parallel: ParallelModel) -> dict[str, torch.Tensor]:
-    tied = set(parallel.tied_names())
-    return {f"model.{name}": tensor.detach() for name, tensor in _named_state(parallel) if name not in tied}
+    """Each weight of this rank's stages once; of a tied weight's copy on another stage the embedding's name."""
+    left_out, state = parallel.tied_names(), _named_state(parallel)
+    return {f"model.{name}": tensor.detach() for name, tensor in state.items() if name not in left_out}
+
+
+def _of_all_stages(parallel: ParallelModel, state: NamedOptimizerState) -> NamedOptimizerState:
+    """This rank's tensors to save, with the options and numbers of all stages; collective."""
+    if parallel.pipeline is None:
+        return state
+    tensors = {kind: dict(by_name) for kind, by_name in state.tensors.items()}
+    if parallel.tied is not None and parallel.tied.embedding is None:
+        for by_name in tensors.values():
+            by_name.pop(parallel.tied.names[0], None)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (state.options, state.numbers))
+    options, numbers = {}, {}
+    for other_options, other_numbers in gathered:
+        options |= other_options
+        for kind, by_name in other_numbers.items():
+            numbers.setdefault(kind, {}).update(by_name)
+    return NamedOptimizerState(tensors=tensors, numbers=numbers, options=options)
 
 
 def _optimizer_tensors(state: NamedOptimizerState) -> dict[str, torch.Tensor]:
@@ -170,11 +190,13 @@ def _place(parameter: torch.Tensor, stored: TensorStorageMetadata) -> torch.Tens
 
 
 def shard_optimizer_state(parallel: ParallelModel, state: NamedOptimizerState) -> NamedOptimizerState:
-    """Whole tensors, the same on every rank, as shards like those of their weights; scalars stay."""
-    weights = dict(_named_state(parallel))
+    """Whole tensors, the same on every rank, as shards like those of this rank's weights; scalars stay."""
+    weights = _named_state(parallel)
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     for kind, by_name in state.tensors.items():
         for name, whole in by_name.items():
+            if name not in weights:
+                continue  # another stage's
             if whole.shape == weights[name].shape:
                 place = torch.zeros_like(weights[name], dtype=whole.dtype, requires_grad=False)
                 assign(place, whole)
@@ -185,25 +207,52 @@ def shard_optimizer_state(parallel: ParallelModel, state: NamedOptimizerState) -
 
 def whole_weights(parallel: ParallelModel) -> dict[str, torch.Tensor]:
     """All weights in the family's own names and shapes, on the CPU of rank 0; empty on the other ranks. Collective."""
-    weights = {}
-    for name, tensor in _named_state(parallel):
+    own = _named_state(parallel)
+    keeps, weights = dist.get_rank() == 0, {}
+    sends = parallel.pipeline is not None and parallel.mesh.index == 0 and 0 not in parallel.mesh.ranks
+    listed = _listed_by_stages(parallel, {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()})
+    for name, tensor in own.items():
         whole = full_tensor(tensor.detach())
-        if dist.get_rank() == 0:
+        if keeps:
             weights[name] = whole.cpu().clone()
-    return fused_names(parallel).join(weights) if weights else {}
+        if sends:
+            dist.send(whole.contiguous(), dst=0)
+    if not keeps:
+        return {}
+    for source, described in listed.items():
+        for name, (shape, dtype) in described.items():
+            whole = torch.empty(shape, dtype=dtype, device=parallel.device)
+            dist.recv(whole, src=source)
+            weights[name] = whole.cpu()
+    return parallel.fused.join(weights)
+
+
+def _listed_by_stages(parallel: ParallelModel, own: Any) -> dict[int, Any]:
+    """What the first rank of each rank list has, by that rank; not of rank 0's list. Collective."""
+    if parallel.pipeline is None:
+        return {}
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    lists = dict.fromkeys(stage.ranks for stage in parallel.plan.stages)
+    return {ranks[0]: gathered[ranks[0]] for ranks in lists if 0 not in ranks}
 
 
 def load_whole_weights(parallel: ParallelModel, weights: dict[str, torch.Tensor]) -> None:
-    """Gives a parallelised model weights in the family's own names; every rank passes the same.
+    """Gives a parallelised model weights in the family's own names; every rank passes the same. Collective.
 
     Raises:
         ValueError: if a weight is missing, unknown, or has another shape.
     """
-    weights = fused_names(parallel).split(weights)
-    expected = dict(_named_state(parallel))
+    weights = parallel.fused.split(weights)
+    expected = _named_state(parallel)
     tied = set(parallel.tied_names())
+    known = set(expected) | tied
+    if parallel.pipeline is not None:
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, known)
+        known = set().union(*gathered)
     missing = sorted(expected.keys() - weights.keys() - tied)
-    unknown = sorted(weights.keys() - expected.keys())
+    unknown = sorted(weights.keys() - known)
     if missing or unknown:
         raise ValueError(
             f"The weights do not fit {parallel.family.__name__}: missing {missing[:3]}, unknown {unknown[:3]}; "
@@ -218,6 +267,8 @@ def load_whole_weights(parallel: ParallelModel, weights: dict[str, torch.Tensor]
                         "load weights of the same configuration."
                     )
                 assign(tensor, weights[name])
+    if parallel.tied is not None:
+        parallel.tied.copy_weight()
 
 
 def read_whole_weights(folder: str | os.PathLike) -> dict[str, torch.Tensor]:
@@ -254,8 +305,17 @@ def plain_model(
     return model.to(device or next(parallel.model.parameters()).device).eval()
 
 
-def _named_state(parallel: ParallelModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights and persistent buffers, as `state_dict` names them; tied weights under each of their names."""
+def _named_state(parallel: ParallelModel) -> dict[str, torch.Tensor]:
+    """Weights and persistent buffers of this rank's stages, as the whole model's `state_dict` names them.
+
+    Tied weights are there under each of their names, but a head's copy on another stage than the embedding under the
+    embedding's name.
+    """
     # After a forward alone some weights are still gathered, and cast to the compute dtype.
     parallel.units.reshard()
-    yield from parallel.model.state_dict(keep_vars=True).items()
+    state = dict(parallel.model.state_dict(keep_vars=True))
+    if parallel.tied is not None and parallel.tied.head is not None:
+        embedding, head = parallel.tied.names
+        copy = state.pop(head)
+        state.setdefault(embedding, copy)
+    return state

@@ -131,6 +131,11 @@ def count_targets(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return (targets != IGNORED).sum()
 
 
+def without_labels(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A batch as a loss of one's own gives it to the model."""
+    return {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
+
+
 def add_rows(tensor: torch.Tensor | None, rows: int, value: int | None = None) -> torch.Tensor | None:
     """Lengthens [B, S] to `rows` rows with copies of the last one, or with `value`."""
     if tensor is None or tensor.shape[0] >= rows:

@@ -19,13 +19,15 @@ from galvatron_hf.parallel.causal_lm import CausalLMForward, StreamPosition
 from galvatron_hf.parallel.dtensor import local_tensor, replicas
 from galvatron_hf.parallel.fused import FusedNames
 from galvatron_hf.parallel.mesh import StageMesh, WorldMesh
-from galvatron_hf.parallel.micro_batch import count_targets
+from galvatron_hf.parallel.micro_batch import count_targets, without_labels
 from galvatron_hf.parallel.models import DecoderAdapter
 from galvatron_hf.parallel.pipeline import Pipeline
 from galvatron_hf.parallel.pipeline_evaluation import evaluate_pipelined
 from galvatron_hf.parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.tied import TiedWeights
+from galvatron_hf.parallel.timeline import Timeline
 from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.schedule import Action, Work
 
 
 LossOf = Callable[[dict[str, Any], CausalLMOutput], torch.Tensor]
@@ -45,6 +47,7 @@ class ParallelModel:
         units ([`ShardedUnits`]): what is gathered and reduced together.
         family (`type`): the model's own class.
         fused ([`FusedNames`]): its fused weights.
+        timeline ([`Timeline`]): told when each micro-batch's work begins and ends.
         pipeline ([`Pipeline`], *optional*): runs a plan of several stages.
         tied ([`TiedWeights`], *optional*): a tied weight with stages between its copies.
     """
@@ -57,6 +60,7 @@ class ParallelModel:
     units: ShardedUnits
     family: type[PreTrainedModel]
     fused: FusedNames
+    timeline: Timeline
     pipeline: Pipeline | None = None
     tied: TiedWeights | None = None
 
@@ -75,11 +79,6 @@ class ParallelModel:
         layers = self.model.base_model.get_submodule(self.adapter.layers)
         return [layer for layer in layers if not isinstance(layer, PipelineIdentityLayer)]
 
-    @property
-    def has_outputs(self) -> bool:
-        """Whether this rank is one of those that compute losses and logits."""
-        return self.pipeline is None or self.pipeline.has_last
-
     def tied_names(self) -> list[str]:
         """Names under which a weight appears a second time in the state dict."""
         seen, tied = set(), []
@@ -88,6 +87,15 @@ class ParallelModel:
                 tied.append(name)
             seen.add(id(tensor))
         return tied
+
+    def parameter_names(self) -> dict[int, str]:
+        """From the `id` of a parameter, as an optimizer holds it, to its name; tied copies share one."""
+        self.units.reshard()
+        names: dict[int, str] = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            copy = self.tied is not None and self.tied.is_copy(tensor)
+            names.setdefault(id(tensor), self.tied.names[0] if copy else name)
+        return names
 
     def forward_backward(
         self,
@@ -128,12 +136,14 @@ class ParallelModel:
 
     def _one_by_one(self, parts: Iterable[dict], loss_of: LossOf | None, options: dict) -> list[torch.Tensor]:
         losses = []
-        for part in parts:
-            if loss_of is None:
-                loss = self.model(**part, **options).loss
-            else:
-                loss = loss_of(part, self.model(**without_labels(part), **options))
-            loss.backward()
+        for index, part in enumerate(parts):
+            with self.timeline.span(Action(Work.FORWARD, 0, index)):
+                if loss_of is None:
+                    loss = self.model(**part, **options).loss
+                else:
+                    loss = loss_of(part, self.model(**without_labels(part), **options))
+            with self.timeline.span(Action(Work.BACKWARD, 0, index)):
+                loss.backward()
             losses.append(loss.detach())
         return losses
 
@@ -150,12 +160,15 @@ class ParallelModel:
         return losses
 
     @torch.no_grad()
-    def evaluate(self, batch: Mapping[str, torch.Tensor], **options) -> CausalLMOutput | None:
+    def evaluate(
+        self, batch: Mapping[str, torch.Tensor], *, loss_of: LossOf | None = None, **options
+    ) -> CausalLMOutput:
         """Loss and logits of a batch, without gradients; collective.
 
         Args:
             batch (`Mapping[str, torch.Tensor]`): [B, S] tensors, the same on every rank. Under a pipeline with logits
                 it has a multiple of the world's size of rows.
+            loss_of (`Callable`, *optional*): as in [`ParallelModel.forward_backward`]; logits are then returned too.
             options: passed to the model's forward.
 
         Returns:
@@ -163,12 +176,19 @@ class ParallelModel:
                 [`CausalLMForward.own_rows`] names; under one, of the rank's equal share of the rows, see
                 [`ParallelModel.share_index`].
         """
-        if self.pipeline is None:
-            self.units.begin_micro_batch(last=True)
-            output = self.model(**batch, **options)
-            self.units.reshard()
-            return output
-        return evaluate_pipelined(self, batch, options)
+        if self.pipeline is not None:
+            return evaluate_pipelined(self, batch, options, loss_of)
+        if loss_of is None:
+            return self.model(**batch, **options)
+        output = self.model(**without_labels(batch), **options)
+        loss = loss_of(dict(batch), output).detach().clone()
+        self.sum_over_stage(loss)
+        return CausalLMOutput(loss=loss, logits=output.logits)
+
+    def sum_over_stage(self, tensor: torch.Tensor) -> None:
+        """Sums a tensor in place over the ranks of this rank's stages; collective over them."""
+        if self.mesh.size > 1:
+            dist.all_reduce(tensor, group=self.mesh.groups.block(self.mesh.size))
 
     @property
     def device(self) -> torch.device:
@@ -224,11 +244,6 @@ class ParallelModel:
             if parameter.grad is not None:
                 local_tensor(parameter.grad).mul_(scale)
         return norm
-
-
-def without_labels(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A batch as a loss of one's own gives it to the model."""
-    return {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
 
 
 @torch.no_grad()

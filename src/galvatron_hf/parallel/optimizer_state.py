@@ -102,7 +102,7 @@ class NamedOptimizerState:
         Raises:
             ValueError: if a weight is unknown here.
         """
-        state, groups, index = {}, [], 0
+        state, groups, index, given = {}, [], 0, set()
         for group in optimizer.param_groups:
             own = [names[id(parameter)] for parameter in group["params"]]
             missing = [name for name in own if fused.family_name(name) not in self.options]
@@ -118,6 +118,9 @@ class NamedOptimizerState:
             for name in own:
                 kinds = [*self.tensors.items(), *self.numbers.items()]
                 values = {kind: by_name[name] for kind, by_name in kinds if name in by_name}
+                if name in given:  # the second copy of a tied weight has a state of its own
+                    values = {kind: v.clone() if isinstance(v, torch.Tensor) else v for kind, v in values.items()}
+                given.add(name)
                 if values:
                     state[index] = values
                 index += 1

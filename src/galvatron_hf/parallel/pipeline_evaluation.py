@@ -11,14 +11,16 @@ import torch
 import torch.distributed as dist
 from transformers.modeling_outputs import CausalLMOutput
 
-from galvatron_hf.parallel.micro_batch import count_targets
+from galvatron_hf.parallel.micro_batch import count_targets, without_labels
 
 
 if TYPE_CHECKING:
-    from galvatron_hf.parallel.model import ParallelModel
+    from galvatron_hf.parallel.model import LossOf, ParallelModel
 
 
-def evaluate_pipelined(parallel: ParallelModel, batch: Mapping[str, Any], options: dict[str, Any]) -> CausalLMOutput:
+def evaluate_pipelined(
+    parallel: ParallelModel, batch: Mapping[str, Any], options: dict[str, Any], loss_of: LossOf | None
+) -> CausalLMOutput:
     """See [`ParallelModel.evaluate`].
 
     Raises:
@@ -26,7 +28,7 @@ def evaluate_pipelined(parallel: ParallelModel, batch: Mapping[str, Any], option
     """
     labelled = batch.get("labels") is not None or batch.get("shift_labels") is not None
     wants_logits = options.get("return_logits")
-    wants_logits = not labelled if wants_logits is None else wants_logits
+    wants_logits = loss_of is not None or (not labelled if wants_logits is None else wants_logits)
     if labelled and options.get("num_items_in_batch") is None:
         options = options | {"num_items_in_batch": count_targets(batch)}
     rows, world_size = batch["input_ids"].shape[0], parallel.plan.world_size
@@ -37,12 +39,16 @@ def evaluate_pipelined(parallel: ParallelModel, batch: Mapping[str, Any], option
         )
     shares = world_size if wants_logits else 1
     options = options | {"return_logits": wants_logits, "whole_loss": False}
-    parts = _micro_batches(batch, shares, parallel.plan.micro_batches)
-    outputs = parallel.pipeline.evaluate([parallel.forward.micro_batch(**part, **options) for part in parts])
+    parts = list(_micro_batches(batch, shares, parallel.plan.micro_batches))
+    inputs = parts if loss_of is None else [without_labels(part) for part in parts]
+    outputs = parallel.pipeline.evaluate([parallel.forward.micro_batch(**part, **options) for part in inputs])
     parallel.units.reshard()
     loss = logits = None
     if labelled:
-        own = [output.loss for output in outputs]
+        if loss_of is None:
+            own = [output.loss for output in outputs]
+        else:
+            own = [loss_of(part, output) for part, output in zip(parts, outputs, strict=bool(outputs))]
         loss = torch.stack(own).sum() if own else torch.zeros((), device=parallel.device)
         dist.all_reduce(loss)
     if wants_logits:

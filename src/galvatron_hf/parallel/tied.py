@@ -39,6 +39,12 @@ class TiedWeights:
         return self.head is not None and parameter is self.head.weight
 
     @torch.no_grad()
+    def copy_weight(self) -> None:
+        """Makes the head's copy the embedding's weight, where one rank has both and only that was loaded."""
+        if self.embedding is not None and self.head is not None:
+            local_tensor(self.head.weight).copy_(local_tensor(self.embedding.weight))
+
+    @torch.no_grad()
     def sum_gradients(self) -> None:
         """Gives both copies the sum of their gradients; collective over the first and the last stage."""
         copies = [module.weight.grad for module in (self.embedding, self.head) if module is not None]

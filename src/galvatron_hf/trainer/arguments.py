@@ -34,11 +34,17 @@ class GalvatronTrainingArguments(TrainingArguments):
         parallel_plan (`str` or [`ParallelPlan`], *optional*, defaults to `"auto"`):
             How to parallelise: a plan, the path of one, or "auto". Until plans are searched, "auto" is no parallelism
             on one process and ZeRO-3 on several.
+        trace_dir (`str`, *optional*):
+            Folder for `timeline.json`: when each rank computed and waited, as a trace for Chrome or Perfetto. The
+            environment variable `GALVATRON_TRACE` says the same.
     """
 
     parallel_plan: str | None = field(
         default="auto",
         metadata={"help": 'The plan: the path of a JSON file, or "auto".'},
+    )
+    trace_dir: str | None = field(
+        default=None, metadata={"help": "Folder for a trace of what each rank did when (timeline.json)."}
     )
 
     def to_dict(self) -> dict[str, Any]:

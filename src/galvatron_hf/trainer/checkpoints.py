@@ -16,7 +16,6 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import logging
 
 from galvatron_hf.parallel.checkpoint import (
-    fused_names,
     load_plain_state,
     load_state,
     load_whole_weights,
@@ -83,8 +82,12 @@ class CheckpointMixin:
             super()._save_optimizer_and_scheduler(output_dir)
             return
         save_state(self.parallel, _unwrapped(self.optimizer), os.path.join(output_dir, STATE_FOLDER))
+        state = SchedulerState.of(self.lr_scheduler.state_dict(), self._group_names())
+        if self.parallel.pipeline is not None:
+            gathered: list[SchedulerState | None] = [None] * self.args.world_size
+            dist.all_gather_object(gathered, state)
+            state = SchedulerState(common=state.common, groups=[group for one in gathered for group in one.groups])
         if self.args.should_save:
-            state = SchedulerState.of(self.lr_scheduler.state_dict(), self._group_names())
             with open(os.path.join(output_dir, SCHEDULER_FILE), "w") as file:
                 json.dump(state.to_json(), file, indent=2)
 
@@ -129,10 +132,10 @@ class CheckpointMixin:
 
     def _load_plain_files(self, optimizer_file: str, scheduler_file: str) -> None:
         """The `optimizer.pt` and `scheduler.pt` of plain Trainer, into a parallelised model's optimizer."""
-        names, fused = self._plain_groups(), fused_names(self.parallel)
+        names, fused = self._plain_groups(), self.parallel.fused
         state = NamedOptimizerState.of_file(optimizer_file, names, fused)
         state = shard_optimizer_state(self.parallel, state)
-        state.load_into(_unwrapped(self.optimizer), parameter_names(self.parallel.model), fused)
+        state.load_into(_unwrapped(self.optimizer), self.parallel.parameter_names(), fused)
         scheduler = torch.load(scheduler_file, map_location="cpu", weights_only=True)
         self._load_scheduler(SchedulerState.of(scheduler, names))
 
@@ -142,11 +145,9 @@ class CheckpointMixin:
     def _group_names(self) -> list[list[str]]:
         """The family's names of the weights in each of the optimizer's groups."""
         if self.parallel is None:
-            fused = FusedNames.of(self.model, adapter_for(self.model))
+            fused, names = FusedNames.of(self.model, adapter_for(self.model)), parameter_names(self.model)
         else:
-            fused = fused_names(self.parallel)
-            self.parallel.units.reshard()
-        names = parameter_names(self.model)
+            fused, names = self.parallel.fused, self.parallel.parameter_names()
         return [[fused.family_name(names[id(p)]) for p in group["params"]] for group in self.optimizer.param_groups]
 
     def _plain_groups(self) -> list[list[str]]:
@@ -155,7 +156,11 @@ class CheckpointMixin:
             plain = self.parallel.family(self.parallel.model.config)
         plain.tie_weights()
         trained = {name: tensor.requires_grad for name, tensor in self.parallel.model.named_parameters()}
-        trained = {fused_names(self.parallel).family_name(name): grad for name, grad in trained.items()}
+        if self.parallel.pipeline is not None:
+            gathered: list[dict[str, bool]] = [{}] * self.args.world_size
+            dist.all_gather_object(gathered, trained)
+            trained = {name: grad for one in gathered for name, grad in one.items()}
+        trained = {self.parallel.fused.family_name(name): grad for name, grad in trained.items()}
         for name, parameter in plain.named_parameters():
             parameter.requires_grad_(trained[name])
         model, optimizer = self.model, self.optimizer

@@ -36,7 +36,7 @@ class EvaluationMixin:
         if self._loss_comes_next:
             self._loss_comes_next = False
             return self._gather_losses(tensors)
-        ranks = torch.tensor(self.parallel.plan.stages[0].ranks)
+        ranks = torch.tensor(self.parallel.share_order())
 
         def in_order(gathered: torch.Tensor) -> torch.Tensor:
             return gathered.unflatten(0, (len(ranks), -1))[ranks.to(gathered.device)].flatten(0, 1)[: self._real_rows]
@@ -55,30 +55,24 @@ class EvaluationMixin:
             return self._generation_step(whole, labels, gen_kwargs)
         num_items = None if labels is None else self._get_num_items_in_batch([whole], self.args.device)
         self._loss_comes_next = labels is not None
-        logits = None
-        with torch.no_grad():
-            self.parallel.units.begin_micro_batch(last=True)
-            shares = -(-self._real_rows // self.args.world_size) * self.args.world_size
-            batch = fill_rows(whole, shares)
-            if self._loss_needs_logits() and labels is not None:
-                loss, outputs = self._own_loss(batch, num_items, self._real_rows, outputs=True)
-                loss = loss.detach().clone()
-                dist.all_reduce(loss)
-                logits = None if prediction_loss_only else outputs["logits"]
-            else:
-                smoothing = self.args.label_smoothing_factor
-                wanted = {} if labels is None else {"num_items_in_batch": num_items, "label_smoothing": smoothing}
-                outputs = self.model(**batch, **wanted, return_logits=not prediction_loss_only)
-                loss, logits = outputs.loss, outputs.logits
+        shares = -(-self._real_rows // self.args.world_size) * self.args.world_size
+        batch = fill_rows(whole, shares)
+        if self._loss_needs_logits() and labels is not None:
+            outputs = self._evaluate_own_loss(batch, num_items, self._real_rows)
+        else:
+            smoothing = self.args.label_smoothing_factor
+            wanted = {} if labels is None else {"num_items_in_batch": num_items, "label_smoothing": smoothing}
+            outputs = self.parallel.evaluate(batch, **wanted, return_logits=not prediction_loss_only)
+        loss, logits = outputs.loss, outputs.logits
         self.parallel.units.reshard()
         if prediction_loss_only:
             return loss, None, None
         own_labels = None if labels is None else self._share({"labels": labels})["labels"]
-        return loss, logits.detach(), own_labels
+        return loss, logits, own_labels
 
     def _share(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The rows whose logits this rank has."""
-        return equal_share(batch, self.parallel.mesh.index, self.args.world_size)
+        return equal_share(batch, self.parallel.share_index, self.args.world_size)
 
     # ---- Generation ----
 
@@ -117,11 +111,9 @@ class EvaluationMixin:
         tokens = self.generate(**prompts, **options).to(self.args.device)
         loss = None
         if labels is not None:
-            with torch.no_grad():
-                items = self._get_num_items_in_batch([whole], self.args.device)
-                loss = self.model(
-                    **whole, num_items_in_batch=items, label_smoothing=self.args.label_smoothing_factor
-                ).loss
+            items = self._get_num_items_in_batch([whole], self.args.device)
+            smoothing = self.args.label_smoothing_factor
+            loss = self.parallel.evaluate(whole, num_items_in_batch=items, label_smoothing=smoothing).loss
             labels = self._lengthened(labels)
         self._loss_comes_next = labels is not None
         shares = self._share({"tokens": self._lengthened(tokens), "labels": labels})

@@ -20,7 +20,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
-from galvatron_hf.data.loader import GlobalBatchLoader, batch_rows, join_batches, own_share, read_once, take_rows
+from galvatron_hf.data.loader import GlobalBatchLoader, join_batches, own_share, read_once, take_rows
 from galvatron_hf.parallel.apply import parallelize
 from galvatron_hf.parallel.checks import check_model, check_plan
 from galvatron_hf.parallel.mesh import WorldMesh
@@ -90,6 +90,11 @@ class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin
         plan = self.plan_for(self.model)
         check_plan(plan)
         check_model(self.model, adapter_for(self.model), plan)
+        if len(plan.stages) > 1 and type(self).compute_loss is not Trainer.compute_loss:
+            raise ValueError(
+                f"{type(self).__name__} overrides compute_loss, which needs the whole model, and under a plan of "
+                f"{len(plan.stages)} stages no rank has it; pass compute_loss_func, or use a plan of one stage."
+            )
 
     def plan_for(self, model: nn.Module) -> ParallelPlan:
         """The plan to train `model` under: the given one, else the resumed checkpoint's, else ZeRO-3."""
@@ -150,7 +155,21 @@ class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin
             if self.neftune_noise_alpha is not None:
                 self.neftune_hook_handle.remove()
                 self.neftune_hook_handle = add_embedding_noise(self.parallel, self.neftune_noise_alpha)
-        return super()._inner_training_loop(*args, **kwargs)
+        with self._traced():
+            return super()._inner_training_loop(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _traced(self) -> Iterator[None]:
+        """Writes the timeline of all ranks where `GALVATRON_TRACE` or the arguments ask for one."""
+        folder = os.environ.get("GALVATRON_TRACE") or getattr(self.args, "trace_dir", None)
+        if self.parallel is None or not folder:
+            yield
+            return
+        timeline = self.parallel.timeline
+        timeline.on = True
+        yield
+        timeline.on = False
+        timeline.write(folder)
 
     def _build_accelerator_args(self, **kwargs) -> dict[str, Any]:
         arguments = super()._build_accelerator_args(**kwargs)
@@ -254,23 +273,13 @@ class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        self.parallel.streams.step = self.state.global_step
+        self.parallel.streams.step = self.parallel.timeline.step = self.state.global_step
         if self._loss_needs_logits():
-            return self._custom_forward_backward(batch, num_items_in_batch)
+            return self._own_forward_backward(batch, num_items_in_batch)
         _require_labels(batch)
         return self.parallel.forward_backward(
             batch, num_items_in_batch, label_smoothing=self.args.label_smoothing_factor
         )
-
-    def _custom_forward_backward(self, batch: dict[str, torch.Tensor], num_items_in_batch) -> torch.Tensor:
-        """Each rank's own loss of its own rows; their sum is the loss of the global batch."""
-        total = torch.zeros((), device=self.args.device)
-        for micro_batch in self.parallel.micro_batches(batch):
-            loss, _ = self._own_loss(micro_batch, num_items_in_batch, batch_rows(batch))
-            loss.backward()
-            total += loss.detach()
-        dist.all_reduce(total)
-        return total
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         if self.parallel is None:

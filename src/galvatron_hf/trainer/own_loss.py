@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import Trainer
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import logging
 
 from galvatron_hf.data.loader import batch_rows
@@ -33,8 +34,40 @@ class OwnLossMixin:
         own = type(self).compute_loss is not Trainer.compute_loss
         return own or self.compute_loss_func is not None
 
+    def _own_forward_backward(self, batch: dict[str, Any], num_items: torch.Tensor | None) -> torch.Tensor:
+        """Each rank's own loss of its own rows; their sum is the loss of the global batch."""
+        rows = batch_rows(batch)
+        if self.parallel.pipeline is not None:
+            return self.parallel.forward_backward(
+                batch, loss_of=lambda part, output: self._own_loss(part, num_items, rows, given=output)[0]
+            )
+        total = torch.zeros((), device=self.args.device)
+        for micro_batch in self.parallel.micro_batches(batch):
+            loss, _ = self._own_loss(micro_batch, num_items, rows)
+            loss.backward()
+            total += loss.detach()
+        dist.all_reduce(total)
+        return total
+
+    @torch.no_grad()
+    def _evaluate_own_loss(self, batch: dict[str, Any], num_items: torch.Tensor | None, rows: int) -> CausalLMOutput:
+        """The loss of a batch, and what the model gave for it."""
+        if self.parallel.pipeline is not None:
+            return self.parallel.evaluate(
+                batch, loss_of=lambda part, output: self._own_loss(part, num_items, rows, given=output)[0]
+            )
+        loss, outputs = self._own_loss(batch, num_items, rows, outputs=True)
+        loss = loss.detach().clone()
+        dist.all_reduce(loss)
+        return CausalLMOutput(loss=loss, logits=outputs["logits"])
+
     def _own_loss(
-        self, micro_batch: dict[str, Any], num_items: torch.Tensor | None, rows: int, outputs: bool = False
+        self,
+        micro_batch: dict[str, Any],
+        num_items: torch.Tensor | None,
+        rows: int,
+        outputs: bool = False,
+        given: CausalLMOutput | None = None,
     ) -> tuple[torch.Tensor, Any]:
         """This rank's part of the loss of a micro-batch; collective.
 
@@ -43,11 +76,12 @@ class OwnLossMixin:
             num_items (`torch.Tensor`, *optional*): targets of the global batch.
             rows (`int`): rows of the global batch.
             outputs (`bool`): whether the model's outputs are wanted too.
+            given ([`CausalLMOutput`], *optional*): what a pipeline has computed of this rank's rows already.
 
         Returns:
             `tuple`: an fp32 scalar, and the outputs or None.
         """
-        model = OwnRowsModel(self.parallel, micro_batch, num_items)
+        model = OwnRowsModel(self.parallel, micro_batch, num_items, given)
         with self._as_one_process():
             result = self._call_compute_loss(model, model.own_inputs(), num_items, outputs)
             loss, output = result if outputs else (result, None)
@@ -79,7 +113,7 @@ class OwnLossMixin:
                 again = self._call_compute_loss(model.with_twice_the_items(), model.own_inputs(), 2 * num_items, False)
             losses = torch.stack([loss.detach().float(), again.detach().float()])
             losses = torch.where(losses.isfinite().all(), losses, 0.0)
-            dist.all_reduce(losses)
+            self.parallel.sum_over_stage(losses)
             once, twice = losses.tolist()
             if once == 0.0:
                 return True  # no rank has a target

@@ -29,6 +29,7 @@ class OwnRowsModel:
         micro_batch (`Mapping[str, Any]`): the whole micro-batch.
         num_items_in_batch (`torch.Tensor` or `int`, *optional*): targets of the global batch, by which the model's own
             loss is divided where the caller does not say.
+        given ([`CausalLMOutput`], *optional*): what a pipeline has computed already, with logits of the own rows.
     """
 
     def __init__(
@@ -36,8 +37,9 @@ class OwnRowsModel:
         parallel: ParallelModel,
         micro_batch: Mapping[str, Any],
         num_items_in_batch: torch.Tensor | int | None = None,
+        given: CausalLMOutput | None = None,
     ):
-        self._parallel, self._num_items = parallel, num_items_in_batch
+        self._parallel, self._num_items, self._given = parallel, num_items_in_batch, given
         self._micro_batch = fill_rows(dict(micro_batch), parallel.mesh.size)
         self._outputs: list[CausalLMOutput] = []
 
@@ -57,7 +59,10 @@ class OwnRowsModel:
         whole = {name: value for name, value in self._micro_batch.items() if name in inputs and name not in hidden}
         options = {name: value for name, value in inputs.items() if name not in self._micro_batch}
         options = {"num_items_in_batch": self._num_items} | options
-        outputs = self._parallel.model(**whole, **options, return_logits=True, whole_loss=False)
+        if self._given is None:
+            outputs = self._parallel.model(**whole, **options, return_logits=True, whole_loss=False)
+        else:
+            outputs = self._given
         self._outputs.append(outputs)
         return _of_targets(outputs, inputs) if per_token else outputs
 
