@@ -19,6 +19,7 @@ from transformers import Trainer
 from equivalence import single_stage
 from galvatron_hf.plan import LayerStrategy, Precision
 from oracle import Rows
+from pipeline_plans import pipeline_plans
 from plans import uniform
 from trainer_runs import assert_equal_weights, assert_same_steps, on_ranks, run
 
@@ -75,6 +76,40 @@ def test_launching_fewer_ranks_than_the_plan_has_is_refused(tmp_path):
     assert not output.exists()
     assert "world_size=4, but 2 processes were started" in process.stderr
     assert "torchrun --nproc_per_node 4" in process.stderr
+
+
+@pytest.mark.parametrize("fault", ["raise RuntimeError('this rank fails')", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_a_rank_that_dies_in_a_step_ends_the_job_and_leaves_no_process(tmp_path, fault):
+    """Within the minute that docs/pipeline.md states, start-up included; an exception is shown first."""
+    script, plan = tmp_path / "script.py", tmp_path / "plan.json"
+    pipeline_plans()["1f1b"].to_json(plan)
+    script.write_text(
+        "import os, signal, sys\n"
+        f"sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
+        "from galvatron_hf.parallel.pipeline import Pipeline\n"
+        "from trainer_runs import run\n"
+        "def die(*unused):\n"
+        f"    {fault}\n"
+        "if os.environ['RANK'] == '2':\n"
+        "    Pipeline._backward = die\n"
+        f"run({str(tmp_path / 'run')!r}, {str(plan)!r}, options=dict(max_steps=2))\n"
+    )
+    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "4"]
+    process = subprocess.run(
+        [sys.executable, "-m", *launcher, str(script)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert process.returncode != 0
+    left = subprocess.run(["pgrep", "-f", str(script)], capture_output=True, text=True, check=False)
+    assert left.stdout == ""
+    if "raise" in fault:
+        assert process.stderr.index("this rank fails") < process.stderr.index("Connection")
+    else:
+        assert "Signal 9 (SIGKILL)" in process.stderr or "exitcode  : -9" in process.stderr
 
 
 def alone(work: Callable[[], Any]) -> Any:

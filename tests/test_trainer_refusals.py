@@ -162,7 +162,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "layers": (dict(parallel_plan=single_stage((S(),) * 3, 2)), ("3 layers", "has 4", "make a plan for 4 layers")),
     "tied": (
         dict(build=FAMILIES["llama_tied"].build, parallel_plan=TIED_UNEQUAL),
-        ("ties its embeddings", "the same strategy"),
+        ("ties its embeddings", "give head the fields of embedding"),
     ),
     "heads": (
         dict(
