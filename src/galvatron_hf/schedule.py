@@ -133,25 +133,32 @@ def actions(shape: PipelineShape, micro_batches: int) -> tuple[tuple[Action, ...
     else:
         compute = _of_torch(shape, schedule, micro_batches)
     lowered = torch_schedules._add_send_recv(compute, lambda stage: shape.places[stage], len(shape.places))
-    return tuple(tuple(_post_early([_own(action) for action in lowered[place]])) for place in range(shape.lists))
+    return tuple(_post_early([_own(action) for action in lowered[place]], shape) for place in range(shape.lists))
 
 
-def _post_early(order: list[Action]) -> list[Action]:
+def _post_early(order: list[Action], shape: PipelineShape) -> tuple[Action, ...]:
     """Puts every receive in front of another compute than the one that needs it, so that it arrives meanwhile.
 
-    It never passes a transfer in its own direction: the order of these is what the other side counts on.
+    It never passes a transfer with the same ranks in its own direction: on the order of these the other side counts.
     """
+
+    def channel(action: Action) -> tuple[str, int] | None:
+        if action.work.is_compute:
+            return None
+        onwards = action.work in (Work.SEND_FORWARD, Work.RECEIVE_BACKWARD)
+        return action.work.direction, shape.places[action.stage + (1 if onwards else -1)]
+
     result: list[Action] = []
     for index, action in enumerate(order):
         place = len(result)
         following = next((later for later in order[index:] if later.work.is_compute), None)
         if action.work.is_receive and (following.stage, following.micro_batch) == (action.stage, action.micro_batch):
-            while place > 0 and action.work.direction != result[place - 1].work.direction:
+            while place > 0 and channel(action) != channel(result[place - 1]):
                 place -= 1
                 if result[place].work.is_compute:
                     break
         result.insert(place, action)
-    return result
+    return tuple(result)
 
 
 def _gpipe(place: int, lists: int, micro_batches: int) -> list:

@@ -1,14 +1,15 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that one rank holds, in closed form: weights, gradients, optimizer state, a layer's saved activations."""
+"""Bytes that one rank holds, in closed form: weights, gradients, optimizer state, activations over a schedule."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from galvatron_hf.plan import LayerStrategy
+from galvatron_hf.schedule import Action, Work
 
 
 ADAM_STEP_BYTES = 4  # AdamW counts its steps in one fp32 scalar per parameter tensor
@@ -99,3 +100,119 @@ def saved_activation_bytes(shape: LayerShape, strategy: LayerStrategy, tokens: i
     mlp = 4 * region * shape.intermediate // tensor
     log_sum = 4 * tokens * shape.heads // (tensor * ulysses)
     return element_bytes * (norms + inputs + heads + exchanged + mlp) + log_sum
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageBytes:
+    """What one stage holds of one micro-batch on one rank, in bytes.
+
+    Attributes:
+        saved (`int`): what autograd keeps from the forward to the backward: [`saved_activation_bytes`] of the stage's
+            layers and what its ends save.
+        received (`int`): hidden states that come from the stage before, and as much gradient that goes back to it;
+            0 in the first stage.
+        entered (`int`): of `received`, what is counted in `saved` already. The first layer saves its input, which is
+            the received tensor itself where it lies as it is received: 1 rank or layers without `tensor`.
+        result (`int`): the hidden states for the stage behind, which wait with their graph for their gradient; in the
+            last stage the loss.
+        returned (`int`): the gradient that comes from the stage behind; 0 in the last stage.
+        kept_for_weights (`int`): gradients that a backward of the input leaves for that of the weights.
+        logged (`int`): what stays of a micro-batch until the end of the step: the detached loss.
+    """
+
+    saved: int
+    received: int = 0
+    entered: int = 0
+    result: int = 0
+    returned: int = 0
+    kept_for_weights: int = 0
+    logged: int = 0
+
+
+def bytes_over_schedule(
+    order: Iterable[Action], stages: Mapping[int, StageBytes], sends_under_way: int
+) -> Iterator[int]:
+    """
+    Bytes of activations and boundary tensors on one rank after each action of a step; their largest is the peak.
+
+    Args:
+        order (`Iterable[Action]`): what the rank's list does, see [`galvatron_hf.schedule.actions`].
+        stages (`Mapping[int, StageBytes]`): the rank's stages.
+        sends_under_way (`int`): gradients that may be on their way to the stage before when the oldest is let go.
+
+    Yields:
+        `int`: the sum over the rank's stages of
+
+        - `saved + result + received - entered` for each micro-batch in flight, of which there are at most
+          [`galvatron_hf.schedule.most_in_flight`];
+        - `received` and `returned` for each receive that is posted and not used yet;
+        - `received` for each gradient that waits to be sent or is on its way;
+        - `kept_for_weights` between the two halves of a zero-bubble backward.
+
+        What an action needs while it runs is not among them, nor are weights and their gradients.
+    """
+    now, leaving = 0, []
+    for action in order:
+        stage = stages[action.stage]
+        if action.work is Work.RECEIVE_FORWARD:
+            now += stage.received
+        elif action.work is Work.RECEIVE_BACKWARD:
+            now += stage.returned
+        elif action.work is Work.FORWARD:
+            now += stage.saved - stage.entered + stage.result + stage.logged
+        elif action.work is Work.BACKWARD_INPUT:
+            now += stage.kept_for_weights + stage.received
+        elif action.work is Work.BACKWARD_WEIGHT:
+            now -= stage.saved - stage.entered + stage.result + stage.returned
+            now -= stage.kept_for_weights + stage.received
+        elif action.work is Work.BACKWARD:
+            # The received tensor goes, its gradient comes.
+            now -= stage.saved - stage.entered + stage.result + stage.returned
+        elif action.work is Work.SEND_BACKWARD:
+            leaving.append(stage.received)
+            now -= leaving.pop(0) if len(leaving) > sends_under_way else 0
+        yield now
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitBytes:
+    """What one unit of weights adds to its shard between two micro-batches of a step, in bytes.
+
+    Attributes:
+        gathered (`int`): weights that stay gathered, from the stage's first forward to its last backward.
+        gradients (`int`): gradients, from the stage's first backward on.
+    """
+
+    gathered: int
+    gradients: int
+
+
+def unit_bytes(
+    weights: Sequence[Sequence[int]], sharding: str, degree: int, index: int, *, split_backward: bool = False
+) -> UnitBytes:
+    """
+    Bytes of one unit between two micro-batches, in fp32.
+
+    - `zero3`: no weight stays gathered, gradients are shards.
+    - `zero2`: all weights stay gathered, padded to equal shards; gradients are shards.
+    - `replicate`: the weights are whole anyway; gradients are whole.
+    - Where a zero-bubble schedule splits the backward, gradients are whole under `zero2` too, until the step's end.
+
+    Beside these, the reduction keeps its last input until the next: the whole gradient of one unit.
+
+    Args:
+        weights (`Sequence[Sequence[int]]`): shapes of the unit's weights, as tensor parallelism has left them.
+        sharding (`str`): "replicate", "zero2" or "zero3".
+        degree (`int`): number of ranks that share the weights, by their first dimensions.
+        index (`int`): of this rank among them.
+        split_backward (`bool`): whether the schedule is a zero-bubble one.
+    """
+    whole = sum(math.prod(shape) for shape in weights)
+    if sharding == "replicate":
+        return UnitBytes(gathered=0, gradients=4 * whole)
+    shard = sum(shard_elements(shape, [(0, degree, index)]) for shape in weights)
+    padded = sum(degree * shard_elements(shape, [(0, degree, 0)]) for shape in weights)
+    return UnitBytes(
+        gathered=4 * padded if sharding == "zero2" else 0,
+        gradients=4 * (whole if split_backward else shard),
+    )

@@ -256,19 +256,21 @@ class Pipeline:
 
     def _send_forward(self, step: _Step, action: Action) -> None:
         kept = step.in_flight[action.stage, action.micro_batch]
-        tensor = kept.result.detach().contiguous()
-        works = self._transfer(dist.isend, tensor, self.groups[0], self.shape.places[action.stage + 1])
-        transfer = _Transfer(tensor=tensor, works=works)
-        if step.loss_of is None:
-            del step.in_flight[action.stage, action.micro_batch]
-            self._leave(step, transfer)
-        else:
-            kept.sent = transfer
+        with self.timeline.span(action):
+            tensor = kept.result.detach().contiguous()
+            works = self._transfer(dist.isend, tensor, self.groups[0], self.shape.places[action.stage + 1])
+            transfer = _Transfer(tensor=tensor, works=works)
+            if step.loss_of is None:
+                del step.in_flight[action.stage, action.micro_batch]
+                self._leave(step, transfer)
+            else:
+                kept.sent = transfer
 
     def _send_backward(self, step: _Step, action: Action) -> None:
-        tensor = step.gradients.pop((action.stage, action.micro_batch)).contiguous()
-        works = self._transfer(dist.isend, tensor, self.groups[1], self.shape.places[action.stage - 1])
-        self._leave(step, _Transfer(tensor=tensor, works=works))
+        with self.timeline.span(action):
+            tensor = step.gradients.pop((action.stage, action.micro_batch)).contiguous()
+            works = self._transfer(dist.isend, tensor, self.groups[1], self.shape.places[action.stage - 1])
+            self._leave(step, _Transfer(tensor=tensor, works=works))
 
     def _leave(self, step: _Step, transfer: _Transfer) -> None:
         step.leaving.append(transfer)

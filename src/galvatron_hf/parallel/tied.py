@@ -44,10 +44,20 @@ class TiedWeights:
         if self.embedding is not None and self.head is not None:
             local_tensor(self.head.weight).copy_(local_tensor(self.embedding.weight))
 
+    def _weights(self) -> list[nn.Parameter]:
+        return [module.weight for module in (self.embedding, self.head) if module is not None]
+
+    def put_aside(self) -> list[torch.Tensor | None]:
+        """Takes out the copies' gradients of earlier steps: these are sums over both copies already."""
+        earlier = [weight.grad for weight in self._weights()]
+        for weight in self._weights():
+            weight.grad = None
+        return earlier
+
     @torch.no_grad()
-    def sum_gradients(self) -> None:
-        """Gives both copies the sum of their gradients; collective over the first and the last stage."""
-        copies = [module.weight.grad for module in (self.embedding, self.head) if module is not None]
+    def sum_gradients(self, earlier: list[torch.Tensor | None]) -> None:
+        """Gives both copies the sum of their gradients, with those of earlier steps; collective over both stages."""
+        copies = [weight.grad for weight in self._weights()]
         if not copies or copies[0] is None:
             return
         if len(copies) == 2:
@@ -59,3 +69,6 @@ class TiedWeights:
             whole = full_tensor(copies[0]).contiguous()
             dist.all_reduce(whole, group=self.group)
             assign(copies[0], whole)
+        for gradient, before in zip(copies, earlier, strict=True):
+            if before is not None:
+                local_tensor(gradient).add_(local_tensor(before))
