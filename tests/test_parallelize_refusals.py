@@ -67,6 +67,12 @@ def llama(**changes):
     return lambda: FAMILIES["llama"].build(**changes)
 
 
+def with_a_weight_more():
+    model = FAMILIES["llama"].build()
+    model.model.extra = torch.nn.Linear(2, 2)
+    return model
+
+
 S, V = LayerStrategy, VocabularyStrategy
 DATA = uniform(4)
 TENSOR = uniform(4, tensor=4)
@@ -109,6 +115,7 @@ REFUSED: dict[str, tuple] = {
         dataclasses.replace(TWO_STAGES, schedule="zero_bubble"),
         ["layer 0", "'zero3'", "use 'zero2'"],
     ),
+    "weights of no stage": (with_a_weight_more, TWO_STAGES, ["model.extra.weight", "use one stage"]),
     "tied stages": (
         llama(tie_word_embeddings=True),
         dataclasses.replace(TWO_STAGES, embedding=V(tensor=2)),

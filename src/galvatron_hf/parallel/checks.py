@@ -59,6 +59,8 @@ def check_model(model: PreTrainedModel, adapter: DecoderAdapter, plan: ParallelP
     _check_regions(layers[0], adapter, plan)
     _check_vocabulary(model, plan)
     _check_shards(model, adapter, plan)
+    if len(plan.stages) > 1:
+        _check_owners(model, adapter)
     if getattr(model.config, "reorder_and_upcast_attn", False) and model.config._attn_implementation == "eager":
         raise ValueError(
             "reorder_and_upcast_attn=True with eager attention bypasses the registered attention function; "
@@ -140,6 +142,20 @@ def _check_shards(model: PreTrainedModel, adapter: DecoderAdapter, plan: Paralle
                     f"The {where} has tensor {strategy.tensor} and {degree} sharding ranks, which cannot cut its bias "
                     f"of {size} elements into even pieces; use shard_degree {fitting}."
                 )
+
+
+def _check_owners(model: PreTrainedModel, adapter: DecoderAdapter) -> None:
+    """Every weight must be on a stage: that of its layer, the embedding's or the head's."""
+    base = model.base_model
+    owners = [model.get_input_embeddings(), model.get_output_embeddings(), base.get_submodule(adapter.layers)]
+    owners += [base.get_submodule(name) for name in (adapter.final_norm, *adapter.positional)]
+    owned = {id(parameter) for owner in owners for parameter in owner.parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in owned:
+            raise ValueError(
+                f"{type(model).__name__} has the weight {name} beside embedding, layers, final norm and head, and no "
+                "adapter says which pipeline stage computes with it; use one stage."
+            )
 
 
 def _vectors_of(module: nn.Module) -> list[int]:

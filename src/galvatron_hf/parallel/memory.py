@@ -188,13 +188,13 @@ class UnitBytes:
 
 
 def unit_bytes(
-    weights: Sequence[Sequence[int]], sharding: str, degree: int, index: int, *, split_backward: bool = False
+    weights: Sequence[Sequence[int]], sharding: str, degree: int, *, split_backward: bool = False
 ) -> UnitBytes:
     """
     Bytes of one unit between two micro-batches, in fp32.
 
     - `zero3`: no weight stays gathered, gradients are shards.
-    - `zero2`: all weights stay gathered, padded to equal shards; gradients are shards.
+    - `zero2`: all weights stay gathered; gradients are shards. Shards are padded to equal size in both.
     - `replicate`: the weights are whole anyway; gradients are whole.
     - Where a zero-bubble schedule splits the backward, gradients are whole under `zero2` too, until the step's end.
 
@@ -204,15 +204,13 @@ def unit_bytes(
         weights (`Sequence[Sequence[int]]`): shapes of the unit's weights, as tensor parallelism has left them.
         sharding (`str`): "replicate", "zero2" or "zero3".
         degree (`int`): number of ranks that share the weights, by their first dimensions.
-        index (`int`): of this rank among them.
         split_backward (`bool`): whether the schedule is a zero-bubble one.
     """
     whole = sum(math.prod(shape) for shape in weights)
     if sharding == "replicate":
         return UnitBytes(gathered=0, gradients=4 * whole)
-    shard = sum(shard_elements(shape, [(0, degree, index)]) for shape in weights)
-    padded = sum(degree * shard_elements(shape, [(0, degree, 0)]) for shape in weights)
+    shard = sum(shard_elements(shape, [(0, degree, 0)]) for shape in weights)
     return UnitBytes(
-        gathered=4 * padded if sharding == "zero2" else 0,
+        gathered=4 * degree * shard if sharding == "zero2" else 0,
         gradients=4 * (whole if split_backward else shard),
     )

@@ -169,7 +169,7 @@ class Pipeline:
                 result = result.to(self.dtype)
         step.in_flight[key] = _InFlight(received=received, result=result)
         if action.stage + 1 in self.stages:  # a neighbour on the same ranks
-            handed = _Transfer(tensor=result.detach().clone(), works=[])
+            handed = _Transfer(tensor=result.detach(), works=[])
             step.arriving[Work.RECEIVE_FORWARD, action.stage + 1, action.micro_batch] = handed
             if step.loss_of is None:
                 del step.in_flight[key]
