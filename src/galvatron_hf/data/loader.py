@@ -35,7 +35,9 @@ class RankBatch(dict):
 
 
 def batch_rows(batch: dict[str, Any]) -> int:
-    """Number of rows of a batch: the first dimension of its first tensor."""
+    """Number of rows of a batch: the first dimension of its ids, or else of its first tensor."""
+    if isinstance(batch.get("input_ids"), torch.Tensor):
+        return batch["input_ids"].shape[0]
     return next(value.shape[0] for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim > 0)
 
 
@@ -103,6 +105,12 @@ def join_batches(batches: list[dict[str, Any]], pad_token_id: int) -> dict[str, 
         if not isinstance(first, torch.Tensor) or first.ndim == 0:
             joined[name] = first
             continue
+        # One row for all of a batch, as position ids may be, is one for each of its rows.
+        counts = [batch_rows(batch) for batch in batches]
+        values = [
+            value.expand(count, *value.shape[1:]) if value.shape[0] == 1 else value
+            for value, count in zip(values, counts, strict=True)
+        ]
         shapes = {value.shape[1:] for value in values}
         if len(shapes) > 1 and any(value.ndim != 2 for value in values):
             raise ValueError(

@@ -102,7 +102,8 @@ def parallelize(model: PreTrainedModel, plan: ParallelPlan, world: WorldMesh | N
             units.add(block.layer, mesh.weights(block.strategy), block.strategy.sharding, stage=index)
         ends.add_units(units, stages[index])
         if len(plan.stages) > 1:
-            units.prefetch_backward([block.layer for block in blocks])
+            embedding = model.get_input_embeddings() if index == 0 else None
+            units.prefetch_backward(stages[index], [block.layer for block in blocks], embedding)
     units.release_after_evaluation(model)
     model.forward = CausalLMForward(model, plan, mesh, current, list(stages.values()))
     pipeline, timeline = None, Timeline(device)

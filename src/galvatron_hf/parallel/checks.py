@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -55,6 +56,7 @@ def check_model(model: PreTrainedModel, adapter: DecoderAdapter, plan: ParallelP
         names = ", ".join(sorted(str(dtype) for dtype in dtypes))
         raise ValueError(f"The weights have several dtypes ({names}), which no unit holds; call model.float() first.")
     for index, strategy in enumerate(plan.layers):
+        _check_attention(index, strategy, layers[index], model, adapter)
         _check_strategy(index, strategy, model, adapter)
     _check_regions(layers[0], adapter, plan)
     _check_vocabulary(model, plan)
@@ -65,6 +67,33 @@ def check_model(model: PreTrainedModel, adapter: DecoderAdapter, plan: ParallelP
         raise ValueError(
             "reorder_and_upcast_attn=True with eager attention bypasses the registered attention function; "
             "set it to False or use attn_implementation='sdpa'."
+        )
+
+
+def _check_attention(
+    index: int, strategy: LayerStrategy, layer: nn.Module, model: PreTrainedModel, adapter: DecoderAdapter
+) -> None:
+    """Every layer needs an attention module to stand in for, and Ulysses one that looks at its heads alone."""
+    name = type(model).__name__
+    modules = dict(layer.named_modules())
+    if adapter.attention not in modules:
+        raise ValueError(
+            f"Layer {index} of {name} is a {type(layer).__name__} without {adapter.attention!r}, and layers of other "
+            "kinds than attention are not supported yet; train it with transformers.Trainer."
+        )
+    attention = modules[adapter.attention]
+    if strategy.ulysses == 1:
+        return
+    own = [parameter for parameter, _ in attention.named_parameters(recurse=False)]
+    reason = None
+    if own:
+        reason = f"has a weight {own[0]} for all heads"
+    elif "position_ids" in inspect.signature(attention.forward).parameters:
+        reason = "looks at the position_ids of the whole sequence"
+    if reason is not None:
+        raise ValueError(
+            f"Layer {index} has ulysses {strategy.ulysses}, but the attention of {name} {reason}, which pieces of a "
+            "sequence do not support yet; use ulysses 1."
         )
 
 

@@ -145,7 +145,8 @@ def bytes_over_schedule(
 
         - `saved + result + received - entered` for each micro-batch in flight, of which there are at most
           [`galvatron_hf.schedule.most_in_flight`];
-        - `received` and `returned` for each receive that is posted and not used yet;
+        - `received` and `returned` for each receive that is posted and not used yet; the first stage's backward of the
+          input does nothing, and its `returned` stays for that of the weights;
         - `received` for each gradient that waits to be sent or is on its way;
         - `kept_for_weights` between the two halves of a zero-bubble backward.
 
@@ -161,10 +162,10 @@ def bytes_over_schedule(
         elif action.work is Work.FORWARD:
             now += stage.saved - stage.entered + stage.result + stage.logged
         elif action.work is Work.BACKWARD_INPUT:
-            now += stage.kept_for_weights + stage.received
+            now += stage.kept_for_weights + stage.received - (stage.returned if stage.received else 0)
         elif action.work is Work.BACKWARD_WEIGHT:
-            now -= stage.saved - stage.entered + stage.result + stage.returned
-            now -= stage.kept_for_weights + stage.received
+            now -= stage.saved - stage.entered + stage.result + stage.received + stage.kept_for_weights
+            now -= 0 if stage.received else stage.returned
         elif action.work is Work.BACKWARD:
             # The received tensor goes, its gradient comes.
             now -= stage.saved - stage.entered + stage.result + stage.returned

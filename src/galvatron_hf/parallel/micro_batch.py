@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -129,6 +130,18 @@ def count_targets(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Number of tokens that a batch asks to predict."""
     targets = batch["shift_labels"] if batch.get("shift_labels") is not None else shift_targets(batch["labels"])
     return (targets != IGNORED).sum()
+
+
+def map_rows(batch: Mapping[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    """A batch with `change` made to every tensor that has one row for each of its ids.
+
+    What has one row for all of them, as position ids and masks may, stays as it is, and so do other values.
+    """
+    rows = batch["input_ids"].shape[0]
+    return {
+        name: change(value) if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == rows else value
+        for name, value in batch.items()
+    }
 
 
 def without_labels(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

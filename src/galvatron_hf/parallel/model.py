@@ -19,7 +19,7 @@ from galvatron_hf.parallel.causal_lm import CausalLMForward, StreamPosition
 from galvatron_hf.parallel.dtensor import local_tensor, replicas
 from galvatron_hf.parallel.fused import FusedNames
 from galvatron_hf.parallel.mesh import StageMesh, WorldMesh
-from galvatron_hf.parallel.micro_batch import count_targets, without_labels
+from galvatron_hf.parallel.micro_batch import count_targets, map_rows, without_labels
 from galvatron_hf.parallel.models import DecoderAdapter
 from galvatron_hf.parallel.pipeline import Pipeline
 from galvatron_hf.parallel.pipeline_evaluation import evaluate_pipelined
@@ -215,14 +215,14 @@ class ParallelModel:
         Yields:
             `dict[str, torch.Tensor]`: the micro-batch.
         """
-        rows = next(iter(batch.values())).shape[0]
+        rows = batch["input_ids"].shape[0]
         count = min(self.plan.micro_batches, rows)
         for index in range(count):
             part = slice(index * rows // count, (index + 1) * rows // count)
             if self.pipeline is None:
                 self.streams.micro_batch = index
                 self.units.begin_micro_batch(last=index == count - 1)
-            yield {name: value[part] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+            yield map_rows(batch, lambda value, part=part: value[part])
 
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of all gradients, each counted once however many ranks hold it; an fp32 scalar."""

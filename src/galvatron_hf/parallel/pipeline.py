@@ -205,7 +205,11 @@ class Pipeline:
         kept = step.in_flight.pop((action.stage, action.micro_batch))
         with self.timeline.span(action):
             self.units.begin_micro_batch(last=False, stage=action.stage, keep_gradients=True)
-            kept.weight_gradients()
+            # Let go of first: it holds what is kept, and only the garbage collector would find the circle.
+            weight_gradients, kept.weight_gradients = kept.weight_gradients, None
+            weight_gradients()
+            del weight_gradients
+            self.units.collect(action.stage)
             step.left[action.stage] -= 1
             if step.left[action.stage] == 0:
                 self.units.reduce_kept_gradients(action.stage)

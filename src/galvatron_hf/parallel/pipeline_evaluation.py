@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers.modeling_outputs import CausalLMOutput
 
-from galvatron_hf.parallel.micro_batch import count_targets, without_labels
+from galvatron_hf.parallel.micro_batch import count_targets, map_rows, without_labels
 
 
 if TYPE_CHECKING:
@@ -63,12 +63,7 @@ def _micro_batches(batch: Mapping[str, Any], shares: int, most: int) -> Iterator
     count = min(most, share)
     for index in range(count):
         part = slice(index * share // count, (index + 1) * share // count)
-        yield {
-            name: value.unflatten(0, (shares, share))[:, part].flatten(0, 1)
-            if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == rows
-            else value
-            for name, value in batch.items()
-        }
+        yield map_rows(batch, lambda value, part=part: value.unflatten(0, (shares, share))[:, part].flatten(0, 1))
 
 
 def _hand_out(parallel: ParallelModel, logits: list[torch.Tensor]) -> torch.Tensor:

@@ -115,12 +115,15 @@ class ReplicatedUnit:
         self.weights = [ReplicatedWeight(*found, mesh) for found in _weights_below(modules, taken)]
         taken.update(id(weight.at_rest) for weight in self.weights)
         self.last = False
+        self._begun = False
         self._waiting: set[int] = set()
         self._running: dist.Work | None = None
         self.put_back()
 
     def take(self) -> None:
-        """Makes the weights ready for a forward pass."""
+        """Makes the weights ready for a forward pass; one that was not announced ends a step by itself."""
+        if not self._begun:
+            self.begin(last=True)
         if any(weight.in_use is None for weight in self.weights):
             for weight in self.weights:
                 parameter = weight.take(self.compute)
@@ -134,10 +137,14 @@ class ReplicatedUnit:
 
     def begin(self, last: bool) -> None:
         """Before a micro-batch: `last` says whether its backward ends the step."""
+        self.collect()
+        self.last, self._begun = last, True
+        self._waiting = {id(weight) for weight in self.weights if weight.at_rest.requires_grad}
+
+    def collect(self) -> None:
+        """Adds what the last backward left to the gradients of those before."""
         for weight in self.weights:
             weight.collect(self.reduce)
-        self.last = last
-        self._waiting = {id(weight) for weight in self.weights if weight.at_rest.requires_grad}
 
     def _arrived(self, weight: ReplicatedWeight) -> None:
         weight.collect(self.reduce)
@@ -160,8 +167,7 @@ class ReplicatedUnit:
 
     def finish(self) -> None:
         """After a step's last backward: waits for the sums and leaves them as the DTensors' gradients."""
-        for weight in self.weights:
-            weight.collect(self.reduce)
+        self.collect()
         self._start()
         if self._running is not None:
             self._running.wait()
@@ -169,7 +175,7 @@ class ReplicatedUnit:
         for weight in self.weights:
             weight.give_gradient()
         self.put_back()
-        self.last = False
+        self.last = self._begun = False
 
 
 def _weights_below(

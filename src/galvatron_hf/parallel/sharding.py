@@ -144,6 +144,12 @@ class ShardedUnits:
                 unit.begin(last)
         self._ending = False
 
+    def collect(self, stage: int) -> None:
+        """Adds up replicated weights' gradients that came without hooks, as those of a split backward do."""
+        for unit, place in self.replicated:
+            if place == stage:
+                unit.collect()
+
     def reduce_kept_gradients(self, stage: int) -> None:
         """Reduces what the backward passes of a step have kept, for schedules whose backward FSDP2 does not see whole.
 
@@ -158,14 +164,17 @@ class ShardedUnits:
             states[-1]._root_post_backward_final_callback()  # the root was added last
         self._finish()
 
-    def prefetch_backward(self, layers: Sequence[nn.Module]) -> None:
-        """Makes the backward of each sharded layer gather the one before it.
+    def prefetch_backward(self, stage: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module | None) -> None:
+        """Makes the backward of each sharded layer gather the one before it, and the embedding's gather nothing.
 
-        By itself FSDP2 takes what the forward ran before, which in a pipeline may be another micro-batch's.
+        By itself FSDP2 takes what the forward ran before, which in a pipeline may be another micro-batch's: behind
+        the embedding's backward that would be a layer whose weights then wait for the next micro-batch.
         """
         sharded = [layer for layer in layers if isinstance(layer, FSDPModule)]
         for before, layer in zip([*sharded[:1], *sharded], sharded, strict=False):
             layer.set_modules_to_backward_prefetch([before])
+        if isinstance(embedding, FSDPModule) and isinstance(stage, FSDPModule):
+            embedding.set_modules_to_backward_prefetch([stage])  # the root, which has no weights in the first stage
 
     def _of_stage(self, stage: int) -> list[_ShardedUnit]:
         return [unit for unit in self.sharded if unit.stage == stage]
@@ -180,6 +189,7 @@ class ShardedUnits:
         for unit, _ in self.replicated:
             if unit.last:
                 unit.finish()
+        self._ending = False
 
     def release_after_evaluation(self, model: nn.Module) -> None:
         """Lets go of gathered weights after every forward pass that no backward follows.
