@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from equivalence import Reference, check_equivalence, compare, observe, reference, single_stage, whole
+from equivalence import Reference, check_equivalence, compare, observe, reference, single_stage, whole, whole_gradients
 from galvatron_hf.parallel.apply import parallelize
 from galvatron_hf.parallel.mesh import WorldMesh
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
@@ -125,6 +125,34 @@ def test_a_batch_without_targets_has_zero_gradients():
         assert all(not whole(parameter.grad).any() for parameter in parallel.model.parameters())
 
     run_ranks(work, 4)
+
+
+def test_one_row_of_position_ids_stands_for_all_rows():
+    """And may be the first of the batch's entries, whose rows are not the batch's."""
+    batch = BATCHES["right"]()
+    oracle = reference(FAMILIES["llama"].build(), {"position_ids": torch.arange(11)[None], **batch})
+    check_cases(4, {name: (oracle, mixed_plans()[name]) for name in ("mixed_a", "mixed_b")})
+
+
+def test_a_plain_backward_trains_under_every_sharding():
+    """Of `model(**batch).loss`, twice without a word to the units, and after a step of their own."""
+    oracle = oracle_of("llama")
+
+    def work():
+        for sharding in ("replicate", "zero2", "zero3"):
+            plan = uniform(2, sharding=sharding, embedding=VocabularyStrategy(sharding=sharding))
+            parallel = parallelize(copy.deepcopy(oracle.model), plan)
+            for attempt in range(3):
+                parallel.model.zero_grad()
+                if attempt == 1:
+                    parallel.forward_backward(oracle.batch)
+                else:
+                    parallel.model(**oracle.batch).loss.backward()
+                for name, gradient in whole_gradients(parallel.model, oracle.model).items():
+                    bound = max(1e-5 * oracle.gradients[name].abs().max(), 1e-7 * oracle.grad_norm)
+                    assert (gradient - oracle.gradients[name]).abs().max() <= bound, (sharding, attempt, name)
+
+    run_ranks(work, 2)
 
 
 def test_the_number_of_items_divides_the_loss():

@@ -16,7 +16,7 @@ from galvatron_hf.parallel.apply import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy
 from plans import uniform
 from ranks import run_ranks
-from tiny_models import FAMILIES, LAYERS
+from tiny_models import FAMILIES, LAYERS, Family
 
 
 def t5():
@@ -67,13 +67,20 @@ def llama(**changes):
     return lambda: FAMILIES["llama"].build(**changes)
 
 
+def llama_like(prefix: str, **options):
+    return Family(prefix=prefix, options=options).build
+
+
+S, V = LayerStrategy, VocabularyStrategy
+LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=8)
+
+
 def with_a_weight_more():
     model = FAMILIES["llama"].build()
     model.model.extra = torch.nn.Linear(2, 2)
     return model
 
 
-S, V = LayerStrategy, VocabularyStrategy
 DATA = uniform(4)
 TENSOR = uniform(4, tensor=4)
 TWO_STAGES = dataclasses.replace(
@@ -114,6 +121,33 @@ REFUSED: dict[str, tuple] = {
         llama(),
         dataclasses.replace(TWO_STAGES, schedule="zero_bubble"),
         ["layer 0", "'zero3'", "use 'zero2'"],
+    ),
+    "hidden states scaled before the head": (
+        llama_like("MiniCPM3", num_key_value_heads=8, **LATENT),
+        DATA,
+        ["MiniCPM3ForCausalLM", "between the decoder and the head"],
+    ),
+    "layers without attention": (
+        llama_like(
+            "Qwen3_5",
+            head_dim=8,
+            linear_key_head_dim=4,
+            linear_value_head_dim=4,
+            linear_num_key_heads=4,
+            linear_num_value_heads=8,
+        ),
+        DATA,
+        ["without 'self_attn'", "transformers.Trainer"],
+    ),
+    "queries scaled by position": (
+        llama_like("Ministral3", head_dim=8),
+        uniform(4, ulysses=2),
+        ["position_ids of the whole sequence", "use ulysses 1"],
+    ),
+    "a weight for all heads": (
+        llama_like("GraniteSWA", attn_implementation="eager"),
+        uniform(4, ulysses=2),
+        ["sinks", "use ulysses 1"],
     ),
     "weights of no stage": (with_a_weight_more, TWO_STAGES, ["model.extra.weight", "use one stage"]),
     "tied stages": (

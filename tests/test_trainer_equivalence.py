@@ -104,6 +104,11 @@ def drop_tokens(rows):
     return collate([{k: v[index] for k, v in row.items()} for row, index in zip(rows, kept, strict=True)])
 
 
+def with_one_row_of_positions(rows):
+    batch = collate(rows)
+    return {"position_ids": torch.arange(batch["input_ids"].shape[1])[None], **batch}
+
+
 def test_every_kind_of_data_gives_the_rows_of_one_process():
     once = dict(gradient_accumulation_steps=1, per_device_train_batch_size=2)
     check_cases(
@@ -121,6 +126,9 @@ def test_every_kind_of_data_gives_the_rows_of_one_process():
                 plan=LIGHT,
                 trainer=dict(data_collator=lambda: drop_tokens),
                 options=dict(dataloader_num_workers=2, max_steps=4, **once),
+            ),
+            "one_row_of_positions": Case(
+                plan=SPLIT, trainer=dict(data_collator=lambda: with_one_row_of_positions), options=dict(max_steps=3)
             ),
             "batch_encoding": Case(
                 plan=LIGHT,
