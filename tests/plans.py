@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from equivalence import single_stage
-from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
+from galvatron_hf.plan import LayerStrategy, ParallelPlan, Stage, VocabularyStrategy
 from tiny_models import LAYERS
 
 
@@ -76,4 +79,87 @@ def untied_plans() -> dict[str, ParallelPlan]:
     return {
         "embedding_tensor": single_stage(layers, 4, embedding=V(tensor=4), head=V(sharding="replicate")),
         "head_tensor": single_stage(layers, 4, embedding=V(sharding="zero2"), head=V(tensor=2, shard_degree=1)),
+    }
+
+
+def pipelined(
+    lists: Sequence[Sequence[int]],
+    layers: tuple[LayerStrategy, ...],
+    schedule: str = "1f1b",
+    *,
+    cuts: Sequence[int] | None = None,
+    ends: tuple[VocabularyStrategy, VocabularyStrategy] | VocabularyStrategy | None = None,
+    micro_batches: int = 4,
+    **options: Any,
+) -> ParallelPlan:
+    """A plan with a stage for each rank list, which may repeat; `cuts` are the layers at which later stages begin."""
+    count = len(lists)
+    bounds = [0, *(cuts or (len(layers) * stage // count for stage in range(1, count))), len(layers)]
+    embedding, head = ends if isinstance(ends, tuple) else (ends or VocabularyStrategy(),) * 2
+    return ParallelPlan(
+        world_size=len({rank for ranks in lists for rank in ranks}),
+        stacks={"decoder": len(layers)},
+        stages=tuple(
+            Stage(ranks=tuple(ranks), layers=(bounds[stage], bounds[stage + 1])) for stage, ranks in enumerate(lists)
+        ),
+        layers=layers,
+        schedule=schedule,
+        micro_batches=micro_batches,
+        embedding=embedding,
+        head=head,
+        **options,
+    )
+
+
+# Layers of two ranks that differ; the second four have no zero3, which zero-bubble schedules cannot run.
+PAIR_LAYERS = (
+    LayerStrategy(tensor=2),
+    LayerStrategy(recompute="full"),
+    LayerStrategy(tensor=2, megatron_sp=True, sharding="replicate"),
+    LayerStrategy(ulysses=2, sharding="zero2"),
+)
+KEPT_LAYERS = (
+    LayerStrategy(sharding="zero2"),
+    LayerStrategy(tensor=2, sharding="replicate"),
+    LayerStrategy(sharding="zero2", ulysses=2, recompute="full"),
+    LayerStrategy(sharding="replicate"),
+)
+
+
+def pipeline_plans() -> dict[str, ParallelPlan]:
+    """Every schedule on 4 ranks: 2 lists of 2 and 4 of 1, even and uneven, in order and permuted."""
+    S, V = LayerStrategy, VocabularyStrategy
+    two, apart, four = [(0, 1), (2, 3)], [(2, 0), (1, 3)], [(0,), (1,), (2,), (3,)]
+    zero3, zero2, replicate, tensor = (S(),) * 4, V(sharding="zero2"), V(sharding="replicate"), V(tensor=2)
+    alone = (S(), S(recompute="full"), S(sharding="zero2"), S(sharding="replicate"))
+    return {
+        "gpipe": pipelined(two, zero3, "gpipe"),
+        "1f1b": pipelined(two, zero3),
+        "1f1b_mixed": pipelined(two, PAIR_LAYERS, cuts=[1], ends=tensor),
+        "1f1b_uneven": pipelined([(1, 0), (3, 2)], PAIR_LAYERS, cuts=[3], ends=replicate, micro_batches=3),
+        "gpipe_apart": pipelined(apart, PAIR_LAYERS[::-1], "gpipe", ends=(tensor, replicate), micro_batches=3),
+        "interleaved": pipelined(two * 2, PAIR_LAYERS, "interleaved", ends=tensor, micro_batches=2),
+        "interleaved_apart": pipelined(apart * 2, zero3, "interleaved", ends=(replicate, tensor), micro_batches=4),
+        "gpipe_of_four": pipelined([(2,), (0,), (3,), (1,)], alone, "gpipe", micro_batches=5),
+        "1f1b_of_four": pipelined(four, alone, micro_batches=6),
+        "zero_bubble": pipelined(two, KEPT_LAYERS, "zero_bubble", ends=zero2),
+        "zero_bubble_of_four": pipelined(four, KEPT_LAYERS[:1] * 4, "zero_bubble", ends=replicate, micro_batches=6),
+        "zero_bubble_loop": pipelined(two * 2, KEPT_LAYERS, "zero_bubble", ends=(zero2, replicate)),
+        "zero_bubble_v": pipelined(apart + apart[::-1], KEPT_LAYERS, "zero_bubble", ends=zero2, micro_batches=6),
+    }
+
+
+def pipeline_plans_on_eight() -> dict[str, ParallelPlan]:
+    """On 8 ranks: 2 lists of 4 and 4 of 2."""
+    S, V = LayerStrategy, VocabularyStrategy
+    two, four = [(0, 2, 4, 6), (1, 3, 5, 7)], [(6, 7), (4, 5), (2, 3), (0, 1)]
+    wide = (S(), S(tensor=4, megatron_sp=True, recompute="full"), S(tensor=2, ulysses=2), S(shard_degree=2))
+    kept = (S(sharding="zero2", shard_degree=2), S(tensor=4, sharding="zero2"), *KEPT_LAYERS[2:])
+    zero2 = V(tensor=2, sharding="zero2")
+    return {
+        "gpipe": pipelined(two, wide, "gpipe", cuts=[1], ends=(V(tensor=4), V(shard_degree=2))),
+        "1f1b_of_four": pipelined(four, PAIR_LAYERS, ends=V(tensor=2), micro_batches=6),
+        "interleaved": pipelined(two * 2, wide, "interleaved", ends=V(tensor=2)),
+        "zero_bubble_of_four": pipelined(four, KEPT_LAYERS, "zero_bubble", ends=zero2),
+        "zero_bubble_v": pipelined(two + two[::-1], kept, "zero_bubble", ends=zero2),
     }

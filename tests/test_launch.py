@@ -19,8 +19,7 @@ from transformers import Trainer
 from equivalence import single_stage
 from galvatron_hf.plan import LayerStrategy, Precision
 from oracle import Rows
-from pipeline_plans import pipeline_plans
-from plans import uniform
+from plans import pipeline_plans, uniform
 from trainer_runs import assert_equal_weights, assert_same_steps, on_ranks, run
 
 
@@ -82,7 +81,7 @@ def test_launching_fewer_ranks_than_the_plan_has_is_refused(tmp_path):
 def test_a_rank_that_dies_in_a_step_ends_the_job_and_leaves_no_process(tmp_path, fault):
     """Within the minute that docs/pipeline.md states, start-up included; an exception is shown first."""
     script, plan = tmp_path / "script.py", tmp_path / "plan.json"
-    pipeline_plans()["1f1b"].to_json(plan)
+    pipeline_plans()["1f1b_mixed"].to_json(plan)
     script.write_text(
         "import os, signal, sys\n"
         f"sys.path.insert(0, {str(ROOT / 'tests')!r})\n"

@@ -16,8 +16,7 @@ from transformers import LlamaForCausalLM, Trainer
 from galvatron_hf import GalvatronTrainer
 from oracle import Case, Rows, Stream, check_cases
 from own_losses import calls_super, sum_of_losses
-from pipeline_plans import pipeline_plans
-from plans import mixed_plans
+from plans import mixed_plans, pipeline_plans
 from ranks import run_ranks
 from test_trainer_evaluation import evaluate, keep, predict, three_sets
 from tiny_models import FAMILIES
@@ -36,17 +35,17 @@ def evaluating(**options: Any) -> dict[str, Any]:
 def test_trains_as_one_process():
     check_cases(
         {
-            "1f1b": Case(plan=PLANS["1f1b"], **EVALUATED, options=evaluating()),
-            "uneven": Case(plan=PLANS["uneven"], family="gpt2", options=dict(gradient_accumulation_steps=3)),
+            "1f1b": Case(plan=PLANS["1f1b_mixed"], **EVALUATED, options=evaluating()),
+            "uneven": Case(plan=PLANS["1f1b_uneven"], family="gpt2", options=dict(gradient_accumulation_steps=3)),
             "interleaved": Case(
                 plan=PLANS["interleaved"], family="llama_tied", **EVALUATED, options=evaluating(max_grad_norm=1e-2)
             ),
             "four": Case(
-                plan=PLANS["four"],
+                plan=PLANS["1f1b_of_four"],
                 options=dict(optim="adamw_torch", lr_scheduler_type="cosine", learning_rate=1e-2, weight_decay=0.5),
                 updates=False,
             ),
-            "zero_bubble": Case(plan=PLANS["zero_bubble_return"], **EVALUATED, options=evaluating(max_steps=4)),
+            "zero_bubble": Case(plan=PLANS["zero_bubble_v"], **EVALUATED, options=evaluating(max_steps=4)),
         },
         timeout=400.0,
     )
@@ -55,11 +54,13 @@ def test_trains_as_one_process():
 def test_epochs_counters_and_events():
     check_cases(
         {
-            "epochs": Case(plan=PLANS["1f1b"], options=dict(max_steps=-1, num_train_epochs=2.5, max_grad_norm=0.0)),
+            "epochs": Case(
+                plan=PLANS["1f1b_mixed"], options=dict(max_steps=-1, num_train_epochs=2.5, max_grad_norm=0.0)
+            ),
             "few_rows": Case(plan=PLANS["gpipe"], train=lambda: Rows(2), options=dict(max_steps=2)),
-            "stream": Case(plan=PLANS["four"], train=lambda: Stream(13), options=dict(max_steps=5)),
+            "stream": Case(plan=PLANS["1f1b_of_four"], train=lambda: Stream(13), options=dict(max_steps=5)),
             "counters": Case(
-                plan=PLANS["uneven"],
+                plan=PLANS["1f1b_uneven"],
                 accumulates=True,
                 **EVALUATED,
                 options=evaluating(
@@ -75,15 +76,15 @@ def test_a_loss_function_of_the_users_own_and_label_smoothing():
     own = EVALUATED["trainer"] | dict(compute_loss_func=lambda: sum_of_losses)
     check_cases(
         {
-            "1f1b": Case(plan=PLANS["1f1b"], trainer=own, options=evaluating(max_steps=3)),
+            "1f1b": Case(plan=PLANS["1f1b_mixed"], trainer=own, options=evaluating(max_steps=3)),
             "zero_bubble": Case(plan=PLANS["zero_bubble"], trainer=own, options=evaluating(max_steps=2)),
             "mean": Case(
-                plan=PLANS["four"],
+                plan=PLANS["1f1b_of_four"],
                 trainer=EVALUATED["trainer"] | dict(compute_loss_func=lambda: mean_of_own_targets),
                 options=evaluating(max_steps=3),
             ),
             "smoothing": Case(
-                plan=PLANS["uneven"], **EVALUATED, options=evaluating(max_steps=3, label_smoothing_factor=0.2)
+                plan=PLANS["1f1b_uneven"], **EVALUATED, options=evaluating(max_steps=3, label_smoothing_factor=0.2)
             ),
         },
         timeout=400.0,
@@ -122,14 +123,14 @@ def test_metrics_see_the_arrays_of_one_process():
 
     cases = {name: untrained(plan, predict(lambda: Rows(7, seed=3))) for name, plan in PLANS.items()}
     cases |= {
-        "sets": untrained(PLANS["1f1b"], trainer=keep(eval_dataset=three_sets)),
+        "sets": untrained(PLANS["1f1b_mixed"], trainer=keep(eval_dataset=three_sets)),
         "no_labels": untrained(
-            PLANS["uneven"], trainer=keep(eval_dataset=lambda: Rows(5, labels=False)), family="gpt2"
+            PLANS["1f1b_uneven"], trainer=keep(eval_dataset=lambda: Rows(5, labels=False)), family="gpt2"
         ),
-        "two_a_rank": untrained(PLANS["four"], options=dict(per_device_eval_batch_size=2)),
+        "two_a_rank": untrained(PLANS["1f1b_of_four"], options=dict(per_device_eval_batch_size=2)),
         "by_batch": untrained(PLANS["interleaved"], options=dict(batch_eval_metrics=True)),
-        "included": untrained(PLANS["1f1b"], options=dict(include_for_metrics=["inputs", "loss"])),
-        "loss_only": untrained(PLANS["1f1b"], options=dict(prediction_loss_only=True)),
+        "included": untrained(PLANS["1f1b_mixed"], options=dict(include_for_metrics=["inputs", "loss"])),
+        "loss_only": untrained(PLANS["1f1b_mixed"], options=dict(prediction_loss_only=True)),
     }
     check_cases(cases, timeout=400.0)
 
@@ -167,16 +168,16 @@ def ranks(folder, plain) -> list[dict[str, Run]]:
     def work() -> dict[str, Run]:
         whole = dict(family="gpt2", options=SAVING)
         runs = {
-            "gpt2 staged": run(folder / "gpt2_staged", PLANS["uneven"], **whole),
+            "gpt2 staged": run(folder / "gpt2_staged", PLANS["1f1b_uneven"], **whole),
             "gpt2 flat": run(folder / "gpt2_flat", mixed, **whole),
             "tied staged": run(folder / "tied_staged", PLANS["interleaved"], family="llama_tied", options=SAVING),
         }
-        runs["gpt2 staged to staged"] = resumed("r1", "gpt2", PLANS["uneven"], "gpt2_staged")
+        runs["gpt2 staged to staged"] = resumed("r1", "gpt2", PLANS["1f1b_uneven"], "gpt2_staged")
         runs["gpt2 staged to flat"] = resumed("r2", "gpt2", mixed, "gpt2_staged")
-        runs["gpt2 flat to staged"] = resumed("r3", "gpt2", PLANS["1f1b"], "gpt2_flat")
-        runs["gpt2 plain to staged"] = resumed("r4", "gpt2", PLANS["four"], "plain_gpt2")
-        runs["tied staged to returning"] = resumed("r5", "llama_tied", PLANS["zero_bubble_return"], "tied_staged")
-        runs["tied plain to staged"] = resumed("r6", "llama_tied", PLANS["1f1b"], "plain_llama_tied")
+        runs["gpt2 flat to staged"] = resumed("r3", "gpt2", PLANS["1f1b_mixed"], "gpt2_flat")
+        runs["gpt2 plain to staged"] = resumed("r4", "gpt2", PLANS["1f1b_of_four"], "plain_gpt2")
+        runs["tied staged to returning"] = resumed("r5", "llama_tied", PLANS["zero_bubble_v"], "tied_staged")
+        runs["tied plain to staged"] = resumed("r6", "llama_tied", PLANS["1f1b_mixed"], "plain_llama_tied")
         runs["tied staged to auto"] = resumed(
             "r7", "llama_tied", "auto", "tied_staged", then=lambda made: made.parallel.plan
         )
@@ -253,7 +254,7 @@ def test_a_trace_is_written_where_the_environment_asks(tmp_path, monkeypatch):
 
 
 def test_a_rank_that_fails_in_a_step_ends_the_others_with_its_traceback(tmp_path):
-    plan = PLANS["1f1b"]
+    plan = PLANS["1f1b_mixed"]
 
     def work() -> None:
         from galvatron_hf.parallel.pipeline import Pipeline

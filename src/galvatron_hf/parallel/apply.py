@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -81,7 +82,7 @@ def parallelize(model: PreTrainedModel, plan: ParallelPlan, world: WorldMesh | N
     tied = _untie(model, plan, world)
     _leave_out(model, adapter, plan, own)
     current = CurrentMicroBatch(base.config)
-    units = ShardedUnits(plan.precision or Precision())
+    units = ShardedUnits(plan.precision or Precision(), wait_at_end=len(plan.stages) > 1)
     ends = _Ends.of(model, adapter, plan, mesh)
     stages = {}
     for index in own:
@@ -217,7 +218,8 @@ def _pipeline(
         stages=stages,
         units=units,
         forward=model.forward,
-        groups=world.join(lists, copies=2),
+        group=world.join(lists)[0],
+        pairs=_pairs(world, shape, lists),
         hidden_size=model.base_model.config.hidden_size,
         dtype=DTYPES[precision.compute],
         timeline=timeline,
@@ -268,7 +270,23 @@ def _prepare_groups(world: WorldMesh, plan: ParallelPlan) -> None:
     world.stage(plan.stages[0].ranks).prepare(plan.embedding)
     world.stage(plan.stages[-1].ranks).prepare(plan.head)
     if len(plan.stages) > 1:
-        world.join(list(dict.fromkeys(stage.ranks for stage in plan.stages)), copies=2)
+        lists = list(dict.fromkeys(stage.ranks for stage in plan.stages))
+        world.join(lists)
+        _pairs(world, PipelineShape.of(plan), lists)
+
+
+def _pairs(
+    world: WorldMesh, shape: PipelineShape, lists: list[tuple[int, ...]]
+) -> dict[int, Sequence[dist.ProcessGroup]]:
+    """For each rank list that this rank's exchanges hidden states with, the groups for it; collective."""
+    own = next(place for place, ranks in enumerate(lists) if dist.get_rank() in ranks)
+    neighbours = {tuple(sorted(pair)) for pair in itertools.pairwise(shape.places) if pair[0] != pair[1]}
+    found = {}
+    for first, second in sorted(neighbours):
+        groups = world.join([lists[first], lists[second]], copies=2)
+        if groups:
+            found[second if own == first else first] = groups
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,8 +77,10 @@ class Pipeline:
         stages (`dict[int, StageModule]`): this rank's stages.
         units ([`ShardedUnits`]): their units.
         forward ([`CausalLMForward`]): runs a stage.
-        groups (`tuple[ProcessGroup, ProcessGroup]`): the ranks with this rank's index in each list, once for
-            activations and once for gradients, so that neither waits for the other.
+        group (`ProcessGroup`): the ranks with this rank's index in each list.
+        pairs (`dict[int, Sequence[ProcessGroup]]`): for each list that this one talks to, the two ranks with this
+            rank's index, once for activations and once for gradients. Nothing waits for another pair or direction: on
+            one communicator of a GPU transfers run one after the other, and some schedules would stand still.
         hidden_size (`int`): features between layers.
         dtype (`torch.dtype`): their format.
         timeline ([`Timeline`]): told when each action begins and ends.
@@ -91,13 +93,15 @@ class Pipeline:
         stages: dict[int, StageModule],
         units: ShardedUnits,
         forward: CausalLMForward,
-        groups: Sequence[dist.ProcessGroup],
+        group: dist.ProcessGroup,
+        pairs: dict[int, Sequence[dist.ProcessGroup]],
         hidden_size: int,
         dtype: torch.dtype,
         timeline: Timeline,
     ):
         self.shape, self.place, self.stages, self.units = shape, place, stages, units
-        self.forward, self.groups, self.timeline = forward, groups, timeline
+        self.forward, self.timeline = forward, timeline
+        self.group, self.pairs = group, pairs
         self.hidden_size, self.dtype = hidden_size, dtype
 
     @property
@@ -119,6 +123,7 @@ class Pipeline:
         """
         step = _Step(batches=batches, loss_of=loss_of, left=dict.fromkeys(self.stages, len(batches)))
         self._run(step, actions(self.shape, len(batches))[self.place])
+        self.units.finish_step()
         return step.losses
 
     @torch.no_grad()
@@ -247,7 +252,7 @@ class Pipeline:
         tensor = torch.empty(*part.shape, self.hidden_size, dtype=self.dtype, device=batch.input_ids.device)
         forward = action.work is Work.RECEIVE_FORWARD
         peer = self.shape.places[action.stage + (-1 if forward else 1)]
-        works = self._transfer(dist.irecv, tensor, self.groups[0 if forward else 1], peer)
+        works = self._transfer(dist.irecv, tensor, 0 if forward else 1, peer)
         step.arriving[action.work, action.stage, action.micro_batch] = _Transfer(tensor=tensor, works=works)
 
     def _awaited(self, step: _Step, work: Work, action: Action) -> torch.Tensor | None:
@@ -262,7 +267,7 @@ class Pipeline:
         kept = step.in_flight[action.stage, action.micro_batch]
         with self.timeline.span(action):
             tensor = kept.result.detach().contiguous()
-            works = self._transfer(dist.isend, tensor, self.groups[0], self.shape.places[action.stage + 1])
+            works = self._transfer(dist.isend, tensor, 0, self.shape.places[action.stage + 1])
             transfer = _Transfer(tensor=tensor, works=works)
             if step.loss_of is None:
                 del step.in_flight[action.stage, action.micro_batch]
@@ -273,7 +278,7 @@ class Pipeline:
     def _send_backward(self, step: _Step, action: Action) -> None:
         with self.timeline.span(action):
             tensor = step.gradients.pop((action.stage, action.micro_batch)).contiguous()
-            works = self._transfer(dist.isend, tensor, self.groups[1], self.shape.places[action.stage - 1])
+            works = self._transfer(dist.isend, tensor, 1, self.shape.places[action.stage - 1])
             self._leave(step, _Transfer(tensor=tensor, works=works))
 
     def _leave(self, step: _Step, transfer: _Transfer) -> None:
@@ -281,5 +286,6 @@ class Pipeline:
         while len(step.leaving) > SENDS_UNDER_WAY:
             step.leaving.popleft().wait()
 
-    def _transfer(self, operation, tensor: torch.Tensor, group: dist.ProcessGroup, peer: int) -> list[dist.Work]:
-        return dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=group, group_peer=peer)])
+    def _transfer(self, operation, tensor: torch.Tensor, direction: int, peer: int) -> list[dist.Work]:
+        group, index = self.pairs[peer][direction], 0 if peer < self.place else 1
+        return dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=group, group_peer=index)])

@@ -165,10 +165,14 @@ class ReplicatedUnit:
             weight.summed = piece.view(weight.summed.shape)
         self._running = dist.all_reduce(sums, group=self.group, async_op=True)
 
-    def finish(self) -> None:
-        """After a step's last backward: waits for the sums and leaves them as the DTensors' gradients."""
+    def start(self) -> None:
+        """Begins the sum where some weights got no gradient, so that it has not begun by itself."""
         self.collect()
         self._start()
+
+    def finish(self) -> None:
+        """After a step's last backward: waits for the sums and leaves them as the DTensors' gradients."""
+        self.start()
         if self._running is not None:
             self._running.wait()
             self._running = None

@@ -53,14 +53,17 @@ class ShardedUnits:
 
     Args:
         precision ([`Precision`]): weights are cast on use, gradients reduced in `precision.reduce`.
+        wait_at_end (`bool`): whether sums over copies are waited for in [`ShardedUnits.finish_step`], not where a
+            backward ends, behind which another stage's may come.
     """
 
-    def __init__(self, precision: Precision):
+    def __init__(self, precision: Precision, wait_at_end: bool = False):
         self.compute, self.reduce = DTYPES[precision.compute], DTYPES[precision.reduce]
         self.policy = mixed_precision(precision)
         self.sharded: list[_ShardedUnit] = []
         self.replicated: list[tuple[ReplicatedUnit, int]] = []
         self._taken: set[int] = set()
+        self.wait_at_end = wait_at_end
         self._ending = False
 
     def add(
@@ -186,10 +189,19 @@ class ShardedUnits:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
+        """At the end of a stage's last backward."""
+        for unit, _ in self.replicated:
+            if unit.last and self.wait_at_end:
+                unit.start()
+            elif unit.last:
+                unit.finish()
+        self._ending = False
+
+    def finish_step(self) -> None:
+        """Behind the last backward of all stages: waits for the sums over copies that are under way."""
         for unit, _ in self.replicated:
             if unit.last:
                 unit.finish()
-        self._ending = False
 
     def release_after_evaluation(self, model: nn.Module) -> None:
         """Lets go of gathered weights after every forward pass that no backward follows.
