@@ -70,7 +70,7 @@ def reference(case, dtype=torch.float64, scale=1.0, softcap=None, smoothing=0.0)
     return [loss.detach(), hidden.grad, embedding.grad, weight.grad, None if bias is None else bias.grad]
 
 
-def parallel(case, group, dtype=torch.float64, scale=1.0, softcap=None, smoothing=0.0, chunk=CHUNK):
+def parallel(case, group, dtype=torch.float64, scale=1.0, softcap=None, smoothing=0.0, chunk=CHUNK, late=False):
     """The same with the vocabulary over a group; gradients of the leaves are this rank's rows."""
     degree, index = (1, 0) if group is None else (group.size(), group.rank())
     start, stop = vocabulary_range(case.vocab_size, degree, index)
@@ -90,6 +90,7 @@ def parallel(case, group, dtype=torch.float64, scale=1.0, softcap=None, smoothin
         logit_scale=scale,
         softcap=softcap,
         label_smoothing=smoothing,
+        late_gradients=late,
     )
     (loss / 7).backward()
     return [loss.detach(), hidden.grad, embedding.grad, weight.grad, None if bias is None else bias.grad]
@@ -134,7 +135,8 @@ def cases():
 def test_one_process_equals_full_logits(variant):
     for vocab_size, bias, tied in cases():
         case = problem(vocab_size, bias=bias, tied=tied)
-        assert error(parallel(case, None, **variant), reference(case, **variant)) < 1e-12
+        for late in (False, True):
+            assert error(parallel(case, None, late=late, **variant), reference(case, **variant)) < 1e-12
 
 
 def test_label_smoothing_is_that_of_transformers():
@@ -157,8 +159,9 @@ def test_vocabulary_over_ranks_equals_full_logits():
                 for vocab_size, bias, tied in cases():
                     case = problem(vocab_size, bias=bias, tied=tied)
                     expected = rows_of(reference(case, **variant), vocab_size, group)
-                    found = error(parallel(case, group, **variant), expected)
-                    assert found < 1e-12, (vocab_size, bias, tied, variant, group.size(), found)
+                    for late in (False, True):
+                        found = error(parallel(case, group, late=late, **variant), expected)
+                        assert found < 1e-12, (vocab_size, bias, tied, variant, group.size(), late, found)
 
     run_ranks(work, 4, timeout=120)
 

@@ -206,8 +206,10 @@ def expected_stage(plan: ParallelPlan, index: int) -> StageBytes:
         )
     tokens = rows * LENGTH // ranks
     norm = 4 * (2 * tokens * HIDDEN + tokens)  # its input, normalised, and the reciprocal root of each token
-    # The head computes its gradients in the forward pass: of the hidden states, and of its weight.
-    head = 4 * (tokens * HIDDEN + VOCABULARY * HIDDEN)
+    # The head keeps its input and computes gradients in the backward, where several micro-batches are in flight; else
+    # it computes them in the forward pass: of its input, and of its weight.
+    several = most_in_flight(order_of(plan, plan.stages[-1].ranks[0]), index) > 1 and plan.schedule != "zero_bubble"
+    head = 4 * (tokens * HIDDEN + (0 if several else VOCABULARY * HIDDEN))
     # The loss is divided by a number of 8 bytes; its backward puts a gradient of 4 in its place.
     items, divided = 8, 4
     return StageBytes(

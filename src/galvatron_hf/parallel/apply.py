@@ -32,7 +32,7 @@ from galvatron_hf.parallel.tied import TiedWeights
 from galvatron_hf.parallel.timeline import Timeline
 from galvatron_hf.parallel.vocabulary import Head, parallel_embedding, vocabulary_layouts, whole_module
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision
-from galvatron_hf.schedule import PipelineShape
+from galvatron_hf.schedule import PipelineShape, actions, most_in_flight
 
 
 def parallelize(model: PreTrainedModel, plan: ParallelPlan, world: WorldMesh | None = None) -> ParallelModel:
@@ -317,7 +317,7 @@ class _Ends:
             head_mesh = mesh.weights(plan.head)
             if plan.head.tensor > 1:
                 whole_module(base.get_submodule(adapter.final_norm), head_mesh)
-            Head(head, head_mesh, adapter.logit_transform(model.config), tied)
+            Head(head, head_mesh, adapter.logit_transform(model.config), tied, late_gradients=_several_in_flight(plan))
         return cls(
             embedding=[embedding, *positional] if first else [],
             head=head if last else None,
@@ -341,6 +341,18 @@ class _Ends:
         # Elsewhere nothing is left for the root but to order the others.
         root = plan.head if stage.is_last else plan.layers[plan.stages[stage.index].layers[0]]
         units.add_root(stage, mesh.weights(root), root.sharding, stage=stage.index, stay_gathered=alone)
+
+
+def _several_in_flight(plan: ParallelPlan) -> bool:
+    """Whether the last stage holds several micro-batches between forward and backward.
+
+    Zero-bubble schedules do too, but go through the head's backward twice: for them its gradients are computed once,
+    in the forward.
+    """
+    if len(plan.stages) == 1 or plan.schedule == "zero_bubble":
+        return False
+    shape = PipelineShape.of(plan)
+    return most_in_flight(actions(shape, plan.micro_batches)[shape.places[-1]], len(plan.stages) - 1) > 1
 
 
 def _layer_type(config: PreTrainedConfig, index: int) -> str | None:

@@ -6,6 +6,8 @@ All of it works on local tensors: each rank of a tensor group holds a range of t
 ([`vocabulary_range`]), the last ranks possibly none. B rows, S positions, T tokens, H hidden, V vocabulary.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -101,14 +103,15 @@ def linear_cross_entropy(
     softcap: float | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    late_gradients: bool = False,
 ) -> Tensor:
     """
     Sum of the tokens' cross-entropies under a head whose vocabulary is spread over a group.
 
     The logits exist for `chunk_tokens` tokens at a time. Where gradients are wanted they are computed on the way
-    forward, chunk by chunk, and backward only scales them; so nothing of the size of the logits is kept. Statistics
-    are fp32, and so is the sum of the weight's gradient over chunks. One small collective per chunk, and one for the
-    gradient of `hidden`.
+    forward, unless `late_gradients`, chunk by chunk, and backward only scales them; so nothing of the size of the
+    logits is kept. Statistics are fp32, and so is the sum of the weight's gradient over chunks. One small collective
+    per chunk, and one for the gradient of `hidden`.
 
     The logits are `cap(logit_scale * (hidden @ weight.T + bias))` with `cap(z) = softcap * tanh(z / softcap)`. With
     `label_smoothing` e a token's loss is `(1 - e) * nll + e * mean over V of -log p`, as in
@@ -127,6 +130,9 @@ def linear_cross_entropy(
         softcap (`float`, *optional*): Bound of the logits.
         ignore_index (`int`, *optional*, defaults to -100): The target of tokens that do not count.
         label_smoothing (`float`, *optional*, defaults to 0.0): The share of the uniform distribution in the target.
+        late_gradients (`bool`, *optional*, defaults to False): Computes the logits once more in the backward, and the
+            gradients then: for schedules that keep several micro-batches in flight, each of which would otherwise
+            hold a gradient of the size of the weight.
 
     Returns:
         `Tensor`, a scalar in fp32 (fp64 for fp64 input), equal on every rank of the group.
@@ -152,33 +158,49 @@ def linear_cross_entropy(
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
     )
-    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, head, torch.is_grad_enabled())
+    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, head, torch.is_grad_enabled(), late_gradients)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, head, grad_enabled):
+    def forward(ctx, hidden, weight, bias, targets, head, grad_enabled, late):
         # needs_input_grad looks at the inputs alone, also under no_grad
         needs = [grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
-        statistics_dtype = torch.promote_types(hidden.dtype, torch.float32)
-        gradients = _Gradients(hidden, weight, bias, needs, statistics_dtype)
-        loss = hidden.new_zeros((), dtype=statistics_dtype)
-        for first in range(0, hidden.shape[0], head.chunk_tokens):
-            tokens = slice(first, first + head.chunk_tokens)
-            logits, slope = _local_logits(hidden[tokens], weight, bias, head, statistics_dtype, slope=any(needs))
-            chunk_loss, logits_grad = _chunk_loss(logits, targets[tokens], head, gradient=any(needs))
-            loss += chunk_loss
-            if any(needs):
-                gradients.add(tokens, logits_grad if slope is None else logits_grad.mul_(slope))
+        ctx.late, ctx.head, ctx.needs = late, head, needs
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+        if late:
+            ctx.save_for_backward(hidden, weight, bias, targets)
+            return _loss_and_gradients(hidden, weight, bias, targets, head, [False] * 3)[0]
+        loss, gradients = _loss_and_gradients(hidden, weight, bias, targets, head, needs)
         ctx.save_for_backward(*gradients.finished(head.group))
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        pairs = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *[None if x is None else _scaled(x, grad, dtype) for x, dtype in pairs], None, None, None
+        gradients = ctx.saved_tensors
+        if ctx.late:
+            gradients = _loss_and_gradients(*gradients, ctx.head, ctx.needs)[1].finished(ctx.head.group)
+        pairs = zip(gradients, ctx.dtypes, strict=True)
+        scaled = [None if x is None else _scaled(x, grad, dtype) for x, dtype in pairs]
+        return *scaled, None, None, None, None
+
+
+def _loss_and_gradients(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: _Head, needs: list[bool]
+) -> tuple[Tensor, _Gradients]:
+    """Chunk by chunk; `needs` says which of the gradients of `hidden`, `weight` and `bias` are wanted."""
+    statistics_dtype = torch.promote_types(hidden.dtype, torch.float32)
+    gradients = _Gradients(hidden, weight, bias, needs, statistics_dtype)
+    loss = hidden.new_zeros((), dtype=statistics_dtype)
+    for first in range(0, hidden.shape[0], head.chunk_tokens):
+        tokens = slice(first, first + head.chunk_tokens)
+        logits, slope = _local_logits(hidden[tokens], weight, bias, head, statistics_dtype, slope=any(needs))
+        chunk_loss, logits_grad = _chunk_loss(logits, targets[tokens], head, gradient=any(needs))
+        loss += chunk_loss
+        if any(needs):
+            gradients.add(tokens, logits_grad if slope is None else logits_grad.mul_(slope))
+    return loss, gradients
 
 
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,27 +125,29 @@ class ParallelModel:
             options = options | {"num_items_in_batch": num_items_in_batch, "whole_loss": False}
         else:
             options = options | {"return_logits": True}
-        parts = self.micro_batches(batch)
         if self.pipeline is None:
-            losses = self._one_by_one(parts, loss_of, options)
-        else:
-            losses = self._pipelined(list(parts), loss_of, options)
+            return self._one_by_one(batch, loss_of, options)
+        losses = self._pipelined(list(self.micro_batches(batch)), loss_of, options)
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
         dist.all_reduce(total)
         return total
 
-    def _one_by_one(self, parts: Iterable[dict], loss_of: LossOf | None, options: dict) -> list[torch.Tensor]:
+    def _one_by_one(self, batch: Mapping[str, torch.Tensor], loss_of: LossOf | None, options: dict) -> torch.Tensor:
         losses = []
-        for index, part in enumerate(parts):
+        for index, part in enumerate(self.micro_batches(batch)):
             with self.timeline.span(Action(Work.FORWARD, 0, index)):
                 if loss_of is None:
                     loss = self.model(**part, **options).loss
                 else:
                     loss = loss_of(part, self.model(**without_labels(part), **options))
+            losses.append(loss.detach())
+            if index + 1 == self.micro_batch_count(batch):
+                total = torch.stack(losses).sum()
+                summed = dist.all_reduce(total, async_op=True)  # while the backward goes on
             with self.timeline.span(Action(Work.BACKWARD, 0, index)):
                 loss.backward()
-            losses.append(loss.detach())
-        return losses
+        summed.wait()
+        return total
 
     def _pipelined(self, parts: list[dict], loss_of: LossOf | None, options: dict) -> list[torch.Tensor]:
         batches = []
@@ -206,6 +208,10 @@ class ParallelModel:
         lists = list(dict.fromkeys(stage.ranks for stage in self.plan.stages))
         return [ranks[index] for index in range(self.mesh.size) for ranks in lists]
 
+    def micro_batch_count(self, batch: Mapping[str, torch.Tensor]) -> int:
+        """Into how many micro-batches a global batch is split."""
+        return min(self.plan.micro_batches, batch["input_ids"].shape[0])
+
     def micro_batches(self, batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
         """Splits a global batch by rows into the plan's micro-batches (fewer if it has fewer rows).
 
@@ -215,8 +221,7 @@ class ParallelModel:
         Yields:
             `dict[str, torch.Tensor]`: the micro-batch.
         """
-        rows = batch["input_ids"].shape[0]
-        count = min(self.plan.micro_batches, rows)
+        rows, count = batch["input_ids"].shape[0], self.micro_batch_count(batch)
         for index in range(count):
             part = slice(index * rows // count, (index + 1) * rows // count)
             if self.pipeline is None:
@@ -230,11 +235,14 @@ class ParallelModel:
         counted = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         if self.tied is not None:
             counted = [parameter for parameter in counted if not self.tied.is_copy(parameter)]
+        copies = [replicas(parameter.grad) for parameter in counted]
         if counted:
             norms = torch.stack(torch._foreach_norm([local_tensor(parameter.grad) for parameter in counted]))
-            copies = torch.tensor([replicas(parameter.grad) for parameter in counted], device=self.device)
-            total += (norms.double().square() / copies).sum()
-        dist.all_reduce(total)
+            total += (norms.double().square() / torch.tensor(copies, device=self.device)).sum()
+        if all(count == self.plan.world_size for count in copies) and self.pipeline is None:
+            total *= self.plan.world_size  # every rank has all gradients
+        else:
+            dist.all_reduce(total)
         return total.sqrt().float()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:

@@ -105,11 +105,20 @@ class Head:
         mesh ([`WeightMesh`]): where its weights live.
         transform ([`LogitTransform`]): what the family does to the logits.
         tied (`bool`): whether the weight is the embedding's.
+        late_gradients (`bool`): as in [`linear_cross_entropy`].
     """
 
-    def __init__(self, module: nn.Linear, mesh: WeightMesh, transform: LogitTransform, tied: bool):
+    def __init__(
+        self,
+        module: nn.Linear,
+        mesh: WeightMesh,
+        transform: LogitTransform,
+        tied: bool,
+        late_gradients: bool = False,
+    ):
         self.module, self.mesh, self.transform = module, mesh, transform
         self.size = module.weight.shape[0]
+        self.late_gradients = late_gradients
         self.start, _ = vocabulary_range(self.size, mesh.tensor_degree, mesh.tensor_index)
         self.group = mesh.tensor.get_group() if mesh.tensor_degree > 1 else None
         self.views = []
@@ -144,6 +153,7 @@ class Head:
                     logit_scale=self.transform.scale,
                     softcap=self.transform.softcap,
                     label_smoothing=request.label_smoothing,
+                    late_gradients=self.late_gradients,
                 )
             if request.logits:
                 # Each rank's logits reach the hidden states through its own part of the vocabulary alone.

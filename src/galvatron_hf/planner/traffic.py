@@ -164,7 +164,10 @@ def step_traffic(plan: ParallelPlan, model: ModelShape, *, rows: int, length: in
         _head(tally, step)
     _weights(tally, step, count)
     tally.add("loss", "all_reduce", ranks, _FP32)
-    tally.add("gradient norm", "all_reduce", ranks, _FP64)
+    # Where every rank has all gradients, it knows their norm.
+    strategies = (*plan.layers, plan.embedding, plan.head)
+    if any(strategy.tensor > 1 or strategy.resolved_shard_degree(ranks) > 1 for strategy in strategies):
+        tally.add("gradient norm", "all_reduce", ranks, _FP64)
     return tally.traffic()
 
 
