@@ -239,6 +239,54 @@ def test_generates_as_the_whole_model(tmp_path):
         assert np.array_equal(tokens, wanted.numpy())
 
 
+def only_the_head():
+    model = FAMILIES["llama"].build()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("lm_head"))
+    return model
+
+
+def test_frozen_stages_log_and_resume_as_one_process(tmp_path):
+    """On three of the four ranks nothing is trained, and the optimizer's groups are empty."""
+    model = only_the_head()
+    wanted = run(tmp_path / "plain", model=model, options=ALONE, trainer_class=Trainer)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+    def work() -> tuple[Run, Run]:
+        plan, checkpoint = PLANS["1f1b_of_four"], tmp_path / "whole" / "checkpoint-3"
+        whole = run(tmp_path / "whole", plan, model=only_the_head(), options=SAVING)
+        counted = dict(then=lambda made: made.get_num_trainable_parameters())
+        return whole, run(
+            tmp_path / "resumed", plan, model=only_the_head(), options=RESUMED, resume=checkpoint, **counted
+        )
+
+    for whole, resumed in on_ranks(work):
+        assert_same_steps(whole, wanted)
+        assert_same_steps(resumed, wanted, after=3)
+        assert resumed.result == trained
+
+
+class EmbeddingsLearnSlowly(GalvatronTrainer):
+    def create_optimizer(self, model=None):
+        groups = {True: [], False: []}
+        for name, parameter in self.model.named_parameters():
+            groups["embed" in name].append(parameter)
+        options = ({"params": groups[True], "lr": 0.05}, {"params": groups[False]})
+        self.optimizer = torch.optim.SGD([group for group in options if group["params"]], lr=0.2)
+        return self.optimizer
+
+
+def test_an_optimizer_that_tells_the_copies_of_a_tied_weight_apart_is_refused(tmp_path):
+    def work() -> str:
+        made = trainer(tmp_path, PLANS["1f1b_mixed"], family="llama_tied", trainer_class=EmbeddingsLearnSlowly)
+        with pytest.raises(ValueError) as refused:
+            made.train()
+        return str(refused.value)
+
+    for message in on_ranks(work):
+        assert message.startswith("model.embed_tokens.weight and lm_head.weight are one weight")
+
+
 def test_a_trace_is_written_where_the_environment_asks(tmp_path, monkeypatch):
     monkeypatch.setenv("GALVATRON_TRACE", str(tmp_path / "trace"))
 

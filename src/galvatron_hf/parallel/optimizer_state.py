@@ -111,7 +111,8 @@ class NamedOptimizerState:
                     f"The checkpoint's optimizer does not know {missing[0]}, because it was not trained there; "
                     "resume with the same weights frozen, or start anew from save_model's folder."
                 )
-            options = dict(self.options[fused.family_name(own[0])]) if own else {}
+            # Where a stage is frozen its groups are empty, but their learning rate may be logged: they take another's.
+            options = dict(self.options[fused.family_name(own[0])] if own else next(iter(self.options.values()), {}))
             for name, value in options.items():
                 options[name] = tuple(value) if isinstance(group.get(name), tuple) else value
             groups.append({**group, **options, "params": list(range(index, index + len(own)))})

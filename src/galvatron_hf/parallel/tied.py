@@ -47,6 +47,24 @@ class TiedWeights:
     def _weights(self) -> list[nn.Parameter]:
         return [module.weight for module in (self.embedding, self.head) if module is not None]
 
+    def check_options(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuses an optimizer that would take different steps with the two copies; collective over all ranks.
+
+        Raises:
+            ValueError: if their groups' options differ, or one of them is in no group.
+        """
+        groups = {id(weight): group for group in optimizer.param_groups for weight in group["params"]}
+        own = [groups.get(id(weight)) for weight in self._weights()]
+        own = [None if group is None else repr({k: v for k, v in group.items() if k != "params"}) for group in own]
+        gathered: list[list[str | None]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(gathered, own)
+        if len({options for options_of_rank in gathered for options in options_of_rank}) > 1:
+            embedding, head = self.names
+            raise ValueError(
+                f"{embedding} and {head} are one weight with a copy on the first and the last stage, and the "
+                "optimizer has them in groups with different options; give both names the same."
+            )
+
     def put_aside(self) -> list[torch.Tensor | None]:
         """Takes out the copies' gradients of earlier steps: these are sums over both copies already."""
         earlier = [weight.grad for weight in self._weights()]

@@ -178,6 +178,18 @@ class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin
             arguments["mixed_precision"] = "no"
         return arguments
 
+    def _prepare_for_training(self, *args, **kwargs):
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if self.parallel is not None and self.parallel.tied is not None:
+            self.parallel.tied.check_options(self.optimizer)
+        return prepared
+
+    def get_num_trainable_parameters(self) -> int:
+        """As Trainer's; under a pipeline those of all stages."""
+        if self.parallel is None or self.parallel.pipeline is None:
+            return super().get_num_trainable_parameters()
+        return self.model.num_parameters(only_trainable=True)
+
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
         if self.parallel is None:
             super()._sync_replicated_trainable_parameters(model)

@@ -52,7 +52,9 @@ class SchedulerState:
         """
         by_name = {name: group["values"] for group in self.groups for name in group["names"]}
         loaded = dict(state) | {name: value for name, value in self.common.items() if name in state}
-        own = [by_name[names[0]] if names else {} for names in groups]
+        # Where a stage is frozen its groups are empty, but their learning rate is logged: they take the first one's.
+        first = next((group["values"] for group in self.groups if group["names"]), {})
+        own = [by_name[names[0]] if names else first for names in groups]
         for name in {name for values in own for name in values} & set(state):
             present = state[name]
             loaded[name] = [values.get(name, present[i]) for i, values in enumerate(own)]
