@@ -287,6 +287,21 @@ def test_an_optimizer_that_tells_the_copies_of_a_tied_weight_apart_is_refused(tm
         assert message.startswith("model.embed_tokens.weight and lm_head.weight are one weight")
 
 
+class FlatList(GalvatronTrainer):
+    def create_optimizer(self, model=None):
+        self.optimizer = torch.optim.SGD([p for p in self.model.parameters() if p.requires_grad], lr=0.2)
+        return self.optimizer
+
+
+def test_an_optimizer_of_nothing_is_refused_with_the_way_out(tmp_path):
+    def work() -> str:
+        made = trainer(tmp_path, PLANS["1f1b_of_four"], model=only_the_head(), trainer_class=FlatList)
+        made.train()
+
+    with pytest.raises(AssertionError, match=r"(?s)Nothing is trained in the stages of rank \d, .* may be empty"):
+        on_ranks(work)
+
+
 def test_a_trace_is_written_where_the_environment_asks(tmp_path, monkeypatch):
     monkeypatch.setenv("GALVATRON_TRACE", str(tmp_path / "trace"))
 

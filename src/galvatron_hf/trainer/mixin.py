@@ -179,7 +179,15 @@ class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin
         return arguments
 
     def _prepare_for_training(self, *args, **kwargs):
-        prepared = super()._prepare_for_training(*args, **kwargs)
+        try:
+            prepared = super()._prepare_for_training(*args, **kwargs)
+        except ValueError as error:
+            if "empty parameter list" not in str(error) or self.parallel is None or self.parallel.pipeline is None:
+                raise
+            raise ValueError(
+                f"Nothing is trained in the stages of rank {self.args.process_index}, and this optimizer takes no "
+                "empty list; give it groups ({'params': [...]}), which may be empty."
+            ) from error
         if self.parallel is not None and self.parallel.tied is not None:
             self.parallel.tied.check_options(self.optimizer)
         return prepared
