@@ -48,13 +48,18 @@ class _Rank:
             self.process.join()
             code = self.process.exitcode
             cause = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
+            stacks = self._written_stacks() or "It left no traceback."
             # time 0: whatever the others say is a consequence of this
-            self.report = ("error", 0.0, f"The process died with {cause} and left no traceback.")
+            self.report = ("error", 0.0, f"The process died with {cause}.\n{stacks}")
 
     def where(self) -> str:
         """Python stacks of a rank that does not answer."""
         os.kill(self.process.pid, signal.SIGUSR1)
         time.sleep(0.2)
+        return self._written_stacks()
+
+    def _written_stacks(self) -> str:
+        """What faulthandler wrote: on SIGUSR1, or when the process died of a fault such as SIGSEGV."""
         self.stacks.seek(0)
         return self.stacks.read().decode(errors="replace")
 
@@ -147,6 +152,7 @@ def _rank_main(index, world_size, listener, timeout, fn, args, connection, stack
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before the call above
             os._exit(1)
+    faulthandler.enable(file=stacks, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     try:
         _join_world(index, world_size, listener, timeout)

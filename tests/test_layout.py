@@ -15,7 +15,6 @@ from galvatron_hf.parallel.layout import (
     Rectangle,
     block_size,
     block_sizes,
-    canonical,
     redistribute,
 )
 from galvatron_hf.plan import LayerStrategy
@@ -64,7 +63,7 @@ def brute_force_block(src, dst, ranks):
 
 
 def test_layout_of_a_strategy():
-    assert Layout.of(LayerStrategy(), 8) == Layout(8, 1, 1) == canonical(8)
+    assert Layout.of(LayerStrategy(), 8) == Layout(8, 1, 1)
     assert Layout.of(LayerStrategy(tensor=2), 8) == Layout(4, 1, 2)
     assert Layout.of(LayerStrategy(tensor=4, megatron_sp=True), 8) == Layout(2, 4, 1)
     assert Layout.of(LayerStrategy(tensor=2, ulysses=2), 8) == Layout(2, 2, 2)
@@ -90,12 +89,12 @@ def test_block_is_the_smallest_that_holds_what_its_ranks_need(ranks):
 
 def test_blocks_of_a_chain_cover_both_directions():
     # data -> tensor gathers, the way back slices; the tensor group is half the stage
-    chain = [canonical(4), Layout(2, 1, 2), Layout(2, 2, 1), canonical(4)]
+    chain = [Layout(4, 1, 1), Layout(2, 1, 2), Layout(2, 2, 1), Layout(4, 1, 1)]
     assert block_sizes(chain, 4) == (1, 2)
-    assert block_sizes([canonical(4), Layout(1, 4, 1)], 4) == (4,)
-    assert block_sizes([canonical(4)], 4) == ()
+    assert block_sizes([Layout(4, 1, 1), Layout(1, 4, 1)], 4) == (4,)
+    assert block_sizes([Layout(4, 1, 1)], 4) == ()
     with pytest.raises(ValueError, match="same stage"):
-        block_size(canonical(4), canonical(8), 4)
+        block_size(Layout(4, 1, 1), Layout(8, 1, 1), 4)
 
 
 def _check_all_pairs(stage, shapes):
@@ -157,7 +156,7 @@ def test_a_stage_inside_a_larger_world_uses_its_own_blocks():
         mine = next(i for i, stage in enumerate(stages) if dist.get_rank() in stage)
         index = stages[mine].index(dist.get_rank())
         whole = whole_activation(3, 5) * (mine + 1)
-        src, dst = canonical(2), Layout(1, 2, 1)
+        src, dst = Layout(2, 1, 1), Layout(1, 2, 1)
         y = redistribute(part(whole, src, index), src, dst, rows=3, length=5, index=index, groups=caches[mine])
         return torch.equal(y, part(whole, dst, index)), caches[mine].block(2).rank() == index
 
@@ -197,7 +196,7 @@ def test_every_type_and_any_trailing_dimensions_move():
     def work():
         groups = GroupCache(range(2))
         groups.prepare([2])
-        index, src, dst = dist.get_rank(), canonical(2), Layout(1, 2, 1)
+        index, src, dst = dist.get_rank(), Layout(2, 1, 1), Layout(1, 2, 1)
         for dtype, tail in itertools.product(DTYPES, [(), (3,), (2, 3)]):
             whole = (torch.arange(15).view(3, 5, *[1] * len(tail)) % 13).expand(3, 5, *tail).to(dtype)
             x = part(whole, src, index)
@@ -218,7 +217,7 @@ def test_moves_without_communication():
         x = whole_activation(4, 6).requires_grad_()
         with count_collectives() as log:
             assert redistribute(x, replicated, replicated, rows=4, length=6, index=index, groups=groups) is x
-            y = redistribute(x, replicated, canonical(2), rows=4, length=6, index=index, groups=groups)
+            y = redistribute(x, replicated, Layout(2, 1, 1), rows=4, length=6, index=index, groups=groups)
         assert log.count() == 0
         # a copy: the whole must not be kept alive by the part
         assert y.untyped_storage().nbytes() == y.numel() * y.element_size()
@@ -232,9 +231,9 @@ def test_wrong_use_is_refused():
         groups = GroupCache(range(2))
         x = torch.zeros(2, 4, 3)
         with pytest.raises(ValueError, match="was not prepared"):
-            redistribute(x, canonical(2), Layout(1, 1, 2), rows=4, length=4, index=dist.get_rank(), groups=groups)
+            redistribute(x, Layout(2, 1, 1), Layout(1, 1, 2), rows=4, length=4, index=dist.get_rank(), groups=groups)
         with pytest.raises(ValueError, match=r"which is \(3, 4\)"):
-            redistribute(x, canonical(2), Layout(1, 1, 2), rows=6, length=4, index=dist.get_rank(), groups=groups)
+            redistribute(x, Layout(2, 1, 1), Layout(1, 1, 2), rows=6, length=4, index=dist.get_rank(), groups=groups)
         with pytest.raises(ValueError, match="divisor of 2"):
             groups.prepare([3])
 

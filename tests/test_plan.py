@@ -13,18 +13,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, SequenceGroups, Stage, VocabularyStrategy
+from plan_inputs import JSON_VALUES, QUICK, refusal
 
 
-GALVATRON = Path(__file__).parent / "data" / "galvatron_plans"
 SOURCE = Path(__file__).parent.parent / "src" / "galvatron_hf"
-QUICK = settings(
-    max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-)
-
 EXAMPLE = {
     "version": 1,
     "world_size": 8,
@@ -63,14 +59,6 @@ def one_stage(layers, **fields):
     return {**plan, **fields}
 
 
-def refusal(source, make=ParallelPlan.from_json):
-    with pytest.raises(ValueError) as caught:
-        make(source)
-    message = str(caught.value)
-    assert "\n" not in message and ": " in message and len(message) < 500, message
-    return message
-
-
 @st.composite
 def layer_strategies(draw, ranks, groups=False):
     divisor = st.sampled_from([d for d in range(1, ranks + 1) if ranks % d == 0])
@@ -98,17 +86,6 @@ def layer_strategies(draw, ranks, groups=False):
 def vocabulary_strategies(draw, ranks):
     layer = draw(layer_strategies(ranks))
     return VocabularyStrategy(tensor=layer.tensor, sharding=layer.sharding, shard_degree=layer.shard_degree)
-
-
-JSON_VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(10**20), 10**20)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=12),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=6,
-)
 
 
 @st.composite
@@ -587,160 +564,3 @@ def test_importing_the_plan_needs_neither_torch_nor_transformers_nor_rich():
     )
     done = subprocess.run([sys.executable, "-c", code, SOURCE], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-# Galvatron's files
-
-
-def numbers(text):
-    return [int(part) for part in text.split(",")]
-
-
-@pytest.mark.parametrize("path", sorted(GALVATRON.glob("*.json")), ids=lambda path: path.stem)
-def test_galvatron_files_are_read_layer_by_layer_and_written_back(path):
-    raw = json.loads(path.read_text())
-    plan = ParallelPlan.from_galvatron(path, None if "world_size" in raw else 8)
-    assert plan.world_size == 8 and plan.micro_batches == raw["chunks"] and plan.schedule == "1f1b"
-    assert [stage.layers[1] - stage.layers[0] for stage in plan.stages] == numbers(raw["pp_division"])
-    assert [stage.ranks[0] for stage in plan.stages] == [i * 8 // raw["pp_deg"] for i in range(raw["pp_deg"])]
-    assert [layer.tensor * layer.ulysses for layer in plan.layers] == numbers(raw["tp_sizes_enc"])
-    assert [int(layer.ulysses > 1) for layer in plan.layers] == numbers(raw["use_sp"])
-    assert [{"zero3": 1, "zero2": 0}[layer.sharding] for layer in plan.layers] == numbers(raw["dp_types_enc"])
-    assert [{"full": 1, "none": 0}[layer.recompute] for layer in plan.layers] == numbers(raw["checkpoint"])
-    assert all(layer.megatron_sp == (layer.tensor > 1) for layer in plan.layers)
-    assert plan.embedding == plan.head
-    assert plan.embedding.tensor == (1 if raw["vsp"] else raw["vtp"])
-    assert plan.embedding.sharding == ("zero3" if raw["embed_sdp"] else "zero2")
-    assert plan.to_galvatron() == raw
-    assert ParallelPlan.from_json(plan.to_json()).to_galvatron() == raw
-
-
-def galvatron(**fields):
-    plain = {
-        "pp_deg": 1,
-        "tp_sizes_enc": "2,2,1,4",
-        "tp_consecutive_flags": "1,1,1,1",
-        "dp_types_enc": "1,0,0,1",
-        "global_bsz": 64,
-        "chunks": 8,
-        "world_size": 8,
-    }
-    return {name: value for name, value in {**plain, **fields}.items() if value is not None}
-
-
-def test_galvatron_ulysses_context_and_missing_fields():
-    raw = galvatron(use_sp="1,0,1,0", cp_sizes_enc="1,2,1,1", default_dp_type="ddp", pp_deg=2, pp_division="1,3")
-    plan = ParallelPlan.from_galvatron(raw, megatron_sp=False)
-    assert [(layer.tensor, layer.ulysses, layer.context) for layer in plan.layers] == [
-        (1, 2, 1),
-        (2, 1, 2),
-        (1, 1, 1),
-        (4, 1, 1),
-    ]
-    assert [layer.sharding for layer in plan.layers] == ["zero3", "replicate", "replicate", "zero3"]
-    assert plan.schedule == "gpipe" and not any(layer.megatron_sp for layer in plan.layers)
-    assert [stage.layers for stage in plan.stages] == [(0, 1), (1, 4)]
-    assert plan.to_galvatron() == raw
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"default_dp_type": "zero3", "embed_sdp": 0},
-        {"default_dp_type": "zero3", "vocab_sdp": 1},
-        {"vtp": 4, "vsp": 1, "vocab_sdp": 1, "embed_sdp": 1},
-        {"pipeline_type": "gpipe", "checkpoint": "1,1,0,0", "vtp": 8},
-        {"pp_deg": 2, "use_sp": "0,1,1,0"},
-    ],
-)
-def test_galvatron_fields_are_written_back_as_they_were(fields):
-    raw = galvatron(**fields)
-    assert ParallelPlan.from_galvatron(raw).to_galvatron() == raw
-
-
-def test_an_edited_galvatron_plan_is_written_as_edited():
-    plan = ParallelPlan.from_galvatron(galvatron())
-    edited = dataclasses.replace(
-        plan,
-        world_size=16,
-        stages=None,
-        layers=tuple(dataclasses.replace(layer, recompute="full") for layer in plan.layers),
-    )
-    written = edited.to_galvatron()
-    assert written["checkpoint"] == "1,1,1,1" and written["world_size"] == 16 and written["global_bsz"] == 64
-
-
-def test_a_plan_of_our_own_becomes_a_galvatron_file_and_back():
-    plan = ParallelPlan.uniform(8, 6, tensor=2, megatron_sp=True, pipeline=2, micro_batches=4, recompute="full")
-    written = plan.to_galvatron()
-    again = ParallelPlan.from_galvatron(json.loads(json.dumps(written)))
-    assert dataclasses.replace(again, meta={}) == plan
-    assert written["global_bsz"] == 8 and written["pp_division"] == "3,3" and written["tp_sizes_enc"] == "2,2,2,2,2,2"
-
-
-@pytest.mark.parametrize(
-    "fields, words",
-    [
-        ({"world_size": None}, "pass world_size"),
-        ({"tp_consecutive_flags": "1,1,0,1"}, "tp_consecutive_flags is 0 for layer 2"),
-        ({"dp_types_enc": "1,0"}, "dp_types_enc has 2 entries"),
-        ({"checkpoint": "2,0,0,0"}, "checkpoint is 2 for layer 0"),
-        ({"tp_sizes_enc": "2,x"}, "not a comma-separated list"),
-        ({"tp_sizes_enc": [2, 2, 1, 4]}, "not a comma-separated list"),
-        ({"tp_sizes_enc": "2,2,3,4"}, "layer 2: tensor=3"),
-        ({"tp_sizes_enc": "2,2,0,4"}, "tensor is 0"),
-        ({"pp_deg": 3}, "use pp_deg=4"),
-        ({"pp_deg": 8}, "use pp_deg=4"),
-        ({"pp_deg": 2, "pp_division": "1,2"}, "use '2,2'"),
-        ({"vtp": 3}, "use vtp=4"),
-        ({"vtp": 1, "embed_sdp": 0, "vocab_sdp": 1}, "two names of one field"),
-        ({"default_dp_type": "zero1"}, "default_dp_type is 'zero1'"),
-        ({"pipeline_type": "1f1b"}, "pipeline_type is '1f1b'"),
-        ({"chunks": 0}, "chunks is 0"),
-        ({"global_bsz": "64"}, "global_bsz is '64'"),
-        ({"ep_sizes_enc": "1,1,1,1"}, "unknown field 'ep_sizes_enc'"),
-        ({"dp_types_enc": None}, "no field 'dp_types_enc'"),
-    ],
-)
-def test_broken_galvatron_files_are_refused_by_field(fields, words):
-    assert words in refusal(galvatron(**fields), ParallelPlan.from_galvatron)
-
-
-def test_a_galvatron_file_for_another_world_size_is_refused():
-    with pytest.raises(ValueError, match="use world_size=8"):
-        ParallelPlan.from_galvatron(galvatron(), 16)
-
-
-@pytest.mark.parametrize(
-    "fields, words",
-    [
-        ({"tensor": 2, "ulysses": 2}, "tensor=2 and ulysses=2"),
-        ({"shard_degree": 4}, "use shard_degree=8"),
-        ({"expert": 2}, "expert=2"),
-        ({"schedule": "zero_bubble"}, "'zero_bubble'"),
-        ({"head": VocabularyStrategy()}, "embedding and head differ"),
-        ({"sharding": "zero2", "embedding": VocabularyStrategy(sharding="replicate")}, "one default_dp_type"),
-    ],
-)
-def test_what_galvatron_cannot_express_is_named(fields, words):
-    if "sharding" in fields:
-        fields = {**fields, "head": fields["embedding"]}
-    elif "head" in fields:
-        fields = {**fields, "embedding": VocabularyStrategy(tensor=2)}
-    with pytest.raises(ValueError, match=re.escape(words)):
-        ParallelPlan.uniform(8, 4, **fields).to_galvatron()
-
-
-@settings(parent=QUICK, max_examples=150)
-@given(st.data())
-def test_mutated_galvatron_files_give_a_plan_or_one_line(data):
-    raw = galvatron(use_sp="0,1,0,0", vtp=2, vsp=0, embed_sdp=1, pp_division="4", default_dp_type="zero2")
-    name = data.draw(st.sampled_from(sorted(raw)))
-    raw[name] = data.draw(JSON_VALUES | st.sampled_from(["1,1,1,1", "0,0,0,0", "9,9,9,9", "99999999", "4", -1, 2, 3]))
-    try:
-        plan = ParallelPlan.from_galvatron(raw)
-    except ValueError as error:
-        assert "\n" not in str(error) and ": " in str(error) and len(str(error)) < 500, str(error)
-    else:
-        assert plan.to_galvatron() == raw

@@ -109,7 +109,7 @@ def traced(request) -> tuple[ParallelPlan, list[list[Span]]]:
 
 
 def place_of(plan: ParallelPlan, rank: int) -> int:
-    lists = list(dict.fromkeys(stage.ranks for stage in plan.stages))
+    lists = plan.rank_lists
     return next(place for place, ranks in enumerate(lists) if rank in ranks)
 
 

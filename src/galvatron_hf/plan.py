@@ -98,6 +98,11 @@ class ParallelPlan:
         """Layers of all stacks."""
         return len(self.layers)
 
+    @property
+    def rank_lists(self) -> list[tuple[int, ...]]:
+        """The distinct rank lists of the stages, in the order in which they first occur; virtual stages share one."""
+        return list(dict.fromkeys(stage.ranks for stage in self.stages))
+
     def stage_of(self, layer: int) -> Stage:
         """The stage that computes global layer `layer`; `ValueError` if there is no such layer."""
         check_int("layer", layer, low=0, high=self.num_layers - 1)
@@ -294,8 +299,7 @@ def _check_stages(plan: ParallelPlan, num_layers: int) -> None:
 
 
 def _check_virtual_stages(plan: ParallelPlan) -> None:
-    lists = [stage.ranks for stage in plan.stages]
-    distinct = list(dict.fromkeys(lists))
+    lists, distinct = [stage.ranks for stage in plan.stages], plan.rank_lists
     if len(lists) == len(distinct):
         return
     if plan.schedule not in ("interleaved", "zero_bubble"):

@@ -40,7 +40,7 @@ def _stages(plan: "ParallelPlan") -> list[str]:
     if len(sizes) > 1:
         found.append(
             f"stages have {' and '.join(map(str, sizes))} ranks, and stages of unequal size do not run yet: give each "
-            f"{plan.world_size // len({stage.ranks for stage in plan.stages}) or 1}"
+            f"{plan.world_size // len(plan.rank_lists) or 1}"
         )
     shape = PipelineShape.of(plan)
     if not orders(shape, plan.micro_batches):

@@ -82,7 +82,7 @@ class PipelineShape:
     @classmethod
     def of(cls, plan: ParallelPlan) -> PipelineShape:
         """That of a plan."""
-        lists = list(dict.fromkeys(stage.ranks for stage in plan.stages))
+        lists = plan.rank_lists
         return cls(schedule=plan.schedule, places=tuple(lists.index(stage.ranks) for stage in plan.stages))
 
     @property

@@ -88,23 +88,8 @@ def parallelize(model: PreTrainedModel, plan: ParallelPlan, world: WorldMesh | N
     for index in own:
         span = range(*plan.stages[index].layers)
         blocks = _parallelize_layers(layers, span, plan, adapter, mesh, current, entered=index > 0)
-        stages[index] = StageModule(
-            model,
-            adapter,
-            mesh,
-            current,
-            index=index,
-            layers=span,
-            is_first=index == 0,
-            is_last=index == len(plan.stages) - 1,
-            layouts=(blocks[0].layout, blocks[-1].layout),
-        )
-        for block in blocks:
-            units.add(block.layer, mesh.weights(block.strategy), block.strategy.sharding, stage=index)
-        ends.add_units(units, stages[index])
-        if len(plan.stages) > 1:
-            embedding = model.get_input_embeddings() if index == 0 else None
-            units.prefetch_backward(stages[index], [block.layer for block in blocks], embedding)
+        stages[index] = _stage(index, blocks, model, plan, adapter, mesh, current)
+        _add_units(units, stages[index], blocks, ends, model)
     units.release_after_evaluation(model)
     model.forward = CausalLMForward(model, plan, mesh, current, list(stages.values()))
     pipeline, timeline = None, Timeline(device)
@@ -162,6 +147,40 @@ def _parallelize_layers(
     return blocks
 
 
+def _stage(
+    index: int,
+    blocks: list[Block],
+    model: PreTrainedModel,
+    plan: ParallelPlan,
+    adapter: DecoderAdapter,
+    mesh: StageMesh,
+    current: CurrentMicroBatch,
+) -> StageModule:
+    return StageModule(
+        model,
+        adapter,
+        mesh,
+        current,
+        index=index,
+        layers=range(*plan.stages[index].layers),
+        is_first=index == 0,
+        is_last=index == len(plan.stages) - 1,
+        layouts=(blocks[0].layout, blocks[-1].layout),
+    )
+
+
+def _add_units(
+    units: ShardedUnits, stage: StageModule, blocks: list[Block], ends: _Ends, model: PreTrainedModel
+) -> None:
+    """Makes a unit of each layer of a stage, then of what it has beside them."""
+    for block in blocks:
+        units.add(block.layer, block.mesh.weights(block.strategy), block.strategy.sharding, stage=stage.index)
+    ends.add_units(units, stage)
+    if len(ends.plan.stages) > 1:
+        embedding = model.get_input_embeddings() if stage.is_first else None
+        units.prefetch_backward(stage, [block.layer for block in blocks], embedding)
+
+
 def _untie(model: PreTrainedModel, plan: ParallelPlan, world: WorldMesh) -> TiedWeights | None:
     """Gives the head its own copy of a tied weight where stages lie between it and the embedding; collective."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -209,7 +228,7 @@ def _pipeline(
     world: WorldMesh,
     timeline: Timeline,
 ) -> Pipeline:
-    lists = list(dict.fromkeys(stage.ranks for stage in plan.stages))
+    lists = plan.rank_lists
     shape = PipelineShape.of(plan)
     precision = plan.precision or Precision()
     return Pipeline(
@@ -270,9 +289,8 @@ def _prepare_groups(world: WorldMesh, plan: ParallelPlan) -> None:
     world.stage(plan.stages[0].ranks).prepare(plan.embedding)
     world.stage(plan.stages[-1].ranks).prepare(plan.head)
     if len(plan.stages) > 1:
-        lists = list(dict.fromkeys(stage.ranks for stage in plan.stages))
-        world.join(lists)
-        _pairs(world, PipelineShape.of(plan), lists)
+        world.join(plan.rank_lists)
+        _pairs(world, PipelineShape.of(plan), plan.rank_lists)
 
 
 def _pairs(

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from galvatron_hf.parallel.collectives import gather_objects
 from galvatron_hf.parallel.dtensor import assign, full_tensor
 from galvatron_hf.parallel.fused import FusedNames
 from galvatron_hf.parallel.model import ParallelModel
@@ -146,10 +147,8 @@ def _of_all_stages(parallel: ParallelModel, state: NamedOptimizerState) -> Named
     if parallel.tied is not None and parallel.tied.embedding is None:
         for by_name in tensors.values():
             by_name.pop(parallel.tied.names[0], None)
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (state.options, state.numbers))
     options, numbers = {}, {}
-    for other_options, other_numbers in gathered:
+    for other_options, other_numbers in gather_objects((state.options, state.numbers)):
         options |= other_options
         for kind, by_name in other_numbers.items():
             numbers.setdefault(kind, {}).update(by_name)
@@ -231,10 +230,8 @@ def _listed_by_stages(parallel: ParallelModel, own: Any) -> dict[int, Any]:
     """What the first rank of each rank list has, by that rank; not of rank 0's list. Collective."""
     if parallel.pipeline is None:
         return {}
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
-    lists = dict.fromkeys(stage.ranks for stage in parallel.plan.stages)
-    return {ranks[0]: gathered[ranks[0]] for ranks in lists if 0 not in ranks}
+    gathered = gather_objects(own)
+    return {ranks[0]: gathered[ranks[0]] for ranks in parallel.plan.rank_lists if 0 not in ranks}
 
 
 def load_whole_weights(parallel: ParallelModel, weights: dict[str, torch.Tensor]) -> None:
@@ -248,9 +245,7 @@ def load_whole_weights(parallel: ParallelModel, weights: dict[str, torch.Tensor]
     tied = set(parallel.tied_names())
     known = set(expected) | tied
     if parallel.pipeline is not None:
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, known)
-        known = set().union(*gathered)
+        known = set().union(*gather_objects(known))
     missing = sorted(expected.keys() - weights.keys() - tied)
     unknown = sorted(weights.keys() - known)
     if missing or unknown:

@@ -12,8 +12,10 @@ own autograd functions: those that PyTorch derives overcount when the consumer o
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
@@ -84,6 +86,13 @@ def _record(kind: str, x: Tensor, group: ProcessGroup) -> None:
 def is_trivial(group: ProcessGroup | None) -> bool:
     """Whether a group needs no communication: there is none, or it has one rank."""
     return group is None or group.size() == 1
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """What every rank of the world passes, by rank; anything that pickles. Collective, and not counted."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 def all_reduce_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:

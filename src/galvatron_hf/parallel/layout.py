@@ -137,11 +137,6 @@ class Layout:
         )
 
 
-def canonical(ranks: int) -> Layout:
-    """The layout of stage boundaries: rows split over all ranks of the stage."""
-    return Layout(data=ranks)
-
-
 def _exact_rectangle(layout: Layout, index: int) -> Rectangle:
     # On a grid of ranks x ranks every boundary is a whole number. Floor boundaries are monotone, so two rectangles
     # that are disjoint here are disjoint (or empty) for every number of rows and positions.

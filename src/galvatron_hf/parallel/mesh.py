@@ -41,8 +41,7 @@ class StageMesh:
     """Meshes and groups of one rank list of a plan.
 
     All ranks of the world make the same groups in the same order, those of lists that they are not in too: everything
-    collective happens in [`StageMesh.prepare`] and [`StageMesh.prepare_blocks`], whose arguments come from the plan
-    alone.
+    collective happens in [`StageMesh.prepare`] and [`GroupCache.prepare`], whose arguments come from the plan alone.
 
     Args:
         ranks (`tuple[int, ...]`): global ranks of the stage, in the plan's order.
@@ -52,7 +51,6 @@ class StageMesh:
     def __init__(self, ranks: tuple[int, ...], device_type: str):
         self.ranks = tuple(ranks)
         self.device_type = device_type
-        self.contains_self = dist.get_rank() in self.ranks
         self.groups = GroupCache(self.ranks)
         self._weights: dict[tuple[int, int, int], WeightMesh] = {}
         self._strided: dict[tuple[int, int], dist.ProcessGroup | None] = {}
@@ -91,14 +89,9 @@ class StageMesh:
         """This rank's group of `size` ranks that are `stride` apart; None when it would hold one rank."""
         return None if size == 1 else self._group(stride, size)
 
-    def position_in(self, stride: int, size: int) -> int:
-        """Index of this rank inside its group of `size` ranks that are `stride` apart."""
-        return (self.index // stride) % size
-
     def _shape(self, strategy: LayerStrategy | VocabularyStrategy) -> tuple[int, int, int]:
-        shard_ranks = self.size // strategy.tensor
-        shard = 1 if strategy.sharding == "replicate" else (strategy.shard_degree or shard_ranks)
-        return shard_ranks // shard, shard, strategy.tensor
+        shard = strategy.resolved_shard_degree(self.size)
+        return self.size // (shard * strategy.tensor), shard, strategy.tensor
 
     def _make_groups(self, stride: int, size: int) -> None:
         """Creates the groups of `size` ranks that are `stride` apart, unless they exist; collective.

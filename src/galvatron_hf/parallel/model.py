@@ -205,8 +205,7 @@ class ParallelModel:
 
     def share_order(self) -> list[int]:
         """The ranks in the order of their shares of an evaluated batch."""
-        lists = list(dict.fromkeys(stage.ranks for stage in self.plan.stages))
-        return [ranks[index] for index in range(self.mesh.size) for ranks in lists]
+        return [ranks[index] for index in range(self.mesh.size) for ranks in self.plan.rank_lists]
 
     def micro_batch_count(self, batch: Mapping[str, torch.Tensor]) -> int:
         """Into how many micro-batches a global batch is split."""

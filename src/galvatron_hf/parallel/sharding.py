@@ -111,7 +111,7 @@ class ShardedUnits:
         self._taken.update(id(parameter) for part in modules for parameter in part.parameters())
 
     def add_root(
-        self, module: nn.Module, mesh: WeightMesh, sharding: str, *, stage: int = 0, stay_gathered=True
+        self, module: nn.Module, mesh: WeightMesh, sharding: str, *, stage: int = 0, stay_gathered: bool = True
     ) -> None:
         """Makes a unit of what is left of a stage, and FSDP2's root, which orders all of the stage's units."""
         if sharding == "replicate":

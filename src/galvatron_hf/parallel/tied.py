@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from galvatron_hf.parallel.collectives import gather_objects
 from galvatron_hf.parallel.dtensor import assign, full_tensor, local_tensor
 
 
@@ -56,9 +57,7 @@ class TiedWeights:
         groups = {id(weight): group for group in optimizer.param_groups for weight in group["params"]}
         own = [groups.get(id(weight)) for weight in self._weights()]
         own = [None if group is None else repr({k: v for k, v in group.items() if k != "params"}) for group in own]
-        gathered: list[list[str | None]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(gathered, own)
-        if len({options for options_of_rank in gathered for options in options_of_rank}) > 1:
+        if len({options for options_of_rank in gather_objects(own) for options in options_of_rank}) > 1:
             embedding, head = self.names
             raise ValueError(
                 f"{embedding} and {head} are one weight with a copy on the first and the last stage, and the "

@@ -26,6 +26,7 @@ from galvatron_hf.parallel.checkpoint import (
     shard_optimizer_state,
     whole_weights,
 )
+from galvatron_hf.parallel.collectives import gather_objects
 from galvatron_hf.parallel.fused import FusedNames
 from galvatron_hf.parallel.models import adapter_for
 from galvatron_hf.parallel.optimizer_state import NamedOptimizerState
@@ -84,9 +85,7 @@ class CheckpointMixin:
         save_state(self.parallel, _unwrapped(self.optimizer), os.path.join(output_dir, STATE_FOLDER))
         state = SchedulerState.of(self.lr_scheduler.state_dict(), self._group_names())
         if self.parallel.pipeline is not None:
-            gathered: list[SchedulerState | None] = [None] * self.args.world_size
-            dist.all_gather_object(gathered, state)
-            state = SchedulerState(common=state.common, groups=[group for one in gathered for group in one.groups])
+            state = SchedulerState.of_all_ranks(gather_objects(state))
         if self.args.should_save:
             with open(os.path.join(output_dir, SCHEDULER_FILE), "w") as file:
                 json.dump(state.to_json(), file, indent=2)
@@ -157,9 +156,7 @@ class CheckpointMixin:
         plain.tie_weights()
         trained = {name: tensor.requires_grad for name, tensor in self.parallel.model.named_parameters()}
         if self.parallel.pipeline is not None:
-            gathered: list[dict[str, bool]] = [{}] * self.args.world_size
-            dist.all_gather_object(gathered, trained)
-            trained = {name: grad for one in gathered for name, grad in one.items()}
+            trained = {name: grad for one in gather_objects(trained) for name, grad in one.items()}
         trained = {self.parallel.fused.family_name(name): grad for name, grad in trained.items()}
         for name, parameter in plain.named_parameters():
             parameter.requires_grad_(trained[name])

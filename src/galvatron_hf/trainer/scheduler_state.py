@@ -43,6 +43,14 @@ class SchedulerState:
         named = [{"names": list(names), "values": own} for names, own in zip(groups, values, strict=True)]
         return cls(common=common, groups=named)
 
+    @classmethod
+    def of_all_ranks(cls, states: Sequence[SchedulerState]) -> SchedulerState:
+        """Puts together what the ranks of different stages know; ranks of one stage know the same groups."""
+        groups: list[dict[str, Any]] = []
+        for state in states:
+            groups += [group for group in state.groups if group not in groups]
+        return cls(common=states[0].common, groups=groups)
+
     def for_groups(self, state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
         """A `state_dict` for a scheduler whose optimizer has other groups.
 
