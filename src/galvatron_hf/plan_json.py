@@ -197,11 +197,18 @@ def write_text(plan: "ParallelPlan") -> str:
 
 
 def write_file(path: str | os.PathLike, text: str) -> None:
-    """Writes `text` so that a reader sees the old file or the whole new one, never a part."""
+    """Writes `text` so that a reader sees the old file or the whole new one, never a part, even after a power cut."""
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, target)
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, target)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def fold(layers: tuple[LayerStrategy, ...]) -> list[tuple[tuple[int, int], LayerStrategy]]:

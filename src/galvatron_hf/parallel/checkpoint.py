@@ -6,41 +6,60 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from galvatron_hf.checkpoint.manifest import FileEntry
+from galvatron_hf.checkpoint.storage import MAX_FILE_BYTES, StateReader, StateWriter
 from galvatron_hf.parallel.collectives import gather_objects
 from galvatron_hf.parallel.dtensor import assign, full_tensor
 from galvatron_hf.parallel.fused import FusedNames
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.models import adapter_for
 from galvatron_hf.parallel.optimizer_state import NamedOptimizerState, options_from_json
+from galvatron_hf.plan_json import read_object, write_file
 
 
 # Beside the distributed checkpoint, which holds tensors alone: nothing of ours is read by unpickling values.
 OPTIMIZER_FILE = "optimizer.json"
 
 
-def save_state(parallel: ParallelModel, optimizer: torch.optim.Optimizer | None, folder: str | os.PathLike) -> None:
-    """Writes the weights and the optimizer's state as a distributed checkpoint; collective.
+def save_state(
+    parallel: ParallelModel,
+    optimizer: torch.optim.Optimizer | None,
+    folder: str | os.PathLike,
+    *,
+    complete: Callable[[dict[str, FileEntry]], None] | None = None,
+    background: dist.ProcessGroup | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> Future | None:
+    """Writes the weights and the optimizer's state as safetensors, each rank its own pieces; collective.
 
     Args:
         parallel ([`ParallelModel`]): the model.
         optimizer (`torch.optim.Optimizer`, *optional*): its optimizer.
         folder (`str` or `os.PathLike`): created if needed.
+        complete (`Callable`, *optional*): called on rank 0 when all pieces are on disk, with the files by name.
+        background (`ProcessGroup`, *optional*): all ranks, with a CPU backend, used for nothing else. The state is
+            copied and written while the caller goes on.
+        max_file_bytes (`int`): bytes of tensors in one file.
+
+    Returns:
+        `Future`: in the background, of the writing; else None.
 
     Raises:
         ValueError: if the optimizer's state is more than tensors and numbers.
+        CheckpointException: on every rank, if writing failed on one.
     """
     tensors = _model_tensors(parallel)
     if parallel.tied is not None and parallel.tied.embedding is None:
@@ -49,10 +68,25 @@ def save_state(parallel: ParallelModel, optimizer: torch.optim.Optimizer | None,
         state = NamedOptimizerState.of(optimizer, parallel.parameter_names(), parallel.fused)
         state = _of_all_stages(parallel, state)
         tensors |= _optimizer_tensors(state)
-    dcp.save(tensors, checkpoint_id=os.fspath(folder))
-    if optimizer is not None and dist.get_rank() == 0:
-        with open(os.path.join(folder, OPTIMIZER_FILE), "w") as file:
-            json.dump({"groups": state.options_json(), "numbers": state.numbers}, file, indent=2)
+    options = {"groups": state.options_json(), "numbers": state.numbers} if optimizer is not None else None
+    writer = _OptionsAndState(folder, options, complete, max_file_bytes)
+    if background is not None:
+        return dcp.async_save(tensors, storage_writer=writer, process_group=background)
+    dcp.save(tensors, storage_writer=writer)
+    return None
+
+
+class _OptionsAndState(StateWriter):
+    """Writes the optimizer's options beside the tensors, before the checkpoint is complete."""
+
+    def __init__(self, folder: str | os.PathLike, options: dict | None, complete: Callable | None, max_bytes: int):
+        super().__init__(folder, complete, max_bytes)
+        self._options = options
+
+    def finish(self, metadata: Metadata, results: list) -> None:
+        if self._options is not None:
+            write_file(Path(self.path) / OPTIMIZER_FILE, json.dumps(self._options, indent=2))
+        super().finish(metadata, results)
 
 
 def load_state(
@@ -90,7 +124,7 @@ def load_state(
                 place = _place(parameters[name], stored[f"optimizer.{kind}.{name}"])
                 state.tensors.setdefault(kind, {})[name] = place
         tensors |= _optimizer_tensors(state)
-    dcp.load(tensors, checkpoint_id=os.fspath(folder))
+    dcp.load(tensors, storage_reader=StateReader(folder))
     if weights and parallel.tied is not None:
         parallel.tied.copy_weight()
     if optimizer is not None:
@@ -111,7 +145,7 @@ def load_plain_state(model: PreTrainedModel, optimizer: torch.optim.Optimizer, f
     fused = FusedNames.of(model, adapter_for(model))
     stored = _stored_tensors(folder)
     tensors = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in stored.items()}
-    dcp.load(tensors, checkpoint_id=os.fspath(folder), no_dist=True)
+    dcp.load(tensors, storage_reader=StateReader(folder), no_dist=True)
     state = _read_options(folder)
     for kind, name in _optimizer_entries(stored):
         state.tensors.setdefault(kind, {})[name] = tensors[f"optimizer.{kind}.{name}"]
@@ -172,12 +206,11 @@ def _optimizer_entries(stored: Mapping[str, TensorStorageMetadata]) -> Iterator[
 
 
 def _stored_tensors(folder: str | os.PathLike) -> dict[str, TensorStorageMetadata]:
-    return dict(dcp.FileSystemReader(os.fspath(folder)).read_metadata().state_dict_metadata)
+    return dict(StateReader(folder).read_metadata().state_dict_metadata)
 
 
 def _read_options(folder: str | os.PathLike) -> NamedOptimizerState:
-    with open(os.path.join(folder, OPTIMIZER_FILE)) as file:
-        saved = json.load(file)
+    saved = read_object(Path(folder) / OPTIMIZER_FILE, "optimizer's state")
     return NamedOptimizerState(options=options_from_json(saved["groups"]), numbers=saved["numbers"])
 
 
@@ -204,34 +237,58 @@ def shard_optimizer_state(parallel: ParallelModel, state: NamedOptimizerState) -
     return NamedOptimizerState(tensors=tensors, numbers=state.numbers, options=state.options)
 
 
+class WholeWeights:
+    """The weights in the family's own names and shapes, put together a few at a time; making it is collective.
+
+    Args:
+        parallel ([`ParallelModel`]): the model.
+    """
+
+    def __init__(self, parallel: ParallelModel):
+        self._fused, self._device = parallel.fused, parallel.device
+        self._own = _named_state(parallel)
+        described = {name: (tensor.shape, tensor.dtype) for name, tensor in self._own.items()}
+        self._elsewhere: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
+        if parallel.pipeline is not None:
+            gathered = gather_objects(described)
+            firsts = [ranks[0] for ranks in parallel.plan.rank_lists if 0 not in ranks]
+            self._elsewhere = {name: (rank, *entry) for rank in firsts for name, entry in gathered[rank].items()}
+        self._sends = parallel.pipeline is not None and parallel.mesh.index == 0 and 0 not in parallel.mesh.ranks
+
+    def names(self) -> list[str]:
+        """The names of all weights, known to rank 0."""
+        return list(dict.fromkeys(self._fused.family_name(name) for name in [*self._own, *self._elsewhere]))
+
+    def gather(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """These weights on the CPU of rank 0; empty on the other ranks. Collective, with the same names everywhere."""
+        weights: dict[str, torch.Tensor] = {}
+        for part in self._fused.part_names(names):
+            whole = self._one(part)
+            if whole is not None:
+                weights[part] = whole.cpu()
+        return self._fused.join(weights)
+
+    def _one(self, name: str) -> torch.Tensor | None:
+        keeps = dist.get_rank() == 0
+        if name in self._own:
+            whole = full_tensor(self._own[name].detach())
+            if self._sends:
+                dist.send(whole.contiguous(), dst=0)
+            return whole.clone() if keeps else None
+        if not keeps:
+            return None
+        source, shape, dtype = self._elsewhere[name]
+        whole = torch.empty(shape, dtype=dtype, device=self._device)
+        dist.recv(whole, src=source)
+        return whole
+
+
 def whole_weights(parallel: ParallelModel) -> dict[str, torch.Tensor]:
     """All weights in the family's own names and shapes, on the CPU of rank 0; empty on the other ranks. Collective."""
-    own = _named_state(parallel)
-    keeps, weights = dist.get_rank() == 0, {}
-    sends = parallel.pipeline is not None and parallel.mesh.index == 0 and 0 not in parallel.mesh.ranks
-    listed = _listed_by_stages(parallel, {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()})
-    for name, tensor in own.items():
-        whole = full_tensor(tensor.detach())
-        if keeps:
-            weights[name] = whole.cpu().clone()
-        if sends:
-            dist.send(whole.contiguous(), dst=0)
-    if not keeps:
-        return {}
-    for source, described in listed.items():
-        for name, (shape, dtype) in described.items():
-            whole = torch.empty(shape, dtype=dtype, device=parallel.device)
-            dist.recv(whole, src=source)
-            weights[name] = whole.cpu()
-    return parallel.fused.join(weights)
-
-
-def _listed_by_stages(parallel: ParallelModel, own: Any) -> dict[int, Any]:
-    """What the first rank of each rank list has, by that rank; not of rank 0's list. Collective."""
-    if parallel.pipeline is None:
-        return {}
-    gathered = gather_objects(own)
-    return {ranks[0]: gathered[ranks[0]] for ranks in parallel.plan.rank_lists if 0 not in ranks}
+    weights = WholeWeights(parallel)
+    names: list[list[str]] = [weights.names()]
+    dist.broadcast_object_list(names, src=0)
+    return weights.gather(names[0])
 
 
 def load_whole_weights(parallel: ParallelModel, weights: dict[str, torch.Tensor]) -> None:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -72,6 +72,11 @@ class FusedNames:
     def family_name(self, name: str) -> str:
         """The family's name of the weight that `name` is, or is a part of."""
         return self._whole.get(name, name)
+
+    def part_names(self, names: Iterable[str]) -> list[str]:
+        """This runtime's names of the weights that the family names."""
+        parts = {weight.name: weight.parts for weight in self.weights}
+        return [part for name in names for part in parts.get(name, (name,))]
 
     def join(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Puts parts together: from this runtime's names to the family's. Scalars (step counts) are a part's."""

@@ -37,6 +37,17 @@ class GalvatronTrainingArguments(TrainingArguments):
         trace_dir (`str`, *optional*):
             Folder for `timeline.json`: when each rank computed and waited, as a trace for Chrome or Perfetto. The
             environment variable `GALVATRON_TRACE` says the same.
+        async_save (`bool`, *optional*, defaults to `False`):
+            Whether checkpoints are written while training goes on: each rank copies its part to host memory and waits
+            only for an earlier checkpoint that is not complete yet.
+        save_full_weights (`bool`, *optional*, defaults to `True`):
+            Whether checkpoints also hold the whole weights, gathered by rank 0, for `from_pretrained`. Without, they
+            hold each rank's pieces alone, and `galvatron checkpoint export` puts them together later.
+        max_shard_size (`str`, *optional*, defaults to `"5GB"`):
+            Largest file of whole weights; also what rank 0 holds of them at a time.
+        on_save_failure (`str`, *optional*, defaults to `"stop"`):
+            "stop" ends training when a checkpoint cannot be written (disk full, folder gone); "continue" goes on
+            without it. Earlier checkpoints stay whole in either case.
     """
 
     parallel_plan: str | None = field(
@@ -45,6 +56,17 @@ class GalvatronTrainingArguments(TrainingArguments):
     )
     trace_dir: str | None = field(
         default=None, metadata={"help": "Folder for a trace of what each rank did when (timeline.json)."}
+    )
+    async_save: bool = field(
+        default=False, metadata={"help": "Write checkpoints in the background while training goes on."}
+    )
+    save_full_weights: bool = field(
+        default=True, metadata={"help": "Put the whole weights into checkpoints, for from_pretrained."}
+    )
+    max_shard_size: str = field(default="5GB", metadata={"help": "Largest file of whole weights."})
+    on_save_failure: str = field(
+        default="stop",
+        metadata={"help": "When a checkpoint cannot be written.", "choices": ["stop", "continue"]},
     )
 
     def to_dict(self) -> dict[str, Any]:

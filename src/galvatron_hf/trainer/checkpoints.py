@@ -4,41 +4,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils import logging
 
+from galvatron_hf.checkpoint.folder import STATE_FOLDER, by_step, left_behind, structural_problems
+from galvatron_hf.checkpoint.manifest import MANIFEST_NAME, Manifest
+from galvatron_hf.checkpoint.pretrained import meta_model, write_pretrained
 from galvatron_hf.parallel.checkpoint import (
+    WholeWeights,
     load_plain_state,
     load_state,
     load_whole_weights,
     parameter_names,
-    plain_model,
     read_whole_weights,
-    save_state,
     shard_optimizer_state,
-    whole_weights,
 )
 from galvatron_hf.parallel.collectives import gather_objects
 from galvatron_hf.parallel.fused import FusedNames
 from galvatron_hf.parallel.models import adapter_for
 from galvatron_hf.parallel.optimizer_state import NamedOptimizerState
 from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.plan_json import read_object, write_file
+from galvatron_hf.trainer.random_state import random_state, restore_random_state
+from galvatron_hf.trainer.saving import CheckpointWriter, SaveError, on_all_ranks
 from galvatron_hf.trainer.scheduler_state import SchedulerState
 
 
 logger = logging.get_logger(__name__)
 
-STATE_FOLDER = "parallel_state"
 PLAN_FILE = "parallel_plan.json"
 SCHEDULER_FILE = "scheduler.json"
+RANDOM_FILE = "rng_state_{}.json"
 
 
 def plan_of_checkpoint(folder: str, world_size: int) -> ParallelPlan | None:
@@ -53,6 +62,11 @@ def plan_of_checkpoint(folder: str, world_size: int) -> ParallelPlan | None:
 class CheckpointMixin:
     """The part of [`GalvatronMixin`] that saves and loads; see there."""
 
+    _writer: CheckpointWriter | None = None
+    failed_saves: int = 0
+
+    # ---- Saving ----
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes safetensors, configuration and tokenizer that `from_pretrained` opens anywhere; collective."""
         self.ensure_parallel()
@@ -60,35 +74,193 @@ class CheckpointMixin:
             super().save_model(output_dir, _internal_call)
             return
         output_dir = output_dir or self.args.output_dir
-        weights = whole_weights(self.parallel)
-        if self.args.should_save:
-            if not weights:
-                raise ValueError("save_on_each_node=True is not supported under a plan; use a shared output_dir.")
-            self._save_whole(output_dir, weights)
-            self.parallel.plan.to_json(os.path.join(output_dir, PLAN_FILE))
-        dist.barrier()
+        self._save_files(output_dir, weights=True)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _save_whole(self, output_dir: str, weights: dict[str, torch.Tensor]) -> None:
-        """Trainer's own saving, of a plain model: the parallelised one has parts where the family has one weight."""
-        parallel, self.model = self.model, plain_model(self.parallel, weights, device=torch.device("cpu"))
-        try:
-            self._save(output_dir)
-        finally:
-            self.model = parallel
+    def _save_files(self, output_dir: str, weights: bool) -> None:
+        """Everything of a model's folder, with or without the weights; collective.
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.parallel is None:
-            super()._save_optimizer_and_scheduler(output_dir)
+        Raises:
+            SaveError: on every rank, if it failed on one.
+        """
+        parallel, writes = self.parallel, self.args.should_save
+        model = meta_model(parallel.family, parallel.model.config, torch.float32)
+        if parallel.model.generation_config is not None:
+            model.generation_config = parallel.model.generation_config
+
+        def save_all_but_weights() -> None:
+            if not writes:
+                return
+            if not self.is_world_process_zero():
+                raise ValueError("save_on_each_node=True is not supported under a plan; use a shared output_dir.")
+            os.makedirs(output_dir, exist_ok=True)
+            for old in Path(output_dir).glob("model*.safetensors*"):
+                old.unlink()
+            # Trainer's own saving, of a model of the family's own names, which knows no values.
+            own, self.model = self.model, model
+            try:
+                self._save(output_dir, state_dict={})
+            finally:
+                self.model = own
+            parallel.plan.to_json(os.path.join(output_dir, PLAN_FILE))
+
+        on_all_ranks(save_all_but_weights, f"Saving to {output_dir}")
+        if not weights:
             return
-        save_state(self.parallel, _unwrapped(self.optimizer), os.path.join(output_dir, STATE_FOLDER))
-        state = SchedulerState.of(self.lr_scheduler.state_dict(), self._group_names())
-        if self.parallel.pipeline is not None:
-            state = SchedulerState.of_all_ranks(gather_objects(state))
-        if self.args.should_save:
-            with open(os.path.join(output_dir, SCHEDULER_FILE), "w") as file:
-                json.dump(state.to_json(), file, indent=2)
+        problem: list[OSError] = []
+        try:
+            size = getattr(self.args, "max_shard_size", "5GB")
+            write_pretrained(model, output_dir, WholeWeights(parallel).gather, max_shard_size=size, writes=writes)
+        except OSError as error:  # comes when all is gathered
+            problem.append(error)
+
+        def report() -> None:
+            if problem:
+                raise problem[0]
+
+        on_all_ranks(report, f"Saving to {output_dir}")
+
+    def _save_checkpoint(self, model: nn.Module, trial) -> None:
+        """As Trainer's, in a folder that has its name only when it is complete."""
+        if self.parallel is None:
+            super()._save_checkpoint(model, trial)
+            return
+        began = time.monotonic()
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        run_dir = self._get_output_dir(trial=trial)
+        checkpoint = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        if self._writer is None or self._writer.parallel is not self.parallel:
+            in_background = getattr(self.args, "async_save", False)
+            self._writer = CheckpointWriter(parallel=self.parallel, in_background=in_background)
+        self._writer.limit = self.args.save_total_limit
+        with self._survived_if_wanted():
+            self._finish_saving()
+            self._name_best_checkpoint(run_dir, checkpoint)
+            self._write_checkpoint(Path(checkpoint))
+            if self.args.push_to_hub:
+                self._finish_saving()
+                self._push_from_checkpoint(checkpoint)
+        self.log({"save_stall_seconds": round(time.monotonic() - began, 3)})
+
+    def _write_checkpoint(self, checkpoint: Path) -> None:
+        folder, only_model = self._writer.start(checkpoint), self.args.save_only_model
+        self._save_files(str(folder), weights=only_model or getattr(self.args, "save_full_weights", True))
+        if not only_model:
+            scheduler = SchedulerState.of(self.lr_scheduler.state_dict(), self._group_names())
+            if self.parallel.pipeline is not None:
+                scheduler = SchedulerState.of_all_ranks(gather_objects(scheduler))
+        random = random_state()
+
+        def save_small_files() -> None:
+            if not only_model:
+                write_file(folder / RANDOM_FILE.format(self.args.process_index), json.dumps(random))
+            if self.args.should_save:
+                if not only_model:
+                    write_file(folder / SCHEDULER_FILE, json.dumps(scheduler.to_json(), indent=2))
+                self._export_callback_states()
+                self.state.save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
+
+        on_all_ranks(save_small_files, f"Writing {checkpoint}")
+        optimizer = None if only_model else _unwrapped(self.optimizer)
+        self._writer.complete(self.state.global_step, optimizer, keep=[self.state.best_model_checkpoint])
+
+    def _name_best_checkpoint(self, run_dir: str, checkpoint: str) -> None:
+        kinds = (SaveStrategy.STEPS, SaveStrategy.EPOCH, SaveStrategy.BEST)
+        if self.args.save_strategy in kinds and self.state.best_global_step:
+            best = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
+            if best == checkpoint or os.path.exists(best):
+                self.state.best_model_checkpoint = best
+
+    def _export_callback_states(self) -> None:
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                states, name = self.state.stateful_callbacks, type(callback).__name__
+                if isinstance(states[name], list):
+                    states[name].append(callback.state())
+                else:
+                    states[name] = callback.state()
+
+    def _finish_saving(self) -> None:
+        """Waits for a checkpoint that is written in the background.
+
+        Raises:
+            SaveError: if it could not be written.
+        """
+        if self._writer is not None:
+            waited = self._writer.wait()
+            if waited > 0:
+                logger.info(f"Waited {waited:.3f} s for the checkpoint in the background.")
+
+    @contextlib.contextmanager
+    def _survived_if_wanted(self) -> Iterator[None]:
+        """Lets training go on without a checkpoint where the arguments say so."""
+        try:
+            yield
+        except SaveError as error:
+            self._writer.abandon()
+            if getattr(self.args, "on_save_failure", "stop") == "stop":
+                raise
+            self.failed_saves += 1
+            logger.warning(f"{error}; training goes on, and {self.failed_saves} checkpoints are missing so far.")
+
+    # ---- Loading ----
+
+    def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
+        """The complete checkpoint that a run resumes from; collective.
+
+        Args:
+            asked (`str` or `bool`, *optional*): a checkpoint, or a folder of them, or True for the output folder.
+
+        Raises:
+            ValueError: if there is none, or the one that is asked for is damaged.
+        """
+        if not asked:
+            return None
+        folder = self.args.output_dir if asked is True else os.fspath(asked)
+        if asked is not True and not by_step(folder):
+            self._require_complete(folder)
+            return folder
+        found, skipped = self._newest_complete(folder)
+        for reason in skipped:
+            logger.warning(f"Skipped {reason}.")
+        if found is None:
+            reasons = f" ({'; '.join(skipped)})" if skipped else ""
+            raise ValueError(f"{folder} has no complete checkpoint to resume from{reasons}; start without resuming.")
+        return found
+
+    def _newest_complete(self, folder: str) -> tuple[str | None, list[str]]:
+        """The newest complete checkpoint of a folder, and what is wrong with newer ones; collective."""
+        skipped = self._rank_0_says(lambda: [f"{path}: it was never completed" for path in left_behind(folder)])
+        for path in reversed(self._rank_0_says(lambda: [str(path) for path in by_step(folder)])):
+            wrong = self._problems(path)
+            if not wrong:
+                return path, skipped
+            skipped.append(f"{path}: {wrong[0]}")
+        return None, skipped
+
+    def _require_complete(self, checkpoint: str) -> None:
+        wrong = self._problems(checkpoint)
+        if wrong:
+            beside, _ = self._newest_complete(os.path.dirname(os.path.abspath(checkpoint)))
+            fix = f"resume from {beside}" if beside else "there is no complete one beside it, so start anew"
+            raise ValueError(f"{checkpoint} is damaged ({'; '.join(wrong[:3])}); {fix}.")
+
+    def _problems(self, checkpoint: str) -> list[str]:
+        """What is wrong with a checkpoint, the ranks sharing the reading; collective."""
+        wrong = self._rank_0_says(lambda: _unfit(checkpoint))
+        if wrong or not os.path.isfile(os.path.join(checkpoint, MANIFEST_NAME)):
+            return wrong
+        manifest = Manifest.read(checkpoint)
+        own = list(manifest.changed(checkpoint, self.args.process_index, self.args.world_size))
+        return [problem for of_rank in self._of_all_ranks(own) for problem in of_rank]
+
+    def _rank_0_says(self, work: Callable[[], list[str]]) -> list[str]:
+        return self._of_all_ranks(work() if self.args.process_index == 0 else [])[0]
+
+    def _of_all_ranks(self, own: list[str]) -> list[list[str]]:
+        return gather_objects(own) if self.args.world_size > 1 else [own]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.ensure_parallel()
@@ -120,8 +292,8 @@ class CheckpointMixin:
                 load_plain_state(self.model, optimizer, state)
             else:
                 load_state(self.parallel, optimizer, state, weights=False)  # they came first
-            with open(os.path.join(checkpoint, SCHEDULER_FILE)) as file:
-                self._load_scheduler(SchedulerState.from_json(json.load(file)))
+            scheduler = read_object(Path(checkpoint) / SCHEDULER_FILE, "scheduler's state")
+            self._load_scheduler(SchedulerState.from_json(scheduler))
         elif self.parallel is None:
             super()._load_optimizer_and_scheduler(checkpoint)
         elif all(os.path.isfile(path) for path in plain_files):
@@ -151,9 +323,7 @@ class CheckpointMixin:
 
     def _plain_groups(self) -> list[list[str]]:
         """As [`_group_names`], of the optimizer that this Trainer would make for the plain model."""
-        with torch.device("meta"):
-            plain = self.parallel.family(self.parallel.model.config)
-        plain.tie_weights()
+        plain = meta_model(self.parallel.family, self.parallel.model.config, torch.float32)
         trained = {name: tensor.requires_grad for name, tensor in self.parallel.model.named_parameters()}
         if self.parallel.pipeline is not None:
             trained = {name: grad for one in gather_objects(trained) for name, grad in one.items()}
@@ -175,6 +345,11 @@ class CheckpointMixin:
         """As Trainer's; where this rank has no file of its own, rank 0's, or that of a run of one process."""
         if checkpoint is None:
             return
+        for index in (self.args.process_index, 0):
+            path = os.path.join(checkpoint, RANDOM_FILE.format(index))
+            if os.path.isfile(path):
+                restore_random_state(read_object(Path(path), "random state"))
+                return
         one, several = "rng_state.pth", f"rng_state_{self.args.process_index}.pth"
         wanted = several if self.args.world_size > 1 else one
         found = [name for name in (wanted, "rng_state_0.pth", one) if os.path.isfile(os.path.join(checkpoint, name))]
@@ -184,6 +359,25 @@ class CheckpointMixin:
         with tempfile.TemporaryDirectory() as folder:
             shutil.copy(os.path.join(checkpoint, found[0]), os.path.join(folder, wanted))
             super()._load_rng_state(folder)
+
+
+def _unfit(checkpoint: str) -> list[str]:
+    """Why a folder cannot be resumed from, as far as names and sizes tell.
+
+    One of plain Trainer has no manifest; its state is written last, so that one with a state is taken for whole.
+    """
+    if os.path.isfile(os.path.join(checkpoint, MANIFEST_NAME)):
+        return list(structural_problems(checkpoint))
+    if not os.path.isdir(checkpoint):
+        return ["there is no such folder"]
+    if os.path.isdir(os.path.join(checkpoint, STATE_FOLDER)):
+        return [f"it has no {MANIFEST_NAME}, which is written last"]
+    try:
+        read_object(Path(checkpoint) / TRAINER_STATE_NAME, "trainer's state")
+    except ValueError as error:
+        return [str(error)]
+    logger.warning(f"{checkpoint} has no {MANIFEST_NAME}, so its files cannot be checked before they are loaded.")
+    return []
 
 
 def _unwrapped(optimizer) -> torch.optim.Optimizer:

@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from galvatron_hf.data.loader import GlobalBatchLoader, join_batches, own_share, read_once, take_rows
@@ -136,11 +135,9 @@ class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin
 
     def train(self, resume_from_checkpoint: str | bool | None = None, trial=None, *args, **kwargs):
         """See [`~transformers.Trainer.train`]; a resumed run takes the checkpoint's plan if none is given."""
-        if resume_from_checkpoint and self._runs_parallel():
-            folder = resume_from_checkpoint
-            if folder is True:
-                folder = get_last_checkpoint(self.args.output_dir)
-            self._resumed_plan = plan_of_checkpoint(folder, self.args.world_size) if folder else None
+        resume_from_checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
+        if resume_from_checkpoint is not None and self._runs_parallel():
+            self._resumed_plan = plan_of_checkpoint(resume_from_checkpoint, self.args.world_size)
         return super().train(resume_from_checkpoint, trial, *args, **kwargs)
 
     def _inner_training_loop(self, *args, **kwargs):
@@ -157,6 +154,11 @@ class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin
                 self.neftune_hook_handle = add_embedding_noise(self.parallel, self.neftune_noise_alpha)
         with self._traced():
             return super()._inner_training_loop(*args, **kwargs)
+
+    def _finalize_training(self, *args, **kwargs):
+        with self._survived_if_wanted():
+            self._finish_saving()
+        return super()._finalize_training(*args, **kwargs)
 
     @contextlib.contextmanager
     def _traced(self) -> Iterator[None]:

@@ -1,0 +1,152 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of checkpoints: written beside, put in place by one rename, chosen, and deleted when there are too many.
+
+Everything here is done by one process on a file system that all ranks share. At any moment, whatever is killed, a
+folder named `checkpoint-<step>` with a manifest is a whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from galvatron_hf.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
+from galvatron_hf.plan_json import write_file
+
+
+# Folders below a checkpoint of which every file is read.
+STATE_FOLDER = "parallel_state"
+
+_FINISHED = re.compile(r"checkpoint-(\d+)")
+_UNFINISHED, _DELETED = "unfinished-", "deleted-"
+
+
+def unfinished(checkpoint: str | os.PathLike) -> Path:
+    """Where a checkpoint is written until it is complete: beside it, on the same file system."""
+    checkpoint = Path(checkpoint)
+    return checkpoint.with_name(_UNFINISHED + checkpoint.name)
+
+
+def sync_folder(path: str | os.PathLike) -> None:
+    """Makes the names in a folder survive a loss of power, where the file system can."""
+    with contextlib.suppress(OSError):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def start(checkpoint: str | os.PathLike) -> Path:
+    """An empty folder to write a checkpoint into, see [`commit`]."""
+    folder = unfinished(checkpoint)
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def commit(checkpoint: str | os.PathLike, manifest: Manifest, known: Mapping[str, FileEntry]) -> None:
+    """Completes what was written into [`unfinished`]: syncs it, writes the manifest, and renames the folder.
+
+    Args:
+        checkpoint (`str` or `os.PathLike`): the name it gets. A checkpoint that has it already is replaced.
+        manifest ([`Manifest`]): its `files` are filled in.
+        known (`Mapping[str, FileEntry]`): files that were synced and summed by whoever wrote them.
+    """
+    checkpoint = Path(checkpoint)
+    folder = unfinished(checkpoint)
+    files = dict(known)
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_dir():
+            sync_folder(path)
+        elif name not in known:
+            _sync_file(path)
+            files[name] = FileEntry.of(path)
+    complete = Manifest(step=manifest.step, files=files, plan=manifest.plan, versions=manifest.versions)
+    write_file(folder / MANIFEST_NAME, complete.to_json())
+    sync_folder(folder)
+    replaced = _set_aside(checkpoint) if checkpoint.exists() else None
+    os.rename(folder, checkpoint)
+    sync_folder(checkpoint.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _sync_file(path: Path) -> None:
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def remove(checkpoint: str | os.PathLike) -> None:
+    """Deletes a checkpoint; one that is half deleted has another name, so that nobody takes it for whole."""
+    shutil.rmtree(_set_aside(Path(checkpoint)), ignore_errors=True)
+
+
+def _set_aside(checkpoint: Path) -> Path:
+    doomed = checkpoint.with_name(_DELETED + checkpoint.name)
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(checkpoint, doomed)
+    return doomed
+
+
+def prune(output_dir: str | os.PathLike, limit: int | None, keep: Iterable[str | os.PathLike | None] = ()) -> None:
+    """Deletes the oldest complete checkpoints above a limit, and what was left behind by writers that died.
+
+    The newest complete checkpoint stays, and so do folders that cannot be told to be complete: they may be somebody
+    else's.
+
+    Args:
+        output_dir (`str` or `os.PathLike`): where the checkpoints are.
+        limit (`int`, *optional*): how many may stay; None or 0 for all.
+        keep (`Iterable`): checkpoints that stay in any case, for example the best one; they count.
+    """
+    kept = {Path(path).resolve() for path in keep if path is not None}
+    for path in Path(output_dir).glob(f"{_DELETED}checkpoint-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    if not limit or limit < 0:
+        return
+    complete = [path for path in by_step(output_dir) if not list(structural_problems(path))]
+    kept |= {path.resolve() for path in complete[-1:]}
+    surplus = len(complete) - max(limit, len(kept & {path.resolve() for path in complete}))
+    for path in complete:
+        if surplus > 0 and path.resolve() not in kept:
+            remove(path)
+            surplus -= 1
+
+
+def by_step(output_dir: str | os.PathLike) -> list[Path]:
+    """Folders named `checkpoint-<step>`, the oldest step first."""
+    try:
+        paths = list(Path(output_dir).iterdir())
+    except OSError:
+        return []
+    found = [(int(match[1]), path) for path in paths if (match := _FINISHED.fullmatch(path.name)) and path.is_dir()]
+    return [path for _, path in sorted(found)]
+
+
+def left_behind(output_dir: str | os.PathLike) -> list[Path]:
+    """Checkpoints that were never completed."""
+    return sorted(Path(output_dir).glob(f"{_UNFINISHED}checkpoint-*"))
+
+
+def structural_problems(checkpoint: str | os.PathLike) -> Iterator[str]:
+    """Why a folder is no complete checkpoint, as far as names and sizes tell; reads the manifest alone."""
+    try:
+        manifest = Manifest.read(checkpoint)
+    except ValueError as error:
+        yield str(error)
+        return
+    yield from manifest.misplaced(checkpoint, whole=[STATE_FOLDER])
+
+
+def problems(checkpoint: str | os.PathLike) -> list[str]:
+    """Everything that is wrong with a checkpoint; reads all of it."""
+    found = list(structural_problems(checkpoint))
+    return found or list(Manifest.read(checkpoint).changed(checkpoint))
