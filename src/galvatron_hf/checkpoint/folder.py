@@ -97,7 +97,9 @@ def _set_aside(checkpoint: Path) -> Path:
 
 
 def prune(output_dir: str | os.PathLike, limit: int | None, keep: Iterable[str | os.PathLike | None] = ()) -> None:
-    """Deletes the oldest complete checkpoints above a limit, and what was left behind by writers that died.
+    """Deletes the oldest complete checkpoints above a limit, and what writers that died have left behind.
+
+    Not while a checkpoint is being written.
 
     The newest complete checkpoint stays, and so do folders that cannot be told to be complete: they may be somebody
     else's.
@@ -108,7 +110,7 @@ def prune(output_dir: str | os.PathLike, limit: int | None, keep: Iterable[str |
         keep (`Iterable`): checkpoints that stay in any case, for example the best one; they count.
     """
     kept = {Path(path).resolve() for path in keep if path is not None}
-    for path in Path(output_dir).glob(f"{_DELETED}checkpoint-*"):
+    for path in [*left_behind(output_dir), *Path(output_dir).glob(f"{_DELETED}checkpoint-*")]:
         shutil.rmtree(path, ignore_errors=True)
     if not limit or limit < 0:
         return

@@ -248,12 +248,14 @@ class WholeWeights:
         self._fused, self._device = parallel.fused, parallel.device
         self._own = _named_state(parallel)
         described = {name: (tensor.shape, tensor.dtype) for name, tensor in self._own.items()}
+        # What the stages of rank 0 do not have, and which rank sends it.
         self._elsewhere: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
         if parallel.pipeline is not None:
             gathered = gather_objects(described)
-            firsts = [ranks[0] for ranks in parallel.plan.rank_lists if 0 not in ranks]
-            self._elsewhere = {name: (rank, *entry) for rank in firsts for name, entry in gathered[rank].items()}
-        self._sends = parallel.pipeline is not None and parallel.mesh.index == 0 and 0 not in parallel.mesh.ranks
+            for source in [ranks[0] for ranks in parallel.plan.rank_lists if 0 not in ranks]:
+                for name, (shape, dtype) in gathered[source].items():
+                    if name not in gathered[0]:
+                        self._elsewhere[name] = source, shape, dtype
 
     def names(self) -> list[str]:
         """The names of all weights, known to rank 0."""
@@ -272,7 +274,7 @@ class WholeWeights:
         keeps = dist.get_rank() == 0
         if name in self._own:
             whole = full_tensor(self._own[name].detach())
-            if self._sends:
+            if name in self._elsewhere and self._elsewhere[name][0] == dist.get_rank():
                 dist.send(whole.contiguous(), dst=0)
             return whole.clone() if keeps else None
         if not keeps:

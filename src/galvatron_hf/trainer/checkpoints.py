@@ -99,10 +99,14 @@ class CheckpointMixin:
                 old.unlink()
             # Trainer's own saving, of a model of the family's own names, which knows no values.
             own, self.model = self.model, model
+            bars = logging.is_progress_bar_enabled()
+            logging.disable_progress_bar()  # of no weights
             try:
                 self._save(output_dir, state_dict={})
             finally:
                 self.model = own
+                if bars:
+                    logging.enable_progress_bar()
             parallel.plan.to_json(os.path.join(output_dir, PLAN_FILE))
 
         on_all_ranks(save_all_but_weights, f"Saving to {output_dir}")
@@ -135,8 +139,9 @@ class CheckpointMixin:
             in_background = getattr(self.args, "async_save", False)
             self._writer = CheckpointWriter(parallel=self.parallel, in_background=in_background)
         self._writer.limit = self.args.save_total_limit
-        with self._survived_if_wanted():
+        with self._survived_if_wanted():  # the one before
             self._finish_saving()
+        with self._survived_if_wanted():
             self._name_best_checkpoint(run_dir, checkpoint)
             self._write_checkpoint(Path(checkpoint))
             if self.args.push_to_hub:

@@ -1,0 +1,243 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Saves in the background, saves that fail, and which checkpoint a run resumes from; flat and with stages."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from galvatron_hf.checkpoint.folder import by_step, left_behind, problems
+from galvatron_hf.checkpoint.manifest import FileEntry
+from galvatron_hf.checkpoint.storage import StateWriter
+from galvatron_hf.cli.main import main
+from galvatron_hf.parallel.export import export
+from galvatron_hf.trainer.saving import SaveError
+from plans import mixed_plans, pipeline_plans
+from tiny_models import FAMILIES
+from trainer_runs import Run, StopAt, assert_equal_weights, on_ranks, run, trainer
+
+
+PLANS = {"flat": replace(mixed_plans()["mixed_a"], micro_batches=2), "stages": pipeline_plans()["1f1b_mixed"]}
+STEPS = dict(max_steps=4, logging_steps=1)
+SAVING = STEPS | dict(save_strategy="steps", save_steps=1)
+BACKGROUND = SAVING | dict(async_save=True, save_full_weights=False)
+
+
+class FailOnce:
+    """Makes one rank's file number `call` fail as a full disk does."""
+
+    def __init__(self, rank: int, call: int):
+        self.real, self.left = FileEntry.of, call if dist.get_rank() == rank else -1
+
+    def __call__(self, path) -> FileEntry:
+        self.left -= 1
+        if self.left == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return self.real(path)
+
+
+def raised(work) -> str:
+    try:
+        work()
+    except (SaveError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+class Gate(TrainerCallback):
+    """Holds back the writers of a checkpoint until the step behind it has changed the weights."""
+
+    def __init__(self):
+        self.ended, self.there = 0, []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.ended += 1
+
+    def on_save(self, args, state, control, **kwargs):
+        self.there.append(os.path.exists(os.path.join(args.output_dir, f"checkpoint-{state.global_step}")))
+
+    def wait(self) -> None:
+        ended, deadline = self.ended, time.monotonic() + 2.0  # there is none behind the last
+        while self.ended == ended and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+class Vanish(TrainerCallback):
+    """Takes the output folder away in the middle of a run."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        dist.barrier()
+        if state.global_step == 2 and dist.get_rank() == 0:
+            shutil.rmtree(args.output_dir)
+        dist.barrier()
+
+
+@pytest.fixture(scope="module", params=list(PLANS))
+def runs(request, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+    """What four ranks saw under one plan, in one world."""
+    plan, folder = PLANS[request.param], tmp_path_factory.mktemp(request.param)
+
+    def slowly_in_background() -> Run:
+        real, gate = StateWriter.write_data, Gate()
+
+        def late(self, *args):
+            gate.wait()
+            return real(self, *args)
+
+        StateWriter.write_data = late
+        try:
+            callbacks = StopAt(3), gate
+            return run(
+                folder / "background", plan, options=BACKGROUND, callbacks=callbacks, then=lambda made: gate.there
+            )
+        finally:
+            StateWriter.write_data = real
+
+    def failing(name: str, policy: str, **options) -> Any:
+        kept, FileEntry.of = FileEntry.of, FailOnce(rank=2, call=2)
+        try:
+            options = SAVING | dict(on_save_failure=policy, max_steps=3) | options
+            return run(folder / name, plan, options=options, then=lambda made: made.failed_saves)
+        finally:
+            FileEntry.of = kept
+
+    def work() -> dict[str, Any]:
+        seen: dict[str, Any] = {"whole": run(folder / "whole", plan, options=STEPS)}
+        seen["background"] = slowly_in_background()
+        newest = folder / "background" / "checkpoint-3"
+        if dist.get_rank() == 0:
+            shard = sorted(newest.glob("parallel_state/*.safetensors"))[1]
+            os.truncate(shard, shard.stat().st_size - 1)
+            (folder / "background" / "unfinished-checkpoint-4").mkdir()
+        dist.barrier()
+        seen["chosen"] = trainer(folder / "background", plan)._newest_complete(str(folder / "background"))
+        seen["asked"] = raised(lambda: run(folder / "other", plan, options=STEPS, resume=newest))
+        seen["none"] = raised(lambda: run(folder / "empty", plan, options=STEPS, resume=True))
+        seen["resumed"] = run(folder / "background", plan, options=STEPS, resume=True)
+        seen["folder"] = run(folder / "other", plan, options=STEPS, resume=folder / "background")
+        seen["continued"] = failing("continued", "continue")
+        seen["continued in background"] = failing("continued_background", "continue", async_save=True)
+        seen["stopped"] = raised(lambda: failing("stopped", "stop"))
+        seen["stopped in background"] = raised(lambda: failing("stopped_background", "stop", async_save=True))
+        seen["vanished"] = run(folder / "vanished", plan, options=SAVING, callbacks=(Vanish(),))
+        small = SAVING | dict(max_steps=1, max_shard_size="30KB", save_total_limit=1)
+        seen["small"] = run(folder / "small", plan, options=small, then=lambda made: made.save_model(folder / "model"))
+        return seen
+
+    return folder, on_ranks(work, timeout=400.0)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(runs):
+    folder, (seen, *_) = runs
+    assert seen["background"].result == [False] * 3
+    assert len([log for log in seen["background"].logs if log.get("save_stall_seconds", -1) >= 0]) == 3
+    for step in (1, 2):
+        assert problems(folder / "background" / f"checkpoint-{step}") == []
+
+
+def test_the_newest_complete_checkpoint_is_taken_and_the_others_named(runs):
+    folder, of_ranks = runs
+    for seen in of_ranks:
+        path, skipped = seen["chosen"]
+        assert path == str(folder / "background" / "checkpoint-2")
+        assert len(skipped) == 2 and "unfinished-checkpoint-4: it was never completed" in skipped[0]
+        assert "checkpoint-3: parallel_state/" in skipped[1] and "bytes instead of" in skipped[1]
+
+
+def test_what_was_written_in_the_background_resumes_bit_for_bit(runs):
+    for seen in runs[1]:
+        for name in ("resumed", "folder"):
+            assert seen[name].steps(after=2) == seen["whole"].steps(after=2) != []
+            assert [log["step"] for log in seen[name].logs if "loss" in log] == [3, 4]
+            assert_equal_weights(seen[name].weights, seen["whole"].weights)
+            assert seen[name].random == seen["whole"].random
+
+
+def test_a_damaged_checkpoint_that_is_asked_for_is_refused_with_another_one(runs):
+    folder, of_ranks = runs
+    for seen in of_ranks:
+        assert seen["asked"].startswith(f"ValueError: {folder}/background/checkpoint-3 is damaged (parallel_state/")
+        assert seen["asked"].endswith(f"resume from {folder}/background/checkpoint-2.")
+        assert "has no complete checkpoint to resume from" in seen["none"]
+
+
+@pytest.mark.parametrize("kind", ["", " in background"])
+def test_training_goes_on_without_a_checkpoint_where_it_is_to(runs, kind):
+    folder, of_ranks = runs
+    for seen in of_ranks:
+        assert seen[f"continued{kind}"].result == 1
+        assert seen[f"continued{kind}"].steps() == seen["continued"].steps()
+    found = by_step(folder / ("continued_background" if kind else "continued"))
+    assert [path.name for path in found] == ["checkpoint-1", "checkpoint-3"]
+    assert [problems(path) for path in found] == [[], []] and left_behind(found[0].parent) == []
+
+
+@pytest.mark.parametrize("kind", ["", " in background"])
+def test_training_stops_on_every_rank_where_it_is_to(runs, kind):
+    folder, of_ranks = runs
+    for seen in of_ranks:
+        message = seen[f"stopped{kind}"]
+        assert message.startswith("SaveError: Writing ") and "rank 2: OSError" in message and "No space" in message
+    (left,) = by_step(folder / ("stopped_background" if kind else "stopped"))
+    assert left.name == "checkpoint-1" and problems(left) == [] and left_behind(left.parent) == []
+
+
+def test_a_folder_that_vanished_is_made_again(runs):
+    folder, (seen, *_) = runs
+    assert len(seen["vanished"].steps()) == 4
+    assert [path.name for path in by_step(folder / "vanished")] == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
+
+
+def test_files_of_weights_have_a_limit_and_open_anywhere(runs, tmp_path, capsys):
+    folder, (seen, *_) = runs
+    checkpoint = folder / "small" / "checkpoint-1"
+    files = sorted(checkpoint.glob("model*.safetensors"))
+    assert len(files) > 3
+    for file in files:
+        tensors = load_file(file)
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= 30_000
+    assert main(["checkpoint", "export", str(checkpoint), str(tmp_path / "exported"), "--max-shard-size", "20KB"]) == 0
+    for opened in (checkpoint, folder / "model", tmp_path / "exported"):
+        weights = AutoModelForCausalLM.from_pretrained(opened).state_dict()
+        assert_equal_weights({name: weights[name] for name in seen["small"].weights}, seen["small"].weights)
+
+
+def test_weights_are_put_together_from_a_checkpoint_without_them(runs, tmp_path):
+    folder, (seen, *_) = runs
+    checkpoint = folder / "continued_background" / "checkpoint-3"
+    assert main(["checkpoint", "verify", str(checkpoint)]) == 0
+    export(checkpoint, tmp_path / "half", dtype="bfloat16")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    assert {str(parameter.dtype) for parameter in model.parameters()} == {"torch.bfloat16"}
+    wanted = {name: tensor.bfloat16() for name, tensor in seen["continued in background"].weights.items()}
+    assert_equal_weights({name: model.state_dict()[name] for name in wanted}, wanted)
+
+
+def test_the_commands_say_what_is_wrong(runs, tmp_path, capsys):
+    folder, _ = runs
+    assert main(["checkpoint", "verify", str(folder / "background")]) == 1
+    printed = capsys.readouterr().out
+    assert "checkpoint-2: complete" in printed and "checkpoint-3: parallel_state/" in printed
+    assert main(["checkpoint", "inspect", str(folder / "background" / "checkpoint-2")]) == 0
+    printed = capsys.readouterr().out
+    model = FAMILIES["llama"].build()
+    assert "step 2, written by" in printed and "optimizer.exp_avg_sq" in printed
+    assert str(sum(parameter.numel() for parameter in model.parameters())) in printed
+    for arguments in (
+        ["inspect", str(tmp_path)],
+        ["export", str(folder / "background" / "checkpoint-3"), str(tmp_path / "new")],
+        ["export", str(folder / "background" / "checkpoint-2"), str(folder)],
+    ):
+        assert main(["checkpoint", *arguments]) == 1
+        assert len(capsys.readouterr().err.splitlines()) == 1
