@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,7 +27,7 @@ from galvatron_hf.parallel.dtensor import assign, full_tensor
 from galvatron_hf.parallel.fused import FusedNames
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.models import adapter_for
-from galvatron_hf.parallel.optimizer_state import NamedOptimizerState, options_from_json
+from galvatron_hf.parallel.optimizer_state import NamedOptimizerState, numbers_from_json, options_from_json
 from galvatron_hf.plan_json import read_object, write_file
 
 
@@ -124,7 +125,7 @@ def load_state(
                 place = _place(parameters[name], stored[f"optimizer.{kind}.{name}"])
                 state.tensors.setdefault(kind, {})[name] = place
         tensors |= _optimizer_tensors(state)
-    dcp.load(tensors, storage_reader=StateReader(folder))
+    _read(tensors, folder)
     if weights and parallel.tied is not None:
         parallel.tied.copy_weight()
     if optimizer is not None:
@@ -144,18 +145,23 @@ def load_plain_state(model: PreTrainedModel, optimizer: torch.optim.Optimizer, f
     """
     fused = FusedNames.of(model, adapter_for(model))
     stored = _stored_tensors(folder)
-    tensors = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in stored.items()}
-    dcp.load(tensors, storage_reader=StateReader(folder), no_dist=True)
+    parts = fused.split({name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()})
+    tensors: dict[str, torch.Tensor] = {}
+    for entry, meta in stored.items():
+        name = entry.removeprefix("model.") if entry.startswith("model.") else entry.split(".", 2)[-1]
+        if name not in parts or (meta.size != parts[name].shape and meta.size.numel() != 1):
+            there = tuple(parts[name].shape) if name in parts else "no such weight"
+            raise ValueError(
+                f"{os.fspath(folder)} has {entry} with shape {tuple(meta.size)}, and {type(model).__name__} has "
+                f"{there}; load a checkpoint of the same configuration."
+            )
+        tensors[entry] = torch.empty(meta.size, dtype=meta.properties.dtype)
+    _read(tensors, folder, no_dist=True)
     state = _read_options(folder)
     for kind, name in _optimizer_entries(stored):
         state.tensors.setdefault(kind, {})[name] = tensors[f"optimizer.{kind}.{name}"]
     weights = {n.removeprefix("model."): tensor for n, tensor in tensors.items() if n.startswith("model.")}
-    unknown = model.load_state_dict(fused.join(weights), strict=False).unexpected_keys
-    if unknown:
-        raise ValueError(
-            f"{os.fspath(folder)} has weights {unknown[:3]} that {type(model).__name__} does not have; "
-            "load a checkpoint of the same configuration."
-        )
+    model.load_state_dict(fused.join(weights), strict=False)
     state.renamed(fused.join).load_into(optimizer, parameter_names(model), fused)
 
 
@@ -206,18 +212,43 @@ def _optimizer_entries(stored: Mapping[str, TensorStorageMetadata]) -> Iterator[
 
 
 def _stored_tensors(folder: str | os.PathLike) -> dict[str, TensorStorageMetadata]:
-    return dict(StateReader(folder).read_metadata().state_dict_metadata)
+    with _damage_told(folder):
+        return dict(StateReader(folder).read_metadata().state_dict_metadata)
+
+
+def _read(tensors: dict[str, torch.Tensor], folder: str | os.PathLike, no_dist: bool = False) -> None:
+    with _damage_told(folder):
+        dcp.load(tensors, storage_reader=StateReader(folder), no_dist=no_dist)
+
+
+@contextlib.contextmanager
+def _damage_told(folder: str | os.PathLike) -> Iterator[None]:
+    """Whatever goes wrong in reading is said in one sentence."""
+    try:
+        yield
+    except dcp.api.CheckpointException as error:
+        reasons = {f"{type(why).__name__}: {why}" for why, _ in error.failures.values()}
+        raise ValueError(f"{os.fspath(folder)} cannot be read ({'; '.join(reasons)}); use another one.") from error
+    except Exception as error:
+        raise ValueError(f"{os.fspath(folder)} cannot be read ({error!r}); use another one.") from error
 
 
 def _read_options(folder: str | os.PathLike) -> NamedOptimizerState:
     saved = read_object(Path(folder) / OPTIMIZER_FILE, "optimizer's state")
-    return NamedOptimizerState(options=options_from_json(saved["groups"]), numbers=saved["numbers"])
+    return NamedOptimizerState(
+        options=options_from_json(saved.get("groups")), numbers=numbers_from_json(saved.get("numbers"))
+    )
 
 
 def _place(parameter: torch.Tensor, stored: TensorStorageMetadata) -> torch.Tensor:
-    """An empty tensor for an entry: sharded as its weight if it has the weight's shape, else whole."""
+    """An empty tensor for an entry: sharded as its weight if it has the weight's shape, else one number."""
     if stored.size == parameter.shape:
         return torch.zeros_like(parameter, dtype=stored.properties.dtype, requires_grad=False)
+    if stored.size.numel() != 1:
+        raise ValueError(
+            f"The optimizer's state of a weight of shape {tuple(parameter.shape)} has shape {tuple(stored.size)}; "
+            "load a checkpoint of the same configuration."
+        )
     return torch.empty(stored.size, dtype=stored.properties.dtype)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from galvatron_hf.parallel.fused import FusedNames
+from galvatron_hf.plan_checks import show
 
 
 @dataclass(kw_only=True)
@@ -139,9 +140,34 @@ class NamedOptimizerState:
         return groups
 
 
-def options_from_json(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What [`NamedOptimizerState.options_json`] returned, by name again."""
+def options_from_json(groups: Any) -> dict[str, dict[str, Any]]:
+    """What [`NamedOptimizerState.options_json`] returned, by name again.
+
+    Raises:
+        ValueError: for any other value.
+    """
+    check_groups(groups, "options")
     return {name: group["options"] for group in groups for name in group["names"]}
+
+
+def numbers_from_json(numbers: Any) -> dict[str, dict[str, int | float]]:
+    """Checks [`NamedOptimizerState.numbers`] as they were read.
+
+    Raises:
+        ValueError: for any other value.
+    """
+    kinds = list(numbers.values()) if isinstance(numbers, dict) else [None]
+    if not all(isinstance(kind, dict) and all(type(n) in (int, float) for n in kind.values()) for kind in kinds):
+        raise ValueError(f"numbers is {show(numbers)}, which is no optimizer's state: use another checkpoint")
+    return numbers
+
+
+def check_groups(groups: Any, values: str) -> None:
+    """Refuses what is not a list of objects with `names` and plain values under the name `values`."""
+    for group in groups if isinstance(groups, list) else [groups]:
+        names, given = (group.get("names"), group.get(values)) if isinstance(group, dict) else (None, None)
+        if not isinstance(given, dict) or not isinstance(names, list) or not all(type(name) is str for name in names):
+            raise ValueError(f"a group is {show(group)}, without names and {values}: use another checkpoint")
 
 
 def _plain(value: Any) -> Any:

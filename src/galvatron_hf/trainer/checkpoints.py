@@ -282,8 +282,13 @@ class CheckpointMixin:
         if self.parallel is None:
             super()._load_best_model()
             return
-        logger.info(f"Loading best model from {self.state.best_model_checkpoint} (score: {self.state.best_metric}).")
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
+        best = self.state.best_model_checkpoint
+        # A resumed run has the name from a file, which may name anything.
+        if not Path(best).resolve().is_relative_to(Path(self.args.output_dir).resolve()):
+            raise ValueError(f"The best checkpoint {best} is not below {self.args.output_dir}; move it there.")
+        self._require_complete(best)
+        logger.info(f"Loading best model from {best} (score: {self.state.best_metric}).")
+        self._load_from_checkpoint(best)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads what this Trainer wrote under any plan, or what plain Trainer wrote; into a plan or a plain model."""

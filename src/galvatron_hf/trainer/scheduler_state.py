@@ -11,6 +11,9 @@ from typing import Any
 
 from transformers.utils import logging
 
+from galvatron_hf.parallel.optimizer_state import check_groups
+from galvatron_hf.plan_checks import show
+
 
 logger = logging.get_logger(__name__)
 
@@ -60,12 +63,23 @@ class SchedulerState:
         """
         by_name = {name: group["values"] for group in self.groups for name in group["names"]}
         loaded = dict(state) | {name: value for name, value in self.common.items() if name in state}
+        missing = [names[0] for names in groups if names and names[0] not in by_name]
+        if missing:
+            raise ValueError(f"the scheduler's state does not know {missing[0]}: use another checkpoint")
         # Where a stage is frozen its groups are empty, but their learning rate is logged: they take the first one's.
         first = next((group["values"] for group in self.groups if group["names"]), {})
         own = [by_name[names[0]] if names else first for names in groups]
         for name in {name for values in own for name in values} & set(state):
             present = state[name]
+            if not isinstance(present, (list, tuple)) or len(present) != len(groups):
+                raise ValueError(f"the scheduler's {name} is no group's: use another checkpoint")
             loaded[name] = [values.get(name, present[i]) for i, values in enumerate(own)]
+        for name, value in loaded.items():
+            if not _is_like(value, state[name]):
+                raise ValueError(
+                    f"the scheduler's {name} is {show(value)} and should be like {show(state[name])}: "
+                    "use another checkpoint"
+                )
         return loaded
 
     def to_json(self) -> dict[str, Any]:
@@ -74,8 +88,26 @@ class SchedulerState:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> SchedulerState:
-        """What [`SchedulerState.to_json`] returned."""
-        return cls(common=_decoded(values["common"]), groups=_decoded(values["groups"]))
+        """What [`SchedulerState.to_json`] returned.
+
+        Raises:
+            ValueError: for any other value.
+        """
+        common, groups = values.get("common"), values.get("groups")
+        if not isinstance(common, dict):
+            raise ValueError(f"common is {show(common)}, which is not an object: use another checkpoint")
+        check_groups(groups, "values")
+        return cls(common=_decoded(common), groups=_decoded(groups))
+
+
+def _is_like(value: Any, present: Any) -> bool:
+    """Whether a value that was read may take the place of one that is there."""
+    if value is None or present is None:
+        return True
+    numbers = (bool, int, float)
+    if isinstance(value, (list, tuple)) and isinstance(present, (list, tuple)):
+        return len(value) == len(present) and all(map(_is_like, value, present))
+    return isinstance(value, type(present)) or (isinstance(value, numbers) and isinstance(present, numbers))
 
 
 def _is_plain(value: Any) -> bool:
