@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The helper that runs ranks must itself be trusted: failures are shown, nothing hangs, nothing is left behind."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -90,6 +91,21 @@ def test_a_rank_that_dies_without_a_traceback_is_named_first():
 def test_a_killed_rank_names_the_signal():
     with pytest.raises(AssertionError, match="SIGKILL"):
         run_ranks(lambda: os.kill(os.getpid(), signal.SIGKILL), 1)
+
+
+def test_a_fault_is_run_again_once_and_shows_where_it_was(tmp_path):
+    def fault_here(times):
+        with open(tmp_path / str(times), "a") as file:
+            file.write("x")
+        if (tmp_path / str(times)).stat().st_size <= times:
+            ctypes.string_at(0)
+        return "done"
+
+    with pytest.warns(RuntimeWarning, match=r"(?s)Run again.*SIGSEGV.*fault_here"):
+        assert run_ranks(fault_here, 1, 1) == ["done"]
+    with pytest.warns(RuntimeWarning), pytest.raises(AssertionError, match=r"(?s)SIGSEGV.*fault_here"):
+        run_ranks(fault_here, 1, 2)
+    assert (tmp_path / "2").stat().st_size == 2
 
 
 def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank():
