@@ -19,8 +19,8 @@ from typing import Any
 from accelerate.state import AcceleratorState
 
 from equivalence import single_stage
-from galvatron_hf.plan import LayerStrategy, ParallelPlan
-from plans import pipeline_plans, uniform
+from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
+from plans import pipeline_plans
 from ranks import run_ranks
 
 
@@ -31,10 +31,11 @@ RANKS = 4
 def plans() -> dict[str, ParallelPlan]:
     """Without a pipeline, all weights on every rank too, and with one."""
     S = LayerStrategy
+    whole = VocabularyStrategy(sharding="replicate")
     layers = (S(tensor=2), S(sharding="zero2"), S(ulysses=2, recompute="full"), S(sharding="replicate"))
     return {
         "layers": single_stage(layers, RANKS, micro_batches=2),
-        "replicate": uniform(RANKS, sharding="replicate"),
+        "replicate": single_stage((S(sharding="replicate"),) * 4, RANKS, embedding=whole, head=whole, micro_batches=2),
         "pipeline": pipeline_plans()["1f1b_mixed"],
     }
 
@@ -103,7 +104,7 @@ class Job:
         """Runs on forks of this process, which start faster than a launcher.
 
         Raises:
-            AssertionError: if a rank fails, with the tracebacks of all that failed within `grace` seconds of the first.
+            AssertionError: if a rank fails, with the tracebacks of all that fail within `grace` seconds of the first.
         """
         path = str(self._write(faults, resume))
 

@@ -17,6 +17,8 @@ from galvatron_hf.plan import ParallelPlan, Precision
 # Those that treat every element by itself, so that a step on shards is the step on the whole.
 _ELEMENTWISE_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 
+NONFINITE_POLICIES = ("stop", "skip")
+
 # Set by `accelerate launch` for its own tensor, context, sequence and data parallelism.
 _SHARDING_VARIABLES = (
     "ACCELERATE_USE_FSDP",
@@ -37,6 +39,9 @@ class GalvatronTrainingArguments(TrainingArguments):
         trace_dir (`str`, *optional*):
             Folder for `timeline.json`: when each rank computed and waited, as a trace for Chrome or Perfetto. The
             environment variable `GALVATRON_TRACE` says the same.
+        nonfinite_policy (`str`, *optional*, defaults to `"stop"`):
+            What becomes of a step whose loss or gradient is infinite or not a number: "stop" ends training with a
+            [`NonFiniteError`] that says where it came from, "skip" goes on without it and counts it.
     """
 
     parallel_plan: str | None = field(
@@ -45,6 +50,13 @@ class GalvatronTrainingArguments(TrainingArguments):
     )
     trace_dir: str | None = field(
         default=None, metadata={"help": "Folder for a trace of what each rank did when (timeline.json)."}
+    )
+    nonfinite_policy: str = field(
+        default="stop",
+        metadata={
+            "help": 'What becomes of a step whose loss or gradient is not finite: "stop" or "skip".',
+            "choices": list(NONFINITE_POLICIES),
+        },
     )
 
     def to_dict(self) -> dict[str, Any]:
@@ -75,6 +87,11 @@ def requested_plan(args: TrainingArguments) -> ParallelPlan | None:
         return ParallelPlan.from_json(plan)
     except ValueError as error:
         raise ValueError(f"parallel_plan={str(plan)!r}: {error}") from error
+
+
+def nonfinite_policy(args: TrainingArguments) -> str:
+    """What becomes of a step with numbers that are not finite."""
+    return getattr(args, "nonfinite_policy", "stop")
 
 
 def with_precision(plan: ParallelPlan, args: TrainingArguments) -> ParallelPlan:
@@ -137,6 +154,11 @@ def _refusals(args: TrainingArguments) -> Iterator[str]:
         )
     if args.auto_find_batch_size:
         yield "auto_find_batch_size would change the batch that the plan was made for; set it to False."
+    if args.enable_jit_checkpoint:
+        yield (
+            "enable_jit_checkpoint=True saves when one rank gets SIGTERM, whatever the others do; set it to False: "
+            "under a parallel plan SIGTERM and SIGUSR1 on any rank make all of them save and stop."
+        )
     if args.fp16:
         yield "fp16=True needs loss scaling, which is not supported under a parallel plan; use bf16=True."
     if args.bf16_full_eval or args.fp16_full_eval:
@@ -160,5 +182,7 @@ def _refusals(args: TrainingArguments) -> Iterator[str]:
             "train_sampling_strategy 'batch_rebalance' places rows on ranks itself, which is the plan's part; "
             "use 'random' or 'group_by_length'."
         )
+    if nonfinite_policy(args) not in NONFINITE_POLICIES:
+        yield f"nonfinite_policy {nonfinite_policy(args)!r} is none of {', '.join(NONFINITE_POLICIES)}; use one of these."
     if args.use_liger_kernel:
         yield "use_liger_kernel=True replaces the modules that a plan cuts; set it to False."

@@ -30,15 +30,17 @@ from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.trainer.arguments import check_arguments, requested_plan, with_precision
 from galvatron_hf.trainer.checkpoints import CheckpointMixin, plan_of_checkpoint
 from galvatron_hf.trainer.evaluation import EvaluationMixin
+from galvatron_hf.trainer.health import HealthMixin
 from galvatron_hf.trainer.neftune import add_embedding_noise
 from galvatron_hf.trainer.own_loss import OwnLossMixin
 from galvatron_hf.trainer.search import SearchMixin
+from galvatron_hf.trainer.stopping import StoppingMixin
 
 
 logger = logging.get_logger(__name__)
 
 
-class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin):
+class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin, HealthMixin, StoppingMixin):
     """Trains under a plan; put it before any subclass of [`~transformers.Trainer`].
 
     The global batch of an optimizer step is `per_device_train_batch_size * gradient_accumulation_steps * WORLD_SIZE`
@@ -155,7 +157,7 @@ class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin
             if self.neftune_noise_alpha is not None:
                 self.neftune_hook_handle.remove()
                 self.neftune_hook_handle = add_embedding_noise(self.parallel, self.neftune_noise_alpha)
-        with self._traced():
+        with self._traced(), self._nothing_filtered(), self._stoppable():
             return super()._inner_training_loop(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -294,22 +296,16 @@ class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         self.parallel.streams.step = self.parallel.timeline.step = self.state.global_step
+        return self._watched_step(batch, num_items_in_batch)
+
+    def _forward_backward(self, batch: dict[str, Any], num_items_in_batch) -> torch.Tensor:
+        """Gradients of a global batch, and its loss."""
         if self._loss_needs_logits():
             return self._own_forward_backward(batch, num_items_in_batch)
         _require_labels(batch)
         return self.parallel.forward_backward(
             batch, num_items_in_batch, label_smoothing=self.args.label_smoothing_factor
         )
-
-    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        if self.parallel is None:
-            return super()._clip_grad_norm(model)
-        return self.parallel.clip_grad_norm_(self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm=None):
-        if self.parallel is None:
-            return super()._get_grad_norm(model, grad_norm=grad_norm)
-        return self.parallel.grad_norm() if grad_norm is None else grad_norm
 
 
 class GalvatronTrainer(GalvatronMixin, Trainer):
