@@ -207,3 +207,28 @@ def nan_once(trainer: Trainer, fault: Fault) -> None:
     """As a flipped bit: computed again, the gradient is right."""
     values = iter([float("nan")])
     in_backward(trainer, fault, lambda gradient: poisoned(gradient, next(values, 0.0)))
+
+
+@kind
+def sigterm_and_again(trainer: Trainer, fault: Fault) -> None:
+    """A second one comes while the ranks save."""
+    sigterm(trainer, fault)
+    save = trainer.save_model
+
+    def save_model(*args, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return save(*args, **options)
+
+    trainer.save_model = save_model
+
+
+@kind
+def slow_steps(trainer: Trainer, fault: Fault) -> None:
+    """Each step takes half a second from this one on, so that what comes from outside meets it."""
+
+    class Slow(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step + 1 >= fault.step:
+                time.sleep(0.5)
+
+    trainer.add_callback(Slow())

@@ -13,9 +13,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from accelerate.state import AcceleratorState
 
 from equivalence import single_stage
@@ -111,6 +113,9 @@ class Job:
         def work() -> None:
             import train
 
+            # What Trainer gives the group if it makes it.
+            limit = timedelta(seconds=self.options.get("ddp_timeout", timeout))
+            dist.distributed_c10d._set_pg_timeout(limit)
             train.main(path)
 
         AcceleratorState._reset_state(True)  # a Trainer in this process may have set it up

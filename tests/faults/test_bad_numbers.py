@@ -18,8 +18,8 @@ from trainer_runs import on_ranks, run
 RANK, STEP, MICRO_BATCH = 2, 3, 1
 STOPPED = rf"Step {STEP} is not finite \(gradient norm (\S+), loss (\S+)\) and was not taken: (.*?)\. Training ends"
 
-# The fault is in rank 2's second layer. Eight rows in micro-batches of four and two; the first plan's layer 1 has a row
-# on each rank, the pipeline's layer 2 both rows on both of its ranks.
+# The fault is in rank 2's second layer. Eight rows in micro-batches of four and two; the first plans' layer 1 has a
+# row on each rank, the pipeline's layer 2 both rows on both of its ranks.
 LAYER = {"layers": 1, "replicate": 1, "pipeline": 2}
 ROW = {"layers": 6, "replicate": 6, "pipeline": 2}
 WHAT = {

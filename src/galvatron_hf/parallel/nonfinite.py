@@ -46,9 +46,8 @@ class NonFinite:
     rows: tuple[int, ...]
 
     def __str__(self) -> str:
-        return (
-            f"rank {self.rank}, micro-batch {self.micro_batch}, {_ranges(self.rows)} of the global batch: {self.what}"
-        )
+        place = f"rank {self.rank}, micro-batch {self.micro_batch}, {_ranges(self.rows)} of the global batch"
+        return f"{place}: {self.what}"
 
 
 def find_nonfinite(parallel: ParallelModel, batch: Mapping[str, Any], run: Callable[[], Any]) -> list[NonFinite]:
@@ -187,7 +186,7 @@ class _Watch:
             self.first[micro_batch] = replace(known, rows=rows)
 
     def _rows_of(self, tensor: torch.Tensor, micro_batch: int) -> tuple[int, ...]:
-        """Rows of the global batch that have a part of what is wrong, all that this rank holds if that is not known."""
+        """Rows of the global batch that a wrong value belongs to: all that this rank holds if that is not known."""
         start, stop = (index * self.rows // self.count for index in (micro_batch, micro_batch + 1))
         if self.rectangle is None:
             return tuple(range(start, stop))

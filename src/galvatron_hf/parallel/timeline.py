@@ -50,7 +50,7 @@ class Timeline:
         self.device = device
         self.on = False
         self.step = 0
-        self.action: Action | None = None
+        self.action: Action | None = None  # set back by the training loop
         self.spans: deque[Span] = deque(maxlen=spans_kept)
 
     def span(self, action: Action) -> contextlib.AbstractContextManager[None]:

@@ -182,7 +182,8 @@ def _refusals(args: TrainingArguments) -> Iterator[str]:
             "train_sampling_strategy 'batch_rebalance' places rows on ranks itself, which is the plan's part; "
             "use 'random' or 'group_by_length'."
         )
-    if nonfinite_policy(args) not in NONFINITE_POLICIES:
-        yield f"nonfinite_policy {nonfinite_policy(args)!r} is none of {', '.join(NONFINITE_POLICIES)}; use one of these."
+    policy = nonfinite_policy(args)
+    if policy not in NONFINITE_POLICIES:
+        yield f"nonfinite_policy {policy!r} is none of {', '.join(NONFINITE_POLICIES)}; use one of these."
     if args.use_liger_kernel:
         yield "use_liger_kernel=True replaces the modules that a plan cuts; set it to False."

@@ -88,6 +88,7 @@ class HealthMixin:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         # Trainer asks this before it steps the learning rate; without gradients optimizers change nothing.
         self.optimizer._is_overflow = skipped
+        self.parallel.timeline.action = None
 
     def _handle_nonfinite(self, batch: dict[str, Any], num_items: torch.Tensor | None, numbers: str) -> None:
         """Says where it came from, and ends training or takes the gradients away."""
@@ -98,9 +99,7 @@ class HealthMixin:
         if policy == "stop" or enough:
             with contextlib.suppress(RuntimeError):  # of a rank that has left already
                 dist.barrier()  # nobody leaves while others still read what it reported
-            reason = (
-                f"{SKIPPED_IN_A_ROW} steps in a row were skipped" if policy == "skip" else "nonfinite_policy='stop'"
-            )
+            reason = f"{SKIPPED_IN_A_ROW} steps in a row were skipped" if enough else "nonfinite_policy='stop'"
             raise NonFiniteError(
                 f"{message} Training ends here, because {reason}; the weights are those of step {step - 1}, and "
                 "checkpoints are as they were. Look at these rows, lower the learning rate, or give "

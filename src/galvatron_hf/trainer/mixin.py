@@ -8,6 +8,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -33,14 +34,18 @@ from galvatron_hf.trainer.evaluation import EvaluationMixin
 from galvatron_hf.trainer.health import HealthMixin
 from galvatron_hf.trainer.neftune import add_embedding_noise
 from galvatron_hf.trainer.own_loss import OwnLossMixin
+from galvatron_hf.trainer.restart import checkpoint_of_restart
 from galvatron_hf.trainer.search import SearchMixin
 from galvatron_hf.trainer.stopping import StoppingMixin
+from galvatron_hf.trainer.watchdog import WatchdogMixin
 
 
 logger = logging.get_logger(__name__)
 
 
-class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin, HealthMixin, StoppingMixin):
+class GalvatronMixin(
+    SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin, HealthMixin, StoppingMixin, WatchdogMixin
+):
     """Trains under a plan; put it before any subclass of [`~transformers.Trainer`].
 
     The global batch of an optimizer step is `per_device_train_batch_size * gradient_accumulation_steps * WORLD_SIZE`
@@ -123,9 +128,11 @@ class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin
             logger.warning("The model was loaded in bf16; its master weights are kept in fp32 from here on.")
             plan = replace(plan, precision=replace(plan.precision, compute="bf16"))
             self.model.float()
+        if self._world is None:
+            timeout = timedelta(seconds=self.args.ddp_timeout)
+            self._world = WorldMesh(next(self.model.parameters()).device.type, timeout)
         self.parallel = parallelize(self.model, plan, world=self._world)
         self.parallel.streams.seed = self.args.seed
-        self._world = self.parallel.world
         # Trainer then leaves placement and wrapping of the model to us.
         self.is_distributed_loading_by_transformers = True
         if self.args.should_save:
@@ -137,7 +144,12 @@ class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin
     # ---- Set-up of a training run ----
 
     def train(self, resume_from_checkpoint: str | bool | None = None, trial=None, *args, **kwargs):
-        """See [`~transformers.Trainer.train`]; a resumed run takes the checkpoint's plan if none is given."""
+        """See [`~transformers.Trainer.train`]; a resumed run takes the checkpoint's plan if none is given.
+
+        An attempt that a launcher has restarted resumes by itself, see [`checkpoint_of_restart`].
+        """
+        if resume_from_checkpoint is None and trial is None and self._runs_parallel():
+            resume_from_checkpoint = checkpoint_of_restart(self.args.output_dir)
         if resume_from_checkpoint and self._runs_parallel():
             folder = resume_from_checkpoint
             if folder is True:
@@ -157,7 +169,7 @@ class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin
             if self.neftune_noise_alpha is not None:
                 self.neftune_hook_handle.remove()
                 self.neftune_hook_handle = add_embedding_noise(self.parallel, self.neftune_noise_alpha)
-        with self._traced(), self._nothing_filtered(), self._stoppable():
+        with self._traced(), self._nothing_filtered(), self._stoppable(), self._guarded():
             return super()._inner_training_loop(*args, **kwargs)
 
     @contextlib.contextmanager

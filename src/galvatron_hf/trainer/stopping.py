@@ -63,8 +63,8 @@ class StopCallback(TrainerCallback):
 class StoppingMixin:
     """The part of [`GalvatronMixin`] that stops on SIGTERM and SIGUSR1; see there.
 
-    Each rank adds whether it was asked to the sum that the norm of the gradients needs anyway, so that all of them know
-    in the same step.
+    Each rank adds whether it was asked to the sum that the norm of the gradients needs anyway, so that all of them
+    know in the same step.
     """
 
     _stop_request: StopRequest

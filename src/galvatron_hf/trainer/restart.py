@@ -1,0 +1,35 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Attempts that `torchrun --max_restarts` starts again go on where the last one saved."""
+
+from __future__ import annotations
+
+import os
+
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import logging
+
+from galvatron_hf.data.loader import read_once
+
+
+logger = logging.get_logger(__name__)
+
+
+def checkpoint_of_restart(output_dir: str) -> str | None:
+    """The checkpoint that a restarted attempt resumes from; collective in such an attempt.
+
+    Returns:
+        `str`: the newest one, the same on every rank; None in a first attempt, or if nothing has been saved.
+    """
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    if attempt == 0:
+        return None
+    folder = read_once(lambda: newest_checkpoint(output_dir))
+    found = f"resumes from {folder}" if folder else f"finds no checkpoint in {output_dir} and starts from step 0"
+    logger.warning_once(f"Restart {attempt} of this job {found}.")
+    return folder
+
+
+def newest_checkpoint(output_dir: str) -> str | None:
+    """The newest checkpoint below a folder that may not exist."""
+    return get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
