@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Signals that ask to stop: all ranks save once after the same step, the job ends well, and resumes on the same curve."""
+"""Signals that ask to stop: all ranks save once after the same step, and a later run goes on as if nothing was."""
 
 import os
 import signal

@@ -257,7 +257,7 @@ class ParallelModel:
         return sums[0].sqrt().float(), sums[1:]
 
     def clip_grad_norm_(self, max_norm: float, norm: torch.Tensor | None = None) -> torch.Tensor:
-        """Scales all gradients so that their norm is at most `max_norm`; returns the one before, which may be given."""
+        """Scales all gradients so that their norm is at most `max_norm`; returns that before, which may be given."""
         norm = self.grad_norm() if norm is None else norm
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for parameter in self.model.parameters():

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a rank dies or stands still: one report of what every rank was doing, and an end for all of them.
 
-Each process says every few seconds, in the store that the job's ranks met in, what it is doing. A rank whose collective
-fails raises an alarm there; all that still live answer with their stacks, one rank reports, and what does not end by
-itself is ended.
+Each process says every few seconds, in the store that the job's ranks met in, what it is doing. A rank whose
+collective fails raises an alarm there; all that still live answer with their stacks, one rank reports, and what does
+not end by itself is ended.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import torch.distributed as dist
 from galvatron_hf.parallel.whereabouts import format_stack, stack_of, stack_of_error, waiting_in, waiting_threads
 
 
-PERIOD_SECONDS = 2.0
-ANSWER_SECONDS = 3 * PERIOD_SECONDS  # after an alarm; who has not answered by then does not live
+PERIOD_SECONDS = 1.0
+ANSWER_SECONDS = 4 * PERIOD_SECONDS  # after an alarm; who has not answered by then does not live
 END_SECONDS = 10.0  # after an alarm, until a process that has not ended is ended
 EXIT_STATUS = 70  # EX_SOFTWARE
 
@@ -90,6 +90,7 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         """Until training is over."""
         last, since = None, time.monotonic()
+        self._talk()
         while not self.over.wait(PERIOD_SECONDS):
             doing, in_step = self.doing()
             if doing != last or not in_step:
@@ -211,7 +212,7 @@ def report(headline: str, words: list[Word | None]) -> str:
         place = f"{word.doing} (process {word.pid} on {word.host})"
         if not word.alarmed:
             age = time.time() - word.time
-            blamed.append(f"Rank {rank} does not answer: it died, or is stopped; {age:.0f} s ago it was in {place}.")
+            blamed.append(f"Rank {rank} does not answer: it died, or is stopped. {age:.0f} s ago it was in {place}.")
         elif word.error is not None and not word.lost:
             blamed.append(f"Rank {rank} failed first, in {place}: {word.error}\n{word.stack}")
         elif word.waits is None and not word.lost:
