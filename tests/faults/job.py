@@ -82,16 +82,20 @@ class Job:
         *faults,
         resume: str | bool | None = None,
         launcher: tuple[str, ...] = (),
+        environment: dict[str, str] | None = None,
         while_running: Callable[[subprocess.Popen], None] | None = None,
         timeout: float = 180.0,
     ) -> Outcome:
-        """Runs under torchrun, with `launcher` as further arguments of it; nothing of it is left afterwards."""
+        """Runs under torchrun, with `launcher` and `environment` added to its own; nothing of it is left afterwards."""
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
         command += [*launcher, str(HERE / "train.py"), str(self._write(faults, resume))]
         begin = time.monotonic()
         with tempfile.TemporaryFile("w+") as text:
             process = subprocess.Popen(
-                command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=text, start_new_session=True
+                command,
+                env={**os.environ, "OMP_NUM_THREADS": "1"} | (environment or {}),
+                stderr=text,
+                start_new_session=True,
             )
             try:
                 if while_running is not None:

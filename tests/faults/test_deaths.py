@@ -3,11 +3,15 @@
 """Ranks that die or stand still: the job ends in time, says who and where, and resumes on the same curve."""
 
 import re
+import time
 
 import pytest
-from job import Job
+from job import RANKS, Job, plans
+from transformers import TrainerCallback
 
 from faults import fail_at
+from galvatron_hf.trainer import watchdog
+from trainer_runs import on_ranks, run
 
 
 RANK, STEP = 2, 4
@@ -75,9 +79,30 @@ def test_a_launched_job_ends_in_time_and_leaves_no_process(tmp_path, plan, kind)
 def test_a_restarted_attempt_resumes_by_itself(tmp_path, plan, uninterrupted):
     job = Job(folder=tmp_path, plan=plan)
     faults = [fail_at(RANK, 4, "kill_in_forward"), fail_at(1, 6, "raise_in_forward", attempt=1)]
-    outcome = job.launch(*faults, launcher=("--max_restarts", "2"))
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    outcome = job.launch(*faults, launcher=("--max_restarts", "2"), environment=environment)
     assert outcome.code == 0, outcome.text[-4000:]
     assert outcome.left == []
     for attempt, checkpoint in ((1, "checkpoint-2"), (2, "checkpoint-4")):
         assert re.search(rf"Restart {attempt} of this job resumes from \S*/{checkpoint}\.", outcome.text)
     assert job.logs() == uninterrupted(plan)
+
+
+def test_an_error_that_is_caught_does_not_follow_into_the_next_run(tmp_path):
+    """A run whose error the script handles, then one that takes longer than a process that stands still may."""
+
+    class Fails(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise KeyError("all ranks")
+
+    class Slow(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            time.sleep(3)
+
+    def work():
+        with pytest.raises(KeyError):
+            run(tmp_path, plans()["layers"], callbacks=(Fails(),))
+        watchdog.END_SECONDS = 1.0
+        return len(run(tmp_path, plans()["layers"], options=dict(max_steps=2), callbacks=(Slow(),)).steps())
+
+    assert on_ranks(work) == [2] * RANKS

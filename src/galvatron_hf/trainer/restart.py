@@ -23,11 +23,22 @@ def checkpoint_of_restart(output_dir: str) -> str | None:
     """
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     if attempt == 0:
+        _warn_of_shared_store()
         return None
     folder = read_once(lambda: newest_checkpoint(output_dir))
     found = f"resumes from {folder}" if folder else f"finds no checkpoint in {output_dir} and starts from step 0"
     logger.warning_once(f"Restart {attempt} of this job {found}.")
     return folder
+
+
+def _warn_of_shared_store() -> None:
+    """Restarted ranks that find the first attempt's addresses in their store do not find each other."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    if restarts > 0 and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+        logger.warning_once(
+            f"torchrun may restart this job {restarts} times, but all attempts share one store, in which a later one "
+            "finds dead addresses; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and --standalone or --rdzv_backend c10d."
+        )
 
 
 def newest_checkpoint(output_dir: str) -> str | None:

@@ -17,12 +17,14 @@ import socket
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from galvatron_hf.data.loader import read_once
 from galvatron_hf.parallel.whereabouts import format_stack, stack_of, stack_of_error, waiting_in, waiting_threads
 
 
@@ -31,7 +33,7 @@ ANSWER_SECONDS = 4 * PERIOD_SECONDS  # after an alarm; who has not answered by t
 END_SECONDS = 10.0  # after an alarm, until a process that has not ended is ended
 EXIT_STATUS = 70  # EX_SOFTWARE
 
-_ALARM, _REPORTER, _REPORTED = "watchdog/alarm", "watchdog/reporter", "watchdog/reported"
+_ALARM, _REPORTER, _REPORTED = "alarm", "reporter", "reported"
 _LOST = re.compile(r"timed? ?out|connection|broken pipe|gloo|nccl|socket", re.IGNORECASE)
 
 
@@ -73,14 +75,15 @@ class Watchdog(threading.Thread):
         doing (`Callable`): says what the rank is doing, and whether that is part of a step: what takes long elsewhere
             may be meant to. Called in this thread.
         timeout (`float`): seconds that a collective may wait.
+        run (`str`): name of this training run, the same on every rank and no other run's: its alarms are its own.
     """
 
-    def __init__(self, doing: Callable[[], tuple[str, bool]], timeout: float):
+    def __init__(self, doing: Callable[[], tuple[str, bool]], timeout: float, run: str):
         super().__init__(name="galvatron-watchdog", daemon=True)
         self.doing, self.timeout = doing, timeout
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         # A connection of its own: the other one may be waiting for something.
-        self.store = dist.distributed_c10d._get_default_store().clone()
+        self.store = dist.PrefixStore(f"watchdog/{run}", dist.distributed_c10d._get_default_store().clone())
         self.store.set_timeout(timedelta(seconds=PERIOD_SECONDS))
         self.main = threading.main_thread().ident
         self.over, self.failing, self.alone = threading.Event(), threading.Event(), False
@@ -146,7 +149,7 @@ class Watchdog(threading.Thread):
 
     def _say(self, word: Word) -> None:
         if word.error is not None or not self.failing.is_set():  # an error is the last word
-            self.store.set(f"watchdog/{self.rank}", json.dumps(asdict(word)))
+            self.store.set(f"rank {self.rank}", json.dumps(asdict(word)))
 
     # ---- In the main thread ----
 
@@ -192,7 +195,7 @@ class Watchdog(threading.Thread):
     def _words(self) -> list[Word | None]:
         words: list[Word | None] = []
         for rank in range(self.ranks):
-            key = f"watchdog/{rank}"
+            key = f"rank {rank}"
             words.append(Word(**json.loads(self.store.get(key))) if self.store.check([key]) else None)
         return words
 
@@ -237,7 +240,8 @@ class WatchdogMixin:
         if self.parallel is None or self.args.world_size == 1:
             yield
             return
-        watchdog = Watchdog(self._doing, float(self.args.ddp_timeout))
+        run = read_once(lambda: uuid.uuid4().hex)
+        watchdog = Watchdog(self._doing, float(self.args.ddp_timeout), run)
         watchdog.start()
         try:
             yield
