@@ -61,12 +61,12 @@ class _Rank:
 
     def where(self) -> str:
         """Python stacks of a rank that does not answer."""
-        os.kill(self.process.pid, signal.SIGUSR1)
+        os.kill(self.process.pid, signal.SIGUSR2)
         time.sleep(0.2)
         return self._written_stacks()
 
     def _written_stacks(self) -> str:
-        """What faulthandler wrote: on SIGUSR1, or when the process died of a fault such as SIGSEGV."""
+        """What faulthandler wrote: on SIGUSR2, or when the process died of a fault such as SIGSEGV."""
         self.stacks.seek(0)
         return self.stacks.read().decode(errors="replace")
 
@@ -81,7 +81,9 @@ class _Rank:
         self.stacks.close()
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, grace: float = _GRACE_SECONDS
+) -> list[Any]:
     """
     Runs `fn(*args)` on ranks 0 to `world_size - 1` of a fresh gloo world and returns what each rank returned.
 
@@ -90,6 +92,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         world_size (`int`): Number of ranks.
         args: Passed on as they are (the ranks are forks, so nothing is pickled on the way in).
         timeout (`float`, *optional*, defaults to 60): Seconds after which ranks that have not finished are killed.
+        grace (`float`, *optional*, defaults to 1): Seconds that the others get to finish once a rank has failed.
 
     Returns:
         `list`: The results, by rank; they must be picklable.
@@ -103,13 +106,13 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     gloo::transport::tcp::UnboundBuffer); memcheck finds nothing in the same collectives.
     """
     try:
-        return _run_once(fn, world_size, args, timeout)
+        return _run_once(fn, world_size, args, timeout, grace)
     except SegmentationFault as fault:
         warnings.warn(f"Run again after a fault of gloo: {fault}", RuntimeWarning, stacklevel=2)
-        return _run_once(fn, world_size, args, timeout)
+        return _run_once(fn, world_size, args, timeout, grace)
 
 
-def _run_once(fn: Callable[..., Any], world_size: int, args: tuple, timeout: float) -> list[Any]:
+def _run_once(fn: Callable[..., Any], world_size: int, args: tuple, timeout: float, grace: float) -> list[Any]:
     deadline = time.monotonic() + timeout
     ranks: list[_Rank] = []
     # The socket is bound here and inherited by rank 0, whose store listens on it: no other process can take the port.
@@ -117,7 +120,7 @@ def _run_once(fn: Callable[..., Any], world_size: int, args: tuple, timeout: flo
         try:
             for index in range(world_size):
                 ranks.append(_fork(index, world_size, listener, timeout, fn, args))
-            _collect(ranks, deadline)
+            _collect(ranks, deadline, grace)
             _raise_failures(ranks, timeout)
             for rank in ranks:  # rank 0 hosts the store: none leaves before all are done
                 rank.connection.send("leave")
@@ -140,7 +143,7 @@ def _fork(index: int, world_size: int, listener: socket.socket, timeout: float, 
     return _Rank(index, process, ours, stacks)
 
 
-def _collect(ranks: Sequence[_Rank], deadline: float) -> None:
+def _collect(ranks: Sequence[_Rank], deadline: float, grace: float) -> None:
     """Waits until every rank has answered, the time is over, or the grace after a first failure is."""
     silent = {rank.connection: rank for rank in ranks}
     while silent:
@@ -151,7 +154,7 @@ def _collect(ranks: Sequence[_Rank], deadline: float) -> None:
             rank = silent.pop(connection)
             rank.receive()
             if rank.report[0] == "error":
-                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+                deadline = min(deadline, time.monotonic() + grace)
 
 
 def _raise_failures(ranks: Sequence[_Rank], timeout: float) -> None:
@@ -174,7 +177,7 @@ def _rank_main(index, world_size, listener, timeout, fn, args, connection, stack
         if os.getppid() != parent:  # it died before the call above
             os._exit(1)
     faulthandler.enable(file=stacks, all_threads=True)
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     try:
         _join_world(index, world_size, listener, timeout)
         answer = ("ok", time.monotonic(), pickle.dumps(fn(*args)))

@@ -29,11 +29,18 @@ _WHOLE_POSITIONS = {"position_ids", "cache_position"}
 
 
 class CurrentMicroBatch:
-    """The micro-batch that is being computed, forward or in recompute; one per parallelised model."""
+    """The micro-batch that is being computed, forward or in recompute; one per parallelised model.
+
+    Attributes:
+        config (`PreTrainedConfig`): of the model.
+        value ([`MicroBatch`], *optional*): None outside of a forward.
+        place (`str`): what computes, such as "layer 3", forward or backward; read where a rank is asked what it does.
+    """
 
     def __init__(self, config: PreTrainedConfig):
         self.config = config
         self.value: MicroBatch | None = None
+        self.place = "embedding"
 
     @contextlib.contextmanager
     def of(self, batch: MicroBatch) -> Iterator[None]:
@@ -76,12 +83,14 @@ class Block:
     alone: bool = True
 
     def __post_init__(self):
+        self.name = f"layer {self.index}"
         self.signature = inspect.signature(self.original)
         self.hidden_name = next(iter(self.signature.parameters))
         self.layer.gradient_checkpointing = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         batch = self.current.value
+        self._begin()
         bound = self.signature.bind_partial(*args, **kwargs)
         arguments = dict(bound.arguments)
         for name, parameter in self.signature.parameters.items():
@@ -99,8 +108,16 @@ class Block:
         arguments = self._inputs(batch, arguments, hidden.dtype)
         if self.strategy.recompute == "full" and torch.is_grad_enabled():
             # The streams are keyed, so nothing about the generator has to be stashed for the replay.
-            return checkpoint(self._compute, batch, hidden, arguments, use_reentrant=False, preserve_rng_state=False)
-        return self._compute(batch, hidden, arguments)
+            output = checkpoint(self._compute, batch, hidden, arguments, use_reentrant=False, preserve_rng_state=False)
+        else:
+            output = self._compute(batch, hidden, arguments)
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(self._begin)
+        return output
+
+    def _begin(self, gradient: torch.Tensor | None = None) -> None:
+        """Before the layer's forward, and its backward."""
+        self.current.place = self.name
 
     def rectangle(self, batch: MicroBatch) -> Rectangle:
         """The rows and positions that this rank holds while it is in this layer."""

@@ -10,7 +10,7 @@ own autograd functions: those that PyTorch derives overcount when the consumer o
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,11 @@ class CollectiveLog:
 
     calls: list[CollectiveCall] = field(default_factory=list)
 
+    def add(self, kind: str, x: Tensor, group: ProcessGroup) -> None:
+        """Notes one call."""
+        size = x.numel() * x.element_size()
+        self.calls.append(CollectiveCall(kind=kind, group_size=group.size(), bytes=size))
+
     def count(self, kind: str | None = None) -> int:
         """Number of calls, of one kind or of all."""
         return sum(kind is None or call.kind == kind for call in self.calls)
@@ -55,8 +60,20 @@ class CollectiveLog:
         return sum(call.bytes for call in self.calls if kind is None or call.kind == kind)
 
 
+Observer = Callable[[str, Tensor, ProcessGroup], None]
+
 # A list and not a ContextVar: backward runs in autograd's own threads, which inherit no context.
-_open_logs: list[CollectiveLog] = []
+_observers: list[Observer] = []
+
+
+@contextlib.contextmanager
+def observe_collectives(observer: Observer) -> Iterator[None]:
+    """Calls `observer` with the kind, this rank's input and the group of every collective that this module issues."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
 
 
 @contextlib.contextmanager
@@ -68,19 +85,13 @@ def count_collectives() -> Iterator[CollectiveLog]:
         `CollectiveLog`: Filled as the calls happen. Contexts may be nested; each sees the calls inside it.
     """
     log = CollectiveLog()
-    _open_logs.append(log)
-    try:
+    with observe_collectives(lambda *call: log.add(*call)):  # a lambda, because equal methods could not be told apart
         yield log
-    finally:
-        # by identity: two logs with the same calls compare equal
-        _open_logs[:] = [other for other in _open_logs if other is not log]
 
 
 def _record(kind: str, x: Tensor, group: ProcessGroup) -> None:
-    if _open_logs:
-        call = CollectiveCall(kind=kind, group_size=group.size(), bytes=x.numel() * x.element_size())
-        for log in _open_logs:
-            log.calls.append(call)
+    for observer in _observers:
+        observer(kind, x, group)
 
 
 def is_trivial(group: ProcessGroup | None) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -259,10 +260,11 @@ class GroupCache:
 
     Args:
         stage_ranks (`Sequence[int]`): Global ranks of the stage, in the plan's order.
+        timeout (`timedelta`, *optional*): How long a collective waits; by default as long as the backend's.
     """
 
-    def __init__(self, stage_ranks: Sequence[int]) -> None:
-        self.stage_ranks = tuple(stage_ranks)
+    def __init__(self, stage_ranks: Sequence[int], timeout: timedelta | None = None) -> None:
+        self.stage_ranks, self.timeout = tuple(stage_ranks), timeout
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
 
     def prepare(self, sizes: Iterable[int]) -> None:
@@ -284,7 +286,7 @@ class GroupCache:
             for start in range(0, count, size):
                 block = self.stage_ranks[start : start + size]
                 if size > 1 and block not in self._groups:
-                    self._groups[block] = _new_group(block)
+                    self._groups[block] = _new_group(block, self.timeout)
 
     def block(self, size: int) -> ProcessGroup | None:
         """
@@ -310,13 +312,13 @@ class GroupCache:
         return self._groups[block]
 
 
-def _new_group(ranks: tuple[int, ...]) -> ProcessGroup:
+def _new_group(ranks: tuple[int, ...], timeout: timedelta | None) -> ProcessGroup:
     if ranks == tuple(range(dist.get_world_size())):
         return dist.group.WORLD
     if ranks == tuple(sorted(ranks)):
-        return dist.new_group(list(ranks))
+        return dist.new_group(list(ranks), timeout=timeout)
     # By default a group's ranks are numbered by global rank: pieces would arrive in another order than the stage's.
-    return dist.new_group(list(ranks), sort_ranks=False)
+    return dist.new_group(list(ranks), timeout=timeout, sort_ranks=False)
 
 
 def _move(x: Tensor, src: Layout, dst: Layout, rows: int, length: int, index: int, groups: GroupCache) -> Tensor:

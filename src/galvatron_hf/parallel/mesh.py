@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -46,12 +47,13 @@ class StageMesh:
     Args:
         ranks (`tuple[int, ...]`): global ranks of the stage, in the plan's order.
         device_type (`str`): `"cpu"` or `"cuda"`.
+        timeout (`timedelta`, *optional*): how long a collective waits; None for the backend's default.
     """
 
-    def __init__(self, ranks: tuple[int, ...], device_type: str):
+    def __init__(self, ranks: tuple[int, ...], device_type: str, timeout: timedelta | None = None):
         self.ranks = tuple(ranks)
-        self.device_type = device_type
-        self.groups = GroupCache(self.ranks)
+        self.device_type, self.timeout = device_type, timeout
+        self.groups = GroupCache(self.ranks, timeout)
         self._weights: dict[tuple[int, int, int], WeightMesh] = {}
         self._strided: dict[tuple[int, int], dist.ProcessGroup | None] = {}
 
@@ -109,7 +111,8 @@ class StageMesh:
         for start in range(0, self.size, stride * size):
             for offset in range(stride):
                 members = [self.ranks[start + offset + step * stride] for step in range(size)]
-                group = dist.new_group(members, sort_ranks=members == sorted(members))
+                in_order = members == sorted(members)
+                group = dist.new_group(members, timeout=self.timeout, sort_ranks=in_order)
                 if dist.get_rank() in members:
                     self._strided[stride, size] = group
 
@@ -124,17 +127,19 @@ class WorldMesh:
 
     Args:
         device_type (`str`): `"cpu"` or `"cuda"`.
+        timeout (`timedelta`, *optional*): how long a collective waits; None for the backend's default. Groups do not
+            take over that of the default group.
     """
 
-    def __init__(self, device_type: str):
-        self.device_type = device_type
+    def __init__(self, device_type: str, timeout: timedelta | None = None):
+        self.device_type, self.timeout = device_type, timeout
         self._stages: dict[tuple[int, ...], StageMesh] = {}
         self._joined: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
 
     def stage(self, ranks: tuple[int, ...]) -> StageMesh:
         """The mesh of a rank list."""
         if ranks not in self._stages:
-            self._stages[ranks] = StageMesh(ranks, self.device_type)
+            self._stages[ranks] = StageMesh(ranks, self.device_type, self.timeout)
         return self._stages[ranks]
 
     def join(self, lists: list[tuple[int, ...]], copies: int = 1) -> list[dist.ProcessGroup]:
@@ -151,7 +156,7 @@ class WorldMesh:
         for members in zip(*lists, strict=True):
             made = self._joined.setdefault(members, [])
             while len(made) < copies:
-                made.append(dist.new_group(list(members), sort_ranks=False))
+                made.append(dist.new_group(list(members), timeout=self.timeout, sort_ranks=False))
             if dist.get_rank() in members:
                 own = made[:copies]
         return own

@@ -230,23 +230,35 @@ class ParallelModel:
 
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of all gradients, each counted once however many ranks hold it; an fp32 scalar."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        return self.sum_with_grad_norm()[0]
+
+    def sum_with_grad_norm(self, *values: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of all gradients, and sums of other numbers over all ranks, in one collective.
+
+        Args:
+            values (`float`): this rank's numbers; the other ranks give as many.
+
+        Returns:
+            `tuple`: the norm, an fp32 scalar, and the sums, fp64 [values].
+        """
         counted = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         if self.tied is not None:
             counted = [parameter for parameter in counted if not self.tied.is_copy(parameter)]
         copies = [replicas(parameter.grad) for parameter in counted]
+        sums = torch.tensor([0.0, *values], dtype=torch.float64, device=self.device)
         if counted:
             norms = torch.stack(torch._foreach_norm([local_tensor(parameter.grad) for parameter in counted]))
-            total += (norms.double().square() / torch.tensor(copies, device=self.device)).sum()
-        if all(count == self.plan.world_size for count in copies) and self.pipeline is None:
-            total *= self.plan.world_size  # every rank has all gradients
+            sums[0] = (norms.double().square() / torch.tensor(copies, device=self.device)).sum()
+        everywhere = all(count == self.plan.world_size for count in copies) and self.pipeline is None
+        if everywhere and not values:
+            sums *= self.plan.world_size  # every rank has all gradients
         else:
-            dist.all_reduce(total)
-        return total.sqrt().float()
+            dist.all_reduce(sums)
+        return sums[0].sqrt().float(), sums[1:]
 
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scales all gradients so that their norm is at most `max_norm`; returns the norm before."""
-        norm = self.grad_norm()
+    def clip_grad_norm_(self, max_norm: float, norm: torch.Tensor | None = None) -> torch.Tensor:
+        """Scales all gradients so that their norm is at most `max_norm`; returns that before, which may be given."""
+        norm = self.grad_norm() if norm is None else norm
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for parameter in self.model.parameters():
             if parameter.grad is not None:

@@ -101,6 +101,7 @@ class StageModule(nn.Module):
             `torch.Tensor`: hidden states at the boundary behind, or `tuple`: what [`Head`] returns.
         """
         batch = self.current.value
+        self.current.place = "embedding" if self.is_first else "entry"
         self._received = received
         inputs, positions = self._inputs(batch, received)
         device = batch.input_ids.device
@@ -114,6 +115,7 @@ class StageModule(nn.Module):
                 position_ids=positions,
                 use_cache=False,
             )
+        self.current.place = "head" if self.is_last else "exit"
         hidden = redistribute(
             batch.final_hidden.pop(),
             self.layouts[1],

@@ -37,7 +37,7 @@ class Span:
 
 
 class Timeline:
-    """Measures a rank's actions while it is on; off, it costs nothing.
+    """Measures a rank's actions while it is on; off, it remembers the current one, which costs next to nothing.
 
     On a GPU each span waits for the device, so that what is written was measured; training is slower meanwhile.
 
@@ -50,10 +50,12 @@ class Timeline:
         self.device = device
         self.on = False
         self.step = 0
+        self.action: Action | None = None  # set back by the training loop
         self.spans: deque[Span] = deque(maxlen=spans_kept)
 
     def span(self, action: Action) -> contextlib.AbstractContextManager[None]:
-        """Measures the body."""
+        """Measures the body, which does `action`."""
+        self.action = action
         return self._measured(action) if self.on else _UNMEASURED
 
     @contextlib.contextmanager

@@ -17,6 +17,8 @@ from galvatron_hf.plan import ParallelPlan, Precision
 # Those that treat every element by itself, so that a step on shards is the step on the whole.
 _ELEMENTWISE_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 
+NONFINITE_POLICIES = ("stop", "skip")
+
 # Set by `accelerate launch` for its own tensor, context, sequence and data parallelism.
 _SHARDING_VARIABLES = (
     "ACCELERATE_USE_FSDP",
@@ -48,6 +50,9 @@ class GalvatronTrainingArguments(TrainingArguments):
         on_save_failure (`str`, *optional*, defaults to `"stop"`):
             "stop" ends training when a checkpoint cannot be written (disk full, folder gone); "continue" goes on
             without it. Earlier checkpoints stay whole in either case.
+        nonfinite_policy (`str`, *optional*, defaults to `"stop"`):
+            What becomes of a step whose loss or gradient is infinite or not a number: "stop" ends training with a
+            [`NonFiniteError`] that says where it came from, "skip" goes on without it and counts it.
     """
 
     parallel_plan: str | None = field(
@@ -67,6 +72,13 @@ class GalvatronTrainingArguments(TrainingArguments):
     on_save_failure: str = field(
         default="stop",
         metadata={"help": "When a checkpoint cannot be written.", "choices": ["stop", "continue"]},
+    )
+    nonfinite_policy: str = field(
+        default="stop",
+        metadata={
+            "help": 'What becomes of a step whose loss or gradient is not finite: "stop" or "skip".',
+            "choices": list(NONFINITE_POLICIES),
+        },
     )
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,6 +109,11 @@ def requested_plan(args: TrainingArguments) -> ParallelPlan | None:
         return ParallelPlan.from_json(plan)
     except ValueError as error:
         raise ValueError(f"parallel_plan={str(plan)!r}: {error}") from error
+
+
+def nonfinite_policy(args: TrainingArguments) -> str:
+    """What becomes of a step with numbers that are not finite."""
+    return getattr(args, "nonfinite_policy", "stop")
 
 
 def with_precision(plan: ParallelPlan, args: TrainingArguments) -> ParallelPlan:
@@ -159,6 +176,11 @@ def _refusals(args: TrainingArguments) -> Iterator[str]:
         )
     if args.auto_find_batch_size:
         yield "auto_find_batch_size would change the batch that the plan was made for; set it to False."
+    if args.enable_jit_checkpoint:
+        yield (
+            "enable_jit_checkpoint=True saves when one rank gets SIGTERM, whatever the others do; set it to False: "
+            "under a parallel plan SIGTERM and SIGUSR1 on any rank make all of them save and stop."
+        )
     if args.fp16:
         yield "fp16=True needs loss scaling, which is not supported under a parallel plan; use bf16=True."
     if args.bf16_full_eval or args.fp16_full_eval:
@@ -182,5 +204,8 @@ def _refusals(args: TrainingArguments) -> Iterator[str]:
             "train_sampling_strategy 'batch_rebalance' places rows on ranks itself, which is the plan's part; "
             "use 'random' or 'group_by_length'."
         )
+    policy = nonfinite_policy(args)
+    if policy not in NONFINITE_POLICIES:
+        yield f"nonfinite_policy {policy!r} is none of {', '.join(NONFINITE_POLICIES)}; use one of these."
     if args.use_liger_kernel:
         yield "use_liger_kernel=True replaces the modules that a plan cuts; set it to False."

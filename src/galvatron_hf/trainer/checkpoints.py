@@ -227,12 +227,16 @@ class CheckpointMixin:
         if asked is not True and not by_step(folder):
             self._require_complete(folder)
             return folder
+        found = self._newest_checkpoint(folder)
+        if found is None:
+            raise ValueError(f"{folder} has no complete checkpoint to resume from; start without resuming.")
+        return found
+
+    def _newest_checkpoint(self, folder: str) -> str | None:
+        """The newest complete checkpoint of a folder, and a warning for each that is newer; collective."""
         found, skipped = self._newest_complete(folder)
         for reason in skipped:
             logger.warning(f"Skipped {reason}.")
-        if found is None:
-            reasons = f" ({'; '.join(skipped)})" if skipped else ""
-            raise ValueError(f"{folder} has no complete checkpoint to resume from{reasons}; start without resuming.")
         return found
 
     def _newest_complete(self, folder: str) -> tuple[str | None, list[str]]:

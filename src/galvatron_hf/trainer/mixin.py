@@ -8,6 +8,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -29,15 +30,21 @@ from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.trainer.arguments import check_arguments, requested_plan, with_precision
 from galvatron_hf.trainer.checkpoints import CheckpointMixin, plan_of_checkpoint
 from galvatron_hf.trainer.evaluation import EvaluationMixin
+from galvatron_hf.trainer.health import HealthMixin
 from galvatron_hf.trainer.neftune import add_embedding_noise
 from galvatron_hf.trainer.own_loss import OwnLossMixin
+from galvatron_hf.trainer.restart import checkpoint_of_restart
 from galvatron_hf.trainer.search import SearchMixin
+from galvatron_hf.trainer.stopping import StoppingMixin
+from galvatron_hf.trainer.watchdog import WatchdogMixin
 
 
 logger = logging.get_logger(__name__)
 
 
-class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin):
+class GalvatronMixin(
+    SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin, HealthMixin, StoppingMixin, WatchdogMixin
+):
     """Trains under a plan; put it before any subclass of [`~transformers.Trainer`].
 
     The global batch of an optimizer step is `per_device_train_batch_size * gradient_accumulation_steps * WORLD_SIZE`
@@ -120,9 +127,11 @@ class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin
             logger.warning("The model was loaded in bf16; its master weights are kept in fp32 from here on.")
             plan = replace(plan, precision=replace(plan.precision, compute="bf16"))
             self.model.float()
+        if self._world is None:
+            timeout = timedelta(seconds=self.args.ddp_timeout)
+            self._world = WorldMesh(next(self.model.parameters()).device.type, timeout)
         self.parallel = parallelize(self.model, plan, world=self._world)
         self.parallel.streams.seed = self.args.seed
-        self._world = self.parallel.world
         # Trainer then leaves placement and wrapping of the model to us.
         self.is_distributed_loading_by_transformers = True
         if self.args.should_save:
@@ -134,8 +143,14 @@ class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin
     # ---- Set-up of a training run ----
 
     def train(self, resume_from_checkpoint: str | bool | None = None, trial=None, *args, **kwargs):
-        """See [`~transformers.Trainer.train`]; a resumed run takes the checkpoint's plan if none is given."""
-        resume_from_checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
+        """See [`~transformers.Trainer.train`]; a resumed run takes the checkpoint's plan if none is given.
+
+        An attempt that a launcher has restarted resumes by itself, see [`checkpoint_of_restart`].
+        """
+        if resume_from_checkpoint is None and trial is None and self._runs_parallel():
+            resume_from_checkpoint = checkpoint_of_restart(self.args.output_dir, self._newest_checkpoint)
+        else:
+            resume_from_checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         if resume_from_checkpoint is not None and self._runs_parallel():
             self._resumed_plan = plan_of_checkpoint(resume_from_checkpoint, self.args.world_size)
         return super().train(resume_from_checkpoint, trial, *args, **kwargs)
@@ -152,7 +167,7 @@ class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin
             if self.neftune_noise_alpha is not None:
                 self.neftune_hook_handle.remove()
                 self.neftune_hook_handle = add_embedding_noise(self.parallel, self.neftune_noise_alpha)
-        with self._traced():
+        with self._traced(), self._nothing_filtered(), self._stoppable(), self._guarded():
             return super()._inner_training_loop(*args, **kwargs)
 
     def _finalize_training(self, *args, **kwargs):
@@ -296,22 +311,16 @@ class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         self.parallel.streams.step = self.parallel.timeline.step = self.state.global_step
+        return self._watched_step(batch, num_items_in_batch)
+
+    def _forward_backward(self, batch: dict[str, Any], num_items_in_batch) -> torch.Tensor:
+        """Gradients of a global batch, and its loss."""
         if self._loss_needs_logits():
             return self._own_forward_backward(batch, num_items_in_batch)
         _require_labels(batch)
         return self.parallel.forward_backward(
             batch, num_items_in_batch, label_smoothing=self.args.label_smoothing_factor
         )
-
-    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        if self.parallel is None:
-            return super()._clip_grad_norm(model)
-        return self.parallel.clip_grad_norm_(self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm=None):
-        if self.parallel is None:
-            return super()._get_grad_norm(model, grad_norm=grad_norm)
-        return self.parallel.grad_norm() if grad_norm is None else grad_norm
 
 
 class GalvatronTrainer(GalvatronMixin, Trainer):

@@ -13,6 +13,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import logging
 
 from galvatron_hf.data.loader import batch_rows
+from galvatron_hf.schedule import Action, Work
 from galvatron_hf.trainer.own_rows import OwnRowsModel
 
 
@@ -42,9 +43,12 @@ class OwnLossMixin:
                 batch, loss_of=lambda part, output: self._own_loss(part, num_items, rows, given=output)[0]
             )
         total = torch.zeros((), device=self.args.device)
-        for micro_batch in self.parallel.micro_batches(batch):
-            loss, _ = self._own_loss(micro_batch, num_items, rows)
-            loss.backward()
+        span = self.parallel.timeline.span
+        for index, micro_batch in enumerate(self.parallel.micro_batches(batch)):
+            with span(Action(Work.FORWARD, 0, index)):
+                loss, _ = self._own_loss(micro_batch, num_items, rows)
+            with span(Action(Work.BACKWARD, 0, index)):
+                loss.backward()
             total += loss.detach()
         dist.all_reduce(total)
         return total

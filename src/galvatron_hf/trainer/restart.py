@@ -1,0 +1,43 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Attempts that `torchrun --max_restarts` starts again go on where the last one saved."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+
+def checkpoint_of_restart(output_dir: str, newest: Callable[[str], str | None]) -> str | None:
+    """The checkpoint that a restarted attempt resumes from; collective in such an attempt.
+
+    Args:
+        output_dir (`str`): where the checkpoints are.
+        newest (`Callable`): finds the newest complete checkpoint of a folder; collective.
+
+    Returns:
+        `str`: the newest one, the same on every rank; None in a first attempt, or if nothing has been saved.
+    """
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    if attempt == 0:
+        _warn_of_shared_store()
+        return None
+    folder = newest(output_dir)
+    found = f"resumes from {folder}" if folder else f"finds no checkpoint in {output_dir} and starts from step 0"
+    logger.warning_once(f"Restart {attempt} of this job {found}.")
+    return folder
+
+
+def _warn_of_shared_store() -> None:
+    """Restarted ranks that find the first attempt's addresses in their store do not find each other."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    if restarts > 0 and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+        logger.warning_once(
+            f"torchrun may restart this job {restarts} times, but all attempts share one store, in which a later one "
+            "finds dead addresses; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and --standalone or --rdzv_backend c10d."
+        )

@@ -1,0 +1,234 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Faults as data: what goes wrong on which rank in which step, and how it is made to happen.
+
+A kind is a function of the trainer and the fault, called on the fault's rank when training begins; it arranges for the
+fault to happen later:
+
+```python
+@kind
+def kill_in_forward(trainer, fault):
+    in_forward(trainer, fault, lambda output: kill())
+```
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import Trainer, TrainerCallback
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One thing that goes wrong.
+
+    Attributes:
+        rank (`int`): where.
+        step (`int`): the optimizer step, counted from 1.
+        kind (`str`): of `KINDS`.
+        micro_batch (`int`): of the step, for what happens in a forward or a backward.
+        attempt (`int`): in which attempt of an elastic launch.
+    """
+
+    rank: int
+    step: int
+    kind: str
+    micro_batch: int = 0
+    attempt: int = 0
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise ValueError(f"{self.kind!r} is no kind of fault; use one of {', '.join(sorted(KINDS))}.")
+
+
+def fail_at(rank: int, step: int, kind: str, **more: int) -> Fault:
+    """A fault, in the order in which one says it."""
+    return Fault(rank=rank, step=step, kind=kind, **more)
+
+
+KINDS: dict[str, Callable[[Trainer, Fault], None]] = {}
+
+
+def kind(arrange: Callable[[Trainer, Fault], None]) -> Callable[[Trainer, Fault], None]:
+    """Adds a kind of fault under its function's name."""
+    KINDS[arrange.__name__] = arrange
+    return arrange
+
+
+class Inject(TrainerCallback):
+    """Arranges this rank's faults when training begins."""
+
+    def __init__(self, faults: list[Fault]):
+        self.faults = faults
+        self.trainer: Trainer | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        for fault in self.faults:
+            if (fault.rank, fault.attempt) == (args.process_index, attempt):
+                KINDS[fault.kind](self.trainer, fault)
+
+
+# ---- When ----
+
+
+def in_forward(trainer: Trainer, fault: Fault, happen: Callable[[torch.Tensor], Any]) -> None:
+    """Calls `happen` with the output of this rank's second layer; what it returns takes the output's place."""
+    position = trainer.parallel.forward.current
+
+    def behind_layer(module, inputs, output):
+        _, step, micro_batch = position.value.key
+        if (step + 1, micro_batch) == (fault.step, fault.micro_batch) and torch.is_grad_enabled():
+            return happen(output)
+
+    trainer.parallel.layers[min(1, len(trainer.parallel.layers) - 1)].register_forward_hook(behind_layer)
+
+
+def in_backward(trainer: Trainer, fault: Fault, happen: Callable[[torch.Tensor], Any]) -> None:
+    """Calls `happen` with the gradient of that output; what it returns takes the gradient's place."""
+
+    def watch(output: torch.Tensor) -> None:
+        output.register_hook(happen)
+
+    in_forward(trainer, fault, watch)
+
+
+def at_step_begin(trainer: Trainer, fault: Fault, happen: Callable[[], Any]) -> None:
+    """Calls `happen` before the step's first forward."""
+
+    class AtStepBegin(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step + 1 == fault.step:
+                happen()
+
+    trainer.add_callback(AtStepBegin())
+
+
+# ---- What ----
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise RuntimeError("this rank fails")
+
+
+def fall_asleep() -> None:
+    time.sleep(1000)
+
+
+def poisoned(tensor: torch.Tensor, value: float = float("nan")) -> torch.Tensor:
+    """A copy whose first row has one wrong number."""
+    wrong = torch.zeros_like(tensor)
+    wrong[0, 0, 0] = value
+    return tensor + wrong
+
+
+@kind
+def kill_in_forward(trainer: Trainer, fault: Fault) -> None:
+    in_forward(trainer, fault, lambda output: kill())
+
+
+@kind
+def kill_in_backward(trainer: Trainer, fault: Fault) -> None:
+    in_backward(trainer, fault, lambda gradient: kill())
+
+
+@kind
+def kill_in_collective(trainer: Trainer, fault: Fault) -> None:
+    """This rank has begun the step's first sum over all ranks, and others may have what it sent."""
+    all_reduce = dist.all_reduce
+
+    def dying(*args, **options):
+        all_reduce(*args, **options | {"async_op": True})
+        kill()
+
+    at_step_begin(trainer, fault, lambda: setattr(dist, "all_reduce", dying))
+
+
+@kind
+def raise_in_forward(trainer: Trainer, fault: Fault) -> None:
+    in_forward(trainer, fault, lambda output: fail())
+
+
+@kind
+def sleep_in_forward(trainer: Trainer, fault: Fault) -> None:
+    in_forward(trainer, fault, lambda output: fall_asleep())
+
+
+@kind
+def sleep_in_backward(trainer: Trainer, fault: Fault) -> None:
+    in_backward(trainer, fault, lambda gradient: fall_asleep())
+
+
+@kind
+def stop_process(trainer: Trainer, fault: Fault) -> None:
+    """The whole process stands still, its threads too."""
+    in_forward(trainer, fault, lambda output: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+@kind
+def sigterm(trainer: Trainer, fault: Fault) -> None:
+    in_forward(trainer, fault, lambda output: os.kill(os.getpid(), signal.SIGTERM))
+
+
+@kind
+def sigusr1(trainer: Trainer, fault: Fault) -> None:
+    in_backward(trainer, fault, lambda gradient: os.kill(os.getpid(), signal.SIGUSR1))
+
+
+@kind
+def nan_in_forward(trainer: Trainer, fault: Fault) -> None:
+    in_forward(trainer, fault, poisoned)
+
+
+@kind
+def nan_in_backward(trainer: Trainer, fault: Fault) -> None:
+    in_backward(trainer, fault, poisoned)
+
+
+@kind
+def inf_in_backward(trainer: Trainer, fault: Fault) -> None:
+    in_backward(trainer, fault, lambda gradient: poisoned(gradient, float("inf")))
+
+
+@kind
+def nan_once(trainer: Trainer, fault: Fault) -> None:
+    """As a flipped bit: computed again, the gradient is right."""
+    values = iter([float("nan")])
+    in_backward(trainer, fault, lambda gradient: poisoned(gradient, next(values, 0.0)))
+
+
+@kind
+def sigterm_and_again(trainer: Trainer, fault: Fault) -> None:
+    """A second one comes while the ranks save."""
+    sigterm(trainer, fault)
+    save = trainer.save_model
+
+    def save_model(*args, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return save(*args, **options)
+
+    trainer.save_model = save_model
+
+
+@kind
+def slow_steps(trainer: Trainer, fault: Fault) -> None:
+    """Each step takes half a second from this one on, so that what comes from outside meets it."""
+
+    class Slow(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step + 1 >= fault.step:
+                time.sleep(0.5)
+
+    trainer.add_callback(Slow())

@@ -1,0 +1,174 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Starts a training job of four ranks with faults, waits for its end, and tells what it left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
+
+from equivalence import single_stage
+from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
+from plans import pipeline_plans
+from ranks import run_ranks
+
+
+HERE = Path(__file__).parent
+RANKS = 4
+
+
+def plans() -> dict[str, ParallelPlan]:
+    """Without a pipeline, all weights on every rank too, and with one."""
+    S = LayerStrategy
+    whole = VocabularyStrategy(sharding="replicate")
+    layers = (S(tensor=2), S(sharding="zero2"), S(ulysses=2, recompute="full"), S(sharding="replicate"))
+    return {
+        "layers": single_stage(layers, RANKS, micro_batches=2),
+        "replicate": single_stage((S(sharding="replicate"),) * 4, RANKS, embedding=whole, head=whole, micro_batches=2),
+        "pipeline": pipeline_plans()["1f1b_mixed"],
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a job ended.
+
+    Attributes:
+        code (`int`): exit status of the launcher.
+        text (`str`): what it and the ranks wrote to stderr.
+        seconds (`float`): from the start to the end.
+        left (`list[int]`): processes of the job that were still there, and were then killed.
+    """
+
+    code: int
+    text: str
+    seconds: float
+    left: list[int]
+
+
+@dataclass(kw_only=True)
+class Job:
+    """A training run that can be started again in the same folder.
+
+    Attributes:
+        folder (`Path`): for the job file, the logs and `output_dir`.
+        plan (`str`): of [`plans`].
+        options (`dict`): training arguments beside those of [`trainer_runs.arguments`].
+    """
+
+    folder: Path
+    plan: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.output_dir = self.folder / "run"
+
+    def launch(
+        self,
+        *faults,
+        resume: str | bool | None = None,
+        launcher: tuple[str, ...] = (),
+        environment: dict[str, str] | None = None,
+        while_running: Callable[[subprocess.Popen], None] | None = None,
+        timeout: float = 180.0,
+    ) -> Outcome:
+        """Runs under torchrun, with `launcher` and `environment` added to its own; nothing of it stays afterwards."""
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
+        command += [*launcher, str(HERE / "train.py"), str(self._write(faults, resume))]
+        begin = time.monotonic()
+        with tempfile.TemporaryFile("w+") as text:
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, "OMP_NUM_THREADS": "1"} | (environment or {}),
+                stderr=text,
+                start_new_session=True,
+            )
+            try:
+                if while_running is not None:
+                    while_running(process)
+                code = process.wait(timeout)
+            finally:
+                left = self._end(process)
+            text.seek(0)
+            return Outcome(code=code, text=text.read(), seconds=time.monotonic() - begin, left=left)
+
+    def fork(self, *faults, resume: str | bool | None = None, timeout: float = 120.0, grace: float = 15.0) -> None:
+        """Runs on forks of this process, which start faster than a launcher.
+
+        Raises:
+            AssertionError: if a rank fails, with the tracebacks of all that fail within `grace` seconds of the first.
+        """
+        path = str(self._write(faults, resume))
+
+        def work() -> None:
+            import train
+
+            # What Trainer gives the group if it makes it.
+            limit = timedelta(seconds=self.options.get("ddp_timeout", timeout))
+            dist.distributed_c10d._set_pg_timeout(limit)
+            train.main(path)
+
+        AcceleratorState._reset_state(True)  # a Trainer in this process may have set it up
+        run_ranks(work, RANKS, timeout=timeout, grace=grace)
+
+    def logs(self, name: str = "loss") -> dict[int, float]:
+        """A logged value by step; a later attempt's in place of an earlier one's."""
+        values = {}
+        for path in sorted(self.folder.glob("logs.*.jsonl"), key=lambda path: int(path.suffixes[0][1:])):
+            for line in path.read_text().splitlines():
+                logged = json.loads(line)
+                values |= {logged["step"]: logged[name]} if name in logged else {}
+        return values
+
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in self.output_dir.glob("checkpoint-*"))
+
+    def pids(self) -> list[int]:
+        """Processes that have this job's folder on their command line."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                line = (process / "cmdline").read_bytes()
+            except OSError:  # it has just ended
+                continue
+            if f"{self.folder}/".encode() in line and int(process.name) != os.getpid():
+                found.append(int(process.name))
+        return found
+
+    def _write(self, faults, resume: str | bool | None) -> Path:
+        plan = self.folder / "plan.json"
+        plans()[self.plan].to_json(plan)
+        job = dict(
+            output_dir=str(self.output_dir),
+            logs=str(self.folder),
+            plan=str(plan),
+            options=dict(save_strategy="steps", save_steps=2) | self.options,
+            faults=[asdict(fault) for fault in faults],
+            resume=str(resume) if isinstance(resume, Path) else resume,
+        )
+        path = self.folder / "job.json"
+        path.write_text(json.dumps(job))
+        return path
+
+    def _end(self, process: subprocess.Popen) -> list[int]:
+        """Kills what is left of a job, and says what that was."""
+        process.poll() is None and os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        left = self.pids()
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        return left

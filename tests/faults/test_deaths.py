@@ -1,0 +1,108 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that die or stand still: the job ends in time, says who and where, and resumes on the same curve."""
+
+import re
+import time
+
+import pytest
+from job import RANKS, Job, plans
+from transformers import TrainerCallback
+
+from faults import fail_at
+from galvatron_hf.trainer import watchdog
+from trainer_runs import on_ranks, run
+
+
+RANK, STEP = 2, 4
+TIMEOUT = dict(ddp_timeout=8)
+FIRST_STAGE = {"layers": "layer 1", "pipeline": "stage 1, layer 2"}
+
+
+def assert_reported(text: str, blamed: str) -> None:
+    """One report, that some other rank waited in a collective with known ranks, and whose fault it was."""
+    assert len(re.findall(r"RankLostError: ", text)) >= 1
+    assert re.search(rf"Rank {RANK} {blamed}", text), text[-6000:]
+    where = rf"in [a-z_ ]+( over ranks \[[0-9, ]+\])?, step {STEP}, (micro-batch \d|outside of)"
+    assert re.search(rf"Rank [0134] (lost a connection|waited longer than ddp_timeout \(8 s\)) {where}", text)
+
+
+# What a rank that is not there looks like to the others.
+GONE = r"does not answer: it died, or is stopped\. \d+ s ago it was in step [1-4]"
+LATE = rf"was late: it waits for nobody, in step {STEP}, micro-batch 0, {{}}, {{}} .*, at\n(?s:.*)fall_asleep"
+FAILED = rf"failed first, in step {STEP}, micro-batch 0, forward, {{}} .*: RuntimeError: this rank fails"
+BLAMED = {
+    "kill_in_forward": GONE,
+    "kill_in_backward": GONE,
+    "kill_in_collective": GONE,
+    "stop_process": GONE,
+    "raise_in_forward": FAILED,
+    "sleep_in_forward": LATE.replace("{}", "forward", 1),
+    "sleep_in_backward": LATE.replace("{}", "backward", 1),
+}
+FAST = {("layers", "kill_in_backward")}
+
+
+@pytest.mark.parametrize(
+    "plan, kind",
+    [
+        pytest.param(plan, kind, marks=[] if (plan, kind) in FAST else pytest.mark.slow)
+        for plan in ("layers", "pipeline")
+        for kind in BLAMED
+    ],
+)
+def test_the_job_ends_says_why_and_resumes(tmp_path, plan, kind, uninterrupted):
+    job = Job(folder=tmp_path, plan=plan, options=TIMEOUT)
+    with pytest.raises(AssertionError) as failure:
+        job.fork(fail_at(RANK, STEP, kind))
+    assert_reported(str(failure.value), BLAMED[kind].format(FIRST_STAGE[plan]))
+    assert job.checkpoints() == ["checkpoint-2"]
+    job.fork(resume=True)
+    assert job.logs() == uninterrupted(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["layers", "pipeline"])
+@pytest.mark.parametrize("kind", ["kill_in_forward", "kill_in_collective", "raise_in_forward", "sleep_in_backward"])
+def test_a_launched_job_ends_in_time_and_leaves_no_process(tmp_path, plan, kind):
+    """A rank that dies: 6 s for the answers; one that sleeps: ddp_timeout, 6 s, and 10 s until it is ended."""
+    outcome = Job(folder=tmp_path, plan=plan, options=TIMEOUT).launch(fail_at(RANK, STEP, kind))
+    print(f"{plan}, {kind}: {outcome.seconds:.1f} s with start-up")
+    assert outcome.code != 0
+    assert outcome.left == []
+    assert_reported(outcome.text, BLAMED[kind].format(FIRST_STAGE[plan]))
+    assert outcome.seconds < 75
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["layers", "pipeline"])
+def test_a_restarted_attempt_resumes_by_itself(tmp_path, plan, uninterrupted):
+    job = Job(folder=tmp_path, plan=plan)
+    faults = [fail_at(RANK, 4, "kill_in_forward"), fail_at(1, 6, "raise_in_forward", attempt=1)]
+    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    outcome = job.launch(*faults, launcher=("--max_restarts", "2"), environment=environment)
+    assert outcome.code == 0, outcome.text[-4000:]
+    assert outcome.left == []
+    for attempt, checkpoint in ((1, "checkpoint-2"), (2, "checkpoint-4")):
+        assert re.search(rf"Restart {attempt} of this job resumes from \S*/{checkpoint}\.", outcome.text)
+    assert job.logs() == uninterrupted(plan)
+
+
+def test_an_error_that_is_caught_does_not_follow_into_the_next_run(tmp_path):
+    """A run whose error the script handles, then one that takes longer than a process that stands still may."""
+
+    class Fails(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise KeyError("all ranks")
+
+    class Slow(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            time.sleep(3)
+
+    def work():
+        with pytest.raises(KeyError):
+            run(tmp_path, plans()["layers"], callbacks=(Fails(),))
+        watchdog.END_SECONDS = 1.0
+        return len(run(tmp_path, plans()["layers"], options=dict(max_steps=2), callbacks=(Slow(),)).steps())
+
+    assert on_ranks(work) == [2] * RANKS
