@@ -7,9 +7,11 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -20,7 +22,9 @@ from galvatron_hf.parallel.block import Block, CurrentMicroBatch
 from galvatron_hf.parallel.causal_lm import CausalLMForward
 from galvatron_hf.parallel.checks import check_model, check_plan
 from galvatron_hf.parallel.fused import FusedNames
+from galvatron_hf.parallel.initialize import Template
 from galvatron_hf.parallel.layout import Layout, block_sizes
+from galvatron_hf.parallel.loading import FamilyWeights, WeightFiles, WeightSource, materialize, on_meta, weight_places
 from galvatron_hf.parallel.mesh import StageMesh, WorldMesh
 from galvatron_hf.parallel.model import ParallelModel, broadcast_weights
 from galvatron_hf.parallel.models import DecoderAdapter, Heads, adapter_for
@@ -35,23 +39,38 @@ from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision
 from galvatron_hf.schedule import PipelineShape, actions, most_in_flight
 
 
-def parallelize(model: PreTrainedModel, plan: ParallelPlan, world: WorldMesh | None = None) -> ParallelModel:
+def parallelize(
+    model: PreTrainedModel,
+    plan: ParallelPlan,
+    world: WorldMesh | None = None,
+    *,
+    weights: str | os.PathLike | WeightSource | None = None,
+    device: torch.device | str | None = None,
+) -> ParallelModel:
     """Rewrites a model in place so that it computes under a plan; collective over all ranks.
 
-    The weights of rank 0 become everybody's. Afterwards parameters are DTensors and `model(...)` takes the same whole
+    The weights of rank 0 become everybody's. A model on the meta device gets its weights here, each rank only its own
+    pieces. Afterwards parameters are DTensors and `model(...)` takes the same whole
     micro-batch on every rank, see [`CausalLMForward`]. Under a pipeline each rank keeps the modules of its stages.
 
     Args:
-        model ([`PreTrainedModel`]): a causal language model, whole on every rank, on the device it trains on.
+        model ([`PreTrainedModel`]): a causal language model, whole on every rank, on the device it trains on; or built
+            inside of `torch.device("meta")`.
         plan ([`ParallelPlan`]): made for as many ranks as the process group has.
         world ([`WorldMesh`], *optional*): that of an earlier call on the same ranks, whose groups are then used again.
+        weights (`str`, `os.PathLike` or [`WeightSource`], *optional*): for a model on the meta device, a folder or an
+            id on the Hub with safetensors. The default is the family's own initialisation, with rank 0's random
+            numbers: the weights that `from_config` makes on one process after the same seed.
+        device (`torch.device` or `str`, *optional*): for a model on the meta device, where it trains; the current
+            accelerator, or the CPU if there is none.
 
     Returns:
         [`ParallelModel`]: what a training loop needs: forward and backward over the plan's micro-batches, the gradient
             norm, whole weights for saving.
 
     Raises:
-        ValueError: if the plan cannot run, or not with this model; the model is untouched then.
+        ValueError: if the plan cannot run, or not with this model; the model is untouched then. If the weights do not
+            fit the model.
 
     Example:
 
@@ -69,7 +88,8 @@ def parallelize(model: PreTrainedModel, plan: ParallelPlan, world: WorldMesh | N
     check_plan(plan)
     check_model(model, adapter, plan)
     family, base = type(model), model.base_model
-    device = next(model.parameters()).device
+    empty = _Empty.of(model, weights, device)
+    device = empty.device if empty is not None else next(model.parameters()).device
     world = world or WorldMesh(device.type)
     _prepare_groups(world, plan)
     broadcast_weights(model)
@@ -90,6 +110,8 @@ def parallelize(model: PreTrainedModel, plan: ParallelPlan, world: WorldMesh | N
         blocks = _parallelize_layers(layers, span, plan, adapter, mesh, current, entered=index > 0)
         stages[index] = _stage(index, blocks, model, plan, adapter, mesh, current)
         _add_units(units, stages[index], blocks, ends, model)
+    if empty is not None:
+        empty.fill(model, units, names)
     units.release_after_evaluation(model)
     model.forward = CausalLMForward(model, plan, mesh, current, list(stages.values()))
     pipeline, timeline = None, Timeline(device)
@@ -109,6 +131,42 @@ def parallelize(model: PreTrainedModel, plan: ParallelPlan, world: WorldMesh | N
         pipeline=pipeline,
         tied=tied,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Empty:
+    """A model on the meta device: where its weights come from, and where they go."""
+
+    source: WeightSource
+    template: Template
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        weights: str | os.PathLike | WeightSource | None,
+        device: torch.device | str | None,
+    ) -> _Empty | None:
+        """None for a model that has its weights."""
+        if not on_meta(model):
+            if weights is not None:
+                raise ValueError(
+                    f"{type(model).__name__} has weights already, and weights={weights!r} would replace them; "
+                    "build it inside of torch.device('meta'), or leave weights out."
+                )
+            return None
+        source = FamilyWeights() if weights is None else weights
+        if isinstance(source, (str, os.PathLike)):
+            source = WeightFiles.of(source)
+        dtype = source.dtype or next(model.parameters()).dtype
+        device = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
+        return cls(source=source, template=Template.of(type(model), model.config, dtype), device=device)
+
+    def fill(self, model: PreTrainedModel, units: ShardedUnits, fused: FusedNames) -> None:
+        """Once the plan is on the model: makes room for this rank's pieces alone, and fills it."""
+        materialize(model, units, self.template, self.device)
+        self.source.fill(self.template, weight_places(model, fused))
 
 
 def _parallelize_layers(
