@@ -37,7 +37,12 @@ class GalvatronTrainingArguments(TrainingArguments):
         trace_dir (`str`, *optional*):
             Folder for `timeline.json`: when each rank computed and waited, as a trace for Chrome or Perfetto. The
             environment variable `GALVATRON_TRACE` says the same.
+        model_init_kwargs (`dict` or `str`, *optional*):
+            For a model that is given by its name: the keyword arguments of `from_pretrained`, such as `dtype`,
+            `revision` and `attn_implementation`; a dictionary or JSON.
     """
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
 
     parallel_plan: str | None = field(
         default="auto",
@@ -45,6 +50,9 @@ class GalvatronTrainingArguments(TrainingArguments):
     )
     trace_dir: str | None = field(
         default=None, metadata={"help": "Folder for a trace of what each rank did when (timeline.json)."}
+    )
+    model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Keyword arguments of from_pretrained for a model given by its name, as JSON."}
     )
 
     def to_dict(self) -> dict[str, Any]:

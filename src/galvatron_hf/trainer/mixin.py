@@ -30,6 +30,7 @@ from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.trainer.arguments import check_arguments, requested_plan, with_precision
 from galvatron_hf.trainer.checkpoints import CheckpointMixin, plan_of_checkpoint
 from galvatron_hf.trainer.evaluation import EvaluationMixin
+from galvatron_hf.trainer.loading import LoadingMixin
 from galvatron_hf.trainer.neftune import add_embedding_noise
 from galvatron_hf.trainer.own_loss import OwnLossMixin
 from galvatron_hf.trainer.search import SearchMixin
@@ -38,7 +39,7 @@ from galvatron_hf.trainer.search import SearchMixin
 logger = logging.get_logger(__name__)
 
 
-class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin):
+class GalvatronMixin(SearchMixin, LoadingMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin):
     """Trains under a plan; put it before any subclass of [`~transformers.Trainer`].
 
     The global batch of an optimizer step is `per_device_train_batch_size * gradient_accumulation_steps * WORLD_SIZE`
@@ -60,6 +61,7 @@ class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin
         self._world: WorldMesh | None = None
         self._pending_batches: list[dict[str, Any]] = []
         self._resumed_plan: ParallelPlan | None = None
+        args, kwargs = self._with_model(args, kwargs)
         super().__init__(*args, **kwargs)
         if self._runs_parallel():
             self._check_before_start()
@@ -116,12 +118,14 @@ class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin
         if not self._runs_parallel() or (self.parallel is not None and self.parallel.model is self.model):
             return
         self._set_signature_columns_if_needed()
-        plan = self.plan_for(self.model)
+        plan, weights = self.plan_for(self.model), self._weight_source()
         if {parameter.dtype for parameter in self.model.parameters()} == {torch.bfloat16}:
             logger.warning("The model was loaded in bf16; its master weights are kept in fp32 from here on.")
             plan = replace(plan, precision=replace(plan.precision, compute="bf16"))
             self.model.float()
-        self.parallel = parallelize(self.model, plan, world=self._world)
+        self.parallel = parallelize(
+            self.model, plan, world=self._world, weights=weights, device=self.args.device
+        )
         self.parallel.streams.seed = self.args.seed
         self._world = self.parallel.world
         # Trainer then leaves placement and wrapping of the model to us.
@@ -141,7 +145,11 @@ class GalvatronMixin(SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin
             if folder is True:
                 folder = get_last_checkpoint(self.args.output_dir)
             self._resumed_plan = plan_of_checkpoint(folder, self.args.world_size) if folder else None
-        return super().train(resume_from_checkpoint, trial, *args, **kwargs)
+            self._weights_come_later = bool(folder)
+        try:
+            return super().train(resume_from_checkpoint, trial, *args, **kwargs)
+        finally:
+            self._weights_come_later = False
 
     def _inner_training_loop(self, *args, **kwargs):
         self.ensure_parallel()
@@ -316,6 +324,9 @@ class GalvatronTrainer(GalvatronMixin, Trainer):
     """[`~transformers.Trainer`] under a parallel plan: same signature, same results.
 
     Args:
+        model ([`~transformers.PreTrainedModel`], `str` or `os.PathLike`, *optional*): a model; one on the meta device,
+            whose weights are then initialised here; or a folder or an id on the Hub. Of the last two no rank ever has
+            more than its own pieces.
         args ([`GalvatronTrainingArguments`] or [`~transformers.TrainingArguments`]): with the plan, else "auto".
 
     Example:
