@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
+
+from accelerate import init_empty_weights
 
 
 # Besides the random ones: what these leave does not depend on what was there.
@@ -57,13 +58,25 @@ class _Write:
     def can_run(self) -> bool:
         return not any(isinstance(value, torch.Tensor) and value.is_meta for value in self.arguments)
 
-    def new_storage(self) -> torch.Tensor:
-        elements = self.target.untyped_storage().nbytes() // self.target.itemsize
-        return torch.empty(elements, dtype=self.target.dtype)
-
     def run(self, storage: torch.Tensor) -> None:
-        view = storage.as_strided(self.target.shape, self.target.stride(), self.target.storage_offset())
+        """Does it to real memory, given as bytes."""
+        view = storage.view(self.target.dtype)
+        view = view.as_strided(self.target.shape, self.target.stride(), self.target.storage_offset())
         self.operation(view, *self.arguments, **self.options)
+
+
+class _Memory:
+    """Room for one weight after the other, as large as the largest: what is freed piece by piece, malloc may keep."""
+
+    def __init__(self, largest_bytes: int):
+        self.largest_bytes = -(-largest_bytes // 16) * 16  # whole elements of any format
+        self._free: list[torch.Tensor] = []
+
+    def take(self) -> torch.Tensor:
+        return self._free.pop() if self._free else torch.empty(self.largest_bytes, dtype=torch.uint8)
+
+    def give_back(self, room: torch.Tensor) -> None:
+        self._free.append(room)
 
 
 class _Recorder(TorchDispatchMode):
@@ -126,29 +139,32 @@ class Template:
                 are drawn for these alone. The default is all, with all numbers that plain construction draws.
 
         Yields:
-            `tuple`: the names of a weight and its value, which the consumer lets go of before the next.
+            `tuple`: the names of a weight and its value, whose memory is the next one's too.
 
         Raises:
             ValueError: if the family does not write one of the weights whole.
         """
-        wanted = {
-            key: names for key, names in self.names.items() if only is None or not only.isdisjoint(names)
-        }
+        wanted = {key: names for key, names in self.names.items() if only is None or not only.isdisjoint(names)}
         begins = {write.storage: index for index, write in enumerate(self.writes) if write.overwrites}
         ends = {write.storage: index for index, write in enumerate(self.writes)}
         for key, names in wanted.items():
             self._require_replay(key, names, begins)
-        values: dict[int, torch.Tensor] = {}
+        memory = _Memory(max((write.target.untyped_storage().nbytes() for write in self.writes), default=0))
+        begun: dict[int, torch.Tensor] = {}
         for index, write in enumerate(self.writes):
             key = write.storage
             if key in wanted and index >= begins[key]:
-                if key not in values:
-                    values[key] = write.new_storage()
-                write.run(values[key])
+                if key not in begun:
+                    begun[key] = memory.take()
+                write.run(begun[key])
                 if index == ends[key]:
-                    yield wanted[key], values.pop(key).view(self.model.get_parameter(wanted[key][0]).shape)
+                    parameter, room = self.model.get_parameter(wanted[key][0]), begun.pop(key)
+                    yield wanted[key], room.view(parameter.dtype)[: parameter.numel()].view(parameter.shape)
+                    memory.give_back(room)
             elif write.is_random and only is None:
-                write.run(write.new_storage())  # overwritten later, but what comes next is drawn behind it
+                room = memory.take()
+                write.run(room)  # overwritten later, but what comes next is drawn behind it
+                memory.give_back(room)
 
     def _require_replay(self, key: int, names: tuple[str, ...], begins: dict[int, int]) -> None:
         later = [write for write in self.writes[begins.get(key, 0) :] if write.storage == key]

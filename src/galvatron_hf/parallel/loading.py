@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -115,7 +115,8 @@ class StoredTensor:
         if place.numel():
             with safe_open(self.file, framework="pt") as file:
                 stored = file.get_slice(self.key)[region] if self.shape else file.get_tensor(self.key)
-                place.copy_(stored.to(dtype) if dtype is not None and stored.is_floating_point() else stored)
+                rounded = dtype not in (None, place.dtype) and stored.is_floating_point()
+                place.copy_(stored.to(dtype) if rounded else stored)
                 del stored
 
 
@@ -148,7 +149,7 @@ class WeightFiles:
             ValueError: if there are none.
         """
         name = os.fspath(name)
-        return cls(name=name, files=rank_0_first(lambda: _find_files(name, variant, options)))
+        return cls(name=name, files=on_every_rank(lambda: find_files(name, variant, options), rank_0_first=True))
 
     def stored(self) -> dict[str, StoredTensor]:
         """What the files' headers list, by key."""
@@ -163,13 +164,16 @@ class WeightFiles:
         return found
 
     def fill(self, template: Template, places: list[Place]) -> None:
-        sources = rank_0_first(lambda: self._sources(template))
-        for place in sorted(places, key=lambda place: _order(sources.get(place.name))):
-            if place.name in sources:
-                sources[place.name].read_into(place.tensor, place.region, self.dtype)
+        sources = on_every_rank(lambda: self._sources(template))
+        on_every_rank(lambda: self._read(sources, places))
         fresh = template.model.state_dict().keys() - sources.keys()
         if fresh:
             fill_with_initial_values(template, places, only=fresh)
+
+    def _read(self, sources: Mapping[str, StoredTensor], places: list[Place]) -> None:
+        found = [(sources[place.name], place) for place in places if place.name in sources]
+        for stored, place in sorted(found, key=lambda pair: (pair[0].file, pair[0].key)):
+            stored.read_into(place.tensor, place.region, self.dtype)
 
     def _sources(self, template: Template) -> dict[str, StoredTensor]:
         """For every weight and persistent buffer of the family, by each of its names, what holds it.
@@ -290,30 +294,36 @@ def fill_with_initial_values(template: Template, places: list[Place], only: set[
     for names, value in template.initial_values(only):
         for name in names:
             _copy(value, by_name.get(name, []))
-        del value
 
 
-def rank_0_first(work: Callable[[], T]) -> T:
-    """Does something that may fail on every rank, on rank 0 before the others; collective.
+def on_every_rank(work: Callable[[], T], *, rank_0_first: bool = False) -> T:
+    """Does something that may fail on some ranks, so that it then fails on all; collective if there are several.
+
+    Args:
+        work (`Callable`): called once on each rank; nothing in it is collective.
+        rank_0_first (`bool`): whether the others wait until rank 0 has done it.
 
     Raises:
-        ValueError: on every rank, if it raised OSError, ValueError or SafetensorError on one.
+        ValueError: on every rank, if it raised anything on one.
     """
-    rank, result, problem = dist.get_rank() if dist.is_initialized() else 0, None, None
-    for turn in (rank == 0, rank != 0):
+    several = dist.is_initialized()
+    rank, result, problem, cause = dist.get_rank() if several else 0, None, None, None
+    for turn in (rank == 0, rank != 0) if rank_0_first else (True,):
         if turn:
             try:
                 result = work()
-            except (OSError, ValueError, SafetensorError) as error:
-                problem = str(error)
-        problems = gather_objects(problem) if dist.is_initialized() else [problem]
+            except Exception as error:
+                known = isinstance(error, (OSError, ValueError, SafetensorError))
+                problem, cause = str(error) if known else f"{type(error).__name__}: {error}", error
+        problems = gather_objects(problem) if several else [problem]
         problem = next((found for found in problems if found is not None), None)
         if problem is not None:
-            raise ValueError(problem)
+            raise ValueError(problem) from cause
     return result
 
 
-def _find_files(name: str, variant: str | None, options: dict[str, Any]) -> tuple[str, ...]:
+def find_files(name: str, variant: str | None, options: dict[str, Any]) -> tuple[str, ...]:
+    """The safetensors files of a folder or an id on the Hub; see [`WeightFiles.of`]."""
     one, index = SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME
     if variant is not None:
         one = one.replace(".safetensors", f".{variant}.safetensors")
@@ -332,7 +342,9 @@ def _find_files(name: str, variant: str | None, options: dict[str, Any]) -> tupl
     folder = os.path.dirname(os.path.abspath(found))
     for file in files:
         if os.path.dirname(os.path.abspath(file)) != folder:
-            raise ValueError(f"{found} names {file}, which is outside of its folder; use an index of plain file names.")
+            raise ValueError(
+                f"{found} names {file}, which is outside of its folder; use an index of plain file names."
+            )
         if not os.path.isfile(file):
             raise ValueError(f"{found} names {os.path.basename(file)}, which is not there; give a complete folder.")
     return tuple(files)
@@ -380,10 +392,6 @@ def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 def _copy(value: torch.Tensor, places: Iterable[Place]) -> None:
     for place in places:
         place.tensor.copy_(value[place.region])
-
-
-def _order(stored: StoredTensor | None) -> tuple[str, str]:
-    return ("", "") if stored is None else (stored.file, stored.key)
 
 
 def _some(names: list[str]) -> str:

@@ -5,14 +5,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import resolve_revision
 
-from galvatron_hf.parallel.loading import WeightFiles, rank_0_first
+from galvatron_hf.parallel.loading import WeightFiles, find_files, on_every_rank
 
 
 # Which files `from_pretrained` looks at.
@@ -47,7 +46,7 @@ def pretrained_on_meta(name: str | os.PathLike, **options: Any) -> tuple[PreTrai
         ValueError: if there is no such model, it is quantised, has no safetensors, or an option cannot be honoured.
     """
     name = os.fspath(name)
-    return rank_0_first(lambda: _build(name, dict(options)))
+    return on_every_rank(lambda: _build(name, dict(options)), rank_0_first=True)
 
 
 def _build(name: str, options: dict[str, Any]) -> tuple[PreTrainedModel, WeightFiles]:
@@ -74,13 +73,13 @@ def _build(name: str, options: dict[str, Any]) -> tuple[PreTrainedModel, WeightF
             f"{type(config).__name__}; leave it out, or pass a loaded model."
         )
     _check_config(name, config)
-    files = WeightFiles.of(name, variant=variant, **hub)
+    files = WeightFiles(name=name, files=find_files(name, variant, hub), key_mapping=key_mapping)
     dtype = _dtype(dtype, config, files)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust, **attention)
     whole = dict.fromkeys(_HUB_OPTIONS) | {"force_download": False, "local_files_only": False, "subfolder": ""} | hub
     model.adjust_generation_fn(generation, True, None, name, trust_remote_code=trust, **whole)
-    return model.eval(), replace(files, key_mapping=key_mapping)
+    return model.eval(), files
 
 
 def _check(name: str, options: dict[str, Any]) -> None:
@@ -92,7 +91,9 @@ def _check(name: str, options: dict[str, Any]) -> None:
     if os.path.isdir(name):
         return
     if os.path.isfile(name) or os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1:
-        raise ValueError(f"There is no folder {name}; give one that has config.json and safetensors, or an id on the Hub.")
+        raise ValueError(
+            f"There is no folder {name}; give one that has config.json and safetensors, or an id on the Hub."
+        )
 
 
 def _check_config(name: str, config: PreTrainedConfig) -> None:

@@ -123,9 +123,7 @@ class GalvatronMixin(SearchMixin, LoadingMixin, EvaluationMixin, CheckpointMixin
             logger.warning("The model was loaded in bf16; its master weights are kept in fp32 from here on.")
             plan = replace(plan, precision=replace(plan.precision, compute="bf16"))
             self.model.float()
-        self.parallel = parallelize(
-            self.model, plan, world=self._world, weights=weights, device=self.args.device
-        )
+        self.parallel = parallelize(self.model, plan, world=self._world, weights=weights, device=self.args.device)
         self.parallel.streams.seed = self.args.seed
         self._world = self.parallel.world
         # Trainer then leaves placement and wrapping of the model to us.
