@@ -129,7 +129,10 @@ def more_ranks(tmp_path_factory, folders) -> list[dict[str, Any]]:
             gpt2=run(folder / "gpt2", STAGES, options=dict(model_init_kwargs=dict(dtype="float32")), **gpt2),
             bf16=run(folder / "bf16", STAGES, **gpt2),
             bf16_loaded=run(
-                folder / "bf16", STAGES, model=AutoModelForCausalLM.from_pretrained(folders["gpt2"]), family="gpt2"
+                folder / "bf16",
+                STAGES,
+                model_init=lambda: AutoModelForCausalLM.from_pretrained(folders["gpt2"]),
+                family="gpt2",
             ),
             search=best_trial(folder / "search", MIXED, {}, model_init=lambda: folders["llama_tied"]),
         )

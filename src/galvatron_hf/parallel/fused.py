@@ -74,7 +74,7 @@ class FusedNames:
         return self._whole.get(name, name)
 
     def place(self, name: str) -> tuple[str, int, int]:
-        """Where a weight lies in the family's: that one's name, the dimension of the cut, and the first index there."""
+        """Where a weight lies in the family's: that one's name, the dimension of the cut, the first index there."""
         for weight in self.weights:
             if name in weight.parts:
                 part = weight.parts.index(name)

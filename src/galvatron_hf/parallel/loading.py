@@ -248,7 +248,7 @@ class WeightFiles:
 
 
 def materialize(model: PreTrainedModel, units: ShardedUnits, template: Template, device: torch.device) -> None:
-    """Gives the parameters of a model on the meta device memory for this rank's pieces, and its buffers their values."""
+    """Gives a model on the meta device memory for this rank's pieces of its weights, and its buffers their values."""
     units.replace_weights(model, lambda parameter: _with_memory(parameter, device))
     for module_name, module in model.named_modules():
         for name, buffer in module._buffers.items():
