@@ -21,11 +21,12 @@ from transformers.core_model_loading import Chunk, WeightConverter
 
 from equivalence import compare, observe, reference, single_stage, whole_weights
 from galvatron_hf import LayerStrategy, parallelize
-from galvatron_hf.parallel import loading
+from galvatron_hf.parallel import weight_files
 from galvatron_hf.parallel.dtensor import local_tensor
-from galvatron_hf.parallel.loading import WeightFiles, on_every_rank
 from galvatron_hf.parallel.mesh import WorldMesh
 from galvatron_hf.parallel.pretrained import pretrained_on_meta
+from galvatron_hf.parallel.weight_files import WeightFiles
+from galvatron_hf.parallel.weights import on_every_rank
 from plans import mixed_plans, pipeline_plans, uniform_plans, untied_plans
 from ranks import run_ranks
 from tiny_models import BATCHES, FAMILIES
@@ -111,7 +112,7 @@ def test_each_rank_reads_its_own_pieces_alone(tmp_path):
 
     def work() -> tuple[set[str], int, int]:
         reads: list[tuple[str, int]] = []
-        opened = loading.safe_open
+        opened = weight_files.safe_open
 
         class Slice:
             def __init__(self, key, inner):
@@ -138,7 +139,7 @@ def test_each_rank_reads_its_own_pieces_alone(tmp_path):
             def get_slice(self, key):
                 return Slice(key, self.file.get_slice(key))
 
-        loading.safe_open = File
+        weight_files.safe_open = File
         model = parallelize(meta_model(plain), plan, weights=tmp_path).model
         own = {id(p): local_tensor(p.detach()).numel() for p in model.parameters()}
         return {key for key, _ in reads}, sum(size for _, size in reads), sum(own.values())
@@ -293,16 +294,16 @@ def test_weights_that_cannot_be_read_are_refused_by_name(tmp_path, monkeypatch):
     cut = _saved(tmp_path / "cut", whole, plain) / "model.safetensors"
     cut.write_bytes(cut.read_bytes()[:-10])
     converted = WeightConverter("up_proj.weight", "gate_proj.weight", [Chunk(dim=0)])
-    mapping = loading.get_model_conversion_mapping
+    mapping = weight_files.get_model_conversion_mapping
 
     def work() -> dict[str, str]:
         def refusal(folder: Path, model: PreTrainedModel = plain) -> str:
             return message_of(lambda: parallelize(meta_model(model), PAIR, weights=folder))
 
         found = dict(missing=refusal(missing), shape=refusal(shape), both=refusal(both, tied), cut=refusal(cut.parent))
-        loading.get_model_conversion_mapping = lambda *args: [*mapping(*args), converted]
+        weight_files.get_model_conversion_mapping = lambda *args: [*mapping(*args), converted]
         found["converted"] = refusal(tmp_path / "whole")
-        loading.get_model_conversion_mapping = mapping
+        weight_files.get_model_conversion_mapping = mapping
         loaded = copy.deepcopy(plain)
         found["loaded"] = message_of(lambda: parallelize(loaded, PAIR, weights=missing))
         half = meta_model(plain)

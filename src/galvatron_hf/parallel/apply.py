@@ -22,9 +22,8 @@ from galvatron_hf.parallel.block import Block, CurrentMicroBatch
 from galvatron_hf.parallel.causal_lm import CausalLMForward
 from galvatron_hf.parallel.checks import check_model, check_plan
 from galvatron_hf.parallel.fused import FusedNames
-from galvatron_hf.parallel.initialize import Template
 from galvatron_hf.parallel.layout import Layout, block_sizes
-from galvatron_hf.parallel.loading import FamilyWeights, WeightFiles, WeightSource, materialize, on_meta, weight_places
+from galvatron_hf.parallel.loading import EmptyModel
 from galvatron_hf.parallel.mesh import StageMesh, WorldMesh
 from galvatron_hf.parallel.model import ParallelModel, broadcast_weights
 from galvatron_hf.parallel.models import DecoderAdapter, Heads, adapter_for
@@ -35,6 +34,7 @@ from galvatron_hf.parallel.tensor import cut_layer, set_key_value_groups, split_
 from galvatron_hf.parallel.tied import TiedWeights
 from galvatron_hf.parallel.timeline import Timeline
 from galvatron_hf.parallel.vocabulary import Head, parallel_embedding, vocabulary_layouts, whole_module
+from galvatron_hf.parallel.weights import WeightSource
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision
 from galvatron_hf.schedule import PipelineShape, actions, most_in_flight
 
@@ -88,7 +88,7 @@ def parallelize(
     check_plan(plan)
     check_model(model, adapter, plan)
     family, base = type(model), model.base_model
-    empty = _Empty.of(model, weights, device)
+    empty = EmptyModel.of(model, weights, device)
     device = empty.device if empty is not None else next(model.parameters()).device
     world = world or WorldMesh(device.type)
     _prepare_groups(world, plan)
@@ -131,42 +131,6 @@ def parallelize(
         pipeline=pipeline,
         tied=tied,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Empty:
-    """A model on the meta device: where its weights come from, and where they go."""
-
-    source: WeightSource
-    template: Template
-    device: torch.device
-
-    @classmethod
-    def of(
-        cls,
-        model: PreTrainedModel,
-        weights: str | os.PathLike | WeightSource | None,
-        device: torch.device | str | None,
-    ) -> _Empty | None:
-        """None for a model that has its weights."""
-        if not on_meta(model):
-            if weights is not None:
-                raise ValueError(
-                    f"{type(model).__name__} has weights already, and weights={weights!r} would replace them; "
-                    "build it inside of torch.device('meta'), or leave weights out."
-                )
-            return None
-        source = FamilyWeights() if weights is None else weights
-        if isinstance(source, (str, os.PathLike)):
-            source = WeightFiles.of(source)
-        dtype = source.dtype or next(model.parameters()).dtype
-        device = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
-        return cls(source=source, template=Template.of(type(model), model.config, dtype), device=device)
-
-    def fill(self, model: PreTrainedModel, units: ShardedUnits, fused: FusedNames) -> None:
-        """Once the plan is on the model: makes room for this rank's pieces alone, and fills it."""
-        materialize(model, units, self.template, self.device)
-        self.source.fill(self.template, weight_places(model, fused))
 
 
 def _parallelize_layers(

@@ -1,37 +1,23 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Weights for a model that was put under a plan without any: each rank gets its own pieces, one tensor at a time."""
+"""Weights for a model that was put under a plan without any: each rank has memory for its own pieces alone."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-from transformers.modeling_utils import str_to_torch_dtype
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
-from transformers.utils.hub import get_checkpoint_shard_files
-from transformers.utils.loading_report import LoadStateDictInfo
 
-from galvatron_hf.parallel.collectives import gather_objects
 from galvatron_hf.parallel.dtensor import local_tensor, own_region
 from galvatron_hf.parallel.fused import FusedNames
 from galvatron_hf.parallel.initialize import Template
 from galvatron_hf.parallel.sharding import ShardedUnits
-
-
-logger = logging.get_logger(__name__)
-
-T = TypeVar("T")
+from galvatron_hf.parallel.weight_files import WeightFiles
+from galvatron_hf.parallel.weights import FamilyWeights, Place, WeightSource
 
 
 def on_meta(model: nn.Module) -> bool:
@@ -51,200 +37,45 @@ def on_meta(model: nn.Module) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """A piece of a family's weight on this rank.
+class EmptyModel:
+    """A model on the meta device, and what its weights will be.
 
     Attributes:
-        name (`str`): the weight in the family's files, for example "transformer.h.0.attn.c_attn.weight".
-        region (`tuple[slice, ...]`): the piece inside it.
-        tensor (`torch.Tensor`): its memory.
+        source ([`WeightSource`]): where they come from.
+        template ([`Template`]): the family's own model.
+        device (`torch.device`): where they go.
     """
 
-    name: str
-    region: tuple[slice, ...]
-    tensor: torch.Tensor
-
-
-class WeightSource(Protocol):
-    """Where the weights of a model on the meta device come from."""
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The format that values have on their way into the parameters, which may have a wider one; None: theirs."""
-
-    def fill(self, template: Template, places: list[Place]) -> None:
-        """Gives this rank's pieces their values; collective."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FamilyWeights:
-    """The family's own initialisation: the values of `from_config` on one process, from rank 0's CPU generator."""
-
-    dtype: torch.dtype | None = None
-
-    def fill(self, template: Template, places: list[Place]) -> None:
-        fill_with_initial_values(template, places)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaterWeights:
-    """No weights yet, because a checkpoint is read next; what it left out would be seen as NaN."""
-
-    dtype: torch.dtype | None = None
-
-    def fill(self, template: Template, places: list[Place]) -> None:
-        for place in places:
-            if place.tensor.is_floating_point():
-                place.tensor.fill_(float("nan"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredTensor:
-    """A tensor of a safetensors file."""
-
-    file: str
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
-
-    def read_into(self, place: torch.Tensor, region: tuple[slice, ...], dtype: torch.dtype | None = None) -> None:
-        """Reads a part of the tensor, rounded to `dtype` on the way.
-
-        The file is opened for it alone: what was mapped of it counts as this process's memory until it is closed.
-        """
-        if place.numel():
-            with safe_open(self.file, framework="pt") as file:
-                stored = file.get_slice(self.key)[region] if self.shape else file.get_tensor(self.key)
-                rounded = dtype not in (None, place.dtype) and stored.is_floating_point()
-                place.copy_(stored.to(dtype) if rounded else stored)
-                del stored
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightFiles:
-    """Safetensors files of a Hugging Face folder, of which each rank reads the parts it needs.
-
-    Attributes:
-        name (`str`): the folder or the id on the Hub, for messages.
-        files (`tuple[str, ...]`): their paths.
-        dtype (`torch.dtype`, *optional*): as in [`WeightSource`].
-        key_mapping (`Mapping[str, str]`, *optional*): as for `from_pretrained`.
-    """
-
-    name: str
-    files: tuple[str, ...]
-    dtype: torch.dtype | None = None
-    key_mapping: Mapping[str, str] | None = None
+    source: WeightSource
+    template: Template
+    device: torch.device
 
     @classmethod
-    def of(cls, name: str | os.PathLike, *, variant: str | None = None, **options: Any) -> WeightFiles:
-        """Finds them, on the Hub or its cache for an id; with several ranks collective, rank 0 first.
-
-        Args:
-            name (`str` or `os.PathLike`): a folder, or an id on the Hub.
-            variant (`str`, *optional*): as for `from_pretrained`.
-            options: `revision`, `subfolder`, `cache_dir`, `token` and so on, as for `from_pretrained`.
-
-        Raises:
-            ValueError: if there are none.
-        """
-        name = os.fspath(name)
-        return cls(name=name, files=on_every_rank(lambda: find_files(name, variant, options), rank_0_first=True))
-
-    def stored(self) -> dict[str, StoredTensor]:
-        """What the files' headers list, by key."""
-        found = {}
-        for path in self.files:
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():
-                    header = file.get_slice(key)
-                    kind = str_to_torch_dtype.get(header.get_dtype())
-                    shape = tuple(header.get_shape())
-                    found[key] = StoredTensor(file=path, key=key, shape=shape, dtype=kind)
-        return found
-
-    def fill(self, template: Template, places: list[Place]) -> None:
-        sources = on_every_rank(lambda: self._sources(template))
-        on_every_rank(lambda: self._read(sources, places))
-        fresh = template.model.state_dict().keys() - sources.keys()
-        if fresh:
-            fill_with_initial_values(template, places, only=fresh)
-
-    def _read(self, sources: Mapping[str, StoredTensor], places: list[Place]) -> None:
-        found = [(sources[place.name], place) for place in places if place.name in sources]
-        for stored, place in sorted(found, key=lambda pair: (pair[0].file, pair[0].key)):
-            stored.read_into(place.tensor, place.region, self.dtype)
-
-    def _sources(self, template: Template) -> dict[str, StoredTensor]:
-        """For every weight and persistent buffer of the family, by each of its names, what holds it.
-
-        Weights without a source are those that the family says may be missing, and heads that a base model's files
-        never have; the family initialises them.
-
-        Raises:
-            ValueError: if a weight of the base model is missing, has another shape, or needs a conversion.
-        """
-        model, expected, stored = template.model, template.model.state_dict(), self.stored()
-        found: dict[str, StoredTensor] = {}
-        unexpected = set()
-        for key, name in self._renamed(model, expected, stored).items():
-            if name not in expected:
-                unexpected.add(name)
-            elif stored[key].shape != tuple(expected[name].shape):
+    def of(
+        cls,
+        model: PreTrainedModel,
+        weights: str | os.PathLike | WeightSource | None,
+        device: torch.device | str | None,
+    ) -> EmptyModel | None:
+        """See [`parallelize`]; None for a model that has its weights."""
+        if not on_meta(model):
+            if weights is not None:
                 raise ValueError(
-                    f"{key} in {self.name} has shape {stored[key].shape}, and {type(model).__name__} has "
-                    f"{tuple(expected[name].shape)}; load a folder of the same configuration."
+                    f"{type(model).__name__} has weights already, and weights={weights!r} would replace them; "
+                    "build it inside of torch.device('meta'), or leave weights out."
                 )
-            else:
-                found[name] = stored[key]
-        for name in expected:
-            there = [found[tied] for tied in template.tied_to(name) if tied in found]
-            if there and name not in found:
-                found[name] = there[0]
-        self._report(model, expected.keys() - found.keys(), unexpected)
-        _check_tied(self.name, template, found)
-        return found
+            return None
+        source = FamilyWeights() if weights is None else weights
+        if isinstance(source, (str, os.PathLike)):
+            source = WeightFiles.of(source)
+        dtype = source.dtype or next(model.parameters()).dtype
+        device = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
+        return cls(source=source, template=Template.of(type(model), model.config, dtype), device=device)
 
-    def _renamed(
-        self, model: PreTrainedModel, expected: Mapping[str, torch.Tensor], keys: Iterable[str]
-    ) -> dict[str, str]:
-        """From keys of the files to the names that this version of the family has for them."""
-        mapping = get_model_conversion_mapping(model, dict(self.key_mapping) if self.key_mapping else None)
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        names = {}
-        for key in keys:
-            name, converter = rename_source_key(key, renamings, converters, model.base_model_prefix, expected)
-            if name not in expected and key in expected:
-                name, converter = rename_source_key(key, [], [], model.base_model_prefix, expected)
-            if converter is not None:
-                raise ValueError(
-                    f"{key} in {self.name} is converted, not only renamed, where {type(model).__name__} is loaded, "
-                    "which pieces of it do not allow; load it by from_pretrained and pass the model."
-                )
-            names[key] = name
-        return names
-
-    def _report(self, model: PreTrainedModel, missing: set[str], unexpected: set[str]) -> None:
-        report = LoadStateDictInfo(
-            missing_keys=missing,
-            unexpected_keys=unexpected,
-            mismatched_keys=set(),
-            error_msgs=[],
-            conversion_errors={},
-            skipped_pp_keys=set(),
-        )
-        model._adjust_missing_and_unexpected_keys(report)  # by what the family says is no loss
-        needed = sorted(name for name in report.missing_keys if name.startswith(f"{model.base_model_prefix}."))
-        if needed:
-            raise ValueError(
-                f"{self.name} lacks {_some(needed)}, which {type(model).__name__} needs; give a complete folder."
-            )
-        if report.missing_keys and _speaks():
-            logger.warning(f"{self.name} has no {_some(sorted(report.missing_keys))}, which begins as a new model's.")
-        if report.unexpected_keys and _speaks():
-            unused = _some(sorted(report.unexpected_keys))
-            logger.warning(f"{self.name} has {unused}, which {type(model).__name__} has no use for.")
+    def fill(self, model: PreTrainedModel, units: ShardedUnits, fused: FusedNames) -> None:
+        """Once the plan is on the model: makes room for this rank's pieces alone, and fills it."""
+        materialize(model, units, self.template, self.device)
+        self.source.fill(self.template, weight_places(model, fused))
 
 
 def materialize(model: PreTrainedModel, units: ShardedUnits, template: Template, device: torch.device) -> None:
@@ -272,109 +103,6 @@ def weight_places(model: PreTrainedModel, fused: FusedNames) -> list[Place]:
     return places
 
 
-@torch.no_grad()
-def fill_with_initial_values(template: Template, places: list[Place], only: set[str] | None = None) -> None:
-    """Gives pieces the values that the family begins with; collective, from rank 0's CPU generator.
-
-    Args:
-        template ([`Template`]): of the family.
-        places (`list[Place]`): this rank's pieces.
-        only (`set[str]`, *optional*): the weights that are wanted, see [`Template.initial_values`].
-    """
-    state = [torch.get_rng_state()]
-    dist.broadcast_object_list(state, src=0)
-    torch.set_rng_state(state[0])
-    by_name: dict[str, list[Place]] = {}
-    for place in places:
-        by_name.setdefault(place.name, []).append(place)
-    buffers = dict(template.model.named_buffers())
-    for name in by_name.keys() & buffers.keys():
-        if only is None or name in only:
-            _copy(buffers[name], by_name[name])
-    for names, value in template.initial_values(only):
-        for name in names:
-            _copy(value, by_name.get(name, []))
-
-
-def on_every_rank(work: Callable[[], T], *, rank_0_first: bool = False) -> T:
-    """Does something that may fail on some ranks, so that it then fails on all; collective if there are several.
-
-    Args:
-        work (`Callable`): called once on each rank; nothing in it is collective.
-        rank_0_first (`bool`): whether the others wait until rank 0 has done it.
-
-    Raises:
-        ValueError: on every rank, if it raised anything on one.
-    """
-    several = dist.is_initialized()
-    rank, result, problem, cause = dist.get_rank() if several else 0, None, None, None
-    for turn in (rank == 0, rank != 0) if rank_0_first else (True,):
-        if turn:
-            try:
-                result = work()
-            except Exception as error:
-                known = isinstance(error, (OSError, ValueError, SafetensorError))
-                problem, cause = str(error) if known else f"{type(error).__name__}: {error}", error
-        problems = gather_objects(problem) if several else [problem]
-        problem = next((found for found in problems if found is not None), None)
-        if problem is not None:
-            raise ValueError(problem) from cause
-    return result
-
-
-def find_files(name: str, variant: str | None, options: dict[str, Any]) -> tuple[str, ...]:
-    """The safetensors files of a folder or an id on the Hub; see [`WeightFiles.of`]."""
-    one, index = SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME
-    if variant is not None:
-        one = one.replace(".safetensors", f".{variant}.safetensors")
-        index = index.replace(".index.json", f".index.{variant}.json")
-    quiet = dict(options, _raise_exceptions_for_missing_entries=False)
-    found = cached_file(name, one, **quiet)
-    if found is not None:
-        return (found,)
-    found = cached_file(name, index, **quiet)
-    if found is None:
-        raise ValueError(
-            f"{name} has no {one} and no {index}, and pickles such as pytorch_model.bin are never opened; "
-            "convert it first: from_pretrained(...).save_pretrained(FOLDER)."
-        )
-    files, _ = get_checkpoint_shard_files(name, found, **options)
-    folder = os.path.dirname(os.path.abspath(found))
-    for file in files:
-        if os.path.dirname(os.path.abspath(file)) != folder:
-            raise ValueError(
-                f"{found} names {file}, which is outside of its folder; use an index of plain file names."
-            )
-        if not os.path.isfile(file):
-            raise ValueError(f"{found} names {os.path.basename(file)}, which is not there; give a complete folder.")
-    return tuple(files)
-
-
-def _check_tied(where: str, template: Template, found: Mapping[str, StoredTensor]) -> None:
-    """A weight of two names may be stored twice, but then alike."""
-    if dist.is_initialized() and dist.get_rank() != 0:
-        return
-    for names in template.names.values():
-        copies = list({(found[name].file, found[name].key): found[name] for name in names if name in found}.values())
-        for copy in copies[1:]:
-            if not _equal(copies[0], copy):
-                raise ValueError(
-                    f"{where} has different values for {copies[0].key} and {copy.key}, which its configuration ties; "
-                    "set tie_word_embeddings to False."
-                )
-
-
-def _equal(first: StoredTensor, second: StoredTensor, rows: int = 1024) -> bool:
-    for start in range(0, first.shape[0], rows):
-        region = (slice(start, min(start + rows, first.shape[0])),)
-        parts = [torch.empty(region[0].stop - start, *first.shape[1:]) for _ in range(2)]
-        for stored, part in zip((first, second), parts, strict=True):
-            stored.read_into(part, region)
-        if not torch.equal(*parts):
-            return False
-    return True
-
-
 def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     local = torch.empty_like(local_tensor(parameter.detach()), device=device)
     if isinstance(parameter, DTensor):
@@ -387,17 +115,3 @@ def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
             stride=parameter.stride(),
         )
     return nn.Parameter(local, requires_grad=parameter.requires_grad)
-
-
-def _copy(value: torch.Tensor, places: Iterable[Place]) -> None:
-    for place in places:
-        place.tensor.copy_(value[place.region])
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
-
-
-def _speaks() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments
 
-from galvatron_hf.parallel.loading import FamilyWeights, LaterWeights, WeightFiles, WeightSource, on_meta
+from galvatron_hf.parallel.loading import on_meta
 from galvatron_hf.parallel.pretrained import pretrained_on_meta
+from galvatron_hf.parallel.weight_files import WeightFiles
+from galvatron_hf.parallel.weights import FamilyWeights, LaterWeights, WeightSource
 from galvatron_hf.trainer.arguments import requested_plan
 
 
@@ -49,13 +51,15 @@ class LoadingMixin:
         return self._model_of_name(model, self.args) if isinstance(model, (str, os.PathLike)) else model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if not on_meta(model):
-            super()._move_model_to_device(model, device)
-        elif not self._runs_parallel():
+        if self._runs_parallel() and on_meta(model):
+            return  # its weights come to the device with the plan
+        offloaded = getattr(model, "hf_device_map", None) is not None
+        if not self._runs_parallel() and not offloaded and on_meta(model):
             raise ValueError(
                 f"{type(model).__name__} is on the meta device, and without a plan nothing gives it weights; "
                 "give parallel_plan, or build it outside of torch.device('meta')."
             )
+        super()._move_model_to_device(model, device)
 
     def _weight_source(self) -> WeightSource | None:
         """Where the weights of `self.model` come from; None if it has them."""
