@@ -147,26 +147,27 @@ def get_rows(
     return rows
 
 
-def get_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Loads the pretrained model, or makes a new one for the tokenizer. Every rank makes the same: the seed is set."""
-    overrides = args.config_overrides or {}
-    dtype = getattr(torch, args.dtype)
+def get_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | str:
+    """The pretrained model's name, or a new one for the tokenizer. Every rank makes the same: the seed is set."""
     if args.model_name_or_path is not None:
-        return AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=dtype, **overrides)
+        return args.model_name_or_path  # each rank then reads its own pieces alone
     config = AutoConfig.for_model(
         args.model_type,
         vocab_size=len(tokenizer),
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        **overrides,
+        **(args.config_overrides or {}),
     )
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype))
 
 
 def main() -> None:
     model_args, data_args, training_args = parse_arguments(sys.argv[1:])
     set_seed(training_args.seed)
+    if model_args.model_name_or_path is not None:
+        options = {"dtype": model_args.dtype, **(model_args.config_overrides or {})}
+        training_args.model_init_kwargs = options | (training_args.model_init_kwargs or {})
     cache = Path(training_args.output_dir) / "cache"
 
     with training_args.main_process_first(desc="tokenizer and rows"):

@@ -103,7 +103,7 @@ def trainer(
     plan: ParallelPlan | str = "auto",
     *,
     family: str = "llama",
-    model: PreTrainedModel | None = None,
+    model: PreTrainedModel | str | Path | None = None,
     trainer_class: type[Trainer] = GalvatronTrainer,
     options: dict[str, Any] | None = None,
     **more: Any,
@@ -135,7 +135,8 @@ def run(
     made.train(resume_from_checkpoint=None if resume is None else resume if resume is True else str(resume))
     random = float(torch.rand(()))
     result = then(made) if then else None
-    plain = more.get("model") or FAMILIES[more.get("family", "llama")].build()
+    given = more.get("model")
+    plain = given if isinstance(given, PreTrainedModel) else FAMILIES[more.get("family", "llama")].build()
     return Run(logs=logs.all, weights=whole_weights(made.model, plain), random=random, result=result)
 
 

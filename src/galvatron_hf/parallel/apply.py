@@ -7,9 +7,11 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -21,6 +23,7 @@ from galvatron_hf.parallel.causal_lm import CausalLMForward
 from galvatron_hf.parallel.checks import check_model, check_plan
 from galvatron_hf.parallel.fused import FusedNames
 from galvatron_hf.parallel.layout import Layout, block_sizes
+from galvatron_hf.parallel.loading import EmptyModel
 from galvatron_hf.parallel.mesh import StageMesh, WorldMesh
 from galvatron_hf.parallel.model import ParallelModel, broadcast_weights
 from galvatron_hf.parallel.models import DecoderAdapter, Heads, adapter_for
@@ -31,27 +34,43 @@ from galvatron_hf.parallel.tensor import cut_layer, set_key_value_groups, split_
 from galvatron_hf.parallel.tied import TiedWeights
 from galvatron_hf.parallel.timeline import Timeline
 from galvatron_hf.parallel.vocabulary import Head, parallel_embedding, vocabulary_layouts, whole_module
+from galvatron_hf.parallel.weights import WeightSource
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision
 from galvatron_hf.schedule import PipelineShape, actions, most_in_flight
 
 
-def parallelize(model: PreTrainedModel, plan: ParallelPlan, world: WorldMesh | None = None) -> ParallelModel:
+def parallelize(
+    model: PreTrainedModel,
+    plan: ParallelPlan,
+    world: WorldMesh | None = None,
+    *,
+    weights: str | os.PathLike | WeightSource | None = None,
+    device: torch.device | str | None = None,
+) -> ParallelModel:
     """Rewrites a model in place so that it computes under a plan; collective over all ranks.
 
-    The weights of rank 0 become everybody's. Afterwards parameters are DTensors and `model(...)` takes the same whole
+    The weights of rank 0 become everybody's. A model on the meta device gets its weights here, each rank only its own
+    pieces. Afterwards parameters are DTensors and `model(...)` takes the same whole
     micro-batch on every rank, see [`CausalLMForward`]. Under a pipeline each rank keeps the modules of its stages.
 
     Args:
-        model ([`PreTrainedModel`]): a causal language model, whole on every rank, on the device it trains on.
+        model ([`PreTrainedModel`]): a causal language model, whole on every rank, on the device it trains on; or built
+            inside of `torch.device("meta")`.
         plan ([`ParallelPlan`]): made for as many ranks as the process group has.
         world ([`WorldMesh`], *optional*): that of an earlier call on the same ranks, whose groups are then used again.
+        weights (`str`, `os.PathLike` or [`WeightSource`], *optional*): for a model on the meta device, a folder or an
+            id on the Hub with safetensors. The default is the family's own initialisation, with rank 0's random
+            numbers: the weights that `from_config` makes on one process after the same seed.
+        device (`torch.device` or `str`, *optional*): for a model on the meta device, where it trains; the current
+            accelerator, or the CPU if there is none.
 
     Returns:
         [`ParallelModel`]: what a training loop needs: forward and backward over the plan's micro-batches, the gradient
             norm, whole weights for saving.
 
     Raises:
-        ValueError: if the plan cannot run, or not with this model; the model is untouched then.
+        ValueError: if the plan cannot run, or not with this model; the model is untouched then. If the weights do not
+            fit the model.
 
     Example:
 
@@ -69,7 +88,8 @@ def parallelize(model: PreTrainedModel, plan: ParallelPlan, world: WorldMesh | N
     check_plan(plan)
     check_model(model, adapter, plan)
     family, base = type(model), model.base_model
-    device = next(model.parameters()).device
+    empty = EmptyModel.of(model, weights, device)
+    device = empty.device if empty is not None else next(model.parameters()).device
     world = world or WorldMesh(device.type)
     _prepare_groups(world, plan)
     broadcast_weights(model)
@@ -90,6 +110,8 @@ def parallelize(model: PreTrainedModel, plan: ParallelPlan, world: WorldMesh | N
         blocks = _parallelize_layers(layers, span, plan, adapter, mesh, current, entered=index > 0)
         stages[index] = _stage(index, blocks, model, plan, adapter, mesh, current)
         _add_units(units, stages[index], blocks, ends, model)
+    if empty is not None:
+        empty.fill(model, units, names)
     units.release_after_evaluation(model)
     model.forward = CausalLMForward(model, plan, mesh, current, list(stages.values()))
     pipeline, timeline = None, Timeline(device)

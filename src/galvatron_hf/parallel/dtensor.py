@@ -40,18 +40,20 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
         warnings.setLevel(level)
 
 
+def own_region(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """Which part of the whole tensor the piece on this rank is; all of it for a plain tensor."""
+    bounds = [(0, size) for size in tensor.shape]
+    if isinstance(tensor, DTensor):
+        # Mesh axes cut in the order in which FSDP2 and tensor parallelism did: tensor first, then shard.
+        for axis, placement in reversed(list(enumerate(tensor.placements))):
+            if not placement.is_replicate():
+                start, stop = bounds[placement.dim]
+                piece = -(-(stop - start) // tensor.device_mesh.size(axis))
+                first = min(start + piece * tensor.device_mesh.get_local_rank(axis), stop)
+                bounds[placement.dim] = first, min(first + piece, stop)
+    return tuple(slice(start, stop) for start, stop in bounds)
+
+
 def assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     """Gives a DTensor this rank's pieces of a whole tensor that every rank has."""
-    if not isinstance(tensor, DTensor):
-        tensor.copy_(whole)
-        return
-    local = whole.to(tensor.device)
-    # Mesh axes cut in the order in which FSDP2 and tensor parallelism did: tensor first, then shard.
-    axes = list(enumerate(tensor.placements))
-    for axis, placement in reversed(axes):
-        if not placement.is_replicate():
-            dim, size = placement.dim, tensor.device_mesh.size(axis)
-            pieces = list(local.chunk(size, dim))
-            pieces += [local.narrow(dim, 0, 0)] * (size - len(pieces))
-            local = pieces[tensor.device_mesh.get_local_rank(axis)]
-    tensor.to_local().copy_(local)
+    local_tensor(tensor).copy_(whole[own_region(tensor)])

@@ -78,6 +78,14 @@ class FusedNames:
         parts = {weight.name: weight.parts for weight in self.weights}
         return [part for name in names for part in parts.get(name, (name,))]
 
+    def place(self, name: str) -> tuple[str, int, int]:
+        """Where a weight lies in the family's: that one's name, the dimension of the cut, the first index there."""
+        for weight in self.weights:
+            if name in weight.parts:
+                part = weight.parts.index(name)
+                return weight.name, weight.dim, sum(weight.sizes[:part])
+        return name, 0, 0
+
     def join(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Puts parts together: from this runtime's names to the family's. Scalars (step counts) are a part's."""
         joined = dict(tensors)

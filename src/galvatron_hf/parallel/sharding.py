@@ -8,7 +8,7 @@ are sum-reduced everywhere: the loss is already divided by the global number of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,6 +126,24 @@ class ShardedUnits:
             unit.module.reshard()
         for unit, _ in self.replicated:
             unit.put_back()
+
+    def replace_weights(self, model: nn.Module, new: Callable[[nn.Parameter], nn.Parameter]) -> None:
+        """Puts other tensors, of the same pieces, in the place of all weights of `model`, whose units these are."""
+        self.reshard()
+        made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # with the old one, so that no other takes its id
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    if id(parameter) not in made:
+                        made[id(parameter)] = parameter, new(parameter)
+                    module._parameters[name] = made[id(parameter)][1]
+        for unit, _ in self.replicated:
+            for weight in unit.weights:
+                weight.at_rest = made[id(weight.at_rest)][1]
+        for unit in self.sharded:
+            for group in unit.module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    parameter.reset_sharded_param()
 
     def begin_micro_batch(self, last: bool, *, stage: int = 0, keep_gradients: bool = False) -> None:
         """Tells every unit of a stage what the coming backward is.

@@ -53,7 +53,12 @@ class GalvatronTrainingArguments(TrainingArguments):
         nonfinite_policy (`str`, *optional*, defaults to `"stop"`):
             What becomes of a step whose loss or gradient is infinite or not a number: "stop" ends training with a
             [`NonFiniteError`] that says where it came from, "skip" goes on without it and counts it.
+        model_init_kwargs (`dict` or `str`, *optional*):
+            For a model that is given by its name: the keyword arguments of `from_pretrained`, such as `dtype`,
+            `revision` and `attn_implementation`; a dictionary or JSON.
     """
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
 
     parallel_plan: str | None = field(
         default="auto",
@@ -79,6 +84,9 @@ class GalvatronTrainingArguments(TrainingArguments):
             "help": 'What becomes of a step whose loss or gradient is not finite: "stop" or "skip".',
             "choices": list(NONFINITE_POLICIES),
         },
+    )
+    model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Keyword arguments of from_pretrained for a model given by its name, as JSON."}
     )
 
     def to_dict(self) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from galvatron_hf.trainer.arguments import check_arguments, requested_plan, with
 from galvatron_hf.trainer.checkpoints import CheckpointMixin, plan_of_checkpoint
 from galvatron_hf.trainer.evaluation import EvaluationMixin
 from galvatron_hf.trainer.health import HealthMixin
+from galvatron_hf.trainer.loading import LoadingMixin
 from galvatron_hf.trainer.neftune import add_embedding_noise
 from galvatron_hf.trainer.own_loss import OwnLossMixin
 from galvatron_hf.trainer.restart import checkpoint_of_restart
@@ -43,7 +44,14 @@ logger = logging.get_logger(__name__)
 
 
 class GalvatronMixin(
-    SearchMixin, EvaluationMixin, CheckpointMixin, OwnLossMixin, HealthMixin, StoppingMixin, WatchdogMixin
+    SearchMixin,
+    LoadingMixin,
+    EvaluationMixin,
+    CheckpointMixin,
+    OwnLossMixin,
+    HealthMixin,
+    StoppingMixin,
+    WatchdogMixin,
 ):
     """Trains under a plan; put it before any subclass of [`~transformers.Trainer`].
 
@@ -66,6 +74,7 @@ class GalvatronMixin(
         self._world: WorldMesh | None = None
         self._pending_batches: list[dict[str, Any]] = []
         self._resumed_plan: ParallelPlan | None = None
+        args, kwargs = self._with_model(args, kwargs)
         super().__init__(*args, **kwargs)
         if self._runs_parallel():
             self._check_before_start()
@@ -122,15 +131,14 @@ class GalvatronMixin(
         if not self._runs_parallel() or (self.parallel is not None and self.parallel.model is self.model):
             return
         self._set_signature_columns_if_needed()
-        plan = self.plan_for(self.model)
+        plan, weights = self.plan_for(self.model), self._weight_source()
         if {parameter.dtype for parameter in self.model.parameters()} == {torch.bfloat16}:
             logger.warning("The model was loaded in bf16; its master weights are kept in fp32 from here on.")
             plan = replace(plan, precision=replace(plan.precision, compute="bf16"))
             self.model.float()
         if self._world is None:
-            timeout = timedelta(seconds=self.args.ddp_timeout)
-            self._world = WorldMesh(next(self.model.parameters()).device.type, timeout)
-        self.parallel = parallelize(self.model, plan, world=self._world)
+            self._world = WorldMesh(self.args.device.type, timedelta(seconds=self.args.ddp_timeout))
+        self.parallel = parallelize(self.model, plan, world=self._world, weights=weights, device=self.args.device)
         self.parallel.streams.seed = self.args.seed
         # Trainer then leaves placement and wrapping of the model to us.
         self.is_distributed_loading_by_transformers = True
@@ -153,7 +161,11 @@ class GalvatronMixin(
             resume_from_checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         if resume_from_checkpoint is not None and self._runs_parallel():
             self._resumed_plan = plan_of_checkpoint(resume_from_checkpoint, self.args.world_size)
-        return super().train(resume_from_checkpoint, trial, *args, **kwargs)
+            self._weights_come_later = True
+        try:
+            return super().train(resume_from_checkpoint, trial, *args, **kwargs)
+        finally:
+            self._weights_come_later = False
 
     def _inner_training_loop(self, *args, **kwargs):
         self.ensure_parallel()
@@ -327,6 +339,9 @@ class GalvatronTrainer(GalvatronMixin, Trainer):
     """[`~transformers.Trainer`] under a parallel plan: same signature, same results.
 
     Args:
+        model ([`~transformers.PreTrainedModel`], `str` or `os.PathLike`, *optional*): a model; one on the meta device,
+            whose weights are then initialised here; or a folder or an id on the Hub. Of the last two no rank ever has
+            more than its own pieces.
         args ([`GalvatronTrainingArguments`] or [`~transformers.TrainingArguments`]): with the plan, else "auto".
 
     Example:

@@ -1,0 +1,175 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""A family's own initialisation, one weight at a time: what plain construction would draw, for a model without memory.
+
+Construction writes every weight in place: once where its module is made, once more in the family's `_init_weights`,
+sometimes in between. These writes are recorded on the meta device, where they cost nothing, and then run in their
+order on one weight after the other, so that the random numbers are those of plain construction on one process.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from accelerate import init_empty_weights
+
+
+# Besides the random ones: what these leave does not depend on what was there.
+_OVERWRITES = ("zero_", "fill_", "copy_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Write:
+    """One in-place operation on a meta tensor, which may be a view of a weight.
+
+    Attributes:
+        operation (`OpOverload`): the operation.
+        target (`torch.Tensor`): the meta tensor; it keeps its storage, by which weights are told apart, alive.
+        arguments, options: of the operation, but for the target.
+    """
+
+    operation: torch._ops.OpOverload
+    target: torch.Tensor
+    arguments: tuple
+    options: dict[str, Any]
+
+    @property
+    def storage(self) -> int:
+        return storage_key(self.target)
+
+    @property
+    def is_random(self) -> bool:
+        return torch.Tag.nondeterministic_seeded in self.operation.tags
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether nothing of what the storage held is left."""
+        whole = self.target.numel() * self.target.itemsize == self.target.untyped_storage().nbytes()
+        return whole and (self.is_random or self.operation.overloadpacket.__name__ in _OVERWRITES)
+
+    @property
+    def can_run(self) -> bool:
+        return not any(isinstance(value, torch.Tensor) and value.is_meta for value in self.arguments)
+
+    def run(self, storage: torch.Tensor) -> None:
+        """Does it to real memory, given as bytes."""
+        view = storage.view(self.target.dtype)
+        view = view.as_strided(self.target.shape, self.target.stride(), self.target.storage_offset())
+        self.operation(view, *self.arguments, **self.options)
+
+
+class _Memory:
+    """Room for one weight after the other, as large as the largest: what is freed piece by piece, malloc may keep."""
+
+    def __init__(self, largest_bytes: int):
+        self.largest_bytes = -(-largest_bytes // 16) * 16  # whole elements of any format
+        self._free: list[torch.Tensor] = []
+
+    def take(self) -> torch.Tensor:
+        return self._free.pop() if self._free else torch.empty(self.largest_bytes, dtype=torch.uint8)
+
+    def give_back(self, room: torch.Tensor) -> None:
+        self._free.append(room)
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes what is written to meta tensors in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.writes: list[_Write] = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        target = args[0] if args else None
+        if isinstance(target, torch.Tensor) and target.is_meta:
+            alias = operation._schema.arguments[0].alias_info
+            if alias is not None and alias.is_write:
+                write = _Write(operation=operation, target=target, arguments=args[1:], options=kwargs or {})
+                self.writes.append(write)
+        return result
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory, real or not."""
+    return tensor.untyped_storage()._cdata
+
+
+@dataclass(frozen=True, kw_only=True)
+class Template:
+    """A family's own model without weights, but with the values of its buffers, and how its weights would be made.
+
+    Attributes:
+        model ([`PreTrainedModel`]): with parameters on the meta device and buffers on the CPU.
+        names (`dict[int, tuple[str, ...]]`): for each storage of a parameter its names, several where it is tied.
+        writes (`list`): what construction writes, in order.
+    """
+
+    model: PreTrainedModel
+    names: dict[int, tuple[str, ...]]
+    writes: list[_Write] = field(repr=False)
+
+    @classmethod
+    def of(cls, family: type[PreTrainedModel], config, dtype: torch.dtype) -> Template:
+        """Constructs the family's model of a configuration as `from_config` does; takes no memory for weights."""
+        recorder = _Recorder()
+        with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False), recorder:
+            model = family._from_config(copy.deepcopy(config), dtype=dtype)
+        names: dict[int, tuple[str, ...]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names[storage_key(parameter)] = (*names.get(storage_key(parameter), ()), name)
+        return cls(model=model, names=names, writes=recorder.writes)
+
+    def tied_to(self, name: str) -> tuple[str, ...]:
+        """All names of a weight, itself included; one name for a buffer."""
+        return next((names for names in self.names.values() if name in names), (name,))
+
+    def initial_values(self, only: set[str] | None = None) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+        """What the family would begin with; uses the CPU's default generator.
+
+        Args:
+            only (`set[str]`, *optional*): the weights that are wanted, as if all others had been loaded: then numbers
+                are drawn for these alone. The default is all, with all numbers that plain construction draws.
+
+        Yields:
+            `tuple`: the names of a weight and its value, whose memory is the next one's too.
+
+        Raises:
+            ValueError: if the family does not write one of the weights whole.
+        """
+        wanted = {key: names for key, names in self.names.items() if only is None or not only.isdisjoint(names)}
+        begins = {write.storage: index for index, write in enumerate(self.writes) if write.overwrites}
+        ends = {write.storage: index for index, write in enumerate(self.writes)}
+        for key, names in wanted.items():
+            self._require_replay(key, names, begins)
+        memory = _Memory(max((write.target.untyped_storage().nbytes() for write in self.writes), default=0))
+        begun: dict[int, torch.Tensor] = {}
+        for index, write in enumerate(self.writes):
+            key = write.storage
+            if key in wanted and index >= begins[key]:
+                if key not in begun:
+                    begun[key] = memory.take()
+                write.run(begun[key])
+                if index == ends[key]:
+                    parameter, room = self.model.get_parameter(wanted[key][0]), begun.pop(key)
+                    yield wanted[key], room.view(parameter.dtype)[: parameter.numel()].view(parameter.shape)
+                    memory.give_back(room)
+            elif write.is_random and only is None:
+                room = memory.take()
+                write.run(room)  # overwritten later, but what comes next is drawn behind it
+                memory.give_back(room)
+
+    def _require_replay(self, key: int, names: tuple[str, ...], begins: dict[int, int]) -> None:
+        later = [write for write in self.writes[begins.get(key, 0) :] if write.storage == key]
+        if key not in begins or not all(write.can_run for write in later):
+            raise ValueError(
+                f"{type(self.model).__name__} has no initialisation of {names[0]} that can be done for one weight "
+                "alone; build the model without torch.device('meta'), or load its weights from a folder."
+            )
