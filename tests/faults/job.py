@@ -86,7 +86,7 @@ class Job:
         while_running: Callable[[subprocess.Popen], None] | None = None,
         timeout: float = 180.0,
     ) -> Outcome:
-        """Runs under torchrun, with `launcher` and `environment` added to its own; nothing of it is left afterwards."""
+        """Runs under torchrun, `launcher` and `environment` added to its own; nothing of it is left afterwards."""
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
         command += [*launcher, str(HERE / "train.py"), str(self._write(faults, resume))]
         begin = time.monotonic()
