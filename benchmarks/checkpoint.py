@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from accelerate import FullyShardedDataParallelPlugin, PartialState
 from galvatron_hf import ParallelPlan, parallelize
 from galvatron_hf.checkpoint.folder import STATE_FOLDER
-from galvatron_hf.checkpoint.pretrained import meta_model, write_pretrained
+from galvatron_hf.checkpoint.hugging_face import meta_model, write_pretrained
 from galvatron_hf.parallel.checkpoint import WholeWeights, load_state
 from galvatron_hf.trainer.saving import CheckpointWriter
 

@@ -12,7 +12,7 @@ own autograd functions: those that PyTorch derives overcount when the consumer o
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from torch.distributed import ProcessGroup
 
 
 _functional = torch.ops._c10d_functional
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +106,35 @@ def gather_objects(value: Any) -> list[Any]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
+
+
+def on_every_rank(work: Callable[[], T], *, rank_0_first: bool = False) -> T:
+    """Does something that may fail on some ranks, so that it then fails on all; collective if there are several.
+
+    Args:
+        work (`Callable`): called once on each rank; nothing in it is collective.
+        rank_0_first (`bool`): whether the others wait until rank 0 has done it.
+
+    Raises:
+        ValueError: on every rank, if it raised anything on one; names the rank if others succeeded.
+    """
+    several = dist.is_initialized()
+    rank, result = dist.get_rank() if several else 0, None
+    for turn in (rank == 0, rank != 0) if rank_0_first else (True,):
+        problem = cause = None
+        if turn:
+            try:
+                result = work()
+            except Exception as error:  # whatever it is, the other ranks must not wait for this one
+                known = isinstance(error, (OSError, ValueError))
+                problem, cause = str(error) if known else f"{type(error).__name__}: {error}", error
+        problems = gather_objects(problem) if several else [problem]
+        failed = {index: found for index, found in enumerate(problems) if found is not None}
+        if failed:
+            alike = rank_0_first or (len(failed) == len(problems) and len(set(problems)) == 1)
+            told = problems[min(failed)] if alike else "; ".join(f"rank {i}: {found}" for i, found in failed.items())
+            raise ValueError(told) from cause
+    return result
 
 
 def all_reduce_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -14,8 +14,8 @@ import transformers
 from transformers import AutoConfig
 
 from galvatron_hf.checkpoint.folder import STATE_FOLDER, problems
+from galvatron_hf.checkpoint.hugging_face import meta_model, write_pretrained
 from galvatron_hf.checkpoint.manifest import MANIFEST_NAME, Manifest
-from galvatron_hf.checkpoint.pretrained import meta_model, write_pretrained
 from galvatron_hf.checkpoint.storage import StateReader
 from galvatron_hf.parallel.fused import FusedNames
 from galvatron_hf.parallel.models import adapter_for

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import resolve_revision
 
+from galvatron_hf.parallel.collectives import on_every_rank
 from galvatron_hf.parallel.weight_files import WeightFiles, find_files
-from galvatron_hf.parallel.weights import on_every_rank
 
 
 # Which files `from_pretrained` looks at.

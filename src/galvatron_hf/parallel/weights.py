@@ -4,19 +4,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 
-from galvatron_hf.parallel.collectives import gather_objects
 from galvatron_hf.parallel.initialize import Template
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,32 +84,6 @@ def fill_with_initial_values(template: Template, places: list[Place], only: set[
     for names, value in template.initial_values(only):
         for name in names:
             _copy(value, by_name.get(name, []))
-
-
-def on_every_rank(work: Callable[[], T], *, rank_0_first: bool = False) -> T:
-    """Does something that may fail on some ranks, so that it then fails on all; collective if there are several.
-
-    Args:
-        work (`Callable`): called once on each rank; nothing in it is collective.
-        rank_0_first (`bool`): whether the others wait until rank 0 has done it.
-
-    Raises:
-        ValueError: on every rank, if it raised anything on one.
-    """
-    several = dist.is_initialized()
-    rank, result, problem, cause = dist.get_rank() if several else 0, None, None, None
-    for turn in (rank == 0, rank != 0) if rank_0_first else (True,):
-        if turn:
-            try:
-                result = work()
-            except Exception as error:
-                known = isinstance(error, (OSError, ValueError, SafetensorError))
-                problem, cause = str(error) if known else f"{type(error).__name__}: {error}", error
-        problems = gather_objects(problem) if several else [problem]
-        problem = next((found for found in problems if found is not None), None)
-        if problem is not None:
-            raise ValueError(problem) from cause
-    return result
 
 
 def _copy(value: torch.Tensor, places: Iterable[Place]) -> None:

@@ -21,8 +21,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils import logging
 
 from galvatron_hf.checkpoint.folder import STATE_FOLDER, by_step, left_behind, structural_problems
+from galvatron_hf.checkpoint.hugging_face import meta_model, write_pretrained
 from galvatron_hf.checkpoint.manifest import MANIFEST_NAME, Manifest
-from galvatron_hf.checkpoint.pretrained import meta_model, write_pretrained
 from galvatron_hf.parallel.checkpoint import (
     WholeWeights,
     load_plain_state,
@@ -39,7 +39,7 @@ from galvatron_hf.parallel.optimizer_state import NamedOptimizerState
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan_json import read_object, write_file
 from galvatron_hf.trainer.random_state import random_state, restore_random_state
-from galvatron_hf.trainer.saving import CheckpointWriter, SaveError, on_all_ranks
+from galvatron_hf.trainer.saving import CheckpointWriter, SaveError, save_on_every_rank
 from galvatron_hf.trainer.scheduler_state import SchedulerState
 
 
@@ -109,7 +109,7 @@ class CheckpointMixin:
                     logging.enable_progress_bar()
             parallel.plan.to_json(os.path.join(output_dir, PLAN_FILE))
 
-        on_all_ranks(save_all_but_weights, f"Saving to {output_dir}")
+        save_on_every_rank(save_all_but_weights, f"Saving to {output_dir}")
         if not weights:
             return
         problem: list[OSError] = []
@@ -123,7 +123,7 @@ class CheckpointMixin:
             if problem:
                 raise problem[0]
 
-        on_all_ranks(report, f"Saving to {output_dir}")
+        save_on_every_rank(report, f"Saving to {output_dir}")
 
     def _save_checkpoint(self, model: nn.Module, trial) -> None:
         """As Trainer's, in a folder that has its name only when it is complete."""
@@ -167,7 +167,7 @@ class CheckpointMixin:
                 self._export_callback_states()
                 self.state.save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
 
-        on_all_ranks(save_small_files, f"Writing {checkpoint}")
+        save_on_every_rank(save_small_files, f"Writing {checkpoint}")
         optimizer = None if only_model else _unwrapped(self.optimizer)
         self._writer.complete(self.state.global_step, optimizer, keep=[self.state.best_model_checkpoint])
 

@@ -20,7 +20,7 @@ from transformers.utils import logging
 from galvatron_hf.checkpoint.folder import STATE_FOLDER, commit, prune, start, unfinished
 from galvatron_hf.checkpoint.manifest import FileEntry, Manifest
 from galvatron_hf.parallel.checkpoint import save_state
-from galvatron_hf.parallel.collectives import gather_objects
+from galvatron_hf.parallel.collectives import on_every_rank
 from galvatron_hf.parallel.model import ParallelModel
 
 
@@ -31,20 +31,16 @@ class SaveError(RuntimeError):
     """A checkpoint could not be written. Every rank raises it, and earlier checkpoints are as they were."""
 
 
-def on_all_ranks(work: Callable[[], None], what: str) -> None:
-    """Runs every rank's own part, which must not be collective; raises on all ranks if it failed on one.
+def save_on_every_rank(work: Callable[[], None], what: str) -> None:
+    """Runs every rank's own part of saving, which must not be collective.
 
     Raises:
-        SaveError: names the ranks and their reasons.
+        SaveError: on every rank, if it failed on one.
     """
-    reason = None
     try:
-        work()
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        reason = f"{type(error).__name__}: {error}"
-    reasons = {rank: reason for rank, reason in enumerate(gather_objects(reason)) if reason}
-    if reasons:
-        raise SaveError(f"{what} failed ({'; '.join(f'rank {rank}: {why}' for rank, why in reasons.items())})")
+        on_every_rank(work)
+    except ValueError as error:
+        raise SaveError(f"{what} failed ({error})") from error
 
 
 @dataclass(kw_only=True)
@@ -67,7 +63,7 @@ class CheckpointWriter:
     def start(self, checkpoint: Path) -> Path:
         """The folder to write a checkpoint's files into before [`CheckpointWriter.complete`]."""
         self._checkpoint = checkpoint
-        on_all_ranks(lambda: self._is_first and start(checkpoint), f"Starting {checkpoint}")
+        save_on_every_rank(lambda: self._is_first and start(checkpoint), f"Starting {checkpoint}")
         return unfinished(checkpoint)
 
     def complete(self, step: int, optimizer: torch.optim.Optimizer | None, keep: Iterable[str | None]) -> None:
@@ -86,7 +82,7 @@ class CheckpointWriter:
             prune(checkpoint.parent, limit, [*keep, checkpoint])
 
         if optimizer is None:
-            on_all_ranks(lambda: finish({}) if self._is_first else None, f"Completing {checkpoint}")
+            save_on_every_rank(lambda: finish({}) if self._is_first else None, f"Completing {checkpoint}")
             return
         if self.in_background and self._group is None:
             self._group = dist.new_group(backend="gloo")
