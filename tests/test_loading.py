@@ -22,11 +22,11 @@ from transformers.core_model_loading import Chunk, WeightConverter
 from equivalence import compare, observe, reference, single_stage, whole_weights
 from galvatron_hf import LayerStrategy, parallelize
 from galvatron_hf.parallel import weight_files
+from galvatron_hf.parallel.collectives import on_every_rank
 from galvatron_hf.parallel.dtensor import local_tensor
 from galvatron_hf.parallel.mesh import WorldMesh
 from galvatron_hf.parallel.pretrained import pretrained_on_meta
 from galvatron_hf.parallel.weight_files import WeightFiles
-from galvatron_hf.parallel.weights import on_every_rank
 from plans import mixed_plans, pipeline_plans, uniform_plans, untied_plans
 from ranks import run_ranks
 from tiny_models import BATCHES, FAMILIES
@@ -268,7 +268,7 @@ def test_rank_0_goes_first_and_fails_for_all(tmp_path):
         found = on_every_rank(look, rank_0_first=True)
         return found, message_of(lambda: on_every_rank(fail))
 
-    assert run_ranks(work, 2) == [(True, "no such folder on this node")] * 2
+    assert run_ranks(work, 2) == [(True, "rank 1: no such folder on this node")] * 2
 
 
 # ---- Refusals
