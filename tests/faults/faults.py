@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback
+
+from galvatron_hf.checkpoint import folder
+from galvatron_hf.checkpoint.manifest import FileEntry
+from galvatron_hf.checkpoint.storage import StateWriter
+from galvatron_hf.trainer import saving
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,3 +238,66 @@ def slow_steps(trainer: Trainer, fault: Fault) -> None:
                 time.sleep(0.5)
 
     trainer.add_callback(Slow())
+
+
+# ---- In the middle of a save: of the checkpoint behind the fault's step ----
+
+
+def in_save(trainer: Trainer, fault: Fault, owner: Any, name: str, happen: Callable[[], Any] = kill) -> None:
+    """Calls `happen` where a function of the save begins."""
+    real = getattr(owner, name)
+
+    def failing(*args, **options):
+        if trainer.state.global_step == fault.step:
+            happen()
+        return real(*args, **options)
+
+    setattr(owner, name, failing)
+
+
+@kind
+def kill_before_writing(trainer: Trainer, fault: Fault) -> None:
+    """The others write their pieces."""
+    in_save(trainer, fault, StateWriter, "write_data")
+
+
+@kind
+def kill_before_checksums(trainer: Trainer, fault: Fault) -> None:
+    in_save(trainer, fault, FileEntry, "of")
+
+
+@kind
+def kill_before_manifest(trainer: Trainer, fault: Fault) -> None:
+    in_save(trainer, fault, folder, "write_file")
+
+
+@kind
+def kill_before_rename(trainer: Trainer, fault: Fault) -> None:
+    in_save(trainer, fault, folder.os, "rename")
+
+
+@kind
+def kill_between_rename_and_prune(trainer: Trainer, fault: Fault) -> None:
+    in_save(trainer, fault, saving, "prune")
+
+
+@kind
+def kill_in_prune(trainer: Trainer, fault: Fault) -> None:
+    """One file of the checkpoint that is deleted is gone."""
+    rmtree = folder.shutil.rmtree
+
+    def interrupted(path, **options):
+        if trainer.state.global_step == fault.step and os.path.basename(path).startswith("deleted-"):
+            if os.path.isdir(path):
+                os.unlink(os.path.join(path, "config.json"))
+                kill()
+        return rmtree(path, **options)
+
+    folder.shutil.rmtree = interrupted
+
+
+@kind
+def read_only_disk(trainer: Trainer, fault: Fault) -> None:
+    """The mounted output folder cannot be written any more."""
+    command = ["mount", "-o", "remount,ro", trainer.args.output_dir]
+    at_step_begin(trainer, fault, lambda: subprocess.run(command, check=True))

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -124,6 +125,15 @@ class Job:
 
         AcceleratorState._reset_state(True)  # a Trainer in this process may have set it up
         run_ranks(work, RANKS, timeout=timeout, grace=grace)
+
+    def fork_and_kill(self, seconds: float, **options) -> None:
+        """As [`Job.fork`], all ranks killed at once after some time."""
+        process = multiprocessing.get_context("fork").Process(target=self.fork, kwargs=options)
+        process.start()
+        process.join(seconds)
+        process.kill()  # the ranks die with it
+        process.join()
+        time.sleep(0.2)
 
     def logs(self, name: str = "loss") -> dict[int, float]:
         """A logged value by step; a later attempt's in place of an earlier one's."""
