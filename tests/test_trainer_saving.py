@@ -83,7 +83,7 @@ class Vanish(TrainerCallback):
         dist.barrier()
 
 
-@pytest.fixture(scope="module", params=list(PLANS))
+@pytest.fixture(scope="module", params=["flat", pytest.param("stages", marks=pytest.mark.slow)])
 def runs(request, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     """What four ranks saw under one plan, in one world."""
     plan, folder = PLANS[request.param], tmp_path_factory.mktemp(request.param)

@@ -87,8 +87,7 @@ def test_no_spoiled_file_is_loaded(tmp_path, plan, uninterrupted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("background", [False, True], ids=["", "background"])
+@pytest.mark.parametrize("plan, background", [("layers", False), ("pipeline", True)])
 def test_a_job_killed_twenty_times_ends_on_the_same_curve(tmp_path, plan, background):
     options = dict(max_steps=40, save_steps=1, save_total_limit=2, async_save=background)
     whole = Job(folder=tmp_path / "whole", plan=plan, options=options | dict(save_strategy="no"))
