@@ -9,19 +9,22 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from galvatron_hf import ParallelPlan
 from galvatron_hf.checkpoint import folder as checkpoint_folder
 from galvatron_hf.checkpoint.folder import by_step, problems
 from galvatron_hf.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
+from galvatron_hf.checkpoint.storage import StateWriter
 from galvatron_hf.cli.main import main
 from galvatron_hf.parallel import checkpoint as parallel_checkpoint
 from galvatron_hf.plan import LayerStrategy
@@ -41,6 +44,23 @@ BEST = SAVING | dict(
     metric_for_best_model="loss",
     greater_is_better=True,  # the loss falls, so that the best model is the first
 )
+
+
+class FailBehind(TrainerCallback):
+    """Raises on every rank in the step behind one."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyError("all ranks")
+
+
+def seconds_of_writers(made: Trainer) -> float:
+    """How long writers in the background wait for each other."""
+    backend = made._writer._group._get_backend(torch.device("cpu"))
+    return backend.options._timeout.total_seconds()
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +115,20 @@ def runs(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
             lambda: raised(lambda: run(folder / "other", STAGES, options=STEPS, resume=resume)),
         )
 
+    def failing_while_one_is_written() -> list[str]:
+        write_data = StateWriter.write_data
+
+        def late(*args):
+            time.sleep(1)
+            return write_data(*args)
+
+        def fail() -> None:
+            run(folder / "fail", "auto", options=SAVING | dict(async_save=True), callbacks=(FailBehind(1),))
+
+        with pytest.raises(KeyError):
+            with_one(StateWriter, "write_data", late, fail)
+        return [path.name for path in by_step(folder / "fail")]
+
     def unseen_by_one() -> str:
         real = Manifest.read
 
@@ -125,9 +159,10 @@ def runs(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
         seen["lost best"] = failing("lost_best", **BEST, on_save_failure="continue")
         seen["lost"] = raised(lambda: failing("gloo-connection", **SAVING))
         seen["beside"] = beside_others()
-        options = SAVING | dict(save_full_weights=False, async_save=True)
-        seen["sharded"] = run(folder / "sharded", STAGES, options=options)
+        options = SAVING | dict(save_full_weights=False, async_save=True, ddp_timeout=77)
+        seen["sharded"] = run(folder / "sharded", STAGES, options=options, then=seconds_of_writers)
         seen["kept"] = len(without_prune().steps())
+        seen["failing"] = failing_while_one_is_written()
         seen["missing"], seen["unseen"] = missing_on_the_last_stage(), unseen_by_one()
         seen["read-only"] = on_a_read_only_disk("continue")
         seen["read-only, stop"] = raised(lambda: on_a_read_only_disk("stop"))
@@ -167,6 +202,15 @@ def test_a_checkpoint_is_good_where_older_ones_cannot_be_deleted(runs):
     folder, (seen, *_) = runs
     assert seen["kept"] == 3
     assert [problems(path) for path in by_step(folder / "kept")] == [[], [], []]
+
+
+def test_training_that_fails_leaves_no_writer_behind(runs):
+    assert [seen["failing"] for seen in runs[1]] == [["checkpoint-1"]] * 2
+
+
+def test_writers_wait_for_each_other_as_long_as_all_ranks_do(runs):
+    """PyTorch's groups on gloo have half an hour, whatever the job's timeout is."""
+    assert [seen["sharded"].result for seen in runs[1]] == [77.0, 77.0]
 
 
 def test_what_one_rank_cannot_load_is_an_error_on_all(runs):

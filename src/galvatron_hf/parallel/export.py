@@ -44,8 +44,7 @@ def export(
         dtype (`str`): "float32", as the checkpoint has them, "bfloat16" or "float16".
 
     Raises:
-        ValueError: if the checkpoint is damaged or has no state, its configuration is another model's, or the folder is
-            not empty.
+        ValueError: if the checkpoint is damaged, has no state, or is of another model, or the folder is not empty.
     """
     checkpoint, output = Path(checkpoint), Path(output)
     wrong = problems(checkpoint)

@@ -203,6 +203,16 @@ class CheckpointMixin:
                 logger.info(f"Waited {waited:.3f} s for the checkpoint in the background.")
 
     @contextlib.contextmanager
+    def _settled(self) -> Iterator[None]:
+        """Where the body fails, lets the checkpoint in the background end: what trains next may write too."""
+        try:
+            yield
+        except Exception:
+            with contextlib.suppress(Exception):  # of ranks that are not there any more
+                self._finish_saving()
+            raise
+
+    @contextlib.contextmanager
     def _survived_if_wanted(self) -> Iterator[None]:
         """Lets training go on without a checkpoint where the arguments say so."""
         try:

@@ -193,7 +193,7 @@ class GalvatronMixin(
             if self.neftune_noise_alpha is not None:
                 self.neftune_hook_handle.remove()
                 self.neftune_hook_handle = add_embedding_noise(self.parallel, self.neftune_noise_alpha)
-        with self._traced(), self._nothing_filtered(), self._stoppable(), self._guarded():
+        with self._settled(), self._traced(), self._nothing_filtered(), self._stoppable(), self._guarded():
             return super()._inner_training_loop(*args, **kwargs)
 
     def _finalize_training(self, *args, **kwargs):
