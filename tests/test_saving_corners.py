@@ -31,7 +31,7 @@ from galvatron_hf.plan import LayerStrategy
 from oracle import Rows
 from plans import pipelined
 from test_trainer_saving import FailOnce, raised
-from trainer_runs import Run, assert_same_steps, on_ranks, run, trainer
+from trainer_runs import Run, assert_equal_weights, assert_same_steps, on_ranks, run, trainer
 
 
 STAGES = pipelined([(0,), (1,)], (LayerStrategy(),) * 4)
@@ -161,6 +161,7 @@ def runs(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
         seen["beside"] = beside_others()
         options = SAVING | dict(save_full_weights=False, async_save=True, ddp_timeout=77)
         seen["sharded"] = run(folder / "sharded", STAGES, options=options, then=seconds_of_writers)
+        seen["ended"] = run(folder / "sharded", STAGES, options=STEPS, resume=folder / "sharded" / "checkpoint-3")
         seen["kept"] = len(without_prune().steps())
         seen["failing"] = failing_while_one_is_written()
         seen["missing"], seen["unseen"] = missing_on_the_last_stage(), unseen_by_one()
@@ -211,6 +212,13 @@ def test_training_that_fails_leaves_no_writer_behind(runs):
 def test_writers_wait_for_each_other_as_long_as_all_ranks_do(runs):
     """PyTorch's groups on gloo have half an hour, whatever the job's timeout is."""
     assert [seen["sharded"].result for seen in runs[1]] == [77.0, 77.0]
+
+
+def test_a_run_that_had_ended_takes_no_step_more(runs):
+    for seen in runs[1]:
+        assert seen["ended"].steps() == []
+        assert_equal_weights(seen["ended"].weights, seen["sharded"].weights)
+        assert seen["ended"].random == seen["sharded"].random
 
 
 def test_what_one_rank_cannot_load_is_an_error_on_all(runs):

@@ -196,6 +196,14 @@ class GalvatronMixin(
         with self._settled(), self._traced(), self._nothing_filtered(), self._stoppable(), self._guarded():
             return super()._inner_training_loop(*args, **kwargs)
 
+    def _run_epoch(self, *args, resume_from_checkpoint: str | None = None, **kwargs) -> None:
+        """As Trainer's, which takes one step too many in a run that resumes from its last step's checkpoint."""
+        if self.parallel is not None and self.state.global_step >= self.state.max_steps:
+            self._load_rng_state(resume_from_checkpoint)
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
     def _finalize_training(self, *args, **kwargs):
         with self._survived_if_wanted():
             self._finish_saving()
