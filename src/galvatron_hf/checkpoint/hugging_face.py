@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,12 +21,20 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+
+
 def meta_model(family: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """A model without memory, which knows the names, shapes and ties of a family's weights."""
     with torch.device("meta"):
         model = family(config)
     model.tie_weights()
     return model.to(dtype)
+
+
+def weights_in(folder: str | os.PathLike) -> list[Path]:
+    """Files of weights and their index that `save_pretrained` or [`write_pretrained`] has left in a folder."""
+    return sorted(path for path in Path(folder).glob("model*.safetensors*") if _WEIGHTS.fullmatch(path.name))
 
 
 def weight_files(model: PreTrainedModel, max_shard_size: int | str) -> dict[str, list[str]]:

@@ -57,7 +57,7 @@ def run_inspect(given: argparse.Namespace) -> int:
     wrong = list(structural_problems(given.path))
     if wrong:
         raise ValueError(f"{given.path} is no complete checkpoint ({wrong[0]}): give another one")
-    from galvatron_hf.checkpoint.storage import StateReader
+    from galvatron_hf.parallel.checkpoint import stored_tensors
     from galvatron_hf.plan import ParallelPlan
 
     manifest = Manifest.read(given.path)
@@ -67,7 +67,7 @@ def run_inspect(given: argparse.Namespace) -> int:
     state = os.path.join(given.path, STATE_FOLDER)
     if os.path.isdir(state):
         kinds: dict[str, list] = {}
-        for name, stored in StateReader(state).read_metadata().state_dict_metadata.items():
+        for name, stored in stored_tensors(state).items():
             kinds.setdefault(_kind(name), []).append(stored)
         for kind, tensors in kinds.items():
             numbers = [math.prod(tensor.size) for tensor in tensors]

@@ -20,9 +20,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from galvatron_hf.checkpoint.hugging_face import weights_in
 from galvatron_hf.checkpoint.manifest import FileEntry
 from galvatron_hf.checkpoint.storage import MAX_FILE_BYTES, StateReader, StateWriter
-from galvatron_hf.parallel.collectives import gather_objects
+from galvatron_hf.parallel.collectives import gather_objects, on_every_rank
 from galvatron_hf.parallel.dtensor import assign, full_tensor
 from galvatron_hf.parallel.fused import FusedNames
 from galvatron_hf.parallel.model import ParallelModel
@@ -106,9 +107,21 @@ def load_state(
         weights (`bool`): False leaves the weights alone.
 
     Raises:
-        ValueError: if the checkpoint is of another model.
+        ValueError: on every rank, if the checkpoint is of another model or cannot be read.
     """
-    stored = _stored_tensors(folder)
+    tensors, state = on_every_rank(lambda: _to_load(parallel, optimizer is not None, folder, weights))
+    _read(tensors, folder)
+    if weights and parallel.tied is not None:
+        parallel.tied.copy_weight()
+    if optimizer is not None:
+        on_every_rank(lambda: state.load_into(optimizer, parallel.parameter_names(), parallel.fused))
+
+
+def _to_load(
+    parallel: ParallelModel, with_optimizer: bool, folder: str | os.PathLike, weights: bool
+) -> tuple[dict[str, torch.Tensor], NamedOptimizerState | None]:
+    """The tensors of this rank that a checkpoint has values for, and those of them that are the optimizer's."""
+    stored = stored_tensors(folder)
     tensors = _model_tensors(parallel) if weights else {}
     for name, tensor in tensors.items():
         if name not in stored or stored[name].size != tensor.shape:
@@ -117,37 +130,37 @@ def load_state(
                 f"{name.removeprefix('model.')} has shape {tuple(tensor.shape)}, and {os.fspath(folder)} {there}; "
                 "load a checkpoint of the same configuration."
             )
-    if optimizer is not None:
-        parameters = {name: tensor for name, tensor in _named_state(parallel).items() if tensor.requires_grad}
-        state = _read_options(folder)
-        for kind, name in _optimizer_entries(stored):
-            if name in parameters:
-                place = _place(parameters[name], stored[f"optimizer.{kind}.{name}"])
-                state.tensors.setdefault(kind, {})[name] = place
-        tensors |= _optimizer_tensors(state)
-    _read(tensors, folder)
-    if weights and parallel.tied is not None:
-        parallel.tied.copy_weight()
-    if optimizer is not None:
-        state.load_into(optimizer, parallel.parameter_names(), parallel.fused)
+    if not with_optimizer:
+        return tensors, None
+    parameters = {name: tensor for name, tensor in _named_state(parallel).items() if tensor.requires_grad}
+    state = _read_options(folder)
+    for kind, name in _optimizer_entries(stored):
+        if name in parameters:
+            place = _place(parameters[name], stored[f"optimizer.{kind}.{name}"])
+            state.tensors.setdefault(kind, {})[name] = place
+    return tensors | _optimizer_tensors(state), state
 
 
-def load_plain_state(model: PreTrainedModel, optimizer: torch.optim.Optimizer, folder: str | os.PathLike) -> None:
+def load_plain_state(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer | None, folder: str | os.PathLike
+) -> None:
     """Reads what [`save_state`] wrote into a plain model and its optimizer; without a process group.
 
     Args:
         model ([`PreTrainedModel`]): the family's own model.
-        optimizer (`torch.optim.Optimizer`): its optimizer, with the same kind of state.
+        optimizer (`torch.optim.Optimizer`, *optional*): its optimizer, with the same kind of state.
         folder (`str` or `os.PathLike`): the checkpoint.
 
     Raises:
         ValueError: if the checkpoint is of another model.
     """
     fused = FusedNames.of(model, adapter_for(model))
-    stored = _stored_tensors(folder)
+    stored = stored_tensors(folder)
     parts = fused.split({name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()})
     tensors: dict[str, torch.Tensor] = {}
     for entry, meta in stored.items():
+        if optimizer is None and not entry.startswith("model."):
+            continue
         name = entry.removeprefix("model.") if entry.startswith("model.") else entry.split(".", 2)[-1]
         if name not in parts or (meta.size != parts[name].shape and meta.size.numel() != 1):
             there = tuple(parts[name].shape) if name in parts else "no such weight"
@@ -157,11 +170,13 @@ def load_plain_state(model: PreTrainedModel, optimizer: torch.optim.Optimizer, f
             )
         tensors[entry] = torch.empty(meta.size, dtype=meta.properties.dtype)
     _read(tensors, folder, no_dist=True)
+    weights = {n.removeprefix("model."): tensor for n, tensor in tensors.items() if n.startswith("model.")}
+    model.load_state_dict(fused.join(weights), strict=False)
+    if optimizer is None:
+        return
     state = _read_options(folder)
     for kind, name in _optimizer_entries(stored):
         state.tensors.setdefault(kind, {})[name] = tensors[f"optimizer.{kind}.{name}"]
-    weights = {n.removeprefix("model."): tensor for n, tensor in tensors.items() if n.startswith("model.")}
-    model.load_state_dict(fused.join(weights), strict=False)
     state.renamed(fused.join).load_into(optimizer, parameter_names(model), fused)
 
 
@@ -211,7 +226,12 @@ def _optimizer_entries(stored: Mapping[str, TensorStorageMetadata]) -> Iterator[
             yield kind, name
 
 
-def _stored_tensors(folder: str | os.PathLike) -> dict[str, TensorStorageMetadata]:
+def stored_tensors(folder: str | os.PathLike) -> dict[str, TensorStorageMetadata]:
+    """What the files of [`save_state`] hold, by name; reads their headers alone.
+
+    Raises:
+        ValueError: if they cannot be read.
+    """
     with _damage_told(folder):
         return dict(StateReader(folder).read_metadata().state_dict_metadata)
 
@@ -362,7 +382,7 @@ def read_whole_weights(folder: str | os.PathLike) -> dict[str, torch.Tensor]:
     Raises:
         ValueError: if the folder has none.
     """
-    files = sorted(Path(folder).glob("model*.safetensors"))
+    files = [path for path in weights_in(folder) if path.suffix == ".safetensors"]
     if not files:
         raise ValueError(f"{folder} has no model safetensors; give a folder that save_model or Trainer wrote.")
     weights = {}

@@ -6,17 +6,20 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig
 
 from galvatron_hf.checkpoint.folder import STATE_FOLDER, problems
-from galvatron_hf.checkpoint.hugging_face import meta_model, write_pretrained
+from galvatron_hf.checkpoint.hugging_face import meta_model, weight_files, write_pretrained
 from galvatron_hf.checkpoint.manifest import MANIFEST_NAME, Manifest
 from galvatron_hf.checkpoint.storage import StateReader
+from galvatron_hf.parallel.checkpoint import stored_tensors
 from galvatron_hf.parallel.fused import FusedNames
 from galvatron_hf.parallel.models import adapter_for
 
@@ -41,7 +44,7 @@ def export(
         dtype (`str`): "float32", as the checkpoint has them, "bfloat16" or "float16".
 
     Raises:
-        ValueError: if the checkpoint is damaged or has no state, or the folder is not empty.
+        ValueError: if the checkpoint is damaged, has no state, or is of another model, or the folder is not empty.
     """
     checkpoint, output = Path(checkpoint), Path(output)
     wrong = problems(checkpoint)
@@ -52,10 +55,10 @@ def export(
         raise ValueError(f"{checkpoint} has whole weights alone, so there is nothing to put together: use it as it is")
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"{output} is not empty: give a new folder")
-    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
-    model = meta_model(_family(config.architectures), config, getattr(torch, dtype))
-    fused = FusedNames.of(model, adapter_for(model))
-    stored = StateReader(state).read_metadata().state_dict_metadata
+    stored = stored_tensors(state)
+    model = _model(checkpoint, getattr(torch, dtype), most_layers=len(stored))
+    config, fused = model.config, FusedNames.of(model, adapter_for(model))
+    _check_fit(checkpoint, model, fused, stored)
 
     def gather(names: list[str]) -> dict[str, torch.Tensor]:
         parts = fused.part_names(names)
@@ -72,6 +75,41 @@ def export(
     write_pretrained(model, output, gather, max_shard_size=max_shard_size)
     config.dtype = dtype
     config.save_pretrained(output)
+
+
+def _model(checkpoint: Path, dtype: torch.dtype, most_layers: int) -> transformers.PreTrainedModel:
+    """The model that a checkpoint's configuration describes, without memory.
+
+    Raises:
+        ValueError: if it describes none, or one of more layers than there can be.
+    """
+    try:
+        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+        layers = config.get_text_config().num_hidden_layers
+        if layers > most_layers:
+            raise ValueError(f"{layers} layers for {most_layers} tensors")
+        return meta_model(_family(config.architectures), config, dtype)
+    except Exception as error:  # from a configuration of any content
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ValueError(f"{checkpoint}/config.json makes no model ({reason}): correct it") from error
+
+
+def _check_fit(
+    checkpoint: Path,
+    model: transformers.PreTrainedModel,
+    fused: FusedNames,
+    stored: Mapping[str, TensorStorageMetadata],
+) -> None:
+    parts = fused.split(model.state_dict())
+    for names in weight_files(model, "5GB").values():
+        for name in fused.part_names(names):
+            there = tuple(stored[f"model.{name}"].size) if f"model.{name}" in stored else None
+            if there != tuple(parts[name].shape):
+                found = "does not have it" if there is None else f"has it with shape {there}"
+                raise ValueError(
+                    f"config.json makes {name} of shape {tuple(parts[name].shape)}, and {checkpoint} {found}: "
+                    "correct it"
+                )
 
 
 def _family(architectures: list[str] | None) -> type[transformers.PreTrainedModel]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accelerate.utils import parse_flag_from_env
+from huggingface_hub import split_torch_state_dict_into_shards
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from galvatron_hf.plan import ParallelPlan, Precision
@@ -18,6 +19,7 @@ from galvatron_hf.plan import ParallelPlan, Precision
 _ELEMENTWISE_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 
 NONFINITE_POLICIES = ("stop", "skip")
+SAVE_FAILURE_POLICIES = ("stop", "continue")
 
 # Set by `accelerate launch` for its own tensor, context, sequence and data parallelism.
 _SHARDING_VARIABLES = (
@@ -76,7 +78,7 @@ class GalvatronTrainingArguments(TrainingArguments):
     max_shard_size: str = field(default="5GB", metadata={"help": "Largest file of whole weights."})
     on_save_failure: str = field(
         default="stop",
-        metadata={"help": "When a checkpoint cannot be written.", "choices": ["stop", "continue"]},
+        metadata={"help": "When a checkpoint cannot be written.", "choices": list(SAVE_FAILURE_POLICIES)},
     )
     nonfinite_policy: str = field(
         default="stop",
@@ -215,5 +217,13 @@ def _refusals(args: TrainingArguments) -> Iterator[str]:
     policy = nonfinite_policy(args)
     if policy not in NONFINITE_POLICIES:
         yield f"nonfinite_policy {policy!r} is none of {', '.join(NONFINITE_POLICIES)}; use one of these."
+    on_save_failure = getattr(args, "on_save_failure", "stop")
+    if on_save_failure not in SAVE_FAILURE_POLICIES:
+        yield f"on_save_failure {on_save_failure!r} is none of {', '.join(SAVE_FAILURE_POLICIES)}; use one of these."
+    try:
+        size = getattr(args, "max_shard_size", "5GB")
+        split_torch_state_dict_into_shards({}, max_shard_size=size)
+    except (ValueError, TypeError) as error:
+        yield f"max_shard_size {size!r} is no size ({error}); use a number with a unit, such as '5GB'."
     if args.use_liger_kernel:
         yield "use_liger_kernel=True replaces the modules that a plan cuts; set it to False."

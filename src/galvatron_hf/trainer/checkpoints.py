@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils import logging
 
 from galvatron_hf.checkpoint.folder import STATE_FOLDER, by_step, left_behind, structural_problems
-from galvatron_hf.checkpoint.hugging_face import meta_model, write_pretrained
+from galvatron_hf.checkpoint.hugging_face import meta_model, weights_in, write_pretrained
 from galvatron_hf.checkpoint.manifest import MANIFEST_NAME, Manifest
 from galvatron_hf.parallel.checkpoint import (
     WholeWeights,
@@ -32,7 +33,7 @@ from galvatron_hf.parallel.checkpoint import (
     read_whole_weights,
     shard_optimizer_state,
 )
-from galvatron_hf.parallel.collectives import gather_objects
+from galvatron_hf.parallel.collectives import gather_objects, on_every_rank
 from galvatron_hf.parallel.fused import FusedNames
 from galvatron_hf.parallel.models import adapter_for
 from galvatron_hf.parallel.optimizer_state import NamedOptimizerState
@@ -95,7 +96,7 @@ class CheckpointMixin:
             if not self.is_world_process_zero():
                 raise ValueError("save_on_each_node=True is not supported under a plan; use a shared output_dir.")
             os.makedirs(output_dir, exist_ok=True)
-            for old in Path(output_dir).glob("model*.safetensors*"):
+            for old in weights_in(output_dir):
                 old.unlink()
             # Trainer's own saving, of a model of the family's own names, which knows no values.
             own, self.model = self.model, model
@@ -135,12 +136,15 @@ class CheckpointMixin:
             self.store_flos()
         run_dir = self._get_output_dir(trial=trial)
         checkpoint = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        if self._writer is None or self._writer.parallel is not self.parallel:
-            in_background = getattr(self.args, "async_save", False)
-            self._writer = CheckpointWriter(parallel=self.parallel, in_background=in_background)
-        self._writer.limit = self.args.save_total_limit
         with self._survived_if_wanted():  # the one before
             self._finish_saving()
+        if self._writer is None or self._writer.parallel is not self.parallel:
+            self._writer = CheckpointWriter(
+                parallel=self.parallel,
+                in_background=getattr(self.args, "async_save", False),
+                timeout=timedelta(seconds=self.args.ddp_timeout),
+            )
+        self._writer.limit = self.args.save_total_limit
         with self._survived_if_wanted():
             self._name_best_checkpoint(run_dir, checkpoint)
             self._write_checkpoint(Path(checkpoint))
@@ -199,16 +203,29 @@ class CheckpointMixin:
                 logger.info(f"Waited {waited:.3f} s for the checkpoint in the background.")
 
     @contextlib.contextmanager
+    def _settled(self) -> Iterator[None]:
+        """Where the body fails, lets the checkpoint in the background end: what trains next may write too."""
+        try:
+            yield
+        except Exception:
+            with contextlib.suppress(Exception):  # of ranks that are not there any more
+                self._finish_saving()
+            raise
+
+    @contextlib.contextmanager
     def _survived_if_wanted(self) -> Iterator[None]:
         """Lets training go on without a checkpoint where the arguments say so."""
         try:
             yield
         except SaveError as error:
-            self._writer.abandon()
+            lost = self._writer.abandon()
             if getattr(self.args, "on_save_failure", "stop") == "stop":
                 raise
             self.failed_saves += 1
             logger.warning(f"{error}; training goes on, and {self.failed_saves} checkpoints are missing so far.")
+            if self.state.best_model_checkpoint == str(lost):
+                self.state.best_model_checkpoint = None
+                logger.warning(f"{lost} had the best model, which cannot be loaded at the end.")
 
     # ---- Loading ----
 
@@ -259,25 +276,26 @@ class CheckpointMixin:
     def _problems(self, checkpoint: str) -> list[str]:
         """What is wrong with a checkpoint, the ranks sharing the reading; collective."""
         wrong = self._rank_0_says(lambda: _unfit(checkpoint))
-        if wrong or not os.path.isfile(os.path.join(checkpoint, MANIFEST_NAME)):
+        if wrong or not self._rank_0_says(lambda: [path.name for path in Path(checkpoint).glob(MANIFEST_NAME)]):
             return wrong
-        manifest = Manifest.read(checkpoint)
-        own = list(manifest.changed(checkpoint, self.args.process_index, self.args.world_size))
+        part, parts = self.args.process_index, self.args.world_size
+        own = on_every_rank(lambda: list(Manifest.read(checkpoint).changed(checkpoint, part, parts)))
         return [problem for of_rank in self._of_all_ranks(own) for problem in of_rank]
 
     def _rank_0_says(self, work: Callable[[], list[str]]) -> list[str]:
-        return self._of_all_ranks(work() if self.args.process_index == 0 else [])[0]
+        return self._of_all_ranks(on_every_rank(lambda: work() if self.args.process_index == 0 else []))[0]
 
     def _of_all_ranks(self, own: list[str]) -> list[list[str]]:
         return gather_objects(own) if self.args.world_size > 1 else [own]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.ensure_parallel()
-        if self.parallel is None:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            return
         state = os.path.join(resume_from_checkpoint, STATE_FOLDER)
-        if os.path.isdir(state):
+        if self.parallel is None and os.path.isdir(state):
+            load_plain_state(self.model, None, state)
+        elif self.parallel is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        elif os.path.isdir(state):
             load_state(self.parallel, None, state)
         else:
             load_whole_weights(self.parallel, read_whole_weights(resume_from_checkpoint))
@@ -387,9 +405,10 @@ def _unfit(checkpoint: str) -> list[str]:
     if os.path.isdir(os.path.join(checkpoint, STATE_FOLDER)):
         return [f"it has no {MANIFEST_NAME}, which is written last"]
     try:
-        read_object(Path(checkpoint) / TRAINER_STATE_NAME, "trainer's state")
-    except ValueError as error:
-        return [str(error)]
+        # Not by read_object: Trainer writes NaN into it, and a line for every log of a long run.
+        json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        return [f"its {TRAINER_STATE_NAME} cannot be read ({error})"]
     logger.warning(f"{checkpoint} has no {MANIFEST_NAME}, so its files cannot be checked before they are loaded.")
     return []
 

@@ -28,13 +28,14 @@ from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.models import adapter_for
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.trainer.arguments import check_arguments, requested_plan, with_precision
-from galvatron_hf.trainer.checkpoints import CheckpointMixin, plan_of_checkpoint
+from galvatron_hf.trainer.checkpoints import PLAN_FILE, CheckpointMixin, plan_of_checkpoint
 from galvatron_hf.trainer.evaluation import EvaluationMixin
 from galvatron_hf.trainer.health import HealthMixin
 from galvatron_hf.trainer.loading import LoadingMixin
 from galvatron_hf.trainer.neftune import add_embedding_noise
 from galvatron_hf.trainer.own_loss import OwnLossMixin
 from galvatron_hf.trainer.restart import checkpoint_of_restart
+from galvatron_hf.trainer.saving import SaveError, save_on_every_rank
 from galvatron_hf.trainer.search import SearchMixin
 from galvatron_hf.trainer.stopping import StoppingMixin
 from galvatron_hf.trainer.watchdog import WatchdogMixin
@@ -142,11 +143,24 @@ class GalvatronMixin(
         self.parallel.streams.seed = self.args.seed
         # Trainer then leaves placement and wrapping of the model to us.
         self.is_distributed_loading_by_transformers = True
-        if self.args.should_save:
-            os.makedirs(self.args.output_dir, exist_ok=True)
-            plan.to_json(os.path.join(self.args.output_dir, "parallel_plan.json"))
+        self._write_plan(plan)
         if self.is_world_process_zero() and not self.args.disable_tqdm:
             print(plan, flush=True)
+
+    def _write_plan(self, plan: ParallelPlan) -> None:
+        folder = self.args.output_dir
+
+        def write() -> None:
+            if self.args.should_save:
+                os.makedirs(folder, exist_ok=True)
+                plan.to_json(os.path.join(folder, PLAN_FILE))
+
+        try:
+            save_on_every_rank(write, f"Writing the plan to {folder}")
+        except SaveError as error:
+            if getattr(self.args, "on_save_failure", "stop") == "stop":
+                raise
+            logger.warning(f"{error}; training goes on without it.")
 
     # ---- Set-up of a training run ----
 
@@ -179,13 +193,27 @@ class GalvatronMixin(
             if self.neftune_noise_alpha is not None:
                 self.neftune_hook_handle.remove()
                 self.neftune_hook_handle = add_embedding_noise(self.parallel, self.neftune_noise_alpha)
-        with self._traced(), self._nothing_filtered(), self._stoppable(), self._guarded():
+        with self._settled(), self._traced(), self._nothing_filtered(), self._stoppable(), self._guarded():
             return super()._inner_training_loop(*args, **kwargs)
+
+    def _run_epoch(self, *args, resume_from_checkpoint: str | None = None, **kwargs) -> None:
+        """As Trainer's, which takes one step too many in a run that resumes from its last step's checkpoint."""
+        if self.parallel is not None and self.state.global_step >= self.state.max_steps:
+            self._load_rng_state(resume_from_checkpoint)
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _finalize_training(self, *args, **kwargs):
         with self._survived_if_wanted():
             self._finish_saving()
-        return super()._finalize_training(*args, **kwargs)
+        limit = self.args.save_total_limit
+        if self.parallel is not None:
+            self.args.save_total_limit = None  # where it is 1, Trainer deletes the newest checkpoint for the best one
+        try:
+            return super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
 
     @contextlib.contextmanager
     def _traced(self) -> Iterator[None]:

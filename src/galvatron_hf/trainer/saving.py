@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -51,11 +52,13 @@ class CheckpointWriter:
         parallel ([`ParallelModel`]): the model.
         in_background (`bool`): whether the tensors are copied and written while training goes on.
         limit (`int`, *optional*): how many complete checkpoints may stay.
+        timeout (`timedelta`, *optional*): how long ranks wait for each other's writing in the background.
     """
 
     parallel: ParallelModel
     in_background: bool = False
     limit: int | None = None
+    timeout: timedelta | None = None
     _group: dist.ProcessGroup | None = None
     _pending: Future | None = None
     _checkpoint: Path | None = None
@@ -79,13 +82,16 @@ class CheckpointWriter:
 
         def finish(files: dict[str, FileEntry]) -> None:
             commit(checkpoint, manifest, {f"{STATE_FOLDER}/{name}": entry for name, entry in files.items()})
-            prune(checkpoint.parent, limit, [*keep, checkpoint])
+            try:
+                prune(checkpoint.parent, limit, [*keep, checkpoint])
+            except OSError as error:
+                logger.warning(f"{checkpoint} is complete, but older ones could not be deleted ({error}).")
 
         if optimizer is None:
             save_on_every_rank(lambda: finish({}) if self._is_first else None, f"Completing {checkpoint}")
             return
         if self.in_background and self._group is None:
-            self._group = dist.new_group(backend="gloo")
+            self._group = dist.new_group(backend="gloo", timeout=self.timeout)
         background = self._group if self.in_background else None
         folder = unfinished(checkpoint) / STATE_FOLDER
         try:
@@ -108,10 +114,11 @@ class CheckpointWriter:
             raise SaveError(f"Writing {self._checkpoint} failed ({_reasons(error)})") from error
         return time.monotonic() - began
 
-    def abandon(self) -> None:
-        """Deletes what a failed save has left, as far as that can be done."""
+    def abandon(self) -> Path | None:
+        """Deletes what a failed save has left, as far as that can be done; returns the checkpoint it was to become."""
         if self._is_first and self._checkpoint is not None:
             shutil.rmtree(unfinished(self._checkpoint), ignore_errors=True)
+        return self._checkpoint
 
     @property
     def _is_first(self) -> bool:

@@ -202,7 +202,8 @@ class Watchdog(threading.Thread):
 
 def is_lost_connection(error: BaseException) -> bool:
     """Whether an error only says that another rank is not there."""
-    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+    of_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)  # and not a SaveError, which tells why
+    return of_torch and _LOST.search(str(error)) is not None
 
 
 def report(headline: str, words: list[Word | None]) -> str:
