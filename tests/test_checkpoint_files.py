@@ -20,6 +20,7 @@ from galvatron_hf.checkpoint.folder import (
     STATE_FOLDER,
     by_step,
     commit,
+    finish_renaming,
     left_behind,
     problems,
     prune,
@@ -184,6 +185,8 @@ def test_whatever_commit_is_killed_in_a_named_checkpoint_is_whole(tmp_path, monk
                 break
         assert problems(older) == []
         assert not replaced.exists() or problems(replaced) == []
+        finish_renaming(run_dir)
+        assert problems(replaced) == []
     assert reached > 10
     assert (replaced / "config.json").read_bytes() == b"new" and left_behind(replaced.parent) == []
 

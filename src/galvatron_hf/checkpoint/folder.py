@@ -138,6 +138,16 @@ def left_behind(output_dir: str | os.PathLike) -> list[Path]:
     return sorted(Path(output_dir).glob(f"{_UNFINISHED}checkpoint-*"))
 
 
+def finish_renaming(output_dir: str | os.PathLike) -> None:
+    """Gives checkpoints their name that were complete but for it; where that name is taken, they stay as they are."""
+    for path in left_behind(output_dir):
+        checkpoint = path.with_name(path.name.removeprefix(_UNFINISHED))
+        if not checkpoint.exists() and not list(structural_problems(path)):
+            with contextlib.suppress(OSError):  # then it is left out, as any other that is not complete
+                os.rename(path, checkpoint)
+                sync_folder(checkpoint.parent)
+
+
 def structural_problems(checkpoint: str | os.PathLike) -> Iterator[str]:
     """Why a folder is no complete checkpoint, as far as names and sizes tell; reads the manifest alone."""
     try:

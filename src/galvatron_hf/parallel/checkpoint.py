@@ -14,13 +14,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from galvatron_hf.checkpoint.hugging_face import weights_in
 from galvatron_hf.checkpoint.manifest import FileEntry
 from galvatron_hf.checkpoint.storage import MAX_FILE_BYTES, StateReader, StateWriter
 from galvatron_hf.parallel.collectives import gather_objects, on_every_rank
@@ -342,53 +340,6 @@ def whole_weights(parallel: ParallelModel) -> dict[str, torch.Tensor]:
     names: list[list[str]] = [weights.names()]
     dist.broadcast_object_list(names, src=0)
     return weights.gather(names[0])
-
-
-def load_whole_weights(parallel: ParallelModel, weights: dict[str, torch.Tensor]) -> None:
-    """Gives a parallelised model weights in the family's own names; every rank passes the same. Collective.
-
-    Raises:
-        ValueError: if a weight is missing, unknown, or has another shape.
-    """
-    weights = parallel.fused.split(weights)
-    expected = _named_state(parallel)
-    tied = set(parallel.tied_names())
-    known = set(expected) | tied
-    if parallel.pipeline is not None:
-        known = set().union(*gather_objects(known))
-    missing = sorted(expected.keys() - weights.keys() - tied)
-    unknown = sorted(weights.keys() - known)
-    if missing or unknown:
-        raise ValueError(
-            f"The weights do not fit {parallel.family.__name__}: missing {missing[:3]}, unknown {unknown[:3]}; "
-            "load weights of the same configuration."
-        )
-    with torch.no_grad():
-        for name, tensor in expected.items():
-            if name in weights and name not in tied:
-                if weights[name].shape != tensor.shape:
-                    raise ValueError(
-                        f"{name} has shape {tuple(weights[name].shape)}, not {tuple(tensor.shape)}; "
-                        "load weights of the same configuration."
-                    )
-                assign(tensor, weights[name])
-    if parallel.tied is not None:
-        parallel.tied.copy_weight()
-
-
-def read_whole_weights(folder: str | os.PathLike) -> dict[str, torch.Tensor]:
-    """All weights of a Hugging Face folder of safetensors, in one file or several.
-
-    Raises:
-        ValueError: if the folder has none.
-    """
-    files = [path for path in weights_in(folder) if path.suffix == ".safetensors"]
-    if not files:
-        raise ValueError(f"{folder} has no model safetensors; give a folder that save_model or Trainer wrote.")
-    weights = {}
-    for file in files:
-        weights |= load_file(file)
-    return weights
 
 
 def plain_model(

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from galvatron_hf.parallel.dtensor import local_tensor, own_region
 from galvatron_hf.parallel.fused import FusedNames
 from galvatron_hf.parallel.initialize import Template
+from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.weight_files import WeightFiles
 from galvatron_hf.parallel.weights import FamilyWeights, Place, WeightSource
@@ -86,6 +87,18 @@ def materialize(model: PreTrainedModel, units: ShardedUnits, template: Template,
             if buffer is not None and buffer.is_meta:
                 value = template.model.get_buffer(f"{module_name}.{name}".removeprefix("."))
                 module._buffers[name] = value.to(device=device, dtype=buffer.dtype)
+
+
+def load_pretrained_weights(parallel: ParallelModel, folder: str | os.PathLike) -> None:
+    """Gives a parallelised model the weights of a Hugging Face folder, each rank reading its own pieces; collective.
+
+    Raises:
+        ValueError: on every rank, if the folder has no safetensors, or not these weights.
+    """
+    parallel.units.reshard()
+    dtype = next(parallel.model.parameters()).dtype
+    template = Template.of(parallel.family, parallel.model.config, dtype)
+    WeightFiles.of(folder).fill(template, weight_places(parallel.model, parallel.fused))
 
 
 def weight_places(model: PreTrainedModel, fused: FusedNames) -> list[Place]:

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,25 +21,26 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils import logging
 
-from galvatron_hf.checkpoint.folder import STATE_FOLDER, by_step, left_behind, structural_problems
+from galvatron_hf.checkpoint.folder import (
+    STATE_FOLDER,
+)
 from galvatron_hf.checkpoint.hugging_face import meta_model, weights_in, write_pretrained
-from galvatron_hf.checkpoint.manifest import MANIFEST_NAME, Manifest
 from galvatron_hf.parallel.checkpoint import (
     WholeWeights,
     load_plain_state,
     load_state,
-    load_whole_weights,
     parameter_names,
-    read_whole_weights,
     shard_optimizer_state,
 )
-from galvatron_hf.parallel.collectives import gather_objects, on_every_rank
+from galvatron_hf.parallel.collectives import gather_objects
 from galvatron_hf.parallel.fused import FusedNames
+from galvatron_hf.parallel.loading import load_pretrained_weights
 from galvatron_hf.parallel.models import adapter_for
 from galvatron_hf.parallel.optimizer_state import NamedOptimizerState
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan_json import read_object, write_file
 from galvatron_hf.trainer.random_state import random_state, restore_random_state
+from galvatron_hf.trainer.resuming import ResumeMixin
 from galvatron_hf.trainer.saving import CheckpointWriter, SaveError, save_on_every_rank
 from galvatron_hf.trainer.scheduler_state import SchedulerState
 
@@ -60,7 +61,7 @@ def plan_of_checkpoint(folder: str, world_size: int) -> ParallelPlan | None:
     return plan if plan.world_size == world_size else None
 
 
-class CheckpointMixin:
+class CheckpointMixin(ResumeMixin):
     """The part of [`GalvatronMixin`] that saves and loads; see there."""
 
     _writer: CheckpointWriter | None = None
@@ -229,65 +230,6 @@ class CheckpointMixin:
 
     # ---- Loading ----
 
-    def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
-        """The complete checkpoint that a run resumes from; collective.
-
-        Args:
-            asked (`str` or `bool`, *optional*): a checkpoint, or a folder of them, or True for the output folder.
-
-        Raises:
-            ValueError: if there is none, or the one that is asked for is damaged.
-        """
-        if not asked:
-            return None
-        folder = self.args.output_dir if asked is True else os.fspath(asked)
-        if asked is not True and not by_step(folder):
-            self._require_complete(folder)
-            return folder
-        found = self._newest_checkpoint(folder)
-        if found is None:
-            raise ValueError(f"{folder} has no complete checkpoint to resume from; start without resuming.")
-        return found
-
-    def _newest_checkpoint(self, folder: str) -> str | None:
-        """The newest complete checkpoint of a folder, and a warning for each that is newer; collective."""
-        found, skipped = self._newest_complete(folder)
-        for reason in skipped:
-            logger.warning(f"Skipped {reason}.")
-        return found
-
-    def _newest_complete(self, folder: str) -> tuple[str | None, list[str]]:
-        """The newest complete checkpoint of a folder, and what is wrong with newer ones; collective."""
-        skipped = self._rank_0_says(lambda: [f"{path}: it was never completed" for path in left_behind(folder)])
-        for path in reversed(self._rank_0_says(lambda: [str(path) for path in by_step(folder)])):
-            wrong = self._problems(path)
-            if not wrong:
-                return path, skipped
-            skipped.append(f"{path}: {wrong[0]}")
-        return None, skipped
-
-    def _require_complete(self, checkpoint: str) -> None:
-        wrong = self._problems(checkpoint)
-        if wrong:
-            beside, _ = self._newest_complete(os.path.dirname(os.path.abspath(checkpoint)))
-            fix = f"resume from {beside}" if beside else "there is no complete one beside it, so start anew"
-            raise ValueError(f"{checkpoint} is damaged ({'; '.join(wrong[:3])}); {fix}.")
-
-    def _problems(self, checkpoint: str) -> list[str]:
-        """What is wrong with a checkpoint, the ranks sharing the reading; collective."""
-        wrong = self._rank_0_says(lambda: _unfit(checkpoint))
-        if wrong or not self._rank_0_says(lambda: [path.name for path in Path(checkpoint).glob(MANIFEST_NAME)]):
-            return wrong
-        part, parts = self.args.process_index, self.args.world_size
-        own = on_every_rank(lambda: list(Manifest.read(checkpoint).changed(checkpoint, part, parts)))
-        return [problem for of_rank in self._of_all_ranks(own) for problem in of_rank]
-
-    def _rank_0_says(self, work: Callable[[], list[str]]) -> list[str]:
-        return self._of_all_ranks(on_every_rank(lambda: work() if self.args.process_index == 0 else []))[0]
-
-    def _of_all_ranks(self, own: list[str]) -> list[list[str]]:
-        return gather_objects(own) if self.args.world_size > 1 else [own]
-
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self.ensure_parallel()
         state = os.path.join(resume_from_checkpoint, STATE_FOLDER)
@@ -298,7 +240,7 @@ class CheckpointMixin:
         elif os.path.isdir(state):
             load_state(self.parallel, None, state)
         else:
-            load_whole_weights(self.parallel, read_whole_weights(resume_from_checkpoint))
+            load_pretrained_weights(self.parallel, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         if self.parallel is None:
@@ -391,26 +333,6 @@ class CheckpointMixin:
         with tempfile.TemporaryDirectory() as folder:
             shutil.copy(os.path.join(checkpoint, found[0]), os.path.join(folder, wanted))
             super()._load_rng_state(folder)
-
-
-def _unfit(checkpoint: str) -> list[str]:
-    """Why a folder cannot be resumed from, as far as names and sizes tell.
-
-    One of plain Trainer has no manifest; its state is written last, so that one with a state is taken for whole.
-    """
-    if os.path.isfile(os.path.join(checkpoint, MANIFEST_NAME)):
-        return list(structural_problems(checkpoint))
-    if not os.path.isdir(checkpoint):
-        return ["there is no such folder"]
-    if os.path.isdir(os.path.join(checkpoint, STATE_FOLDER)):
-        return [f"it has no {MANIFEST_NAME}, which is written last"]
-    try:
-        # Not by read_object: Trainer writes NaN into it, and a line for every log of a long run.
-        json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        return [f"its {TRAINER_STATE_NAME} cannot be read ({error})"]
-    logger.warning(f"{checkpoint} has no {MANIFEST_NAME}, so its files cannot be checked before they are loaded.")
-    return []
 
 
 def _unwrapped(optimizer) -> torch.optim.Optimizer:
