@@ -66,6 +66,7 @@ class CheckpointMixin(ResumeMixin):
 
     _writer: CheckpointWriter | None = None
     failed_saves: int = 0
+    _save_stall: float = 0.0  # seconds, since the last log
 
     # ---- Saving ----
 
@@ -152,7 +153,16 @@ class CheckpointMixin(ResumeMixin):
             if self.args.push_to_hub:
                 self._finish_saving()
                 self._push_from_checkpoint(checkpoint)
-        self.log({"save_stall_seconds": round(time.monotonic() - began, 3)})
+        stall = time.monotonic() - began
+        self._save_stall += stall
+        logger.info(f"Training stood still for {stall:.3f} s to save {checkpoint}.")
+
+    def log(self, logs: dict[str, float], *args, **kwargs) -> None:
+        """As Trainer's; with how long saves in the background held up training since the last log."""
+        if self._save_stall and getattr(self.args, "async_save", False):
+            logs["save_stall_seconds"] = round(self._save_stall, 3)
+        self._save_stall = 0.0
+        super().log(logs, *args, **kwargs)
 
     def _write_checkpoint(self, checkpoint: Path) -> None:
         folder, only_model = self._writer.start(checkpoint), self.args.save_only_model
