@@ -163,7 +163,7 @@ def local_norm(parallel: ParallelModel) -> torch.Tensor:
 def clipped_by_the_local_norm() -> Iterator[None]:
     """The reported norm is right, the one that scales is not."""
 
-    def clip(parallel: ParallelModel, max_norm: float) -> torch.Tensor:
+    def clip(parallel: ParallelModel, max_norm: float, norm: torch.Tensor | None = None) -> torch.Tensor:
         scale = (max_norm / local_norm(parallel)).clamp(max=1.0)
         for parameter in parallel.model.parameters():
             local_tensor(parameter.grad).mul_(scale)

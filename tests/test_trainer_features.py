@@ -318,7 +318,7 @@ def test_saved_model_opens_anywhere_with_the_trained_weights(plain, ranks, famil
 
 def test_hub_gets_the_files_that_plain_trainer_sends(plain, ranks):
     def without_plan(pushed):
-        extra = {"parallel_plan.json"}
+        extra = {"parallel_plan.json", "manifest.json"}
         return [(path, sorted(set(names) - extra)) for path, names in pushed]
 
     pushed, wanted = without_plan(ranks[1][0]["pushed"]), without_plan(plain[1]["pushed"])

@@ -11,6 +11,8 @@ from job import RANKS, Job, plans
 from transformers import Trainer
 
 from faults import fail_at
+from galvatron_hf import GalvatronTrainer
+from own_losses import spoiled_by_a_row
 from plans import pipelined
 from trainer_runs import on_ranks, run
 
@@ -121,6 +123,18 @@ def bad_on_long_batches(outputs, labels, num_items_in_batch=None):
 def test_a_loss_of_ones_own_is_watched_too(tmp_path, plan):
     with pytest.raises(AssertionError, match=r"the gradient of the output of the head.*Training ends here"):
         on_ranks(lambda: run(tmp_path / "run", plans()[plan], compute_loss_func=bad_on_long_batches))
+
+
+def test_a_loss_that_is_bad_by_itself_is_not_called_a_fault_of_the_hardware(tmp_path):
+    """Its gradient is right, so that plain Trainer would go on, and log an average in its place."""
+
+    def work() -> str:
+        with pytest.raises(FloatingPointError) as error:
+            run(tmp_path / "run", plans()["layers"], trainer_class=spoiled_by_a_row(GalvatronTrainer))
+        return str(error.value)
+
+    for message in on_ranks(work):
+        assert "Step 2 is not finite" in message and "the loss itself, while every gradient is finite" in message
 
 
 def freeze_first_stage(model):

@@ -114,7 +114,11 @@ class HealthMixin:
         self.model.zero_grad()
         devices = [self.args.device] if self.args.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
-            found = find_nonfinite(self.parallel, batch, lambda: self._forward_backward(batch, num_items))
+            losses: list[torch.Tensor] = []
+            found = find_nonfinite(
+                self.parallel, batch, lambda: losses.append(self._forward_backward(batch, num_items))
+            )
+        self._loss_again = float(losses[0])
         self._norm_again = float(self.parallel.sum_with_grad_norm(0.0)[0])
         self.model.zero_grad()
         return found
@@ -122,6 +126,8 @@ class HealthMixin:
     def _describe(self, found: list[NonFinite]) -> str:
         """Where it came from, of the first micro-batch that has it."""
         if not found:
+            if math.isfinite(self._norm_again) and not math.isfinite(self._loss_again):
+                return "the loss itself, while every gradient is finite; look at the function that computes it"
             if math.isfinite(self._norm_again):
                 return (
                     "computed again it is finite, so it cannot be reproduced, which points to hardware or to a kernel "
