@@ -130,6 +130,22 @@ def test_mutated_manifests_are_a_manifest_or_one_line(tmp_path_factory, data):
         assert "\n" not in problem and len(problem) < 600
 
 
+def test_a_manifest_with_any_bit_changed_is_refused(tmp_path):
+    """Also where it still reads as JSON: another step, plan or version is as wrong as another file."""
+    path = write(tmp_path / "checkpoint-1") / MANIFEST_NAME
+    whole = path.read_bytes()
+    assert problems(path.parent) == []
+    for bit in range(8 * len(whole)):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        try:
+            Manifest.read(path.parent)
+        except ValueError:
+            continue
+        assert changed.split() == whole.split(), changed  # one white space for another
+
+
 @QUICK
 @given(st.binary(max_size=400))
 def test_any_bytes_for_a_manifest_are_refused_in_one_line(tmp_path_factory, content):

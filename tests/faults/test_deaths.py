@@ -3,6 +3,7 @@
 """Ranks that die or stand still: the job ends in time, says who and where, and resumes on the same curve."""
 
 import re
+import threading
 import time
 
 import pytest
@@ -86,6 +87,19 @@ def test_a_restarted_attempt_resumes_by_itself(tmp_path, plan, uninterrupted):
     for attempt, checkpoint in ((1, "checkpoint-2"), (2, "checkpoint-4")):
         assert re.search(rf"Restart {attempt} of this job resumes from \S*/{checkpoint}\.", outcome.text)
     assert job.logs() == uninterrupted(plan)
+
+
+def test_no_thread_outlives_the_training_that_it_watched(tmp_path):
+    """One that is in torch's C++ code when the interpreter ends aborts the process."""
+
+    def work():
+        talk = watchdog.Watchdog._talk
+        watchdog.Watchdog._talk = lambda dog: (talk(dog), time.sleep(0.5))  # a store that answers late
+        watchdog.PERIOD_SECONDS = 0.0
+        run(tmp_path, plans()["layers"], options=dict(max_steps=1))
+        return [thread.name for thread in threading.enumerate() if thread.name == "galvatron-watchdog"]
+
+    assert on_ranks(work) == [[]] * RANKS
 
 
 def test_an_error_that_is_caught_does_not_follow_into_the_next_run(tmp_path):

@@ -14,7 +14,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -26,7 +26,7 @@ MANIFEST_NAME = "manifest.json"
 VERSION = 1
 MAX_FILES = 100_000
 
-_FIELDS = ("version", "step", "plan", "versions", "files")
+_FIELDS = ("version", "step", "plan", "versions", "files", "sha256")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -93,17 +93,25 @@ class Manifest:
             raise ValueError(f"files has {len(raw['files'])} entries, above {MAX_FILES}: use another checkpoint")
         files = {_checked_name(name): _entry(name, entry) for name, entry in raw["files"].items()}
         versions = {str(name): str(version) for name, version in raw["versions"].items()}
-        return cls(step=raw["step"], files=files, plan=raw["plan"], versions=versions)
+        manifest = cls(step=raw["step"], files=files, plan=raw["plan"], versions=versions)
+        if raw["sha256"] != manifest.checksum():
+            raise ValueError("it was changed after it was written (its own checksum differs): use another checkpoint")
+        return manifest
+
+    def checksum(self) -> str:
+        """The hexadecimal SHA-256 of everything that it says, as JSON with sorted names and no spaces."""
+        content = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(content.encode()).hexdigest()
 
     def to_json(self) -> str:
-        """As text, one file a line."""
+        """As text, one file a line, with its own checksum last."""
         files = ",\n".join(
             f"    {json.dumps(name)}: {json.dumps({'size': entry.size, 'sha256': entry.sha256})}"
             for name, entry in sorted(self.files.items())
         )
         head = {"version": VERSION, "step": self.step, "plan": self.plan, "versions": self.versions}
         lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
-        return "{\n" + ",\n".join(lines) + ',\n  "files": {\n' + files + "\n  }\n}\n"
+        return "{\n" + ",\n".join(lines) + f',\n  "files": {{\n{files}\n  }},\n  "sha256": "{self.checksum()}"\n}}\n'
 
     def misplaced(self, folder: str | os.PathLike, whole: Iterable[str] = ()) -> Iterator[str]:
         """What is wrong with the folder as far as names and sizes tell, in a few words each.

@@ -187,6 +187,15 @@ class Watchdog(threading.Thread):
         except RuntimeError as lost:
             return f"{headline}. Nothing is known of the others: the job's store does not answer ({lost})."
 
+    def end(self) -> None:
+        """Ends the thread, and waits for it as long as the job's store may let it wait.
+
+        A thread that is in torch's C++ code when the interpreter ends is unwound through it, which aborts the process
+        with "terminate called without an active exception".
+        """
+        self.over.set()
+        self.join(ANSWER_SECONDS)
+
     def _wait_until(self, true: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not true():
@@ -252,7 +261,7 @@ class WatchdogMixin:
                 raise
             raise RankLostError(text) from error
         finally:
-            watchdog.over.set()
+            watchdog.end()
 
     def _doing(self) -> tuple[str, bool]:
         """What this rank is doing, and whether that is part of a step."""
