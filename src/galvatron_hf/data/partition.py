@@ -17,6 +17,7 @@ import numpy as np
 
 
 _PARTNERS = 8  # bins with the largest gaps, among which local search looks first
+_STEP = 4000  # comparisons that take as long as whatever else one look takes
 _CLOSE = 1e-4  # a slowest bin this near to its group's mean is left alone
 
 
@@ -171,27 +172,27 @@ def _largest_differencing(costs: list[float], ways: int) -> np.ndarray:
     the place of the larger in ties, hence grows by single items until no part is empty: these cheap unions are nearly
     all there are.
     """
-    joined_to = list(range(len(costs)))  # the item whose part this item's part was joined to
-    partitions = [[(cost, item)] for item, cost in enumerate(costs)]
-    heap = [(-cost, item) for item, cost in enumerate(costs)]
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        first = heapq.heappop(heap)[1]
-        second = heapq.heappop(heap)[1]
-        parts, others = partitions[first], partitions[second]
-        joins = max(0, len(parts) + len(others) - ways)  # pairs of which neither part is empty
-        united = others[joins:]
-        for (load, item), (more, other) in zip(parts[:joins], reversed(others[:joins]), strict=True):
-            joined_to[other] = item
-            united.append((load + more, item))
-        del parts[:joins]
-        for part in united:
-            insort(parts, part)
-        spread = parts[-1][0] - (parts[0][0] if len(parts) == ways else 0.0)
-        heapq.heappush(heap, (-spread, first))
     if not costs:
         return np.empty(0, dtype=np.int64)
-    place_of = {item: place for place, (_, item) in enumerate(partitions[heap[0][1]])}
+    joined_to = list(range(len(costs)))  # the item whose part this item's part was joined to
+    singles, waiting = 0, []  # the items from `singles` on, longest first, and a heap of (-spread, first item, parts)
+    partition = None
+    while partition is None or waiting or singles < len(costs):
+        if waiting and (singles == len(costs) or waiting[0] < (-costs[singles], singles)):
+            other = heapq.heappop(waiting)
+        else:
+            other = (-costs[singles], singles, [(costs[singles], singles)])
+            singles += 1
+        if partition is None:
+            partition = other
+            continue
+        parts = _joined(partition[2], other[2], ways, joined_to)
+        spread = parts[-1][0] - (parts[0][0] if len(parts) == ways else 0.0)
+        partition = heapq.heappushpop(waiting, (-spread, partition[1], parts))
+        if singles < len(costs) and (-costs[singles], singles) < partition:
+            heapq.heappush(waiting, partition)
+            partition = None
+    place_of = {item: place for place, (_, item) in enumerate(partition[2])}
     result = np.empty(len(costs), dtype=np.int64)
     for item in range(len(costs)):
         root = item
@@ -201,10 +202,24 @@ def _largest_differencing(costs: list[float], ways: int) -> np.ndarray:
     return result
 
 
+def _joined(parts: list, others: list, ways: int, joined_to: list[int]) -> list:
+    """Two partial partitions as one; `parts` is used up."""
+    joins = max(0, len(parts) + len(others) - ways)  # pairs of which neither part is empty
+    united = others[joins:]
+    for (load, item), (more, other) in zip(parts, others[:joins][::-1], strict=False):
+        joined_to[other] = item
+        united.append((load + more, item))
+    del parts[:joins]
+    if len(united) == 1:
+        insort(parts, united[0])
+        return parts
+    return sorted(parts + united)
+
+
 def local_search(items: Items, bins: Bins, assignment: np.ndarray, comparisons: int) -> tuple[np.ndarray, int]:
     """
-    Moves an item out of a group's slowest bin, or swaps it for a cheaper one, as long as both bins end below where that
-    bin was, each measured from the peak of its own group.
+    Moves an item out of a group's slowest bin, or swaps it for a cheaper one, as long as both bins end below where
+    that bin was, each measured from the peak of its own group.
 
     No group's slowest bin becomes slower, and each step lowers one of them or leaves fewer bins that slow, so it ends.
 
@@ -229,7 +244,7 @@ def local_search(items: Items, bins: Bins, assignment: np.ndarray, comparisons: 
             slow = group * bins.width + int(table[group].argmax())
             for partners in (order[:_PARTNERS], order[_PARTNERS:]):
                 exchange, compared = _best_exchange(items, assignment, slow, partners, gaps, room)
-                comparisons -= compared
+                comparisons -= compared + _STEP
                 if exchange is not None:
                     break
             if exchange is not None:

@@ -19,8 +19,9 @@ from galvatron_hf.data.partition import Bins, Items
 
 
 PLANNERS = ("longest_first", "karmarkar_karp", "exact")
-_COMPARISONS = 2_000_000  # pairs of sequences that the local searches of one placement look at
-_TRIED = 8192  # sequences to place in all: small batches are tried with more numbers of micro-batches
+_COMPARISONS = 600_000  # pairs of sequences that the local searches of one placement compare
+_TRIED = 4096  # sequences placed in all, so that small batches are tried with more numbers of micro-batches
+_MOST_TRIED = 3  # such numbers at most
 _CLOSE = 1e-3  # a start this near to its bound is not tried with another number of micro-batches
 
 
@@ -75,8 +76,8 @@ def place(
     Places every sequence once so that the step is short.
 
     Without a pipeline the data ranks wait for each other in every micro-batch: the sum over micro-batches of (slowest
-    rank + overhead) is minimised. With `p` stages it is `(slowest bin + overhead) * (p - 1 + v)` for `v` micro-batches.
-    `v` is chosen too. The same arguments give the same placement everywhere.
+    rank + overhead) is minimised. With p stages and v micro-batches it is `(slowest bin + overhead) * (p - 1 + v)`.
+    v is chosen too. The same arguments give the same placement everywhere.
 
     Args:
         lengths (`Sequence[int]`): [n], tokens of each sequence.
@@ -171,7 +172,7 @@ class _Step:
 
     def search(self, planner: str) -> tuple[int, np.ndarray]:
         """The number of micro-batches and the assignment that a heuristic finds."""
-        left = tries = max(1, min(6, _TRIED // max(1, len(self.items))))
+        left = tries = min(_MOST_TRIED, max(1, _TRIED // max(1, len(self.items))))
         best, limit = None, np.inf
         for count in self.counts():
             # What is tried depends on no planner, so that the default, which takes the best, is the best of all.
