@@ -250,8 +250,10 @@ def _checked(lengths: Sequence[int], ranks: int, max_tokens: int | None, least_m
             f"ranks={ranks}, least_micro_batches={least_micro_batches}, max_tokens={max_tokens}: each is at least 1; "
             "raise it."
         )
-    if lengths.ndim != 1 or (lengths < 1).any():
-        raise ValueError(f"lengths of shape {lengths.shape}, shortest {lengths.min()}: pass [n] lengths of 1 or more.")
+    if lengths.ndim != 1:
+        raise ValueError(f"lengths of shape {lengths.shape}: each sequence has one length; pass a vector.")
+    if lengths.min(initial=1) < 1:
+        raise ValueError(f"a sequence of {lengths.min()} tokens: there is nothing to compute; leave it out.")
     if max_tokens is not None and len(lengths) and lengths.max() > max_tokens:
         raise ValueError(
             f"a sequence of {lengths.max()} tokens: it does not fit into max_tokens={max_tokens}; raise max_tokens or "
