@@ -81,8 +81,9 @@ def longest_first(items: Items, bins: Bins, held: np.ndarray | None = None) -> n
     """
     Each item in turn into the bin, among those with room, that is farthest below the slowest of its group.
 
-    With one group that bin is the least loaded one. With more, a group's slowest bin is raised only when no other bin
-    has a larger gap, so that what is long gathers in few groups and what is short fills them up.
+    With one group that bin is the least loaded one. With more, a group's slowest bin is raised only when no gap is
+    wide enough, so that what is long gathers in few groups and what is short fills them up; and then that of the group
+    with the most bins that still have room.
 
     Args:
         held (`np.ndarray`, *optional*): an assignment to go on from; -1 is not placed yet.
@@ -110,6 +111,8 @@ def longest_first(items: Items, bins: Bins, held: np.ndarray | None = None) -> n
             gaps[group] = peaks[group] - heaps[group][0][0]
         while True:
             group = gaps.index(max(gaps))
+            if gaps[group] < costs[item] and bins.groups > 1:  # some peak rises: best where most bins can follow
+                group = max(range(bins.groups), key=lambda g: (len(heaps[g]), gaps[g], -g))
             heap = heaps[group]
             if not heap:
                 return None

@@ -20,8 +20,7 @@ from galvatron_hf.data.partition import Bins, Items
 
 PLANNERS = ("longest_first", "karmarkar_karp", "exact")
 _COMPARISONS = 600_000  # pairs of sequences that the local searches of one placement compare
-_TRIED = 4096  # sequences placed in all, so that small batches are tried with more numbers of micro-batches
-_MOST_TRIED = 3  # such numbers at most
+_SMALL = 1024  # up to so many sequences every number of micro-batches is tried with every start
 _CLOSE = 1e-3  # a start this near to its bound is not tried with another number of micro-batches
 
 
@@ -172,20 +171,22 @@ class _Step:
 
     def search(self, planner: str) -> tuple[int, np.ndarray]:
         """The number of micro-batches and the assignment that a heuristic finds."""
-        left = tries = min(_MOST_TRIED, max(1, _TRIED // max(1, len(self.items))))
+        left = tries = 3 if len(self.items) <= _SMALL else 2
         best, limit = None, np.inf
         for count in self.counts():
             # What is tried depends on no planner, so that the default, which takes the best, is the best of all.
             if left == 0 or self.bound(count) >= limit:
                 break
             bins = self.bins(count)
-            starts = _starts(self.items, bins)
+            starts = _starts(self.items, bins, thorough=best is None or len(self.items) <= _SMALL)
             if not starts:
                 continue
             left -= 1
             reached = min(bins.peaks(self.items, start) for start in starts.values())
             limit = min(limit, self.seconds(count, reached))
             if planner == "karmarkar_karp":
+                if best is not None and "karmarkar_karp" not in starts:
+                    continue
                 found = starts.get("karmarkar_karp", next(iter(starts.values())))
             else:
                 found = _improve(self.items, bins, list(starts.values()), _COMPARISONS // tries)
@@ -220,12 +221,13 @@ class _Step:
         return micro_batches, assignment
 
 
-def _starts(items: Items, bins: Bins) -> dict[str, np.ndarray]:
+def _starts(items: Items, bins: Bins, thorough: bool) -> dict[str, np.ndarray]:
     """Assignments by planner, without those that do not fit; by tokens alone if none does."""
     starts = {"longest_first": partition.longest_first(items, bins)}
-    if bins.groups > 1:
-        starts["flat"] = partition.longest_first(items, bins.flat())
-    starts["karmarkar_karp"] = partition.karmarkar_karp(items, bins)
+    if thorough:
+        if bins.groups > 1:
+            starts["flat"] = partition.longest_first(items, bins.flat())
+        starts["karmarkar_karp"] = partition.karmarkar_karp(items, bins)
     if all(start is None for start in starts.values()):
         starts["best_fit"] = partition.best_fit(items, bins)
     return {name: bins.regroup(items, start) for name, start in starts.items() if start is not None}
