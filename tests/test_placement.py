@@ -220,6 +220,23 @@ def test_real_lengths_are_within_two_percent_of_the_bound(ranks, rows, cap, stag
     )
 
 
+@QUICK
+@given(st.lists(st.integers(1, 4000), min_size=1, max_size=40), st.integers(1, 6))
+def test_karmarkar_karp_is_the_textbook_s(lengths, ranks):
+    placement = place(lengths, ranks, COST, max_tokens=None, planner="karmarkar_karp")
+    expected = plain_karmarkar_karp(COST.of(lengths), np.array(lengths), ranks, np.inf)
+    assert np.sort(placement.loads(lengths, COST).ravel()) == pytest.approx(np.sort(expected), rel=1e-9)
+
+
+def test_local_search_betters_longest_first_and_karmarkar_karp():
+    lengths = np.minimum(np.random.default_rng(0).permutation(LENGTHS)[:512], 2048)
+    costs = COST.of(lengths)
+    bound = costs.sum() / 64
+    assert place(lengths, 64, COST, max_tokens=None).seconds(lengths, COST) <= 1.002 * bound
+    assert plain_longest_first(costs, lengths, 64, np.inf).max() > 1.003 * bound
+    assert plain_karmarkar_karp(costs, lengths, 64, np.inf).max() > 1.003 * bound
+
+
 def test_long_sequences_share_a_micro_batch():
     # Two fit nowhere together; of the sums of slowest ranks, 8 + 4 is the least and 8 + 8 the sampler's.
     cost = SequenceCost(per_token=1.0, per_token_squared=0.0, per_sequence=0.0)
