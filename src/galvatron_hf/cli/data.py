@@ -173,8 +173,8 @@ def _show(figures: dict[str, Any]) -> None:
         )
     console.print(
         f"{workload['steps']} global batches of {workload['batch_size']} sequences (seed {workload['seed']}) on "
-        f"{workload['ranks']} data ranks; a micro-batch of a rank has at most {workload['max_tokens']:,} tokens, "
-        f"{workload['padded_rows']} rows if padded"
+        f"{workload['ranks']} data ranks; a micro-batch of a rank has at most {workload['max_tokens']:,} tokens "
+        f"(rows if padded: {workload['padded_rows']})"
     )
     console.print(_mode_table(figures["modes"], measured=cost["unit"] == "seconds"))
     if figures["model"] is not None:
