@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from galvatron_hf.cli import checkpoint
+from galvatron_hf.cli import checkpoint, data
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="galvatron", description="Train large Hugging Face models on many devices.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     checkpoint.add_to(commands)
+    data.add_to(commands)
     given = parser.parse_args(arguments)
     try:
         return given.run(given)

@@ -1,0 +1,219 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""`galvatron data`: how long a dataset's sequences are, and what padding, grouping and packing make of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+
+_BAR = 24  # characters of the longest bar
+
+
+def add_to(commands: argparse._SubParsersAction) -> None:
+    """Adds the command to a parser."""
+    parser = commands.add_parser("data", help="show a dataset's lengths, and what each way to batch them costs")
+    parser.add_argument("dataset", help="a save_to_disk folder, a file of rows or of lengths, or an id on the Hub")
+    parser.add_argument("--config", help="the configuration of a dataset of the Hub")
+    parser.add_argument("--split", help="which part of the dataset (default: train)")
+    parser.add_argument("--column", default="input_ids", help="the column of token ids (default: input_ids)")
+    parser.add_argument("--cost", metavar="A,B,C", help="s tokens take A*s + B*s*s + C seconds, as measured")
+    parser.add_argument("--json", metavar="FILE", help="write the figures here too")
+    numbers = {
+        "--max-length": (None, "cut longer sequences to so many tokens"),
+        "--batch-size": (64, "sequences of a global batch (default: 64)"),
+        "--ranks": (8, "data ranks (default: 8)"),
+        "--max-tokens": (None, "of a rank's micro-batch (default: its share of a batch, all of the longest length)"),
+        "--hidden-size": (2048, "to count FLOPs without --cost (default: 2048)"),
+        "--layers": (24, "to count FLOPs without --cost (default: 24)"),
+        "--steps": (50, "global batches to look at (default: 50)"),
+        "--seed": (42, "of the order of sequences (default: 42)"),
+    }
+    for name, (default, text) in numbers.items():
+        parser.add_argument(name, type=int, metavar="N", default=default, help=text)
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Prints the figures, and writes them if asked to."""
+    figures = _figures(given)
+    _show(figures)
+    if given.json is not None:
+        with open(given.json, "w", encoding="utf-8") as file:
+            json.dump(figures, file, indent=2)
+    return 0
+
+
+def _figures(given: argparse.Namespace) -> dict[str, Any]:
+    """All that is shown, as JSON values."""
+    from galvatron_hf.data.cost import SequenceCost
+    from galvatron_hf.data.forecast import Workload, forecast_modes
+    from galvatron_hf.data.source import named_lengths
+
+    coefficients = measured_cost(given.cost) if given.cost is not None else flops(given.hidden_size, given.layers)
+    workload = Workload(
+        **{name: getattr(given, name) for name in ("batch_size", "ranks", "max_tokens")},
+        steps=given.steps,
+        seed=given.seed,
+    )
+    every = named_lengths(given.dataset, split=given.split, column=given.column, config=given.config)
+    lengths = every[every > 0]
+    if not len(lengths):
+        raise ValueError(f"{given.dataset!r} has no sequence with a token: give another dataset or column.")
+    if given.max_length is not None and given.max_length < 1:
+        raise ValueError(f"max_length={given.max_length} is less than 1: give a positive number.")
+    kept = np.minimum(lengths, given.max_length or lengths.max())
+    modes = forecast_modes(kept, workload, SequenceCost(**coefficients))
+    longest = int(kept.max())
+    return {
+        "dataset": given.dataset,
+        "lengths": summary(lengths) | {"rows_without_tokens": len(every) - len(lengths)},
+        "histogram": histogram(lengths),
+        "cut": {
+            "max_length": given.max_length,
+            "sequences": int((kept < lengths).sum()),
+            "tokens": int((lengths - kept).sum()),
+        },
+        "workload": asdict(workload)
+        | {
+            "steps": min(workload.steps, len(lengths) // workload.batch_size),
+            "max_tokens": workload.token_limit(longest),
+            "padded_rows": workload.padded_rows(longest),
+        },
+        "cost": coefficients | {"unit": "FLOPs" if given.cost is None else "seconds"},
+        "model": None if given.cost is not None else {"hidden_size": given.hidden_size, "layers": given.layers},
+        "modes": [
+            {
+                "mode": mode.mode,
+                "micro_batches": mode.micro_batches,
+                "padding": mode.padding,
+                "imbalance": mode.imbalance,
+                "useful_tokens_per_second": None if given.cost is None else mode.speed,
+                "relative_speed": mode.speed / modes[0].speed,
+            }
+            for mode in modes
+        ],
+    }
+
+
+def measured_cost(text: str) -> dict[str, float]:
+    """The coefficients of `a,b,c`, in seconds."""
+    try:
+        per_token, per_token_squared, per_sequence = map(float, text.split(","))
+    except ValueError:
+        raise ValueError(f"cost={text!r} is not three numbers of seconds: write it as 2e-5,1e-9,1e-4.") from None
+    if not any((per_token, per_token_squared, per_sequence)):
+        raise ValueError(f"cost={text!r} takes no time at all: give what was measured.")
+    return {"per_token": per_token, "per_token_squared": per_token_squared, "per_sequence": per_sequence}
+
+
+def flops(hidden_size: int, layers: int) -> dict[str, float]:
+    """FLOPs of a sequence, forward and backward: 72*s*h^2 + 12*s^2*h for each layer (arXiv 2104.04473, equation 3,
+    without recompute and vocabulary)."""
+    for name, value in (("hidden_size", hidden_size), ("layers", layers)):
+        if value < 1:
+            raise ValueError(f"{name}={value} is less than 1: give a positive number.")
+    return {
+        "per_token": 72.0 * layers * hidden_size**2,
+        "per_token_squared": 12.0 * layers * hidden_size,
+        "per_sequence": 0.0,
+    }
+
+
+def summary(lengths: np.ndarray) -> dict[str, float]:
+    """Count, sum and quantiles, in tokens."""
+    median, p90, p99 = np.quantile(lengths, [0.5, 0.9, 0.99]).tolist()
+    return {
+        "sequences": len(lengths),
+        "tokens": int(lengths.sum()),
+        "median": median,
+        "mean": float(lengths.mean()),
+        "p90": p90,
+        "p99": p99,
+        "max": int(lengths.max()),
+    }
+
+
+def histogram(lengths: np.ndarray) -> list[dict[str, int]]:
+    """Sequences and their tokens by powers of two: bins [from, to), the first and the last not empty."""
+    # Of integers below 2^53 the exponent that frexp gives is exact, unlike a logarithm.
+    exponents = np.frexp(lengths.astype(np.float64))[1] - 1
+    return [
+        {
+            "from": 2**exponent,
+            "to": 2 ** (exponent + 1),
+            "sequences": int((exponents == exponent).sum()),
+            "tokens": int(lengths[exponents == exponent].sum()),
+        }
+        for exponent in range(int(exponents.min()), int(exponents.max()) + 1)
+    ]
+
+
+def _show(figures: dict[str, Any]) -> None:
+    console = Console(soft_wrap=True, highlight=False)
+    lengths, cut, workload, cost = (figures[name] for name in ("lengths", "cut", "workload", "cost"))
+    console.print(f"{lengths['sequences']:,} sequences, {lengths['tokens']:,} tokens", markup=False)
+    names = ("median", "mean", "p90", "p99", "max")
+    console.print("tokens of a sequence: " + ", ".join(f"{name} {lengths[name]:,.0f}" for name in names))
+    if lengths["rows_without_tokens"]:
+        console.print(f"left out: {lengths['rows_without_tokens']:,} rows without tokens")
+    console.print(_histogram_table(figures["histogram"], lengths, "#" if console.options.ascii_only else "█"))
+    if cut["sequences"]:
+        lost = cut["tokens"] / lengths["tokens"]
+        console.print(
+            f"cut to {cut['max_length']:,} tokens from here on: {cut['sequences']:,} sequences lose {lost:.1%} of all "
+            "tokens"
+        )
+    console.print(
+        f"{workload['steps']} global batches of {workload['batch_size']} sequences (seed {workload['seed']}) on "
+        f"{workload['ranks']} data ranks; a micro-batch of a rank has at most {workload['max_tokens']:,} tokens "
+        f"(rows if padded: {workload['padded_rows']})"
+    )
+    console.print(_mode_table(figures["modes"], measured=cost["unit"] == "seconds"))
+    if figures["model"] is not None:
+        console.print(
+            "The speeds are relative and not measured: they count the FLOPs of {layers} layers of hidden size "
+            "{hidden_size}. Give --cost for tokens/s.".format(**figures["model"])
+        )
+
+
+def _histogram_table(bins: list[dict[str, int]], lengths: dict[str, float], character: str) -> Table:
+    table = Table("tokens", "sequences", "", "all tokens")
+    for column in table.columns:
+        column.no_wrap = True
+        column.justify = "left" if column is table.columns[2] else "right"
+    most = max(entry["sequences"] for entry in bins)
+    for entry in bins:
+        table.add_row(
+            f"{entry['from']:,} - {entry['to'] - 1:,}",
+            f"{entry['sequences']:,}",
+            character * -(-_BAR * entry["sequences"] // most),
+            f"{entry['tokens'] / lengths['tokens']:.1%}",
+        )
+    return table
+
+
+def _mode_table(modes: list[dict[str, Any]], measured: bool) -> Table:
+    table = Table("mode", "micro-batches", "padding", "slowest/mean", "speed")
+    if measured:
+        table.add_column("useful tokens/s")
+    for column in table.columns:
+        column.no_wrap = True
+        column.justify = "left" if column is table.columns[0] else "right"
+    for mode in modes:
+        cells = [
+            mode["mode"],
+            f"{mode['micro_batches']:.1f}",
+            f"{mode['padding']:.1%}",
+            f"{mode['imbalance']:.2f}",
+            f"{mode['relative_speed']:.2f}x",
+        ]
+        table.add_row(*cells, *([f"{mode['useful_tokens_per_second']:,.0f}"] if measured else []))
+    return table
