@@ -5,11 +5,11 @@
     OMP_NUM_THREADS=1 python benchmarks/document_attention.py
 
 Documents have lognormal lengths; each round draws another row, runs forward and backward of one layer by document,
-under the mask, and by document again. Printed are medians over the rounds: milliseconds of CPU time, how many times longer the
-dense mask takes (with the range over the rounds), the same for by document against itself (A/A, the spread that any
-ratio of this run has), and making the mask, which a model does once for all layers and which is in no ratio. Peak
-memory, beyond inputs and imports, is that of one forward and backward in a process of its own (VmHWM of Linux); the
-mask is part of it. Evidence tier: measured on a CPU.
+under the mask, and by document again. Printed are medians over the rounds: milliseconds of CPU time; how many times
+longer the dense mask takes (with the range over the rounds); the same for by document against itself (A/A, the spread
+that any ratio of this run has); and making the mask, which a model does once for all layers and which is in no ratio.
+Peak memory, beyond inputs and imports, is that of one forward and backward in a process of its own (VmHWM of Linux);
+the mask is part of it. Evidence tier: measured on a CPU.
 """
 
 import argparse
@@ -150,8 +150,8 @@ def main() -> None:
         print(peak_bytes_here(options.memory_of, row, warm_up))
         return
     print(
-        f"{options.heads} query heads, {options.key_value_heads} key/value heads, {torch.get_num_threads()} thread(s), "
-        f"{options.rounds} rounds"
+        f"{options.heads} query heads, {options.key_value_heads} key/value heads, {options.rounds} rounds, "
+        f"{torch.get_num_threads()} thread(s)"
     )
     print(f"{'':26s} {'ms of CPU time':^24s}   {'dense / by doc.':^20s}   {'A/A':^20s} {'peak MiB':>15s}")
     print("tokens  dim dtype      docs  by doc.    dense   mask" + " " * 47 + "by doc.   dense")
