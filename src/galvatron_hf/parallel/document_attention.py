@@ -1,0 +1,264 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Attention inside the documents of a packed row, from their bounds: no [T, T] mask or matrix of scores exists."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby, pairwise
+
+import torch
+from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
+
+
+# Queries whose scores exist at once, where scores must be made or masked.
+BLOCK = 128
+
+
+def attention_by_document(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: Sequence[int],
+    *,
+    causal: bool,
+    scale: float | None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Attention of one packed row whose documents attend only inside themselves; memory is linear in T.
+
+    The CPU's fused kernel runs document by document, neighbours of equal length as one batch. Sliding windows go over
+    blocks of queries, and so do soft-capping and dropout, which that kernel does not know. On CUDA, bf16 and fp16 take
+    `varlen_attn` where it knows what is asked for, else the path of the CPU; neither has been run on a GPU yet.
+
+    Args:
+        query (`torch.Tensor`): [1, heads, T, D].
+        key (`torch.Tensor`): [1, key/value heads, T, D]; each head serves `heads / key/value heads` query heads.
+        value (`torch.Tensor`): [1, key/value heads, T, value D].
+        bounds (`Sequence[int]`): where documents begin, and T: 0 = b0 < b1 < ... < bn = T.
+        causal (`bool`): whether a token sees the tokens up to itself only.
+        scale (`float`, *optional*): of the scores; `D ** -0.5` by default.
+        sliding_window (`int`, *optional*): a token sees those less than this far away, itself counted, as the modules
+            of transformers pass it to their attention function (bidirectional ones pass their config's number + 1).
+        softcap (`float`, *optional*): scores become `softcap * tanh(scores / softcap)`, in float32.
+        dropout (`float`): probability of dropping an attention weight; drawn from the default generator.
+
+    Returns:
+        `torch.Tensor`: [1, T, heads, value D].
+
+    Raises:
+        `ValueError`: if the bounds do not rise from 0 to T.
+    """
+    lengths = document_lengths(bounds, query.shape[2])
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    value_dim = value.shape[-1]
+    query, key, value = _same_head_dim(query, key, value)
+    if sliding_window is not None and sliding_window >= max(lengths):
+        sliding_window = None
+    fused = softcap is None and dropout == 0.0
+    if fused and _has_varlen_kernel(query):
+        output = _varlen(query, key, value, bounds, max(lengths), causal, scale, sliding_window)
+        return output[..., :value_dim]
+    outputs = []
+    for documents in _runs_of_equal_length((query, key, value), lengths):
+        length = documents[0].shape[2]
+        windowed = sliding_window is not None and sliding_window < length
+        if not fused:
+            weigh = functools.partial(_recomputed_block, scale=scale, softcap=softcap, dropout=dropout)
+            output = _attention_in_blocks(*documents, causal, sliding_window if windowed else None, weigh)
+        elif windowed:
+            weigh = functools.partial(_fused_block, scale=scale)
+            output = _attention_in_blocks(*documents, causal, sliding_window, weigh)
+        else:
+            output = _fused_attention(*documents, None, causal=causal, scale=scale)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)[None, ..., :value_dim]
+
+
+def document_lengths(bounds: Sequence[int], tokens: int) -> list[int]:
+    """The length of each document; refuses bounds that do not rise from 0 to `tokens`."""
+    lengths = [end - begin for begin, end in pairwise(bounds)]
+    if not lengths or bounds[0] != 0 or bounds[-1] != tokens or min(lengths) < 1:
+        raise ValueError(
+            f"Document bounds {list(bounds)} do not rise from 0 to the row's {tokens} tokens; pass the offset where "
+            "each document begins, and the number of tokens."
+        )
+    return lengths
+
+
+def _same_head_dim(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Pads with zeros to the widest head, because the fused kernels know one width; scores and outputs stay."""
+    widest = max(each.shape[-1] for each in states)
+    return tuple(each if each.shape[-1] == widest else F.pad(each, (0, widest - each.shape[-1])) for each in states)
+
+
+def _runs_of_equal_length(states: Sequence[torch.Tensor], lengths: list[int]) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Views [documents, heads, length, D] of [1, heads, T, D]: neighbours of equal length together."""
+    runs = [len(list(run)) for _, run in groupby(lengths)]
+    tokens = [length * documents for (length, _), documents in zip(groupby(lengths), runs, strict=True)]
+    # One split, not a slice each: its backward is one concatenation, that of a slice fills all T positions.
+    for documents, *pieces in zip(runs, *(each.split(tokens, dim=2) for each in states), strict=True):
+        if documents > 1:
+            pieces = [piece.squeeze(0).unflatten(1, (documents, -1)).transpose(0, 1) for piece in pieces]
+        yield tuple(pieces)
+
+
+def _fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scale: float,
+    causal: bool = False,
+) -> torch.Tensor:
+    if query.is_cuda and key.shape[1] != query.shape[1]:
+        # CUDA's kernels for float32 or a mask know no shared heads; what is left would make all scores.
+        copies = query.shape[1] // key.shape[1]
+        key, value = (states.repeat_interleave(copies, dim=1) for states in (key, value))
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=key.shape[1] != query.shape[1]
+    )
+
+
+def _attention_in_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: bool,
+    window: int | None,
+    weigh: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    """Attention of documents [N, heads, S, D], a block of queries after the other with the blocks of keys it reaches.
+
+    Args:
+        weigh (`Callable`): takes queries, the blocks of keys and of values they reach, and the mask to add to their
+            scores (or None); returns the output [N, heads, block, D].
+    """
+    length = query.shape[2]
+    reach = length - 1 if window is None else window - 1
+    block = min(BLOCK, length)
+    queries, keys, values = (states.split(block, dim=2) for states in (query, key, value))
+    blocks_back = min(-(-reach // block), len(queries) - 1)
+    mask = None
+    if causal or window is not None:
+        mask = _block_mask(query, block, blocks_back, causal, window)
+    outputs = []
+    for index, rows in enumerate(queries):
+        first = max(0, index - blocks_back)
+        last = index if causal else min(len(keys) - 1, index + blocks_back)
+        seen = None
+        if mask is not None:
+            begin = (blocks_back - index + first) * block
+            columns = min((last + 1) * block, length) - first * block
+            seen = mask[: rows.shape[2], begin : begin + columns]
+        outputs.append(weigh(rows, keys[first : last + 1], values[first : last + 1], seen))
+    return torch.cat(outputs, dim=2)
+
+
+def _block_mask(query: torch.Tensor, block: int, blocks_back: int, causal: bool, window: int | None) -> torch.Tensor:
+    """What to add to the scores of one block of queries: [block, keys from `blocks_back` blocks before it, and after].
+
+    All blocks cut theirs from it, because a mask depends on distance alone.
+    """
+    blocks_on = 0 if causal else blocks_back
+    rows = torch.arange(block, device=query.device)[:, None]
+    distance = rows - torch.arange(-blocks_back * block, (blocks_on + 1) * block, device=query.device)
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if causal:
+        hidden |= distance < 0
+    if window is not None:
+        hidden |= distance.abs() >= window
+    return torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf)
+
+
+def _fused_block(
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    mask: torch.Tensor,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    return _fused_attention(query, torch.cat(keys, dim=2), torch.cat(values, dim=2), mask, scale=scale)
+
+
+def _recomputed_block(
+    query: torch.Tensor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    mask: torch.Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Attention of one block; backward makes its scores again, from the same random numbers."""
+
+    def attend(query: torch.Tensor, mask: torch.Tensor | None, *blocks: torch.Tensor) -> torch.Tensor:
+        # Put together here, so that each block of keys is kept once and not with every block of queries.
+        key, value = (torch.cat(each, dim=2) for each in (blocks[: len(keys)], blocks[len(keys) :]))
+        return _attention_from_scores(query, key, value, mask, scale, softcap, dropout)
+
+    return checkpoint(attend, query, mask, *keys, *values, use_reentrant=False, preserve_rng_state=dropout > 0.0)
+
+
+def _attention_from_scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    dropout: float,
+) -> torch.Tensor:
+    heads, key_value_heads = query.shape[1], key.shape[1]
+    query = query.unflatten(1, (key_value_heads, heads // key_value_heads))
+    # The query heads that share a key are rows of one product, so that no key is copied.
+    scores = (query.flatten(2, 3) @ key.mT).unflatten(2, query.shape[2:4]).float()
+    scores = scores * scale if softcap is None else torch.tanh(scores * (scale / softcap)) * softcap
+    if mask is not None:
+        scores.add_(mask)
+    weights = torch.softmax(scores, dim=-1).to(value.dtype)
+    if dropout > 0.0:
+        weights = F.dropout(weights, dropout)
+    return (weights.flatten(2, 3) @ value).unflatten(2, query.shape[2:4]).flatten(1, 2)
+
+
+def _has_varlen_kernel(query: torch.Tensor) -> bool:
+    head_dim = query.shape[-1]
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
+
+
+def _varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: Sequence[int],
+    longest: int,
+    causal: bool,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """All documents by one kernel of CUDA; not run on a GPU yet."""
+    reach = -1 if window is None else window - 1  # on each side, beside the token itself; -1 for all
+    offsets = torch.tensor(bounds, dtype=torch.int32, device=query.device)
+    query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
+    output = varlen_attn(
+        query,
+        key,
+        value,
+        offsets,
+        offsets,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(reach, 0 if causal else reach),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output[None]
