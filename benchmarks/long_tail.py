@@ -164,7 +164,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=1, help="steps before the first round")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rows", type=int, default=2, help="documents of a rank in a step")
-    parser.add_argument("--recompute_from", type=int, default=16384, help="the cap from which layers are recomputed")
+    parser.add_argument("--recompute_from", type=int, default=8192, help="the cap from which layers are recomputed")
     parser.add_argument("--share", type=float, default=0.5, help="of a core, for each rank")
     parser.add_argument("--period_ms", type=float, default=10.0, help="in which each rank gets its share once")
     parser.add_argument("--cache", default=os.path.join(tempfile.gettempdir(), "galvatron-long-tail"))

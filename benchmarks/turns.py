@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worlds of ranks that train in turns: each is one training run, which sleeps while the others have theirs."""
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -155,6 +156,7 @@ class TakesTurns(TrainerCallback):
         tokens = self.tokens + [0] * (step - len(self.tokens))
         times = [self.woken, *self.ended[-self.steps :]]
         seconds = [end - begin for begin, end in zip(times, times[1:], strict=False)]
+        ctypes.CDLL(None).malloc_trim(0)  # so that sleepers hold no more memory than their weights and moments
         self.connection.send((seconds, tokens[step - self.steps : step] if step > self.warmup else []))
         self.connection.recv()
         if self.profile is not None and step < last:
