@@ -31,6 +31,7 @@ Evidence tier: measured on devices emulated by CPU quotas (gloo).
 import argparse
 import contextlib
 import functools
+import gc
 import os
 import signal
 import statistics
@@ -41,7 +42,8 @@ import time
 import datasets
 import torch.fx.experimental.symbolic_shapes  # noqa: F401  the first backward imports it: once here, not in each rank
 from cpu_quota import CpuQuota, QuotaError, cpu_quotas
-from long_tail_modes import MODES, Corpus, Setting, build, load_corpora, make_trainer
+from long_tail_modes import MODES, VOCABULARY, Corpus, Setting, build, load_corpora, make_trainer
+from step_profile import StepProfile
 from turns import Ending, Turn, World
 
 
@@ -134,7 +136,7 @@ def profile_ours(setting: Setting, groups: list[CpuQuota], options: argparse.Nam
     """Prints where rank 0 spends a turn of ours, and what its last step logged."""
     steps = turn_steps(setting.corpus.cap, options)["ours"]
     make = functools.partial(make_trainer, "ours", setting, options.warmup + steps)
-    world = World(make, groups, options.warmup, steps, profile=True)
+    world = World(make, groups, options.warmup, steps, StepProfile(VOCABULARY))
     turn = world.turn()
     ending = world.finish()
     print(
@@ -181,6 +183,7 @@ def main() -> None:
     datasets.disable_progress_bars()
     torch.set_num_threads(1)
     corpora = load_corpora(options.caps, options.cache)
+    gc.freeze()  # a collection in a rank would write to every object, and so copy the memory that all share
     for corpus in corpora:
         for dtype in options.dtypes:
             with contextlib.ExitStack() as stack:

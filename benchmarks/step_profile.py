@@ -24,9 +24,14 @@ _LINEAR = re.compile(r"aten::(mm|addmm|bmm|linear|matmul)$")
 
 
 class StepProfile:
-    """Profiles what runs between `start` and `stop`; each pair adds to the table."""
+    """Profiles what runs between `start` and `stop`; each pair adds to the table.
 
-    def __init__(self):
+    Args:
+        vocabulary (`int`): tokens of the model, a number that no other dimension has: it tells the head's operators.
+    """
+
+    def __init__(self, vocabulary: int):
+        self.vocabulary = vocabulary
         self.seconds: dict[str, float] = defaultdict(float)
         self.wall = 0.0
         self._running: profile | None = None
@@ -56,10 +61,9 @@ class StepProfile:
         for event in events:
             by_thread[event.thread] += event.self_cpu_time_total
         main = max(by_thread, key=by_thread.get)
-        vocabulary = max((max(_sizes(event), default=0) for event in events if _is_embedding(event)), default=0)
         for event in events:
             if event.thread == main:
-                self.seconds[_kind(event, vocabulary)] += event.self_cpu_time_total / 1e6
+                self.seconds[_kind(event, self.vocabulary)] += event.self_cpu_time_total / 1e6
 
     def table(self) -> str:
         """Shares of the wall time, largest first; what is in no operator is Python."""
@@ -81,10 +85,6 @@ def _kind(event: FunctionEvent, vocabulary: int) -> str:
     if any(_LINEAR.search(caller.name) for caller in callers):
         return "linear layers"
     return "other operators"
-
-
-def _is_embedding(event: FunctionEvent) -> bool:
-    return event.name == "aten::embedding"
 
 
 def _sizes(event: FunctionEvent) -> set[int]:

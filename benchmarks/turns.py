@@ -67,7 +67,7 @@ class World:
         groups (`list[CpuQuota]`): one for each rank.
         warmup (`int`): steps before the first turn.
         steps (`int`): of a turn.
-        profile (`bool`): whether rank 0 profiles its turns.
+        profile ([`StepProfile`], *optional*): of rank 0 in its turns.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class World:
         groups: list[CpuQuota],
         warmup: int,
         steps: int,
-        profile: bool = False,
+        profile: StepProfile | None = None,
     ):
         context = multiprocessing.get_context("fork")
         port = _free_port()
@@ -84,7 +84,7 @@ class World:
         self.processes: list[multiprocessing.Process] = []
         for rank in range(len(groups)):
             ours, theirs = context.Pipe()
-            arguments = (rank, groups, port, make_trainer, theirs, warmup, steps, profile and rank == 0)
+            arguments = (rank, groups, port, make_trainer, theirs, warmup, steps, profile if rank == 0 else None)
             process = context.Process(target=_run_rank, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -126,9 +126,11 @@ class World:
 class TakesTurns(TrainerCallback):
     """Sleeps after the warm-up and after every turn until it is told to go on, and keeps the losses."""
 
-    def __init__(self, connection: Connection, tokens: list[int], warmup: int, steps: int, profile: bool):
+    def __init__(
+        self, connection: Connection, tokens: list[int], warmup: int, steps: int, profile: StepProfile | None
+    ):
         self.connection, self.tokens, self.warmup, self.steps = connection, tokens, warmup, steps
-        self.profile = StepProfile() if profile else None
+        self.profile = profile
         self.ended: list[float] = []
         self.losses: list[float] = []
         self.logged: dict[str, float] = {}
@@ -176,7 +178,7 @@ def _run_rank(
     connection: Connection,
     warmup: int,
     steps: int,
-    profile: bool,
+    profile: StepProfile | None,
 ) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler is the parent's
     groups[rank].enter()
