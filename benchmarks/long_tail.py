@@ -1,0 +1,211 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Useful tokens/s on documents of very different lengths: plain Trainer in four ways, and GalvatronTrainer.
+
+    PYTHONPATH=recipes OMP_NUM_THREADS=1 python benchmarks/long_tail.py --caps 4096 --dtypes fp32      as root
+
+Documents are the modules of the standard library, cut at the cap in every mode, so that all have the same to learn.
+A Llama of 8M parameters (sdpa) trains on four ranks, each of which has half a core (see cpu_quota.py). A step has two
+documents a rank, except for `trl`. Modes:
+
+    padded     Trainer and DistributedDataParallel, batches padded to their longest document
+    again      the same once more: how far it is from padded is the spread of any ratio (A/A)
+    grouped    train_sampling_strategy="group_by_length"
+    rebalance  train_sampling_strategy="batch_rebalance"
+    trl        documents packed by TRL (best fit decreasing) into rows of the cap, one on each rank: its collator makes
+               one row of all those of a rank, whose mask grows with the square, so that one is the best for it
+    ours       GalvatronTrainer, layers replicated
+
+Each mode is one training run in processes of its own, which sleep while the others have their turn. A round is a turn
+of each: `--steps` of padded and again, at least `--fast_steps` of the others (with 5 rounds of 5 grouped passes twice
+through a run of 100 documents, which it goes through from long to short). Speed is the useful tokens of a turn over
+its wall time, from the word to go to the slowest rank's last step; "all" is that of all turns together. Padded and
+ours draw the same global batches: their losses stand side by side.
+
+The dense masks of padded rows are kept for the backward by each layer, rows * cap^2 * 4 bytes (2 in bf16); from
+`--recompute_from` on every layer is recomputed, in all modes, so that one layer's are there at a time.
+
+Evidence tier: measured on devices emulated by CPU quotas (gloo).
+"""
+
+import argparse
+import contextlib
+import functools
+import gc
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+
+import datasets
+import torch.fx.experimental.symbolic_shapes  # noqa: F401  the first backward imports it: once here, not in each rank
+from cpu_quota import CpuQuota, QuotaError, cpu_quotas
+from long_tail_modes import MODES, VOCABULARY, Corpus, Setting, build, load_corpora, make_trainer
+from step_profile import StepProfile
+from turns import Ending, Turn, World
+
+
+STEPS = {2048: 3, 4096: 2}  # of a padded turn; longer caps take one
+PADDED = ("padded", "again")
+
+
+def compare(setting: Setting, groups: list[CpuQuota], options: argparse.Namespace) -> None:
+    """Prints the table of one cap and dtype, and each round as it ends."""
+    steps = turn_steps(setting.corpus.cap, options)
+    worlds, turns = {}, {mode: [] for mode in options.modes}
+    for mode in options.modes:
+        last = options.warmup + options.rounds * steps[mode]
+        make = functools.partial(make_trainer, mode, setting, last)
+        worlds[mode] = World(make, groups, options.warmup, steps[mode])
+    for number in range(options.rounds):
+        begun = time.perf_counter()
+        first = number % len(worlds)
+        for mode in options.modes[first:] + options.modes[:first]:
+            turns[mode].append(worlds[mode].turn())
+        speeds = "  ".join(f"{mode} {of_mode[-1].speed:.0f}" for mode, of_mode in turns.items())
+        print(f"  round {number + 1} of {time.perf_counter() - begun:.0f} s: {speeds}", flush=True)
+    endings = {mode: world.finish() for mode, world in worlds.items()}
+    print(speed_table(turns))
+    print("\n".join(comparisons(turns, endings, options.warmup)), flush=True)
+
+
+def turn_steps(cap: int, options: argparse.Namespace) -> dict[str, int]:
+    """Steps of a turn of each mode."""
+    padded = options.steps or STEPS.get(cap, 1)
+    return {mode: padded if mode in PADDED else max(padded, options.fast_steps) for mode in options.modes}
+
+
+def speed_table(turns: dict[str, list[Turn]]) -> str:
+    """A line for each mode."""
+    total = {mode: overall(of_mode) for mode, of_mode in turns.items()}
+    lines = ["  mode       steps  tokens/s  [lowest, highest]     all  ours / it  it / padded"]
+    for mode, of_mode in turns.items():
+        speeds = [turn.speed for turn in of_mode]
+        steps = sum(len(turn.tokens) for turn in of_mode)
+        lines.append(
+            f"  {mode:9s}  {steps:5d}  {statistics.median(speeds):8.0f}  [{min(speeds):6.0f}, {max(speeds):7.0f}]"
+            f"  {total[mode]:6.0f}  {quotient(total, 'ours', mode):>9s}  {quotient(total, mode, 'padded'):>11s}"
+        )
+    return "\n".join(lines)
+
+
+def overall(turns: list[Turn]) -> float:
+    """Useful tokens/s of all turns together."""
+    return sum(sum(turn.tokens) for turn in turns) / sum(turn.seconds for turn in turns)
+
+
+def quotient(total: dict[str, float], one: str, other: str) -> str:
+    return f"{total[one] / total[other]:.2f}" if one in total and other in total else "-"
+
+
+def comparisons(turns: dict[str, list[Turn]], endings: dict[str, Ending], warmup: int) -> list[str]:
+    """Padded against itself, and against ours where both had the same global batches."""
+    lines = []
+    if "padded" in turns and "again" in turns:
+        ratios = [again.speed / padded.speed for again, padded in zip(turns["again"], turns["padded"], strict=True)]
+        spread = f"{statistics.median(ratios):.3f} [{min(ratios):.3f}, {max(ratios):.3f}]"
+        lines.append(f"  A/A, again / padded by round: median {spread}")
+    if "padded" in turns and "ours" in turns:
+        lines += same_batches(turns["padded"], turns["ours"])
+        lines += same_losses(endings["padded"].losses, endings["ours"].losses, warmup)
+    return lines
+
+
+def same_batches(padded: list[Turn], ours: list[Turn]) -> list[str]:
+    """How much faster ours took the steps that both took."""
+    tokens = [[count for turn in turns for count in turn.tokens] for turns in (padded, ours)]
+    seconds = [[step for turn in turns for step in turn.step_seconds] for turns in (padded, ours)]
+    common = min(map(len, tokens))
+    if tokens[0][:common] != tokens[1][:common]:
+        raise RuntimeError(f"Padded and ours trained on different numbers of tokens: {tokens}.")
+    ratio = sum(seconds[0][:common]) / sum(seconds[1][:common])
+    return [f"  ours / padded on the same {common} global batches: {ratio:.2f}"]
+
+
+def same_losses(padded: list[float], ours: list[float], warmup: int) -> list[str]:
+    """The losses of the steps that both took, those of the warm-up included."""
+    pairs = list(zip(padded, ours, strict=False))
+    lines = [f"  step {step + 1:3d}  padded {one:.6f}  ours {other:.6f}" for step, (one, other) in enumerate(pairs)]
+    largest = max(abs(one - other) / abs(one) for one, other in pairs)
+    return [*lines, f"  largest relative difference of {len(pairs)} losses: {largest:.1e}"]
+
+
+def profile_ours(setting: Setting, groups: list[CpuQuota], options: argparse.Namespace) -> None:
+    """Prints where rank 0 spends a turn of ours, and what its last step logged."""
+    steps = turn_steps(setting.corpus.cap, options)["ours"]
+    make = functools.partial(make_trainer, "ours", setting, options.warmup + steps)
+    world = World(make, groups, options.warmup, steps, StepProfile(VOCABULARY))
+    turn = world.turn()
+    ending = world.finish()
+    print(
+        f"  ours, rank 0, {steps} steps in {turn.seconds:.1f} s, {turn.speed:.0f} useful tokens/s under the profiler"
+    )
+    print(f"{ending.profile}\n  last step's log: {ending.logged}", flush=True)
+
+
+def describe(corpus: Corpus, setting: Setting) -> str:
+    lengths = corpus.documents["length"]
+    mean = statistics.mean(lengths)
+    return (
+        f"\ncap {corpus.cap}, {'bf16' if setting.bf16 else 'fp32'}: {len(lengths)} documents of {mean:.0f} tokens on "
+        f"average, {100 * sum(length == corpus.cap for length in lengths) / len(lengths):.0f}% at the cap; "
+        f"{setting.ranks} x {setting.rows} in a step{', layers recomputed' if setting.recompute else ''}"
+    )
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--caps", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
+    parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, help="of a padded turn; by default 3 at 2K, 2 at 4K, else 1")
+    parser.add_argument("--fast_steps", type=int, default=5, help="least of a turn of the other modes")
+    parser.add_argument("--warmup", type=int, default=1, help="steps before the first round")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=2, help="documents of a rank in a step")
+    parser.add_argument("--recompute_from", type=int, default=8192, help="the cap from which layers are recomputed")
+    parser.add_argument("--share", type=float, default=0.5, help="of a core, for each rank")
+    parser.add_argument("--period_ms", type=float, default=10.0, help="in which each rank gets its share once")
+    parser.add_argument("--cache", default=os.path.join(tempfile.gettempdir(), "galvatron-long-tail"))
+    parser.add_argument("--profile", action="store_true", help="of ours alone: where its time goes")
+    options = parser.parse_args()
+    options.modes = ["ours"] if options.profile else options.modes
+    return options
+
+
+def main() -> None:
+    options = parse_options()
+    # A request to end becomes an exception, behind which the groups are removed, and the ranks in them.
+    signal.signal(signal.SIGTERM, lambda *unused: sys.exit("ended by SIGTERM"))
+    datasets.disable_progress_bars()
+    torch.set_num_threads(1)
+    corpora = load_corpora(options.caps, options.cache)
+    gc.freeze()  # a collection in a rank would write to every object, and so copy the memory that all share
+    for corpus in corpora:
+        for dtype in options.dtypes:
+            with contextlib.ExitStack() as stack:
+                folder = stack.enter_context(tempfile.TemporaryDirectory())
+                quotas = cpu_quotas("galvatron-long-tail", options.ranks, options.share, options.period_ms)
+                groups = stack.enter_context(quotas)
+                setting = Setting(
+                    corpus=corpus,
+                    bf16=dtype == "bf16",
+                    ranks=options.ranks,
+                    rows=options.rows,
+                    recompute=corpus.cap >= options.recompute_from,
+                    folder=folder,
+                )
+                print(describe(corpus, setting), flush=True)
+                (profile_ours if options.profile else compare)(setting, groups, options)
+    parameters = build(setting).num_parameters() / 1e6
+    print(f"\n{parameters:.1f}M parameters; tier: measured on devices emulated by CPU quotas")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except QuotaError as error:
+        sys.exit(str(error))

@@ -1,0 +1,190 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""The corpus and the trainers that long_tail.py compares: one model, one optimizer, five ways to feed them."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, DatasetDict, load_from_disk
+from transformers import (
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    Trainer,
+    TrainingArguments,
+)
+
+from data.python_stdlib import NAME, load_python_stdlib
+from data.text import cached, documents_to_rows, fingerprint, train_tokenizer
+from galvatron_hf import GalvatronTrainer, GalvatronTrainingArguments, ParallelPlan
+
+
+MODES = ("padded", "again", "grouped", "rebalance", "trl", "ours")
+SAMPLING = {"grouped": "group_by_length", "rebalance": "batch_rebalance"}
+VOCABULARY = 4000  # the length of no row, so that a profile tells the head's operators by it
+LAYERS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Documents cut at a number of tokens.
+
+    Attributes:
+        cap (`int`): that number.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): theirs.
+        documents (`Dataset`): `input_ids`, and their number as `length`.
+    """
+
+    cap: int
+    tokenizer: PreTrainedTokenizerBase
+    documents: Dataset
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all modes share.
+
+    Attributes:
+        corpus ([`Corpus`]): what they learn.
+        bf16 (`bool`): whether they compute in bf16.
+        ranks, rows (`int`): processes, and documents on each in a step.
+        recompute (`bool`): whether every layer is computed again in the backward.
+        folder (`str`): for what a trainer writes.
+    """
+
+    corpus: Corpus
+    bf16: bool
+    ranks: int
+    rows: int
+    recompute: bool
+    folder: str
+
+
+def load_corpora(caps: list[int], cache: str) -> list[Corpus]:
+    """The standard library's modules, tokenised once and kept in `cache`, cut at each of `caps`."""
+
+    def make() -> tuple[PreTrainedTokenizerBase, DatasetDict]:
+        texts = load_python_stdlib().select_columns("text")
+        tokenizer = train_tokenizer(texts["text"], VOCABULARY)
+        return tokenizer, documents_to_rows(DatasetDict(train=texts), tokenizer, "text", sys.maxsize, "truncate")
+
+    def save(made: tuple[PreTrainedTokenizerBase, DatasetDict], folder: str) -> None:
+        made[0].save_pretrained(os.path.join(folder, "tokenizer"))
+        made[1]["train"].save_to_disk(os.path.join(folder, "rows"))
+
+    def load(folder: str) -> tuple[PreTrainedTokenizerBase, Dataset]:
+        return AutoTokenizer.from_pretrained(os.path.join(folder, "tokenizer")), load_from_disk(f"{folder}/rows")
+
+    tokenizer, whole = cached(Path(cache) / fingerprint(NAME, sys.version, VOCABULARY), make, save, load)
+
+    def cut(cap: int) -> Dataset:
+        return Dataset.from_list(
+            [{"input_ids": ids[:cap], "length": min(len(ids), cap)} for ids in whole["input_ids"]]
+        )
+
+    return [Corpus(cap=cap, tokenizer=tokenizer, documents=cut(cap)) for cap in caps]
+
+
+def make_trainer(mode: str, setting: Setting, steps: int) -> tuple[Trainer, list[int]]:
+    """A trainer, and the list to which its collator appends the useful tokens of each of this rank's batches."""
+    model, documents = build(setting), setting.corpus.documents
+    collator = DataCollatorForLanguageModeling(setting.corpus.tokenizer, mlm=False)
+    arguments = common_arguments(setting, steps)
+    if mode == "ours":
+        recompute = "full" if setting.recompute else "none"
+        plan = ParallelPlan.uniform(setting.ranks, LAYERS, sharding="replicate", recompute=recompute)
+        args = GalvatronTrainingArguments(**arguments, parallel_plan=plan)
+        trainer = GalvatronTrainer(model, args, train_dataset=documents, data_collator=collator)
+    elif mode == "trl":
+        documents, collator = pack_as_trl(setting.corpus)
+        require_separate_documents(model, collator)
+        arguments |= {"per_device_train_batch_size": 1, "remove_unused_columns": False}
+        trainer = Trainer(model, TrainingArguments(**arguments), train_dataset=documents, data_collator=collator)
+    else:
+        if mode in SAMPLING:
+            # Trainer removes unused columns before it makes the sampler, which then would count the tokens itself.
+            arguments |= {"train_sampling_strategy": SAMPLING[mode], "remove_unused_columns": False}
+        trainer = Trainer(model, TrainingArguments(**arguments), train_dataset=documents, data_collator=collator)
+    trainer.remove_callback(PrinterCallback)
+    return trainer, count_tokens(collator)
+
+
+def build(setting: Setting) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=setting.corpus.cap,
+        pad_token_id=setting.corpus.tokenizer.pad_token_id,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config)
+
+
+def common_arguments(setting: Setting, steps: int) -> dict[str, Any]:
+    return {
+        "output_dir": setting.folder,
+        "use_cpu": True,
+        "bf16": setting.bf16,
+        "per_device_train_batch_size": setting.rows,
+        "activation_checkpointing": setting.recompute,
+        "ddp_find_unused_parameters": False,  # as with recomputation; it costs plain Trainer a little otherwise
+        "max_steps": steps,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "log_level": "error",
+        "ddp_timeout": 86400,
+    }
+
+
+def pack_as_trl(corpus: Corpus) -> tuple[Dataset, Callable]:
+    """TRL's best-fit decreasing packing into rows of the cap, and the collator that goes with it."""
+    from trl import pack_dataset
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as PackedCollator
+
+    rows = pack_dataset(corpus.documents.select_columns("input_ids"), corpus.cap, "bfd")
+    return rows, PackedCollator(pad_token_id=corpus.tokenizer.pad_token_id, padding_free=True)
+
+
+def require_separate_documents(model: LlamaForCausalLM, collator: Callable) -> None:
+    """
+    Raises:
+        RuntimeError: if a document of a packed row changes what the model makes of the next one.
+    """
+
+    def second_document(first: list[int]) -> torch.Tensor:
+        row = {"input_ids": [*first, 20, 21, 22], "seq_lengths": [len(first), 3]}
+        with torch.no_grad():
+            return model(**collator([row])).logits[0, len(first) :]
+
+    if not torch.equal(second_document([10, 11, 12, 13]), second_document([14, 15, 16, 17])):
+        raise RuntimeError("Packed documents see each other, so that TRL's speed would be that of another model.")
+
+
+def count_tokens(collator: Any) -> list[int]:
+    """Makes a collator count the tokens of its documents; they are appended to the list that is returned."""
+    counts: list[int] = []
+    collate = collator.torch_call
+
+    def counting(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        counts.append(sum(len(example["input_ids"]) for example in examples))
+        return collate([{name: value for name, value in row.items() if name != "length"} for row in examples])
+
+    collator.torch_call = counting  # of this one, which stays of the class that trainers know
+    return counts

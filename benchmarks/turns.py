@@ -1,0 +1,202 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Worlds of ranks that train in turns: each is one training run, which sleeps while the others have theirs."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+from cpu_quota import CpuQuota
+from step_profile import StepProfile
+from transformers import Trainer, TrainerCallback
+
+
+TIMEOUT = timedelta(days=1)  # of a collective: ranks sleep between steps, not in one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """Steps that a world took without a pause.
+
+    Attributes:
+        seconds (`float`): from the word to go until the last rank was through.
+        step_seconds (`list[float]`): those of each step, as rank 0 saw them.
+        tokens (`list[int]`): useful ones of each step, of all ranks.
+    """
+
+    seconds: float
+    step_seconds: list[float]
+    tokens: list[int]
+
+    @property
+    def speed(self) -> float:
+        """Useful tokens/s."""
+        return sum(self.tokens) / self.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """What rank 0 tells at the end of its run.
+
+    Attributes:
+        losses (`list[float]`): of each step.
+        logged (`dict[str, float]`): the last step's log.
+        profile (`str`): a table, where one was asked for.
+    """
+
+    losses: list[float]
+    logged: dict[str, float]
+    profile: str
+
+
+class World:
+    """The ranks of one training run, asleep before the first step that counts.
+
+    Args:
+        make_trainer (`Callable`): called in each rank; returns the trainer, and the list to which its collator will
+            append the useful tokens of each of the rank's batches.
+        groups (`list[CpuQuota]`): one for each rank.
+        warmup (`int`): steps before the first turn.
+        steps (`int`): of a turn.
+        profile ([`StepProfile`], *optional*): of rank 0 in its turns.
+    """
+
+    def __init__(
+        self,
+        make_trainer: Callable[[], tuple[Trainer, list[int]]],
+        groups: list[CpuQuota],
+        warmup: int,
+        steps: int,
+        profile: StepProfile | None = None,
+    ):
+        context = multiprocessing.get_context("fork")
+        port = _free_port()
+        self.connections: list[Connection] = []
+        self.processes: list[multiprocessing.Process] = []
+        for rank in range(len(groups)):
+            ours, theirs = context.Pipe()
+            arguments = (rank, groups, port, make_trainer, theirs, warmup, steps, profile if rank == 0 else None)
+            process = context.Process(target=_run_rank, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self.connections.append(ours)
+            self.processes.append(process)
+        self._hear()
+
+    def turn(self) -> Turn:
+        """Lets the world take its steps."""
+        begun = time.perf_counter()
+        reports = self._say_and_hear()
+        seconds = time.perf_counter() - begun
+        tokens = [sum(of_ranks) for of_ranks in zip(*(own for _, own in reports), strict=True)]
+        return Turn(seconds=seconds, step_seconds=reports[0][0], tokens=tokens)
+
+    def finish(self) -> Ending:
+        """Lets the run end, after its last turn."""
+        ending = self._say_and_hear()[0]
+        self._say("leave")  # rank 0 hosts the store: none leaves before all are done
+        for process in self.processes:
+            process.join()
+        return ending
+
+    def _say_and_hear(self) -> list:
+        self._say("go")
+        return self._hear()
+
+    def _say(self, word: str) -> None:
+        for connection in self.connections:
+            connection.send(word)
+
+    def _hear(self) -> list:
+        try:
+            return [connection.recv() for connection in self.connections]
+        except (EOFError, ConnectionResetError):
+            raise RuntimeError("A rank has failed; its traceback stands above.") from None
+
+
+class TakesTurns(TrainerCallback):
+    """Sleeps after the warm-up and after every turn until it is told to go on, and keeps the losses."""
+
+    def __init__(
+        self, connection: Connection, tokens: list[int], warmup: int, steps: int, profile: StepProfile | None
+    ):
+        self.connection, self.tokens, self.warmup, self.steps = connection, tokens, warmup, steps
+        self.profile = profile
+        self.ended: list[float] = []
+        self.losses: list[float] = []
+        self.logged: dict[str, float] = {}
+        self.woken = 0.0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if self.warmup == 0:
+            self._sleep(0, state.max_steps)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.ended.append(time.perf_counter())
+        done = state.global_step - self.warmup
+        if done >= 0 and done % self.steps == 0:
+            self._sleep(state.global_step, state.max_steps)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            self.losses.append(logs["loss"])
+            self.logged = logs
+
+    def _sleep(self, step: int, last: int) -> None:
+        if self.profile is not None:
+            self.profile.stop()
+        # The collator may be batches ahead of the steps; a rank that collates none trains on what others read.
+        tokens = self.tokens + [0] * (step - len(self.tokens))
+        times = [self.woken, *self.ended[-self.steps :]]
+        seconds = [end - begin for begin, end in zip(times, times[1:], strict=False)]
+        ctypes.CDLL(None).malloc_trim(0)  # so that sleepers hold no more memory than their weights and moments
+        self.connection.send((seconds, tokens[step - self.steps : step] if step > self.warmup else []))
+        self.connection.recv()
+        if self.profile is not None and step < last:
+            self.profile.start()
+        self.woken = time.perf_counter()
+
+    def ending(self) -> Ending:
+        profile = "" if self.profile is None else self.profile.table()
+        return Ending(losses=self.losses, logged=self.logged, profile=profile)
+
+
+def _run_rank(
+    rank: int,
+    groups: list[CpuQuota],
+    port: int,
+    make_trainer: Callable[[], tuple[Trainer, list[int]]],
+    connection: Connection,
+    warmup: int,
+    steps: int,
+    profile: StepProfile | None,
+) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler is the parent's
+    groups[rank].enter()
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(groups), "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    os.environ.update({name: str(value) for name, value in world.items()}, MASTER_ADDR="127.0.0.1")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    trainer, tokens = make_trainer()
+    turns = TakesTurns(connection, tokens, warmup, steps, profile)
+    trainer.add_callback(turns)
+    trainer.train()
+    connection.send(turns.ending())
+    connection.recv()
+    os._exit(0)  # gloo's threads and those of DistributedDataParallel wait for each other for ever at times
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
