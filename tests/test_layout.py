@@ -10,8 +10,10 @@ import torch.distributed as dist
 
 from galvatron_hf.parallel.collectives import count_collectives
 from galvatron_hf.parallel.layout import (
+    Grid,
     GroupCache,
     Layout,
+    PackedRow,
     Rectangle,
     block_size,
     block_sizes,
@@ -107,7 +109,7 @@ def _check_all_pairs(stage, shapes):
         whole = whole_activation(rows, length)
         x = part(whole, src, index).clone().requires_grad_()
         with count_collectives() as forward:
-            y = redistribute(x, src, dst, rows=rows, length=length, index=index, groups=groups)
+            y = redistribute(x, src, dst, grid=Grid(rows, length), index=index, groups=groups)
         assert torch.equal(y, part(whole, dst, index)), (src, dst, rows, length)
         with count_collectives() as backward:
             # every replica carries the full gradient; it must arrive unsummed
@@ -147,6 +149,51 @@ def test_every_pair_of_layouts_is_exact_both_ways_at_the_least_volume(stage, sha
         assert sum(volume[case] for volume in volumes) == _least_volume(*case), case
 
 
+def _packed_part(whole, layout, index, cuts):
+    """The oracle: a rank's positions of a packed row, found one by one."""
+    packs, piece = len(cuts) - 1, index // layout.replicas
+    data, position = piece // layout.positions, piece % layout.positions
+    own = [p for p in range(cuts[-1]) if _pack_of(p, cuts) * layout.data // packs == data]
+    first, count = (own[0] if own else cuts[data * packs // layout.data]), len(own)
+    return whole[:, first + count * position // layout.positions : first + count * (position + 1) // layout.positions]
+
+
+def _pack_of(position, cuts):
+    return next(k for k in range(len(cuts) - 1) if cuts[k] <= position < cuts[k + 1])
+
+
+def _check_packed_pairs(ranks, rows):
+    index, groups = dist.get_rank(), GroupCache(range(ranks))
+    groups.prepare(divisors(ranks))
+    for cuts, src, dst in itertools.product(rows, layouts(ranks), layouts(ranks)):
+        whole, grid = whole_activation(1, cuts[-1]), PackedRow(cuts)
+        x = _packed_part(whole, src, index, cuts).clone().requires_grad_()
+        with count_collectives() as log:
+            y = redistribute(x, src, dst, grid=grid, index=index, groups=groups)
+        assert torch.equal(y, _packed_part(whole, dst, index, cuts)), (src, dst, cuts)
+        y.backward(-_packed_part(whole, dst, index, cuts))
+        assert torch.equal(x.grad, -_packed_part(whole, src, index, cuts)), (src, dst, cuts)
+        assert all(call.group_size == block_size(src, dst, ranks, packed=True) for call in log.calls)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows"),
+    [
+        (2, [(0, 3, 5), (0, 0, 4), (0, 7, 7)]),
+        (4, [(0, 1, 9, 10, 12), (0, 11, 11, 11, 13), (0, 2, 4, 6, 8), (0, 1, 2, 3, 30)]),
+        (6, [(0, 1, 2, 20, 21, 22, 23), (0, 9, 10, 11, 12, 13, 14)]),
+        (8, [(0, 1, 2, 3, 4, 40, 41, 42, 43)]),
+    ],
+)
+def test_every_pair_of_layouts_of_a_packed_row_is_exact_both_ways(ranks, rows):
+    run_ranks(_check_packed_pairs, ranks, ranks, rows, timeout=120)
+
+
+def test_packs_that_data_ranks_cannot_share_are_refused():
+    with pytest.raises(ValueError, match="A row of 3 packs cannot be split over 2 data ranks"):
+        PackedRow((0, 1, 2, 3)).rectangle(Layout(2, 1, 1), 0)
+
+
 def test_a_stage_inside_a_larger_world_uses_its_own_blocks():
     def work():
         stages = [(3, 1), (2, 0)]
@@ -157,7 +204,7 @@ def test_a_stage_inside_a_larger_world_uses_its_own_blocks():
         index = stages[mine].index(dist.get_rank())
         whole = whole_activation(3, 5) * (mine + 1)
         src, dst = Layout(2, 1, 1), Layout(1, 2, 1)
-        y = redistribute(part(whole, src, index), src, dst, rows=3, length=5, index=index, groups=caches[mine])
+        y = redistribute(part(whole, src, index), src, dst, grid=Grid(3, 5), index=index, groups=caches[mine])
         return torch.equal(y, part(whole, dst, index)), caches[mine].block(2).rank() == index
 
     assert run_ranks(work, 4) == [(True, True)] * 4
@@ -170,7 +217,7 @@ def test_replicas_share_the_sending():
         index, src, dst = dist.get_rank(), Layout(2, 1, 2), Layout(1, 1, 4)
         with count_collectives() as log:
             redistribute(
-                part(whole_activation(4, 5), src, index), src, dst, rows=4, length=5, index=index, groups=groups
+                part(whole_activation(4, 5), src, index), src, dst, grid=Grid(4, 5), index=index, groups=groups
             )
         return log.bytes()
 
@@ -200,7 +247,7 @@ def test_every_type_and_any_trailing_dimensions_move():
         for dtype, tail in itertools.product(DTYPES, [(), (3,), (2, 3)]):
             whole = (torch.arange(15).view(3, 5, *[1] * len(tail)) % 13).expand(3, 5, *tail).to(dtype)
             x = part(whole, src, index)
-            y = redistribute(x, src, dst, rows=3, length=5, index=index, groups=groups)
+            y = redistribute(x, src, dst, grid=Grid(3, 5), index=index, groups=groups)
             assert y.dtype == dtype
             # compared as bytes: not every type has a comparison
             want = part(whole, dst, index).contiguous()
@@ -216,8 +263,8 @@ def test_moves_without_communication():
         index, replicated = dist.get_rank(), Layout(1, 1, 2)
         x = whole_activation(4, 6).requires_grad_()
         with count_collectives() as log:
-            assert redistribute(x, replicated, replicated, rows=4, length=6, index=index, groups=groups) is x
-            y = redistribute(x, replicated, Layout(2, 1, 1), rows=4, length=6, index=index, groups=groups)
+            assert redistribute(x, replicated, replicated, grid=Grid(4, 6), index=index, groups=groups) is x
+            y = redistribute(x, replicated, Layout(2, 1, 1), grid=Grid(4, 6), index=index, groups=groups)
         assert log.count() == 0
         # a copy: the whole must not be kept alive by the part
         assert y.untyped_storage().nbytes() == y.numel() * y.element_size()
@@ -231,9 +278,9 @@ def test_wrong_use_is_refused():
         groups = GroupCache(range(2))
         x = torch.zeros(2, 4, 3)
         with pytest.raises(ValueError, match="was not prepared"):
-            redistribute(x, Layout(2, 1, 1), Layout(1, 1, 2), rows=4, length=4, index=dist.get_rank(), groups=groups)
+            redistribute(x, Layout(2, 1, 1), Layout(1, 1, 2), grid=Grid(4, 4), index=dist.get_rank(), groups=groups)
         with pytest.raises(ValueError, match=r"which is \(3, 4\)"):
-            redistribute(x, Layout(2, 1, 1), Layout(1, 1, 2), rows=6, length=4, index=dist.get_rank(), groups=groups)
+            redistribute(x, Layout(2, 1, 1), Layout(1, 1, 2), grid=Grid(6, 4), index=dist.get_rank(), groups=groups)
         with pytest.raises(ValueError, match="divisor of 2"):
             groups.prepare([3])
 

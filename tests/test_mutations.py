@@ -137,7 +137,7 @@ def with_ignored_targets() -> contextlib.AbstractContextManager:
     def shifted(forward: CausalLMForward, *args, **inputs):
         batch = original(forward, *args, **inputs)
         if forward.mesh.index == 1 and batch.targets is not None:
-            part = batch.head.rectangle(1, batch.rows, batch.length)
+            part = batch.grid.rectangle(batch.head, 1)
             own = part.within(batch.targets, forward_rectangle(batch))
             own[own == -100] = 5
         return batch

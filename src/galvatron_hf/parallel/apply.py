@@ -288,6 +288,7 @@ def attach_attention(module: nn.Module, strategy: LayerStrategy, mesh: StageMesh
         ulysses_group=mesh.strided(strategy.tensor, strategy.ulysses),
         ulysses_degree=strategy.ulysses,
         dropout_stream=block.dropout_stream,
+        document_bounds=block.document_bounds,
     )
     module.config = copy.copy(module.config)
     module.config._attn_implementation = attention.IMPLEMENTATION

@@ -8,6 +8,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,12 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from galvatron_hf.parallel.collectives import exchange
+from galvatron_hf.parallel.document_attention import attention_by_document
 
 
 IMPLEMENTATION = "galvatron"
+
+_POSITIONS = ("position_ids", "cache_position")  # the bounds say it already
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +33,15 @@ class ParallelAttention:
         ulysses_group (`ProcessGroup`, *optional*): ranks that hold the position pieces of one sequence.
         ulysses_degree (`int`): its size.
         dropout_stream (`Callable[[], ContextManager]`): the stream for attention dropout, one per shard of heads.
+        document_bounds (`Callable[[], tuple[int, ...] | None]`): of packed documents, None for rows that are not
+            packed; asked once for each call.
     """
 
     kernel: Callable
     ulysses_group: dist.ProcessGroup | None
     ulysses_degree: int
     dropout_stream: Callable[[], contextlib.AbstractContextManager]
+    document_bounds: Callable[[], tuple[int, ...] | None]
 
 
 def configured_kernel(module: nn.Module, implementation: str) -> Callable:
@@ -64,7 +71,7 @@ def galvatron_attention(
     """Attention of one layer under its strategy.
 
     With Ulysses (arXiv 2309.14509) each rank comes with all its heads for one piece of the positions, runs the kernel
-    for a part of the heads over all positions, and leaves as it came.
+    for a part of the heads over all positions, and leaves as it came. Packed documents never attend to each other.
 
     Args:
         module (`nn.Module`): the attention module, with `parallel_attention` attached.
@@ -77,6 +84,9 @@ def galvatron_attention(
 
     Returns:
         `tuple`: the output [B, S or S/ulysses, heads, D] and None (weights are never returned).
+
+    Raises:
+        ValueError: for packed documents in a family that gives its attention more than windows and soft-caps.
     """
     parallel: ParallelAttention = module.parallel_attention
     group, degree = parallel.ulysses_group, parallel.ulysses_degree
@@ -86,11 +96,33 @@ def galvatron_attention(
             key, value = (states.repeat_interleave(copies, dim=1) for states in (key, value))
         query, key, value = (exchange(states, 1, 2, group) for states in (query, key, value))
     stream = parallel.dropout_stream() if dropout > 0.0 else contextlib.nullcontext()
+    bounds = parallel.document_bounds()
     with stream:
-        output, _ = parallel.kernel(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
+        if bounds is None:
+            output, _ = parallel.kernel(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
+        else:
+            options = _document_options(module, kwargs)
+            output = attention_by_document(query, key, value, bounds, dropout=dropout, **options)
     if degree > 1:
         output = exchange(output, 1, 2, group)
     return output, None
+
+
+def _document_options(module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+    """What a family's attention asks for beyond query, key and value, as [`attention_by_document`] takes it."""
+    unknown = [name for name, value in given.items() if isinstance(value, torch.Tensor) and name not in _POSITIONS]
+    if unknown:
+        raise ValueError(
+            f"{type(module).__name__} gives its attention {unknown[0]!r}, which attention by document does not know; "
+            "train with packing='none'."
+        )
+    causal = given.get("is_causal")
+    return {
+        "causal": getattr(module, "is_causal", True) if causal is None else causal,
+        "scale": given.get("scaling"),
+        "sliding_window": given.get("sliding_window"),
+        "softcap": given.get("softcap"),
+    }
 
 
 AttentionInterface.register(IMPLEMENTATION, galvatron_attention)

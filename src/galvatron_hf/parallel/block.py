@@ -83,6 +83,7 @@ class Block:
     alone: bool = True
 
     def __post_init__(self):
+        self.attended = False
         self.name = f"layer {self.index}"
         self.signature = inspect.signature(self.original)
         self.hidden_name = next(iter(self.signature.parameters))
@@ -100,8 +101,7 @@ class Block:
             arguments.pop(self.hidden_name),
             self.source or batch.embedding,
             self.layout,
-            rows=batch.rows,
-            length=batch.length,
+            grid=batch.grid,
             index=self.mesh.index,
             groups=self.mesh.groups,
         )
@@ -121,7 +121,7 @@ class Block:
 
     def rectangle(self, batch: MicroBatch) -> Rectangle:
         """The rows and positions that this rank holds while it is in this layer."""
-        return self.layout.rectangle(self.mesh.index, batch.rows, batch.length)
+        return batch.grid.rectangle(self.layout, self.mesh.index)
 
     def attention_rectangle(self, batch: MicroBatch) -> Rectangle:
         """Rows, and the positions that enter the attention module: Megatron-SP has gathered its pieces by then."""
@@ -130,14 +130,31 @@ class Block:
             positions=self.strategy.ulysses * self.strategy.context,
             replicas=self.strategy.tensor,
         )
-        return gathered.rectangle(self.mesh.index, batch.rows, batch.length)
+        return batch.grid.rectangle(gathered, self.mesh.index)
+
+    def pack(self, batch: MicroBatch) -> Rectangle:
+        """The whole documents of a packed row that this rank attends to, together with the other sequence ranks."""
+        together = Layout(data=self.layout.data, replicas=self.layout.ranks // self.layout.data)
+        return batch.grid.rectangle(together, self.mesh.index)
+
+    def document_bounds(self) -> tuple[int, ...] | None:
+        """Bounds of the documents that the attention sees; None for rows that are not packed. Notes that it asked."""
+        batch = self.current.value
+        self.attended = True
+        return None if batch.documents is None else batch.documents.bounds_within(self.pack(batch))
 
     def _compute(self, batch: MicroBatch, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         rectangle = self.rectangle(batch)
         key = (*batch.key, self.index, rectangle.row_start, rectangle.position_start)
         stream = random_stream(hidden.device, *key) if self.layer.training else contextlib.nullcontext()
+        self.attended = False
         with self.current.of(batch), stream, local_parameters(self.views):
             output = self.original(hidden, **arguments)
+        if batch.documents is not None and not self.attended:
+            raise ValueError(
+                f"The attention of {type(self.layer).__name__} does not call the registered attention function, so "
+                "packed documents would see each other; train with packing='none'."
+            )
         if not isinstance(output, torch.Tensor) and not self.alone:
             raise ValueError(
                 f"{type(self.layer).__name__} returns a {type(output).__name__}, and a model is cut into pipeline "
@@ -163,7 +180,10 @@ class Block:
             elif name in _SPLIT_WITH_POSITIONS:
                 value = tuple(_part(tensor, batch, rectangle, positions=True) for tensor in value)
             elif name in _WHOLE_POSITIONS and isinstance(value, torch.Tensor):
-                value = _part(value, batch, rectangle, positions=False)
+                if batch.documents is not None:
+                    value = _part(value, batch, self.pack(batch), positions=value.ndim > 1)
+                else:
+                    value = _part(value, batch, rectangle, positions=False)
             elif isinstance(value, torch.Tensor):
                 raise ValueError(
                     f"{type(self.layer).__name__} is given a tensor {name!r}, which no adapter knows how to split; "

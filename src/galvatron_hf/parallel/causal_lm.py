@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from galvatron_hf.parallel.block import CurrentMicroBatch
+from galvatron_hf.parallel.documents import Documents
 from galvatron_hf.parallel.layout import Layout
 from galvatron_hf.parallel.mesh import StageMesh
 from galvatron_hf.parallel.micro_batch import (
@@ -96,6 +98,7 @@ class CausalLMForward:
         label_smoothing: float = 0.0,
         return_logits: bool | None = None,
         whole_loss: bool = True,
+        documents: Documents | None = None,
         **unused,
     ) -> MicroBatch:
         """A micro-batch as all ranks of all stages see it, with the rows and positions that layouts need added.
@@ -110,6 +113,8 @@ class CausalLMForward:
             label_smoothing (`float`): as in [`transformers.trainer_pt_utils.LabelSmoother`].
             return_logits (`bool`, *optional*): defaults to whether there are no labels.
             whole_loss (`bool`): False leaves the loss this rank's own part, which adds up over the ranks to the whole.
+            documents ([`Documents`], *optional*): of one packed row [1, S], in [`CausalLMForward.packs`] packs, each
+                of a multiple of [`CausalLMForward.pack_multiple`] positions. There are no logits then.
 
         Raises:
             ValueError: for inputs that no layout is known for.
@@ -122,6 +127,8 @@ class CausalLMForward:
             logits=targets is None if return_logits is None else return_logits,
             whole_loss=whole_loss,
         )
+        if documents is not None:
+            return self._packed(input_ids, attention_mask, position_ids, targets, wanted, documents)
         real_rows, real_length = input_ids.shape
         rows = max(real_rows, self.mesh.size if wanted.logits else self.data_degree)
         embedding = vocabulary_layout(self.mesh.size, self.plan.embedding.tensor, rows)
@@ -150,6 +157,59 @@ class CausalLMForward:
             wanted=wanted,
         )
 
+    @property
+    def packs(self) -> int:
+        """Number of packs of a packed row: one for each data rank of the layer that has most of them."""
+        return math.lcm(*(layer.data_degree(self.mesh.size) for layer in self.plan.layers))
+
+    @property
+    def pack_multiple(self) -> int:
+        """What the number of positions of each pack is a multiple of, so that sequence ranks hold equally many."""
+        layouts = (self._packed_layout(tensor) for tensor in (self.plan.embedding.tensor, self.plan.head.tensor, 1))
+        return math.lcm(self.sequence_degree, *(layout.positions for layout in layouts))
+
+    def _packed_layout(self, tensor: int) -> Layout:
+        """Where embedding, head (of this tensor degree) or a stage boundary hold a packed row."""
+        pieces = self.mesh.size // tensor
+        return vocabulary_layout(self.mesh.size, tensor, math.gcd(pieces, self.packs))
+
+    def _packed(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        targets: torch.Tensor | None,
+        wanted: Wanted,
+        documents: Documents,
+    ) -> MicroBatch:
+        lengths = {stop - start for start, stop in pairwise(documents.cuts)}
+        fits = len(documents.cuts) == self.packs + 1 and not any(length % self.pack_multiple for length in lengths)
+        if input_ids.shape != (1, documents.bounds[-1]) or not fits or 0 in lengths:
+            raise ValueError(
+                f"A packed row of shape {tuple(input_ids.shape)} with {len(documents.cuts) - 1} packs of "
+                f"{sorted(lengths)[:4]} positions does not fit the plan; pack {self.packs} of a multiple of "
+                f"{self.pack_multiple} positions."
+            )
+        if attention_mask is not None or position_ids is None or wanted.logits:
+            raise ValueError(
+                "A packed row has position_ids that begin anew with each document, no attention_mask, and gives a "
+                "loss, no logits; pass the rows unpacked for anything else."
+            )
+        return MicroBatch(
+            input_ids=input_ids,
+            attention_mask=None,
+            position_ids=position_ids,
+            targets=targets,
+            real_rows=1,
+            real_length=input_ids.shape[1],
+            embedding=self._packed_layout(self.plan.embedding.tensor),
+            head=self._packed_layout(self.plan.head.tensor),
+            boundary=self._packed_layout(1),
+            key=self.position.key(),
+            wanted=wanted,
+            documents=documents,
+        )
+
     def run(
         self, stage: StageModule, batch: MicroBatch, received: torch.Tensor | None = None
     ) -> torch.Tensor | CausalLMOutput:
@@ -170,7 +230,7 @@ class CausalLMForward:
     def _request(self, batch: MicroBatch) -> HeadRequest:
         targets = None
         if batch.targets is not None:
-            own = batch.head.rectangle(self.mesh.index, batch.rows, batch.length)
+            own = batch.grid.rectangle(batch.head, self.mesh.index)
             targets = batch.targets[own.row_start : own.row_stop, own.position_start : own.position_stop].flatten()
         return HeadRequest(targets=targets, logits=batch.wanted.logits, label_smoothing=batch.wanted.label_smoothing)
 

@@ -4,7 +4,7 @@
 
 A layout gives each rank of a stage a rectangle of the micro-batch: a range of rows by a range of positions. A move
 sends the intersections of the old rectangles with the new ones in one all-to-all, inside the smallest aligned block of
-ranks that holds everything each of its ranks needs.
+ranks that holds everything each of its ranks needs. A micro-batch is a [`Grid`] of rows, or one [`PackedRow`].
 
 Convention: a replicated activation carries the full gradient on every replica, so the backward of a move is the move
 back. It slices, it never sums; partial sums never leave a layer.
@@ -138,6 +138,65 @@ class Layout:
         )
 
 
+@dataclass(frozen=True)
+class Grid:
+    """
+    The shape of a micro-batch whose rows have one length.
+
+    Args:
+        rows (`int`): Number of rows.
+        length (`int`): Positions of each.
+    """
+
+    rows: int
+    length: int
+
+    packed = False
+
+    def rectangle(self, layout: Layout, index: int) -> Rectangle:
+        """What the rank with this index in its stage holds under a layout."""
+        return layout.rectangle(index, self.rows, self.length)
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """
+    The shape of a micro-batch of one row that holds whole documents one behind the other.
+
+    It is cut into packs where documents end. Data rank `k` of `n` holds the packs `[k*D//n, (k+1)*D//n)` of `D`, which
+    may have any number of positions; position piece `j` of `p` is an even part of that.
+
+    Args:
+        cuts (`tuple[int, ...]`): Where the packs begin, and where the last one ends: `0 = c_0 <= ... <= c_D`. `D` is a
+            multiple of every layer's data degree.
+    """
+
+    cuts: tuple[int, ...]
+
+    packed, rows = True, 1
+
+    @property
+    def length(self) -> int:
+        """Positions of the row."""
+        return self.cuts[-1]
+
+    def rectangle(self, layout: Layout, index: int) -> Rectangle:
+        """What the rank with this index in its stage holds under a layout."""
+        data, position = divmod(index // layout.replicas, layout.positions)
+        packs = len(self.cuts) - 1
+        if packs % layout.data:
+            raise ValueError(
+                f"A row of {packs} packs cannot be split over {layout.data} data ranks; make a multiple of packs."
+            )
+        start, stop = (self.cuts[k * packs // layout.data] for k in (data, data + 1))
+        return Rectangle(
+            row_start=0,
+            row_stop=1,
+            position_start=start + position * (stop - start) // layout.positions,
+            position_stop=start + (position + 1) * (stop - start) // layout.positions,
+        )
+
+
 def _exact_rectangle(layout: Layout, index: int) -> Rectangle:
     # On a grid of ranks x ranks every boundary is a whole number. Floor boundaries are monotone, so two rectangles
     # that are disjoint here are disjoint (or empty) for every number of rows and positions.
@@ -152,35 +211,41 @@ def _check_same_ranks(src: Layout, dst: Layout, ranks: int) -> None:
         )
 
 
+def _may_meet(src: Layout, piece: int, dst: Layout, index: int, packed: bool) -> bool:
+    """Whether what rank `piece` holds under `src` can be what rank `index` needs under `dst`, for some shape."""
+    here, there = _exact_rectangle(src, piece), _exact_rectangle(dst, index)
+    if not packed or src.data == dst.data:
+        return here.intersection(there) is not None
+    # Packs have any number of positions: nothing is known of where position pieces of several packs end.
+    return here.row_start < there.row_stop and there.row_start < here.row_stop
+
+
 @lru_cache(maxsize=4096)
-def _needs(src: Layout, dst: Layout) -> tuple[tuple[tuple[int, ...], ...], ...]:
+def _needs(src: Layout, dst: Layout, packed: bool) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """For each rank, the pieces of `src` that its `dst` rectangle touches, each as the ranks that hold the piece."""
     holders: dict[Rectangle, list[int]] = {}
     for index in range(src.ranks):
         holders.setdefault(_exact_rectangle(src, index), []).append(index)
     return tuple(
-        tuple(
-            tuple(ranks)
-            for piece, ranks in holders.items()
-            if piece.intersection(_exact_rectangle(dst, index)) is not None
-        )
+        tuple(tuple(ranks) for ranks in holders.values() if _may_meet(src, ranks[0], dst, index, packed))
         for index in range(dst.ranks)
     )
 
 
 @lru_cache(maxsize=4096)
-def block_size(src: Layout, dst: Layout, ranks: int) -> int:
+def block_size(src: Layout, dst: Layout, ranks: int, packed: bool = False) -> int:
     """
     Ranks of the smallest aligned block (indices `[k*g, (k+1)*g)`) inside which a move from `src` to `dst` happens.
 
-    It holds for every number of rows and positions. 1 means that each rank already has what it needs. The way back
-    may need another block: see [`block_sizes`]. Raises `ValueError` if a layout is not one of `ranks` ranks.
+    It holds for every number of rows and positions, or for every packed row. 1 means that each rank already has what
+    it needs. The way back may need another block: see [`block_sizes`]. Raises `ValueError` if a layout is not one of
+    `ranks` ranks.
     """
     _check_same_ranks(src, dst, ranks)
     for size in (size for size in range(1, ranks) if ranks % size == 0):
         if all(
             any(holder // size == index // size for holder in holders)
-            for index, pieces in enumerate(_needs(src, dst))
+            for index, pieces in enumerate(_needs(src, dst, packed))
             for holders in pieces
         ):
             return size
@@ -196,15 +261,15 @@ def block_sizes(layouts: Sequence[Layout], ranks: int) -> tuple[int, ...]:
         ranks (`int`): Number of ranks of the stage.
     """
     moves = list(zip(layouts[:-1], layouts[1:], strict=True))
-    sizes = {block_size(*pair, ranks) for src, dst in moves for pair in ((src, dst), (dst, src))}
-    return tuple(sorted(sizes))
+    both_ways = [pair for src, dst in moves for pair in ((src, dst), (dst, src))]
+    return tuple(sorted({block_size(*pair, ranks, packed) for pair in both_ways for packed in (False, True)}))
 
 
 @lru_cache(maxsize=4096)
-def _sources(src: Layout, dst: Layout) -> tuple[tuple[int, ...], ...]:
+def _sources(src: Layout, dst: Layout, packed: bool) -> tuple[tuple[int, ...], ...]:
     """For each rank, the rank from which it takes each piece of [`_needs`]; itself where it can."""
     ranks = src.ranks
-    size = block_size(src, dst, ranks)
+    size = block_size(src, dst, ranks, packed)
     divisors = [divisor for divisor in range(1, ranks + 1) if ranks % divisor == 0]
     given = [0] * ranks
 
@@ -214,10 +279,12 @@ def _sources(src: Layout, dst: Layout) -> tuple[tuple[int, ...], ...]:
         near = [holder for holder in holders if holder // size == index // size]
         # nearest first (the smallest block with both), then the one that has given least
         source = min(near, key=lambda h: (next(d for d in divisors if h // d == index // d), given[h], h))
-        given[source] += _exact_rectangle(src, source).intersection(_exact_rectangle(dst, index)).area
+        common = _exact_rectangle(src, source).intersection(_exact_rectangle(dst, index))
+        given[source] += common.area if common is not None else 0
         return source
 
-    return tuple(tuple(choose(index, holders) for holders in pieces) for index, pieces in enumerate(_needs(src, dst)))
+    needs = _needs(src, dst, packed)
+    return tuple(tuple(choose(index, holders) for holders in pieces) for index, pieces in enumerate(needs))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,19 +299,19 @@ class _Move:
 
 
 @lru_cache(maxsize=4096)
-def _move_of_rank(src: Layout, dst: Layout, rows: int, length: int, index: int) -> _Move:
-    sources = _sources(src, dst)
-    size = block_size(src, dst, src.ranks)
+def _move_of_rank(src: Layout, dst: Layout, grid: Grid | PackedRow, index: int) -> _Move:
+    sources = _sources(src, dst, grid.packed)
+    size = block_size(src, dst, src.ranks, grid.packed)
     block = range(index // size * size, index // size * size + size)
 
     def sent(giver: int, taker: int) -> Rectangle | None:
         if giver not in sources[taker]:
             return None
-        return src.rectangle(giver, rows, length).intersection(dst.rectangle(taker, rows, length))
+        return grid.rectangle(src, giver).intersection(grid.rectangle(dst, taker))
 
     return _Move(
-        before=src.rectangle(index, rows, length),
-        after=dst.rectangle(index, rows, length),
+        before=grid.rectangle(src, index),
+        after=grid.rectangle(dst, index),
         kept=sent(index, index),
         sends=tuple(sent(index, other) if other != index else None for other in block),
         receives=tuple(sent(other, index) if other != index else None for other in block),
@@ -321,9 +388,9 @@ def _new_group(ranks: tuple[int, ...], timeout: timedelta | None) -> ProcessGrou
     return dist.new_group(list(ranks), timeout=timeout, sort_ranks=False)
 
 
-def _move(x: Tensor, src: Layout, dst: Layout, rows: int, length: int, index: int, groups: GroupCache) -> Tensor:
-    size = block_size(src, dst, len(groups.stage_ranks))
-    move = _move_of_rank(src, dst, rows, length, index)
+def _move(x: Tensor, src: Layout, dst: Layout, grid: Grid | PackedRow, index: int, groups: GroupCache) -> Tensor:
+    size = block_size(src, dst, len(groups.stage_ranks), grid.packed)
+    move = _move_of_rank(src, dst, grid, index)
     tail = x.shape[2:]
     if size == 1:
         # a copy, not a view: it must not keep the whole alive, and schedules detach what a stage returns in place
@@ -360,7 +427,7 @@ class _Redistribute(torch.autograd.Function):
 
 
 def redistribute(
-    x: Tensor, src: Layout, dst: Layout, *, rows: int, length: int, index: int, groups: GroupCache
+    x: Tensor, src: Layout, dst: Layout, *, grid: Grid | PackedRow, index: int, groups: GroupCache
 ) -> Tensor:
     """
     Moves an activation from one layout to another: one all-to-all, a local slice, or nothing. Differentiable.
@@ -371,8 +438,7 @@ def redistribute(
         x (`Tensor` of shape `[rows_local, positions_local, ...]`): What this rank holds under `src`.
         src (`Layout`): The layout of `x`.
         dst (`Layout`): The layout wanted.
-        rows (`int`): Rows of the micro-batch, on all ranks together.
-        length (`int`): Positions of a row.
+        grid ([`Grid`] or [`PackedRow`]): The shape of the micro-batch, on all ranks together.
         index (`int`): This rank's index in its stage.
         groups (`GroupCache`): Prepared for the [`block_sizes`] of this move.
 
@@ -383,12 +449,12 @@ def redistribute(
         ValueError: If `x` does not have the shape that `src` gives it, or the layouts are of another stage.
     """
     _check_same_ranks(src, dst, len(groups.stage_ranks))
-    expected = src.rectangle(index, rows, length).shape
+    expected = grid.rectangle(src, index).shape
     if tuple(x.shape[:2]) != expected:
         raise ValueError(
-            f"A tensor of shape {tuple(x.shape)} is not rank {index}'s part of {rows} rows of {length} positions under"
-            f" {src}, which is {expected}; pass the layout in which the tensor lies."
+            f"A tensor of shape {tuple(x.shape)} is not rank {index}'s part of {grid.rows} rows of {grid.length}"
+            f" positions under {src}, which is {expected}; pass the layout in which the tensor lies."
         )
     if src == dst:
         return x
-    return _Redistribute.apply(x, src, dst, rows, length, index, groups)
+    return _Redistribute.apply(x, src, dst, grid, index, groups)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from transformers import PreTrainedConfig
 from transformers.masking_utils import create_masks_for_generate
 
-from galvatron_hf.parallel.layout import Layout, Rectangle
+from galvatron_hf.parallel.documents import Documents
+from galvatron_hf.parallel.layout import Grid, Layout, PackedRow, Rectangle
 
 
 IGNORED = -100
@@ -40,8 +41,9 @@ class Wanted:
 class MicroBatch:
     """Inputs of one forward pass; whole on every rank of the stage.
 
-    Rows and positions may have been added so that every layout has something on each rank: added rows repeat the last
-    one, added positions stand behind the real ones, and neither has a target.
+    Of packed documents there is one row, to which nothing has been added. Else rows and positions may have been added
+    so that every layout has something on each rank: added rows repeat the last one, added positions stand behind the
+    real ones, and neither has a target.
 
     Attributes:
         input_ids (`torch.Tensor`): [B, S].
@@ -55,6 +57,7 @@ class MicroBatch:
         boundary (`Layout`): where they lie between two pipeline stages.
         key (`tuple[int, ...]`): (seed, step, micro-batch), the beginning of every random stream's key.
         wanted ([`Wanted`]): what is to come out of it.
+        documents ([`Documents`], *optional*): of a packed row; they do not see each other.
         masks (`dict`): attention masks made so far, by rows.
         final_hidden (`list[torch.Tensor]`): what the last layer left, set during the forward pass.
     """
@@ -70,6 +73,7 @@ class MicroBatch:
     boundary: Layout
     key: tuple[int, ...]
     wanted: Wanted
+    documents: Documents | None = None
     masks: dict = field(default_factory=dict)
     final_hidden: list[torch.Tensor] = field(default_factory=list)
 
@@ -81,6 +85,11 @@ class MicroBatch:
     def length(self) -> int:
         return self.input_ids.shape[1]
 
+    @property
+    def grid(self) -> Grid | PackedRow:
+        """Its shape, which layouts are rectangles of."""
+        return Grid(self.rows, self.length) if self.documents is None else self.documents.grid
+
     def positions(self) -> torch.Tensor:
         """Position ids [1 or B, S] for all rows; added positions repeat the last real one."""
         if self.position_ids is not None:
@@ -91,8 +100,11 @@ class MicroBatch:
         """The family's own masks for the rows of a rectangle and all positions.
 
         Returns:
-            `torch.Tensor`, `dict[str, torch.Tensor]` by layer type, or None, as the attention implementation wants it.
+            `torch.Tensor`, `dict[str, torch.Tensor]` by layer type, or None, as the attention implementation wants it;
+                None for packed documents, whose bounds say more.
         """
+        if self.documents is not None:
+            return None
         rows = rectangle.row_start, rectangle.row_stop
         if rows not in self.masks:
             shape = (rows[1] - rows[0], self.length, 1)
@@ -126,8 +138,10 @@ def shift_targets(labels: torch.Tensor) -> torch.Tensor:
     return F.pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous()
 
 
-def count_targets(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Number of tokens that a batch asks to predict."""
+def count_targets(batch: Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    """Number of tokens that a batch, or a list of micro-batches, asks to predict."""
+    if not isinstance(batch, Mapping):
+        return torch.stack([count_targets(part) for part in batch]).sum()
     targets = batch["shift_labels"] if batch.get("shift_labels") is not None else shift_targets(batch["labels"])
     return (targets != IGNORED).sum()
 
@@ -142,6 +156,14 @@ def map_rows(batch: Mapping[str, Any], change: Callable[[torch.Tensor], torch.Te
         name: change(value) if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == rows else value
         for name, value in batch.items()
     }
+
+
+def split_rows(batch: Mapping[str, Any], count: int) -> Iterator[dict[str, Any]]:
+    """A batch in `count` parts of its rows, which differ by one at most."""
+    rows = batch["input_ids"].shape[0]
+    for index in range(count):
+        part = slice(index * rows // count, (index + 1) * rows // count)
+        yield map_rows(batch, lambda value, part=part: value[part])
 
 
 def without_labels(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

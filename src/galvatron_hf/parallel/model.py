@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from galvatron_hf.parallel.causal_lm import CausalLMForward, StreamPosition
 from galvatron_hf.parallel.dtensor import local_tensor, replicas
 from galvatron_hf.parallel.fused import FusedNames
 from galvatron_hf.parallel.mesh import StageMesh, WorldMesh
-from galvatron_hf.parallel.micro_batch import count_targets, map_rows, without_labels
+from galvatron_hf.parallel.micro_batch import count_targets, split_rows, without_labels
 from galvatron_hf.parallel.models import DecoderAdapter
 from galvatron_hf.parallel.pipeline import Pipeline
 from galvatron_hf.parallel.pipeline_evaluation import evaluate_pipelined
@@ -30,6 +30,8 @@ from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.schedule import Action, Work
 
 
+# A global batch [B, S], or its micro-batches where packing has chosen them.
+Batch = Mapping[str, torch.Tensor] | Sequence[Mapping[str, Any]]
 LossOf = Callable[[dict[str, Any], CausalLMOutput], torch.Tensor]
 
 
@@ -99,7 +101,7 @@ class ParallelModel:
 
     def forward_backward(
         self,
-        batch: Mapping[str, torch.Tensor],
+        batch: Batch,
         num_items_in_batch: torch.Tensor | int | None = None,
         *,
         loss_of: LossOf | None = None,
@@ -109,7 +111,7 @@ class ParallelModel:
 
         Args:
             batch (`Mapping[str, torch.Tensor]`): [B, S] tensors with `labels` or `shift_labels`, the same on every
-                rank.
+                rank. Or a list of micro-batches, packed ones as [`galvatron_hf.data.packing.pack`] makes them.
             num_items_in_batch (`torch.Tensor` or `int`, *optional*): targets of the global batch; counted if absent.
             loss_of (`Callable`, *optional*): this rank's part of a micro-batch's loss, from the micro-batch and a
                 [`CausalLMOutput`] with logits of the own rows; called on the ranks that have them. The default is the
@@ -132,7 +134,7 @@ class ParallelModel:
         dist.all_reduce(total)
         return total
 
-    def _one_by_one(self, batch: Mapping[str, torch.Tensor], loss_of: LossOf | None, options: dict) -> torch.Tensor:
+    def _one_by_one(self, batch: Batch, loss_of: LossOf | None, options: dict) -> torch.Tensor:
         losses = []
         for index, part in enumerate(self.micro_batches(batch)):
             with self.timeline.span(Action(Work.FORWARD, 0, index)):
@@ -163,14 +165,13 @@ class ParallelModel:
         return losses
 
     @torch.no_grad()
-    def evaluate(
-        self, batch: Mapping[str, torch.Tensor], *, loss_of: LossOf | None = None, **options
-    ) -> CausalLMOutput:
+    def evaluate(self, batch: Batch, *, loss_of: LossOf | None = None, **options) -> CausalLMOutput:
         """Loss and logits of a batch, without gradients; collective.
 
         Args:
             batch (`Mapping[str, torch.Tensor]`): [B, S] tensors, the same on every rank. Under a pipeline with logits
-                it has a multiple of the world's size of rows.
+                it has a multiple of the world's size of rows. Or a list of packed micro-batches, which have a loss
+                alone.
             loss_of (`Callable`, *optional*): as in [`ParallelModel.forward_backward`]; logits are then returned too.
             options: passed to the model's forward.
 
@@ -179,6 +180,8 @@ class ParallelModel:
                 [`CausalLMForward.own_rows`] names; under one, of the rank's equal share of the rows, see
                 [`ParallelModel.share_index`].
         """
+        if not isinstance(batch, Mapping):
+            return CausalLMOutput(loss=self._evaluate_packed(batch, options))
         if self.pipeline is not None:
             return evaluate_pipelined(self, batch, options, loss_of)
         if loss_of is None:
@@ -187,6 +190,19 @@ class ParallelModel:
         loss = loss_of(dict(batch), output).detach().clone()
         self.sum_over_stage(loss)
         return CausalLMOutput(loss=loss, logits=output.logits)
+
+    def _evaluate_packed(self, parts: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> torch.Tensor:
+        if options.get("num_items_in_batch") is None:
+            options = options | {"num_items_in_batch": count_targets(parts)}
+        options = options | {"return_logits": False, "whole_loss": False}
+        if self.pipeline is not None:
+            outputs = self.pipeline.evaluate([self.forward.micro_batch(**part, **options) for part in parts])
+        else:
+            outputs = [self.model(**part, **options) for part in parts]
+        losses = [output.loss for output in outputs]
+        loss = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+        dist.all_reduce(loss)
+        return loss
 
     def sum_over_stage(self, tensor: torch.Tensor) -> None:
         """Sums a tensor in place over the ranks of this rank's stages; collective over them."""
@@ -207,12 +223,16 @@ class ParallelModel:
         """The ranks in the order of their shares of an evaluated batch."""
         return [ranks[index] for index in range(self.mesh.size) for ranks in self.plan.rank_lists]
 
-    def micro_batch_count(self, batch: Mapping[str, torch.Tensor]) -> int:
+    def micro_batch_count(self, batch: Batch) -> int:
         """Into how many micro-batches a global batch is split."""
+        if not isinstance(batch, Mapping):
+            return len(batch)
         return min(self.plan.micro_batches, batch["input_ids"].shape[0])
 
-    def micro_batches(self, batch: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    def micro_batches(self, batch: Batch) -> Iterator[dict[str, Any]]:
         """Splits a global batch by rows into the plan's micro-batches (fewer if it has fewer rows).
+
+        A list of micro-batches is handed on as it is.
 
         Without a pipeline, gradient synchronisation and random streams are set for a micro-batch while it is handed
         out.
@@ -220,13 +240,12 @@ class ParallelModel:
         Yields:
             `dict[str, torch.Tensor]`: the micro-batch.
         """
-        rows, count = batch["input_ids"].shape[0], self.micro_batch_count(batch)
-        for index in range(count):
-            part = slice(index * rows // count, (index + 1) * rows // count)
+        parts = split_rows(batch, self.micro_batch_count(batch)) if isinstance(batch, Mapping) else batch
+        for index, part in enumerate(parts):
             if self.pipeline is None:
                 self.streams.micro_batch = index
-                self.units.begin_micro_batch(last=index == count - 1)
-            yield map_rows(batch, lambda value, part=part: value[part])
+                self.units.begin_micro_batch(last=index == self.micro_batch_count(batch) - 1)
+            yield dict(part)
 
     def grad_norm(self) -> torch.Tensor:
         """The 2-norm of all gradients, each counted once however many ranks hold it; an fp32 scalar."""

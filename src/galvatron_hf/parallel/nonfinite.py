@@ -18,10 +18,11 @@ from torch import nn
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
 from galvatron_hf.parallel.collectives import gather_objects, observe_collectives
+from galvatron_hf.parallel.documents import Documents
 from galvatron_hf.parallel.dtensor import local_tensor
 from galvatron_hf.parallel.layout import Layout, Rectangle
 from galvatron_hf.parallel.micro_batch import MicroBatch
-from galvatron_hf.parallel.model import ParallelModel
+from galvatron_hf.parallel.model import Batch, ParallelModel
 from galvatron_hf.parallel.stage import Absent
 from galvatron_hf.schedule import Action, Work
 
@@ -50,12 +51,12 @@ class NonFinite:
         return f"{place}: {self.what}"
 
 
-def find_nonfinite(parallel: ParallelModel, batch: Mapping[str, Any], run: Callable[[], Any]) -> list[NonFinite]:
+def find_nonfinite(parallel: ParallelModel, batch: Batch, run: Callable[[], Any]) -> list[NonFinite]:
     """Who had the first non-finite value of each micro-batch; collective, the same on every rank.
 
     Args:
         parallel ([`ParallelModel`]): the model, without gradients that are still wanted.
-        batch (`Mapping[str, Any]`): the global batch.
+        batch (`Mapping[str, Any]`): the global batch, or its micro-batches as a list.
         run (`Callable`): computes forward and backward of it again.
 
     Returns:
@@ -80,9 +81,9 @@ class _Watch:
         batch (`Mapping[str, Any]`): the global batch.
     """
 
-    def __init__(self, parallel: ParallelModel, batch: Mapping[str, Any]):
+    def __init__(self, parallel: ParallelModel, batch: Batch):
         self.parallel = parallel
-        self.rows, self.count = batch["input_ids"].shape[0], parallel.micro_batch_count(batch)
+        self.batch = batch
         self.first: dict[int, NonFinite] = {}
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
         self.weights: dict[int, nn.Parameter] = {}
@@ -144,7 +145,7 @@ class _Watch:
 
     def _rectangle(self, layout_of: Callable[[MicroBatch], Layout]) -> Rectangle:
         batch = self.parallel.forward.current.value
-        return layout_of(batch).rectangle(self.parallel.mesh.index, batch.rows, batch.length)
+        return batch.grid.rectangle(layout_of(batch), self.parallel.mesh.index)
 
     def _watch_weights(self) -> None:
         """Looks at the gradients of the weights in use before they are summed with other ranks'."""
@@ -187,7 +188,10 @@ class _Watch:
 
     def _rows_of(self, tensor: torch.Tensor, micro_batch: int) -> tuple[int, ...]:
         """Rows of the global batch that a wrong value belongs to: all that this rank holds if that is not known."""
-        start, stop = (index * self.rows // self.count for index in (micro_batch, micro_batch + 1))
+        if not isinstance(self.batch, Mapping):
+            return self._rows_of_packed(tensor, self.batch[micro_batch]["documents"])
+        rows, count = self.batch["input_ids"].shape[0], self.parallel.micro_batch_count(self.batch)
+        start, stop = (index * rows // count for index in (micro_batch, micro_batch + 1))
         if self.rectangle is None:
             return tuple(range(start, stop))
         held = range(self.rectangle.row_start, self.rectangle.row_stop)
@@ -195,6 +199,15 @@ class _Watch:
             wrong = tensor.isfinite().flatten(1).all(1).logical_not().tolist()
             held = [row for row, is_wrong in zip(held, wrong, strict=True) if is_wrong]
         return tuple(sorted({min(start + row, stop - 1) for row in held}))
+
+    def _rows_of_packed(self, tensor: torch.Tensor, documents: Documents) -> tuple[int, ...]:
+        held = range(documents.bounds[-1])
+        if self.rectangle is not None:
+            held = range(self.rectangle.position_start, self.rectangle.position_stop)
+            if tensor.ndim == 3 and tensor.shape[:2] == self.rectangle.shape:
+                wrong = tensor[0].isfinite().all(1).logical_not().tolist()
+                held = [position for position, is_wrong in zip(held, wrong, strict=True) if is_wrong]
+        return tuple(documents.rows_at(held) or documents.rows_at(range(documents.bounds[-1])))
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:

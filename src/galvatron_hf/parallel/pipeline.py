@@ -248,7 +248,7 @@ class Pipeline:
 
     def _receive(self, step: _Step, action: Action) -> None:
         batch = step.batches[action.micro_batch]
-        part = batch.boundary.rectangle(self.forward.mesh.index, batch.rows, batch.length)
+        part = batch.grid.rectangle(batch.boundary, self.forward.mesh.index)
         tensor = torch.empty(*part.shape, self.hidden_size, dtype=self.dtype, device=batch.input_ids.device)
         forward = action.work is Work.RECEIVE_FORWARD
         peer = self.shape.places[action.stage + (-1 if forward else 1)]

@@ -105,7 +105,7 @@ class StageModule(nn.Module):
         self._received = received
         inputs, positions = self._inputs(batch, received)
         device = batch.input_ids.device
-        part = batch.embedding.rectangle(self.mesh.index, batch.rows, batch.length)
+        part = batch.grid.rectangle(batch.embedding, self.mesh.index)
         stream = random_stream(device, *batch.key, -1, part.row_start, part.position_start)
         with stream, self._own_layers():
             self._model[0].base_model(
@@ -120,8 +120,7 @@ class StageModule(nn.Module):
             batch.final_hidden.pop(),
             self.layouts[1],
             batch.head if self.is_last else batch.boundary,
-            rows=batch.rows,
-            length=batch.length,
+            grid=batch.grid,
             index=self.mesh.index,
             groups=self.mesh.groups,
         )
@@ -132,7 +131,7 @@ class StageModule(nn.Module):
     def _inputs(
         self, batch: MicroBatch, received: torch.Tensor | None
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        part = batch.embedding.rectangle(self.mesh.index, batch.rows, batch.length)
+        part = batch.grid.rectangle(batch.embedding, self.mesh.index)
         positions = batch.positions()
         if self.adapter.positional:
             rows = slice(part.row_start, part.row_stop) if positions.shape[0] > 1 else slice(None)
@@ -150,8 +149,7 @@ class StageModule(nn.Module):
             received,
             batch.boundary,
             self.layouts[0],
-            rows=batch.rows,
-            length=batch.length,
+            grid=batch.grid,
             index=self.mesh.index,
             groups=self.mesh.groups,
         )
@@ -180,5 +178,5 @@ class _Leaving:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         batch = self.current.value
         batch.final_hidden.append(hidden)
-        part = batch.embedding.rectangle(self.mesh.index, batch.rows, batch.length)
+        part = batch.grid.rectangle(batch.embedding, self.mesh.index)
         return torch.empty(*part.shape, hidden.shape[-1], device="meta")

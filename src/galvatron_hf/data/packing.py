@@ -1,0 +1,217 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""From a padded global batch to its documents, and from documents to packed micro-batches.
+
+Both keep what the batch asks for: which tokens are predicted from which, at which positions. So the sum of the losses
+is that of the padded batch, whatever is packed with what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from galvatron_hf.data.placement import Placement
+from galvatron_hf.parallel.documents import PADDING, Documents
+from galvatron_hf.parallel.micro_batch import IGNORED, shift_targets
+
+
+_PACKED = {"input_ids", "attention_mask", "position_ids", "labels", "shift_labels"}
+# Bounds of documents for other kernels; position_ids say the same.
+BOUNDS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+LONG_SEQUENCES = ("error", "truncate", "split")
+
+
+class NotPackable(ValueError):
+    """Why the rows of a batch cannot be packed without changing what is computed, in one sentence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """The documents of a global batch one behind the other, in the batch's order, without padding.
+
+    Attributes:
+        input_ids, targets, position_ids (`torch.Tensor`): [T], int64, on the CPU; a target is the token to predict at
+            a position, -100 for none.
+        bounds (`np.ndarray`): [n + 1], offsets at which documents begin, and the end of the last.
+        rows (`np.ndarray`): [n], the row of the global batch that each comes from.
+        cut (`int`): documents that were longer than allowed.
+    """
+
+    input_ids: torch.Tensor
+    targets: torch.Tensor
+    position_ids: torch.Tensor
+    bounds: np.ndarray
+    rows: np.ndarray
+    cut: int = 0
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document, [n]."""
+        return np.diff(self.bounds)
+
+    @classmethod
+    def of(cls, batches: Sequence[Mapping[str, Any]]) -> Sequences:
+        """Those of all batches of a step, in order; their rows are counted on. See [`unpad`]."""
+        parts = [unpad(batch) for batch in batches]
+        tokens = np.cumsum([0, *(part.bounds[-1] for part in parts[:-1])])
+        rows = np.cumsum([0, *(len(batch["input_ids"]) for batch in batches[:-1])])
+        ends = [part.bounds[1:] + start for part, start in zip(parts, tokens, strict=True)]
+        return cls(
+            input_ids=torch.cat([part.input_ids for part in parts]),
+            targets=torch.cat([part.targets for part in parts]),
+            position_ids=torch.cat([part.position_ids for part in parts]),
+            bounds=np.concatenate([[0], *ends]),
+            rows=np.concatenate([part.rows + start for part, start in zip(parts, rows, strict=True)]),
+        )
+
+
+def unpad(batch: Mapping[str, Any]) -> Sequences:
+    """The documents of a batch as a collator has made it.
+
+    A row is one document, unless the batch has no attention mask and its position ids begin anew inside a row: then
+    the row was packed already, and each document counts by itself, as in the Hugging Face models.
+
+    Args:
+        batch (`Mapping[str, Any]`): [B, S] tensors: `input_ids`, and `attention_mask`, `position_ids`, `labels` or
+            `shift_labels` if there are.
+
+    Raises:
+        NotPackable: for other inputs, masks with holes, and targets at masked positions.
+    """
+    known = _PACKED | BOUNDS if batch.get("position_ids") is not None else _PACKED
+    others = [name for name, value in batch.items() if isinstance(value, torch.Tensor) and name not in known]
+    if others:
+        raise NotPackable(f"the batch has {others[0]!r}, and it is not known how to pack that")
+    ids = batch["input_ids"]
+    if ids.ndim != 2:
+        raise NotPackable(f"input_ids have the shape {tuple(ids.shape)} instead of [rows, positions]")
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    if real.shape != ids.shape:
+        raise NotPackable(f"the attention_mask has the shape {tuple(real.shape)}, and input_ids {tuple(ids.shape)}")
+    targets = _targets(batch)
+    if bool((targets[~real] != IGNORED).any()):
+        raise NotPackable("positions that the attention_mask hides have targets, as left padding gives them")
+    begins = real & ~torch.nn.functional.pad(real, (1, 0))[:, :-1]
+    if bool((begins.sum(1) > 1).any()):
+        raise NotPackable("the attention_mask has holes")
+    columns = torch.arange(ids.shape[1]).expand(ids.shape)
+    if positions is not None:
+        if positions.ndim != 2:
+            raise NotPackable(f"position_ids have the shape {tuple(positions.shape)} instead of [rows, positions]")
+        positions = positions.expand(ids.shape)
+        if mask is None:
+            begins[:, 1:] |= positions[:, 1:] != positions[:, :-1] + 1
+    else:
+        positions = columns
+    starts = torch.nonzero(begins[real]).flatten()
+    rows = torch.arange(ids.shape[0])[:, None].expand(ids.shape)[begins]
+    return Sequences(
+        input_ids=ids[real],
+        targets=targets[real],
+        position_ids=positions[real],
+        bounds=np.append(starts.numpy(), int(real.sum())),
+        rows=rows.numpy(),
+    )
+
+
+def _targets(batch: Mapping[str, Any]) -> torch.Tensor:
+    if batch.get("shift_labels") is not None:
+        return batch["shift_labels"]
+    if batch.get("labels") is not None:
+        return shift_targets(batch["labels"])
+    raise NotPackable(f"the batch has no labels, only {sorted(batch)}")
+
+
+def limit_lengths(sequences: Sequences, longest: int, policy: str) -> Sequences:
+    """Documents of at most `longest` tokens.
+
+    Args:
+        sequences ([`Sequences`]): any.
+        longest (`int`): tokens that a document may have.
+        policy (`str`): what becomes of longer ones: "truncate" keeps their beginning, "split" makes documents of their
+            pieces, whose positions begin anew, "error" refuses them. The last token of what is cut off has no target.
+
+    Raises:
+        ValueError: for a longer document, if the policy says so.
+    """
+    lengths = sequences.lengths
+    long = np.flatnonzero(lengths > longest)
+    if len(long) == 0:
+        return sequences
+    if policy == "error":
+        raise ValueError(
+            f"Row {sequences.rows[long[0]]} of the global batch has {lengths[long[0]]} tokens, above "
+            f"max_tokens_per_rank ({longest}); raise it, cut the rows, or set long_sequences to 'truncate' or 'split'."
+        )
+    pieces = [
+        (start, min(start + longest, stop), row)
+        for start, stop, row in zip(sequences.bounds[:-1], sequences.bounds[1:], sequences.rows, strict=True)
+        for start in range(start, stop if policy == "split" else start + 1, longest)
+    ]
+    kept = torch.cat([torch.arange(start, stop) for start, stop, _ in pieces])
+    bounds = np.cumsum([0, *(stop - start for start, stop, _ in pieces)])
+    targets, positions = sequences.targets[kept], sequences.position_ids[kept]
+    targets[torch.from_numpy(bounds[1:] - 1)] = IGNORED
+    for (start, stop, _), begin in zip(pieces, bounds, strict=False):
+        if start not in sequences.bounds:
+            positions[begin : begin + stop - start] = torch.arange(stop - start)
+    return Sequences(
+        input_ids=sequences.input_ids[kept],
+        targets=targets,
+        position_ids=positions,
+        bounds=bounds,
+        rows=np.array([row for _, _, row in pieces]),
+        cut=len(long),
+    )
+
+
+def pack(sequences: Sequences, placement: Placement, multiple: int, pad_token_id: int) -> list[dict[str, Any]]:
+    """Packed micro-batches, for [`ParallelModel.forward_backward`].
+
+    Args:
+        sequences ([`Sequences`]): the documents.
+        placement ([`Placement`]): which of them go into which pack of which micro-batch.
+        multiple (`int`): positions of a pack are a multiple of it; a document of padding fills it up, an empty pack
+            too.
+        pad_token_id (`int`): what padding consists of.
+
+    Returns:
+        `list[dict]`: of each micro-batch `input_ids`, `position_ids`, `shift_labels` [1, T] and `documents`.
+    """
+    return [_micro_batch(sequences, packs, multiple, pad_token_id) for packs in placement.micro_batches]
+
+
+def _micro_batch(
+    sequences: Sequences, packs: Sequence[Sequence[int]], multiple: int, pad_token_id: int
+) -> dict[str, Any]:
+    tokens: list[np.ndarray] = []  # where each document's tokens are; -1 for padding
+    bounds, cuts, rows = [0], [0], []
+    lengths = sequences.lengths
+    for pack_ in packs:
+        # Neighbours of equal length share one call of the attention kernel.
+        for index in sorted(pack_, key=lambda index: lengths[index]):
+            start, stop = sequences.bounds[index : index + 2]
+            tokens.append(np.arange(start, stop))
+            bounds.append(bounds[-1] + int(stop - start))
+            rows.append(int(sequences.rows[index]))
+        length = bounds[-1] - cuts[-1]
+        missing = -length % multiple if length else multiple
+        if missing:
+            tokens.append(np.full(missing, -1))
+            bounds.append(bounds[-1] + missing)
+            rows.append(PADDING)
+        cuts.append(bounds[-1])
+    where = torch.from_numpy(np.concatenate(tokens))
+    padding = where < 0
+    return {
+        "input_ids": sequences.input_ids[where].masked_fill(padding, pad_token_id)[None],
+        "position_ids": sequences.position_ids[where].masked_fill(padding, 0)[None],
+        "shift_labels": sequences.targets[where].masked_fill(padding, IGNORED)[None],
+        "documents": Documents(bounds=tuple(bounds), cuts=tuple(cuts), rows=tuple(rows)),
+    }

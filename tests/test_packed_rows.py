@@ -1,0 +1,154 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Packed documents under every kind of plan: loss, gradients and evaluation of one process on the padded batch."""
+
+from __future__ import annotations
+
+import copy
+import random
+import traceback
+
+import pytest
+import torch
+
+from equivalence import FLOOR, RELATIVE, Reference, assert_near, reference, whole_gradients
+from galvatron_hf.data.packing import pack, unpad
+from galvatron_hf.data.placement import Placement
+from galvatron_hf.parallel.apply import parallelize
+from galvatron_hf.parallel.mesh import WorldMesh
+from galvatron_hf.parallel.model import ParallelModel
+from galvatron_hf.plan import ParallelPlan
+from plans import mixed_plans, pipeline_plans, pipeline_plans_on_eight, uniform_plans
+from ranks import run_ranks
+from tiny_models import FAMILIES, VOCABULARY
+
+
+LENGTHS = (1, 9, 2, 14, 5, 5, 5, 1, 11, 3, 7)
+
+
+def long_tailed(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Rows padded on the right, whose second token and some others are no targets."""
+    draw = torch.Generator().manual_seed(seed)
+    longest = max(lengths)
+    ids = torch.randint(4, VOCABULARY, (len(lengths), longest), generator=draw)
+    mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
+    ignored = (torch.rand(ids.shape, generator=draw) < 0.2) | (mask == 0)
+    ignored[:, 1] = True
+    return {
+        "input_ids": ids.masked_fill(mask == 0, 3),
+        "attention_mask": mask,
+        "labels": ids.masked_fill(ignored, -100),
+    }
+
+
+def random_placement(documents: int, micro_batches: int, packs: int, seed: int = 0) -> Placement:
+    """Every document anywhere; some packs may be empty."""
+    draw = random.Random(seed)
+    places: list[list[list[int]]] = [[[] for _ in range(packs)] for _ in range(micro_batches)]
+    for index in range(documents):
+        draw.choice(draw.choice(places)).append(index)
+    return Placement(tuple(tuple(tuple(pack_) for pack_ in packs) for packs in places))
+
+
+def packed(parallel: ParallelModel, batch: dict[str, torch.Tensor], micro_batches: int, seed: int = 0) -> list[dict]:
+    sequences = unpad(batch)
+    placement = random_placement(len(sequences.lengths), micro_batches, parallel.forward.packs, seed)
+    return pack(sequences, placement, parallel.forward.pack_multiple, pad_token_id=3)
+
+
+def check_packed(oracle: Reference, plan: ParallelPlan, world: WorldMesh) -> None:
+    parallel = parallelize(copy.deepcopy(oracle.model), plan, world)
+    parts = packed(parallel, oracle.batch, plan.micro_batches)
+    loss = float(parallel.forward_backward(parts))
+    gradients, norm = whole_gradients(parallel.model, oracle.model), float(parallel.grad_norm())
+    parallel.model.zero_grad()
+    parallel.model.eval()
+    eval_loss = float(parallel.evaluate(parts).loss)
+    assert_near("loss", loss, oracle.loss)
+    assert_near("grad_norm", norm, oracle.grad_norm)
+    assert_near("eval loss", eval_loss, oracle.eval_loss)
+    for name, wanted in oracle.gradients.items():
+        error, scale = float((gradients[name] - wanted).abs().max()), float(wanted.abs().max())
+        if not error <= max(RELATIVE * scale, FLOOR * oracle.grad_norm):
+            raise AssertionError(f"the gradient of {name} is off by {error / (scale or 1):.2e} of its largest entry")
+
+
+def check_cases(world_size: int, cases: dict[str, tuple[Reference, ParallelPlan]]) -> None:
+    def work() -> dict[str, str]:
+        wrong, world = {}, WorldMesh("cpu")
+        for name, (oracle, plan) in cases.items():
+            try:
+                check_packed(oracle, plan, world)
+            except AssertionError as error:
+                wrong[name] = str(error) or traceback.format_exc()
+            except Exception as error:
+                raise RuntimeError(f"case {name!r}") from error
+        return wrong
+
+    wrong = [found for found in run_ranks(work, world_size, timeout=60.0 + 10.0 * len(cases)) if found]
+    assert not wrong, wrong[0]
+
+
+def oracle_of(family: str) -> Reference:
+    return reference(FAMILIES[family].build(), long_tailed())
+
+
+def test_every_strategy_by_itself():
+    oracle = oracle_of("llama")
+    check_cases(4, {name: (oracle, plan) for name, plan in uniform_plans(4).items()})
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "olmo2"])
+def test_every_family_under_layers_that_differ(family):
+    plans = mixed_plans() if family == "llama" else {"mixed_b": mixed_plans()["mixed_b"]}
+    oracle = oracle_of(family)
+    check_cases(4, {name: (oracle, plan) for name, plan in plans.items()})
+
+
+def test_a_family_that_tensor_ranks_cannot_cut():
+    check_cases(4, {"ulysses": (oracle_of("olmo2"), uniform_plans(4)["ulysses"])})
+
+
+@pytest.mark.slow
+def test_eight_ranks():
+    oracle = oracle_of("llama")
+    cases = {f"pipeline {name}": (oracle, plan) for name, plan in pipeline_plans_on_eight().items()}
+    plans = {name: plan for name, plan in uniform_plans(8).items()}
+    check_cases(8, cases | {name: (oracle, plan) for name, plan in plans.items()})
+
+
+def test_every_schedule():
+    oracle = oracle_of("llama")
+    check_cases(4, {name: (oracle, plan) for name, plan in pipeline_plans().items()})
+
+
+def isolated(parallel: ParallelModel, batch: dict[str, torch.Tensor], rows: range) -> tuple[float, torch.Tensor]:
+    """The loss of some rows alone, of a packed batch, and the embedding's gradient by it; collective."""
+    labels = torch.full_like(batch["labels"], -100)
+    labels[rows.start : rows.stop] = batch["labels"][rows.start : rows.stop]
+    parallel.model.zero_grad()
+    parts = packed(parallel, batch | {"labels": labels}, parallel.plan.micro_batches)
+    loss = float(parallel.forward_backward(parts, num_items_in_batch=50))
+    gradients = whole_gradients(parallel.model, FAMILIES["llama"].build())
+    return loss, gradients["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize("plan", ["zero3", "tensor", "ulysses", "mixed_a", "1f1b_mixed"])
+def test_a_document_changes_nothing_of_another_bit_for_bit(plan):
+    """Other tokens in one row: the loss of all others, and what it asks of the embedding, stay as they are."""
+    plans = uniform_plans(4) | mixed_plans() | pipeline_plans()
+    batch, changed = long_tailed(), long_tailed()
+    row = 3  # the longest, in the middle of the batch
+    changed["input_ids"][row, : LENGTHS[row]] = (batch["input_ids"][row, : LENGTHS[row]] + 7) % VOCABULARY
+
+    def work() -> list[bool]:
+        parallel = parallelize(FAMILIES["llama"].build(), plans[plan])
+        same = []
+        for rows in (range(row), range(row + 1, len(LENGTHS))):
+            loss, gradient = isolated(parallel, batch, rows)
+            other, other_gradient = isolated(parallel, changed, rows)
+            same += [loss == other, torch.equal(gradient, other_gradient), bool(gradient.abs().sum() > 0)]
+        loss, _ = isolated(parallel, batch, range(row, row + 1))
+        return [*same, loss != isolated(parallel, changed, range(row, row + 1))[0]]
+
+    assert run_ranks(work, 4) == [[True] * 7] * 4
