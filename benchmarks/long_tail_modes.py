@@ -101,7 +101,7 @@ def make_trainer(mode: str, setting: Setting, steps: int) -> tuple[Trainer, list
     if mode == "ours":
         recompute = "full" if setting.recompute else "none"
         plan = ParallelPlan.uniform(setting.ranks, LAYERS, sharding="replicate", recompute=recompute)
-        args = GalvatronTrainingArguments(**arguments, parallel_plan=plan)
+        args = GalvatronTrainingArguments(**arguments, parallel_plan=plan, packing="static")
         trainer = GalvatronTrainer(model, args, train_dataset=documents, data_collator=collator)
     elif mode == "trl":
         documents, collator = pack_as_trl(setting.corpus)

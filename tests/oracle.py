@@ -37,6 +37,8 @@ PAD = 3
 
 # Wall-clock, and where the plain Trainer prepared its model.
 _TIMES = ("runtime", "per_second", "preparation_time")
+# What only packing logs.
+_OF_PACKING = ("padding_percent", "predicted_imbalance", "planner_ms", "planner_hidden")
 _EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
 
 
@@ -116,6 +118,7 @@ class Case:
         family (`str`): of `FAMILIES`.
         train (`Callable`): makes the training set; None does not train.
         options (`dict`): training arguments beside the defaults below.
+        own_options (`dict`): training arguments of the ranks alone, which plain Trainer does not know.
         trainer (`dict`): further arguments of the Trainer, made anew for each: name to a function without arguments.
         override (`Callable`): from a Trainer class to the subclass that is tested.
         before, after (`Callable`, *optional*): called with the trainer before and after training; what they return is
@@ -129,6 +132,7 @@ class Case:
     family: str = "llama"
     train: Callable[[], Any] | None = lambda: Rows(27)
     options: dict[str, Any] = field(default_factory=dict)
+    own_options: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Callable[[], Any]] = field(default_factory=dict)
     override: Callable[[type], type] = lambda trainer_class: trainer_class
     before: Callable[[Trainer], Any] | None = None
@@ -191,7 +195,7 @@ def run_case(case: Case) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         shared = [folder]
         dist.broadcast_object_list(shared)
-        args = GalvatronTrainingArguments(**case.arguments(shared[0]), parallel_plan=case.plan)
+        args = GalvatronTrainingArguments(**case.arguments(shared[0]), **case.own_options, parallel_plan=case.plan)
         outcome = _run(case, GalvatronTrainer, args)
         dist.barrier()  # rank 0's folder is everybody's
     return outcome
@@ -281,7 +285,7 @@ def differences(seen: Outcome, wanted: Outcome, case: Case, relative: float = RE
 def _comparable(value: Any, counted: tuple[str, ...]) -> Any:
     """Without times, and without what is counted from padded batches, where the oracle's are others."""
     if isinstance(value, dict):
-        left_out = (*_TIMES, *counted)
+        left_out = (*_TIMES, *_OF_PACKING, *counted)
         return {k: _comparable(v, counted) for k, v in value.items() if not any(word in str(k) for word in left_out)}
     if isinstance(value, (list, tuple)):
         return [_comparable(item, counted) for item in value]

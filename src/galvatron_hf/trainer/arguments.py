@@ -12,6 +12,7 @@ from accelerate.utils import parse_flag_from_env
 from huggingface_hub import split_torch_state_dict_into_shards
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
+from galvatron_hf.data.packing import LONG_SEQUENCES
 from galvatron_hf.plan import ParallelPlan, Precision
 
 
@@ -20,6 +21,7 @@ _ELEMENTWISE_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad",
 
 NONFINITE_POLICIES = ("stop", "skip")
 SAVE_FAILURE_POLICIES = ("stop", "continue")
+PACKING_MODES = ("auto", "static", "none")
 
 # Set by `accelerate launch` for its own tensor, context, sequence and data parallelism.
 _SHARDING_VARIABLES = (
@@ -55,6 +57,19 @@ class GalvatronTrainingArguments(TrainingArguments):
         nonfinite_policy (`str`, *optional*, defaults to `"stop"`):
             What becomes of a step whose loss or gradient is infinite or not a number: "stop" ends training with a
             [`NonFiniteError`] that says where it came from, "skip" goes on without it and counts it.
+        packing (`str`, *optional*, defaults to `"auto"`):
+            Whether documents are computed without padding, side by side in packs, and placed on ranks by what they
+            cost. The step's sequences stay the sampler's. "auto" packs where the collator only pads token rows,
+            "static" packs or says why it cannot, "none" never packs.
+        max_tokens_per_rank (`int`, *optional*):
+            Tokens that a data rank computes at a time, and of the longest document. By default as many as the plan's
+            micro-batches of the longest rows of the dataset would have if they were padded.
+        long_sequences (`str`, *optional*, defaults to `"error"`):
+            What becomes of a document with more tokens than that: "truncate" keeps its beginning, "split" makes
+            documents of its pieces, "error" ends training. What is cut is counted and logged as `cut_sequences`.
+        pack_to_multiple_of (`int`, *optional*):
+            Packs are filled up to a multiple of so many tokens, so that few shapes occur; by default 64 on a GPU, 1 on
+            the CPU.
         model_init_kwargs (`dict` or `str`, *optional*):
             For a model that is given by its name: the keyword arguments of `from_pretrained`, such as `dtype`,
             `revision` and `attn_implementation`; a dictionary or JSON.
@@ -86,6 +101,23 @@ class GalvatronTrainingArguments(TrainingArguments):
             "help": 'What becomes of a step whose loss or gradient is not finite: "stop" or "skip".',
             "choices": list(NONFINITE_POLICIES),
         },
+    )
+    packing: str = field(
+        default="auto",
+        metadata={"help": "Compute documents packed, without padding.", "choices": list(PACKING_MODES)},
+    )
+    max_tokens_per_rank: int | None = field(
+        default=None, metadata={"help": "Tokens that a data rank computes at a time, where documents are packed."}
+    )
+    long_sequences: str = field(
+        default="error",
+        metadata={
+            "help": "What becomes of documents above max_tokens_per_rank.",
+            "choices": list(LONG_SEQUENCES),
+        },
+    )
+    pack_to_multiple_of: int | None = field(
+        default=None, metadata={"help": "Packs are filled up to a multiple of so many tokens."}
     )
     model_init_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Keyword arguments of from_pretrained for a model given by its name, as JSON."}
@@ -124,6 +156,12 @@ def requested_plan(args: TrainingArguments) -> ParallelPlan | None:
 def nonfinite_policy(args: TrainingArguments) -> str:
     """What becomes of a step with numbers that are not finite."""
     return getattr(args, "nonfinite_policy", "stop")
+
+
+def packing_mode(args: TrainingArguments) -> str:
+    """Whether batches are packed; TRL's arguments have a `packing` of their own, True or False, for their dataset."""
+    packing = getattr(args, "packing", "auto")
+    return "auto" if isinstance(packing, bool) else packing
 
 
 def with_precision(plan: ParallelPlan, args: TrainingArguments) -> ParallelPlan:
@@ -217,6 +255,7 @@ def _refusals(args: TrainingArguments) -> Iterator[str]:
     policy = nonfinite_policy(args)
     if policy not in NONFINITE_POLICIES:
         yield f"nonfinite_policy {policy!r} is none of {', '.join(NONFINITE_POLICIES)}; use one of these."
+    yield from _packing_refusals(args)
     on_save_failure = getattr(args, "on_save_failure", "stop")
     if on_save_failure not in SAVE_FAILURE_POLICIES:
         yield f"on_save_failure {on_save_failure!r} is none of {', '.join(SAVE_FAILURE_POLICIES)}; use one of these."
@@ -227,3 +266,15 @@ def _refusals(args: TrainingArguments) -> Iterator[str]:
         yield f"max_shard_size {size!r} is no size ({error}); use a number with a unit, such as '5GB'."
     if args.use_liger_kernel:
         yield "use_liger_kernel=True replaces the modules that a plan cuts; set it to False."
+
+
+def _packing_refusals(args: TrainingArguments) -> Iterator[str]:
+    options = {"packing": packing_mode(args), "long_sequences": getattr(args, "long_sequences", LONG_SEQUENCES[0])}
+    for name, known in (("packing", PACKING_MODES), ("long_sequences", LONG_SEQUENCES)):
+        value = options[name]
+        if value not in known:
+            yield f"{name} {value!r} is none of {', '.join(known)}; use one of these."
+    for name in ("max_tokens_per_rank", "pack_to_multiple_of"):
+        value = getattr(args, name, None)
+        if value is not None and (type(value) is not int or value < 1):
+            yield f"{name} {value!r} is no number of tokens; use a positive integer, or leave it out."

@@ -171,7 +171,7 @@ class CheckpointMixin(ResumeMixin):
             scheduler = SchedulerState.of(self.lr_scheduler.state_dict(), self._group_names())
             if self.parallel.pipeline is not None:
                 scheduler = SchedulerState.of_all_ranks(gather_objects(scheduler))
-        random = random_state()
+        random = self._state_before_look or random_state()
 
         def save_small_files() -> None:
             if not only_model:
@@ -179,6 +179,7 @@ class CheckpointMixin(ResumeMixin):
             if self.args.should_save:
                 if not only_model:
                     write_file(folder / SCHEDULER_FILE, json.dumps(scheduler.to_json(), indent=2))
+                self._save_cost(folder)
                 self._export_callback_states()
                 self.state.save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
 

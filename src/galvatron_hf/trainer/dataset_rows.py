@@ -11,24 +11,35 @@ from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader, SequentialSampler
 
 
-def dataset_rows(loader: DataLoader, step: int, accumulation: int) -> list[int] | None:
-    """Indices in the dataset of the rows of one optimizer step's global batch, in its order.
+class DatasetRows:
+    """Knows which rows of the dataset each step's global batch holds, without drawing from the sampler.
 
     Args:
         loader (`DataLoader`): of the global batches.
-        step (`int`): optimizer steps before this one, of all epochs.
         accumulation (`int`): batches of the loader that make a step.
 
-    Returns:
-        `list[int]`: or None where the sampler's order cannot be known without drawing from it, and for streams.
+    Attributes:
+        known (`bool`): False where the sampler's order cannot be known without drawing from it, and for streams.
     """
-    batches = getattr(loader, "batch_sampler", None)
-    sampler = getattr(batches, "sampler", None)
-    if not isinstance(sampler, (SequentialSampler, SeedableRandomSampler)):
-        return None
-    rows = batches.batch_size * accumulation
-    epoch, step = divmod(step, -(-len(loader) // accumulation))
-    return epoch_order(sampler, epoch)[step * rows : (step + 1) * rows]
+
+    def __init__(self, loader: DataLoader, accumulation: int):
+        self._batches = getattr(loader, "batch_sampler", None)
+        self._sampler = getattr(self._batches, "sampler", None)
+        self.known = isinstance(self._sampler, (SequentialSampler, SeedableRandomSampler))
+        self._steps = -(-len(loader) // accumulation) if self.known else 0
+        self._rows = self._batches.batch_size * accumulation if self.known else 0
+        self._epoch: tuple[int, list[int]] | None = None
+
+    def of_step(self, step: int) -> list[int]:
+        """Indices in the dataset of a step's rows, in the global batch's order.
+
+        Args:
+            step (`int`): optimizer steps before this one, of all epochs.
+        """
+        epoch, step = divmod(step, self._steps)
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = epoch, epoch_order(self._sampler, epoch)
+        return self._epoch[1][step * self._rows : (step + 1) * self._rows]
 
 
 def epoch_order(sampler: SequentialSampler | SeedableRandomSampler, epoch: int) -> list[int]:

@@ -57,7 +57,13 @@ class EvaluationMixin:
         self._loss_comes_next = labels is not None
         shares = -(-self._real_rows // self.args.world_size) * self.args.world_size
         batch = fill_rows(whole, shares)
-        if self._loss_needs_logits() and labels is not None:
+        packed = None
+        if prediction_loss_only and labels is not None:
+            packed = self._packed_for_evaluation(inputs.whole)
+        if packed is not None:
+            smoothing = self.args.label_smoothing_factor
+            outputs = self.parallel.evaluate(packed, num_items_in_batch=num_items, label_smoothing=smoothing)
+        elif self._loss_needs_logits() and labels is not None:
             outputs = self._evaluate_own_loss(batch, num_items, self._real_rows)
         else:
             smoothing = self.args.label_smoothing_factor

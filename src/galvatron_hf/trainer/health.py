@@ -18,7 +18,7 @@ from galvatron_hf.parallel.collectives import gather_objects
 from galvatron_hf.parallel.micro_batch import count_targets
 from galvatron_hf.parallel.nonfinite import NonFinite, find_nonfinite
 from galvatron_hf.trainer.arguments import nonfinite_policy
-from galvatron_hf.trainer.dataset_rows import dataset_rows
+from galvatron_hf.trainer.dataset_rows import DatasetRows
 
 
 logger = logging.get_logger(__name__)
@@ -142,8 +142,10 @@ class HealthMixin:
 
     def _dataset_rows(self) -> list[int] | None:
         """Which rows of the dataset this step's are, where that is known; rank 0 reads them."""
-        loader, accumulation = self.callback_handler.train_dataloader, self.args.gradient_accumulation_steps
-        return dataset_rows(loader, self.state.global_step, accumulation) if self.args.process_index == 0 else None
+        if self.args.process_index != 0:
+            return None
+        rows = DatasetRows(self.callback_handler.train_dataloader, self.args.gradient_accumulation_steps)
+        return rows.of_step(self.state.global_step) if rows.known else None
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args, **kwargs) -> None:
         """As Trainer's, which empties the sum of losses by taking it from itself: what is no number would stay so."""

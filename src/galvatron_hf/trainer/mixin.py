@@ -20,7 +20,7 @@ from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import logging
 
-from galvatron_hf.data.loader import GlobalBatchLoader, join_batches, own_share, read_once, take_rows
+from galvatron_hf.data.loader import GlobalBatchLoader, own_share, take_rows
 from galvatron_hf.parallel.apply import parallelize
 from galvatron_hf.parallel.checks import check_model, check_plan
 from galvatron_hf.parallel.mesh import WorldMesh
@@ -34,6 +34,7 @@ from galvatron_hf.trainer.health import HealthMixin
 from galvatron_hf.trainer.loading import LoadingMixin
 from galvatron_hf.trainer.neftune import add_embedding_noise
 from galvatron_hf.trainer.own_loss import OwnLossMixin
+from galvatron_hf.trainer.packing import PackingMixin
 from galvatron_hf.trainer.restart import checkpoint_of_restart
 from galvatron_hf.trainer.saving import SaveError, save_on_every_rank
 from galvatron_hf.trainer.search import SearchMixin
@@ -49,6 +50,7 @@ class GalvatronMixin(
     LoadingMixin,
     EvaluationMixin,
     CheckpointMixin,
+    PackingMixin,
     OwnLossMixin,
     HealthMixin,
     StoppingMixin,
@@ -175,6 +177,7 @@ class GalvatronMixin(
             resume_from_checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         if resume_from_checkpoint is not None and self._runs_parallel():
             self._resumed_plan = plan_of_checkpoint(resume_from_checkpoint, self.args.world_size)
+            self._load_cost(resume_from_checkpoint)
             self._weights_come_later = True
         try:
             return super().train(resume_from_checkpoint, trial, *args, **kwargs)
@@ -188,13 +191,17 @@ class GalvatronMixin(
             for layer in self.parallel.layers:
                 layer.gradient_checkpointing = False
             self._pending_batches = []
+            self._begin_packing()
             # An evaluation leaves some weights gathered; the optimizer is to hold the shards.
             self.parallel.units.reshard()
             if self.neftune_noise_alpha is not None:
                 self.neftune_hook_handle.remove()
                 self.neftune_hook_handle = add_embedding_noise(self.parallel, self.neftune_noise_alpha)
         with self._settled(), self._traced(), self._nothing_filtered(), self._stoppable(), self._guarded():
-            return super()._inner_training_loop(*args, **kwargs)
+            try:
+                return super()._inner_training_loop(*args, **kwargs)
+            finally:
+                self._end_packing()
 
     def _run_epoch(self, *args, resume_from_checkpoint: str | None = None, **kwargs) -> None:
         """As Trainer's, which takes one step too many in a run that resumes from its last step's checkpoint."""
@@ -310,7 +317,7 @@ class GalvatronMixin(
         """Reads the batches of one optimizer step on rank 0 and gives them to all ranks."""
         if self.parallel is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
-        batches = read_once(lambda: list(_take(epoch_iterator, num_batches)))
+        batches = self._read_step(epoch_iterator, num_batches)
         if batches and len(batches) < num_batches:
             # The data ended inside a step: empty batches let Trainer's loop reach the step's end.
             batches += [take_rows(batches[-1], 0, 0)] * (num_batches - len(batches))
@@ -343,21 +350,24 @@ class GalvatronMixin(
         self._pending_batches.append(inputs.whole)
         if not self.accelerator.gradient_state.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        pad = self.model.config.pad_token_id
-        batch = join_batches(self._pending_batches, pad if pad is not None else 0)
-        self._pending_batches = []
-        batch = self._prepare_inputs(batch)
+        pending, self._pending_batches = self._pending_batches, []
+        batch = self._packed(pending)
+        if batch is None:
+            batch = self._prepare_inputs(self._joined(pending))
+        else:
+            num_items_in_batch = self._items_of_packed(batch, num_items_in_batch)
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         self.parallel.streams.step = self.parallel.timeline.step = self.state.global_step
         return self._watched_step(batch, num_items_in_batch)
 
-    def _forward_backward(self, batch: dict[str, Any], num_items_in_batch) -> torch.Tensor:
-        """Gradients of a global batch, and its loss."""
+    def _forward_backward(self, batch: dict[str, Any] | list[dict[str, Any]], num_items_in_batch) -> torch.Tensor:
+        """Gradients of a global batch, or of its packed micro-batches, and the loss."""
         if self._loss_needs_logits():
             return self._own_forward_backward(batch, num_items_in_batch)
-        _require_labels(batch)
+        if isinstance(batch, dict):
+            _require_labels(batch)
         return self.parallel.forward_backward(
             batch, num_items_in_batch, label_smoothing=self.args.label_smoothing_factor
         )
@@ -389,14 +399,6 @@ def start_group_of_one(device: torch.device) -> None:
     """Makes this process a world of one rank, so that a plan for one rank runs without a launcher."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
-
-def _take(iterator: Iterator, count: int) -> Iterator:
-    for _ in range(count):
-        try:
-            yield next(iterator)
-        except StopIteration:
-            return
 
 
 def _require_labels(batch: dict[str, Any]) -> None:

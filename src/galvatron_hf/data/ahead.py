@@ -1,0 +1,86 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Placing the sequences of the next step while this one is computed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from galvatron_hf.data.placement import Placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A placement, and what it cost to find it.
+
+    Attributes:
+        placement ([`Placement`]): of one step's sequences.
+        seconds (`float`): that the planner took.
+        hidden (`bool`): whether it was ready when it was asked for.
+        failure (`str`, *optional*): why the planner found none, so that the sequences are in the sampler's own order.
+    """
+
+    placement: Placement
+    seconds: float
+    hidden: bool
+    failure: str | None = None
+
+
+class PlanAhead:
+    """Plans steps, in the background where their lengths are known before.
+
+    Args:
+        plan (`Callable`): from lengths [n] to a placement; a function of nothing else.
+        in_order (`Callable`): the same, for when `plan` fails.
+    """
+
+    def __init__(self, plan: Callable[[np.ndarray], Placement], in_order: Callable[[np.ndarray], Placement]):
+        self._plan, self._in_order = plan, in_order
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="galvatron-planner")
+        self._next: Future[tuple[np.ndarray, Planned] | None] | None = None
+
+    def begin(self, lengths: Callable[[], np.ndarray | None]) -> None:
+        """Starts to plan the next step in the background.
+
+        Args:
+            lengths (`Callable`): gives its lengths, or None where they cannot be known; called in the background.
+        """
+        self._next = self._thread.submit(self._plan_next, lengths)
+
+    def take(self, lengths: np.ndarray) -> Planned:
+        """The placement of a step with these lengths: what was planned if it was for them, else planned now."""
+        ahead, self._next = self._next, None
+        if ahead is not None:
+            hidden = ahead.done()
+            found = ahead.result()
+            if found is not None and np.array_equal(found[0], lengths):
+                planned = found[1]
+                return Planned(
+                    placement=planned.placement, seconds=planned.seconds, hidden=hidden, failure=planned.failure
+                )
+        return self._planned(lengths)
+
+    def end(self) -> None:
+        """Ends the thread; what it is planning is left alone."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _plan_next(self, lengths: Callable[[], np.ndarray | None]) -> tuple[np.ndarray, Planned] | None:
+        try:
+            expected = lengths()
+        except Exception:  # whatever a dataset raises: the lengths are known when its rows are read
+            expected = None
+        return None if expected is None else (expected, self._planned(expected))
+
+    def _planned(self, lengths: np.ndarray) -> Planned:
+        began, failure = time.perf_counter(), None
+        try:
+            placement = self._plan(lengths)
+        except Exception as error:  # training goes on without it
+            failure = f"{type(error).__name__}: {error}"
+            placement = self._in_order(lengths)
+        return Planned(placement=placement, seconds=time.perf_counter() - began, hidden=False, failure=failure)
