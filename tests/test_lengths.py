@@ -117,11 +117,13 @@ def test_files_of_several_shards_then_shuffled(tmp_path):
 
 
 def test_a_column_of_lengths_is_taken_at_its_word():
+    """Where nothing better is there: people count characters in such columns too."""
     dataset = _dataset().add_column("length", list(range(9)))
-    assert sequence_lengths(dataset).tolist() == list(range(9))
-    assert sequence_lengths(dataset.select([4, 2])).tolist() == [4, 2]
-    assert sequence_lengths(dataset.remove_columns("input_ids")).tolist() == list(range(9))
-    assert sequence_lengths(dataset, length_column="tokens").tolist() == _read(dataset)
+    assert sequence_lengths(dataset).tolist() == _read(dataset)
+    without = dataset.remove_columns("input_ids")
+    assert sequence_lengths(without).tolist() == list(range(9))
+    assert sequence_lengths(without.select([4, 2])).tolist() == [4, 2]
+    assert sequence_lengths(without, length_column="tokens") is None
 
 
 @pytest.mark.parametrize("column", [["long"] * 9, [0.5] * 9, [1, None] + [2] * 7, [-1] * 9])

@@ -18,9 +18,9 @@ from torch.utils.data import ConcatDataset, Subset
 def sequence_lengths(dataset: Any, column: str = "input_ids", length_column: str = "length") -> np.ndarray | None:
     """Number of tokens of every row, from what stands beside the tokens.
 
-    A `datasets.Dataset` that has a `length_column` of integers is taken at its word. Otherwise Arrow's offsets tell,
-    one for each row, whatever was selected, shuffled, sorted or concatenated since. A row without a list has length 0.
-    `Subset` and `ConcatDataset` of such datasets are followed.
+    Of a `datasets.Dataset` Arrow's offsets tell, one for each row, whatever was selected, shuffled, sorted or
+    concatenated since. A row without a list has length 0. Where the tokens are no lists yet, a `length_column` of
+    integers is taken at its word. `Subset` and `ConcatDataset` of such datasets are followed.
 
     Args:
         dataset (`Any`): as given to a Trainer.
@@ -52,10 +52,10 @@ def _is_plain(dataset: Any, kind: type) -> bool:
 def _arrow_lengths(dataset: datasets.Dataset, column: str, length_column: str) -> np.ndarray | None:
     """Of the rows of a dataset without transform, through its mapping of indices."""
     lengths = None
-    if length_column in dataset.column_names:
-        lengths = _own_word(dataset.data.column(length_column))
-    if lengths is None and column in dataset.column_names and _is_shown(dataset, column):
+    if column in dataset.column_names and _is_shown(dataset, column):
         lengths = _list_lengths(dataset.data.column(column))
+    if lengths is None and length_column in dataset.column_names:
+        lengths = _own_word(dataset.data.column(length_column))
     if lengths is None or dataset._indices is None:
         return lengths
     return lengths[dataset._indices.column(0).to_numpy()]

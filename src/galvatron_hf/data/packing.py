@@ -121,11 +121,12 @@ def unpad(batch: Mapping[str, Any]) -> Sequences:
 
 
 def _targets(batch: Mapping[str, Any]) -> torch.Tensor:
-    if batch.get("shift_labels") is not None:
-        return batch["shift_labels"]
-    if batch.get("labels") is not None:
-        return shift_targets(batch["labels"])
-    raise NotPackable(f"the batch has no labels, only {sorted(batch)}")
+    name = next((name for name in ("shift_labels", "labels") if batch.get(name) is not None), None)
+    if name is None:
+        raise NotPackable(f"the batch has no labels, only {sorted(batch)}")
+    if batch[name].shape != batch["input_ids"].shape:
+        raise NotPackable(f"{name} have the shape {tuple(batch[name].shape)}, and input_ids another")
+    return batch[name] if name == "shift_labels" else shift_targets(batch[name])
 
 
 def limit_lengths(sequences: Sequences, longest: int, policy: str) -> Sequences:
@@ -150,23 +151,24 @@ def limit_lengths(sequences: Sequences, longest: int, policy: str) -> Sequences:
             f"max_tokens_per_rank ({longest}); raise it, cut the rows, or set long_sequences to 'truncate' or 'split'."
         )
     pieces = [
-        (start, min(start + longest, stop), row)
-        for start, stop, row in zip(sequences.bounds[:-1], sequences.bounds[1:], sequences.rows, strict=True)
-        for start in range(start, stop if policy == "split" else start + 1, longest)
+        (begin, start, min(start + longest, stop), stop, row)
+        for begin, stop, row in zip(sequences.bounds[:-1], sequences.bounds[1:], sequences.rows, strict=True)
+        for start in range(begin, stop if policy == "split" else begin + 1, longest)
     ]
-    kept = torch.cat([torch.arange(start, stop) for start, stop, _ in pieces])
-    bounds = np.cumsum([0, *(stop - start for start, stop, _ in pieces)])
+    kept = torch.cat([torch.arange(start, end) for _, start, end, _, _ in pieces])
+    bounds = np.cumsum([0, *(end - start for _, start, end, _, _ in pieces)])
     targets, positions = sequences.targets[kept], sequences.position_ids[kept]
-    targets[torch.from_numpy(bounds[1:] - 1)] = IGNORED
-    for (start, stop, _), begin in zip(pieces, bounds, strict=False):
-        if start not in sequences.bounds:
-            positions[begin : begin + stop - start] = torch.arange(stop - start)
+    for (begin, start, end, stop, _), first in zip(pieces, bounds[:-1], strict=True):
+        if end < stop:
+            targets[first + end - start - 1] = IGNORED
+        if start > begin:
+            positions[first : first + end - start] = torch.arange(end - start)
     return Sequences(
         input_ids=sequences.input_ids[kept],
         targets=targets,
         position_ids=positions,
         bounds=bounds,
-        rows=np.array([row for _, _, row in pieces]),
+        rows=np.array([row for *_, row in pieces]),
         cut=len(long),
     )
 

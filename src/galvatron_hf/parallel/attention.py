@@ -21,7 +21,7 @@ from galvatron_hf.parallel.document_attention import attention_by_document
 
 IMPLEMENTATION = "galvatron"
 
-_POSITIONS = ("position_ids", "cache_position")  # the bounds say it already
+POSITIONS = ("position_ids", "cache_position")  # the bounds say it already
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +98,11 @@ def galvatron_attention(
     stream = parallel.dropout_stream() if dropout > 0.0 else contextlib.nullcontext()
     bounds = parallel.document_bounds()
     with stream:
+        if bounds is not None and attention_mask is not None:
+            raise ValueError(
+                f"{type(module).__name__} makes an attention mask of its own, which attention by document does not "
+                "know; train with packing='none'."
+            )
         if bounds is None:
             output, _ = parallel.kernel(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
         else:
@@ -110,7 +115,7 @@ def galvatron_attention(
 
 def _document_options(module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
     """What a family's attention asks for beyond query, key and value, as [`attention_by_document`] takes it."""
-    unknown = [name for name, value in given.items() if isinstance(value, torch.Tensor) and name not in _POSITIONS]
+    unknown = [name for name, value in given.items() if isinstance(value, torch.Tensor) and name not in POSITIONS]
     if unknown:
         raise ValueError(
             f"{type(module).__name__} gives its attention {unknown[0]!r}, which attention by document does not know; "

@@ -163,12 +163,13 @@ class Block:
         return output
 
     def dropout_stream(self):
-        """The stream of attention dropout: each rank drops the weights of its own rows and heads."""
+        """The stream of attention dropout: each rank drops the weights of its own rows (or pack) and heads."""
         batch = self.current.value
-        rectangle = self.attention_rectangle(batch)
+        packed = batch.documents is not None
+        own = self.pack(batch).position_start if packed else self.attention_rectangle(batch).row_start
         heads = self.mesh.index % (self.strategy.tensor * self.strategy.ulysses)
         device = batch.input_ids.device
-        return random_stream(device, *batch.key, self.index, rectangle.row_start, heads, 1)
+        return random_stream(device, *batch.key, self.index, own, heads, 1)
 
     def _inputs(self, batch: MicroBatch, arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
         rectangle = self.attention_rectangle(batch)

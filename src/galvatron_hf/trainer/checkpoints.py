@@ -328,6 +328,7 @@ class CheckpointMixin(ResumeMixin):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """As Trainer's; where this rank has no file of its own, rank 0's, or that of a run of one process."""
+        self._state_before_look = None
         if checkpoint is None:
             return
         for index in (self.args.process_index, 0):

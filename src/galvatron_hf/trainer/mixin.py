@@ -27,7 +27,7 @@ from galvatron_hf.parallel.mesh import WorldMesh
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.models import adapter_for
 from galvatron_hf.plan import ParallelPlan
-from galvatron_hf.trainer.arguments import check_arguments, requested_plan, with_precision
+from galvatron_hf.trainer.arguments import check_arguments, packing_mode, requested_plan, with_precision
 from galvatron_hf.trainer.checkpoints import PLAN_FILE, CheckpointMixin, plan_of_checkpoint
 from galvatron_hf.trainer.evaluation import EvaluationMixin
 from galvatron_hf.trainer.health import HealthMixin
@@ -81,6 +81,8 @@ class GalvatronMixin(
         super().__init__(*args, **kwargs)
         if self._runs_parallel():
             self._check_before_start()
+        elif packing_mode(self.args) == "static":
+            raise ValueError("packing='static' needs a plan, and this process has none; give parallel_plan.")
 
     def create_accelerator_and_postprocess(self) -> None:
         """As Trainer's, which calls it before anything is done to the model and again for each trial of a search."""

@@ -23,6 +23,7 @@ from galvatron_hf.data.lengths import LookAhead, sequence_lengths
 from galvatron_hf.data.loader import join_batches, read_once
 from galvatron_hf.data.packing import BOUNDS, NotPackable, Sequences, limit_lengths, pack
 from galvatron_hf.data.placement import Placement, in_order, place
+from galvatron_hf.parallel.attention_spy import attention_obstacle
 from galvatron_hf.parallel.micro_batch import count_targets
 from galvatron_hf.plan_json import read_object, write_file
 from galvatron_hf.schedule import PipelineShape, orders
@@ -35,7 +36,6 @@ from galvatron_hf.trainer.sequence_cost import StepCost, estimated_cost, measure
 logger = logging.get_logger(__name__)
 
 COST_FILE = "sequence_cost.json"
-LONGEST_UNKNOWN = 4096  # tokens: up to here documents are timed where nobody knows how long they are
 
 _KNOWN_COLLATORS = (
     DataCollatorForLanguageModeling,
@@ -110,6 +110,7 @@ class PackingMixin:
     _rows: DatasetRows | None = None
     _looking: tuple[Iterator, LookAhead] | None = None
     _state_before_look: dict[str, Any] | None = None
+    _spied: tuple[Any, str | None] | None = None
 
     # ---- Whether ----
 
@@ -133,7 +134,10 @@ class PackingMixin:
         obstacle = self._packing_obstacle()
         if packing == "static" and obstacle is not None:
             raise ValueError(f"packing='static' is not possible, because {obstacle}; set packing='none'.")
-        return packing == "static" or (obstacle is None and _is_known(self.data_collator))
+        known = _is_known(self.data_collator)
+        if known and obstacle is not None:
+            self._padded_because(obstacle)
+        return packing == "static" or (known and obstacle is None)
 
     def _packing_obstacle(self) -> str | None:
         if self._loss_needs_logits():
@@ -146,21 +150,38 @@ class PackingMixin:
         changing = sorted(kind for kind in kinds if kind in _ROPE_OF_THE_BATCH)
         if changing:
             return f"{changing[0]!r} rotary embeddings depend on the longest row of the batch"
-        return None
+        if self._spied is None or self._spied[0] is not self.parallel:
+            self._spied = self.parallel, attention_obstacle(self.parallel.family, config)
+        return self._spied[1]
 
     # ---- Where ----
 
     def _begin_packing(self) -> None:
-        """At the start of training: forgets what belonged to an earlier run."""
+        """At the start of training: forgets what belonged to an earlier run; collective.
+
+        Raises:
+            ValueError: for documents that are too long, where their lengths are known.
+        """
         self._end_packing()
-        self._placement, self._record, self._rows, self._looking = None, None, None, None
-        self._state_before_look = None
+        self._placement, self._record, self._lengths = None, None, None
         self.cut_sequences = 0
+        if self._packs():
+            read_once(self._check_lengths)
 
     def _end_packing(self) -> None:
         if self._ahead is not None:
             self._ahead.end()
-            self._ahead = None
+        self._ahead, self._looking, self._rows, self._state_before_look = None, None, None, None
+
+    def _check_lengths(self) -> None:
+        lengths, bound = self._known_lengths(), self._bound()
+        if bound is not None and self._long_sequences == "error" and (lengths > bound).any():
+            row = int(lengths.argmax())
+            raise ValueError(
+                f"Row {row} of the dataset has {lengths[row]} tokens, above max_tokens_per_rank ({bound}), as "
+                f"{int((lengths > bound).sum())} of {len(lengths)} rows; raise it, cut the rows, or set "
+                "long_sequences to 'truncate' or 'split'."
+            )
 
     def _read_step(self, batches: Iterator, count: int) -> list[dict[str, Any]]:
         """The batches of one optimizer step, and where their documents go; collective.
@@ -173,16 +194,37 @@ class PackingMixin:
         if not self._packs():
             return read_once(lambda: _take(batches, count))
         if self._cost is None:
-            self.model.train()
-            longest = read_once(self._longest)
-            self._cost = measure_cost(self.parallel, min(longest, self._bound() or longest))
-            self._say_cost()
+            longest, most = read_once(lambda: self._to_time(batches, count))
+            if self.args.full_determinism:
+                self._cost = estimated_cost(self.parallel.forward.current.config)  # no clock has a say
+            elif longest:
+                self.model.train()
+                self._cost = measure_cost(self.parallel, longest, most)
+                self._say_cost()
         found, self._placement = read_once(lambda: self._read_and_place(batches, count))
         if self._placement is not None:
             self._note(self._placement)
         if self.args.process_index == 0:
-            self._plan_next(batches, count)
+            try:
+                self._plan_next(batches, count)
+            except Exception as error:  # the others do not wait for it: the step is planned when it is read
+                logger.warning_once(f"Steps are not planned ahead ({type(error).__name__}: {error}).")
         return found
+
+    def _to_time(self, batches: Iterator, count: int) -> tuple[int, int]:
+        """Tokens of the longest document to time, and of a pack at most; zeros if nothing can be packed."""
+        lengths = self._known_lengths()
+        if not len(lengths):
+            try:
+                lengths = Sequences.of(self._look(batches).peek(count)).lengths
+            except (NotPackable, ValueError):  # told when the step is read
+                return 0, 0
+        return (int(lengths.max()), self._capacity(lengths)) if len(lengths) else (0, 0)
+
+    def _look(self, batches: Iterator) -> LookAhead:
+        if self._looking is None or self._looking[0] is not batches:
+            self._looking = (batches, LookAhead(batches))
+        return self._looking[1]
 
     def _read_and_place(self, batches: Iterator, count: int) -> tuple[list[dict[str, Any]], StepPlacement | None]:
         found = _take(self._looked_at(batches), count)
@@ -208,12 +250,12 @@ class PackingMixin:
         return found, StepPlacement(
             placement=planned.placement,
             longest=longest,
-            imbalance=planned.placement.imbalance(lengths, self._cost.sequence, stages=stages),
+            imbalance=planned.placement.imbalance(lengths, self._step_cost.sequence, stages=stages),
             seconds=planned.seconds,
             hidden=planned.hidden,
         )
 
-    def _padded_because(self, reason: NotPackable) -> None:
+    def _padded_because(self, reason: NotPackable | str) -> None:
         if self._packing == "static":
             raise ValueError(f"packing='static' is not possible, because {reason}; set packing='none'.")
         logger.warning_once(f"Batches are padded and not packed, because {reason}.")
@@ -222,8 +264,16 @@ class PackingMixin:
         """One batch of all, without what collators say twice where they have packed already."""
         if all("position_ids" in batch for batch in batches):
             batches = [{name: x for name, x in batch.items() if name not in BOUNDS} for batch in batches]
+        return join_batches(batches, self._pad_token_id)
+
+    @property
+    def _pad_token_id(self) -> int:
         pad = self.model.config.pad_token_id
-        return join_batches(batches, pad if pad is not None else 0)
+        return pad if pad is not None and pad >= 0 else 0
+
+    @property
+    def _step_cost(self) -> StepCost:
+        return self._cost or estimated_cost(self.parallel.forward.current.config)
 
     def _bound(self) -> int | None:
         """Tokens that a pack may have by the arguments, a multiple of what the plan asks for."""
@@ -231,29 +281,32 @@ class PackingMixin:
         if given is None:
             return None
         multiple = self._pack_multiple()
-        if given < multiple:
+        if given % multiple:
             raise ValueError(
-                f"max_tokens_per_rank={given} is less than the {multiple} tokens that a pack has at least under this "
-                f"plan; give {multiple} or more."
+                f"max_tokens_per_rank={given} is no multiple of {multiple}, which the tokens of a pack are under this "
+                f"plan and pack_to_multiple_of; give {max(given // multiple, 1) * multiple}."
             )
-        return given // multiple * multiple
+        return given
 
     def _capacity(self, lengths: np.ndarray) -> int:
         """Tokens of a pack at most: by default what the plan's padded micro-batches of the longest rows would have."""
         bound = self._bound()
         if bound is not None:
             return bound
+        rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
         shares = self.parallel.plan.micro_batches * self.parallel.forward.packs
-        longest = max(int(lengths.max()), self._longest(unknown=0))
+        longest = max(int(lengths.max()), int(self._known_lengths().max(initial=0)))
         multiple = self._pack_multiple()
-        return -(-(-(-len(lengths) // shares) * longest) // multiple) * multiple
+        return -(-(-(-rows // shares) * longest) // multiple) * multiple
 
-    def _longest(self, unknown: int = LONGEST_UNKNOWN) -> int:
-        """Tokens of the longest row of the training set."""
+    def _known_lengths(self) -> np.ndarray:
+        """Tokens of the training set's rows; none where they are not known. On rank 0."""
         if self._lengths is None:
-            known = sequence_lengths(self.train_dataset) if self.train_dataset is not None else None
+            known = None
+            if self.train_dataset is not None:
+                known = sequence_lengths(self.train_dataset, length_column=self.args.length_column_name)
             self._lengths = np.zeros(0, dtype=np.int64) if known is None else known
-        return int(self._lengths.max()) if len(self._lengths) else unknown
+        return self._lengths
 
     def _pack_multiple(self) -> int:
         wanted = getattr(self.args, "pack_to_multiple_of", None)
@@ -262,8 +315,7 @@ class PackingMixin:
         return int(np.lcm(self.parallel.forward.pack_multiple, wanted))
 
     def _place(self, lengths: np.ndarray, max_tokens: int | None = None) -> Placement:
-        cost = self._cost or estimated_cost(self.parallel.forward.current.config)
-        plan, least = self.parallel.plan, 1
+        cost, plan, least = self._step_cost, self.parallel.plan, 1
         while True:
             placement = place(
                 lengths,
@@ -293,18 +345,18 @@ class PackingMixin:
         """Has the next step planned in the background; on rank 0."""
         if self._ahead is None or self.state.global_step + 1 >= self.state.max_steps:
             return
-        step, longest, known = self.state.global_step + 1, self._bound(), self._lengths
+        step, longest, known = self.state.global_step + 1, self._bound(), self._known_lengths()
         if self._rows is None:
             self._rows = DatasetRows(self.callback_handler.train_dataloader, self.args.gradient_accumulation_steps)
-        if known is not None and len(known) and self._rows.known:
+        if len(known) and self._rows.known:
             self._ahead.begin(lambda: _limited(known[self._rows.of_step(step)], longest, self._long_sequences))
             return
         if self.accelerator.dataloader_config.use_stateful_dataloader:
             return  # its state would be a step ahead of training
-        if self._looking is None or self._looking[0] is not batches:
-            self._looking = (batches, LookAhead(batches))
-        self._state_before_look = random_state()
-        following = self._looking[1].peek(count)
+        before = random_state()
+        following = self._look(batches).peek(count)
+        if random_state() != before:  # what is drawn for the next step comes after a checkpoint of this one
+            self._state_before_look = before
         if following:
             self._ahead.begin(lambda: _limited(Sequences.of(following).lengths, longest, self._long_sequences))
 
@@ -327,15 +379,14 @@ class PackingMixin:
         return count_targets(parts).to(num_items)
 
     def _micro_batches(self, sequences: Sequences, placement: Placement) -> list[dict[str, Any]]:
-        pad = self.model.config.pad_token_id
-        parts = pack(sequences, placement, self._pack_multiple(), pad if pad is not None else 0)
+        parts = pack(sequences, placement, self._pack_multiple(), self._pad_token_id)
         if self._record is not None:
             self._record.tokens += int(sequences.bounds[-1])
             self._record.positions += sum(part["input_ids"].shape[1] for part in parts)
         return [self._prepare_inputs(part) for part in parts]
 
     def _packed_for_evaluation(self, batch: dict[str, Any]) -> list[dict[str, Any]] | None:
-        """As [`PackingMixin._packed`], every rank planning alike; too long documents are never cut."""
+        """As [`PackingMixin._packed`], planned on rank 0 there and then; long documents are not cut; collective."""
         if not self._packs():
             return None
         try:
@@ -347,10 +398,12 @@ class PackingMixin:
             return None
         record, self._record = self._record, None
         try:
-            enough = max(self._capacity(sequences.lengths), int(sequences.lengths.max()))
-            return self._micro_batches(sequences, self._place(sequences.lengths, enough))
+            return self._micro_batches(sequences, read_once(lambda: self._place_evaluation(sequences.lengths)))
         finally:
             self._record = record
+
+    def _place_evaluation(self, lengths: np.ndarray) -> Placement:
+        return self._place(lengths, max(self._capacity(lengths), int(lengths.max())))
 
     # ---- What is said of it ----
 
@@ -383,13 +436,14 @@ class PackingMixin:
     # ---- A resumed run places as the run before ----
 
     def _save_cost(self, folder: Path) -> None:
-        if self._cost is not None:
+        if self._cost is not None and self._cost.measured:
             write_file(folder / COST_FILE, json.dumps(self._cost.to_json()))
 
-    def _load_cost(self, checkpoint: str | None) -> None:
-        path = os.path.join(checkpoint or "", COST_FILE)
-        if checkpoint is not None and os.path.isfile(path):
-            self._cost = StepCost.from_json(read_object(path, "cost of sequences"))
+    def _load_cost(self, checkpoint: str) -> None:
+        """Rank 0's; collective."""
+        path = os.path.join(checkpoint, COST_FILE)
+        raw = read_once(lambda: read_object(path, "cost of sequences") if os.path.isfile(path) else None)
+        self._cost = None if raw is None else StepCost.from_json(raw)
 
 
 def _is_known(collator: Any) -> bool:

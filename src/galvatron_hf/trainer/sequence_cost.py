@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -70,7 +71,7 @@ def estimated_cost(config: PreTrainedConfig) -> StepCost:
     return StepCost(sequence=cost, overhead=0.0, measured=False)
 
 
-def measure_cost(parallel: ParallelModel, longest: int) -> StepCost:
+def measure_cost(parallel: ParallelModel, longest: int, most: int | None = None) -> StepCost:
     """Times forward and backward of packed documents of several lengths, the same on every data rank; collective.
 
     Gradients are left empty, and no random stream moves.
@@ -78,19 +79,22 @@ def measure_cost(parallel: ParallelModel, longest: int) -> StepCost:
     Args:
         parallel ([`ParallelModel`]): in training mode, without gradients.
         longest (`int`): tokens of the longest documents to expect, at least 1; the model's positions bound it too.
+        most (`int`, *optional*): tokens of a pack at most.
 
     Returns:
         [`StepCost`]: the same on every rank: the least squares of relative errors over what the slowest rank took.
     """
     config = parallel.model.config
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    longest = min(longest, positions or longest)
+    most = most or sys.maxsize
+    longest = max(1, min(longest, positions or longest, most))
     shortest = min(SHORTEST, longest)
-    shapes = [(shortest, 1), (shortest, 8)]
+    shapes = [(shortest, 1), (shortest, min(8, most // shortest))]
     while shapes[-1][0] * 4 <= longest:
         shapes.append((shapes[-1][0] * 4, 1))
     if shapes[-1][0] < longest:
         shapes.append((longest, 1))
+    traced, parallel.timeline.on = parallel.timeline.on, False
     _seconds(parallel, shortest, 1)  # the first one sets things up
     taken: list[float] = []
     for length, count in shapes:
@@ -100,6 +104,7 @@ def measure_cost(parallel: ParallelModel, longest: int) -> StepCost:
         taken.append(seconds / len(parallel.plan.stages))
         if seconds >= LONG_ENOUGH:
             break
+    parallel.timeline.on = traced
     sizes = np.array(shapes[: len(taken)], dtype=np.float64)
     length, count = sizes[:, 0], sizes[:, 1]
     columns = np.stack([count * length, count * length**2, count, np.ones_like(count)], axis=1)

@@ -1,0 +1,37 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""What families give their attention, and which of them attention by document can stand in for."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from galvatron_hf.parallel.attention_spy import attention_obstacle
+from tiny_models import FAMILIES
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tested_families_have_no_obstacle(name):
+    model = FAMILIES[name].build()
+    before = model.config.to_dict()
+    assert attention_obstacle(type(model), model.config) is None
+    assert model.config.to_dict() == before
+
+
+def _obstacle(kind: str, **options) -> str | None:
+    config = AutoConfig.for_model(kind, **options)
+    with torch.device("meta"):
+        return attention_obstacle(type(AutoModelForCausalLM.from_config(config)), config)
+
+
+SMALL = dict(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+
+
+def test_attention_sinks_are_named():
+    options = SMALL | dict(num_key_value_heads=1, intermediate_size=16, head_dim=8, num_local_experts=2)
+    assert _obstacle("gpt_oss", **options) == "GptOssForCausalLM gives its attention 's_aux'"
+
+
+def test_attention_that_bypasses_the_registered_function_is_named():
+    found = _obstacle("bloom", vocab_size=32, hidden_size=16, n_layer=1, n_head=2)
+    assert "BloomForCausalLM" in found
