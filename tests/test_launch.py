@@ -77,7 +77,13 @@ def test_launching_fewer_ranks_than_the_plan_has_is_refused(tmp_path):
     assert "torchrun --nproc_per_node 4" in process.stderr
 
 
-@pytest.mark.parametrize("fault", ["raise RuntimeError('this rank fails')", "os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param("raise RuntimeError('this rank fails')", marks=pytest.mark.slow),
+        "os.kill(os.getpid(), signal.SIGKILL)",
+    ],
+)
 def test_a_rank_that_dies_in_a_step_ends_the_job_and_leaves_no_process(tmp_path, fault):
     """Within the minute that docs/pipeline.md states, start-up included; an exception is shown first."""
     script, plan = tmp_path / "script.py", tmp_path / "plan.json"

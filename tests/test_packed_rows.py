@@ -7,16 +7,19 @@ from __future__ import annotations
 import copy
 import random
 import traceback
+from unittest import mock
 
 import pytest
 import torch
 
 from equivalence import FLOOR, RELATIVE, Reference, assert_near, reference, whole_gradients
 from galvatron_hf.data.packing import pack, unpad
-from galvatron_hf.data.placement import Placement
+from galvatron_hf.data.placement import Placement, in_order
+from galvatron_hf.parallel import block
 from galvatron_hf.parallel.apply import parallelize
 from galvatron_hf.parallel.mesh import WorldMesh
 from galvatron_hf.parallel.model import ParallelModel
+from galvatron_hf.parallel.random import random_stream
 from galvatron_hf.plan import ParallelPlan
 from plans import mixed_plans, pipeline_plans, pipeline_plans_on_eight, uniform_plans
 from ranks import run_ranks
@@ -50,9 +53,15 @@ def random_placement(documents: int, micro_batches: int, packs: int, seed: int =
     return Placement(tuple(tuple(tuple(pack_) for pack_ in packs) for packs in places))
 
 
-def packed(parallel: ParallelModel, batch: dict[str, torch.Tensor], micro_batches: int, seed: int = 0) -> list[dict]:
-    sequences = unpad(batch)
-    placement = random_placement(len(sequences.lengths), micro_batches, parallel.forward.packs, seed)
+def packed(
+    parallel: ParallelModel, batch: dict[str, torch.Tensor], micro_batches: int, seed: int | None = 0
+) -> list[dict]:
+    """A random placement; in order without a seed."""
+    sequences, packs = unpad(batch), parallel.forward.packs
+    if seed is None:
+        placement = in_order(sequences.lengths, packs, max_tokens=None)
+    else:
+        placement = random_placement(len(sequences.lengths), micro_batches, packs, seed)
     return pack(sequences, placement, parallel.forward.pack_multiple, pad_token_id=3)
 
 
@@ -98,7 +107,18 @@ def test_every_strategy_by_itself():
     check_cases(4, {name: (oracle, plan) for name, plan in uniform_plans(4).items()})
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "olmo2"])
+# Windows and soft-caps, learned positions, fused projections.
+FAST_FAMILIES = ("gemma2", "gpt2", "phi3")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[] if name in FAST_FAMILIES else pytest.mark.slow)
+        for name in FAMILIES
+        if name != "olmo2"
+    ],
+)
 def test_every_family_under_layers_that_differ(family):
     plans = mixed_plans() if family == "llama" else {"mixed_b": mixed_plans()["mixed_b"]}
     oracle = oracle_of(family)
@@ -152,3 +172,32 @@ def test_a_document_changes_nothing_of_another_bit_for_bit(plan):
         return [*same, loss != isolated(parallel, changed, range(row, row + 1))[0]]
 
     assert run_ranks(work, 4) == [[True] * 7] * 4
+
+
+def test_attention_dropout_of_two_packs_differs():
+    """Two ranks with the same document drop other weights, and the same ones in a recompute and on tensor ranks."""
+    ids = torch.arange(4, 20)[None].repeat(4, 1)
+    batch = {"input_ids": ids, "labels": torch.full_like(ids, -100)}
+
+    def work(plan: ParallelPlan) -> list[tuple[int, ...]]:
+        keys = []
+        parallel = parallelize(FAMILIES["llama"].build(), plan)
+        for layer in parallel.layers:
+            layer.self_attn.attention_dropout = 0.5
+        with mock.patch.object(block, "random_stream", recorded(keys)):
+            parallel.forward_backward(packed(parallel, batch, 1, seed=None))
+        return [key for key in keys if len(key) == 7]  # those of attention
+
+    for name, alike in (("replicate", None), ("tensor_data", 2)):
+        by_rank = run_ranks(work, 4, uniform_plans(4)[name])
+        firsts = [keys[0] for keys in by_rank]
+        assert len(set(firsts)) == 4, firsts  # other packs, or other heads
+        assert alike is None or len({key[:5] for key in firsts}) == 2
+
+
+def recorded(keys: list[tuple[int, ...]]):
+    def stream(device, *key):
+        keys.append(key)
+        return random_stream(device, *key)
+
+    return stream

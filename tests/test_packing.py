@@ -144,6 +144,17 @@ def test_long_documents_are_split():
     assert sequences.targets.tolist() == targets
 
 
+@pytest.mark.parametrize("policy", ["truncate", "split"])
+def test_documents_that_are_short_enough_keep_all_their_targets(policy):
+    """Also a last one, where labels were shifted already; and so does the end of a document that was split."""
+    ids = torch.arange(12).reshape(2, 6)
+    mask = torch.tensor([[1] * 6, [1] * 3 + [0] * 3])
+    shifted = (ids + 1).masked_fill(mask == 0, IGNORED)
+    sequences = limit_lengths(unpad({"input_ids": ids, "attention_mask": mask, "shift_labels": shifted}), 4, policy)
+    first = [1, 2, 3, IGNORED] if policy == "truncate" else [1, 2, 3, IGNORED, 5, 6]
+    assert sequences.targets.tolist() == [*first, 7, 8, 9]
+
+
 def test_long_documents_are_refused_and_short_ones_left_alone():
     sequences = unpad(long_batch())
     assert limit_lengths(sequences, 10, "error") is sequences

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from galvatron_hf.data.cost import SequenceCost
+from galvatron_hf.data.cost import SequenceCost, fit_cost
 from galvatron_hf.data.placement import PLANNERS, Placement, in_order, place
 from plan_inputs import QUICK
 
@@ -285,19 +285,24 @@ def test_the_order_of_the_sampler_is_cut_into_even_pieces():
     assert in_order([7], 2, max_tokens=7, least_micro_batches=2).micro_batches == (((0,), ()), ((), ()))
 
 
+SHAPES = [(16, 1), (16, 8), (64, 1), (256, 1), (1024, 1), (4096, 1), (16384, 1)]
+
+
+def timed(overhead: float) -> np.ndarray:
+    return np.array([count * COST.of([length])[0] + overhead for length, count in SHAPES])
+
+
 def test_a_fit_finds_the_coefficients_and_none_below_zero():
-    lengths = np.array([16, 64, 256, 1024, 4096, 16384])
-    fitted = SequenceCost.fit(lengths, COST.of(lengths))
+    fitted, overhead = fit_cost(SHAPES, timed(0.03))
     assert [fitted.per_token, fitted.per_token_squared, fitted.per_sequence] == pytest.approx(
-        [COST.per_token, COST.per_token_squared, COST.per_sequence], rel=1e-6
+        [COST.per_token, COST.per_token_squared, COST.per_sequence], rel=1e-5
     )
+    assert overhead == pytest.approx(0.03, rel=1e-5)
     # Growing more slowly than linearly: a free fit would make the square negative.
-    assert SequenceCost.fit(lengths, np.sqrt(lengths)).per_token_squared == 0
-    # 10% too much at one end or the other weigh the same, although one is a thousand times more seconds.
-    for end in (0, -1):
-        seconds = COST.of(lengths)
-        seconds[end] *= 1.1
-        assert np.abs(SequenceCost.fit(lengths, seconds).of(lengths) / seconds - 1).max() < 0.1
+    lengths = [(length, 1) for length, _ in SHAPES[1:]]
+    assert fit_cost(lengths, np.sqrt([length for length, _ in lengths]))[0].per_token_squared == 0
+    # Always the same time: nothing can be told of a token but that there were so many.
+    assert fit_cost([(10, 1), (10, 8)], [2.0, 2.0])[0].per_token == pytest.approx(2.0 / 80)
 
 
 @pytest.mark.parametrize(
@@ -318,8 +323,8 @@ def test_a_fit_finds_the_coefficients_and_none_below_zero():
             lambda: SequenceCost(per_token=0.0, per_token_squared=float("inf"), per_sequence=0.0),
             "per_token_squared=inf",
         ),
-        (lambda: SequenceCost.fit([1, 2], [1.0]), "shapes"),
-        (lambda: SequenceCost.fit([1, 2], [1.0, 0.0]), "seconds=0.0"),
+        (lambda: fit_cost([(1, 1), (2, 1)], [1.0]), "shapes"),
+        (lambda: fit_cost([(1, 1), (2, 1)], [1.0, 0.0]), "seconds=0.0"),
     ],
 )
 def test_refusals_say_the_value_the_reason_and_the_fix(call, says):

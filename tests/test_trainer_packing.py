@@ -24,11 +24,13 @@ from transformers.data.data_collator import (
 )
 from trl.trainer import sft_trainer
 
+from galvatron_hf import GalvatronTrainer
 from galvatron_hf.data.ahead import PlanAhead
 from galvatron_hf.data.packing import pack
 from galvatron_hf.data.placement import Placement
 from galvatron_hf.parallel.documents import Documents
 from galvatron_hf.trainer import packing
+from galvatron_hf.trainer.random_state import random_state
 from oracle import PAD, Case, Rows, Stream, check_cases, collate
 from plans import mixed_plans, pipeline_plans, pipeline_plans_on_eight, uniform, uniform_plans
 from tiny_models import FAMILIES, VOCABULARY
@@ -132,6 +134,7 @@ def test_faults_of_packing_are_seen():
         assert f"{name}: rank 0: log[0].loss is" in str(error.value), str(error.value)[-3000:]
 
 
+@pytest.mark.slow
 def test_options_of_training_and_packing():
     check_cases(
         {
@@ -194,11 +197,21 @@ def plain_run(folder: Path, **more: Any) -> Run:
     return run(folder, options=options, trainer_class=Trainer, **more)
 
 
-def test_collators_that_only_pad_are_packed_by_themselves(tmp_path):
+FAST_COLLATORS = ("language_modeling", "trl_padding_free")
+
+
+@pytest.mark.parametrize(
+    "names", [FAST_COLLATORS, pytest.param(tuple(COLLATORS), marks=pytest.mark.slow)], ids=["two", "all"]
+)
+def test_collators_that_only_pad_are_packed_by_themselves(tmp_path, names):
     """Without an argument that says so; and those that are not known are not."""
-    known = {name: dict(data_collator=make, train_dataset=data) for name, (make, data) in COLLATORS.items()}
+    chosen = {name: COLLATORS[name] for name in names}
+    known = {name: dict(data_collator=make, train_dataset=data) for name, (make, data) in chosen.items()}
     wanted = {name: plain_run(tmp_path / "plain" / name, **case) for name, case in known.items()}
-    unknown = {"unknown": dict(train_dataset=rows), "none": known["seq2seq"] | dict(options=dict(packing="none"))}
+    unknown = {
+        "unknown": dict(train_dataset=rows),
+        "none": known["language_modeling"] | dict(options=dict(packing="none")),
+    }
     seen = runs_of(MIXED, tmp_path, known | unknown)
     for name in known:
         assert_same_steps(seen[name], wanted[name])
@@ -240,7 +253,10 @@ def checkpointed(folder: Path, plan, resumed_plan, first: dict[str, Any], then: 
     return on_ranks(work)[0]
 
 
-@pytest.mark.parametrize("first, then", [(STATIC, dict(packing="none")), (dict(packing="none"), STATIC)])
+@pytest.mark.parametrize(
+    "first, then",
+    [(STATIC, dict(packing="none")), pytest.param(dict(packing="none"), STATIC, marks=pytest.mark.slow)],
+)
 def test_resuming_under_the_other_packing_mode(tmp_path, first, then):
     constant = dict(lr_scheduler_type="constant")
     wanted = plain_run(tmp_path / "plain", train_dataset=lambda: rows(27), options=constant)
@@ -294,6 +310,88 @@ def test_long_sequences_are_refused_truncated_or_split(tmp_path):
         AssertionError, match=r"Row \d+ of the global batch has \d+ tokens, above max_tokens_per_rank \(16\)"
     ):
         runs_of(REPLICATE, tmp_path, {"error": data | dict(options=options | bound)})
+
+
+def test_long_rows_are_refused_before_a_step_where_lengths_are_known(tmp_path):
+    def work() -> str:
+        try:
+            trainer(tmp_path, REPLICATE, train_dataset=arrow(), options=STATIC | dict(max_tokens_per_rank=16)).train()
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+        return "no error"
+
+    longest = max(range(61), key=lambda index: len(rows()[index]["input_ids"]))
+    for message in on_ranks(work):
+        assert f"Row {longest} of the dataset has" in message and "above max_tokens_per_rank (16)" in message
+
+
+def test_a_bound_that_packs_cannot_fill_is_refused(tmp_path):
+    def work() -> str:
+        options = STATIC | dict(max_tokens_per_rank=50, pack_to_multiple_of=16)
+        try:
+            trainer(tmp_path, REPLICATE, train_dataset=rows(), options=options).train()
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+        return "no error"
+
+    for message in on_ranks(work):
+        assert "max_tokens_per_rank=50 is no multiple of 16" in message and "give 48" in message
+
+
+def test_another_dataset_and_evaluations_before_and_after(tmp_path):
+    """Rank 0 alone knows how long rows are: all ranks compute its placement."""
+
+    def work(trainer_class=GalvatronTrainer) -> list[float]:
+        short, long = rows(24, longest=6), rows(24, shortest=20, seed=3)
+        once = dict(max_steps=2, gradient_accumulation_steps=1, prediction_loss_only=True)
+        once |= STATIC if trainer_class is GalvatronTrainer else {}
+        options = dict(train_dataset=arrow(24, longest=6), eval_dataset=long, trainer_class=trainer_class)
+        made = trainer(tmp_path, MIXED, options=once, **options)
+        losses = [made.evaluate()["eval_loss"]]
+        made.train()
+        made.train_dataset = short
+        losses.append(made.evaluate()["eval_loss"])
+        made.train_dataset = arrow(24, shortest=20, seed=3)
+        made.train()
+        return [*losses, made.evaluate()["eval_loss"]]
+
+    wanted = work(Trainer)
+    for seen in on_ranks(work):
+        assert seen == pytest.approx(wanted, rel=1e-5)
+
+
+class Noisy(Stream):
+    """Rows that draw from the global stream as they are read."""
+
+    def __iter__(self):
+        for row in super().__iter__():
+            torch.rand(3)
+            yield row
+
+
+@pytest.mark.parametrize("stream, moved", [(Stream, False), (Noisy, True)])
+def test_reading_ahead_leaves_the_saved_random_state_alone(tmp_path, stream, moved):
+    """What is drawn for the next step is not in the checkpoint of this one."""
+
+    def work() -> tuple[bool, list]:
+        seen: list = []
+        original = packing.PackingMixin._plan_next
+
+        def noted(self, batches, count):
+            before = random_state()
+            original(self, batches, count)
+            seen.append((before, self._state_before_look))
+
+        packing.PackingMixin._plan_next = noted
+        made = trainer(tmp_path, REPLICATE, train_dataset=stream(61, **LONG_TAIL), options=STATIC | dict(max_steps=3))
+        made.train()
+        packing.PackingMixin._plan_next = original
+        kept = [state for _, state in seen[:2]]
+        right = all(state == (before if moved else None) for before, state in seen[:2])
+        return right, [made._looking, made._ahead, made._state_before_look, len(kept)]
+
+    right, left = on_ranks(work)[0]
+    assert right and left == [None, None, None, 2]
 
 
 def test_a_planner_that_fails_leaves_the_samplers_order(tmp_path):
@@ -380,6 +478,30 @@ def test_a_bad_number_is_traced_to_the_document_that_has_it(tmp_path):
 
     for message in on_ranks(work):
         assert f"(dataset {marked})" in message and "of the embedding" in message, message
+
+
+def test_a_family_with_more_than_windows_is_padded_or_refused(tmp_path):
+    def work() -> tuple[list, str]:
+        obstacle = mock.patch.object(packing, "attention_obstacle", lambda *_: "Sinks gives its attention 's_aux'")
+        messages: list[str] = []
+        packing.logger.warning_once = messages.append
+        collator = DataCollatorForLanguageModeling(tokenizer(), mlm=False)
+        data = dict(train_dataset=without_labels(arrow()), data_collator=collator)
+        with obstacle:
+            seen = run(tmp_path / "auto", MIXED, **data)
+            try:
+                trainer(tmp_path / "static", MIXED, options=STATIC, **data).train()
+            except ValueError as error:
+                return [any(key in log for log in seen.logs for key in KEYS), *messages[:1]], str(error)
+
+    for (packed, message), refusal in on_ranks(work):
+        assert not packed and message.endswith("because Sinks gives its attention 's_aux'.")
+        assert refusal.startswith("packing='static' is not possible, because Sinks gives")
+
+
+def test_static_packing_without_a_plan_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="packing='static' needs a plan"):
+        trainer(tmp_path, options=STATIC)
 
 
 @pytest.mark.parametrize(

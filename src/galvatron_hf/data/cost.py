@@ -40,29 +40,33 @@ class SequenceCost:
         lengths = np.asarray(lengths, dtype=np.float64)
         return self.per_token * lengths + self.per_token_squared * lengths**2 + self.per_sequence
 
-    @classmethod
-    def fit(cls, lengths: Sequence[int] | np.ndarray, seconds: Sequence[float] | np.ndarray) -> SequenceCost:
-        """
-        The coefficients, none negative, with the least squared relative error, so that short sequences count too.
 
-        Args:
-            lengths (`Sequence[int]`): [n], tokens of each measured sequence.
-            seconds (`Sequence[float]`): [n], what each took.
+def fit_cost(shapes: Sequence[tuple[int, int]], seconds: Sequence[float]) -> tuple[SequenceCost, float]:
+    """
+    The coefficients, none negative, with the least squared relative error, so that short sequences count too.
 
-        Raises:
-            ValueError: without a measurement, for times that are not positive, or for unequally many of both.
-        """
-        lengths, seconds = np.asarray(lengths, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
-        if lengths.ndim != 1 or lengths.shape != seconds.shape or not len(lengths):
-            raise ValueError(
-                f"shapes {lengths.shape} and {seconds.shape}: a fit needs lengths and seconds in pairs; pass two "
-                "vectors of one size, 1 or more."
-            )
-        if not (np.isfinite(seconds).all() and (seconds > 0).all()):
-            raise ValueError(f"seconds={seconds.min()}: times to fit are positive and finite; measure longer ones.")
-        columns = np.stack([lengths, lengths**2, np.ones_like(lengths)], axis=1) / seconds[:, None]
-        scale = columns.max(axis=0)
-        scale[scale == 0] = 1  # lengths of 0 say nothing about the cost of a token
-        solution, _ = scipy.optimize.nnls(columns / scale, np.ones_like(seconds))
-        per_token, per_token_squared, per_sequence = (solution / scale).tolist()
-        return cls(per_token=per_token, per_token_squared=per_token_squared, per_sequence=per_sequence)
+    Args:
+        shapes (`Sequence[tuple[int, int]]`): [n], tokens and number of the equal sequences of each timed micro-batch.
+        seconds (`Sequence[float]`): [n], what each took.
+
+    Returns:
+        `tuple`: the cost of a sequence, and the seconds of a micro-batch whatever is in it.
+
+    Raises:
+        ValueError: without a measurement, for times that are not positive, or for unequally many of both.
+    """
+    sizes, seconds = np.asarray(shapes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    if sizes.shape != (len(seconds), 2) or not len(seconds):
+        raise ValueError(
+            f"shapes {sizes.shape} and {seconds.shape}: a fit needs (tokens, sequences) and seconds in pairs; pass as "
+            "many of both, 1 or more."
+        )
+    if not (np.isfinite(seconds).all() and (seconds > 0).all()):
+        raise ValueError(f"seconds={seconds.min()}: times to fit are positive and finite; measure longer ones.")
+    length, count = sizes.T
+    columns = np.stack([count * length, count * length**2, count, np.ones_like(count)], axis=1) / seconds[:, None]
+    scale = columns.max(axis=0)
+    found = (scipy.optimize.nnls(columns / scale, np.ones_like(seconds))[0] / scale).tolist()
+    if found[0] == found[1] == 0.0:
+        found[0] = float(seconds[-1] / (count[-1] * length[-1]))  # too noisy to tell: time is tokens
+    return SequenceCost(per_token=found[0], per_token_squared=found[1], per_sequence=found[2]), found[3]

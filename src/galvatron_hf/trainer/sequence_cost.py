@@ -10,12 +10,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import scipy.optimize
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
-from galvatron_hf.data.cost import SequenceCost
+from galvatron_hf.data.cost import SequenceCost, fit_cost
 from galvatron_hf.data.packing import Sequences, pack
 from galvatron_hf.data.placement import Placement
 from galvatron_hf.parallel.model import ParallelModel
@@ -105,19 +104,8 @@ def measure_cost(parallel: ParallelModel, longest: int, most: int | None = None)
         if seconds >= LONG_ENOUGH:
             break
     parallel.timeline.on = traced
-    sizes = np.array(shapes[: len(taken)], dtype=np.float64)
-    length, count = sizes[:, 0], sizes[:, 1]
-    columns = np.stack([count * length, count * length**2, count, np.ones_like(count)], axis=1)
-    columns /= np.array(taken)[:, None]
-    scale = columns.max(axis=0)
-    per_token, squared, each, overhead = scipy.optimize.nnls(columns / scale, np.ones(len(taken)))[0] / scale
-    if per_token == squared == 0.0:
-        per_token = taken[-1] / (length[-1] * count[-1])  # too noisy to tell: time is tokens
-    return StepCost(
-        sequence=SequenceCost(per_token=float(per_token), per_token_squared=float(squared), per_sequence=float(each)),
-        overhead=float(overhead),
-        measured=True,
-    )
+    sequence, overhead = fit_cost(shapes[: len(taken)], taken)
+    return StepCost(sequence=sequence, overhead=overhead, measured=True)
 
 
 def _seconds(parallel: ParallelModel, length: int, count: int) -> float:
