@@ -19,7 +19,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from galvatron_hf.cli.data import flops, histogram, summary
 from galvatron_hf.cli.main import main
-from galvatron_hf.data import source
+from galvatron_hf.data import named_dataset
 from galvatron_hf.data.cost import SequenceCost
 from galvatron_hf.data.forecast import Workload, forecast_modes
 from galvatron_hf.data.placement import place
@@ -188,7 +188,7 @@ def test_a_dataset_of_the_hub_is_loaded_by_its_id(monkeypatch, capsys):
         asked.append((arguments, options))
         return ROWS
 
-    monkeypatch.setattr(source, "load_dataset", load)
+    monkeypatch.setattr(named_dataset, "load_dataset", load)
     assert main(["data", "someone/tokens", "--split", "validation", "--config", "en", "--batch-size", "8"]) == 0
     assert asked == [(("someone/tokens", "en"), {"split": "validation"})]
 

@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import pytest
 
-from galvatron_hf.data.ahead import PlanAhead
 from galvatron_hf.data.placement import Placement
+from galvatron_hf.data.plan_ahead import PlanAhead
 
 
 ORDER = Placement((((0,), (1,)),))

@@ -25,9 +25,9 @@ from transformers.data.data_collator import (
 from trl.trainer import sft_trainer
 
 from galvatron_hf import GalvatronTrainer
-from galvatron_hf.data.ahead import PlanAhead
 from galvatron_hf.data.packing import pack
 from galvatron_hf.data.placement import Placement
+from galvatron_hf.data.plan_ahead import PlanAhead
 from galvatron_hf.parallel.documents import Documents
 from galvatron_hf.trainer import packing
 from galvatron_hf.trainer.random_state import random_state

@@ -55,7 +55,7 @@ def _figures(given: argparse.Namespace) -> dict[str, Any]:
     """All that is shown, as JSON values."""
     from galvatron_hf.data.cost import SequenceCost
     from galvatron_hf.data.forecast import Workload, forecast_modes
-    from galvatron_hf.data.source import named_lengths
+    from galvatron_hf.data.named_dataset import named_lengths
 
     coefficients = measured_cost(given.cost) if given.cost is not None else flops(given.hidden_size, given.layers)
     workload = Workload(

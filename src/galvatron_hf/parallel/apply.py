@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +21,8 @@ from galvatron_hf.parallel.block import Block, CurrentMicroBatch
 from galvatron_hf.parallel.causal_lm import CausalLMForward
 from galvatron_hf.parallel.checks import check_model, check_plan
 from galvatron_hf.parallel.fused import FusedNames
-from galvatron_hf.parallel.layout import Layout, block_sizes
+from galvatron_hf.parallel.groups import neighbour_pairs, prepare_groups
+from galvatron_hf.parallel.layout import Layout
 from galvatron_hf.parallel.loading import EmptyModel
 from galvatron_hf.parallel.mesh import StageMesh, WorldMesh
 from galvatron_hf.parallel.model import ParallelModel, broadcast_weights
@@ -33,7 +33,7 @@ from galvatron_hf.parallel.stage import Absent, StageModule
 from galvatron_hf.parallel.tensor import cut_layer, set_key_value_groups, split_fused_projections
 from galvatron_hf.parallel.tied import TiedWeights
 from galvatron_hf.parallel.timeline import Timeline
-from galvatron_hf.parallel.vocabulary import Head, parallel_embedding, vocabulary_layouts, whole_module
+from galvatron_hf.parallel.vocabulary import Head, parallel_embedding, whole_module
 from galvatron_hf.parallel.weights import WeightSource
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision
 from galvatron_hf.schedule import PipelineShape, actions, most_in_flight
@@ -91,7 +91,7 @@ def parallelize(
     empty = EmptyModel.of(model, weights, device)
     device = empty.device if empty is not None else next(model.parameters()).device
     world = world or WorldMesh(device.type)
-    _prepare_groups(world, plan)
+    prepare_groups(world, plan)
     broadcast_weights(model)
     layers = list(base.get_submodule(adapter.layers))
     for layer in layers:
@@ -260,7 +260,7 @@ def _pipeline(
         units=units,
         forward=model.forward,
         group=world.join(lists)[0],
-        pairs=_pairs(world, shape, lists),
+        pairs=neighbour_pairs(world, shape, lists),
         hidden_size=model.base_model.config.hidden_size,
         dtype=DTYPES[precision.compute],
         timeline=timeline,
@@ -292,42 +292,6 @@ def attach_attention(module: nn.Module, strategy: LayerStrategy, mesh: StageMesh
     )
     module.config = copy.copy(module.config)
     module.config._attn_implementation = attention.IMPLEMENTATION
-
-
-def _prepare_groups(world: WorldMesh, plan: ParallelPlan) -> None:
-    """Creates every group of the plan, in an order that all ranks share; collective."""
-    for stage in plan.stages:
-        mesh = world.stage(stage.ranks)
-        layouts = [Layout.of(strategy, mesh.size) for strategy in plan.layers[slice(*stage.layers)]]
-        sizes = {*block_sizes(layouts, mesh.size), mesh.size}
-        before = 1 if stage is not plan.stages[0] else plan.embedding.tensor
-        for start in vocabulary_layouts(mesh.size, before):
-            sizes.update(block_sizes([start, layouts[0]], mesh.size))
-        behind = 1 if stage is not plan.stages[-1] else plan.head.tensor
-        for stop in vocabulary_layouts(mesh.size, behind):
-            sizes.update(block_sizes([layouts[-1], stop], mesh.size))
-        mesh.groups.prepare(sorted(sizes))
-        for strategy in plan.layers[slice(*stage.layers)]:
-            mesh.prepare(strategy)
-    world.stage(plan.stages[0].ranks).prepare(plan.embedding)
-    world.stage(plan.stages[-1].ranks).prepare(plan.head)
-    if len(plan.stages) > 1:
-        world.join(plan.rank_lists)
-        _pairs(world, PipelineShape.of(plan), plan.rank_lists)
-
-
-def _pairs(
-    world: WorldMesh, shape: PipelineShape, lists: list[tuple[int, ...]]
-) -> dict[int, Sequence[dist.ProcessGroup]]:
-    """For each rank list that this rank's exchanges hidden states with, the groups for it; collective."""
-    own = next(place for place, ranks in enumerate(lists) if dist.get_rank() in ranks)
-    neighbours = {tuple(sorted(pair)) for pair in itertools.pairwise(shape.places) if pair[0] != pair[1]}
-    found = {}
-    for first, second in sorted(neighbours):
-        groups = world.join([lists[first], lists[second]], copies=2)
-        if groups:
-            found[second if own == first else first] = groups
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)

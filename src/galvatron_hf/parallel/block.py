@@ -15,10 +15,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
-from galvatron_hf.parallel.layout import Layout, Rectangle, redistribute
+from galvatron_hf.parallel.layout import Layout, Rectangle
 from galvatron_hf.parallel.mesh import StageMesh
 from galvatron_hf.parallel.micro_batch import MicroBatch
 from galvatron_hf.parallel.random import random_stream
+from galvatron_hf.parallel.redistribute import redistribute
 from galvatron_hf.parallel.tensor import LocalParameter, local_parameters
 from galvatron_hf.plan import LayerStrategy
 

@@ -129,6 +129,16 @@ class CausalLMForward:
         )
         if documents is not None:
             return self._packed(input_ids, attention_mask, position_ids, targets, wanted, documents)
+        return self._padded(input_ids, attention_mask, position_ids, targets, wanted)
+
+    def _padded(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        targets: torch.Tensor | None,
+        wanted: Wanted,
+    ) -> MicroBatch:
         real_rows, real_length = input_ids.shape
         rows = max(real_rows, self.mesh.size if wanted.logits else self.data_degree)
         embedding = vocabulary_layout(self.mesh.size, self.plan.embedding.tensor, rows)

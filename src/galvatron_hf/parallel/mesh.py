@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from galvatron_hf.parallel.layout import GroupCache
+from galvatron_hf.parallel.redistribute import GroupCache
 from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
 
 

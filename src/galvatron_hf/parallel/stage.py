@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
 from galvatron_hf.parallel.block import CurrentMicroBatch
-from galvatron_hf.parallel.layout import Layout, redistribute
+from galvatron_hf.parallel.layout import Layout
 from galvatron_hf.parallel.mesh import StageMesh
 from galvatron_hf.parallel.micro_batch import MicroBatch
 from galvatron_hf.parallel.models import DecoderAdapter
 from galvatron_hf.parallel.random import random_stream
+from galvatron_hf.parallel.redistribute import redistribute
 from galvatron_hf.parallel.vocabulary import HeadRequest
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from accelerate.utils import parse_flag_from_env
@@ -190,7 +191,7 @@ def check_arguments(args: TrainingArguments, plan: ParallelPlan | None) -> None:
     Raises:
         ValueError: one sentence with the argument, the reason and what to do.
     """
-    for refusal in _refusals(args):
+    for refusal in chain(_refusals(args), _own_refusals(args), _packing_refusals(args)):
         raise ValueError(refusal)
     if args.activation_checkpointing and plan is not None:
         without = [index for index, layer in enumerate(plan.layers) if layer.recompute == "none"]
@@ -202,6 +203,7 @@ def check_arguments(args: TrainingArguments, plan: ParallelPlan | None) -> None:
 
 
 def _refusals(args: TrainingArguments) -> Iterator[str]:
+    """Of arguments that plain Trainer has too."""
     if args.fsdp:
         yield "fsdp cannot go together with a parallel plan, which shards every layer itself; leave fsdp out."
     if args.deepspeed:
@@ -252,10 +254,15 @@ def _refusals(args: TrainingArguments) -> Iterator[str]:
             "train_sampling_strategy 'batch_rebalance' places rows on ranks itself, which is the plan's part; "
             "use 'random' or 'group_by_length'."
         )
+    if args.use_liger_kernel:
+        yield "use_liger_kernel=True replaces the modules that a plan cuts; set it to False."
+
+
+def _own_refusals(args: TrainingArguments) -> Iterator[str]:
+    """Of arguments that [`GalvatronTrainingArguments`] adds."""
     policy = nonfinite_policy(args)
     if policy not in NONFINITE_POLICIES:
         yield f"nonfinite_policy {policy!r} is none of {', '.join(NONFINITE_POLICIES)}; use one of these."
-    yield from _packing_refusals(args)
     on_save_failure = getattr(args, "on_save_failure", "stop")
     if on_save_failure not in SAVE_FAILURE_POLICIES:
         yield f"on_save_failure {on_save_failure!r} is none of {', '.join(SAVE_FAILURE_POLICIES)}; use one of these."
@@ -264,8 +271,6 @@ def _refusals(args: TrainingArguments) -> Iterator[str]:
         split_torch_state_dict_into_shards({}, max_shard_size=size)
     except (ValueError, TypeError) as error:
         yield f"max_shard_size {size!r} is no size ({error}); use a number with a unit, such as '5GB'."
-    if args.use_liger_kernel:
-        yield "use_liger_kernel=True replaces the modules that a plan cuts; set it to False."
 
 
 def _packing_refusals(args: TrainingArguments) -> Iterator[str]:

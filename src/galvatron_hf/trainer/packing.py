@@ -18,11 +18,11 @@ from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, Defaul
 from transformers.data.data_collator import DataCollatorForLanguageModeling, DataCollatorWithFlattening
 from transformers.utils import logging
 
-from galvatron_hf.data.ahead import PlanAhead
 from galvatron_hf.data.lengths import LookAhead, sequence_lengths
 from galvatron_hf.data.loader import join_batches, read_once
 from galvatron_hf.data.packing import BOUNDS, NotPackable, Sequences, limit_lengths, pack
 from galvatron_hf.data.placement import Placement, in_order, place
+from galvatron_hf.data.plan_ahead import PlanAhead
 from galvatron_hf.parallel.attention_spy import attention_obstacle
 from galvatron_hf.parallel.micro_batch import count_targets
 from galvatron_hf.plan_json import read_object, write_file
