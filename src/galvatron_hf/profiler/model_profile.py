@@ -72,7 +72,7 @@ class EndProfile:
     """The embedding, or the final norm and the head with the loss.
 
     Attributes:
-        weights (`tuple[WeightShape, ...]`): of one unit of weights; where embedding and head share theirs, both have it.
+        weights (`tuple[WeightShape, ...]`): of one unit; shared ones are in both ends.
         times (`Mapping[int, Times]`): by tensor degree.
         saved_bytes (`Mapping[int, float]`): for each token that the tensor ranks share, on one of them, by their
             number.
@@ -98,7 +98,7 @@ class ModelProfile:
         embedding, head ([`EndProfile`]): the head has the final norm.
         tied (`bool`): whether they share one weight.
         max_length (`int`, *optional*): positions that the model has.
-        optimizer_ms_per_element (`float`): of an update, for each element of a rank's shards, with its gradient's norm.
+        optimizer_ms_per_element (`float`): of an update, for each element of a rank.
         assumed, made (`Mapping[str, str]`): as in [`~profiler.hardware_profile.HardwareProfile`].
     """
 
