@@ -1,0 +1,148 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""The search problem of one pipeline degree, micro-batch count and schedule, as arrays: nothing here knows of models.
+
+Layers 0 to L - 1 are cut into p consecutive runs, the stages. Every layer gets one option of its kind, and neighbours
+of different layouts pay a move. A stage adds up two costs of its layers and a memory, and takes the largest of their
+working memories:
+
+    A_i = stage + sum of layers + moves        B_i likewise
+    memory_i = stage + sum of (state + in flight * activation) + largest working memory  <= budget
+    minimise  sum of A_i  +  max of B_i
+
+With 1F1B, t milliseconds of a micro-batch on stage i and e of its last gradient's synchronisation that nothing hides,
+A = t + e and B = (m - 1) t give the pipeline's `sum t + (m - 1) max t + sum e`.
+
+Costs are integers (picoseconds), memory is bytes: sums are exact in any order, so that equal plans cost the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Choices for one place: arrays of one length; `layout` is an index of the branch's layouts."""
+
+    a: np.ndarray
+    b: np.ndarray
+    memory: np.ndarray
+    working: np.ndarray
+    layout: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.a)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branch:
+    """
+    One problem; see the module.
+
+    Args:
+        kinds (`np.ndarray`): (L,) kind of each layer.
+        a, b, state, activation, working (`np.ndarray`): (K, S) of each kind under each option; int64.
+        allowed (`np.ndarray`): (K, S) whether the kind can have it.
+        layout (`np.ndarray`): (S,) index of the layout of each option.
+        move_a, move_b (`np.ndarray`): (Y, Y) from one layout to the next.
+        boundary (`int`): the layout in which hidden states go from stage to stage.
+        in_flight (`np.ndarray`): (p,) micro-batches whose activations a stage keeps at most.
+        stage_a, stage_b, stage_memory (`np.ndarray`): (p,) of each stage, whatever its layers.
+        starts, finishes ([`Options`]): of the embedding, in the first stage, and of the head, in the last.
+        budget (`int`): bytes of a rank.
+    """
+
+    kinds: np.ndarray
+    a: np.ndarray
+    b: np.ndarray
+    state: np.ndarray
+    activation: np.ndarray
+    working: np.ndarray
+    allowed: np.ndarray
+    layout: np.ndarray
+    move_a: np.ndarray
+    move_b: np.ndarray
+    boundary: int
+    in_flight: np.ndarray
+    stage_a: np.ndarray
+    stage_b: np.ndarray
+    stage_memory: np.ndarray
+    starts: Options
+    finishes: Options
+    budget: int
+
+    @property
+    def stages(self) -> int:
+        """p."""
+        return len(self.in_flight)
+
+    @property
+    def layers(self) -> int:
+        """L."""
+        return len(self.kinds)
+
+    def memory(self, stage: int) -> np.ndarray:
+        """(K, S) bytes that a layer adds to stage `stage`, without its working memory."""
+        return self.state + self.in_flight[stage] * self.activation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A solution: `bounds` (p + 1 layer indices), an option of each layer, of the embedding and of the head."""
+
+    bounds: tuple[int, ...]
+    options: tuple[int, ...]
+    start: int
+    finish: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """What a solution costs: integers, of each stage where there are several."""
+
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    memory: tuple[int, ...]
+
+    @property
+    def cost(self) -> int:
+        """Sum of A plus the largest B."""
+        return sum(self.a) + max(self.b)
+
+
+def score(branch: Branch, choice: Choice) -> Score:
+    """Adds a solution up, one layer after the other."""
+    a, b, memory = [], [], []
+    for stage in range(branch.stages):
+        first, last = stage == 0, stage == branch.stages - 1
+        cost_a, cost_b = int(branch.stage_a[stage]), int(branch.stage_b[stage])
+        held, working, layout = int(branch.stage_memory[stage]), 0, branch.boundary
+        if first:
+            start = branch.starts
+            cost_a += int(start.a[choice.start])
+            cost_b += int(start.b[choice.start])
+            held += int(start.memory[choice.start])
+            working, layout = int(start.working[choice.start]), int(start.layout[choice.start])
+        for layer in range(choice.bounds[stage], choice.bounds[stage + 1]):
+            kind, option = branch.kinds[layer], choice.options[layer]
+            behind = int(branch.layout[option])
+            cost_a += int(branch.move_a[layout, behind] + branch.a[kind, option])
+            cost_b += int(branch.move_b[layout, behind] + branch.b[kind, option])
+            held += int(branch.memory(stage)[kind, option])
+            working, layout = max(working, int(branch.working[kind, option])), behind
+        behind = int(branch.finishes.layout[choice.finish]) if last else branch.boundary
+        cost_a += int(branch.move_a[layout, behind])
+        cost_b += int(branch.move_b[layout, behind])
+        if last:
+            finish = branch.finishes
+            cost_a += int(finish.a[choice.finish])
+            cost_b += int(finish.b[choice.finish])
+            held += int(finish.memory[choice.finish])
+            working = max(working, int(finish.working[choice.finish]))
+        a.append(cost_a)
+        b.append(cost_b)
+        memory.append(held + working)
+    return Score(a=tuple(a), b=tuple(b), memory=tuple(memory))

@@ -1,0 +1,64 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""The search of a branch finds what enumeration and a mixed-integer program find, and its bound is one."""
+
+import numpy as np
+import pytest
+
+from branches import brute_force, mixed_integer, random_branch
+from galvatron_hf.planner.branch import score
+from galvatron_hf.planner.labels import solve
+from galvatron_hf.planner.relaxation import relax
+
+
+SMALL = [
+    dict(layers=layers, stages=stages, options=options, layouts=layouts, kinds=kinds)
+    for layers, stages, options, layouts, kinds in [
+        (1, 1, 4, 2, 1),
+        (4, 1, 4, 2, 1),
+        (5, 1, 3, 3, 2),
+        (4, 2, 3, 2, 1),
+        (5, 2, 3, 2, 2),
+        (5, 3, 2, 3, 1),
+        (4, 4, 3, 2, 2),
+    ]
+]
+
+
+@pytest.mark.parametrize("sizes", SMALL, ids=str)
+def test_the_search_finds_what_enumeration_finds(sizes):
+    for seed in range(60):
+        branch = random_branch(seed, **sizes, tightness=[0.0, 0.1, 0.3, 0.6][seed % 4])
+        found, best = solve(branch), brute_force(branch)
+        assert found.cost == best, seed
+        if best is not None:
+            again = score(branch, found.choice)
+            assert again.cost == best and max(again.memory) <= branch.budget
+            assert found.bound <= best
+
+
+@pytest.mark.parametrize("stages, layers", [(1, 10), (2, 9), (3, 8)])
+def test_the_search_finds_what_a_mixed_integer_program_finds(stages, layers):
+    for seed in range(15):
+        sizes = dict(layers=layers, stages=stages, options=5, layouts=3, kinds=1 + seed % 2)
+        branch = random_branch(seed, **sizes, tightness=0.1 + 0.2 * (seed % 3))
+        assert solve(branch).cost == mixed_integer(branch), seed
+
+
+def test_no_prices_give_a_bound_above_the_best():
+    draw = np.random.default_rng(0)
+    for seed in range(40):
+        branch = random_branch(seed, layers=5, stages=1 + seed % 3, options=3)
+        best = brute_force(branch)
+        weights = draw.dirichlet(np.ones(branch.stages))
+        bound = relax(branch, weights, draw.exponential(1.0, branch.stages)).bound
+        assert best is None or bound <= best + 1e-6
+
+
+def test_a_limit_below_the_best_finds_nothing_and_one_at_it_finds_it():
+    for seed in range(20):
+        branch = random_branch(seed, layers=4, stages=2, options=3, tightness=0.3)
+        best = brute_force(branch)
+        if best is not None:
+            assert solve(branch, limit=best - 2).cost is None
+            assert solve(branch, limit=best).cost == best
