@@ -190,7 +190,7 @@ class ExactSearch:
         values = labels.values.copy()
         values[:, 0] += branch.move_a[labels.layout, branch.boundary]
         values[:, 1] += branch.move_b[labels.layout, branch.boundary]
-        kept = _nondominated(values[:, :2])
+        kept = nondominated(values[:, :2])
         return Labels(values=values[kept], layout=labels.layout[kept], option=np.full(len(kept), -1), parent=kept)
 
     def _finished(self, labels: Labels) -> Labels:
@@ -202,7 +202,7 @@ class ExactSearch:
         values[:, :, 3] = np.maximum(values[:, :, 3], finishes.working)
         values = values.reshape(-1, 4)
         fits = np.nonzero(values[:, 2] + values[:, 3] <= branch.budget)[0]
-        kept = fits[_nondominated(values[fits, :2])]
+        kept = fits[nondominated(values[fits, :2])]
         return Labels(
             values=values[kept],
             layout=labels.layout[kept // len(finishes)],
@@ -228,7 +228,7 @@ class ExactSearch:
                     sums = (values[:, None, 0] + closed.values[None, :, 0]).ravel()
                     tops = np.maximum(values[:, None, 1], closed.values[None, :, 1]).ravel()
                     pairs = np.stack([sums, tops], axis=1)
-                    kept = _nondominated(pairs)
+                    kept = nondominated(pairs)
                     kept = kept[sums[kept] + tops[kept] <= self._limit]
                     width = len(closed)
                     then = [(*history[index // width], (place, count, int(index % width))) for index in kept]
@@ -265,7 +265,7 @@ def _none() -> Labels:
 def _merged(parts: list[tuple[np.ndarray, list]]) -> tuple[np.ndarray, list]:
     values = np.concatenate([part[0] for part in parts])
     history = [item for part in parts for item in part[1]]
-    kept = _nondominated(values)
+    kept = nondominated(values)
     return values[kept], [history[index] for index in kept]
 
 
@@ -274,11 +274,11 @@ def _best_by_layout(values: np.ndarray, layout: np.ndarray) -> np.ndarray:
     kept = [np.zeros(0, dtype=np.int64)]
     for one in np.unique(layout):
         members = np.nonzero(layout == one)[0]
-        kept.append(members[_nondominated(values[members])])
+        kept.append(members[nondominated(values[members])])
     return np.sort(np.concatenate(kept))
 
 
-def _nondominated(values: np.ndarray, block: int = 256) -> np.ndarray:
+def nondominated(values: np.ndarray, block: int = 256) -> np.ndarray:
     """Indices of the rows that no other row is at most equal to in every column; of equal rows the first."""
     count = len(values)
     if count <= 1:

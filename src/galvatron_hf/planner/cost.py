@@ -1,0 +1,294 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""What each strategy of a layer costs in time and memory, for all strategies at once.
+
+A micro-batch passes a layer in `forward_ms` and `backward_ms`; once in a step come `sync_ms` (copies of gradients that
+are summed, weights that are gathered once) and `update_ms` (the optimizer). What is sent is what docs/communication.md
+says; what its time is, the hardware profile; computing, the model profile. Where weights and gradients are sent beside
+computing (`overlap_slowdown` s), both take s times as long while both last: the pair takes `max + (s - 1) min`.
+Elsewhere (gloo) it takes the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from galvatron_hf.plan import LayerStrategy, Precision, VocabularyStrategy
+from galvatron_hf.planner.moves import Split, move
+from galvatron_hf.planner.traffic import HEAD_CHUNK_TOKENS, key_value_copies
+from galvatron_hf.profiler.hardware_profile import HardwareProfile
+from galvatron_hf.profiler.model_profile import EndProfile, LayerProfile, ModelProfile, Times
+
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+STATE_BYTES = 12  # of an element: fp32 master weight and two moments of AdamW
+GRADIENT_BYTES = 4  # of an element of a gradient at rest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """
+    What a step computes.
+
+    Args:
+        rows (`int`): Of the global batch.
+        length (`int`): Tokens of a row.
+        precision ([`Precision`]): Number formats.
+    """
+
+    rows: int
+    length: int
+    precision: Precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Of S strategies, arrays (S,): milliseconds, and bytes of one rank.
+
+    Attributes:
+        forward_ms, backward_ms: of one micro-batch, communication included; recompute is in the backward.
+        communication_ms: of these two, what is not computing.
+        sync_ms: once in a step, before the update.
+        update_ms: of the optimizer, once in a step.
+        state_bytes: weights, gradients and optimizer state, and weights that stay gathered.
+        activation_bytes: kept of one micro-batch from its forward to its backward.
+        working_bytes: needed beside these while the layer runs.
+    """
+
+    forward_ms: np.ndarray
+    backward_ms: np.ndarray
+    communication_ms: np.ndarray
+    sync_ms: np.ndarray
+    update_ms: np.ndarray
+    state_bytes: np.ndarray
+    activation_bytes: np.ndarray
+    working_bytes: np.ndarray
+
+
+class CostModel:
+    """
+    Costs on stages of `ranks` ranks for micro-batches of `rows` rows.
+
+    Args:
+        hardware ([`HardwareProfile`]), model ([`ModelProfile`]): What was profiled.
+        workload ([`Workload`]): Its `rows` are not looked at.
+        ranks (`int`): Of a stage.
+        rows (`int`): Of a micro-batch, on all ranks together.
+    """
+
+    def __init__(self, hardware: HardwareProfile, model: ModelProfile, workload: Workload, ranks: int, rows: int):
+        self.hardware, self.model, self.workload = hardware, model, workload
+        self.ranks, self.rows = ranks, rows
+        self.element = BYTES[workload.precision.compute]
+        self.reduced = BYTES[workload.precision.reduce]
+
+    # ---- Layers ----
+
+    def layer(self, kind: int, strategies: Sequence[LayerStrategy]) -> Costs:
+        """Costs of a layer of `kind` under each of the strategies."""
+        parts = [self._layer(self.model.kinds[kind], strategy) for strategy in strategies]
+        return Costs(**{name: np.array([getattr(part, name) for part in parts]) for name in Costs.__annotations__})
+
+    def _layer(self, layer: LayerProfile, strategy: LayerStrategy) -> Costs:
+        computing = self._computing(layer, strategy)
+        regions = self._regions(layer, strategy)
+        weights = self._weights(layer, strategy)
+        forward, backward = computing[0], computing[1] + (computing[0] if strategy.recompute == "full" else 0.0)
+        gathered, reduced = weights.gather_ms, weights.reduce_ms
+        forward_ms = self._beside(forward, gathered) + regions[0]
+        backward_ms = self._beside(backward, gathered + reduced) + regions[1]
+        sync = weights.gather_once_ms + self._exposed(backward, weights.copies_ms)
+        saved, working = self._activations(layer, strategy)
+        return Costs(
+            forward_ms=forward_ms,
+            backward_ms=backward_ms,
+            communication_ms=forward_ms + backward_ms - forward - backward,
+            sync_ms=sync,
+            update_ms=weights.elements * self.model.optimizer_ms_per_element,
+            state_bytes=weights.state_bytes,
+            activation_bytes=saved,
+            working_bytes=working + weights.working_bytes,
+        )
+
+    def _tokens(self, strategy: LayerStrategy) -> tuple[int, int, int]:
+        """Tokens of a data rank, inside a tensor region, and between regions, of the rank that has most."""
+        shared = -(-self.rows // strategy.data_degree(self.ranks)) * self.workload.length
+        region = -(-shared // strategy.ulysses)
+        return shared, region, -(-region // strategy.tensor) if strategy.megatron_sp else region
+
+    def _computing(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
+        _, region, between = self._tokens(strategy)
+        times, rows = _at(layer.times, strategy.tensor), -(-self.rows // strategy.data_degree(self.ranks))
+        squares = rows * self.workload.length**2 / strategy.ulysses
+        pairs = ((times.forward, times.outside_forward), (times.backward, times.outside_backward))
+        return tuple(fit.ms(region, squares) - outside * (region - between) for fit, outside in pairs)
+
+    def _regions(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
+        """Tensor and Ulysses collectives and gradients that tensor ranks share, in forward and backward."""
+        _, region, between = self._tokens(strategy)
+        tensor, count = strategy.tensor, layer.regions
+        again = strategy.recompute == "full"
+        piece = between * self.model.hidden * self.element
+        forward = backward = 0.0
+        if tensor > 1:
+            left_again = again * (count - (not layer.saves_after_last_region))
+            if strategy.megatron_sp:
+                gather = float(self.hardware.ms("all_gather", tensor, 1, piece))
+                scatter = float(self.hardware.ms("reduce_scatter", tensor, 1, tensor * piece))
+                forward += count * (gather + scatter)
+                backward += (count + again * count) * gather + (count + left_again) * scatter
+            else:
+                reduce = float(self.hardware.ms("all_reduce", tensor, 1, piece))
+                forward += count * reduce
+                backward += (count + left_again) * reduce
+            for weight in layer.weights:
+                if weight.sums_gradient(tensor, strategy.megatron_sp):
+                    backward += float(self.hardware.ms("all_reduce", tensor, 1, 4 * math.prod(weight.shape)))
+        if strategy.ulysses > 1:
+            model, query = self.model, self.model.heads // tensor
+            key_value = max(1, model.kv_heads // tensor)
+            key_value *= key_value_copies(key_value, strategy.ulysses, query)
+            head = region * model.head_dim * self.element
+            exchange = 2 * sum(
+                float(self.hardware.ms("all_to_all", strategy.ulysses, tensor, heads * head))
+                for heads in (query, key_value)
+            )
+            forward += exchange
+            backward += exchange * (1 + again)
+        return forward, backward
+
+    def _activations(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
+        """Saved bytes of a micro-batch, and those that recompute brings back for as long as the layer's backward."""
+        shared, _, between = self._tokens(strategy)
+        whole = shared * _at(layer.saved_bytes, (strategy.tensor, strategy.megatron_sp, strategy.ulysses))
+        if strategy.recompute == "full":
+            return between * self.model.hidden * self.element, whole
+        return whole, 0.0
+
+    # ---- Embedding and head ----
+
+    def end(self, end: EndProfile, strategy: VocabularyStrategy, *, is_head: bool) -> Costs:
+        """Costs of the embedding or of the head under one strategy: single numbers."""
+        tensor = strategy.tensor
+        tokens = Split.of_vocabulary(tensor, self.ranks, self.rows).tokens(0, self.rows, self.workload.length)
+        times, weights = _at(end.times, tensor), self._weights(end, strategy)
+        forward, backward = times.forward.ms(tokens, 0.0), times.backward.ms(tokens, 0.0)
+        hidden = tokens * self.model.hidden * self.element
+        summed = float(self.hardware.ms("all_reduce", tensor, 1, hidden))
+        regions = (0.0, summed) if is_head else (summed, 0.0)
+        if is_head:
+            chunks = -(-tokens // HEAD_CHUNK_TOKENS)
+            size = 16 * min(tokens, HEAD_CHUNK_TOKENS)
+            regions = (chunks * float(self.hardware.ms("all_gather", tensor, 1, size)), summed)
+        forward_ms = self._beside(forward, weights.gather_ms) + regions[0]
+        backward_ms = self._beside(backward, weights.reduce_ms) + regions[1]
+        return Costs(
+            forward_ms=forward_ms,
+            backward_ms=backward_ms,
+            communication_ms=forward_ms + backward_ms - forward - backward,
+            sync_ms=weights.gather_once_ms + self._exposed(backward, weights.copies_ms),
+            update_ms=weights.elements * self.model.optimizer_ms_per_element,
+            state_bytes=weights.state_bytes,
+            activation_bytes=tokens * _at(end.saved_bytes, tensor),
+            working_bytes=tokens * end.working_bytes.get(tensor, 0.0) + weights.working_bytes,
+        )
+
+    # ---- Weights ----
+
+    def _weights(self, owner: LayerProfile | EndProfile, strategy: LayerStrategy | VocabularyStrategy) -> _Weights:
+        tensor, ranks = strategy.tensor, self.ranks
+        shards = strategy.resolved_shard_degree(ranks)
+        copies = ranks // tensor // shards
+        elements = sum(weight.shard_elements(tensor, 0, shards) for weight in owner.weights)
+        gather = float(self.hardware.ms("all_gather", shards, tensor, elements * self.element))
+        reduce = float(self.hardware.ms("reduce_scatter", shards, tensor, shards * elements * self.reduced))
+        copied = float(self.hardware.ms("all_reduce", copies, tensor * shards, elements * self.reduced))
+        whole, casts = shards * elements, self.element < 4
+        kept = {"replicate": whole if casts else 0, "zero2": whole, "zero3": 0}[strategy.sharding]
+        if strategy.sharding == "zero2" and shards == 1:
+            kept = 0
+        # While a unit runs: its gathered weights, its whole gradients, and what goes into their reduction.
+        gathered_now = whole * self.element if strategy.sharding == "zero3" and shards > 1 else 0
+        gradients_now = 0 if strategy.sharding == "replicate" else whole * (self.element + self.reduced)
+        return _Weights(
+            elements=elements,
+            gather_ms=gather if strategy.sharding == "zero3" else 0.0,
+            reduce_ms=0.0 if strategy.sharding == "replicate" else reduce,
+            gather_once_ms=gather if strategy.sharding == "zero2" else 0.0,
+            copies_ms=copied,
+            state_bytes=elements * (STATE_BYTES + GRADIENT_BYTES) + kept * self.element,
+            working_bytes=gathered_now * (2 if self.hardware.overlap_slowdown else 1) + gradients_now,
+        )
+
+    def _beside(self, computing: float, communicating: float) -> float:
+        slowdown = self.hardware.overlap_slowdown
+        if slowdown is None:
+            return computing + communicating
+        return max(computing, communicating) + (slowdown - 1) * min(computing, communicating)
+
+    def _exposed(self, computing: float, communicating: float) -> float:
+        return self._beside(computing, communicating) - computing
+
+    # ---- Between layers and stages ----
+
+    def move_ms(self, before: Split, after: Split) -> float:
+        """Of one micro-batch, forward and backward."""
+        return sum(self._moved(*pair) for pair in ((before, after), (after, before)))
+
+    def _moved(self, before: Split, after: Split) -> float:
+        block, tokens = largest_move(before, after, self.rows, self.workload.length)
+        if block == 1:
+            return 0.0
+        size = tokens * self.model.hidden * self.element * block / (block - 1)  # all of it leaves the rank
+        return float(self.hardware.ms("all_to_all", block, 1, size))
+
+    def boundary(self) -> Split:
+        """How hidden states lie when they go from stage to stage."""
+        return Split.of_vocabulary(1, self.ranks, self.rows)
+
+    @cached_property
+    def boundary_bytes(self) -> int:
+        """Of the hidden states that one rank sends to the next stage."""
+        return self.boundary().tokens(0, self.rows, self.workload.length) * self.model.hidden * self.element
+
+    def send_ms(self) -> float:
+        """Of hidden states to the next stage, or of their gradient back."""
+        return float(self.hardware.ms("send", 2, self.ranks, self.boundary_bytes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weights:
+    elements: int
+    gather_ms: float
+    reduce_ms: float
+    gather_once_ms: float
+    copies_ms: float
+    state_bytes: int
+    working_bytes: int
+
+
+def _at(table: dict, key: object) -> Times | float:
+    if key not in table:
+        raise ValueError(f"The model profile says nothing of degree {key}; profile the model with it.")
+    return table[key]
+
+
+@lru_cache(maxsize=65536)
+def largest_move(before: Split, after: Split, rows: int, length: int) -> tuple[int, int]:
+    """The all-to-all's ranks (1: nothing moves) and the most tokens that a rank sends.
+
+    Where both splits cut the rows into pieces of equally many ranks first, one such piece tells for all.
+    """
+    common = math.gcd(before.data, after.data)
+    if common > 1:
+        before, after = (replace(split, data=split.data // common) for split in (before, after))
+        return largest_move(before, after, -(-rows // common), length)
+    found = [move(before, after, index, rows, length) for index in range(before.ranks)]
+    if found[0] is None:
+        return 1, 0
+    return found[0][0], max(tokens for _, tokens in found)

@@ -1,0 +1,208 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""The search for a plan: every pipeline degree and micro-batch count is a branch, the most promising first."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.planner.branch import Choice, Score, score
+from galvatron_hf.planner.cost import Workload
+from galvatron_hf.planner.labels import solve
+from galvatron_hf.planner.problem import PICOSECONDS, Problem, Shape, make_problem
+from galvatron_hf.planner.relaxation import relax
+from galvatron_hf.planner.space import Limits, layer_strategies, powers, vocabulary_strategies
+from galvatron_hf.profiler.hardware_profile import HardwareProfile
+from galvatron_hf.profiler.model_profile import ModelProfile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What a plan is predicted to cost; nothing of it was measured.
+
+    Attributes:
+        plan ([`ParallelPlan`]): the plan.
+        step_ms (`float`): of one optimizer step.
+        samples_per_second (`float`): rows of the global batch over it.
+        memory_bytes (`tuple[int, ...]`): at most on a rank of each stage.
+    """
+
+    plan: ParallelPlan
+    step_ms: float
+    samples_per_second: float
+    memory_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """
+    Attributes:
+        best ([`Estimate`], *optional*): the fastest plan that fits; None if none does.
+        runners_up (`list[Estimate]`): the best of other pipeline degrees and micro-batch counts, as far as they were
+            looked for: they cost more than the best.
+        seconds (`float`): that the search took.
+        branches, solved, states (`int`): problems, those of them that their bound did not rule out, and partial
+            solutions that were kept in all.
+    """
+
+    best: Estimate | None
+    runners_up: list[Estimate]
+    seconds: float
+    branches: int
+    solved: int
+    states: int
+
+
+def search_plan(
+    hardware: HardwareProfile,
+    model: ModelProfile,
+    workload: Workload,
+    *,
+    memory_bytes: int | None = None,
+    limits: Limits | None = None,
+) -> SearchResult:
+    """
+    The fastest plan under the cost model, exactly: no plan of the space is predicted to be faster.
+
+    Args:
+        hardware ([`HardwareProfile`]), model ([`ModelProfile`]): What was profiled.
+        workload ([`Workload`]): The global batch.
+        memory_bytes (`int`, *optional*): Budget of a rank; None is the device's memory.
+        limits ([`Limits`], *optional*): Of the space.
+    """
+    begun = time.perf_counter()
+    limits = limits or Limits()
+    budget = hardware.memory_bytes if memory_bytes is None else memory_bytes
+    world = hardware.world_size
+    problems = list(_problems(hardware, model, workload, limits, budget, world))
+    bounds = [_first_bound(problem) for problem in problems]
+    best: tuple[int, Problem, Choice] | None = None
+    found: dict[tuple, tuple[int, Problem, Choice]] = {}
+    solved = states = 0
+    for index in sorted(range(len(problems)), key=lambda index: (bounds[index], index)):
+        problem, limit = problems[index], np.inf if best is None else best[0] - 1
+        if bounds[index] > limit:
+            continue
+        solution = solve(problem.branch, limit)
+        solved, states = solved + 1, states + solution.states
+        if solution.cost is not None:
+            best = (solution.cost, problem, solution.choice)
+            found[problem.shape.pipeline, problem.shape.micro_batches] = best
+    estimates = [_estimate(problem, choice, workload, model) for _, problem, choice in found.values()]
+    estimates.sort(key=lambda estimate: estimate.step_ms)
+    return SearchResult(
+        best=estimates[0] if estimates else None,
+        runners_up=estimates[1:],
+        seconds=time.perf_counter() - begun,
+        branches=len(problems),
+        solved=solved,
+        states=states,
+    )
+
+
+def estimate_plan(hardware: HardwareProfile, model: ModelProfile, workload: Workload, plan: ParallelPlan) -> Estimate:
+    """
+    What the cost model says of a plan, whether it fits or not.
+
+    Raises:
+        ValueError: for a plan that the cost model cannot price.
+    """
+    if plan.schedule not in ("1f1b", "gpipe") and len(plan.stages) > 1:
+        raise ValueError(f"schedule {plan.schedule!r} has no price yet; give a plan with '1f1b' or 'gpipe'.")
+    if len({len(stage.ranks) for stage in plan.stages}) > 1:
+        raise ValueError("stages of unequal size have no price yet; give each the same number of ranks.")
+    if plan.num_layers != len(model.layers):
+        raise ValueError(
+            f"The plan has {plan.num_layers} layers and the model {len(model.layers)}; make a plan for "
+            f"{len(model.layers)} layers."
+        )
+    ranks = len(plan.stages[0].ranks)
+    count = min(plan.micro_batches, workload.rows)
+    data = max(strategy.data_degree(ranks) for strategy in set(plan.layers))
+    rows = max(-(-workload.rows // count), data)
+    strategies = list(dict.fromkeys(plan.layers))
+    problem = make_problem(
+        hardware,
+        model,
+        workload,
+        Shape(pipeline=len(plan.stages), micro_batches=count, schedule=plan.schedule, rows=rows),
+        budget=hardware.memory_bytes,
+        strategies=strategies,
+        embeddings=[plan.embedding],
+        heads=[plan.head],
+        world_size=plan.world_size,
+        prune=False,
+    )
+    bounds = (0, *(stage.layers[1] for stage in plan.stages))
+    options = tuple(strategies.index(layer) for layer in plan.layers)
+    return _estimate(problem, Choice(bounds=bounds, options=options, start=0, finish=0), workload, model, plan)
+
+
+def _problems(
+    hardware: HardwareProfile, model: ModelProfile, workload: Workload, limits: Limits, budget: int, world: int
+) -> Iterator[Problem]:
+    """Every way to cut the step, with the strategies that its stages and micro-batches allow."""
+    for pipeline in powers(min(world, len(model.layers))):
+        if world % pipeline or (limits.pipeline is not None and pipeline not in limits.pipeline):
+            continue
+        ranks = world // pipeline
+        vocabulary = vocabulary_strategies(ranks, model.heads, limits)
+        for rows, count in micro_batchings(workload.rows):
+            if limits.micro_batches is not None and count not in limits.micro_batches:
+                continue
+            for filled in _row_counts(rows, ranks):
+                strategies = layer_strategies(ranks, model.heads, model.kv_heads, limits, filled)
+                if filled > rows:
+                    needed = [one for one in strategies if one.data_degree(ranks) == filled]
+                    strategies = strategies if needed else []
+                if not strategies:
+                    continue
+                for schedule in limits.schedules if pipeline > 1 else ["1f1b"]:
+                    shape = Shape(pipeline=pipeline, micro_batches=count, schedule=schedule, rows=filled)
+                    for ends in _ends(vocabulary, model.tied):
+                        yield make_problem(
+                            hardware, model, workload, shape, budget, strategies, ends, ends, world_size=world
+                        )
+
+
+def micro_batchings(rows: int) -> list[tuple[int, int]]:
+    """Rows of the largest micro-batch and the least number of micro-batches that has it, for each such number."""
+    counts = sorted({-(-rows // size) for size in range(1, rows + 1)})
+    return [(-(-rows // count), count) for count in counts]
+
+
+def _row_counts(rows: int, ranks: int) -> list[int]:
+    """Rows with those that are added: none, or up to a data degree that is larger."""
+    return [rows] + [degree for degree in powers(ranks) if degree > rows]
+
+
+def _ends(vocabulary: list, tied: bool) -> list[list]:
+    """Vocabulary strategies that may go together: tied ones have the same tensor degree."""
+    if not tied:
+        return [vocabulary]
+    by_tensor = itertools.groupby(vocabulary, key=lambda strategy: strategy.tensor)
+    return [list(group) for _, group in by_tensor]
+
+
+def _first_bound(problem: Problem) -> float:
+    stages = problem.branch.stages
+    return relax(problem.branch, np.full(stages, 1 / stages), np.zeros(stages)).bound
+
+
+def _estimate(
+    problem: Problem, choice: Choice, workload: Workload, model: ModelProfile, plan: ParallelPlan | None = None
+) -> Estimate:
+    found: Score = score(problem.branch, choice)
+    step_ms = found.cost / PICOSECONDS
+    return Estimate(
+        plan=plan or problem.plan(choice, workload, model.tied),
+        step_ms=step_ms,
+        samples_per_second=1e3 * workload.rows / step_ms,
+        memory_bytes=found.memory,
+    )
