@@ -144,6 +144,7 @@ def common_arguments(setting: Setting, steps: int) -> dict[str, Any]:
         "ddp_find_unused_parameters": False,  # as with recomputation; it costs plain Trainer a little otherwise
         "max_steps": steps,
         "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",  # runs of different lengths take the same steps
         "logging_steps": 1,
         "save_strategy": "no",
         "report_to": [],

@@ -23,10 +23,12 @@ def numbers(text):
 @pytest.mark.parametrize("path", sorted(GALVATRON.glob("*.json")), ids=lambda path: path.stem)
 def test_galvatron_files_are_read_layer_by_layer_and_written_back(path):
     raw = json.loads(path.read_text())
-    plan = ParallelPlan.from_galvatron(path, None if "world_size" in raw else 8)
-    assert plan.world_size == 8 and plan.micro_batches == raw["chunks"] and plan.schedule == "1f1b"
+    nodes, devices = numbers(re.search(r"_(\d+x\d+)_", path.name)[1].replace("x", ","))
+    ranks = nodes * devices
+    plan = ParallelPlan.from_galvatron(path, None if "world_size" in raw else ranks)
+    assert plan.world_size == ranks and plan.micro_batches == raw["chunks"] and plan.schedule == "1f1b"
     assert [stage.layers[1] - stage.layers[0] for stage in plan.stages] == numbers(raw["pp_division"])
-    assert [stage.ranks[0] for stage in plan.stages] == [i * 8 // raw["pp_deg"] for i in range(raw["pp_deg"])]
+    assert [stage.ranks[0] for stage in plan.stages] == [i * ranks // raw["pp_deg"] for i in range(raw["pp_deg"])]
     assert [layer.tensor * layer.ulysses for layer in plan.layers] == numbers(raw["tp_sizes_enc"])
     assert [int(layer.ulysses > 1) for layer in plan.layers] == numbers(raw["use_sp"])
     assert [{"zero3": 1, "zero2": 0}[layer.sharding] for layer in plan.layers] == numbers(raw["dp_types_enc"])

@@ -34,7 +34,7 @@ def test_the_search_finds_what_enumeration_finds(sizes):
         if best is not None:
             again = score(branch, found.choice)
             assert again.cost == best and max(again.memory) <= branch.budget
-            assert found.bound <= best
+            assert found.bound <= best + 1e-6  # a sum of floating-point numbers
 
 
 @pytest.mark.parametrize("stages, layers", [(1, 10), (2, 9), (3, 8)])

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The best solution of a branch, exactly: dynamic programming over layers with every trade of time against memory.
 
-Partial stages are labels (A, B, memory, working memory) in a layout; one that is no better in anything than another of
-the same layout is dropped, and so is one whose completion, by the relaxation's distances, costs more than what is
-known. Memory is not rounded: its quantum is a byte. Equal layers make one run of labels serve every place at which a
-stage can begin.
+Partial stages are labels (A, B, memory) in a layout. One that is no better in anything than another, even if that had
+to pay for going on from another layout, is dropped, and so is one whose completion, by the relaxation's distances,
+costs more than what is known. Memory is not rounded: its quantum is a byte. Equal layers make one run of labels serve
+every place at which a stage can begin.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SLACKS = (0.003, 0.03, 0.3, np.inf)  # of the bound, under which a solution is l
 
 @dataclass(frozen=True, kw_only=True)
 class Labels:
-    """N partial stages after the same number of layers: `values` (N, 4), and how each came about."""
+    """N partial stages after the same number of layers: `values` (N, 3), and how each came about."""
 
     values: np.ndarray
     layout: np.ndarray
@@ -58,110 +58,101 @@ class ExactSearch:
     def __init__(self, branch: Branch, relaxation: Relaxation):
         self.branch, self.relaxation = branch, relaxation
         self.states = 0
+        self._moves = np.stack([branch.move_a, branch.move_b], axis=2)
+        # (Y, Y, 2) how much more than from the second layout it costs from the first, at most, wherever it goes next.
+        self._detour = (self._moves[:, None] - self._moves[None]).max(axis=2)
 
     def best(self, limit: float) -> tuple[int, Choice] | None:
         """The cheapest solution of at most `limit`; None if there is none."""
-        self._limit = limit * (1 + 1e-9) + 1.0  # the distances are floating-point sums
-        self._keep = self._worthwhile()
-        runs = {}
+        self._limit = limit + 1e-9 * abs(limit) + 1.0  # the distances are floating-point sums
+        runs: dict[tuple[int, int], list[_Run]] = {}
         for stage in range(self.branch.stages):
-            for first, places in self._beginnings(stage).items():
-                runs.update(dict.fromkeys([(stage, place) for place in places], self._run(stage, first, places)))
+            for room in range(len(self.relaxation.allowances)):
+                keep = self._worthwhile(stage, room)
+                if not any(map(len, keep.values())):
+                    continue
+                for first, places in self._beginnings(stage, room).items():
+                    run = self._run(stage, room, first, places, keep)
+                    for place in places:
+                        runs.setdefault((stage, place), []).append(run)
         return self._join(runs)
 
     # ---- What need not be looked at ----
 
-    def _worthwhile(self) -> list[dict[int, np.ndarray]]:
-        """By stage and kind, the options that some solution within the limit may have."""
+    def _worthwhile(self, stage: int, room: int) -> dict[int, np.ndarray]:
+        """By kind, the options that some solution within the limit may have in a stage of this allowance."""
         branch, relaxed = self.branch, self.relaxation
-        moves = branch.move_a + relaxed.weights[:, None, None] * branch.move_b
-        reached = (relaxed.behind[:, :-1, :, None] + moves[:, None]).min(axis=2)  # (p, L, Y)
-        through = reached + relaxed.ahead[:, 1:]
-        keep = []
-        for stage in range(branch.stages):
-            by_kind = {}
-            for kind in np.unique(branch.kinds):
-                least = through[stage, branch.kinds == kind].min(axis=0)[branch.layout]
-                by_kind[int(kind)] = np.nonzero(
-                    branch.allowed[kind] & (least + relaxed.costs[stage, kind] <= self._limit)
-                )[0]
-            keep.append(by_kind)
+        moves = branch.move_a + relaxed.weights[stage] * branch.move_b
+        reached = (relaxed.behind[stage, room, :-1, :, None] + moves).min(axis=1)  # (L, Y)
+        through = reached + relaxed.ahead[stage, room, 1:]
+        keep = {}
+        for kind in np.unique(branch.kinds):
+            least = through[branch.kinds == kind].min(axis=0)[branch.layout] + relaxed.costs[stage, room, kind]
+            keep[int(kind)] = np.nonzero(np.isfinite(least) & (least <= self._limit))[0]
         return keep
 
-    def _beginnings(self, stage: int) -> dict[int, list[int]]:
+    def _beginnings(self, stage: int, room: int) -> dict[int, list[int]]:
         """Places where a stage may begin, those from which the layers are the same under the earliest of them."""
-        branch = self.branch
-        opening = self.relaxation.opening[stage]
-        onward = opening + self.relaxation.ahead[stage].min(axis=1)  # moves cost something more
-        stage_cost = 0.0 if stage == 0 else self._stage_constant(stage)
-        places = [
-            place
-            for place in range(stage, branch.layers - (branch.stages - 1 - stage))
-            if opening[place] < np.inf and (stage == 0 or onward[place] + stage_cost <= self._limit)
-        ]
+        branch, relaxed = self.branch, self.relaxation
+        # A move costs nothing at least, and the first layer lies behind it.
+        least = relaxed.opening[stage] + relaxed.ahead[stage, room].min(axis=1)
+        least = least + relaxed.constants[stage, room] * (stage > 0)
+        last = branch.layers - (branch.stages - 1 - stage)
+        within = np.isfinite(least) & (least <= self._limit) if stage > 0 else np.arange(len(least)) == 0
         groups: dict[int, list[int]] = {}
-        for place in places:
+        for place in np.nonzero(within[:last])[0].tolist():
             rest = branch.kinds[place:]
             alike = (first for first in groups if np.array_equal(branch.kinds[first : first + len(rest)], rest))
             groups.setdefault(next(alike, place), []).append(place)
         return groups
 
-    def _stage_constant(self, stage: int) -> float:
-        branch, relaxed = self.branch, self.relaxation
-        least = int(np.min(np.where(branch.allowed, branch.working, np.iinfo(np.int64).max)))
-        memory = branch.stage_memory[stage] + least - branch.budget
-        return float(
-            branch.stage_a[stage] + relaxed.weights[stage] * branch.stage_b[stage] + relaxed.prices[stage] * memory
-        )
-
     # ---- One stage ----
 
-    def _run(self, stage: int, first: int, places: list[int]) -> _Run:
+    def _run(self, stage: int, room: int, first: int, places: list[int], keep: dict[int, np.ndarray]) -> _Run:
         branch, run = self.branch, _Run(first=first)
-        run.steps.append(self._opened(stage))
-        longest = branch.layers - first - (branch.stages - 1 - stage)
+        run.steps.append(self._opened(stage, room))
         last = stage == branch.stages - 1
-        for count in range(1, longest + 1):
-            labels = self._extended(run.steps[-1], stage, int(branch.kinds[first + count - 1]), count, places)
+        for count in range(1, branch.layers - first - (branch.stages - 1 - stage) + 1):
+            kind = int(branch.kinds[first + count - 1])
+            around = self._around(stage, room, count, places)
+            labels = self._extended(run.steps[-1], stage, room, kind, keep[kind], around)
             run.steps.append(labels)
             if not len(labels):
                 break
-            ends = [place for place in places if place + count <= branch.layers]
-            if last and not any(place + count == branch.layers for place in ends):
-                continue
-            run.closed[count] = self._finished(labels) if last else self._closed(labels, stage)
+            if not last:
+                run.closed[count] = self._closed(labels)
+            elif any(place + count == branch.layers for place in places):
+                run.closed[count] = self._finished(labels, room)
         return run
 
-    def _opened(self, stage: int) -> Labels:
-        branch = self.branch
-        constant = np.array([branch.stage_a[stage], branch.stage_b[stage], branch.stage_memory[stage], 0])
+    def _opened(self, stage: int, room: int) -> Labels:
+        branch, allowance = self.branch, self.relaxation.allowances[room]
+        constant = np.array([branch.stage_a[stage], branch.stage_b[stage], branch.stage_memory[stage] + allowance])
         if stage > 0:
             one = np.zeros(1, dtype=np.int64)
             return Labels(values=constant[None], layout=one + branch.boundary, option=one - 1, parent=one - 1)
         starts = branch.starts
-        values = np.stack([starts.a, starts.b, starts.memory, starts.working], axis=1) + constant
-        fits = np.nonzero(values[:, 2] + values[:, 3] <= branch.budget)[0]
+        values = np.stack([starts.a, starts.b, starts.memory], axis=1) + constant
+        fits = np.nonzero((values[:, 2] <= branch.budget) & (starts.working <= allowance))[0]
         return Labels(values=values[fits], layout=starts.layout[fits], option=fits, parent=np.full(len(fits), -1))
 
-    def _extended(self, labels: Labels, stage: int, kind: int, count: int, places: list[int]) -> Labels:
-        """One more layer of `kind`, the `count`-th of its stage."""
-        branch = self.branch
-        options = self._keep[stage][kind]
+    def _extended(
+        self, labels: Labels, stage: int, room: int, kind: int, options: np.ndarray, around: np.ndarray
+    ) -> Labels:
+        """One more layer of `kind`; `around` (Y,) is what all else costs at least."""
+        branch, relaxed = self.branch, self.relaxation
         if not len(options) or not len(labels):
             return _none()
         layout = branch.layout[options]
         added = np.stack([branch.a[kind], branch.b[kind], branch.memory(stage)[kind]], axis=1)[options]
-        moved = np.stack([branch.move_a, branch.move_b], axis=2)[labels.layout[:, None], layout[None]]  # (N, S, 2)
-        values = np.empty((len(labels), len(options), 4), dtype=np.int64)
-        values[:, :, :3] = labels.values[:, None, :3] + added
-        values[:, :, :2] += moved
-        values[:, :, 3] = np.maximum(labels.values[:, None, 3], branch.working[kind, options])
-        values = values.reshape(-1, 4)
+        values = labels.values[:, None] + added
+        values[:, :, :2] += self._moves[labels.layout[:, None], layout[None]]
+        values = values.reshape(-1, 3)
         layout = np.tile(layout, len(labels))
-        good = values[:, 2] + values[:, 3] <= branch.budget
-        good &= self._priced(values, stage) + self._around(stage, count, places)[layout] <= self._limit
-        kept = np.nonzero(good)[0]
-        kept = kept[_best_by_layout(values[kept], layout[kept])]
+        weight, price = relaxed.weights[stage], relaxed.prices[stage]
+        least = values[:, 0] + weight * values[:, 1] + price * (values[:, 2] - branch.budget) + around[layout]
+        kept = np.nonzero((values[:, 2] <= branch.budget) & (least <= self._limit))[0]
+        kept = kept[self._best_of_layouts(values[kept], layout[kept])]
         self.states += len(kept)
         return Labels(
             values=values[kept],
@@ -170,41 +161,48 @@ class ExactSearch:
             parent=kept // len(options),
         )
 
-    def _priced(self, values: np.ndarray, stage: int) -> np.ndarray:
-        relaxed = self.relaxation
-        weight, price = relaxed.weights[stage], relaxed.prices[stage]
-        least = int(np.min(np.where(self.branch.allowed, self.branch.working, np.iinfo(np.int64).max)))
-        memory = values[:, 2] + np.maximum(values[:, 3], least) - self.branch.budget
-        return values[:, 0] + weight * values[:, 1] + price * memory
+    def _best_of_layouts(self, values: np.ndarray, layout: np.ndarray) -> np.ndarray:
+        """Indices of what nothing dominates, in its own layout or after the costliest detour from another."""
+        own = [np.nonzero(layout == one)[0] for one in np.unique(layout)]
+        own = [members[nondominated(values[members])] for members in own]
+        kept = []
+        for members in own:
+            free = np.ones(len(members), dtype=bool)
+            for others in own:
+                if others is members or not free.any():
+                    continue
+                one, other = layout[others[0]], layout[members[0]]
+                shifted = values[others].copy()
+                shifted[:, :2] += self._detour[one, other]
+                # Two that dominate each other are equal, and the lower layout stays.
+                free &= ~dominated(values[members], shifted, strictly=bool(one > other))
+            kept.append(members[free])
+        return np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *kept]))
 
-    def _around(self, stage: int, count: int, places: list[int]) -> np.ndarray:
+    def _around(self, stage: int, room: int, count: int, places: list[int]) -> np.ndarray:
         """(Y,) what all but `count` layers of a stage cost at least, wherever of `places` it begins."""
         relaxed, layers = self.relaxation, self.branch.layers
-        here = np.array([place for place in places if place + count <= layers])
+        here = np.array([place for place in places if place + count <= layers], dtype=np.int64)
         if not len(here):
             return np.full(self.branch.move_a.shape[0], np.inf)
-        return (relaxed.opening[stage, here][:, None] + relaxed.ahead[stage, here + count]).min(axis=0)
+        return (relaxed.opening[stage, here][:, None] + relaxed.ahead[stage, room, here + count]).min(axis=0)
 
-    def _closed(self, labels: Labels, stage: int) -> Labels:
-        branch = self.branch
-        values = labels.values.copy()
-        values[:, 0] += branch.move_a[labels.layout, branch.boundary]
-        values[:, 1] += branch.move_b[labels.layout, branch.boundary]
-        kept = nondominated(values[:, :2])
+    def _closed(self, labels: Labels) -> Labels:
+        values = labels.values[:, :2] + self._moves[labels.layout, self.branch.boundary]
+        kept = nondominated(values)
         return Labels(values=values[kept], layout=labels.layout[kept], option=np.full(len(kept), -1), parent=kept)
 
-    def _finished(self, labels: Labels) -> Labels:
+    def _finished(self, labels: Labels, room: int) -> Labels:
         branch, finishes = self.branch, self.branch.finishes
-        values = np.repeat(labels.values[:, None], len(finishes), axis=1)
-        values[:, :, 0] += branch.move_a[labels.layout[:, None], finishes.layout] + finishes.a
-        values[:, :, 1] += branch.move_b[labels.layout[:, None], finishes.layout] + finishes.b
-        values[:, :, 2] += finishes.memory
-        values[:, :, 3] = np.maximum(values[:, :, 3], finishes.working)
-        values = values.reshape(-1, 4)
-        fits = np.nonzero(values[:, 2] + values[:, 3] <= branch.budget)[0]
+        ends = np.stack([finishes.a, finishes.b, finishes.memory], axis=1)
+        values = labels.values[:, None] + ends
+        values[:, :, :2] += self._moves[labels.layout[:, None], finishes.layout]
+        values = values.reshape(-1, 3)
+        allowed = np.tile(finishes.working <= self.relaxation.allowances[room], len(labels))
+        fits = np.nonzero(allowed & (values[:, 2] <= branch.budget))[0]
         kept = fits[nondominated(values[fits, :2])]
         return Labels(
-            values=values[kept],
+            values=values[kept, :2],
             layout=labels.layout[kept // len(finishes)],
             option=kept % len(finishes),
             parent=kept // len(finishes),
@@ -212,16 +210,16 @@ class ExactSearch:
 
     # ---- All stages ----
 
-    def _join(self, runs: dict[tuple[int, int], _Run]) -> tuple[int, Choice] | None:
+    def _join(self, runs: dict[tuple[int, int], list[_Run]]) -> tuple[int, Choice] | None:
         """Stages one behind the other: at each layer what is not dominated in (sum of A, largest B)."""
         branch = self.branch
-        # values (N, 2); history (N,) of (place, index before, count, index of the closed label)
+        # values (N, 2); of each, its stages so far as (run, place, count, index of the closed label)
         fronts: dict[int, tuple[np.ndarray, list]] = {0: (np.zeros((1, 2), dtype=np.int64), [()])}
         for stage in range(branch.stages):
             found: dict[int, list[tuple[np.ndarray, list]]] = {}
             for place, (values, history) in fronts.items():
-                run = runs.get((stage, place))
-                for count, closed in (run.closed if run is not None else {}).items():
+                ended = [(run, *item) for run in runs.get((stage, place), []) for item in run.closed.items()]
+                for run, count, closed in ended:
                     end = place + count
                     if end > branch.layers or (end == branch.layers) != (stage == branch.stages - 1):
                         continue
@@ -231,7 +229,7 @@ class ExactSearch:
                     kept = nondominated(pairs)
                     kept = kept[sums[kept] + tops[kept] <= self._limit]
                     width = len(closed)
-                    then = [(*history[index // width], (place, count, int(index % width))) for index in kept]
+                    then = [(*history[index // width], (run, place, count, int(index % width))) for index in kept]
                     found.setdefault(end, []).append((pairs[kept], then))
             fronts = {end: _merged(parts) for end, parts in found.items()}
         values, history = fronts.get(branch.layers, (np.zeros((0, 2)), []))
@@ -239,12 +237,12 @@ class ExactSearch:
             return None
         totals = values.sum(axis=1)
         best = int(np.lexsort((values[:, 1], totals))[0])
-        return int(totals[best]), self._traced(runs, history[best])
+        return int(totals[best]), self._traced(history[best])
 
-    def _traced(self, runs: dict[tuple[int, int], _Run], history: tuple) -> Choice:
+    @staticmethod
+    def _traced(history: tuple) -> Choice:
         bounds, options, start, finish = [0], [], 0, 0
-        for stage, (place, count, index) in enumerate(history):
-            run = runs[stage, place]
+        for stage, (run, place, count, index) in enumerate(history):
             closed = run.closed[count]
             finish = int(closed.option[index])
             at, own = int(closed.parent[index]), []
@@ -259,7 +257,7 @@ class ExactSearch:
 
 def _none() -> Labels:
     empty = np.zeros(0, dtype=np.int64)
-    return Labels(values=np.zeros((0, 4), dtype=np.int64), layout=empty, option=empty, parent=empty)
+    return Labels(values=np.zeros((0, 3), dtype=np.int64), layout=empty, option=empty, parent=empty)
 
 
 def _merged(parts: list[tuple[np.ndarray, list]]) -> tuple[np.ndarray, list]:
@@ -267,15 +265,6 @@ def _merged(parts: list[tuple[np.ndarray, list]]) -> tuple[np.ndarray, list]:
     history = [item for part in parts for item in part[1]]
     kept = nondominated(values)
     return values[kept], [history[index] for index in kept]
-
-
-def _best_by_layout(values: np.ndarray, layout: np.ndarray) -> np.ndarray:
-    """Indices of what nothing of the same layout dominates."""
-    kept = [np.zeros(0, dtype=np.int64)]
-    for one in np.unique(layout):
-        members = np.nonzero(layout == one)[0]
-        kept.append(members[nondominated(values[members])])
-    return np.sort(np.concatenate(kept))
 
 
 def nondominated(values: np.ndarray, block: int = 256) -> np.ndarray:
@@ -302,6 +291,18 @@ def nondominated(values: np.ndarray, block: int = 256) -> np.ndarray:
         kept = np.concatenate([kept, part[free]])
         indices.append(names[free])
     return np.concatenate(indices)
+
+
+def dominated(values: np.ndarray, by: np.ndarray, *, strictly: bool, block: int = 512) -> np.ndarray:
+    """(N,) whether some row of `by` is at most equal in every column, and `strictly` less in one."""
+    found = np.zeros(len(values), dtype=bool)
+    for begin in range(0, len(by), block):
+        rows = by[begin : begin + block, None]
+        better = (rows <= values).all(axis=2)
+        if strictly:
+            better &= (rows < values).any(axis=2)
+        found |= better.any(axis=0)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,9 @@ For weights w of the stages (w >= 0, sum 1) and prices l >= 0 of their memory,
     sum A_i + max B_i  >=  sum (A_i + w_i B_i + l_i (memory_i - budget)),
 
 and the right side is a shortest path through (stage, layer, layout). Distances to and from each place bound every
-solution that goes through it, which is what leaves out options and partial solutions. Source: A. M. Geoffrion,
-"Lagrangean relaxation for integer programming" (1974).
+solution that goes through it, which is what leaves out options and partial solutions. A stage's largest working memory
+is no sum, so a stage also chooses an allowance for it, one of the values that occur; options above it are not for that
+stage. Source: A. M. Geoffrion, "Lagrangean relaxation for integer programming" (1974).
 """
 
 from __future__ import annotations
@@ -20,26 +21,31 @@ import numpy as np
 from galvatron_hf.planner.branch import Branch, Choice, Options, score
 
 
-ROUNDS = 30
+ROUNDS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
 class Relaxation:
-    """Distances under fixed prices.
+    """Distances under fixed prices; W allowances.
 
     Attributes:
         weights, prices (`np.ndarray`): (p,) w and l.
+        allowances (`np.ndarray`): (W,) bytes, rising.
         bound (`float`): no solution costs less.
-        costs (`np.ndarray`): (p, K, S) of a layer, infinite where it is not allowed.
-        ahead (`np.ndarray`): (p, L + 1, Y) least from a place, some layer of the stage behind it, to the end.
-        behind (`np.ndarray`): (p, L + 1, Y) least from the beginning to where layer l is next, its input in layout y.
+        costs (`np.ndarray`): (p, W, K, S) of a layer, infinite where it is not allowed.
+        constants (`np.ndarray`): (p, W) of a stage.
+        ahead (`np.ndarray`): (p, W, L + 1, Y) least from a place, some layer of the stage behind it, to the end.
+        behind (`np.ndarray`): (p, W, L + 1, Y) least from the beginning to where layer l is next, its input in
+            layout y.
         opening (`np.ndarray`): (p, L + 1) least of all before stage i begins with layer l; without the stage's own.
     """
 
     weights: np.ndarray
     prices: np.ndarray
+    allowances: np.ndarray
     bound: float
     costs: np.ndarray
+    constants: np.ndarray
     ahead: np.ndarray
     behind: np.ndarray
     opening: np.ndarray
@@ -59,7 +65,7 @@ def tighten(branch: Branch, enough: float = np.inf) -> Found:
     Raises the bound by projected subgradient steps (B. T. Polyak, 1969).
 
     Args:
-        branch ([`Branch`]): Which some choice of options solves, if memory does not count.
+        branch ([`Branch`]): The problem.
         enough (`float`): A bound at which to stop.
     """
     stages = branch.stages
@@ -68,23 +74,22 @@ def tighten(branch: Branch, enough: float = np.inf) -> Found:
     step, stalled = 1.0, 0
     for _ in range(ROUNDS):
         problem = _Priced(branch, weights, prices)
-        ahead, entering = problem.to_the_end()
-        bound = float(np.min(problem.starts + entering[branch.starts.layout]))
+        bound = problem.to_the_end()
         if bound == np.inf:  # no option is allowed somewhere
             best = (bound, weights, prices)
             break
-        if best is None or bound > best[0] * (1 + 1e-7):
+        if best is None or bound > best[0] + 1e-7 * abs(best[0]):
             best, stalled = (bound, weights, prices), 0
         else:
             stalled += 1
             step, stalled = (step / 2, 0) if stalled == 3 else (step, stalled)
-        path = problem.path(ahead, entering)
+        path = problem.path()
         found = score(branch, path)
         if max(found.memory) <= branch.budget and (cost is None or found.cost < cost):
             choice, cost = path, found.cost
         if best[0] >= enough or (cost is not None and cost <= best[0] * (1 + 1e-12)):
             break
-        target = min(cost if cost is not None else np.inf, max(1.05 * best[0], 1.0))
+        target = min(np.inf if cost is None else cost, 1.03 * best[0] + 1.0)
         weights, prices = _stepped(branch, found.b, found.memory, weights, prices, step * max(target - bound, 0.0))
     return Found(relaxation=relax(branch, *best[1:]), choice=choice, cost=cost)
 
@@ -96,7 +101,7 @@ def _stepped(
     scale = max(float(np.mean(b)), 1.0)
     slope_of_prices = np.array(memory) / branch.budget - 1.0
     slope_of_prices = np.where((prices == 0) & (slope_of_prices < 0), 0.0, slope_of_prices)
-    slope_of_weights = np.array(b) / scale - 1.0
+    slope_of_weights = np.array(b) / scale - np.mean(b) / scale
     length = float(slope_of_prices @ slope_of_prices + slope_of_weights @ slope_of_weights)
     if length == 0:
         return weights, prices
@@ -112,94 +117,117 @@ def _on_simplex(point: np.ndarray) -> np.ndarray:
 
 
 def relax(branch: Branch, weights: np.ndarray, prices: np.ndarray) -> Relaxation:
-    """The bound for these weights and prices."""
-    problem = _Priced(branch, weights, prices)
-    ahead, entering = problem.to_the_end()
+    """The bound for these weights and prices, with all distances."""
+    problem = _Priced(branch, weights, prices, every_allowance=True)
+    bound = problem.to_the_end()
     behind, opening = problem.from_the_beginning()
     return Relaxation(
         weights=weights,
         prices=prices,
-        bound=float(np.min(problem.starts + entering[branch.starts.layout])),
+        allowances=problem.allowances,
+        bound=bound,
         costs=problem.costs,
-        ahead=ahead,
+        constants=problem.constants,
+        ahead=problem.ahead,
         behind=behind,
         opening=opening,
     )
 
 
+def quick_bound(branch: Branch) -> float:
+    """The bound without any prices, each stage weighing the same."""
+    return _Priced(branch, np.full(branch.stages, 1 / branch.stages), np.zeros(branch.stages)).to_the_end()
+
+
+def allowances(branch: Branch) -> np.ndarray:
+    """(W,) the working memories that a stage can have at most."""
+    return np.unique(np.concatenate([branch.working[branch.allowed], branch.starts.working, branch.finishes.working]))
+
+
 class _Priced:
     """A branch whose costs are single numbers."""
 
-    def __init__(self, branch: Branch, weights: np.ndarray, prices: np.ndarray):
+    def __init__(self, branch: Branch, weights: np.ndarray, prices: np.ndarray, *, every_allowance: bool = False):
         self.branch = branch
+        # Where memory has no price, the largest allowance is no worse a bound than all of them.
+        self.allowances = allowances(branch) if prices.any() or every_allowance else allowances(branch)[-1:]
         w, price = weights[:, None, None], prices[:, None, None]
         memory = branch.state + branch.in_flight[:, None, None] * branch.activation
-        self.costs = np.where(branch.allowed, branch.a + w * branch.b + price * memory, np.inf)
+        costs = np.where(branch.allowed, branch.a + w * branch.b + price * memory, np.inf)
+        within = branch.working <= self.allowances[:, None, None]  # (W, K, S)
+        self.costs = np.where(within, costs[:, None], np.inf)
         self.moves = branch.move_a + w * branch.move_b  # (p, Y, Y)
         layouts = branch.move_a.shape[0]
-        self.by_layout = np.full((*self.costs.shape[:2], layouts), np.inf)  # (p, K, Y)
+        self.by_layout = np.full((*self.costs.shape[:3], layouts), np.inf)  # (p, W, K, Y)
         for layout in range(layouts):
             members = branch.layout == layout
             if members.any():
-                self.by_layout[:, :, layout] = self.costs[:, :, members].min(axis=2)
-        # Whatever a stage has, its largest working memory is at least the least one of a layer.
-        least = int(np.min(np.where(branch.allowed, branch.working, np.iinfo(np.int64).max)))
-        self.stage = branch.stage_a + weights * branch.stage_b
-        self.stage = self.stage + prices * (branch.stage_memory + least - branch.budget)
-        self.starts = self._ends(branch.starts, 0, weights, prices) + self.stage[0]
-        self.finishes = self._ends(branch.finishes, -1, weights, prices)
+                self.by_layout[..., layout] = self.costs[..., members].min(axis=3)
+        held = branch.stage_memory[:, None] + self.allowances - branch.budget
+        self.constants = (branch.stage_a + weights * branch.stage_b)[:, None] + prices[:, None] * held  # (p, W)
+        self.starts = self._ends(branch.starts, weights[0], prices[0]) + self.constants[0][:, None]  # (W, starts)
+        self.finishes = self._ends(branch.finishes, weights[-1], prices[-1])  # (W, finishes)
+        self.ahead, self.onward = np.zeros(0), np.zeros(0)
 
-    @staticmethod
-    def _ends(options: Options, stage: int, weights: np.ndarray, prices: np.ndarray) -> np.ndarray:
-        return options.a + weights[stage] * options.b + prices[stage] * options.memory
+    def _ends(self, options: Options, weight: float, price: float) -> np.ndarray:
+        costs = options.a + weight * options.b + price * options.memory
+        return np.where(options.working <= self.allowances[:, None], costs, np.inf)
 
-    def to_the_end(self) -> tuple[np.ndarray, np.ndarray]:
-        """`ahead`, and (Y,) from before layer 0 in the first stage."""
+    def to_the_end(self) -> float:
+        """Fills `ahead` and returns the least from the beginning."""
         branch, boundary = self.branch, self.branch.boundary
         stages, layers, layouts = branch.stages, branch.layers, self.moves.shape[1]
-        ahead = np.full((stages, layers + 1, layouts), np.inf)
-        ahead[-1, layers] = (self.moves[-1][:, branch.finishes.layout] + self.finishes).min(axis=1)
-        onward = np.full((stages, layouts), np.inf)
+        ahead = np.full((stages, len(self.allowances), layers + 1, layouts), np.inf)
+        finished = self.moves[-1][:, branch.finishes.layout] + self.finishes[:, None]  # (W, Y, finishes)
+        ahead[-1, :, layers] = finished.min(axis=2)
+        onward = np.full((stages, len(self.allowances), layouts), np.inf)
         for layer in range(layers - 1, -1, -1):
-            behind = self.by_layout[:, branch.kinds[layer]] + ahead[:, layer + 1]  # (p, Y)
-            onward = (self.moves + behind[:, None, :]).min(axis=2)
-            ahead[:, layer] = onward
-            closed = self.moves[:-1, :, boundary] + (self.stage[1:] + onward[1:, boundary])[:, None]
-            ahead[:-1, layer] = np.minimum(ahead[:-1, layer], closed)
-        return ahead, onward[0]
+            behind = self.by_layout[:, :, branch.kinds[layer]] + ahead[:, :, layer + 1]  # (p, W, Y)
+            onward = (self.moves[:, None] + behind[:, :, None, :]).min(axis=3)
+            ahead[:, :, layer] = onward
+            entered = (self.constants[1:] + onward[1:, :, boundary]).min(axis=1)  # (p - 1,)
+            closed = self.moves[:-1, :, boundary] + entered[:, None]
+            ahead[:-1, :, layer] = np.minimum(ahead[:-1, :, layer], closed[:, None])
+        self.ahead, self.onward = ahead, onward
+        return float(np.min(self.starts + onward[0][:, branch.starts.layout]))
 
     def from_the_beginning(self) -> tuple[np.ndarray, np.ndarray]:
         """`behind` and `opening`."""
         branch, boundary = self.branch, self.branch.boundary
         stages, layers, layouts = branch.stages, branch.layers, self.moves.shape[1]
-        behind = np.full((stages, layers + 1, layouts), np.inf)
+        behind = np.full((stages, len(self.allowances), layers + 1, layouts), np.inf)
         opening = np.full((stages, layers + 1), np.inf)
         opening[0, 0] = 0.0
-        np.minimum.at(behind[0, 0], branch.starts.layout, self.starts)
+        for start, layout in enumerate(branch.starts.layout):
+            behind[0, :, 0, layout] = np.minimum(behind[0, :, 0, layout], self.starts[:, start])
         for layer in range(layers):
-            reached = (behind[:, layer, :, None] + self.moves).min(axis=1) + self.by_layout[:, branch.kinds[layer]]
-            behind[:, layer + 1] = reached
-            opening[1:, layer + 1] = (reached[:-1] + self.moves[:-1, :, boundary]).min(axis=1)
-            entered = opening[1:, layer + 1] + self.stage[1:]
-            behind[1:, layer + 1, boundary] = np.minimum(behind[1:, layer + 1, boundary], entered)
+            reached = (behind[:, :, layer, :, None] + self.moves[:, None]).min(axis=2)
+            reached = reached + self.by_layout[:, :, branch.kinds[layer]]
+            behind[:, :, layer + 1] = reached
+            closed = reached[:-1] + self.moves[:-1, None, :, boundary]
+            opening[1:, layer + 1] = closed.min(axis=(1, 2))
+            entered = opening[1:, layer + 1, None] + self.constants[1:]
+            behind[1:, :, layer + 1, boundary] = np.minimum(behind[1:, :, layer + 1, boundary], entered)
         return behind, opening
 
-    def path(self, ahead: np.ndarray, entering: np.ndarray) -> Choice:
+    def path(self) -> Choice:
         """A solution of the relaxed problem."""
         branch, boundary = self.branch, self.branch.boundary
-        start = int(np.argmin(self.starts + entering[branch.starts.layout]))
+        begun = self.starts + self.onward[0][:, branch.starts.layout]
+        room, start = np.unravel_index(int(np.argmin(begun)), begun.shape)
         stage, layout, bounds, options = 0, int(branch.starts.layout[start]), [0], []
         for layer, kind in enumerate(branch.kinds):
-            onward = self.moves[stage, layout] + self.by_layout[stage, kind] + ahead[stage, layer + 1]
+            behind = self.by_layout[:, :, kind] + self.ahead[:, :, layer + 1]
+            onward = self.moves[stage, layout] + behind[stage, room]
             if layer > bounds[-1] and stage + 1 < branch.stages:
-                behind = self.by_layout[stage + 1, kind] + ahead[stage + 1, layer + 1]
-                entered = self.moves[stage + 1, boundary] + behind
-                closed = self.moves[stage, layout, boundary] + self.stage[stage + 1] + entered.min()
+                entered = self.moves[stage + 1, boundary] + behind[stage + 1] + self.constants[stage + 1][:, None]
+                closed = self.moves[stage, layout, boundary] + entered.min()
                 if closed < onward.min():
-                    stage, onward = stage + 1, entered
+                    room = int(np.unravel_index(int(np.argmin(entered)), entered.shape)[0])
+                    stage, onward = stage + 1, entered[room]
                     bounds.append(layer)
             layout = int(np.argmin(onward))
-            members = np.where(branch.layout == layout, self.costs[stage, kind], np.inf)
+            members = np.where(branch.layout == layout, self.costs[stage, room, kind], np.inf)
             options.append(int(np.argmin(members)))
-        finish = int(np.argmin(self.moves[-1][layout, branch.finishes.layout] + self.finishes))
-        return Choice(bounds=(*bounds, branch.layers), options=tuple(options), start=start, finish=finish)
+        finish = int(np.argmin(self.moves[-1][layout, branch.finishes.layout] + self.finishes[room]))
+        return Choice(bounds=(*bounds, branch.layers), options=tuple(options), start=int(start), finish=finish)

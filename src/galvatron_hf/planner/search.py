@@ -16,7 +16,7 @@ from galvatron_hf.planner.branch import Choice, Score, score
 from galvatron_hf.planner.cost import Workload
 from galvatron_hf.planner.labels import solve
 from galvatron_hf.planner.problem import PICOSECONDS, Problem, Shape, make_problem
-from galvatron_hf.planner.relaxation import relax
+from galvatron_hf.planner.relaxation import quick_bound
 from galvatron_hf.planner.space import Limits, layer_strategies, powers, vocabulary_strategies
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import ModelProfile
@@ -81,7 +81,7 @@ def search_plan(
     budget = hardware.memory_bytes if memory_bytes is None else memory_bytes
     world = hardware.world_size
     problems = list(_problems(hardware, model, workload, limits, budget, world))
-    bounds = [_first_bound(problem) for problem in problems]
+    bounds = [quick_bound(problem.branch) for problem in problems]
     best: tuple[int, Problem, Choice] | None = None
     found: dict[tuple, tuple[int, Problem, Choice]] = {}
     solved = states = 0
@@ -188,11 +188,6 @@ def _ends(vocabulary: list, tied: bool) -> list[list]:
         return [vocabulary]
     by_tensor = itertools.groupby(vocabulary, key=lambda strategy: strategy.tensor)
     return [list(group) for _, group in by_tensor]
-
-
-def _first_bound(problem: Problem) -> float:
-    stages = problem.branch.stages
-    return relax(problem.branch, np.full(stages, 1 / stages), np.zeros(stages)).bound
 
 
 def _estimate(
