@@ -18,7 +18,7 @@ Costs are integers (picoseconds), memory is bytes: sums are exact in any order, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -83,6 +83,38 @@ class Branch:
     def layers(self) -> int:
         """L."""
         return len(self.kinds)
+
+    def detours(self) -> tuple[np.ndarray, np.ndarray]:
+        """(Y, Y, 2) how much more A and B it costs, at most, to come to the first layout, or to go on from it, than
+        with the second."""
+        moves = np.stack([self.move_a, self.move_b], axis=2)
+        return (moves[:, :, None] - moves[:, None]).max(axis=0), (moves[:, None] - moves[None]).max(axis=2)
+
+    def worth_having(self) -> np.ndarray:
+        """(S,) options without which the best solution costs as much.
+
+        One goes if another one, even if that is in another layout with the costliest moves there and back, costs no
+        more and needs no more memory in any layer.
+        """
+        extra = sum(self.detours())
+        columns = ("state", "activation", "working")
+        kept = np.ones(len(self.layout), dtype=bool)
+        for option in range(len(kept)):
+            more = extra[self.layout, self.layout[option]]
+            better = (self.a + more[:, 0] <= self.a[:, [option]]) & (self.b + more[:, 1] <= self.b[:, [option]])
+            for name in columns:
+                column = getattr(self, name)
+                better &= column <= column[:, [option]]
+            better = (better & (self.allowed | ~self.allowed[:, [option]])).all(axis=0) & kept
+            better[option] = False
+            kept[option] = not better.any()
+        return kept
+
+    def restricted(self, kept: np.ndarray) -> Branch:
+        """With some of the options only."""
+        columns = ("a", "b", "state", "activation", "working", "allowed")
+        fewer = {name: getattr(self, name)[:, kept] for name in columns}
+        return replace(self, **fewer, layout=self.layout[kept])
 
     def memory(self, stage: int) -> np.ndarray:
         """(K, S) bytes that a layer adds to stage `stage`, without its working memory."""

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from galvatron_hf.planner.branch import Branch, Choice
-from galvatron_hf.planner.relaxation import Relaxation, tighten
+from galvatron_hf.planner.relaxation import Found, Relaxation, tighten
 
 
-SLACKS = (0.003, 0.03, 0.3, np.inf)  # of the bound, under which a solution is looked for first
+SLACKS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, np.inf)  # of the bound, under which a solution is looked for first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,7 @@ class ExactSearch:
         self.branch, self.relaxation = branch, relaxation
         self.states = 0
         self._moves = np.stack([branch.move_a, branch.move_b], axis=2)
-        # (Y, Y, 2) how much more than from the second layout it costs from the first, at most, wherever it goes next.
-        self._detour = (self._moves[:, None] - self._moves[None]).max(axis=2)
+        self._detour = branch.detours()[1]
 
     def best(self, limit: float) -> tuple[int, Choice] | None:
         """The cheapest solution of at most `limit`; None if there is none."""
@@ -323,13 +322,18 @@ class Solution:
     states: int
 
 
-def solve(branch: Branch, limit: float = np.inf) -> Solution:
+def solve(branch: Branch, limit: float = np.inf, found: Found | None = None) -> Solution:
     """
     The best solution that costs at most `limit`.
 
     The limit widens from the bound upwards: whatever is found under a limit is the best there is.
+
+    Args:
+        branch ([`Branch`]): The problem.
+        limit (`float`): What a solution may cost.
+        found ([`Found`], *optional*): What [`tighten`] said of it.
     """
-    found = tighten(branch, limit)
+    found = found or tighten(branch, limit)
     bound = found.relaxation.bound
     if bound == np.inf or bound > limit:
         return Solution(bound=bound, cost=None, choice=None, states=0)

@@ -105,13 +105,13 @@ def make_problem(
     of one tensor degree, and all of their cost is the start's.
 
     Args:
-        prune (`bool`): Whether to leave out what another strategy of the same layout is at most as costly as in
-            everything. A plan that is only to be priced keeps all.
+        prune (`bool`): Whether to leave out strategies without which the best plan is as good. A plan that is only to
+            be priced keeps all.
     """
     ranks = world_size // shape.pipeline
     costs = CostModel(hardware, model, workload, ranks, shape.rows)
     numbers = _Numbers(costs, shape, model)
-    strategies, columns = numbers.layers(list(strategies), prune)
+    strategies, columns = numbers.layers(list(strategies))
     shared = model.tied and shape.pipeline == 1
     embeddings, starts = numbers.ends(list(embeddings), "both" if shared else "embedding", prune)
     heads, finishes = numbers.ends(list(heads)[:1] if shared else list(heads), "none" if shared else "head", prune)
@@ -119,24 +119,27 @@ def make_problem(
     stages = shape.pipeline
     received = np.array([(stage > 0) + (stage < stages - 1) for stage in range(stages)])
     sent = picoseconds(costs.send_ms()) if stages > 1 else 0
-    layout = columns.pop("layout")
+    branch = Branch(
+        kinds=np.array(model.layers),
+        allowed=np.ones(columns["a"].shape, dtype=bool),
+        move_a=move_a,
+        move_b=move_b,
+        boundary=numbers.index(costs.boundary()),
+        in_flight=shape.in_flight(),
+        stage_a=received * sent,
+        stage_b=received * sent * (shape.micro_batches - 1),
+        stage_memory=received * costs.boundary_bytes,
+        starts=starts,
+        finishes=finishes,
+        budget=budget,
+        **columns,
+    )
+    if prune:
+        kept = branch.worth_having()
+        branch = branch.restricted(kept)
+        strategies = [strategy for strategy, worth in zip(strategies, kept, strict=True) if worth]
     return Problem(
-        branch=Branch(
-            kinds=np.array(model.layers),
-            allowed=np.ones(columns["a"].shape, dtype=bool),
-            layout=layout,
-            move_a=move_a,
-            move_b=move_b,
-            boundary=numbers.index(costs.boundary()),
-            in_flight=shape.in_flight(),
-            stage_a=received * sent,
-            stage_b=received * sent * (shape.micro_batches - 1),
-            stage_memory=received * costs.boundary_bytes,
-            starts=starts,
-            finishes=finishes,
-            budget=budget,
-            **columns,
-        ),
+        branch=branch,
         shape=shape,
         ranks=ranks,
         strategies=strategies,
@@ -163,20 +166,15 @@ class _Numbers:
             self.splits.append(split)
         return self.splits.index(split)
 
-    def layers(self, strategies: list[LayerStrategy], prune: bool) -> tuple[list[LayerStrategy], dict]:
-        """Strategies that are worth having, and columns (K, S); `layout` (S,)."""
+    def layers(self, strategies: list[LayerStrategy]) -> tuple[list[LayerStrategy], dict]:
+        """The strategies, and columns (K, S); `layout` (S,)."""
         kinds = [self._columns(self.costs.layer(kind, strategies)) for kind in range(len(self.model.kinds))]
         columns = {name: np.stack([kind[name] for kind in kinds]) for name in kinds[0]}
         splits = [Split.of_layer(strategy, self.costs.ranks) for strategy in strategies]
-        layout = np.array([self.index(split) for split in splits])
-        if prune:
-            kept = self._kept(columns, layout)
-            columns = {name: column[:, kept] for name, column in columns.items()}
-            strategies, layout = [strategies[index] for index in kept], layout[kept]
-        return strategies, {**columns, "layout": layout}
+        return strategies, {**columns, "layout": np.array([self.index(split) for split in splits])}
 
     def _kept(self, columns: dict[str, np.ndarray], layout: np.ndarray) -> np.ndarray:
-        """Indices of what nothing of the same layout is at most equal to in every column of every kind."""
+        """Indices of what nothing of the same layout is at most equal to in every column."""
         table = np.concatenate([columns[name] for name in columns]).T
         found = [np.nonzero(layout == one)[0] for one in np.unique(layout)]
         return np.sort(np.concatenate([members[nondominated(table[members])] for members in found]))

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import time
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from galvatron_hf.planner.branch import Choice, Score, score
 from galvatron_hf.planner.cost import Workload
 from galvatron_hf.planner.labels import solve
 from galvatron_hf.planner.problem import PICOSECONDS, Problem, Shape, make_problem
-from galvatron_hf.planner.relaxation import quick_bound
+from galvatron_hf.planner.relaxation import quick_bound, tighten
 from galvatron_hf.planner.space import Limits, layer_strategies, powers, vocabulary_strategies
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import ModelProfile
@@ -81,15 +82,22 @@ def search_plan(
     budget = hardware.memory_bytes if memory_bytes is None else memory_bytes
     world = hardware.world_size
     problems = list(_problems(hardware, model, workload, limits, budget, world))
-    bounds = [quick_bound(problem.branch) for problem in problems]
+    # Best first: a quick bound says when a problem's real bound is due, and that when it has to be solved.
+    queue = [(quick_bound(problem.branch), index, None) for index, problem in enumerate(problems)]
+    heapq.heapify(queue)
     best: tuple[int, Problem, Choice] | None = None
     found: dict[tuple, tuple[int, Problem, Choice]] = {}
     solved = states = 0
-    for index in sorted(range(len(problems)), key=lambda index: (bounds[index], index)):
+    while queue:
+        bound, index, tight = heapq.heappop(queue)
         problem, limit = problems[index], np.inf if best is None else best[0] - 1
-        if bounds[index] > limit:
+        if bound > limit:
+            break
+        if tight is None:
+            tight = tighten(problem.branch, limit)
+            heapq.heappush(queue, (max(bound, tight.relaxation.bound), index, tight))
             continue
-        solution = solve(problem.branch, limit)
+        solution = solve(problem.branch, limit, tight)
         solved, states = solved + 1, states + solution.states
         if solution.cost is not None:
             best = (solution.cost, problem, solution.choice)
