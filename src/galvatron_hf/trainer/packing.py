@@ -16,8 +16,8 @@ import torch
 from transformers.utils import logging
 
 from galvatron_hf.data.lengths import sequence_lengths
-from galvatron_hf.data.loader import join_batches, read_once
-from galvatron_hf.data.packing import BOUNDS, NotPackable, Sequences, limit_lengths, pack
+from galvatron_hf.data.loader import read_once
+from galvatron_hf.data.packing import NotPackable, Sequences, limit_lengths, pack
 from galvatron_hf.data.placement import Placement
 from galvatron_hf.parallel.attention_spy import attention_obstacle
 from galvatron_hf.parallel.micro_batch import count_targets
@@ -268,17 +268,6 @@ class PackingMixin:
     def _place_evaluation(self, lengths: np.ndarray) -> Placement:
         placer = self._placer()
         return placer.place(lengths, max(placer.capacity(lengths), int(lengths.max())))
-
-    def _joined(self, batches: list[dict[str, Any]]) -> dict[str, Any]:
-        """One batch of all, without what collators say twice where they have packed already."""
-        if all("position_ids" in batch for batch in batches):
-            batches = [{name: x for name, x in batch.items() if name not in BOUNDS} for batch in batches]
-        return join_batches(batches, self._pad_token_id)
-
-    @property
-    def _pad_token_id(self) -> int:
-        pad = self.model.config.pad_token_id
-        return pad if pad is not None and pad >= 0 else 0
 
     # ---- What is said of it ----
 

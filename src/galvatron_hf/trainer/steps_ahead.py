@@ -101,11 +101,6 @@ class StepsAhead:
         """
         self._plans.begin(lambda: self._limited(lengths()))
 
-    def _limited(self, lengths: np.ndarray) -> np.ndarray:
-        """Of the documents that rows become."""
-        lengths, bound = lengths[lengths > 0], self._placer().bound
-        return lengths if bound is None else pieces(lengths, bound, self._long_sequences).lengths
-
     def read_and_plan(self, batches: Iterator, count: int) -> None:
         """Reads the next step now, and has it placed in the background."""
         before = random_state()
@@ -118,6 +113,11 @@ class StepsAhead:
     def end(self) -> None:
         """Ends the background."""
         self._plans.end()
+
+    def _limited(self, lengths: np.ndarray) -> np.ndarray:
+        """Of the documents that rows become."""
+        lengths, bound = lengths[lengths > 0], self._placer().bound
+        return lengths if bound is None else pieces(lengths, bound, self._long_sequences).lengths
 
 
 def take(iterator: Iterator, count: int) -> list:
