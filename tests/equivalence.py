@@ -166,11 +166,7 @@ def observe(parallel: ParallelModel, oracle: Reference) -> Observed:
 def compare(seen: Observed, oracle: Reference) -> None:
     """Raises `AssertionError` where a rank's observations are not the oracle's."""
     assert_near("loss", seen.loss, oracle.loss)
-    floor = FLOOR * oracle.grad_norm
-    for name, wanted in oracle.gradients.items():
-        error, scale = float((seen.gradients[name] - wanted).abs().max()), float(wanted.abs().max())
-        if not error <= max(RELATIVE * scale, floor):
-            raise AssertionError(f"the gradient of {name} is off by {error / (scale or 1):.2e} of its largest entry")
+    assert_same_gradients(seen.gradients, oracle.gradients)
     assert_near("grad_norm", seen.grad_norm, oracle.grad_norm)
     assert_near("norm after clipping", seen.clipped_norm, oracle.grad_norm / 2)
     assert_near("eval loss", seen.eval_loss, oracle.eval_loss)
@@ -186,6 +182,41 @@ def compare(seen: Observed, oracle: Reference) -> None:
 def assert_near(name: str, got: float, wanted: float) -> None:
     if not abs(got - wanted) <= RELATIVE * abs(wanted):
         raise AssertionError(f"{name} is {got!r}, and {wanted!r} on one process")
+
+
+def assert_same_gradients(
+    seen: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], where: str = "", floor: float = FLOOR
+) -> None:
+    """Raises `AssertionError` with the first gradient that differs; bounds as in [`unequal_tensors`]."""
+    found = unequal_tensors(f"{where} gradient".strip(), seen, wanted, floor=floor)
+    if found:
+        raise AssertionError(found[0])
+
+
+def unequal_tensors(
+    kind: str,
+    seen: Mapping[str, torch.Tensor],
+    wanted: Mapping[str, torch.Tensor],
+    relative: float = RELATIVE,
+    floor: float = FLOOR,
+) -> list[str]:
+    """Which tensors differ, and by how much; empty if none does.
+
+    Args:
+        kind (`str`): what they are called.
+        seen, wanted (`Mapping[str, torch.Tensor]`): by parameter name.
+        relative (`float`): how far an entry may be off, of its tensor's largest.
+        floor (`float`): or else of the norm of all that is wanted.
+    """
+    if seen.keys() != wanted.keys():
+        return [f"{kind}s of {sorted(seen)} instead of {sorted(wanted)}"]
+    floor *= total_norm(wanted)
+    found = []
+    for name, tensor in wanted.items():
+        error, scale = float((seen[name] - tensor).abs().max()), float(tensor.abs().max())
+        if not error <= max(relative * scale, floor):
+            found.append(f"the {kind} of {name} is off by {error / (scale or 1):.2e} of its largest entry")
+    return found
 
 
 def total_norm(tensors: Mapping[str, torch.Tensor]) -> float:

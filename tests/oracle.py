@@ -276,9 +276,9 @@ def differences(seen: Outcome, wanted: Outcome, case: Case, relative: float = RE
     if same_batches and seen.events != wanted.events:
         found.append(f"events {seen.events} are {wanted.events} on one process")
     if case.train:
-        found += _unequal_tensors("gradient", seen.gradients, wanted.gradients, relative, equivalence.FLOOR)
+        found += equivalence.unequal_tensors("gradient", seen.gradients, wanted.gradients, relative)
         if case.updates:
-            found += _unequal_tensors("update", seen.updates, wanted.updates, UPDATE, equivalence.FLOOR)
+            found += equivalence.unequal_tensors("update", seen.updates, wanted.updates, UPDATE)
     return found
 
 
@@ -312,18 +312,6 @@ def unequal(where: str, seen: Any, wanted: Any, relative: float) -> list[str]:
     elif type(seen) is type(wanted) and seen == wanted:
         return []
     return [f"{where} is {seen!r}, and {wanted!r} on one process"]
-
-
-def _unequal_tensors(kind: str, seen: dict, wanted: dict, relative: float, floor: float) -> list[str]:
-    if seen.keys() != wanted.keys():
-        return [f"{kind}s of {sorted(seen)} instead of {sorted(wanted)}"]
-    floor *= math.sqrt(sum(float(tensor.double().square().sum()) for tensor in wanted.values()))
-    found = []
-    for name, tensor in wanted.items():
-        error, scale = float((seen[name] - tensor).abs().max()), float(tensor.abs().max())
-        if not error <= max(relative * scale, floor):
-            found.append(f"the {kind} of {name} is off by {error / (scale or 1):.2e} of its largest entry")
-    return found
 
 
 def with_options(case: Case, **options: Any) -> Case:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from galvatron_hf.data.packing import NotPackable, Sequences, limit_lengths, pack, unpad
+from galvatron_hf.data.packing import NotPackable, Sequences, limit_lengths, pack, pieces, unpad
 from galvatron_hf.data.placement import Placement
 from galvatron_hf.parallel.documents import Documents
 
@@ -160,6 +160,28 @@ def test_long_documents_are_refused_and_short_ones_left_alone():
     assert limit_lengths(sequences, 10, "error") is sequences
     with pytest.raises(ValueError, match=r"Row 0 of the global batch has 10 tokens, above max_tokens_per_rank \(9\)"):
         limit_lengths(sequences, 9, "error")
+
+
+@settings(deadline=None, max_examples=200, derandomize=True, database=None)
+@given(padded_batches(), st.integers(1, 10), st.sampled_from(["truncate", "split"]))
+def test_lengths_alone_tell_what_is_left_of_documents(batch, longest, policy):
+    """Against slices of each document, token by token."""
+    wanted, cut = [], 0
+    for document in triples_of_rows(batch):
+        cut += len(document) > longest
+        for start in range(0, len(document) if policy == "split" else 1, longest):
+            piece = document[start : start + longest]
+            if start + longest < len(document):
+                piece[-1] = (*piece[-1][:2], IGNORED)
+            wanted.append([(token, position - start, target) for token, position, target in piece])
+    sequences = unpad(batch)
+    limited = limit_lengths(sequences, longest, policy)
+    names = ("input_ids", "position_ids", "targets")
+    tokens = list(zip(*(getattr(limited, name).tolist() for name in names), strict=True))
+    bounds = limited.bounds.tolist()
+    found = [tokens[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+    assert found == wanted and limited.cut == cut
+    assert pieces(sequences.lengths, longest, policy).lengths.tolist() == [len(piece) for piece in wanted]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from galvatron_hf.data.loader import join_batches
 from galvatron_hf.parallel.dtensor import local_tensor
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
-from galvatron_hf.trainer import packing
+from galvatron_hf.trainer import global_batches
 from oracle import Case, Outcome, Rows, Stream, check_cases, collate, run_case, run_oracle, with_options
 from own_losses import (
     WeightedRows,
@@ -358,7 +358,7 @@ def a_row_twice():
         joined = join_batches(batches, pad)
         return {name: torch.cat([value, value[:1]]) for name, value in joined.items()}
 
-    return mock.patch.object(packing, "join_batches", join)
+    return mock.patch.object(global_batches, "join_batches", join)
 
 
 def own_loss_summed_over_ranks():

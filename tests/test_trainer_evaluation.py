@@ -104,6 +104,10 @@ def test_arrays_given_to_metrics():
             "accumulated": untrained(options=dict(eval_accumulation_steps=2)),
             "lists": untrained(options=dict(eval_do_concat_batches=False)),
             "smoothing": untrained(options=dict(label_smoothing_factor=0.1)),
+            # Positions of padding have logits too, which packed documents would not give.
+            "packing": untrained(
+                rows=lambda: Rows(10, seed=2, shortest=1, longest=20), own_options=dict(packing="static")
+            ),
             "drop_last": untrained(options=dict(dataloader_drop_last=True)),
         }
     )

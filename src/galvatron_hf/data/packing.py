@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -129,47 +129,71 @@ def _targets(batch: Mapping[str, Any]) -> torch.Tensor:
     return batch[name] if name == "shift_labels" else shift_targets(batch[name])
 
 
-def limit_lengths(sequences: Sequences, longest: int, policy: str) -> Sequences:
-    """Documents of at most `longest` tokens.
+class Pieces(NamedTuple):
+    """What is kept of documents that may be too long, in order: three arrays [m].
+
+    Attributes:
+        documents (`np.ndarray`): the index of the document that each piece comes from.
+        starts (`np.ndarray`): the token of its document at which it begins.
+        lengths (`np.ndarray`): its tokens.
+    """
+
+    documents: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+
+
+def pieces(lengths: np.ndarray, longest: int, policy: str, rows: np.ndarray | None = None) -> Pieces:
+    """Documents of at most `longest` tokens, told by lengths alone.
 
     Args:
-        sequences ([`Sequences`]): any.
+        lengths (`np.ndarray`): [n], tokens of each document, at least 1.
         longest (`int`): tokens that a document may have.
         policy (`str`): what becomes of longer ones: "truncate" keeps their beginning, "split" makes documents of their
-            pieces, whose positions begin anew, "error" refuses them. The last token of what is cut off has no target.
+            pieces, "error" refuses them.
+        rows (`np.ndarray`, *optional*): [n], the row of the global batch that each comes from, for the error; by
+            default their numbers.
 
     Raises:
         ValueError: for a longer document, if the policy says so.
     """
-    lengths = sequences.lengths
     long = np.flatnonzero(lengths > longest)
-    if len(long) == 0:
-        return sequences
-    if policy == "error":
+    if policy == "error" and len(long):
+        row = long[0] if rows is None else rows[long[0]]
         raise ValueError(
-            f"Row {sequences.rows[long[0]]} of the global batch has {lengths[long[0]]} tokens, above "
-            f"max_tokens_per_rank ({longest}); raise it, cut the rows, or set long_sequences to 'truncate' or 'split'."
+            f"Row {row} of the global batch has {lengths[long[0]]} tokens, above max_tokens_per_rank ({longest}); "
+            "raise it, cut the rows, or set long_sequences to 'truncate' or 'split'."
         )
-    pieces = [
-        (begin, start, min(start + longest, stop), stop, row)
-        for begin, stop, row in zip(sequences.bounds[:-1], sequences.bounds[1:], sequences.rows, strict=True)
-        for start in range(begin, stop if policy == "split" else begin + 1, longest)
-    ]
-    kept = torch.cat([torch.arange(start, end) for _, start, end, _, _ in pieces])
-    bounds = np.cumsum([0, *(end - start for _, start, end, _, _ in pieces)])
-    targets, positions = sequences.targets[kept], sequences.position_ids[kept]
-    for (begin, start, end, stop, _), first in zip(pieces, bounds[:-1], strict=True):
-        if end < stop:
-            targets[first + end - start - 1] = IGNORED
-        if start > begin:
-            positions[first : first + end - start] = torch.arange(end - start)
+    counts = -(-lengths // longest) if policy == "split" else np.ones_like(lengths)
+    documents = np.repeat(np.arange(len(lengths)), counts)
+    starts = longest * (np.arange(len(documents)) - np.repeat(np.cumsum(counts) - counts, counts))
+    return Pieces(documents, starts, np.minimum(lengths[documents] - starts, longest))
+
+
+def limit_lengths(sequences: Sequences, longest: int, policy: str) -> Sequences:
+    """The [`pieces`] of documents; arguments and errors are theirs.
+
+    Positions begin anew in each piece. The last token of what is cut off has no target.
+    """
+    lengths = sequences.lengths
+    kept = pieces(lengths, longest, policy, sequences.rows)
+    long = int((lengths > longest).sum())
+    if not long:
+        return sequences
+    bounds = np.append(0, np.cumsum(kept.lengths))
+    within = np.arange(bounds[-1]) - np.repeat(bounds[:-1], kept.lengths)  # the position in its piece
+    where = torch.from_numpy(np.repeat(sequences.bounds[kept.documents] + kept.starts, kept.lengths) + within)
+    targets, positions = sequences.targets[where], sequences.position_ids[where]
+    cut_off = kept.starts + kept.lengths < lengths[kept.documents]
+    targets[torch.from_numpy(bounds[1:][cut_off] - 1)] = IGNORED
+    later = torch.from_numpy(np.repeat(kept.starts > 0, kept.lengths))
     return Sequences(
-        input_ids=sequences.input_ids[kept],
+        input_ids=sequences.input_ids[where],
         targets=targets,
-        position_ids=positions,
+        position_ids=torch.where(later, torch.from_numpy(within), positions),
         bounds=bounds,
-        rows=np.array([row for *_, row in pieces]),
-        cut=len(long),
+        rows=sequences.rows[kept.documents],
+        cut=long,
     )
 
 

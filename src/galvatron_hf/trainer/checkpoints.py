@@ -39,7 +39,7 @@ from galvatron_hf.parallel.models import adapter_for
 from galvatron_hf.parallel.optimizer_state import NamedOptimizerState
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan_json import read_object, write_file
-from galvatron_hf.trainer.random_state import random_state, restore_random_state
+from galvatron_hf.trainer.random_state import restore_random_state
 from galvatron_hf.trainer.resuming import ResumeMixin
 from galvatron_hf.trainer.saving import CheckpointWriter, SaveError, save_on_every_rank
 from galvatron_hf.trainer.scheduler_state import SchedulerState
@@ -171,7 +171,7 @@ class CheckpointMixin(ResumeMixin):
             scheduler = SchedulerState.of(self.lr_scheduler.state_dict(), self._group_names())
             if self.parallel.pipeline is not None:
                 scheduler = SchedulerState.of_all_ranks(gather_objects(scheduler))
-        random = self._state_before_look or random_state()
+        random = self._random_state()
 
         def save_small_files() -> None:
             if not only_model:
@@ -328,7 +328,8 @@ class CheckpointMixin(ResumeMixin):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """As Trainer's; where this rank has no file of its own, rank 0's, or that of a run of one process."""
-        self._state_before_look = None
+        if self._ahead is not None:
+            self._ahead.state_before_look = None
         if checkpoint is None:
             return
         for index in (self.args.process_index, 0):

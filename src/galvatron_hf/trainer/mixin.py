@@ -13,14 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import prepare_data_loader
 from torch import nn
-from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, Trainer
-from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import logging
 
-from galvatron_hf.data.loader import GlobalBatchLoader, own_share, take_rows
 from galvatron_hf.parallel.apply import parallelize
 from galvatron_hf.parallel.checks import check_model, check_plan
 from galvatron_hf.parallel.mesh import WorldMesh
@@ -30,6 +26,7 @@ from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.trainer.arguments import check_arguments, packing_mode, requested_plan, with_precision
 from galvatron_hf.trainer.checkpoints import PLAN_FILE, CheckpointMixin, plan_of_checkpoint
 from galvatron_hf.trainer.evaluation import EvaluationMixin
+from galvatron_hf.trainer.global_batches import GlobalBatchMixin
 from galvatron_hf.trainer.health import HealthMixin
 from galvatron_hf.trainer.loading import LoadingMixin
 from galvatron_hf.trainer.neftune import add_embedding_noise
@@ -50,6 +47,7 @@ class GalvatronMixin(
     LoadingMixin,
     EvaluationMixin,
     CheckpointMixin,
+    GlobalBatchMixin,
     PackingMixin,
     OwnLossMixin,
     HealthMixin,
@@ -271,77 +269,6 @@ class GalvatronMixin(
     def _defer_fsdp_gradient_reduction(self) -> contextlib.AbstractContextManager:
         # A step's micro-batches are the plan's; they defer what their sharding kind says.
         return contextlib.nullcontext() if self.parallel is not None else super()._defer_fsdp_gradient_reduction()
-
-    # ---- Data: the one-process batches, on every rank ----
-
-    def _get_dataloader(self, dataset, description: str, batch_size: int, *args, **kwargs) -> DataLoader:
-        if not self._runs_parallel():
-            return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
-        self.accelerator.prepare = self._prepare_loader
-        try:
-            loader = super()._get_dataloader(dataset, description, batch_size * self.args.world_size, *args, **kwargs)
-        finally:
-            del self.accelerator.prepare
-        if kwargs.get("is_training", False):
-            return loader
-        shared, kept = GlobalBatchLoader(loader), getattr(self, "_eval_dataloaders", {})
-        kept.update({key: shared for key, value in kept.items() if value is loader})
-        return shared
-
-    def _prepare_loader(self, loader: DataLoader) -> DataLoader:
-        """Prepares a loader as accelerate does for a job of one process."""
-        config = self.accelerator.dataloader_config
-        prepared = prepare_data_loader(
-            loader,
-            device=self.args.device,
-            num_processes=1,
-            process_index=0,
-            split_batches=False,
-            put_on_device=False,
-            rng_types=None,
-            dispatch_batches=False,
-            even_batches=config.even_batches,
-            use_seedable_sampler=config.use_seedable_sampler,
-            data_seed=config.data_seed,
-            non_blocking=config.non_blocking,
-            use_stateful_dataloader=config.use_stateful_dataloader,
-        )
-        self.accelerator._dataloaders.append(prepared)
-        return prepared
-
-    def _get_train_sampler(self, *args, **kwargs):
-        sampler = super()._get_train_sampler(*args, **kwargs)
-        if self._runs_parallel() and isinstance(sampler, LengthGroupedSampler):
-            sampler.batch_size *= self.args.world_size
-        return sampler
-
-    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device):
-        """Reads the batches of one optimizer step on rank 0 and gives them to all ranks."""
-        if self.parallel is None:
-            return super().get_batch_samples(epoch_iterator, num_batches, device)
-        batches = self._read_step(epoch_iterator, num_batches)
-        if batches and len(batches) < num_batches:
-            # The data ended inside a step: empty batches let Trainer's loop reach the step's end.
-            batches += [take_rows(batches[-1], 0, 0)] * (num_batches - len(batches))
-        samples = [own_share(batch, self.args.process_index, self.args.world_size) for batch in batches]
-        return samples, self._get_num_items_in_batch(samples, device)
-
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device):
-        if self.parallel is None:
-            return super()._get_num_items_in_batch(batch_samples, device)
-        whole = [getattr(batch, "whole", batch) for batch in batch_samples]
-        with self._as_one_process():
-            return super()._get_num_items_in_batch(whole, device)
-
-    @contextlib.contextmanager
-    def _as_one_process(self) -> Iterator[None]:
-        """Keeps Trainer from gathering or scaling what is global already."""
-        average = self.args.average_tokens_across_devices
-        self.args.average_tokens_across_devices = False
-        try:
-            yield
-        finally:
-            self.args.average_tokens_across_devices = average
 
     # ---- Steps ----
 

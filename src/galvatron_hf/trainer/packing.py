@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Packing under a plan: each step's sequences are the sampler's own, where they are computed is chosen by cost."""
+"""Packing under a plan: whether batches are packed, the packed batches, and what is said of them."""
 
 from __future__ import annotations
 
@@ -8,87 +8,33 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, DefaultDataCollator, default_data_collator
-from transformers.data.data_collator import DataCollatorForLanguageModeling, DataCollatorWithFlattening
 from transformers.utils import logging
 
-from galvatron_hf.data.lengths import LookAhead, sequence_lengths
-from galvatron_hf.data.loader import join_batches, read_once
-from galvatron_hf.data.packing import BOUNDS, NotPackable, Sequences, limit_lengths, pack
-from galvatron_hf.data.placement import Placement, in_order, place
-from galvatron_hf.data.plan_ahead import PlanAhead
+from galvatron_hf.data.lengths import sequence_lengths
+from galvatron_hf.data.loader import read_once
+from galvatron_hf.data.packing import NotPackable, Sequences, limit_lengths, pack
+from galvatron_hf.data.placement import Placement
 from galvatron_hf.parallel.attention_spy import attention_obstacle
 from galvatron_hf.parallel.micro_batch import count_targets
 from galvatron_hf.plan_json import read_object, write_file
-from galvatron_hf.schedule import PipelineShape, orders
 from galvatron_hf.trainer.arguments import packing_mode
 from galvatron_hf.trainer.dataset_rows import DatasetRows
+from galvatron_hf.trainer.packable import only_pads, rope_of_the_batch
+from galvatron_hf.trainer.packing_record import PackingRecord
+from galvatron_hf.trainer.placing import Placer, pack_multiple
 from galvatron_hf.trainer.random_state import random_state
 from galvatron_hf.trainer.sequence_cost import StepCost, estimated_cost, measure_cost
+from galvatron_hf.trainer.steps_ahead import StepPlacement, StepsAhead, take
 
 
 logger = logging.get_logger(__name__)
 
 COST_FILE = "sequence_cost.json"
-
-_KNOWN_COLLATORS = (
-    DataCollatorForLanguageModeling,
-    DataCollatorForSeq2Seq,
-    DataCollatorWithFlattening,
-    DataCollatorWithPadding,
-    DefaultDataCollator,
-)
-_KNOWN_NAMES = {("trl.trainer.sft_trainer", "DataCollatorForLanguageModeling")}
-# Their rotary embeddings depend on the longest row of the whole batch.
-_ROPE_OF_THE_BATCH = ("dynamic", "longrope")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepPlacement:
-    """How one step is packed, the same on every rank.
-
-    Attributes:
-        placement ([`Placement`]): of its documents.
-        longest (`int`): tokens that a document may have.
-        imbalance (`float`): slowest rank over the mean, as the cost model has it.
-        seconds (`float`): that the planner took.
-        hidden (`bool`): whether it had planned before it was asked.
-    """
-
-    placement: Placement
-    longest: int
-    imbalance: float
-    seconds: float
-    hidden: bool
-
-
-@dataclass(kw_only=True)
-class PackingRecord:
-    """What was packed since the last log."""
-
-    began: float
-    steps: int = 0
-    tokens: int = 0
-    positions: int = 0
-    imbalance: float = 0.0
-    planner_seconds: float = 0.0
-    hidden: int = 0
-
-    def logs(self, now: float) -> dict[str, float]:
-        """What a log says of it; the imbalance is the cost model's, all else was measured."""
-        return {
-            "useful_tokens_per_second": round(self.tokens / max(now - self.began, 1e-9), 1),
-            "padding_percent": round(100 * (1 - self.tokens / max(self.positions, 1)), 2),
-            "predicted_imbalance": round(self.imbalance / self.steps, 4),
-            "planner_ms": round(1e3 * self.planner_seconds / self.steps, 2),
-            "planner_hidden": round(self.hidden / self.steps, 2),
-        }
 
 
 class PackingMixin:
@@ -104,12 +50,10 @@ class PackingMixin:
     cut_sequences: int = 0
     _cost: StepCost | None = None
     _placement: StepPlacement | None = None
-    _ahead: PlanAhead | None = None
+    _ahead: StepsAhead | None = None
     _record: PackingRecord | None = None
     _lengths: np.ndarray | None = None
     _rows: DatasetRows | None = None
-    _looking: tuple[Iterator, LookAhead] | None = None
-    _state_before_look: dict[str, Any] | None = None
     _spied: tuple[Any, str | None] | None = None
 
     # ---- Whether ----
@@ -134,7 +78,7 @@ class PackingMixin:
         obstacle = self._packing_obstacle()
         if packing == "static" and obstacle is not None:
             raise ValueError(f"packing='static' is not possible, because {obstacle}; set packing='none'.")
-        known = _is_known(self.data_collator)
+        known = only_pads(self.data_collator)
         if known and obstacle is not None:
             self._padded_because(obstacle)
         return packing == "static" or (known and obstacle is None)
@@ -145,16 +89,19 @@ class PackingMixin:
         if self.neftune_noise_alpha is not None:
             return "NEFTune's noise depends on the length of the padded rows"
         config = self.parallel.forward.current.config
-        rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-        kinds = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
-        changing = sorted(kind for kind in kinds if kind in _ROPE_OF_THE_BATCH)
-        if changing:
-            return f"{changing[0]!r} rotary embeddings depend on the longest row of the batch"
+        rope = rope_of_the_batch(config)
+        if rope is not None:
+            return f"{rope!r} rotary embeddings depend on the longest row of the batch"
         if self._spied is None or self._spied[0] is not self.parallel:
             self._spied = self.parallel, attention_obstacle(self.parallel.family, config)
         return self._spied[1]
 
-    # ---- Where ----
+    def _padded_because(self, reason: NotPackable | str) -> None:
+        if self._packing == "static":
+            raise ValueError(f"packing='static' is not possible, because {reason}; set packing='none'.")
+        logger.warning_once(f"Batches are padded and not packed, because {reason}.")
+
+    # ---- A training run ----
 
     def _begin_packing(self) -> None:
         """At the start of training: forgets what belonged to an earlier run; collective.
@@ -171,10 +118,10 @@ class PackingMixin:
     def _end_packing(self) -> None:
         if self._ahead is not None:
             self._ahead.end()
-        self._ahead, self._looking, self._rows, self._state_before_look = None, None, None, None
+        self._ahead, self._rows = None, None
 
     def _check_lengths(self) -> None:
-        lengths, bound = self._known_lengths(), self._bound()
+        lengths, bound = self._known_lengths(), self._placer().bound
         if bound is not None and self._long_sequences == "error" and (lengths > bound).any():
             row = int(lengths.argmax())
             raise ValueError(
@@ -182,122 +129,6 @@ class PackingMixin:
                 f"{int((lengths > bound).sum())} of {len(lengths)} rows; raise it, cut the rows, or set "
                 "long_sequences to 'truncate' or 'split'."
             )
-
-    def _read_step(self, batches: Iterator, count: int) -> list[dict[str, Any]]:
-        """The batches of one optimizer step, and where their documents go; collective.
-
-        Args:
-            batches (`Iterator`): over the loader's batches; read on rank 0.
-            count (`int`): how many make a step.
-        """
-        self._placement = None
-        if not self._packs():
-            return read_once(lambda: _take(batches, count))
-        if self._cost is None:
-            longest, most = read_once(lambda: self._to_time(batches, count))
-            if self.args.full_determinism:
-                self._cost = estimated_cost(self.parallel.forward.current.config)  # no clock has a say
-            elif longest:
-                self.model.train()
-                self._cost = measure_cost(self.parallel, longest, most)
-                self._say_cost()
-        found, self._placement = read_once(lambda: self._read_and_place(batches, count))
-        if self._placement is not None:
-            self._note(self._placement)
-        if self.args.process_index == 0:
-            try:
-                self._plan_next(batches, count)
-            except Exception as error:  # the others do not wait for it: the step is planned when it is read
-                logger.warning_once(f"Steps are not planned ahead ({type(error).__name__}: {error}).")
-        return found
-
-    def _to_time(self, batches: Iterator, count: int) -> tuple[int, int]:
-        """Tokens of the longest document to time, and of a pack at most; zeros if nothing can be packed."""
-        lengths = self._known_lengths()
-        if not len(lengths):
-            try:
-                lengths = Sequences.of(self._look(batches).peek(count)).lengths
-            except (NotPackable, ValueError):  # told when the step is read
-                return 0, 0
-        return (int(lengths.max()), self._capacity(lengths)) if len(lengths) else (0, 0)
-
-    def _look(self, batches: Iterator) -> LookAhead:
-        if self._looking is None or self._looking[0] is not batches:
-            self._looking = (batches, LookAhead(batches))
-        return self._looking[1]
-
-    def _read_and_place(self, batches: Iterator, count: int) -> tuple[list[dict[str, Any]], StepPlacement | None]:
-        found = _take(self._looked_at(batches), count)
-        if not found:
-            return found, None
-        try:
-            sequences = Sequences.of(found)
-        except NotPackable as reason:
-            self._padded_because(reason)
-            return found, None
-        if not len(sequences.rows):
-            return found, None
-        longest = self._capacity(sequences.lengths)
-        lengths = limit_lengths(sequences, longest, self._long_sequences).lengths
-        if self._ahead is None:
-            self._ahead = PlanAhead(self._place, self._in_order)
-        planned = self._ahead.take(lengths)
-        if planned.failure is not None:
-            logger.warning(
-                f"This step's sequences stay in the sampler's order: the planner failed ({planned.failure})."
-            )
-        stages = len(self.parallel.plan.rank_lists)
-        return found, StepPlacement(
-            placement=planned.placement,
-            longest=longest,
-            imbalance=planned.placement.imbalance(lengths, self._step_cost.sequence, stages=stages),
-            seconds=planned.seconds,
-            hidden=planned.hidden,
-        )
-
-    def _padded_because(self, reason: NotPackable | str) -> None:
-        if self._packing == "static":
-            raise ValueError(f"packing='static' is not possible, because {reason}; set packing='none'.")
-        logger.warning_once(f"Batches are padded and not packed, because {reason}.")
-
-    def _joined(self, batches: list[dict[str, Any]]) -> dict[str, Any]:
-        """One batch of all, without what collators say twice where they have packed already."""
-        if all("position_ids" in batch for batch in batches):
-            batches = [{name: x for name, x in batch.items() if name not in BOUNDS} for batch in batches]
-        return join_batches(batches, self._pad_token_id)
-
-    @property
-    def _pad_token_id(self) -> int:
-        pad = self.model.config.pad_token_id
-        return pad if pad is not None and pad >= 0 else 0
-
-    @property
-    def _step_cost(self) -> StepCost:
-        return self._cost or estimated_cost(self.parallel.forward.current.config)
-
-    def _bound(self) -> int | None:
-        """Tokens that a pack may have by the arguments, a multiple of what the plan asks for."""
-        given = getattr(self.args, "max_tokens_per_rank", None)
-        if given is None:
-            return None
-        multiple = self._pack_multiple()
-        if given % multiple:
-            raise ValueError(
-                f"max_tokens_per_rank={given} is no multiple of {multiple}, which the tokens of a pack are under this "
-                f"plan and pack_to_multiple_of; give {max(given // multiple, 1) * multiple}."
-            )
-        return given
-
-    def _capacity(self, lengths: np.ndarray) -> int:
-        """Tokens of a pack at most: by default what the plan's padded micro-batches of the longest rows would have."""
-        bound = self._bound()
-        if bound is not None:
-            return bound
-        rows = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-        shares = self.parallel.plan.micro_batches * self.parallel.forward.packs
-        longest = max(int(lengths.max()), int(self._known_lengths().max(initial=0)))
-        multiple = self._pack_multiple()
-        return -(-(-(-rows // shares) * longest) // multiple) * multiple
 
     def _known_lengths(self) -> np.ndarray:
         """Tokens of the training set's rows; none where they are not known. On rank 0."""
@@ -308,57 +139,93 @@ class PackingMixin:
             self._lengths = np.zeros(0, dtype=np.int64) if known is None else known
         return self._lengths
 
-    def _pack_multiple(self) -> int:
-        wanted = getattr(self.args, "pack_to_multiple_of", None)
-        if wanted is None:
-            wanted = 64 if self.args.device.type == "cuda" else 1
-        return int(np.lcm(self.parallel.forward.pack_multiple, wanted))
+    def _placer(self) -> Placer:
+        """On rank 0."""
+        cost = self._cost or estimated_cost(self.parallel.forward.current.config)
+        return Placer.of(self.parallel, self.args, cost, self._known_lengths())
 
-    def _place(self, lengths: np.ndarray, max_tokens: int | None = None) -> Placement:
-        cost, plan, least = self._step_cost, self.parallel.plan, 1
-        while True:
-            placement = place(
-                lengths,
-                self.parallel.forward.packs,
-                cost.sequence,
-                max_tokens=max_tokens or self._capacity(lengths),
-                overhead=cost.overhead,
-                stages=len(plan.rank_lists),
-                least_micro_batches=least,
-            )
-            count = len(placement.micro_batches)
-            if len(plan.stages) == 1 or orders(PipelineShape.of(plan), count):
-                return placement
-            least = count + 1
+    # ---- A step ----
 
-    def _in_order(self, lengths: np.ndarray) -> Placement:
-        return in_order(lengths, self.parallel.forward.packs, max_tokens=self._capacity(lengths))
+    def _read_step(self, batches: Iterator, count: int) -> list[dict[str, Any]]:
+        """The batches of one optimizer step, and where their documents go; collective.
 
-    # ---- Ahead ----
+        Args:
+            batches (`Iterator`): over the loader's batches; read on rank 0.
+            count (`int`): how many make a step.
+        """
+        self._placement = None
+        if not self._packs():
+            return read_once(lambda: take(batches, count))
+        if self._ahead is None:
+            self._ahead = StepsAhead(self._placer, self._long_sequences)
+        if self._cost is None:
+            self._find_cost(batches, count)
+        found, self._placement = read_once(lambda: self._read_and_place(batches, count))
+        if self._placement is None:
+            return found
+        if self._record is None:
+            self._record = PackingRecord(began=time.perf_counter())
+        self._record.add(self._placement)
+        if self.args.process_index == 0:
+            try:
+                self._plan_next(batches, count)
+            except Exception as error:  # the others do not wait for it: the step is planned when it is read
+                logger.warning_once(f"Steps are not planned ahead ({type(error).__name__}: {error}).")
+        return found
 
-    def _looked_at(self, batches: Iterator) -> Iterator:
-        """The iterator that may have been read ahead."""
-        self._state_before_look = None
-        return self._looking[1] if self._looking is not None and self._looking[0] is batches else batches
+    def _find_cost(self, batches: Iterator, count: int) -> None:
+        """Measures what documents cost, unless nothing of the first step can be packed; collective."""
+        if self.args.full_determinism:
+            self._cost = estimated_cost(self.parallel.forward.current.config)  # no clock has a say
+            return
+        longest, most = read_once(lambda: self._to_time(batches, count))
+        if longest:
+            self.model.train()
+            self._cost = measure_cost(self.parallel, longest, most)
+            self._say_cost()
+
+    def _to_time(self, batches: Iterator, count: int) -> tuple[int, int]:
+        """Tokens of the longest document to time, and of a pack at most; zeros if nothing can be packed."""
+        lengths, placer = self._known_lengths(), self._placer()
+        if not len(lengths):
+            sequences = self._sequences(self._ahead.peek(batches, count))
+            if sequences is None:
+                return 0, 0
+            lengths = limit_lengths(sequences, placer.capacity(sequences.lengths), self._long_sequences).lengths
+        return int(lengths.max()), placer.capacity(lengths)
+
+    def _read_and_place(self, batches: Iterator, count: int) -> tuple[list[dict[str, Any]], StepPlacement | None]:
+        found = self._ahead.take(batches, count)
+        sequences = self._sequences(found)
+        return found, None if sequences is None else self._ahead.place(sequences)
+
+    def _sequences(self, batches: list[dict[str, Any]]) -> Sequences | None:
+        """The documents of batches; None where there are none, or the batches stay padded."""
+        if not batches:
+            return None
+        try:
+            sequences = Sequences.of(batches)
+        except NotPackable as reason:
+            self._padded_because(reason)
+            return None
+        return sequences if len(sequences.rows) else None
 
     def _plan_next(self, batches: Iterator, count: int) -> None:
-        """Has the next step planned in the background; on rank 0."""
-        if self._ahead is None or self.state.global_step + 1 >= self.state.max_steps:
+        """Has the next step placed in the background; on rank 0."""
+        step, known = self.state.global_step + 1, self._known_lengths()
+        if step >= self.state.max_steps:
             return
-        step, longest, known = self.state.global_step + 1, self._bound(), self._known_lengths()
         if self._rows is None:
             self._rows = DatasetRows(self.callback_handler.train_dataloader, self.args.gradient_accumulation_steps)
         if len(known) and self._rows.known:
-            self._ahead.begin(lambda: _limited(known[self._rows.of_step(step)], longest, self._long_sequences))
-            return
-        if self.accelerator.dataloader_config.use_stateful_dataloader:
-            return  # its state would be a step ahead of training
-        before = random_state()
-        following = self._look(batches).peek(count)
-        if random_state() != before:  # what is drawn for the next step comes after a checkpoint of this one
-            self._state_before_look = before
-        if following:
-            self._ahead.begin(lambda: _limited(Sequences.of(following).lengths, longest, self._long_sequences))
+            self._ahead.plan(lambda: known[self._rows.of_step(step)])
+        elif not self.accelerator.dataloader_config.use_stateful_dataloader:  # its state would be a step ahead
+            self._ahead.read_and_plan(batches, count)
+
+    def _random_state(self) -> dict[str, Any]:
+        """As a checkpoint of this step is to have it: see [`StepsAhead`]."""
+        before = None if self._ahead is None else self._ahead.state_before_look
+        return before or random_state()
 
     # ---- Packed batches ----
 
@@ -379,7 +246,7 @@ class PackingMixin:
         return count_targets(parts).to(num_items)
 
     def _micro_batches(self, sequences: Sequences, placement: Placement) -> list[dict[str, Any]]:
-        parts = pack(sequences, placement, self._pack_multiple(), self._pad_token_id)
+        parts = pack(sequences, placement, pack_multiple(self.parallel, self.args), self._pad_token_id)
         if self._record is not None:
             self._record.tokens += int(sequences.bounds[-1])
             self._record.positions += sum(part["input_ids"].shape[1] for part in parts)
@@ -389,12 +256,8 @@ class PackingMixin:
         """As [`PackingMixin._packed`], planned on rank 0 there and then; long documents are not cut; collective."""
         if not self._packs():
             return None
-        try:
-            sequences = Sequences.of([batch])
-        except NotPackable as reason:
-            self._padded_because(reason)
-            return None
-        if not len(sequences.rows):
+        sequences = self._sequences([batch])
+        if sequences is None:
             return None
         record, self._record = self._record, None
         try:
@@ -403,17 +266,10 @@ class PackingMixin:
             self._record = record
 
     def _place_evaluation(self, lengths: np.ndarray) -> Placement:
-        return self._place(lengths, max(self._capacity(lengths), int(lengths.max())))
+        placer = self._placer()
+        return placer.place(lengths, max(placer.capacity(lengths), int(lengths.max())))
 
     # ---- What is said of it ----
-
-    def _note(self, step: StepPlacement) -> None:
-        if self._record is None:
-            self._record = PackingRecord(began=time.perf_counter())
-        self._record.steps += 1
-        self._record.planner_seconds += step.seconds
-        self._record.hidden += step.hidden
-        self._record.imbalance += step.imbalance
 
     def _say_cost(self) -> None:
         cost = self._cost.sequence
@@ -444,34 +300,3 @@ class PackingMixin:
         path = os.path.join(checkpoint, COST_FILE)
         raw = read_once(lambda: read_object(path, "cost of sequences") if os.path.isfile(path) else None)
         self._cost = None if raw is None else StepCost.from_json(raw)
-
-
-def _is_known(collator: Any) -> bool:
-    """Whether a collator pads token rows and does nothing else."""
-    if collator is default_data_collator:
-        return True
-    kind = type(collator)
-    if kind is DataCollatorForLanguageModeling:
-        return not collator.mlm
-    return kind in _KNOWN_COLLATORS or (kind.__module__, kind.__name__) in _KNOWN_NAMES
-
-
-def _limited(lengths: np.ndarray, longest: int | None, policy: str) -> np.ndarray | None:
-    """Lengths as [`limit_lengths`] leaves them; None where it would refuse them."""
-    lengths = lengths[lengths > 0]
-    if longest is None or not (lengths > longest).any():
-        return lengths
-    if policy == "error":
-        return None
-    if policy == "truncate":
-        return np.minimum(lengths, longest)
-    return np.concatenate(
-        [
-            np.append(np.full(length // longest, longest), [length % longest] * bool(length % longest))
-            for length in lengths
-        ]
-    )
-
-
-def _take(iterator: Iterator, count: int) -> list:
-    return [item for _, item in zip(range(count), iterator, strict=False)]

@@ -1,0 +1,123 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Where documents go under a plan and its arguments: how many tokens a pack has, how many micro-batches there are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import TrainingArguments
+
+from galvatron_hf.data.placement import Placement, in_order, place
+from galvatron_hf.parallel.model import ParallelModel
+from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.schedule import PipelineShape, orders
+from galvatron_hf.trainer.sequence_cost import StepCost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placer:
+    """Places the documents of a step; what depends on the plan and the arguments alone.
+
+    Attributes:
+        plan ([`ParallelPlan`]): under which they are computed.
+        packs (`int`): of a micro-batch.
+        multiple (`int`): what the tokens of a pack are a multiple of.
+        bound (`int`, *optional*): tokens of a pack at most, where the arguments say so; a multiple of `multiple`.
+        rows_of_pack (`int`): rows that a data rank has of the plan's padded micro-batches.
+        longest_row (`int`): tokens of the training set's longest row; 0 where that is not known.
+        cost ([`StepCost`]): of documents and micro-batches.
+    """
+
+    plan: ParallelPlan
+    packs: int
+    multiple: int
+    bound: int | None
+    rows_of_pack: int
+    longest_row: int
+    cost: StepCost
+
+    @classmethod
+    def of(cls, parallel: ParallelModel, args: TrainingArguments, cost: StepCost, known: np.ndarray) -> Placer:
+        """For a model under its plan.
+
+        Args:
+            parallel ([`ParallelModel`]): the model.
+            args ([`~transformers.TrainingArguments`]): of the Trainer.
+            cost ([`StepCost`]): of documents.
+            known (`np.ndarray`): tokens of the training set's rows; empty where they are not known.
+
+        Raises:
+            ValueError: for a `max_tokens_per_rank` that packs cannot have.
+        """
+        rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        shares = parallel.plan.micro_batches * parallel.forward.packs
+        return cls(
+            plan=parallel.plan,
+            packs=parallel.forward.packs,
+            multiple=pack_multiple(parallel, args),
+            bound=_pack_bound(parallel, args),
+            rows_of_pack=-(-rows // shares),
+            longest_row=int(known.max(initial=0)),
+            cost=cost,
+        )
+
+    def capacity(self, lengths: np.ndarray) -> int:
+        """Tokens of a pack at most: by default what the plan's padded micro-batches of the longest rows would have."""
+        if self.bound is not None:
+            return self.bound
+        longest = max(int(lengths.max()), self.longest_row)
+        return -(-self.rows_of_pack * longest // self.multiple) * self.multiple
+
+    def place(self, lengths: np.ndarray, max_tokens: int | None = None) -> Placement:
+        """By cost, into as many micro-batches as the plan's schedule can run."""
+        least = 1
+        while True:
+            placement = place(
+                lengths,
+                self.packs,
+                self.cost.sequence,
+                max_tokens=max_tokens or self.capacity(lengths),
+                overhead=self.cost.overhead,
+                stages=len(self.plan.rank_lists),
+                least_micro_batches=least,
+            )
+            count = len(placement.micro_batches)
+            if len(self.plan.stages) == 1 or orders(PipelineShape.of(self.plan), count):
+                return placement
+            least = count + 1
+
+    def in_order(self, lengths: np.ndarray) -> Placement:
+        """In the sampler's order."""
+        return in_order(lengths, self.packs, max_tokens=self.capacity(lengths))
+
+    def imbalance(self, placement: Placement, lengths: np.ndarray) -> float:
+        """Slowest rank over the mean, as the cost model has it."""
+        return placement.imbalance(lengths, self.cost.sequence, stages=len(self.plan.rank_lists))
+
+
+def pack_multiple(parallel: ParallelModel, args: TrainingArguments) -> int:
+    """What the tokens of a pack are a multiple of: what sequence ranks split evenly, in few shapes on a GPU."""
+    wanted = getattr(args, "pack_to_multiple_of", None)
+    if wanted is None:
+        wanted = 64 if args.device.type == "cuda" else 1
+    return int(np.lcm(parallel.forward.pack_multiple, wanted))
+
+
+def _pack_bound(parallel: ParallelModel, args: TrainingArguments) -> int | None:
+    """Tokens that a pack may have by the arguments, if they say so.
+
+    Raises:
+        ValueError: if packs have a multiple of something else.
+    """
+    given = getattr(args, "max_tokens_per_rank", None)
+    if given is None:
+        return None
+    multiple = pack_multiple(parallel, args)
+    if given % multiple:
+        raise ValueError(
+            f"max_tokens_per_rank={given} is no multiple of {multiple}, which the tokens of a pack are under this "
+            f"plan and pack_to_multiple_of; give {max(given // multiple, 1) * multiple}."
+        )
+    return given

@@ -1,0 +1,211 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""What packing refuses, cuts or leaves padded, and says so."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from transformers.data.data_collator import (
+    DataCollatorForLanguageModeling,
+)
+
+from galvatron_hf.trainer import packing, placing, steps_ahead
+from oracle import collate
+from packing_runs import (
+    KEYS,
+    MIXED,
+    REPLICATE,
+    STATIC,
+    arrow,
+    plain_run,
+    rows,
+    runs_of,
+    tokenizer,
+    without_labels,
+)
+from plans import uniform
+from trainer_runs import Run, assert_same_steps, on_ranks, run, trainer
+
+
+def test_long_sequences_are_refused_truncated_or_split(tmp_path):
+    """As a dataset of the same rows cut beforehand."""
+    longest, whole = 16, rows(27)
+    truncated = [{name: value[:longest] for name, value in row.items()} for row in whole]
+    pieces = [
+        {name: value[start : start + longest] for name, value in row.items()}
+        for row in whole
+        for start in range(0, len(row["input_ids"]), longest)
+    ]
+    cut = sum(len(row["input_ids"]) > longest for row in whole)
+    # All rows in one step, so that pieces are in the step of their row.
+    options = dict(max_steps=1, gradient_accumulation_steps=1, per_device_train_batch_size=7)
+    bound = STATIC | dict(max_tokens_per_rank=longest)
+    data = dict(train_dataset=lambda: rows(27))
+    seen = runs_of(
+        REPLICATE,
+        tmp_path,
+        {
+            policy: data | dict(options=options | bound | dict(long_sequences=policy))
+            for policy in ("truncate", "split")
+        },
+    )
+    for policy, wanted in (("truncate", truncated), ("split", pieces)):
+        alone = options | dict(per_device_train_batch_size=len(wanted))
+        assert_same_steps(seen[policy], plain_run(tmp_path / policy, train_dataset=lambda w=wanted: w, options=alone))
+        assert seen[policy].logs[0]["cut_sequences"] == cut
+    with pytest.raises(
+        AssertionError, match=r"Row \d+ of the global batch has \d+ tokens, above max_tokens_per_rank \(16\)"
+    ):
+        runs_of(REPLICATE, tmp_path, {"error": data | dict(options=options | bound)})
+
+
+def test_long_rows_are_refused_before_a_step_where_lengths_are_known(tmp_path):
+    def work() -> str:
+        try:
+            trainer(tmp_path, REPLICATE, train_dataset=arrow(), options=STATIC | dict(max_tokens_per_rank=16)).train()
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+        return "no error"
+
+    longest = max(range(61), key=lambda index: len(rows()[index]["input_ids"]))
+    for message in on_ranks(work):
+        assert f"Row {longest} of the dataset has" in message and "above max_tokens_per_rank (16)" in message
+
+
+def test_nothing_is_timed_before_a_refusal_nor_where_all_is_to_be_determined(tmp_path):
+    """Rows of unknown lengths that are too long; and full determinism, where no clock has a say."""
+
+    def work() -> tuple[str, bool]:
+        packing.measure_cost = mock.Mock(side_effect=AssertionError("it was timed"))
+        short, data = STATIC | dict(max_tokens_per_rank=16), dict(train_dataset=rows())
+        try:
+            trainer(tmp_path / "long", REPLICATE, options=short, **data).train()
+        except (ValueError, RuntimeError) as error:
+            refusal = str(error)
+        made = trainer(tmp_path / "same", REPLICATE, options=STATIC | dict(full_determinism=True, max_steps=1), **data)
+        made.train()
+        return refusal, made._cost.measured
+
+    for refusal, measured in on_ranks(work):
+        assert "tokens, above max_tokens_per_rank (16)" in refusal and not measured
+
+
+def test_a_bound_that_packs_cannot_fill_is_refused(tmp_path):
+    def work() -> str:
+        options = STATIC | dict(max_tokens_per_rank=50, pack_to_multiple_of=16)
+        try:
+            trainer(tmp_path, REPLICATE, train_dataset=rows(), options=options).train()
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+        return "no error"
+
+    for message in on_ranks(work):
+        assert "max_tokens_per_rank=50 is no multiple of 16" in message and "give 48" in message
+
+
+def test_a_planner_that_fails_leaves_the_samplers_order(tmp_path):
+    wanted = plain_run(tmp_path / "plain", train_dataset=rows)
+
+    def work() -> tuple[Run, list[str]]:
+        def fails(*args, **options):
+            raise KeyError("no plan")
+
+        messages: list[str] = []
+        steps_ahead.logger.warning = lambda message, *args: messages.append(message)
+        placing.place = fails
+        return run(tmp_path / "run", MIXED, train_dataset=rows(), options=STATIC), messages
+
+    results = on_ranks(work)
+    assert_same_steps(results[0][0], wanted)
+    assert len(results[0][1]) == 6 and "KeyError: 'no plan'" in results[0][1][0]
+    assert all(messages == [] for _, messages in results[1:])
+
+
+REFUSED = {
+    "left padding": (lambda batch: {name: value.flip(1) for name, value in batch.items()}, "left padding"),
+    "holes": (lambda batch: with_holes(batch), "holes"),
+    "others": (lambda batch: batch | {"extra": torch.zeros(len(batch["input_ids"]))}, "the batch has 'extra'"),
+}
+
+
+def with_holes(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The third token of every row is hidden."""
+    mask = torch.ones_like(batch["attention_mask"])
+    mask[:, 2] = 0
+    return batch | {"attention_mask": mask, "labels": torch.full_like(mask, -100)}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_batches_that_cannot_be_packed(tmp_path, name):
+    """Refused by name where packing is asked for; a message and padding where it is not."""
+    change, reason = REFUSED[name]
+    with pytest.raises(AssertionError, match=f"packing='static' is not possible, because .*{reason}"):
+        options = STATIC | dict(remove_unused_columns=False)
+        collator = dict(data_collator=lambda: lambda features: change(collate(features)))
+        runs_of(REPLICATE, tmp_path, {"run": collator | dict(train_dataset=rows, options=options)})
+
+
+def test_what_packing_cannot_keep_is_refused(tmp_path):
+    cases = {
+        "a loss of one's own": (dict(compute_loss_func=lambda *args, **more: None), {}),
+        "NEFTune": ({}, dict(neftune_noise_alpha=5.0)),
+    }
+
+    def work() -> list[str]:
+        found = []
+        for more, options in cases.values():
+            try:
+                trainer(tmp_path, REPLICATE, options=STATIC | options, train_dataset=rows(), **more).train()
+                found.append("nothing")
+            except ValueError as error:
+                found.append(str(error))
+        return found
+
+    for found in on_ranks(work):
+        for reason, message in zip(cases, found, strict=True):
+            assert message.startswith(f"packing='static' is not possible, because {reason}"), message
+
+
+def test_a_family_with_more_than_windows_is_padded_or_refused(tmp_path):
+    def work() -> tuple[list, str]:
+        obstacle = mock.patch.object(packing, "attention_obstacle", lambda *_: "Sinks gives its attention 's_aux'")
+        messages: list[str] = []
+        packing.logger.warning_once = messages.append
+        collator = DataCollatorForLanguageModeling(tokenizer(), mlm=False)
+        data = dict(train_dataset=without_labels(arrow()), data_collator=collator)
+        with obstacle:
+            seen = run(tmp_path / "auto", MIXED, **data)
+            try:
+                trainer(tmp_path / "static", MIXED, options=STATIC, **data).train()
+            except ValueError as error:
+                return [any(key in log for log in seen.logs for key in KEYS), *messages[:1]], str(error)
+
+    for (packed, message), refusal in on_ranks(work):
+        assert not packed and message.endswith("because Sinks gives its attention 's_aux'.")
+        assert refusal.startswith("packing='static' is not possible, because Sinks gives")
+
+
+def test_static_packing_without_a_plan_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="packing='static' needs a plan"):
+        trainer(tmp_path, options=STATIC)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(packing="dynamic"), "packing 'dynamic' is none of auto, static, none; use one of these."),
+        (dict(long_sequences="drop"), "long_sequences 'drop' is none of error, truncate, split; use one of these."),
+        (
+            dict(max_tokens_per_rank=0),
+            "max_tokens_per_rank 0 is no number of tokens; use a positive integer, or leave",
+        ),
+        (dict(pack_to_multiple_of=-8), "pack_to_multiple_of -8 is no number of tokens"),
+    ],
+)
+def test_arguments_are_checked(tmp_path, options, message):
+    with pytest.raises(ValueError) as refusal:
+        trainer(tmp_path, uniform(1), options=options)
+    assert str(refusal.value).startswith(message)

@@ -1,0 +1,124 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Packing in runs that resume, that read ahead, and that train and evaluate more than once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer
+
+from galvatron_hf import GalvatronTrainer
+from galvatron_hf.trainer import packing
+from galvatron_hf.trainer.random_state import random_state
+from oracle import Stream
+from packing_runs import (
+    LONG_TAIL,
+    MIXED,
+    REPLICATE,
+    STATIC,
+    arrow,
+    plain_run,
+    rows,
+)
+from trainer_runs import Run, assert_equal_weights, assert_same_steps, on_ranks, run, trainer
+
+
+def checkpointed(folder: Path, plan, resumed_plan, first: dict[str, Any], then: dict[str, Any]) -> Run:
+    """Three steps of the four of an epoch, and three more after a checkpoint."""
+    saving = dict(save_strategy="steps", save_steps=3)
+    data = dict(train_dataset=lambda: rows(27))
+
+    def work() -> Run:
+        made = {name: make() for name, make in data.items()}
+        run(folder / "whole", plan, options=saving | first | dict(max_steps=3), **made)
+        return run(folder / "then", resumed_plan, options=then, resume=folder / "whole" / "checkpoint-3", **made)
+
+    return on_ranks(work)[0]
+
+
+@pytest.mark.parametrize(
+    "first, then",
+    [(STATIC, dict(packing="none")), pytest.param(dict(packing="none"), STATIC, marks=pytest.mark.slow)],
+)
+def test_resuming_under_the_other_packing_mode(tmp_path, first, then):
+    constant = dict(lr_scheduler_type="constant")
+    wanted = plain_run(tmp_path / "plain", train_dataset=lambda: rows(27), options=constant)
+    seen = checkpointed(tmp_path, MIXED, REPLICATE, first | constant, then | constant)
+    assert_same_steps(seen, wanted, after=3)
+
+
+def test_a_resumed_run_packs_as_the_run_before(tmp_path):
+    """With the costs that were measured then: its weights are the same bit for bit."""
+    constant = dict(lr_scheduler_type="constant") | STATIC
+
+    def work() -> tuple[Run, Run, dict]:
+        saving = dict(save_strategy="steps", save_steps=3)
+        whole = run(tmp_path / "whole", MIXED, options=saving | constant, train_dataset=rows(27))
+        checkpoint = tmp_path / "whole" / "checkpoint-3"
+        seen = run(tmp_path / "then", MIXED, options=constant, resume=checkpoint, train_dataset=rows(27))
+        return whole, seen, json.loads((checkpoint / packing.COST_FILE).read_text())
+
+    whole, seen, cost = on_ranks(work)[0]
+    assert_equal_weights(seen.weights, whole.weights)
+    assert cost["measured"] is True and cost["per_token"] + cost["per_token_squared"] > 0
+
+
+def test_another_dataset_and_evaluations_before_and_after(tmp_path):
+    """Rank 0 alone knows how long rows are: all ranks compute its placement."""
+
+    def work(trainer_class=GalvatronTrainer) -> list[float]:
+        short, long = rows(24, longest=6), rows(24, shortest=20, seed=3)
+        once = dict(max_steps=2, gradient_accumulation_steps=1, prediction_loss_only=True)
+        once |= STATIC if trainer_class is GalvatronTrainer else {}
+        options = dict(train_dataset=arrow(24, longest=6), eval_dataset=long, trainer_class=trainer_class)
+        made = trainer(tmp_path, MIXED, options=once, **options)
+        losses = [made.evaluate()["eval_loss"]]
+        made.train()
+        made.train_dataset = short
+        losses.append(made.evaluate()["eval_loss"])
+        made.train_dataset = arrow(24, shortest=20, seed=3)
+        made.train()
+        return [*losses, made.evaluate()["eval_loss"]]
+
+    wanted = work(Trainer)
+    for seen in on_ranks(work):
+        assert seen == pytest.approx(wanted, rel=1e-5)
+
+
+class Noisy(Stream):
+    """Rows that draw from the global stream as they are read."""
+
+    def __iter__(self):
+        for row in super().__iter__():
+            torch.rand(3)
+            yield row
+
+
+@pytest.mark.parametrize("stream, moved", [(Stream, False), (Noisy, True)])
+def test_reading_ahead_leaves_the_saved_random_state_alone(tmp_path, stream, moved):
+    """What is drawn for the next step is not in the checkpoint of this one."""
+
+    def work() -> tuple[bool, list]:
+        seen: list = []
+        original = packing.PackingMixin._plan_next
+
+        def noted(self, batches, count):
+            before = random_state()
+            original(self, batches, count)
+            seen.append((before, self._ahead.state_before_look))
+
+        packing.PackingMixin._plan_next = noted
+        made = trainer(tmp_path, REPLICATE, train_dataset=stream(61, **LONG_TAIL), options=STATIC | dict(max_steps=3))
+        made.train()
+        packing.PackingMixin._plan_next = original
+        kept = [state for _, state in seen[:2]]
+        right = all(state == (before if moved else None) for before, state in seen[:2])
+        return right, [made._ahead, len(kept)]
+
+    right, left = on_ranks(work)[0]
+    assert right and left == [None, 2]
