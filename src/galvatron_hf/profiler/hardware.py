@@ -30,6 +30,7 @@ SIZES = {
 }
 FILE_NAME = "hardware.json"
 _WINDOW_MS = 10.0
+_OVERLAP_MS = 50.0
 _NUMBER_FORMATS = 2
 
 
@@ -39,7 +40,8 @@ def profile_hardware(
     device: torch.device | str | None = None,
     name: str | None = None,
     sizes: Sequence[int] | None = None,
-    repetitions: int = 5,
+    repetitions: int | None = None,
+    seconds: float = 40.0,
     progress: bool = False,
 ) -> HardwareProfile:
     """
@@ -53,7 +55,9 @@ def profile_hardware(
             group can use it, else the CPU.
         name (`str`, *optional*): of the cluster.
         sizes (`Sequence[int]`, *optional*): bytes of the messages to time; those of `SIZES` if absent.
-        repetitions (`int`, defaults to 5): interleaved measurements, of which the median counts.
+        repetitions (`int`, *optional*): interleaved measurements, of which the median counts; if absent 5, and 3 where
+            a CPU quota makes each of them long.
+        seconds (`float`, defaults to 40): after which, about, timing links ends with fewer repetitions.
         progress (`bool`, defaults to `False`): whether rank 0 shows a bar.
 
     Returns:
@@ -67,11 +71,13 @@ def profile_hardware(
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     local_world_size = local_world_size or world_size
     sizes = tuple(sizes) if sizes is not None else SIZES[device.type]
-    _check_arguments(world_size, local_world_size, sizes, repetitions)
     # A group that may use half a core uses a whole one until its period's share is spent, and then stands still: only
     # what lasts as long as a period shows the rate that it keeps up.
-    quotas = [quota for quota in _gathered(cpu_quota()) if quota is not None]
-    window_ms = max([_WINDOW_MS, *(1e3 * period for share, period in quotas)])
+    periods_ms = [1e3 * quota[1] for quota in _gathered(cpu_quota()) if quota is not None and quota[0] < 1]
+    window_ms = max([_WINDOW_MS, *periods_ms])
+    if repetitions is None:
+        repetitions = 3 if periods_ms else 5
+    _check_arguments(world_size, local_world_size, sizes, repetitions)
     steps = _NUMBER_FORMATS
     if world_size > 1:
         steps += repetitions + count_steps(world_size, sizes, repetitions)
@@ -79,18 +85,21 @@ def profile_hardware(
     with _bar(steps, progress) as step:
         flops = measure_flops(device, repetitions, window_ms, step)
         if world_size > 1:
-            slowdowns = measure_overlap(device, repetitions, 5 * window_ms, step)
-            links = measure_links(device, sizes, repetitions, window_ms, step)
+            slowdowns = measure_overlap(device, repetitions, max(window_ms, _OVERLAP_MS), step)
+            links = measure_links(device, sizes, repetitions, window_ms, seconds, step)
     memory_bytes = min(_gathered(device_memory_bytes(device, local_world_size)))
     made = machine(device)
     overlaps = slowdowns is not None and made["backend"] == "nccl"
     made |= {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "seconds": f"{time.perf_counter() - begun:.1f}",
-        "sweep": f"{repetitions} x {', '.join(map(str, sizes))} bytes, {window_ms:g} ms each",
     }
     if slowdowns is not None:
-        made |= {"slowdown of computing": f"{slowdowns[0]:.3f}", "slowdown of communicating": f"{slowdowns[1]:.3f}"}
+        made |= {
+            "slowdown of computing": f"{slowdowns[0]:.3f}",
+            "slowdown of communicating": f"{slowdowns[1]:.3f}",
+            "sweep": f"{repetitions} x {', '.join(map(str, sizes))} bytes, {window_ms:g} ms each",
+        }
     profile = HardwareProfile(
         name=name or f"{world_size // local_world_size} x {local_world_size} {made['devices']}",
         nodes=world_size // local_world_size,
@@ -109,8 +118,8 @@ def load_or_profile_hardware(folder: str | os.PathLike, **arguments: Any) -> Har
     Reads `hardware.json` of a folder, or measures and writes it; collective as [`profile_hardware`] is.
 
     What was measured is read again only by a world of as many nodes and devices, on the same hosts, with the same
-    devices, CPU limits and threads, backend, PyTorch and release of this package. Otherwise, and if the file is broken,
-    a sentence in the log says why the machine is measured anew.
+    devices, CPU limits and threads, backend, PyTorch and release of this package. Otherwise, and if the file is
+    broken, a sentence in the log says why the machine is measured anew.
 
     Args:
         folder (`str` or `os.PathLike`): of rank 0, made if it is not there.
@@ -135,9 +144,7 @@ def load_or_profile_hardware(folder: str | os.PathLike, **arguments: Any) -> Har
             path.parent.mkdir(parents=True, exist_ok=True)
             profile.to_json(path)
         except OSError as error:
-            logger.warning(
-                f"The hardware profile could not be kept in {path} ({error}): it is measured again next time."
-            )
+            logger.warning(f"The hardware profile cannot be kept in {path} ({error}): the next run measures again.")
     return profile
 
 
