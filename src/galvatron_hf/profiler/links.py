@@ -135,11 +135,18 @@ def _measured(trial: Trial, device: torch.device) -> float:
 
 
 def _own_group(ranks: int, stride: int) -> dist.ProcessGroup:
-    """This rank's group of an arrangement; every rank asks for its own, in one order of arrangements."""
-    rank = dist.get_rank()
-    first = rank - rank % (ranks * stride) + rank % stride
-    members = list(range(first, first + ranks * stride, stride))
-    return dist.new_group(members, use_local_synchronization=True)
+    """This rank's group of an arrangement.
+
+    All ranks make all of its groups: those that only their members make have names that say their ranks and nothing
+    else, and the next group of that name finds in the store what the first has left there.
+    """
+    own = None
+    for start in range(0, dist.get_world_size(), ranks * stride):
+        for first in range(start, start + stride):
+            members = list(range(first, first + ranks * stride, stride))
+            group = dist.new_group(members)
+            own = group if dist.get_rank() in members else own
+    return own
 
 
 def _trials(
