@@ -15,8 +15,8 @@ import torch.distributed as dist
 from galvatron_hf import HardwareProfile, load_or_profile_hardware, profile_hardware
 from galvatron_hf.cli.main import main
 from galvatron_hf.cli.profile_hardware import message_sizes
-from galvatron_hf.profiler import hardware, machine
-from galvatron_hf.profiler.hardware_profile import KINDS, arrangements
+from galvatron_hf.profiler import hardware, links, machine
+from galvatron_hf.profiler.hardware_profile import KINDS, arrangements, wire_share
 from galvatron_hf.profiler.links import _call, _own_group, count_steps, measure_links
 from ranks import run_ranks
 
@@ -117,19 +117,58 @@ def test_timing_ends_in_time_and_steps_are_counted():
         told = {}
         for seconds in (0.0, 1e6):
             names = []
-            links = measure_links(CPU, SIZES, 3, 0.1, seconds, names.append)
+            found = measure_links(CPU, SIZES, 3, 0.1, seconds, names.append)
             told[seconds] = names
-        return told, len(links)
+        return told, len(found)
 
-    told, links = run_ranks(steps, 3)[1]
-    assert links == len(list(arrangements(3))) * 4 == 4
+    told, count = run_ranks(steps, 3)[1]
+    assert count == len(list(arrangements(3))) * 4 == 4
     assert len(told[1e6]) == count_steps(3, SIZES, 3)
-    assert told[0.0].count("timing links") == links * len(SIZES)
+    assert told[0.0].count("timing links") == count * len(SIZES)
+
+
+def test_links_of_a_synthetic_machine_are_recovered(monkeypatch):
+    """Half as long on all ranks but one, and much longer in one repetition of three: neither counts."""
+    repetition = [0]
+
+    def measured(trial, device):
+        repetition[0] += 1
+        truth = 0.25 * trial.ranks + trial.stride + 1e3 * wire_share(trial.kind, trial.ranks) * trial.size / 3e9
+        disturbed = 100 if repetition[0] % 3 == 0 else 1
+        return truth * disturbed * (1 if dist.get_rank() == 2 else 0.5)
+
+    def fitted():
+        monkeypatch.setattr(links, "_measured", measured)
+        repetition[0] = 0
+        # 28 trials: the third call is another one's in each repetition, and all have one disturbed of three
+        return [
+            dataclasses.astuple(link) for link in measure_links(CPU, (4096, 1 << 20), 3, 10.0, 1e6, lambda what: None)
+        ]
+
+    found = run_ranks(fitted, 4)
+    assert found[0] == found[1] == found[2] == found[3]
+    for kind, ranks, stride, latency_ms, bytes_per_s, error, points in found[0]:
+        assert latency_ms == pytest.approx(0.25 * ranks + stride)
+        assert bytes_per_s == pytest.approx(3e9)
+        assert error == pytest.approx(0, abs=1e-9) and len(points) == 2
+
+
+def test_a_measurement_is_of_one_message(monkeypatch):
+    now = [0.0]
+
+    def call():
+        now[0] += 0.006
+
+    monkeypatch.setattr(links, "synchronize", lambda device: None)
+    monkeypatch.setattr(links.time, "perf_counter", lambda: now[0])
+    trial = links.Trial(kind="send", ranks=2, stride=1, size=8, call=call, transfers=2, calls=5)
+    assert links._measured(trial, CPU) == pytest.approx(3.0)
 
 
 def test_arguments_that_measure_nothing_are_refused():
     for arguments, words in [
         ({"local_world_size": 2}, "local_world_size=2 does not divide 1 ranks"),
+        ({"local_world_size": 0}, "local_world_size=0 does not divide 1 ranks"),
         ({"sizes": [4096]}, "two different numbers of bytes"),
         ({"sizes": [4096, 0]}, "two different numbers of bytes"),
         ({"repetitions": 0}, "repetitions=0 measures nothing"),
