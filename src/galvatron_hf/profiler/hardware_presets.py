@@ -31,7 +31,7 @@ class _Device:
 
 
 _SHARE = 230 / 312
-_SHARE_SOURCE = "times 0.74, the share of 312 that large bf16 products reach on an A100 (mli/transformers-benchmarks)"
+_SHARE_SOURCE = "times 0.74, the share of 312 that large fp16 products reach on an A100 (mli/transformers-benchmarks)"
 _NVLINK_MS = 0.010, "10 us a step: networks[0].latency of systems/a100_80g.json, calculon-ai/calculon"
 _INFINIBAND_MS = 0.020, "20 us a step: networks[1].latency of systems/a100_80g.json, calculon-ai/calculon"
 _OVERLAP = 1.126, "1.1256 on A100-class devices: hardware_configs/overlap_coefficient.json, PKU-DAIR/Hetu-Galvatron"
