@@ -2,13 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The search of a branch finds what enumeration and a mixed-integer program find, and its bound is one."""
 
-import numpy as np
 import pytest
 
 from branches import brute_force, mixed_integer, random_branch
 from galvatron_hf.planner.branch import score
-from galvatron_hf.planner.labels import solve
-from galvatron_hf.planner.relaxation import relax
+from galvatron_hf.planner.cut_bounds import CutBounds
+from galvatron_hf.planner.exact import solve
 
 
 SMALL = [
@@ -45,14 +44,14 @@ def test_the_search_finds_what_a_mixed_integer_program_finds(stages, layers):
         assert solve(branch).cost == mixed_integer(branch), seed
 
 
-def test_no_prices_give_a_bound_above_the_best():
-    draw = np.random.default_rng(0)
-    for seed in range(40):
-        branch = random_branch(seed, layers=5, stages=1 + seed % 3, options=3)
-        best = brute_force(branch)
-        weights = draw.dirichlet(np.ones(branch.stages))
-        bound = relax(branch, weights, draw.exponential(1.0, branch.stages)).bound
-        assert best is None or bound <= best + 1e-6
+def test_the_bound_of_all_cuts_is_below_the_best():
+    for seed in range(60):
+        branch = random_branch(seed, layers=5, stages=1 + seed % 3, options=3, kinds=1 + seed % 2, tightness=0.2)
+        best, bounds = brute_force(branch), CutBounds(branch)
+        if best is not None:
+            assert bounds.bound <= best + 1e-6
+            bounds.improve(best)
+            assert bounds.bound <= best + 1e-6
 
 
 def test_a_limit_below_the_best_finds_nothing_and_one_at_it_finds_it():

@@ -12,8 +12,8 @@ import numpy as np
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Stage, VocabularyStrategy
 from galvatron_hf.planner.branch import Branch, Choice, Options
 from galvatron_hf.planner.cost import CostModel, Costs, Workload
-from galvatron_hf.planner.labels import nondominated
 from galvatron_hf.planner.moves import Split
+from galvatron_hf.planner.pareto import nondominated
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import ModelProfile
 

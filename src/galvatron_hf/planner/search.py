@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from galvatron_hf.plan import ParallelPlan
-from galvatron_hf.planner.branch import Choice, Score, score
+from galvatron_hf.planner.branch import Branch, Choice, Score, score
 from galvatron_hf.planner.cost import Workload
-from galvatron_hf.planner.labels import solve
+from galvatron_hf.planner.cut_bounds import CutBounds
+from galvatron_hf.planner.exact import solve
 from galvatron_hf.planner.problem import PICOSECONDS, Problem, Shape, make_problem
-from galvatron_hf.planner.relaxation import quick_bound, tighten
 from galvatron_hf.planner.space import Limits, layer_strategies, powers, vocabulary_strategies
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import ModelProfile
@@ -94,8 +94,8 @@ def search_plan(
         if bound > limit:
             break
         if tight is None:
-            tight = tighten(problem.branch, limit)
-            heapq.heappush(queue, (max(bound, tight.relaxation.bound), index, tight))
+            tight = CutBounds(problem.branch)
+            heapq.heappush(queue, (max(bound, tight.bound), index, tight))
             continue
         solution = solve(problem.branch, limit, tight)
         solved, states = solved + 1, states + solution.states
@@ -177,6 +177,17 @@ def _problems(
                         yield make_problem(
                             hardware, model, workload, shape, budget, strategies, ends, ends, world_size=world
                         )
+
+
+def quick_bound(branch: Branch) -> float:
+    """Below the cost of every solution: each layer has its cheapest option, memory does not count."""
+    alone = branch.stages == 1
+    a = np.where(branch.allowed, branch.a, np.iinfo(np.int64).max).min(axis=1)[branch.kinds].sum()
+    b = np.where(branch.allowed, branch.b, np.iinfo(np.int64).max).min(axis=1)[branch.kinds].sum()
+    ends = branch.starts.a.min() + branch.finishes.a.min()
+    if alone:
+        return float(a + ends + branch.stage_a.sum() + b)
+    return float(a + ends + branch.stage_a.sum() + (b + branch.stage_b.sum()) / branch.stages)
 
 
 def micro_batchings(rows: int) -> list[tuple[int, int]]:

@@ -1,0 +1,312 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""The best solution of a branch, exactly: dynamic programming over layers with every trade of time against memory.
+
+Partial stages are labels (A, B, memory) in a layout. One that is no better in anything than another, even if that had
+to pay for going on from another layout, is dropped, and so is one whose completion, by the bounds, costs more than
+what is known. Memory is not rounded: its quantum is a byte. Equal layers make the labels of one stage serve every place
+at which it can begin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from galvatron_hf.planner.branch import Branch, Choice
+from galvatron_hf.planner.cut_bounds import CutBounds
+from galvatron_hf.planner.pareto import dominated, nondominated
+from galvatron_hf.planner.stage_bounds import TOTAL, A, Distances
+
+
+SLACKS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, np.inf)  # of the bound, under which a solution is looked for first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solution:
+    """
+    What a search of one branch ended with.
+
+    Attributes:
+        bound (`float`): no solution of the branch costs less.
+        cost (`int`, *optional*): of the best solution; None if nothing fits the budget and the limit.
+        choice ([`Choice`], *optional*): that solution.
+        states (`int`): labels that were kept.
+    """
+
+    bound: float
+    cost: int | None
+    choice: Choice | None
+    states: int
+
+
+def solve(branch: Branch, limit: float = np.inf, bounds: CutBounds | None = None) -> Solution:
+    """
+    The best solution that costs at most `limit`.
+
+    The limit widens from the bound upwards: whatever is found under a limit is the best there is.
+
+    Args:
+        branch ([`Branch`]): The problem.
+        limit (`float`): What a solution may cost.
+        bounds ([`CutBounds`], *optional*): Of this branch, if they were made before.
+    """
+    bounds = bounds or CutBounds(branch)
+    search = ExactSearch(branch, bounds)
+    for slack in SLACKS:
+        if not bounds.bound < np.inf or bounds.bound > limit:
+            break
+        within = min(limit, bounds.bound + slack * abs(bounds.bound) if slack < np.inf else np.inf)
+        bounds.improve(within)
+        best = search.best(within)
+        if best is not None:
+            return Solution(bound=bounds.bound, cost=best[0], choice=best[1], states=search.states)
+        if within == limit:
+            break
+    return Solution(bound=bounds.bound, cost=None, choice=None, states=search.states)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labels:
+    """N partial stages after the same number of layers: `values` (N, 3), and how each came about."""
+
+    values: np.ndarray
+    layout: np.ndarray
+    option: np.ndarray
+    parent: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """The labels of one stage: `steps[k]` after k layers, `ends` what is left of them when it closes."""
+
+    steps: list[Labels] = field(default_factory=list)
+    ends: Labels | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    """A stage of `count` layers from `first` on, and what the other stages leave for it within the limit.
+
+    Attributes:
+        distances (`tuple`): of A + B and of A, each with what it may be at most.
+    """
+
+    stage: int
+    first: int
+    count: int
+    distances: tuple[tuple[Distances, float], ...]
+
+
+class ExactSearch:
+    """
+    Finds the best solution of a branch that costs at most a limit.
+
+    Args:
+        branch ([`Branch`]): The problem.
+        bounds ([`CutBounds`]): Of its stages.
+
+    Attributes:
+        states (`int`): labels that were kept so far.
+    """
+
+    def __init__(self, branch: Branch, bounds: CutBounds):
+        self.branch, self.bounds = branch, bounds
+        self.states = 0
+        self._moves = np.stack([branch.move_a, branch.move_b], axis=2)
+        self._detour = branch.detours()[1]
+
+    def best(self, limit: float) -> tuple[int, Choice] | None:
+        """The cheapest solution of at most `limit`; None if there is none."""
+        limit = limit + 1e-9 * abs(limit) + 1.0 if limit < np.inf else limit  # bounds are floating-point sums
+        groups: dict[tuple[int, int, int], list[int]] = {}
+        for stage, place, count in self.bounds.within(limit):
+            groups.setdefault((stage, self.bounds.stages.class_of(place), count), []).append(place)
+        runs: dict[tuple[int, int], list[tuple[int, _Run]]] = {}
+        for (stage, first, count), places in groups.items():
+            task = self._task(stage, first, count, places, limit)
+            for room in range(len(self.bounds.stages.allowances)):
+                run = self._run(task, room)
+                if run is not None:
+                    for place in places:
+                        runs.setdefault((stage, place), []).append((count, run))
+        return self._join(runs, limit)
+
+    def _task(self, stage: int, first: int, count: int, places: list[int], limit: float) -> _Task:
+        others = [self.bounds.others(stage, place, count) for place in places]
+        beside_total = min(float(pairs[:, 0].min()) for pairs in others)
+        beside_a = min(float(pairs.sum(axis=1).min()) for pairs in others)
+        distances = (
+            (Distances.of(self.bounds.stages, TOTAL, first, stage, count), limit - beside_total),
+            (Distances.of(self.bounds.stages, A, first, stage, count), limit - beside_a),
+        )
+        return _Task(stage=stage, first=first, count=count, distances=distances)
+
+    # ---- One stage ----
+
+    def _run(self, task: _Task, room: int) -> _Run | None:
+        """Labels of a stage whose largest working memory is this allowance; None if there is no such stage."""
+        branch, allowance = self.branch, self.bounds.stages.allowances[room]
+        keep = self._worthwhile(task, room)
+        kinds = branch.kinds[task.first : task.first + task.count]
+        exactly = any((branch.working[kind, keep[kind]] == allowance).any() for kind in keep)
+        if task.stage == 0:
+            exactly |= bool((branch.starts.working == allowance).any())
+        if task.stage == branch.stages - 1:
+            exactly |= bool((branch.finishes.working == allowance).any())
+        if not exactly:
+            return None  # a smaller allowance allows as much
+        run = _Run(steps=[self._opened(task.stage, allowance)])
+        for done, kind in enumerate(kinds, start=1):
+            labels = self._extended(run.steps[-1], task, room, done, int(kind), keep[int(kind)])
+            if not len(labels):
+                return None
+            run.steps.append(labels)
+        run.ends = self._finished(labels, allowance) if task.stage == branch.stages - 1 else self._closed(labels)
+        return run
+
+    def _worthwhile(self, task: _Task, room: int) -> dict[int, np.ndarray]:
+        """By kind, the options that some solution within the limit may have in this stage."""
+        branch = self.branch
+        kinds = branch.kinds[task.first : task.first + task.count]
+        keep = {int(kind): branch.allowed[kind].copy() for kind in np.unique(kinds)}
+        for (distances, most), objective in zip(task.distances, (TOTAL, A), strict=True):
+            moves = self.bounds.stages.moves(objective)
+            reached = (distances.before[:-1, room, :, None] + moves).min(axis=1)  # (n, Y)
+            through = reached + distances.behind[1:, room]
+            for kind in keep:
+                least = through[kinds == kind].min(axis=0)[branch.layout] + distances.costs[room, kind]
+                keep[kind] &= np.isfinite(least) & (least <= most)
+        return {kind: np.nonzero(kept)[0] for kind, kept in keep.items()}
+
+    def _opened(self, stage: int, allowance: int) -> Labels:
+        branch = self.branch
+        constant = np.array([branch.stage_a[stage], branch.stage_b[stage], branch.stage_memory[stage] + allowance])
+        if stage > 0:
+            one = np.zeros(1, dtype=np.int64)
+            return Labels(values=constant[None], layout=one + branch.boundary, option=one - 1, parent=one - 1)
+        starts = branch.starts
+        values = np.stack([starts.a, starts.b, starts.memory], axis=1) + constant
+        fits = np.nonzero((values[:, 2] <= branch.budget) & (starts.working <= allowance))[0]
+        return Labels(values=values[fits], layout=starts.layout[fits], option=fits, parent=np.full(len(fits), -1))
+
+    def _extended(self, labels: Labels, task: _Task, room: int, done: int, kind: int, options: np.ndarray) -> Labels:
+        """One more layer of `kind`, the `done`-th."""
+        branch = self.branch
+        if not len(options) or not len(labels):
+            return _none()
+        layout = branch.layout[options]
+        added = np.stack([branch.a[kind], branch.b[kind], branch.memory(task.stage)[kind]], axis=1)[options]
+        values = labels.values[:, None] + added
+        values[:, :, :2] += self._moves[labels.layout[:, None], layout[None]]
+        values = values.reshape(-1, 3)
+        layout = np.tile(layout, len(labels))
+        good = values[:, 2] <= branch.budget
+        for cost, (distances, most) in zip((values[:, 0] + values[:, 1], values[:, 0]), task.distances, strict=True):
+            least = cost + distances.price * (values[:, 2] - branch.budget) + distances.behind[done, room][layout]
+            good &= least <= most
+        kept = np.nonzero(good)[0]
+        kept = kept[self._best_of_layouts(values[kept], layout[kept])]
+        self.states += len(kept)
+        return Labels(
+            values=values[kept],
+            layout=layout[kept],
+            option=options[kept % len(options)],
+            parent=kept // len(options),
+        )
+
+    def _best_of_layouts(self, values: np.ndarray, layout: np.ndarray) -> np.ndarray:
+        """Indices of what nothing dominates, in its own layout or after the costliest detour from another."""
+        own = [np.nonzero(layout == one)[0] for one in np.unique(layout)]
+        own = [members[nondominated(values[members])] for members in own]
+        kept = []
+        for members in own:
+            free = np.ones(len(members), dtype=bool)
+            for others in own:
+                if others is members or not free.any():
+                    continue
+                one, other = layout[others[0]], layout[members[0]]
+                shifted = values[others].copy()
+                shifted[:, :2] += self._detour[one, other]
+                # Two that dominate each other are equal, and the lower layout stays.
+                free &= ~dominated(values[members], shifted, strictly=bool(one > other))
+            kept.append(members[free])
+        return np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *kept]))
+
+    def _closed(self, labels: Labels) -> Labels:
+        values = labels.values[:, :2] + self._moves[labels.layout, self.branch.boundary]
+        kept = nondominated(values)
+        return Labels(values=values[kept], layout=labels.layout[kept], option=np.full(len(kept), -1), parent=kept)
+
+    def _finished(self, labels: Labels, allowance: int) -> Labels:
+        branch, finishes = self.branch, self.branch.finishes
+        ends = np.stack([finishes.a, finishes.b, finishes.memory], axis=1)
+        values = labels.values[:, None] + ends
+        values[:, :, :2] += self._moves[labels.layout[:, None], finishes.layout]
+        values = values.reshape(-1, 3)
+        allowed = np.tile(finishes.working <= allowance, len(labels))
+        fits = np.nonzero(allowed & (values[:, 2] <= branch.budget))[0]
+        kept = fits[nondominated(values[fits, :2])]
+        return Labels(
+            values=values[kept, :2],
+            layout=labels.layout[kept // len(finishes)],
+            option=kept % len(finishes),
+            parent=kept // len(finishes),
+        )
+
+    # ---- All stages ----
+
+    def _join(self, runs: dict[tuple[int, int], list[tuple[int, _Run]]], limit: float) -> tuple[int, Choice] | None:
+        """Stages one behind the other: at each layer what is not dominated in (sum of A, largest B)."""
+        branch = self.branch
+        # values (N, 2); of each, its stages so far as (run, place, count, index of the closed label)
+        fronts: dict[int, tuple[np.ndarray, list]] = {0: (np.zeros((1, 2), dtype=np.int64), [()])}
+        for stage in range(branch.stages):
+            found: dict[int, list[tuple[np.ndarray, list]]] = {}
+            for place, (values, history) in fronts.items():
+                for count, run in runs.get((stage, place), []):
+                    sums = (values[:, None, 0] + run.ends.values[None, :, 0]).ravel()
+                    tops = np.maximum(values[:, None, 1], run.ends.values[None, :, 1]).ravel()
+                    pairs = np.stack([sums, tops], axis=1)
+                    kept = nondominated(pairs)
+                    kept = kept[sums[kept] + tops[kept] <= limit]
+                    width = len(run.ends)
+                    then = [(*history[index // width], (run, place, count, int(index % width))) for index in kept]
+                    found.setdefault(place + count, []).append((pairs[kept], then))
+            fronts = {end: _merged(parts) for end, parts in found.items()}
+        values, history = fronts.get(branch.layers, (np.zeros((0, 2)), []))
+        if not len(values):
+            return None
+        totals = values.sum(axis=1)
+        best = int(np.lexsort((values[:, 1], totals))[0])
+        return int(totals[best]), _traced(history[best])
+
+
+def _traced(history: tuple) -> Choice:
+    bounds, options, start, finish = [0], [], 0, 0
+    for stage, (run, place, count, index) in enumerate(history):
+        finish = int(run.ends.option[index])
+        at, own = int(run.ends.parent[index]), []
+        for step in range(count, 0, -1):
+            own.append(int(run.steps[step].option[at]))
+            at = int(run.steps[step].parent[at])
+        start = int(run.steps[0].option[at]) if stage == 0 else start
+        options += reversed(own)
+        bounds.append(place + count)
+    return Choice(bounds=tuple(bounds), options=tuple(options), start=start, finish=finish)
+
+
+def _none() -> Labels:
+    empty = np.zeros(0, dtype=np.int64)
+    return Labels(values=np.zeros((0, 3), dtype=np.int64), layout=empty, option=empty, parent=empty)
+
+
+def _merged(parts: list[tuple[np.ndarray, list]]) -> tuple[np.ndarray, list]:
+    values = np.concatenate([part[0] for part in parts])
+    history = [item for part in parts for item in part[1]]
+    kept = nondominated(values)
+    return values[kept], [history[index] for index in kept]

@@ -1,0 +1,208 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""What a stage of n layers costs at least, for every n: memory becomes a price, one layer after the other.
+
+For a price l >= 0, `cost + l (memory - budget)` of a stage that fits is at most its cost, and the least of the left
+side over all options is a shortest path. The best price makes the bound (Lagrangian relaxation: A. M. Geoffrion, 1974).
+A stage's largest working memory is no sum, so a stage also chooses an allowance for it, one of the values that occur;
+options above it are not for that stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from galvatron_hf.planner.branch import Branch
+
+
+# Prices are tried in units of (cost of the stage / budget), then between the neighbours of the best.
+GRID = np.concatenate([[0.0], np.geomspace(0.004, 40.0, 24)])
+FINER, ROUNDS = 7, 3
+
+
+@dataclass(frozen=True)
+class Objective:
+    """`of_a` A + `of_b` B: what of a stage is bounded."""
+
+    of_a: int
+    of_b: int
+
+
+A, B, TOTAL = Objective(1, 0), Objective(0, 1), Objective(1, 1)
+
+
+class StageBounds:
+    """
+    Bounds of the stages of a branch.
+
+    Args:
+        branch ([`Branch`]): The problem.
+
+    Attributes:
+        allowances (`np.ndarray`): (W,) bytes of working memory, rising.
+        longest (`int`): layers that a stage can have.
+    """
+
+    def __init__(self, branch: Branch):
+        self.branch = branch
+        working = [branch.working[branch.allowed], branch.starts.working, branch.finishes.working]
+        self.allowances = np.unique(np.concatenate(working))
+        self.longest = branch.layers - (branch.stages - 1)
+        self._prices: dict[tuple[Objective, int], np.ndarray] = {}
+
+    @cached_property
+    def classes(self) -> dict[int, list[int]]:
+        """Places where a stage can begin, those from which the layers are the same under the earliest of them."""
+        kinds, groups = self.branch.kinds, {0: [0]}
+        for place in range(1, self.branch.layers):
+            rest = kinds[place:]
+            alike = (first for first in groups if np.array_equal(kinds[first : first + len(rest)], rest))
+            groups.setdefault(next(alike, place), []).append(place)
+        return groups
+
+    def class_of(self, place: int) -> int:
+        """The first place whose layers are those from `place` on."""
+        return next(first for first, places in self.classes.items() if place in places)
+
+    def lower(self, objective: Objective, first: int) -> np.ndarray:
+        """(p, longest + 1) least of each stage that has n layers from `first` on; infinite where none fits."""
+        bounds, prices = self._on_grid(objective, first)
+        best = bounds.argmax(axis=0)
+        self._prices[objective, first] = prices[best, np.arange(prices.shape[1])[:, None]]
+        return bounds.max(axis=0)
+
+    def price(self, objective: Objective, first: int, stage: int, count: int) -> float:
+        """The best price on the grid for a stage of `count` layers."""
+        return float(self._prices[objective, first][stage, count])
+
+    def _on_grid(self, objective: Objective, first: int) -> tuple[np.ndarray, np.ndarray]:
+        """Bounds (P, p, longest + 1) and prices (P, p)."""
+        stages, every = self.branch.stages, np.arange(self.branch.stages)
+        free = self.forward(objective, first, every, np.zeros(stages), self.longest)
+        middle = max(1, self.branch.layers // stages)
+        scale = np.maximum(np.where(np.isfinite(free[:, middle]), free[:, middle], 0.0), 1.0) / self.branch.budget
+        prices = GRID[:, None] * scale
+        flat = self.forward(objective, first, np.tile(every, len(GRID)), prices.ravel(), self.longest)
+        return flat.reshape(len(GRID), stages, -1), prices
+
+    def refine(self, objective: Objective, first: int, stages: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """(Q,) better bounds of some stages with some numbers of layers; their prices are kept."""
+        table = self._prices[objective, first]
+        best = table[stages, counts]
+        ratio = GRID[2] / GRID[1]
+        values = self.forward(objective, first, stages, best, int(counts.max()))[np.arange(len(stages)), counts]
+        for _ in range(ROUNDS):
+            steps = np.geomspace(1 / ratio, ratio, FINER)
+            tried = (best[:, None] * steps).ravel()
+            found = self.forward(objective, first, np.repeat(stages, FINER), tried, int(counts.max()))
+            found = found[np.arange(len(tried)), np.repeat(counts, FINER)].reshape(-1, FINER)
+            at = found.argmax(axis=1)
+            rows = np.arange(len(best))
+            better = found[rows, at] > values
+            values = np.where(better, found[rows, at], values)
+            best = np.where(better, best * steps[at], best)
+            ratio = ratio ** (2 / (FINER - 1))
+        table[stages, counts] = best
+        return values
+
+    # ---- Shortest paths ----
+
+    def costs(self, objective: Objective, stages: np.ndarray, prices: np.ndarray) -> np.ndarray:
+        """(Q, W, K, S) of a layer, infinite where it is not allowed."""
+        branch = self.branch
+        memory = branch.state + branch.in_flight[stages, None, None] * branch.activation
+        costs = objective.of_a * branch.a + objective.of_b * branch.b + prices[:, None, None] * memory
+        within = branch.allowed & (branch.working <= self.allowances[:, None, None])
+        return np.where(within, costs[:, None], np.inf)
+
+    def by_layout(self, costs: np.ndarray) -> np.ndarray:
+        """(Q, W, K, Y) the least cost in each layout."""
+        layouts = self.branch.move_a.shape[0]
+        found = np.full((*costs.shape[:3], layouts), np.inf)
+        for layout in range(layouts):
+            members = self.branch.layout == layout
+            if members.any():
+                found[..., layout] = costs[..., members].min(axis=3)
+        return found
+
+    def moves(self, objective: Objective) -> np.ndarray:
+        """(Y, Y) of a change of layout."""
+        return objective.of_a * self.branch.move_a + objective.of_b * self.branch.move_b
+
+    def opened(self, objective: Objective, stages: np.ndarray, prices: np.ndarray) -> np.ndarray:
+        """(Q, W, Y) before a stage's first layer."""
+        branch = self.branch
+        held = branch.stage_memory[stages, None] + self.allowances - branch.budget
+        fixed = objective.of_a * branch.stage_a[stages] + objective.of_b * branch.stage_b[stages]
+        constants = fixed[:, None] + prices[:, None] * held  # (Q, W)
+        found = np.full((len(stages), len(self.allowances), branch.move_a.shape[0]), np.inf)
+        found[:, :, branch.boundary] = np.where(stages[:, None] > 0, constants, np.inf)
+        starts = branch.starts
+        for index in np.nonzero(stages == 0)[0]:
+            costs = objective.of_a * starts.a + objective.of_b * starts.b + prices[index] * starts.memory
+            allowed = np.where(starts.working <= self.allowances[:, None], costs, np.inf)  # (W, starts)
+            for start, layout in enumerate(starts.layout):
+                least = constants[index] + allowed[:, start]
+                found[index, :, layout] = np.minimum(found[index, :, layout], least)
+        return found
+
+    def closing(self, objective: Objective, stages: np.ndarray, prices: np.ndarray) -> np.ndarray:
+        """(Q, W, Y) after a stage's last layer."""
+        branch, finishes = self.branch, self.branch.finishes
+        moves = self.moves(objective)
+        found = np.broadcast_to(moves[:, branch.boundary], (len(stages), len(self.allowances), len(moves))).copy()
+        found = found.astype(float)
+        for index in np.nonzero(stages == branch.stages - 1)[0]:
+            costs = objective.of_a * finishes.a + objective.of_b * finishes.b + prices[index] * finishes.memory
+            allowed = np.where(finishes.working <= self.allowances[:, None], costs, np.inf)  # (W, finishes)
+            found[index] = (moves[:, finishes.layout] + allowed[:, None]).min(axis=2)
+        return found
+
+    def forward(
+        self, objective: Objective, first: int, stages: np.ndarray, prices: np.ndarray, longest: int
+    ) -> np.ndarray:
+        """(Q, longest + 1) least of cost + price (memory - budget), by number of layers."""
+        kinds, moves = self.branch.kinds, self.moves(objective)
+        by_layout = self.by_layout(self.costs(objective, stages, prices))
+        here, closing = self.opened(objective, stages, prices), self.closing(objective, stages, prices)
+        found = np.full((len(stages), longest + 1), np.inf)
+        for count in range(1, min(longest, len(kinds) - first) + 1):
+            here = (here[..., None] + moves).min(axis=2) + by_layout[:, :, kinds[first + count - 1]]
+            found[:, count] = (here + closing).min(axis=(1, 2))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distances:
+    """Of one stage with n layers, under one objective and price; W allowances, Y layouts.
+
+    Attributes:
+        price (`float`): of a byte.
+        costs (`np.ndarray`): (W, K, S) of a layer.
+        before (`np.ndarray`): (n + 1, W, Y) least from the stage's beginning to after k layers.
+        behind (`np.ndarray`): (n + 1, W, Y) least from after k layers to the stage's end.
+    """
+
+    price: float
+    costs: np.ndarray
+    before: np.ndarray
+    behind: np.ndarray
+
+    @classmethod
+    def of(cls, bounds: StageBounds, objective: Objective, first: int, stage: int, count: int) -> Distances:
+        """With the best price that is known."""
+        price = bounds.price(objective, first, stage, count)
+        stages, prices, moves = np.array([stage]), np.array([price]), bounds.moves(objective)
+        costs = bounds.costs(objective, stages, prices)
+        by_layout = bounds.by_layout(costs)[0]  # (W, K, Y)
+        kinds = bounds.branch.kinds[first : first + count]
+        before = [bounds.opened(objective, stages, prices)[0]]
+        for kind in kinds:
+            before.append((before[-1][..., None] + moves).min(axis=1) + by_layout[:, kind])
+        behind = [bounds.closing(objective, stages, prices)[0]]
+        for kind in kinds[::-1]:
+            behind.append((moves + (by_layout[:, kind] + behind[-1])[:, None]).min(axis=2))
+        return cls(price=price, costs=costs[0], before=np.array(before), behind=np.array(behind[::-1]))
