@@ -1,0 +1,176 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Counts what one part of a model does without doing it: FLOPs, bytes moved, bytes kept, bytes alive."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from galvatron_hf.profiler.parts import Part
+
+
+aten = torch.ops.aten
+
+
+def _causal_share(causal: bool) -> float:
+    return 0.5 if causal else 1.0
+
+
+def _flash_forward(query, key, value, dropout_p=0.0, is_causal=False, *args, out_shape=None, **kwargs) -> int:
+    return int(_causal_share(is_causal) * sdpa_flop_count(query, key, value))
+
+
+def _flash_backward(grad, query, key, value, out, lse, dropout_p, is_causal, *args, out_shape=None, **kwargs) -> int:
+    return int(_causal_share(is_causal) * sdpa_backward_flop_count(grad, query, key, value))
+
+
+# PyTorch has no formula for the CPU's kernel, and its others count what a causal mask leaves out.
+_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _flash_forward,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one pass does.
+
+    Attributes:
+        flops (`int`): of matrix products and attention; a causal mask halves attention's.
+        moved_bytes (`int`): that all other operations read and write.
+    """
+
+    flops: int
+    moved_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What one part does in a micro-batch.
+
+    Attributes:
+        forward, backward ([`Work`]): of the passes.
+        saved_bytes (`int`): that autograd keeps from the forward to the backward, storage by storage, without weights
+            and without what all parts share.
+        peak_bytes (`int`): most bytes alive at once from the forward's begin to the backward's end, with the part's
+            input, without weights and their gradients.
+    """
+
+    forward: Work
+    backward: Work
+    saved_bytes: int
+    peak_bytes: int
+
+
+class _Moved(TorchDispatchMode):
+    """Adds up what operations that are no matrix products read and write, and notes what of their results is alive."""
+
+    def __init__(self, known: set) -> None:
+        super().__init__()
+        self.known, self.moved_bytes = known, 0
+        self._events: list[tuple[int, int]] = []  # number of a storage, and its bytes: more than 0 when it is born
+        self._numbers: dict[int, int] = {}  # of storages that are alive
+        self._born, self._gradients = 0, set()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        results = operation(*args, **(kwargs or {}))
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        here = {_key(tensor) for tensor in inputs}
+        outputs = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+        fresh = [tensor for tensor in outputs if _key(tensor) not in here]
+        writes = any(arg.alias_info is not None and arg.alias_info.is_write for arg in operation._schema.arguments)
+        if operation.overloadpacket not in self.known and (fresh or writes):
+            read = fresh if operation.overloadpacket is aten.embedding else inputs
+            self.moved_bytes += sum(tensor.numel() * tensor.element_size() for tensor in (*read, *fresh))
+        for tensor in fresh:
+            self.note(tensor)
+        return results
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Counts the tensor's memory as alive, as long as it is."""
+        storage, key = tensor.untyped_storage(), _key(tensor)
+        if key not in self._numbers:
+            self._born += 1
+            self._numbers[key] = self._born
+            self._events.append((self._born, storage.nbytes()))
+            weakref.finalize(storage, self._gone, key, self._born, storage.nbytes())
+
+    def _gone(self, key: int, number: int, size: int) -> None:
+        if self._numbers.get(key) == number:
+            del self._numbers[key]
+        self._events.append((number, -size))
+
+    def is_gradient(self, tensor: torch.Tensor) -> None:
+        """Says that the tensor's memory was never to be counted."""
+        self._gradients.add(self._numbers.get(_key(tensor)))
+
+    def peak_bytes(self) -> int:
+        """Most bytes that were alive at once."""
+        now = peak = 0
+        for number, size in self._events:
+            now += 0 if number in self._gradients else size
+            peak = max(peak, now)
+        return peak
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class _Saved:
+    """Storages that autograd keeps, without those of `excluded`."""
+
+    def __init__(self, excluded: Iterable[torch.Tensor]):
+        self.excluded = {_key(tensor) for tensor in excluded}
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if _key(tensor) not in self.excluded:
+            self.storages[_key(tensor)] = tensor.untyped_storage()
+        return tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(storage.nbytes() for storage in self.storages.values())
+
+
+def saved_tensors(part: Part) -> tuple[torch.Tensor, int]:
+    """Runs the forward; its output, and the bytes that autograd keeps for the backward."""
+    saved = _Saved([*part.parameters(), *part.shared])
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+        output = part.run()
+    size = saved.nbytes
+    saved.storages.clear()
+    return output, size
+
+
+def count(part: Part) -> Counts:
+    """Runs a part once forward and once backward, usually on fake tensors."""
+    flops = FlopCounterMode(display=False, custom_mapping=_ATTENTION)
+    moved = _Moved(set(flops.flop_registry))
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda parameter: moved.is_gradient(parameter.grad))
+        for parameter in part.parameters()
+    ]
+    try:
+        if part.input is not None:
+            moved.note(part.input)
+        with flops, moved:
+            output, saved_bytes = saved_tensors(part)
+            forward = Work(flops=flops.get_total_flops(), moved_bytes=moved.moved_bytes)
+            output.backward(torch.ones_like(output))
+    finally:
+        for hook in hooks:
+            hook.remove()
+        part.forget_gradients()
+    backward = Work(
+        flops=flops.get_total_flops() - forward.flops, moved_bytes=moved.moved_bytes - forward.moved_bytes
+    )
+    return Counts(forward=forward, backward=backward, saved_bytes=saved_bytes, peak_bytes=moved.peak_bytes())
