@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from galvatron_hf.profiler.parts import Part
 
@@ -23,16 +23,17 @@ def _causal_share(causal: bool) -> float:
     return 0.5 if causal else 1.0
 
 
-def _flash_forward(query, key, value, dropout_p=0.0, is_causal=False, *args, out_shape=None, **kwargs) -> int:
-    return int(_causal_share(is_causal) * sdpa_flop_count(query, key, value))
+def _flash_forward(query, key, value, dropout_p=0.0, is_causal=False, **unused) -> int:
+    return int(_causal_share(is_causal) * sdpa_flop_count(query.shape, key.shape, value.shape))
 
 
-def _flash_backward(grad, query, key, value, out, lse, dropout_p, is_causal, *args, out_shape=None, **kwargs) -> int:
-    return int(_causal_share(is_causal) * sdpa_backward_flop_count(grad, query, key, value))
+def _flash_backward(grad, query, key, value, out, lse, dropout_p, is_causal, **unused) -> int:
+    return int(_causal_share(is_causal) * sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
 
 
 # PyTorch has no formula for the CPU's kernel, and its others count what a causal mask leaves out.
-_ATTENTION = {
+_FORMULAS = {
+    **flop_registry,
     aten._scaled_dot_product_flash_attention_for_cpu: _flash_forward,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
 }
@@ -49,6 +50,12 @@ class Work:
 
     flops: int
     moved_bytes: int
+
+    def __add__(self, other: Work) -> Work:
+        return Work(flops=self.flops + other.flops, moved_bytes=self.moved_bytes + other.moved_bytes)
+
+    def __sub__(self, other: Work) -> Work:
+        return Work(flops=self.flops - other.flops, moved_bytes=self.moved_bytes - other.moved_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +76,12 @@ class Counts:
     peak_bytes: int
 
 
-class _Moved(TorchDispatchMode):
-    """Adds up what operations that are no matrix products read and write, and notes what of their results is alive."""
+class _Counter(TorchDispatchMode):
+    """Adds up FLOPs, and what operations without any read and write, and notes what of their results is alive."""
 
-    def __init__(self, known: set) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.known, self.moved_bytes = known, 0
+        self.work = Work(flops=0, moved_bytes=0)
         self._events: list[tuple[int, int]] = []  # number of a storage, and its bytes: more than 0 when it is born
         self._numbers: dict[int, int] = {}  # of storages that are alive
         self._born, self._gradients = 0, set()
@@ -86,9 +93,12 @@ class _Moved(TorchDispatchMode):
         outputs = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
         fresh = [tensor for tensor in outputs if _key(tensor) not in here]
         writes = any(arg.alias_info is not None and arg.alias_info.is_write for arg in operation._schema.arguments)
-        if operation.overloadpacket not in self.known and (fresh or writes):
+        formula = _FORMULAS.get(operation.overloadpacket)
+        if formula is not None:
+            self.work += Work(flops=formula(*args, **(kwargs or {}), out_val=results), moved_bytes=0)
+        elif fresh or writes:
             read = fresh if operation.overloadpacket is aten.embedding else inputs
-            self.moved_bytes += sum(tensor.numel() * tensor.element_size() for tensor in (*read, *fresh))
+            self.work += Work(flops=0, moved_bytes=sum(tensor.nbytes for tensor in (*read, *fresh)))
         for tensor in fresh:
             self.note(tensor)
         return results
@@ -153,24 +163,25 @@ def saved_tensors(part: Part) -> tuple[torch.Tensor, int]:
 
 def count(part: Part) -> Counts:
     """Runs a part once forward and once backward, usually on fake tensors."""
-    flops = FlopCounterMode(display=False, custom_mapping=_ATTENTION)
-    moved = _Moved(set(flops.flop_registry))
+    counter = _Counter()
     hooks = [
-        parameter.register_post_accumulate_grad_hook(lambda parameter: moved.is_gradient(parameter.grad))
+        parameter.register_post_accumulate_grad_hook(lambda parameter: counter.is_gradient(parameter.grad))
         for parameter in part.parameters()
     ]
     try:
         if part.input is not None:
-            moved.note(part.input)
-        with flops, moved:
+            counter.note(part.input)
+        with counter:
             output, saved_bytes = saved_tensors(part)
-            forward = Work(flops=flops.get_total_flops(), moved_bytes=moved.moved_bytes)
+            forward = counter.work
             output.backward(torch.ones_like(output))
     finally:
         for hook in hooks:
             hook.remove()
         part.forget_gradients()
-    backward = Work(
-        flops=flops.get_total_flops() - forward.flops, moved_bytes=moved.moved_bytes - forward.moved_bytes
+    return Counts(
+        forward=forward,
+        backward=counter.work - forward,
+        saved_bytes=saved_bytes,
+        peak_bytes=counter.peak_bytes(),
     )
-    return Counts(forward=forward, backward=backward, saved_bytes=saved_bytes, peak_bytes=moved.peak_bytes())

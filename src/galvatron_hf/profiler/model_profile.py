@@ -56,6 +56,8 @@ class LayerProfile:
         times (`Mapping[int, Times]`): by tensor degree, of the slice that one tensor rank has.
         saved_bytes (`Mapping[tuple[int, bool, int], float]`): kept from forward to backward, for each token that the
             layer's tensor and Ulysses ranks share, on one of them, by (tensor, megatron_sp, ulysses).
+        working_bytes (`Mapping`): beside these, at most, while its forward or backward runs; likewise. Without weights
+            and their gradients; with the gradients that go in and out.
         regions (`int`): tensor regions, each entered and left once.
         saves_after_last_region (`bool`): see [`~planner.shapes.ModelShape`].
     """
@@ -63,6 +65,7 @@ class LayerProfile:
     weights: tuple[WeightShape, ...]
     times: Mapping[int, Times]
     saved_bytes: Mapping[tuple[int, bool, int], float]
+    working_bytes: Mapping[tuple[int, bool, int], float] = field(default_factory=dict)
     regions: int = 2
     saves_after_last_region: bool = False
 
@@ -77,12 +80,16 @@ class EndProfile:
         saved_bytes (`Mapping[int, float]`): for each token that the tensor ranks share, on one of them, by their
             number.
         working_bytes (`Mapping[int, float]`): beside these for each token, as long as forward or backward runs.
+        saved_fixed_bytes, working_fixed_bytes (`Mapping[int, float]`): beside these, whatever the number of tokens: the
+            head keeps the gradient of its weight, and works on the logits of 1,024 tokens at a time.
     """
 
     weights: tuple[WeightShape, ...]
     times: Mapping[int, Times]
     saved_bytes: Mapping[int, float]
     working_bytes: Mapping[int, float] = field(default_factory=dict)
+    saved_fixed_bytes: Mapping[int, float] = field(default_factory=dict)
+    working_fixed_bytes: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,8 +14,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from accelerate import init_empty_weights
+from galvatron_hf.parallel.block import Block
 from galvatron_hf.parallel.documents import Documents
 from galvatron_hf.parallel.lone_rank import LoneRank, lone_rank
 from galvatron_hf.parallel.micro_batch import MicroBatch
@@ -30,7 +33,7 @@ def empty_model(config: PreTrainedConfig, family: type[PreTrainedModel] | None =
         ValueError: if transformers has no causal language model for the configuration.
     """
     config = copy.deepcopy(config)
-    with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
+    with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False), no_init_weights():
         if family is not None:
             model = family._from_config(config, dtype=torch.float32)
         else:
@@ -192,19 +195,23 @@ class LoneParts:
         return [self._layer(index, batch, captured[index]) for index in range(len(self.rank.blocks))]
 
     def _capture(self, batch: MicroBatch) -> list[dict]:
-        """Runs the base model once, and keeps what it gives to its layers beside hidden states."""
+        """What the base model gives to each of its layers beside hidden states."""
         captured: list[dict] = []
 
-        def keep(layer: nn.Module, args: tuple, kwargs: dict) -> None:
+        def keep(hidden: torch.Tensor, **kwargs) -> torch.Tensor:
             captured.append(kwargs)
+            return hidden
 
-        hooks = [block.layer.register_forward_pre_hook(keep, with_kwargs=True) for block in self.rank.blocks]
+        layers = [block.layer for block in self.rank.blocks]
+        forwards = [layer.forward for layer in layers]
+        for layer in layers:
+            layer.forward = keep
         try:
             with torch.no_grad(), self.rank.current.of(batch):
                 self.rank.stage.states(None)
         finally:
-            for hook in hooks:
-                hook.remove()
+            for layer, forward in zip(layers, forwards, strict=True):
+                layer.forward = forward
         return captured
 
     def _layer(self, index: int, batch: MicroBatch, kwargs: dict) -> Part:
@@ -218,9 +225,12 @@ class LoneParts:
         )
 
         def run() -> torch.Tensor:
-            block.source = block.layout  # nothing is moved on the way in
-            with self.rank.current.of(batch):
-                output = block.layer(hidden, **kwargs)
+            source, block.source = block.source, block.layout  # nothing is moved on the way in
+            try:
+                with self.rank.current.of(batch):
+                    output = block.layer(hidden, **kwargs)
+            finally:
+                block.source = source
             return output if isinstance(output, torch.Tensor) else output[0]
 
         return Part(run=run, input=hidden, modules=(block.layer,), shared=shared)
@@ -260,17 +270,12 @@ class LoneParts:
     @contextlib.contextmanager
     def without_regions(self):
         """Makes the layers' tensor regions give back their input while the body runs: norms and residuals are left."""
-        regions = [
-            block.layer.get_submodule(name)
-            for block, name in itertools.product(self.rank.blocks, self.rank.stage.adapter.regions)
-        ]
-        saved = [(region, region.forward, region._forward_pre_hooks.copy()) for region in regions]
-        attention = {id(block.layer.get_submodule(self.rank.stage.adapter.attention)) for block in self.rank.blocks}
-        for region in regions:
+        adapter, saved = self.rank.stage.adapter, []
+        for block, name in itertools.product(self.rank.blocks, adapter.regions):
+            region = block.layer.get_submodule(name)
+            saved.append((region, region.forward, region._forward_pre_hooks.copy()))
             region._forward_pre_hooks.clear()
-            region.forward = _give_back_pair if id(region) in attention else _give_back
-        for block in self.rank.blocks:
-            block.document_bounds()  # notes that it asked
+            region.forward = functools.partial(_give_back, block if name == adapter.attention else None)
         try:
             yield
         finally:
@@ -283,9 +288,9 @@ class LoneParts:
         return torch.randn(*shape, size, device=self.device).to(self.dtype).requires_grad_()
 
 
-def _give_back(hidden_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-    return hidden_states
-
-
-def _give_back_pair(hidden_states: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, None]:
+def _give_back(attention_of: Block | None, hidden_states: torch.Tensor, *args, **kwargs):
+    """What a region returns, when it does nothing; attention returns its weights too, and must have asked for bounds."""
+    if attention_of is None:
+        return hidden_states
+    attention_of.document_bounds()
     return hidden_states, None
