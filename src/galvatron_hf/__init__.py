@@ -4,6 +4,8 @@
 
 from galvatron_hf.parallel.apply import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan
+from galvatron_hf.profiler.hardware import load_or_profile_hardware, profile_hardware
+from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.trainer.arguments import GalvatronSeq2SeqTrainingArguments, GalvatronTrainingArguments
 from galvatron_hf.trainer.mixin import GalvatronMixin, GalvatronSeq2SeqTrainer, GalvatronTrainer
 
@@ -14,7 +16,10 @@ __all__ = [
     "GalvatronSeq2SeqTrainingArguments",
     "GalvatronTrainer",
     "GalvatronTrainingArguments",
+    "HardwareProfile",
     "LayerStrategy",
     "ParallelPlan",
+    "load_or_profile_hardware",
     "parallelize",
+    "profile_hardware",
 ]

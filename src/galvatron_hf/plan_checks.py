@@ -32,6 +32,19 @@ def check_int(name: str, value: Any, *, low: int = 1, high: int) -> None:
         raise ValueError(f"{name} is {show(value)}, which is outside {low} to {high}: use {nearest}")
 
 
+def check_number(name: str, value: Any, *, low: float = 0.0, positive: bool = False) -> None:
+    """Refuses what is not a finite `int` or `float` of at least `low`, or above 0 if it is to be positive."""
+    try:
+        finite = type(value) in (int, float) and math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        finite = False
+    if not finite:
+        raise ValueError(f"{name} is {show(value)}, which is not a finite number: write one such as 1.5")
+    if value < low or (positive and value == 0):
+        least = "above 0" if positive else f"of {low:g} or more"
+        raise ValueError(f"{name} is {show(value)}, which is too small: write a number {least}")
+
+
 def check_bool(name: str, value: Any) -> None:
     """Refuses what is not exactly `True` or `False`."""
     if type(value) is not bool:

@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from galvatron_hf.cli import checkpoint, data
+from galvatron_hf.cli import checkpoint, data, env, profile_hardware
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,6 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     checkpoint.add_to(commands)
     data.add_to(commands)
+    env.add_to(commands)
+    profile_hardware.add_to(commands)
     given = parser.parse_args(arguments)
     try:
         return given.run(given)

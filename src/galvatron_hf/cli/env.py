@@ -1,0 +1,58 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""`galvatron env`: what a report of a problem should say about the machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from typing import Any
+
+
+def add_to(commands: argparse._SubParsersAction) -> None:
+    """Adds the command to a parser."""
+    parser = commands.add_parser("env", help="show versions, devices and what the launcher says; for bug reports")
+    parser.add_argument("--json", action="store_true", help="print them as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Prints the facts."""
+    facts = environment()
+    if given.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        for name, value in facts.items():
+            print(f"- {name}: {', '.join(map(str, value)) if isinstance(value, list) else value}")
+    return 0
+
+
+def environment() -> dict[str, Any]:
+    """Versions, devices, memory, backends and the launcher's ranks."""
+    import torch
+    import torch.distributed as dist
+
+    from galvatron_hf.profiler.machine import cpu_quota, device_memory_bytes, device_name, package_version
+
+    cpu = torch.device("cpu")
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    quota = cpu_quota()
+    return {
+        **{name: package_version(name) for name in ("galvatron-hf", "torch", "transformers", "accelerate")},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": device_name(cpu),
+        "cores": len(os.sched_getaffinity(0)),
+        "cpu quota": None if quota is None else quota[0],
+        "threads": torch.get_num_threads(),
+        "memory GiB": round(device_memory_bytes(cpu, 1) / 2**30, 1),
+        "cuda": torch.version.cuda,
+        "gpus": [f"{device_name(gpu)}, {device_memory_bytes(gpu, 1) / 2**30:.1f} GiB" for gpu in gpus],
+        "gloo": dist.is_available() and dist.is_gloo_available(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpus and dist.is_nccl_available() else None,
+        "world size": int(os.environ.get("WORLD_SIZE", 1)),
+        "ranks of this node": int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        "nodes": int(os.environ.get("WORLD_SIZE", 1)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+    }

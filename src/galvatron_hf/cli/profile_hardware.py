@@ -1,0 +1,132 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""`galvatron profile-hardware`: measures links, matrix products and memory of the machines it is launched on."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+
+if TYPE_CHECKING:
+    from galvatron_hf.profiler.hardware_profile import HardwareProfile, Link
+
+_UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def add_to(commands: argparse._SubParsersAction) -> None:
+    """Adds the command to a parser."""
+    parser = commands.add_parser(
+        "profile-hardware",
+        help="measure links, matrix products and memory of this machine",
+        description="Measure links, matrix products and memory. Launch it like training, for example with "
+        "`torchrun --nproc_per_node 4 --no-python galvatron profile-hardware`; by itself it measures one process.",
+    )
+    parser.add_argument("--output", metavar="FILE", help="write the profile here, as JSON")
+    parser.add_argument("--json", action="store_true", help="print the profile as JSON and not as a table")
+    parser.add_argument("--sizes", metavar="SIZE,...", help="bytes of the messages to time, such as 64KiB,1MiB,16MiB")
+    parser.add_argument(
+        "--repetitions", type=int, metavar="N", default=5, help="interleaved measurements of each (default: 5)"
+    )
+    parser.add_argument("--name", help="of the cluster (default: its size and devices)")
+    parser.add_argument("--cpu", action="store_true", help="measure the CPU and gloo where there are GPUs")
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Measures on every rank; rank 0 prints, and writes if asked to."""
+    sizes = message_sizes(given.sizes) if given.sizes is not None else None
+    from galvatron_hf.profiler.hardware import profile_hardware
+
+    with launched_ranks(cpu=given.cpu) as (rank, local_world_size):
+        profile = profile_hardware(
+            local_world_size=local_world_size,
+            device="cpu" if given.cpu else None,
+            name=given.name,
+            sizes=sizes,
+            repetitions=given.repetitions,
+            progress=True,
+        )
+        if rank == 0:
+            if given.output is not None:
+                profile.to_json(given.output)
+            if given.json:
+                print(profile.to_json(), end="")
+            else:
+                show(profile)
+    return 0
+
+
+@contextlib.contextmanager
+def launched_ranks(*, cpu: bool) -> Iterator[tuple[int, int]]:
+    """This process's rank and the ranks of its node, in a process group if a launcher started several processes."""
+    import torch
+    import torch.distributed as dist
+
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        yield 0, 1
+        return
+    if torch.cuda.is_available() and not cpu:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    try:
+        yield dist.get_rank(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    finally:
+        dist.destroy_process_group()
+
+
+def message_sizes(text: str) -> list[int]:
+    """Bytes of `64KiB,1MiB`."""
+    sizes = []
+    for word in text.split(","):
+        found = re.fullmatch(r"\s*(\d+)\s*([KMG]iB)?\s*", word, re.IGNORECASE)
+        if found is None:
+            raise ValueError(f"sizes={text!r} has {word!r}, which is no number of bytes: write it as 64KiB,1MiB")
+        sizes.append(int(found[1]) * _UNITS[(found[2] or "").upper()])
+    return sizes
+
+
+def show(profile: HardwareProfile) -> None:
+    """Prints a profile for people."""
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(f"{profile.name}: {profile.nodes} nodes of {profile.devices_per_node} devices", markup=False)
+    console.print(f"memory of a device: {profile.memory_bytes / 2**30:.1f} GiB")
+    for name, rate in profile.flops_per_s.items():
+        console.print(f"matrix products, {name}: {rate / 1e12:.3f} TFLOP/s")
+    slowdowns = [f"{name[len('slowdown of ') :]} {profile.made[name]}" for name in profile.made if "slowdown" in name]
+    if slowdowns:
+        console.print("times as long beside each other: " + ", ".join(slowdowns))
+    if profile.links:
+        console.print(_links_table(profile.links))
+    for name, source in profile.assumed.items():
+        console.print(f"assumed, {name}: {source}", markup=False)
+    console.print(", ".join(f"{name} {value}" for name, value in profile.made.items()), markup=False)
+
+
+def _links_table(links: tuple[Link, ...]) -> Table:
+    table = Table("collective", "ranks", "stride", "latency ms", "GB/s", "error of the fit", "measured")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for column in table.columns:
+        column.no_wrap = True
+    for link in links:
+        table.add_row(
+            link.kind,
+            str(link.ranks),
+            str(link.stride),
+            f"{link.latency_ms:.3f}",
+            f"{link.bytes_per_s / 1e9:.2f}",
+            f"{link.error:.1%}" if link.points else "",
+            f"{len(link.points)} sizes" if link.points else "",
+        )
+    return table

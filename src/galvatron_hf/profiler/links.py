@@ -1,0 +1,181 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Times collectives on the ranks of the world: every arrangement of groups, its groups at the same time.
+
+The calls are those of the runtime: PyTorch's functional collectives, waited for at once, and batched sends. FSDP2's own
+end in the same methods of the process group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from galvatron_hf.profiler.hardware_profile import KINDS, Link, arrangements
+
+
+_functional = torch.ops._c10d_functional
+_ELEMENT = 4  # bytes of fp32
+_WARM_UP = 3
+_MOST_CALLS = 200
+
+Step = Callable[[str], None]
+
+
+@dataclass(kw_only=True)
+class Trial:
+    """One collective with one size of message.
+
+    Attributes:
+        kind, ranks, stride: as in [`Link`].
+        size (`int`): bytes of a rank's input.
+        call (`Callable`): does it once and waits for it.
+        transfers (`int`): messages one behind the other in a call.
+        calls (`int`): made in a measurement, one behind the other.
+        ms (`list[float]`): of one message, by measurement.
+    """
+
+    kind: str
+    ranks: int
+    stride: int
+    size: int
+    call: Callable[[], None]
+    transfers: int = 1
+    calls: int = 1
+    ms: list[float] = field(default_factory=list)
+
+
+def measure_links(
+    device: torch.device, sizes: Sequence[int], repetitions: int, window_ms: float, step: Step
+) -> tuple[Link, ...]:
+    """
+    Times and fits every kind of collective over every arrangement of the world; collective.
+
+    Args:
+        device (`torch.device`): where the messages are.
+        sizes (`Sequence[int]`): bytes of the whole message, which is an all-gather's result and any other's input.
+        repetitions (`int`): measurements of each; they are interleaved, and the median counts.
+        window_ms (`float`): how long a measurement lasts, by repeating short calls.
+        step (`Callable`): told what was done, once for each trial and repetition and once for its warm-up.
+
+    Returns:
+        `tuple[Link, ...]`: equal on every rank; a measurement is as long as on the rank that took longest.
+    """
+    groups = {shape: _own_group(*shape) for shape in arrangements(dist.get_world_size())}
+    # What a trial sends is the beginning of one buffer, whatever it holds.
+    buffer = torch.ones(max(_rounded(max(sizes), ranks) for ranks, _ in groups) // _ELEMENT, device=device)
+    trials = [trial for shape, group in groups.items() for trial in _trials(shape, group, buffer, sizes)]
+    for trial in trials:
+        step("warming up")
+        for _ in range(_WARM_UP):
+            trial.ms.append(_measured(trial, device))
+    estimates = slowest([min(trial.ms) * trial.transfers for trial in trials], device)
+    for trial, estimate in zip(trials, estimates, strict=True):
+        trial.calls = max(1, min(_MOST_CALLS, round(window_ms / estimate)))
+        trial.ms.clear()
+    for _ in range(repetitions):
+        for trial in trials:
+            step("timing links")
+            trial.ms.append(_measured(trial, device))
+    table = torch.tensor([slowest(trial.ms, device) for trial in trials])
+    for group in groups.values():
+        dist.destroy_process_group(group)
+    sweeps: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
+    for trial, ms in zip(trials, table.median(dim=1).values.tolist(), strict=True):
+        sweeps.setdefault((trial.kind, trial.ranks, trial.stride), []).append((trial.size, ms))
+    return tuple(Link.fitted(*arrangement, points) for arrangement, points in sweeps.items())
+
+
+def count_steps(world_size: int, sizes: Sequence[int], repetitions: int) -> int:
+    """How often [`measure_links`] calls `step`."""
+    shapes = list(arrangements(world_size))
+    sweeps = len(shapes) * (len(KINDS) - 1) + sum(ranks == 2 for ranks, _ in shapes)
+    return sweeps * len(set(sizes)) * (repetitions + 1)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until every rank has come here and its device has done its work."""
+    dist.all_reduce(torch.zeros(1, device=device))
+    finish(device)
+
+
+def finish(device: torch.device) -> None:
+    """Waits until the device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def slowest(values: Sequence[float], device: torch.device) -> list[float]:
+    """The largest of each value over all ranks; collective."""
+    table = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(table, op=dist.ReduceOp.MAX)
+    return table.tolist()
+
+
+def _measured(trial: Trial, device: torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(trial.calls):
+        trial.call()
+    finish(device)
+    return 1e3 * (time.perf_counter() - start) / (trial.calls * trial.transfers)
+
+
+def _own_group(ranks: int, stride: int) -> dist.ProcessGroup:
+    """This rank's group of an arrangement; every rank asks for its own, in one order of arrangements."""
+    rank = dist.get_rank()
+    first = rank - rank % (ranks * stride) + rank % stride
+    members = list(range(first, first + ranks * stride, stride))
+    return dist.new_group(members, use_local_synchronization=True)
+
+
+def _trials(
+    shape: tuple[int, int], group: dist.ProcessGroup, buffer: torch.Tensor, sizes: Sequence[int]
+) -> Iterator[Trial]:
+    ranks, stride = shape
+    for whole in sorted({_rounded(size, ranks) for size in sizes}):
+        for kind in KINDS:
+            if kind == "send" and ranks != 2:
+                continue
+            size = whole // ranks if kind == "all_gather" else whole
+            yield Trial(
+                kind=kind,
+                ranks=ranks,
+                stride=stride,
+                size=size,
+                call=_call(kind, buffer[: size // _ELEMENT], group),
+                transfers=2 if kind == "send" else 1,
+            )
+
+
+def _rounded(size: int, ranks: int) -> int:
+    """The size, up to whole elements for every rank."""
+    unit = _ELEMENT * ranks
+    return -(-size // unit) * unit
+
+
+def _call(kind: str, message: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
+    name, ranks = group.group_name, group.size()
+    if kind == "send":
+        return lambda: _ping_pong(message, group)
+    pieces = [message.numel() // ranks] * ranks if kind == "all_to_all" else []
+    start = {
+        "all_reduce": lambda: _functional.all_reduce(message, "sum", name),
+        "all_gather": lambda: _functional.all_gather_into_tensor(message, ranks, name),
+        "reduce_scatter": lambda: _functional.reduce_scatter_tensor(message, "sum", ranks, name),
+        "all_to_all": lambda: _functional.all_to_all_single(message, pieces, pieces, name),
+    }[kind]
+    return lambda: _functional.wait_tensor(start())
+
+
+def _ping_pong(message: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """There and back, so that a rank's clock sees the way that takes its time at the other rank too."""
+    first = dist.get_rank(group) == 0
+    for operation in (dist.isend, dist.irecv) if first else (dist.irecv, dist.isend):
+        transfer = dist.P2POp(operation, message, group=group, group_peer=int(first))
+        for work in dist.batch_isend_irecv([transfer]):
+            work.wait()
