@@ -76,7 +76,7 @@ def profile_hardware(
     if world_size > 1:
         steps += repetitions + count_steps(world_size, sizes, repetitions)
     links, slowdowns = (), None
-    with _bar(steps, progress) as step:
+    with progress_bar(steps, progress) as step:
         flops = measure_flops(device, repetitions, window_ms, step)
         if world_size > 1:
             slowdowns = measure_overlap(device, repetitions, 5 * window_ms, step)
@@ -217,7 +217,7 @@ def _from_rank_0(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _bar(steps: int, shown: bool) -> Iterator[Step]:
+def progress_bar(steps: int, shown: bool) -> Iterator[Step]:
     """What each step is told to; rank 0 draws a bar of them if it is to be shown."""
     if not (shown and _is_rank_0()):
         yield lambda what: None

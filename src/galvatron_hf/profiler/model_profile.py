@@ -7,10 +7,18 @@ Importing this module needs neither torch nor transformers.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+from galvatron_hf.plan_json import write_file
 from galvatron_hf.planner.shapes import WeightShape
+from galvatron_hf.profiler.hardware_profile import HardwareProfile
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,3 +137,58 @@ class ModelProfile:
     def element_bytes(self) -> int:
         """Bytes of one element of an activation."""
         return {"fp32": 4, "bf16": 2}[self.dtype]
+
+    @classmethod
+    def from_json(cls, source: str | os.PathLike | Mapping[str, Any]) -> ModelProfile:
+        """
+        Reads a profile.
+
+        Args:
+            source (`str`, `os.PathLike` or `Mapping`): The path of a JSON file, JSON text, or the parsed object.
+
+        Raises:
+            ValueError: in one sentence, for anything that is not a profile.
+        """
+        from galvatron_hf.profiler.model_json import read_profile
+
+        return read_profile(source)
+
+    def to_json(self, path: str | os.PathLike | None = None) -> str:
+        """The profile as JSON text; also written to `path` if given."""
+        from galvatron_hf.profiler.model_json import write_profile
+
+        text = write_profile(self)
+        if path is not None:
+            write_file(path, text)
+        return text
+
+    @classmethod
+    def from_config(
+        cls,
+        config: PreTrainedConfig | str | os.PathLike,
+        hardware: HardwareProfile,
+        dtype: str = "bf16",
+        **options: Any,
+    ) -> ModelProfile:
+        """
+        Counts a model's work from its configuration, without weights and without a device.
+
+        Args:
+            config (`PreTrainedConfig`, `str` or `os.PathLike`): The configuration, its file or the folder of it.
+            hardware ([`HardwareProfile`]): Its rate of matrix products tells the times.
+            dtype (`str`, defaults to `"bf16"`): In which layers compute: "fp32" or "bf16".
+            **options: Of [`~profiler.tracing.profile_from_config`].
+
+        Raises:
+            ValueError: in one sentence, for a model that the runtime does not know.
+        """
+        from galvatron_hf.profiler.tracing import profile_from_config, read_config
+
+        return profile_from_config(read_config(config), hardware, dtype, **options)
+
+    @classmethod
+    def from_galvatron(cls, folder: str | os.PathLike, **options: Any) -> ModelProfile:
+        """Reads a folder of Galvatron's own JSON, see [`galvatron_hf.profiler.model_galvatron`]."""
+        from galvatron_hf.profiler.model_galvatron import read_galvatron_model
+
+        return read_galvatron_model(folder, **options)

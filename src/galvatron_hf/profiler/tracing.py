@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from galvatron_hf.parallel.sharding import DTYPES
 from galvatron_hf.parallel.vocabulary import CHUNK_TOKENS
@@ -63,9 +64,20 @@ def profile_from_config(
     max_degree: int = 64,
     efficiency: float = EFFICIENCY,
 ) -> ModelProfile:
-    """See [`ModelProfile.from_config`]."""
+    """
+    Counts a model's work from its configuration, see [`ModelProfile.from_config`].
+
+    Args:
+        config (`PreTrainedConfig`): Of a causal language model of a family that the runtime knows.
+        hardware ([`HardwareProfile`]): Its rate of matrix products tells the times.
+        dtype (`str`): In which layers compute.
+        length (`int`, *optional*): Of the longest documents; 4,096 or as many positions as the model has by default.
+        packed (`bool`, defaults to `True`): Whether micro-batches are packed documents, or rows without padding.
+        max_degree (`int`, defaults to 64): Most tensor and Ulysses ranks of a layer.
+        efficiency (`float`, *optional*): What layers reach of the rate of matrix products.
+    """
     model = empty_model(config)
-    longest = _positions(model)
+    longest = positions(model)
     length = min(length or 4096, longest or sys.maxsize)
     if dtype not in hardware.flops_per_s:
         raise ValueError(
@@ -73,7 +85,8 @@ def profile_from_config(
             f"{', '.join(sorted(hardware.flops_per_s))}, or profile the machine."
         )
     flops = hardware.flops_per_s[dtype] * efficiency
-    bandwidth = BANDWIDTHS.get(hardware.name, flops / FLOPS_PER_BYTE)
+    named = (rate for name, rate in BANDWIDTHS.items() if name in hardware.name)
+    bandwidth = next(named, flops / FLOPS_PER_BYTE)
     speed = Speed(flops_per_ms=flops / 1e3, bytes_per_ms=bandwidth / 1e3)
     counts = CountedModel(model, DTYPES[dtype], length, packed)
     times = counts.times(max_degree, speed)
@@ -89,8 +102,27 @@ def profile_from_config(
             "times": f"counted FLOPs at {efficiency:g} of the rate of matrix products and other operations' bytes at "
             f"{bandwidth / 1e9:,.0f} GB/s; nothing was measured",
         },
-        made={"length": str(length), "packed": str(packed).lower()},
+        made=describe(length, packed),
     )
+
+
+def read_config(source: PreTrainedConfig | str | os.PathLike) -> PreTrainedConfig:
+    """A configuration, or that of a folder or a `config.json`.
+
+    Raises:
+        ValueError: in one sentence, if there is none.
+    """
+    if isinstance(source, PreTrainedConfig):
+        return source
+    if not os.path.exists(source):
+        raise ValueError(f"{str(source)!r} is no folder and no file: give a folder with a config.json, or the file.")
+    try:
+        return AutoConfig.from_pretrained(source, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        problem = " ".join(str(error).split())[:120]
+        raise ValueError(
+            f"{str(source)!r} has no configuration that transformers knows ({problem}); give a config.json."
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +171,7 @@ def profile_of(
         embedding=EndProfile(weights=shape.embedding, times=times.embedding, **ends["embedding"]),
         head=EndProfile(weights=_head_weights(shape), times=times.head, **ends["head"]),
         tied=shape.tied,
-        max_length=_positions(model),
+        max_length=positions(model),
         optimizer_ms_per_element=optimizer_ms_per_element,
         assumed=assumed,
         made=made,
@@ -297,6 +329,11 @@ class CountedModel:
         return found
 
 
+def describe(length: int, packed: bool) -> dict[str, str]:
+    """What was looked at, as a profile's `made` has it."""
+    return {"longest document": f"{length} tokens", "micro-batches": "packed" if packed else "rows"}
+
+
 def _line(short: float, long: float, few: int, many: int) -> tuple[float, float]:
     """Slope and rest of the line through two points; neither is negative."""
     slope = max(0.0, (long - short) / (many - few))
@@ -309,6 +346,7 @@ def _fit(whole: float, halves: float, length: int) -> TimeFit:
     return TimeFit(per_token=(whole - per_square * length * length) / length, per_square=per_square)
 
 
-def _positions(model: PreTrainedModel) -> int | None:
+def positions(model: PreTrainedModel) -> int | None:
+    """How many the model has; None if it has no end of them."""
     config = model.base_model.config
     return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
