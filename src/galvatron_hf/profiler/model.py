@@ -5,15 +5,19 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
+import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import transformers
 from transformers import PreTrainedModel
 
 from galvatron_hf.data.cost import fit_relative
@@ -90,9 +94,9 @@ def profile_model(
     """
     Measures forward and backward of a model's parts under each tensor degree, as the runtime computes them.
 
-    Only the configuration of `model` is looked at: its parts are made anew, one layer of each kind, with the weights of
-    one tensor rank and nobody to communicate with. Bytes are counted, not measured. Under a process group every rank
-    measures at the same time, which loads the machine as training does, and the slowest counts.
+    Only the configuration of `model` is looked at: its parts are made anew, one layer of each kind, with the weights
+    of one tensor rank and nobody to communicate with. Bytes are counted, not measured. Under a process group every
+    rank measures at the same time, which loads the machine as training does, and the slowest counts.
 
     Args:
         model ([`PreTrainedModel`]): A causal language model, on any device, meta too; it stays as it is.
@@ -114,16 +118,17 @@ def profile_model(
     """
     check_choice("dtype", dtype, ("fp32", "bf16"))
     check_number("seconds", seconds, positive=True)
-    world = dist.get_world_size() if dist.is_initialized() else 8
-    max_degree = max_degree or world
+    made = circumstances(
+        model, dtype=dtype, device=device, tokens=tokens, length=length, packed=packed, max_degree=max_degree
+    )
+    max_degree = max_degree or _default_degree()
     check_int("max_degree", max_degree, high=1 << 20)
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _default_device(device)
     most = positions(model) or sys.maxsize
     tokens = tokens or min(DEFAULT_TOKENS, most)
     length = min(length or tokens, tokens, most)
     for name, value in (("tokens", tokens), ("length", length)):
         check_int(name, value, high=1 << 40)
-    made = machine(device)
     counted = CountedModel(model, DTYPES[dtype], length, packed)
     measured = _Measured(counted, device, tokens, length, max_degree)
     found, stretch = measured.run(seconds, progress)
@@ -151,6 +156,45 @@ def profile_model(
 
     text = on_every_rank(build)
     return ModelProfile.from_json(gather_objects(text)[0] if dist.is_initialized() else text)
+
+
+def circumstances(
+    model: PreTrainedModel,
+    *,
+    dtype: str = "fp32",
+    device: torch.device | str | None = None,
+    tokens: int | None = None,
+    length: int | None = None,
+    packed: bool = True,
+    max_degree: int | None = None,
+    **others: Any,
+) -> dict[str, str]:
+    """What a measurement depends on, as a profile's `made` has it; collective, and the same on every rank."""
+    asked = {"tokens": tokens, "length": length, "packed": packed, "max_degree": max_degree or _default_degree()}
+    return machine(_default_device(device)) | {
+        "configuration": config_digest(model),
+        "format": dtype,
+        "asked for": ", ".join(f"{name} {value}" for name, value in asked.items()),
+        "ranks": str(dist.get_world_size() if dist.is_initialized() else 1),
+        "transformers": transformers.__version__,
+    }
+
+
+def config_digest(model: PreTrainedModel) -> str:
+    """16 hexadecimal digits that tell configurations of models apart, whatever their names and weights."""
+    config = model.config.to_dict()
+    for name in ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype"):
+        config.pop(name, None)
+    text = json.dumps([type(model).__name__, config], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _default_device(device: torch.device | str | None) -> torch.device:
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _default_degree() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 8
 
 
 class _Measured:

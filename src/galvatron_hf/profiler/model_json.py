@@ -22,7 +22,7 @@ T = TypeVar("T")
 _MAX = 1 << 40
 _WEIGHT = ("shape", "cut", "used_in_part", "heads")
 _STRATEGY = ("tensor", "megatron_sp", "ulysses")
-_LAYER_BYTES = ("saved_bytes", "working_bytes")
+_LAYER_BYTES = ("saved_bytes", "working_bytes", "recompute_bytes")
 _END_BYTES = ("saved_bytes", "saved_fixed_bytes", "working_bytes", "working_fixed_bytes")
 
 

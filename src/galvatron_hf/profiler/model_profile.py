@@ -66,6 +66,7 @@ class LayerProfile:
             layer's tensor and Ulysses ranks share, on one of them, by (tensor, megatron_sp, ulysses).
         working_bytes (`Mapping`): beside these, at most, while its forward or backward runs; likewise. Without weights
             and their gradients; with the gradients that go in and out.
+        recompute_bytes (`Mapping`): kept under full recompute, likewise; where nothing is said, the layer's input.
         regions (`int`): tensor regions, each entered and left once.
         saves_after_last_region (`bool`): see [`~planner.shapes.ModelShape`].
     """
@@ -74,6 +75,7 @@ class LayerProfile:
     times: Mapping[int, Times]
     saved_bytes: Mapping[tuple[int, bool, int], float]
     working_bytes: Mapping[tuple[int, bool, int], float] = field(default_factory=dict)
+    recompute_bytes: Mapping[tuple[int, bool, int], float] = field(default_factory=dict)
     regions: int = 2
     saves_after_last_region: bool = False
 
@@ -88,8 +90,8 @@ class EndProfile:
         saved_bytes (`Mapping[int, float]`): for each token that the tensor ranks share, on one of them, by their
             number.
         working_bytes (`Mapping[int, float]`): beside these for each token, as long as forward or backward runs.
-        saved_fixed_bytes, working_fixed_bytes (`Mapping[int, float]`): beside these, whatever the number of tokens: the
-            head keeps the gradient of its weight, and works on the logits of 1,024 tokens at a time.
+        saved_fixed_bytes, working_fixed_bytes (`Mapping[int, float]`): beside these, whatever the number of tokens:
+            the head keeps the gradient of its weight, and works on the logits of 1,024 tokens at a time.
     """
 
     weights: tuple[WeightShape, ...]

@@ -192,14 +192,14 @@ class LoneParts:
     def layers(self, batch: MicroBatch) -> list[Part]:
         """One for each layer."""
         captured = self._capture(batch)
-        return [self._layer(index, batch, captured[index]) for index in range(len(self.rank.blocks))]
+        return [self._layer(index, batch, *captured[index]) for index in range(len(self.rank.blocks))]
 
-    def _capture(self, batch: MicroBatch) -> list[dict]:
+    def _capture(self, batch: MicroBatch) -> list[tuple[tuple, dict]]:
         """What the base model gives to each of its layers beside hidden states."""
-        captured: list[dict] = []
+        captured: list[tuple[tuple, dict]] = []
 
-        def keep(hidden: torch.Tensor, **kwargs) -> torch.Tensor:
-            captured.append(kwargs)
+        def keep(hidden: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+            captured.append((args, kwargs))
             return hidden
 
         layers = [block.layer for block in self.rank.blocks]
@@ -214,12 +214,12 @@ class LoneParts:
                 layer.forward = forward
         return captured
 
-    def _layer(self, index: int, batch: MicroBatch, kwargs: dict) -> Part:
+    def _layer(self, index: int, batch: MicroBatch, args: tuple, kwargs: dict) -> Part:
         block = self.rank.blocks[index]
         hidden = self._states(block.rectangle(batch).shape)
         shared = tuple(
             tensor
-            for value in kwargs.values()
+            for value in (*args, *kwargs.values())
             for tensor in (value if isinstance(value, tuple) else (value,))
             if isinstance(tensor, torch.Tensor)
         )
@@ -228,7 +228,7 @@ class LoneParts:
             source, block.source = block.source, block.layout  # nothing is moved on the way in
             try:
                 with self.rank.current.of(batch):
-                    output = block.layer(hidden, **kwargs)
+                    output = block.layer(hidden, *args, **kwargs)
             finally:
                 block.source = source
             return output if isinstance(output, torch.Tensor) else output[0]
@@ -289,7 +289,7 @@ class LoneParts:
 
 
 def _give_back(attention_of: Block | None, hidden_states: torch.Tensor, *args, **kwargs):
-    """What a region returns, when it does nothing; attention returns its weights too, and must have asked for bounds."""
+    """What a region that does nothing returns; attention returns a pair, and must have asked for bounds."""
     if attention_of is None:
         return hidden_states
     attention_of.document_bounds()
