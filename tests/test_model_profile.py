@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig
@@ -73,8 +74,10 @@ def test_layers_of_one_kind_are_found_by_shape_and_settings():
 
 
 def test_shapes_of_a_model_without_memory_are_those_of_the_closed_form():
-    config = LlamaConfig(vocab_size=97, hidden_size=32, intermediate_size=40, num_hidden_layers=3)
-    config.update({"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4, "tie_word_embeddings": True})
+    heads = dict(num_attention_heads=8, num_key_value_heads=2, head_dim=4)
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=40, num_hidden_layers=3, tie_word_embeddings=True, **heads
+    )
     expected = ModelShape.llama(
         vocab=97, hidden=32, intermediate=40, layers=3, heads=8, kv_heads=2, head_dim=4, tied=True
     )
@@ -134,8 +137,15 @@ def test_saved_bytes_are_the_closed_form_of_llama():
 @pytest.mark.parametrize("tensor", [1, 2, 8])
 def test_flops_are_the_closed_form_of_llama(tensor):
     hidden, intermediate, heads, dim = 64, 96, 8, 16
-    config = LlamaConfig(vocab_size=256, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=2)
-    config.update({"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": dim})
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=dim,
+    )
     counts = CountedModel(empty_model(config), torch.bfloat16, TOKENS, packed=True)
     products = 2 * TOKENS * (4 * hidden * heads * dim + 3 * hidden * intermediate) // tensor
     scores = TOKENS**2 * heads * dim // tensor  # one of both products, without what the causal mask leaves out
@@ -152,7 +162,8 @@ def test_most_bytes_alive_are_counted_step_by_step():
     counts = count(Part(run=lambda: given.exp().sin(), input=given, modules=()))
     assert counts.saved_bytes == 4000  # what exp left: its own result, and sin's input
     # The input, both results, the gradient that comes, the cosine, and their product.
-    assert counts.peak_bytes == 6 * 4000
+    assert counts.backward_peak_bytes == 6 * 4000
+    assert counts.forward_peak_bytes == 3 * 4000
     assert counts.forward.moved_bytes == 2 * 2 * 4000
 
 
@@ -163,7 +174,9 @@ def test_the_head_keeps_its_weight_gradient_and_works_on_a_chunk():
     # The norm keeps its input, what it normalised and the root; the loss keeps the gradient of its input.
     assert ends["saved_bytes"][1] == token * (3 * hidden + 1)
     assert ends["saved_fixed_bytes"][1] == token * hidden * VOCABULARY
-    assert ends["working_fixed_bytes"][1] >= token * 1024 * VOCABULARY
+    logits = token * 1024 * VOCABULARY
+    assert logits < ends["working_fixed_bytes"][1] < 4 * logits
+    assert token * hidden < ends["working_bytes"][1] < 8 * token * hidden
 
 
 def test_a_large_model_is_profiled_from_its_configuration_within_half_a_minute():
@@ -287,7 +300,7 @@ def change(path: str, value) -> Callable[[dict], None]:
         ("kinds.0.times.0.forward.per_token", -1.0, "write a number of 0 or more"),
         ("kinds.0.times.0.forward.per_token", "1", "write one such as 1.5"),
         ("kinds.0.bytes.0.saved_bytes", None, "write one such as 1.5"),
-        ("kinds.0.weights.0.cut", 5, "use 1"),
+        ("kinds.0.weights.2.cut", 5, "use 1"),
         ("head.surprise", 1, "remove it or use one of"),
         ("made", {"host": 1}, "write {}"),
     ],
@@ -304,11 +317,12 @@ def test_what_is_no_profile_is_refused_in_one_sentence(path, value, sentence):
 def test_galvatrons_figures_come_out_as_they_were_recorded():
     profile = ModelProfile.from_galvatron(GALVATRON)
     recorded = json.loads((GALVATRON / "model" / "computation_profiling_bf16_llama2-7b_all.json").read_text())
-    for batch in range(1, 13):
-        forward = profile.kinds[0].times[1].forward.ms(batch * 2048, 0)
-        assert forward / batch == pytest.approx(recorded[f"layertype_0_bsz{batch}_seq2048"], rel=0.03)
-        ends = sum(end.times[1].forward.ms(batch * 2048, 0) for end in (profile.embedding, profile.head))
-        assert ends / batch == pytest.approx(recorded[f"layertype_other_bsz{batch}_seq2048"], rel=0.2)
+    batch = np.arange(1, 13)
+    for kind, parts in (("0", profile.kinds), ("other", (profile.embedding, profile.head))):
+        total = batch * [recorded[f"layertype_{kind}_bsz{size}_seq2048"] for size in batch]
+        line = np.polyval(np.polyfit(batch, total, 1), batch)
+        fitted = [sum(part.times[1].forward.ms(size * 2048, 0) for part in parts) for size in batch]
+        assert fitted == pytest.approx(line.tolist(), rel=1e-6)
     assert (profile.hidden, profile.heads, profile.head_dim, len(profile.layers)) == (4096, 32, 128, 32)
     layer = profile.kinds[0]
     assert layer.saved_bytes[4, True, 1] * 2048 / 2**20 == pytest.approx(136.885498046875)
@@ -351,6 +365,6 @@ def test_the_command_counts_for_a_cluster_and_measures_here(tmp_path, capsys):
     measured = ["--device", "cpu", "--dtype", "fp32", "--seconds", "0.2", "--tokens", "32"]
     assert main([*arguments, *measured]) == 0
     text = capsys.readouterr().out
-    assert "head and loss" in text and "AdamW" in text
+    assert "head, loss" in text and "AdamW" in text
     assert main(["profile-model", "--model", str(tmp_path / "nothing")]) == 1
     assert "no folder and no file" in capsys.readouterr().err

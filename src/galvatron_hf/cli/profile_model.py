@@ -92,16 +92,17 @@ def show(profile: ModelProfile) -> None:
     """Prints a profile for people."""
     console = Console(soft_wrap=True, highlight=False)
     console.print(
-        f"{profile.name}, {profile.dtype}: {len(profile.layers)} layers of {len(profile.kinds)} kinds", markup=False
+        f"{profile.name}, {profile.dtype}: {len(profile.layers)} layers, of {len(profile.kinds)} kinds", markup=False
     )
-    table = Table("part", "tensor", "forward ms", "backward ms", "errors of the fits", "kept KiB/token")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = Table("part", "tensor", "forward ms", "backward ms", "fit errors", "kept KiB/token")
+    for column in table.columns:
+        column.no_wrap = True
+        column.justify = "left" if column is table.columns[0] else "right"
     for index, kind in enumerate(profile.kinds):
         saved = {tensor: kind.saved_bytes.get((tensor, tensor > 1, 1)) for tensor in kind.times}
-        _rows(table, f"layer kind {index}", kind.times, saved)
+        _rows(table, f"layer {index}", kind.times, saved)
     _rows(table, "embedding", profile.embedding.times, profile.embedding.saved_bytes)
-    _rows(table, "head and loss", profile.head.times, profile.head.saved_bytes)
+    _rows(table, "head, loss", profile.head.times, profile.head.saved_bytes)
     console.print(table)
     console.print("times of one document of 1,024 tokens; what tensor ranks keep is that under Megatron-SP")
     console.print(f"AdamW: {1e9 * profile.optimizer_ms_per_element:.3g} ms for 10^9 elements of a rank")

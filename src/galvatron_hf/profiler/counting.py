@@ -66,14 +66,20 @@ class Counts:
         forward, backward ([`Work`]): of the passes.
         saved_bytes (`int`): that autograd keeps from the forward to the backward, storage by storage, without weights
             and without what all parts share.
-        peak_bytes (`int`): most bytes alive at once from the forward's begin to the backward's end, with the part's
+        forward_peak_bytes, backward_peak_bytes (`int`): most bytes alive at once while either runs, with the part's
             input, without weights and their gradients.
     """
 
     forward: Work
     backward: Work
     saved_bytes: int
-    peak_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+
+    @property
+    def working_bytes(self) -> int:
+        """Most bytes alive beside those that are saved."""
+        return max(self.forward_peak_bytes, self.backward_peak_bytes) - self.saved_bytes
 
 
 class _Counter(TorchDispatchMode):
@@ -121,12 +127,17 @@ class _Counter(TorchDispatchMode):
         """Says that the tensor's memory was never to be counted."""
         self._gradients.add(self._numbers.get(_key(tensor)))
 
-    def peak_bytes(self) -> int:
-        """Most bytes that were alive at once."""
+    @property
+    def moment(self) -> int:
+        """Stands for now in [`_Counter.peak_bytes`]."""
+        return len(self._events)
+
+    def peak_bytes(self, begin: int, end: int) -> int:
+        """Most bytes that were alive at once between two moments."""
         now = peak = 0
-        for number, size in self._events:
+        for place, (number, size) in enumerate(self._events[:end]):
             now += 0 if number in self._gradients else size
-            peak = max(peak, now)
+            peak = max(peak, now) if place >= begin else 0
         return peak
 
 
@@ -173,8 +184,9 @@ def count(part: Part) -> Counts:
             counter.note(part.input)
         with counter:
             output, saved_bytes = saved_tensors(part)
-            forward = counter.work
+            forward, between = counter.work, counter.moment
             output.backward(torch.ones_like(output))
+            end = counter.moment
     finally:
         for hook in hooks:
             hook.remove()
@@ -183,5 +195,6 @@ def count(part: Part) -> Counts:
         forward=forward,
         backward=counter.work - forward,
         saved_bytes=saved_bytes,
-        peak_bytes=counter.peak_bytes(),
+        forward_peak_bytes=counter.peak_bytes(0, between),
+        backward_peak_bytes=counter.peak_bytes(between, end),
     )

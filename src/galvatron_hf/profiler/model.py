@@ -129,6 +129,23 @@ def profile_model(
     length = min(length or tokens, tokens, most)
     for name, value in (("tokens", tokens), ("length", length)):
         check_int(name, value, high=1 << 40)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        return _profile(model, dtype, device, tokens, length, packed, max_degree, seconds, progress, made)
+
+
+def _profile(
+    model: PreTrainedModel,
+    dtype: str,
+    device: torch.device,
+    tokens: int,
+    length: int,
+    packed: bool,
+    max_degree: int,
+    seconds: float,
+    progress: bool,
+    made: dict[str, str],
+) -> ModelProfile:
+    """What [`profile_model`] gives, for arguments that are right."""
     counted = CountedModel(model, DTYPES[dtype], length, packed)
     measured = _Measured(counted, device, tokens, length, max_degree)
     found, stretch = measured.run(seconds, progress)

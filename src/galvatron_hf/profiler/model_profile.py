@@ -89,9 +89,10 @@ class EndProfile:
         times (`Mapping[int, Times]`): by tensor degree.
         saved_bytes (`Mapping[int, float]`): for each token that the tensor ranks share, on one of them, by their
             number.
-        working_bytes (`Mapping[int, float]`): beside these for each token, as long as forward or backward runs.
-        saved_fixed_bytes, working_fixed_bytes (`Mapping[int, float]`): beside these, whatever the number of tokens:
-            the head keeps the gradient of its weight, and works on the logits of 1,024 tokens at a time.
+        saved_fixed_bytes (`Mapping[int, float]`): kept beside these, whatever the number of tokens: the head keeps the
+            gradient of its weight, unless several micro-batches are in flight.
+        working_bytes, working_fixed_bytes (`Mapping[int, float]`): what forward or backward needs beside what is kept:
+            the larger of the one for each token and of the other, the logits of 1,024 tokens in all their forms.
     """
 
     weights: tuple[WeightShape, ...]

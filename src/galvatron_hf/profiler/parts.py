@@ -44,6 +44,7 @@ def empty_model(config: PreTrainedConfig, family: type[PreTrainedModel] | None =
                     f"transformers has no causal language model for a {type(config).__name__} "
                     f"({' '.join(str(error).split())[:80]}); give the configuration of one."
                 ) from None
+    model.tie_weights()  # making parameters empty has made two of a tied one
     return model.train()
 
 

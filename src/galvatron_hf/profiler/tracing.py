@@ -88,6 +88,24 @@ def profile_from_config(
     named = (rate for name, rate in BANDWIDTHS.items() if name in hardware.name)
     bandwidth = next(named, flops / FLOPS_PER_BYTE)
     speed = Speed(flops_per_ms=flops / 1e3, bytes_per_ms=bandwidth / 1e3)
+    assumed = {
+        **hardware.assumed,
+        "times": f"counted FLOPs at {efficiency:g} of the rate of matrix products and other operations' bytes at "
+        f"{bandwidth / 1e9:,.0f} GB/s; nothing was measured",
+    }
+    with torch.random.fork_rng(devices=[]):
+        return _counted_profile(model, dtype, speed, length, packed, max_degree, assumed)
+
+
+def _counted_profile(
+    model: PreTrainedModel,
+    dtype: str,
+    speed: Speed,
+    length: int,
+    packed: bool,
+    max_degree: int,
+    assumed: dict[str, str],
+) -> ModelProfile:
     counts = CountedModel(model, DTYPES[dtype], length, packed)
     times = counts.times(max_degree, speed)
     return profile_of(
@@ -97,11 +115,7 @@ def profile_from_config(
         times,
         max_degree=max_degree,
         optimizer_ms_per_element=ADAM_BYTES / speed.bytes_per_ms,
-        assumed={
-            **hardware.assumed,
-            "times": f"counted FLOPs at {efficiency:g} of the rate of matrix products and other operations' bytes at "
-            f"{bandwidth / 1e9:,.0f} GB/s; nothing was measured",
-        },
+        assumed=assumed,
         made=describe(length, packed),
     )
 
@@ -246,7 +260,7 @@ class CountedModel:
         for strategy in self.strategies(max_degree):
             counts = self.layers(strategy, self.length, self.length)
             found[strategy.tensor, strategy.megatron_sp, strategy.ulysses] = [
-                (each.saved_bytes / self.length, (each.peak_bytes - each.saved_bytes) / self.length) for each in counts
+                (each.saved_bytes / self.length, each.working_bytes / self.length) for each in counts
             ]
         return found
 
@@ -321,10 +335,11 @@ class CountedModel:
             for name, values in found.items():
                 short, long = few[name], many[name]
                 saved = _line(short.saved_bytes, long.saved_bytes, first, second)
-                working = _line(
-                    short.peak_bytes - short.saved_bytes, long.peak_bytes - long.saved_bytes, first, second
-                )
-                for field, value in zip(fields, (*saved, *working), strict=True):
+                # Forward needs the larger of what a chunk needs and what all tokens do, backward the latter.
+                chunk = short.forward_peak_bytes - short.saved_bytes
+                growth = (long.forward_peak_bytes - long.saved_bytes - chunk) / (second - first)
+                each = max(growth, (long.backward_peak_bytes - long.saved_bytes) / second)
+                for field, value in zip(fields, (*saved, each, chunk), strict=True):
                     values[field][tensor] = value
         return found
 
