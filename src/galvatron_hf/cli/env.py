@@ -34,7 +34,13 @@ def environment() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from galvatron_hf.profiler.machine import cpu_quota, device_memory_bytes, device_name, package_version
+    from galvatron_hf.profiler.machine import (
+        cpu_quota,
+        device_memory_bytes,
+        device_name,
+        package_version,
+        usable_cores,
+    )
 
     cpu = torch.device("cpu")
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -44,7 +50,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": device_name(cpu),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "cpu quota": None if quota is None else quota[0],
         "threads": torch.get_num_threads(),
         "memory GiB": round(device_memory_bytes(cpu, 1) / 2**30, 1),

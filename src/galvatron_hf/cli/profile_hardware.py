@@ -33,7 +33,13 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--json", action="store_true", help="print the profile as JSON and not as a table")
     parser.add_argument("--sizes", metavar="SIZE,...", help="bytes of the messages to time, such as 64KiB,1MiB,16MiB")
     parser.add_argument(
-        "--repetitions", type=int, metavar="N", default=5, help="interleaved measurements of each (default: 5)"
+        "--repetitions",
+        type=int,
+        metavar="N",
+        help="interleaved measurements of each (default: 5, or 3 under a quota)",
+    )
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", default=40.0, help="to time links for, about (default: 40)"
     )
     parser.add_argument("--name", help="of the cluster (default: its size and devices)")
     parser.add_argument("--cpu", action="store_true", help="measure the CPU and gloo where there are GPUs")
@@ -52,6 +58,7 @@ def run(given: argparse.Namespace) -> int:
             name=given.name,
             sizes=sizes,
             repetitions=given.repetitions,
+            seconds=given.seconds,
             progress=True,
         )
         if rank == 0:
@@ -99,7 +106,7 @@ def message_sizes(text: str) -> list[int]:
 def show(profile: HardwareProfile) -> None:
     """Prints a profile for people."""
     console = Console(soft_wrap=True, highlight=False)
-    console.print(f"{profile.name}: {profile.nodes} nodes of {profile.devices_per_node} devices", markup=False)
+    console.print(profile.name, markup=False)
     console.print(f"memory of a device: {profile.memory_bytes / 2**30:.1f} GiB")
     for name, rate in profile.flops_per_s.items():
         console.print(f"matrix products, {name}: {rate / 1e12:.3f} TFLOP/s")
@@ -114,7 +121,7 @@ def show(profile: HardwareProfile) -> None:
 
 
 def _links_table(links: tuple[Link, ...]) -> Table:
-    table = Table("collective", "ranks", "stride", "latency ms", "GB/s", "error of the fit", "measured")
+    table = Table("collective", "ranks", "stride", "latency ms", "GB/s", "error of fit")
     for column in table.columns[1:]:
         column.justify = "right"
     for column in table.columns:
@@ -127,6 +134,5 @@ def _links_table(links: tuple[Link, ...]) -> Table:
             f"{link.latency_ms:.3f}",
             f"{link.bytes_per_s / 1e9:.2f}",
             f"{link.error:.1%}" if link.points else "",
-            f"{len(link.points)} sizes" if link.points else "",
         )
     return table

@@ -41,7 +41,7 @@ def measure_flops(device: torch.device, repetitions: int, window_ms: float, step
     return found
 
 
-def measure_overlap(device: torch.device, repetitions: int, window_ms: float, step: Step) -> tuple[float, float]:
+def measure_overlap(device: torch.device, repetitions: int, window_ms: float, step: Step) -> dict[str, float]:
     """
     How much longer matrix products take beside all-reduces over the world, and the other way round; collective.
 
@@ -51,7 +51,7 @@ def measure_overlap(device: torch.device, repetitions: int, window_ms: float, st
         window_ms (`float`): how long each of both takes alone, about.
 
     Returns:
-        `tuple[float, float]`: of computing and of communicating, at least 1.
+        `dict[str, float]`: times as long, at least 1, of "computing" and of "communicating".
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     product = _Products(_PRODUCT_SIZE[device.type], dtype, device)
@@ -73,7 +73,7 @@ def measure_overlap(device: torch.device, repetitions: int, window_ms: float, st
     table = [slowest(row, device) for row in rows]
     computing = statistics.median(row[1] / row[0] for row in table)
     communicating = statistics.median(row[3] / row[2] for row in table)
-    return max(1.0, computing), max(1.0, communicating)
+    return {"computing": max(1.0, computing), "communicating": max(1.0, communicating)}
 
 
 class _Products:

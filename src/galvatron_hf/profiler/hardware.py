@@ -9,7 +9,7 @@ import datetime
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ SIZES = {
 }
 FILE_NAME = "hardware.json"
 _WINDOW_MS = 10.0
+_OVERLAP_MS = 50.0
 _NUMBER_FORMATS = 2
 
 
@@ -39,7 +40,8 @@ def profile_hardware(
     device: torch.device | str | None = None,
     name: str | None = None,
     sizes: Sequence[int] | None = None,
-    repetitions: int = 5,
+    repetitions: int | None = None,
+    seconds: float = 40.0,
     progress: bool = False,
 ) -> HardwareProfile:
     """
@@ -53,7 +55,9 @@ def profile_hardware(
             group can use it, else the CPU.
         name (`str`, *optional*): of the cluster.
         sizes (`Sequence[int]`, *optional*): bytes of the messages to time; those of `SIZES` if absent.
-        repetitions (`int`, defaults to 5): interleaved measurements, of which the median counts.
+        repetitions (`int`, *optional*): interleaved measurements, of which the median counts; if absent 5, and 3 where
+            a CPU quota makes each of them long.
+        seconds (`float`, defaults to 40): after which, about, timing links ends with fewer repetitions.
         progress (`bool`, defaults to `False`): whether rank 0 shows a bar.
 
     Returns:
@@ -64,41 +68,30 @@ def profile_hardware(
     """
     begun = time.perf_counter()
     device = torch.device(device) if device is not None else _default_device()
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    local_world_size = local_world_size or world_size
+    nodes, devices_per_node = _nodes(local_world_size)
+    world_size = nodes * devices_per_node
     sizes = tuple(sizes) if sizes is not None else SIZES[device.type]
-    _check_arguments(world_size, local_world_size, sizes, repetitions)
-    # A group that may use half a core uses a whole one until its period's share is spent, and then stands still: only
-    # what lasts as long as a period shows the rate that it keeps up.
-    quotas = [quota for quota in _gathered(cpu_quota()) if quota is not None]
-    window_ms = max([_WINDOW_MS, *(1e3 * period for share, period in quotas)])
-    steps = _NUMBER_FORMATS
-    if world_size > 1:
-        steps += repetitions + count_steps(world_size, sizes, repetitions)
-    links, slowdowns = (), None
+    window_ms = _window_ms()
+    if repetitions is None:
+        repetitions = 5 if window_ms == _WINDOW_MS else 3
+    _check_sweep(sizes, repetitions)
+    steps = _NUMBER_FORMATS + (world_size > 1) * repetitions + count_steps(world_size, sizes, repetitions)
+    links, slowdowns = (), {}
     with progress_bar(steps, progress) as step:
         flops = measure_flops(device, repetitions, window_ms, step)
         if world_size > 1:
-            slowdowns = measure_overlap(device, repetitions, 5 * window_ms, step)
-            links = measure_links(device, sizes, repetitions, window_ms, step)
-    memory_bytes = min(_gathered(device_memory_bytes(device, local_world_size)))
-    made = machine(device)
-    overlaps = slowdowns is not None and made["backend"] == "nccl"
-    made |= {
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "seconds": f"{time.perf_counter() - begun:.1f}",
-        "sweep": f"{repetitions} x {', '.join(map(str, sizes))} bytes, {window_ms:g} ms each",
-    }
-    if slowdowns is not None:
-        made |= {"slowdown of computing": f"{slowdowns[0]:.3f}", "slowdown of communicating": f"{slowdowns[1]:.3f}"}
+            slowdowns = measure_overlap(device, repetitions, max(window_ms, _OVERLAP_MS), step)
+            links = measure_links(device, sizes, repetitions, window_ms, seconds, step)
+    sweep = f"{repetitions} x {', '.join(map(str, sizes))} bytes, {window_ms:g} ms each"
+    made = machine(device) | _measurement(begun, sweep, slowdowns)
     profile = HardwareProfile(
-        name=name or f"{world_size // local_world_size} x {local_world_size} {made['devices']}",
-        nodes=world_size // local_world_size,
-        devices_per_node=local_world_size,
-        memory_bytes=memory_bytes,
+        name=name or f"{nodes} x {devices_per_node} {made['devices']}",
+        nodes=nodes,
+        devices_per_node=devices_per_node,
+        memory_bytes=min(_gathered(device_memory_bytes(device, devices_per_node))),
         flops_per_s=flops,
         links=links,
-        overlap_slowdown=max(slowdowns) if overlaps else None,
+        overlap_slowdown=max(slowdowns.values()) if slowdowns and made["backend"] == "nccl" else None,
         made=made,
     )
     return HardwareProfile.from_json(_from_rank_0(profile.to_json()))
@@ -109,8 +102,8 @@ def load_or_profile_hardware(folder: str | os.PathLike, **arguments: Any) -> Har
     Reads `hardware.json` of a folder, or measures and writes it; collective as [`profile_hardware`] is.
 
     What was measured is read again only by a world of as many nodes and devices, on the same hosts, with the same
-    devices, CPU limits and threads, backend, PyTorch and release of this package. Otherwise, and if the file is broken,
-    a sentence in the log says why the machine is measured anew.
+    devices, CPU limits and threads, backend, PyTorch and release of this package. Otherwise, and if the file is
+    broken, a sentence in the log says why the machine is measured anew.
 
     Args:
         folder (`str` or `os.PathLike`): of rank 0, made if it is not there.
@@ -118,15 +111,10 @@ def load_or_profile_hardware(folder: str | os.PathLike, **arguments: Any) -> Har
     """
     device = arguments.get("device")
     device = torch.device(device) if device is not None else _default_device()
-    expected = machine(device)
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    local_world_size = arguments.get("local_world_size") or world_size
+    nodes, devices_per_node = _nodes(arguments.get("local_world_size"))
+    expected = machine(device) | {"nodes x devices": f"{nodes} x {devices_per_node}"}
     path = Path(folder) / FILE_NAME
-    text = None
-    if _is_rank_0():
-        expected_shape = world_size // local_world_size, local_world_size
-        text = _usable(path, expected, expected_shape)
-    text = _from_rank_0(text)
+    text = _from_rank_0(_usable(path, expected) if _is_rank_0() else None)
     if text is not None:
         return HardwareProfile.from_json(text)
     profile = profile_hardware(**arguments)
@@ -135,9 +123,7 @@ def load_or_profile_hardware(folder: str | os.PathLike, **arguments: Any) -> Har
             path.parent.mkdir(parents=True, exist_ok=True)
             profile.to_json(path)
         except OSError as error:
-            logger.warning(
-                f"The hardware profile could not be kept in {path} ({error}): it is measured again next time."
-            )
+            logger.warning(f"The hardware profile cannot be kept in {path} ({error}): the next run measures again.")
     return profile
 
 
@@ -150,16 +136,38 @@ def machine(device: torch.device) -> dict[str, str]:
     return merged | {"backend": _backend(device)}
 
 
-def _usable(path: Path, expected: dict[str, str], shape: tuple[int, int]) -> str | None:
+def _window_ms() -> float:
+    """How long a measurement has to last; collective.
+
+    A rank that may use half a core uses a whole one until its period's share is spent, and then stands still: only
+    what lasts as long as a period shows the rate that it keeps up.
+    """
+    quotas = [quota for quota in _gathered(cpu_quota()) if quota is not None]
+    return max([_WINDOW_MS, *(1e3 * period for cores, period in quotas if cores < 1)])
+
+
+def _measurement(begun: float, sweep: str, slowdowns: Mapping[str, float]) -> dict[str, str]:
+    """When, how long and how the machine was measured, and how computing and communicating slow each other down."""
+    return {
+        **{f"slowdown of {what}": f"{much:.3f}" for what, much in slowdowns.items()},
+        "sweep": sweep,
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "seconds": f"{time.perf_counter() - begun:.1f}",
+    }
+
+
+def _usable(path: Path, expected: dict[str, str]) -> str | None:
     """The text of a profile of this machine; None, and a warning if there is a file, when there is none."""
     if not path.exists():
         return None
     try:
         profile = HardwareProfile.from_json(path)
-        found = {name: profile.made.get(name, "unknown") for name in expected}
-        found |= {"nodes x devices": f"{profile.nodes} x {profile.devices_per_node}"}
-        wanted = expected | {"nodes x devices": f"{shape[0]} x {shape[1]}"}
-        different = [f"{name} {found[name]} and not {wanted[name]}" for name in wanted if found[name] != wanted[name]]
+        found = dict(profile.made) | {"nodes x devices": f"{profile.nodes} x {profile.devices_per_node}"}
+        different = [
+            f"{name} {found.get(name, 'unknown')} and not {value}"
+            for name, value in expected.items()
+            if found.get(name) != value
+        ]
         reason = f"is of another machine ({'; '.join(different)})" if different else None
     except ValueError as error:
         reason = f"cannot be used ({error})"
@@ -169,12 +177,19 @@ def _usable(path: Path, expected: dict[str, str], shape: tuple[int, int]) -> str
     return None
 
 
-def _check_arguments(world_size: int, local_world_size: int, sizes: Sequence[int], repetitions: int) -> None:
+def _nodes(local_world_size: int | None) -> tuple[int, int]:
+    """Nodes, and ranks of each."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    local_world_size = world_size if local_world_size is None else local_world_size
     if local_world_size < 1 or world_size % local_world_size:
         raise ValueError(
             f"local_world_size={local_world_size} does not divide {world_size} ranks: profile nodes that have equally "
             "many."
         )
+    return world_size // local_world_size, local_world_size
+
+
+def _check_sweep(sizes: Sequence[int], repetitions: int) -> None:
     if not sizes or any(type(size) is not int or size < 1 for size in sizes) or len(set(sizes)) < 2:
         raise ValueError(f"sizes={list(sizes)}: a fit needs two different numbers of bytes or more; give them.")
     if repetitions < 1:

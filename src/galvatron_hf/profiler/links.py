@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times collectives on the ranks of the world: every arrangement of groups, its groups at the same time.
 
-The calls are those of the runtime: PyTorch's functional collectives, waited for at once, and batched sends. FSDP2's own
-end in the same methods of the process group.
+The calls are those of the runtime: PyTorch's functional collectives, waited for at once, and batched sends. FSDP2's
+own end in the same methods of the process group.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Trial:
 
 
 def measure_links(
-    device: torch.device, sizes: Sequence[int], repetitions: int, window_ms: float, step: Step
+    device: torch.device, sizes: Sequence[int], repetitions: int, window_ms: float, seconds: float, step: Step
 ) -> tuple[Link, ...]:
     """
     Times and fits every kind of collective over every arrangement of the world; collective.
@@ -59,35 +59,44 @@ def measure_links(
         device (`torch.device`): where the messages are.
         sizes (`Sequence[int]`): bytes of the whole message, which is an all-gather's result and any other's input.
         repetitions (`int`): measurements of each; they are interleaved, and the median counts.
-        window_ms (`float`): how long a measurement lasts, by repeating short calls.
+        window_ms (`float`): how long a measurement lasts, by repeating short calls; less if time is short.
+        seconds (`float`): after which, about, it ends with fewer repetitions; one is always done.
         step (`Callable`): told what was done, once for each trial and repetition and once for its warm-up.
 
     Returns:
         `tuple[Link, ...]`: equal on every rank; a measurement is as long as on the rank that took longest.
     """
+    begun = time.perf_counter()
     groups = {shape: _own_group(*shape) for shape in arrangements(dist.get_world_size())}
     # What a trial sends is the beginning of one buffer, whatever it holds.
     buffer = torch.ones(max(_rounded(max(sizes), ranks) for ranks, _ in groups) // _ELEMENT, device=device)
     trials = [trial for shape, group in groups.items() for trial in _trials(shape, group, buffer, sizes)]
-    for trial in trials:
-        step("warming up")
-        for _ in range(_WARM_UP):
-            trial.ms.append(_measured(trial, device))
-    estimates = slowest([min(trial.ms) * trial.transfers for trial in trials], device)
-    for trial, estimate in zip(trials, estimates, strict=True):
-        trial.calls = max(1, min(_MOST_CALLS, round(window_ms / estimate)))
-        trial.ms.clear()
-    for _ in range(repetitions):
+    _warm_up(trials, device, min(window_ms, 1e3 * seconds / (repetitions * len(trials))), step)
+    (warm,) = slowest([time.perf_counter() - begun], device)
+    for done in range(repetitions):
+        (spent,) = slowest([time.perf_counter() - begun], device)
+        if done and spent + (spent - warm) / done > seconds:
+            break
         for trial in trials:
             step("timing links")
             trial.ms.append(_measured(trial, device))
-    table = torch.tensor([slowest(trial.ms, device) for trial in trials])
+    table = torch.tensor([slowest(trial.ms, device) for trial in trials], dtype=torch.float64)
     for group in groups.values():
         dist.destroy_process_group(group)
     sweeps: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
     for trial, ms in zip(trials, table.median(dim=1).values.tolist(), strict=True):
         sweeps.setdefault((trial.kind, trial.ranks, trial.stride), []).append((trial.size, ms))
     return tuple(Link.fitted(*arrangement, points) for arrangement, points in sweeps.items())
+
+
+def _warm_up(trials: Sequence[Trial], device: torch.device, window_ms: float, step: Step) -> None:
+    """Connects the ranks, and chooses how many calls fill a window."""
+    estimates = []
+    for trial in trials:
+        step("warming up")
+        estimates.append(min(_measured(trial, device) for _ in range(_WARM_UP)) * trial.transfers)
+    for trial, estimate in zip(trials, slowest(estimates, device), strict=True):
+        trial.calls = max(1, min(_MOST_CALLS, round(window_ms / estimate)))
 
 
 def count_steps(world_size: int, sizes: Sequence[int], repetitions: int) -> int:
@@ -126,11 +135,18 @@ def _measured(trial: Trial, device: torch.device) -> float:
 
 
 def _own_group(ranks: int, stride: int) -> dist.ProcessGroup:
-    """This rank's group of an arrangement; every rank asks for its own, in one order of arrangements."""
-    rank = dist.get_rank()
-    first = rank - rank % (ranks * stride) + rank % stride
-    members = list(range(first, first + ranks * stride, stride))
-    return dist.new_group(members, use_local_synchronization=True)
+    """This rank's group of an arrangement.
+
+    All ranks make all of its groups: those that only their members make have names that say their ranks and nothing
+    else, and the next group of that name finds in the store what the first has left there.
+    """
+    own = None
+    for start in range(0, dist.get_world_size(), ranks * stride):
+        for first in range(start, start + stride):
+            members = list(range(first, first + ranks * stride, stride))
+            group = dist.new_group(members)
+            own = group if dist.get_rank() in members else own
+    return own
 
 
 def _trials(

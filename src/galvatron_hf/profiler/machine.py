@@ -39,6 +39,14 @@ def device_name(device: torch.device) -> str:
     return next(named, platform.processor() or platform.machine())
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # only Linux tells
+        return os.cpu_count() or 1
+
+
 def cpu_quota() -> tuple[float, float] | None:
     """(CPU seconds per second, seconds of a period) that this process's control groups allow; None without a limit."""
     limits = []
@@ -73,7 +81,7 @@ def identity(device: torch.device) -> dict[str, str]:
     return {
         "host": socket.gethostname(),
         "device": device_name(device),
-        "cores": f"{len(os.sched_getaffinity(0))}" + ("" if quota is None else f", of which {quota[0]:g}"),
+        "cores": str(usable_cores()) + ("" if quota is None else f", of which {quota[0]:g}"),
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
         "galvatron_hf": package_version("galvatron-hf"),
