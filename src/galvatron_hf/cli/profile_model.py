@@ -23,8 +23,8 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         "profile-model",
         help="measure forward, backward and memory of a model's layers on this machine",
         description="Measure the layers and the ends of a model. Weights are not read. Launch it like training, so "
-        "that ranks measure at the same time; by itself it measures one process. With --cluster nothing is measured: work "
-        "and memory are counted, for devices that need not be there.",
+        "that ranks measure at the same time; by itself it measures one process. With --cluster nothing is measured: "
+        "work and memory are counted, for devices that need not be there.",
     )
     parser.add_argument("--model", required=True, metavar="PATH", help="a folder with a config.json, or such a file")
     parser.add_argument("--device", help='what is measured, "cpu" or "cuda" (default: the GPU if there is one)')
