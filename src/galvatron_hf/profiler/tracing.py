@@ -27,9 +27,11 @@ from galvatron_hf.profiler.parts import LoneParts, empty_model, layer_kinds, one
 
 # What a rank reaches in a layer, over what it reaches in a large matrix product by itself.
 EFFICIENCY = 0.85
-# Memory bandwidth in bytes/s by name of a hardware preset, from the makers' data sheets; of others, by FLOPs.
-BANDWIDTHS = {"a100-80g": 2.04e12, "h100": 3.35e12, "h200": 4.8e12, "rtx4090": 1.01e12, "cpu": 1.0e10}
-FLOPS_PER_BYTE = 200.0
+# Memory bandwidth in bytes/s by a device's name, from the makers' data sheets.
+BANDWIDTHS = {"a100": 2.04e12, "h100": 3.35e12, "h200": 4.8e12, "4090": 1.01e12}
+# Of other devices by their fastest products, in FLOPs a byte: those of GPUs, and one core's.
+FLOPS_PER_BYTE = {"gpu": 200.0, "cpu": 20.0}
+CPU_FLOPS = 1e13  # no core reaches as many a second
 ADAM_BYTES = 7 * 4  # AdamW reads a weight, its gradient and two moments, and writes all but the gradient, in fp32
 
 END_TOKENS = (CHUNK_TOKENS, 2 * CHUNK_TOKENS)  # of the traces of embedding and head
@@ -85,8 +87,7 @@ def profile_from_config(
             f"{', '.join(sorted(hardware.flops_per_s))}, or profile the machine."
         )
     flops = hardware.flops_per_s[dtype] * efficiency
-    named = (rate for name, rate in BANDWIDTHS.items() if name in hardware.name)
-    bandwidth = next(named, flops / FLOPS_PER_BYTE)
+    bandwidth = memory_bandwidth(hardware)
     speed = Speed(flops_per_ms=flops / 1e3, bytes_per_ms=bandwidth / 1e3)
     assumed = {
         **hardware.assumed,
@@ -118,6 +119,13 @@ def _counted_profile(
         assumed=assumed,
         made=describe(length, packed),
     )
+
+
+def memory_bandwidth(hardware: HardwareProfile) -> float:
+    """Bytes/s that a device is taken to read and write."""
+    fastest = max(hardware.flops_per_s.values())
+    guess = fastest / FLOPS_PER_BYTE["gpu" if fastest > CPU_FLOPS else "cpu"]
+    return next((rate for name, rate in BANDWIDTHS.items() if name in hardware.name.lower()), guess)
 
 
 def read_config(source: PreTrainedConfig | str | os.PathLike) -> PreTrainedConfig:
@@ -164,7 +172,7 @@ def profile_of(
     bytes_of = counts.layer_bytes(max_degree)
     ends = counts.end_bytes(sorted(times.embedding))
     return ModelProfile(
-        name=getattr(model.config, "name_or_path", "") or model.config.model_type,
+        name=os.path.basename(model.config.name_or_path.rstrip("/")) or model.config.model_type,
         hidden=shape.hidden,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
@@ -209,7 +217,7 @@ class CountedModel:
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, length: int, packed: bool):
         self.small, self.dtype, self.packed = one_of_each(model), dtype, packed
-        self.length = -(-length // 128) * 128  # degrees divide it
+        self.length = -(-length // 128) * 128  # what sequence ranks can share evenly
         self._parts: dict[tuple, LoneParts] = {}
         self._layers: dict[tuple, list[Counts]] = {}
         self._ends: dict[tuple, dict[str, Counts]] = {}
@@ -268,7 +276,8 @@ class CountedModel:
         """Those that fit the model, powers of two."""
         degrees = [2**power for power in range(max_degree.bit_length())]
         for tensor, megatron_sp, ulysses in itertools.product(degrees, (False, True), degrees):
-            if tensor * ulysses > max_degree or (megatron_sp and tensor == 1):
+            ranks = tensor * ulysses
+            if ranks > max_degree or self.length % ranks or (megatron_sp and tensor == 1):
                 continue
             strategy = LayerStrategy(tensor=tensor, megatron_sp=megatron_sp, ulysses=ulysses)
             try:
