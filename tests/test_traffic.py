@@ -14,20 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from equivalence import single_stage
 from galvatron_hf.parallel import attention, vocabulary
 from galvatron_hf.parallel.apply import parallelize
 from galvatron_hf.parallel.collectives import count_collectives
 from galvatron_hf.parallel.mesh import WorldMesh
-from galvatron_hf.parallel.models import DecoderAdapter, Heads, Style, adapter_for
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy
 from galvatron_hf.planner import traffic
 from galvatron_hf.planner.moves import Split, move
-from galvatron_hf.planner.shapes import ModelShape, WeightShape
+from galvatron_hf.planner.shapes import ModelShape
 from galvatron_hf.planner.traffic import Traffic, step_traffic
+from galvatron_hf.profiler.model_shapes import model_shape
 from plans import mixed_plans, uniform, uniform_plans, untied_plans
 from ranks import run_ranks
 from tiny_models import BATCHES, FAMILIES
@@ -40,54 +38,6 @@ from communication import example_table  # noqa: E402
 
 
 S, V = LayerStrategy, VocabularyStrategy
-POST_NORM = ("gemma2", "gemma3")  # families that keep the last region's output for the norm behind it
-
-
-def shape_of(family: str, model: PreTrainedModel) -> ModelShape:
-    """Shapes read off a model and the runtime's own table of its family."""
-    adapter, heads, base = adapter_for(model), Heads.of(model.config), model.base_model
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    tied = head.weight is embedding
-    positions = [base.get_submodule(name).weight for name in adapter.positional]
-    return ModelShape(
-        hidden=model.config.hidden_size,
-        heads=heads.query,
-        kv_heads=heads.key_value,
-        head_dim=heads.dim,
-        layers=tuple(layer_weights(layer, adapter, heads, model) for layer in base.get_submodule(adapter.layers)),
-        embedding=(
-            WeightShape(shape=tuple(embedding.shape), cut=0),
-            *(WeightShape(shape=tuple(weight.shape)) for weight in positions),
-        ),
-        final_norm=tuple(
-            WeightShape(shape=tuple(weight.shape)) for weight in base.get_submodule(adapter.final_norm).parameters()
-        ),
-        head=() if tied else tuple(WeightShape(shape=tuple(weight.shape), cut=0) for weight in head.parameters()),
-        tied=tied,
-        saves_after_last_region=family in POST_NORM,
-    )
-
-
-def layer_weights(layer, adapter: DecoderAdapter, heads: Heads, model: PreTrainedModel) -> tuple[WeightShape, ...]:
-    weights = []
-    for name, weight in layer.named_parameters():
-        owner, parameter = name.rsplit(".", 1)
-        out = int(isinstance(layer.get_submodule(owner), Conv1D) and parameter == "weight")
-        style, fused = adapter.part_style(owner), adapter.fused.get(owner)
-        cut = {Style.COLUMN: out, Style.ROW: 1 - out if parameter == "weight" else None}.get(style)
-        parts = fused.parts if fused else (None,)
-        sizes = fused.sizes(model.config) if fused else (weight.shape[out],)
-        for part, size in zip(parts, sizes, strict=True):
-            path = owner if part is None else f"{owner}.{part}"
-            weights.append(
-                WeightShape(
-                    shape=tuple(size if dim == out else extent for dim, extent in enumerate(weight.shape)),
-                    cut=cut,
-                    used_in_part=style is Style.INSIDE,
-                    heads=heads.key_value if path in adapter.key_value else None,
-                )
-            )
-    return tuple(weights)
 
 
 def predicted(step: Traffic) -> Counter:
@@ -108,7 +58,7 @@ def check_steps(world_size: int, cases: dict[str, tuple[str, str, ParallelPlan]]
     """Runs one step of each case (family, batch, plan) and compares it with the formula on every rank."""
     batches = BATCHES | {"long": long_rows}
     models = {family: FAMILIES[family].build() for family, _, _ in cases.values()}
-    shapes = {family: shape_of(family, model) for family, model in models.items()}
+    shapes = {family: model_shape(model) for family, model in models.items()}
 
     def work() -> dict[str, tuple[int, Counter, bool]]:
         seen, world = {}, WorldMesh("cpu")
@@ -243,7 +193,7 @@ def test_llamas_shape_is_the_models():
             attention_bias=config.attention_bias,
             mlp_bias=config.mlp_bias,
         )
-        read = shape_of(family, model)
+        read = model_shape(model)
         assert [Counter(weights) for weights in shape.layers] == [Counter(weights) for weights in read.layers]
         assert replace(shape, layers=read.layers) == read
 

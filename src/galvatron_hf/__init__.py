@@ -6,6 +6,9 @@ from galvatron_hf.parallel.apply import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan
 from galvatron_hf.profiler.hardware import load_or_profile_hardware, profile_hardware
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
+from galvatron_hf.profiler.model import profile_model
+from galvatron_hf.profiler.model_cache import load_or_profile_model
+from galvatron_hf.profiler.model_profile import ModelProfile
 from galvatron_hf.trainer.arguments import GalvatronSeq2SeqTrainingArguments, GalvatronTrainingArguments
 from galvatron_hf.trainer.mixin import GalvatronMixin, GalvatronSeq2SeqTrainer, GalvatronTrainer
 
@@ -18,8 +21,11 @@ __all__ = [
     "GalvatronTrainingArguments",
     "HardwareProfile",
     "LayerStrategy",
+    "ModelProfile",
     "ParallelPlan",
     "load_or_profile_hardware",
+    "load_or_profile_model",
     "parallelize",
     "profile_hardware",
+    "profile_model",
 ]

@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from galvatron_hf.cli import checkpoint, data, env, profile_hardware
+from galvatron_hf.cli import checkpoint, data, env, profile_hardware, profile_model
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     data.add_to(commands)
     env.add_to(commands)
     profile_hardware.add_to(commands)
+    profile_model.add_to(commands)
     given = parser.parse_args(arguments)
     try:
         return given.run(given)

@@ -41,6 +41,13 @@ class SequenceCost:
         return self.per_token * lengths + self.per_token_squared * lengths**2 + self.per_sequence
 
 
+def fit_relative(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Coefficients [m] of `columns` [n, m], none negative, with the least squared relative error to `seconds` [n]."""
+    relative = columns / seconds[:, None]
+    scale = np.where(relative.any(axis=0), relative.max(axis=0), 1.0)
+    return scipy.optimize.nnls(relative / scale, np.ones_like(seconds))[0] / scale
+
+
 def fit_cost(shapes: Sequence[tuple[int, int]], seconds: Sequence[float]) -> tuple[SequenceCost, float]:
     """
     The coefficients, none negative, with the least squared relative error, so that short sequences count too.
@@ -64,9 +71,8 @@ def fit_cost(shapes: Sequence[tuple[int, int]], seconds: Sequence[float]) -> tup
     if not (np.isfinite(seconds).all() and (seconds > 0).all()):
         raise ValueError(f"seconds={seconds.min()}: times to fit are positive and finite; measure longer ones.")
     length, count = sizes.T
-    columns = np.stack([count * length, count * length**2, count, np.ones_like(count)], axis=1) / seconds[:, None]
-    scale = columns.max(axis=0)
-    found = (scipy.optimize.nnls(columns / scale, np.ones_like(seconds))[0] / scale).tolist()
+    columns = np.stack([count * length, count * length**2, count, np.ones_like(count)], axis=1)
+    found = fit_relative(columns, seconds).tolist()
     if found[0] == found[1] == 0.0:
         found[0] = float(seconds[-1] / (count[-1] * length[-1]))  # too noisy to tell: time is tokens
     return SequenceCost(per_token=found[0], per_token_squared=found[1], per_sequence=found[2]), found[3]

@@ -103,12 +103,12 @@ def parallelize(
     _leave_out(model, adapter, plan, own)
     current = CurrentMicroBatch(base.config)
     units = ShardedUnits(plan.precision or Precision(), wait_at_end=len(plan.stages) > 1)
-    ends = _Ends.of(model, adapter, plan, mesh)
+    ends = Ends.of(model, adapter, plan, mesh)
     stages = {}
     for index in own:
         span = range(*plan.stages[index].layers)
-        blocks = _parallelize_layers(layers, span, plan, adapter, mesh, current, entered=index > 0)
-        stages[index] = _stage(index, blocks, model, plan, adapter, mesh, current)
+        blocks = parallelize_layers(layers, span, plan, adapter, mesh, current, entered=index > 0)
+        stages[index] = stage_module(index, blocks, model, plan, adapter, mesh, current)
         _add_units(units, stages[index], blocks, ends, model)
     if empty is not None:
         empty.fill(model, units, names)
@@ -133,7 +133,7 @@ def parallelize(
     )
 
 
-def _parallelize_layers(
+def parallelize_layers(
     layers: list[nn.Module],
     span: range,
     plan: ParallelPlan,
@@ -169,7 +169,7 @@ def _parallelize_layers(
     return blocks
 
 
-def _stage(
+def stage_module(
     index: int,
     blocks: list[Block],
     model: PreTrainedModel,
@@ -192,7 +192,7 @@ def _stage(
 
 
 def _add_units(
-    units: ShardedUnits, stage: StageModule, blocks: list[Block], ends: _Ends, model: PreTrainedModel
+    units: ShardedUnits, stage: StageModule, blocks: list[Block], ends: Ends, model: PreTrainedModel
 ) -> None:
     """Makes a unit of each layer of a stage, then of what it has beside them."""
     for block in blocks:
@@ -295,7 +295,7 @@ def attach_attention(module: nn.Module, strategy: LayerStrategy, mesh: StageMesh
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Ends:
+class Ends:
     """Embedding, final norm and head, as far as this rank has them. Tied weights belong to the stage's own unit."""
 
     embedding: list[nn.Module]
@@ -305,7 +305,7 @@ class _Ends:
     tied: bool
 
     @classmethod
-    def of(cls, model: PreTrainedModel, adapter: DecoderAdapter, plan: ParallelPlan, mesh: StageMesh) -> _Ends:
+    def of(cls, model: PreTrainedModel, adapter: DecoderAdapter, plan: ParallelPlan, mesh: StageMesh) -> Ends:
         """Cuts them over the vocabulary, before anything else takes the place of their forwards."""
         base, embedding, head = model.base_model, model.get_input_embeddings(), model.get_output_embeddings()
         first, last = not isinstance(embedding, Absent), not isinstance(head, Absent)

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from galvatron_hf.parallel.lone_group import LoneGroup
 
-_functional = torch.ops._c10d_functional
 
 T = TypeVar("T")
 
@@ -96,6 +96,10 @@ def _record(kind: str, x: Tensor, group: ProcessGroup) -> None:
         observer(kind, x, group)
 
 
+def _operations(group: ProcessGroup | LoneGroup) -> Any:
+    return group if isinstance(group, LoneGroup) else torch.ops._c10d_functional
+
+
 def is_trivial(group: ProcessGroup | None) -> bool:
     """Whether a group needs no communication: there is none, or it has one rank."""
     return group is None or group.size() == 1
@@ -153,8 +157,9 @@ def all_gather_stacked(x: Tensor, group: ProcessGroup | None) -> Tensor:
         return x.unsqueeze(0)
     _record("all_gather", x, group)
     size = group.size()
-    gathered = _functional.all_gather_into_tensor(x.contiguous().unsqueeze(0), size, group.group_name)
-    return _functional.wait_tensor(gathered)
+    operations = _operations(group)
+    gathered = operations.all_gather_into_tensor(x.contiguous().unsqueeze(0), size, group.group_name)
+    return operations.wait_tensor(gathered)
 
 
 def all_to_all_pieces(
@@ -177,20 +182,22 @@ def all_to_all_pieces(
     _record("all_to_all", pieces, group)
     # A move does not look at values, and not every backend knows every type: send the bytes.
     width = pieces.element_size()
-    moved = _functional.all_to_all_single(
+    operations = _operations(group)
+    moved = operations.all_to_all_single(
         pieces.contiguous().view(torch.uint8),
         [count * width for count in received],
         [count * width for count in sent],
         group.group_name,
     )
-    return _functional.wait_tensor(moved).view(pieces.dtype)
+    return operations.wait_tensor(moved).view(pieces.dtype)
 
 
 def _all_reduce(x: Tensor, operation: str, group: ProcessGroup | None) -> Tensor:
     if is_trivial(group):
         return x
     _record("all_reduce", x, group)
-    return _functional.wait_tensor(_functional.all_reduce(x.contiguous(), operation, group.group_name))
+    operations = _operations(group)
+    return operations.wait_tensor(operations.all_reduce(x.contiguous(), operation, group.group_name))
 
 
 def _gather_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -203,8 +210,9 @@ def _scatter_sum_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """`[.., n*P, ..]`, partial on each of n ranks, to the sum's `[.., P, ..]`, rank k holding piece k."""
     pieces = _split_stacked(x, dim, group).contiguous()
     _record("reduce_scatter", pieces, group)
-    reduced = _functional.reduce_scatter_tensor(pieces, "sum", group.size(), group.group_name)
-    return _functional.wait_tensor(reduced).squeeze(0)
+    operations = _operations(group)
+    reduced = operations.reduce_scatter_tensor(pieces, "sum", group.size(), group.group_name)
+    return operations.wait_tensor(reduced).squeeze(0)
 
 
 def _split_stacked(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:

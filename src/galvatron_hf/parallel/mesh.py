@@ -9,7 +9,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from galvatron_hf.parallel.redistribute import GroupCache
 from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
@@ -36,6 +38,16 @@ class WeightMesh:
     @property
     def tensor_index(self) -> int:
         return self.tensor.get_local_rank()
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup:
+        return self.tensor.get_group()
+
+    def cut(self, parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
+        """A DTensor of the tensor ranks in place of a weight that each has whole: cut along `dim`, or whole."""
+        placement = Replicate() if dim is None else Shard(dim)
+        tensor = distribute_tensor(parameter.data, self.tensor, [placement], src_data_rank=None)
+        return nn.Parameter(tensor, requires_grad=parameter.requires_grad)
 
 
 class StageMesh:

@@ -101,6 +101,22 @@ class StageModule(nn.Module):
         Returns:
             `torch.Tensor`: hidden states at the boundary behind, or `tuple`: what [`Head`] returns.
         """
+        batch, states = self.current.value, self.states(received)
+        self.current.place = "head" if self.is_last else "exit"
+        hidden = redistribute(
+            states,
+            self.layouts[1],
+            batch.head if self.is_last else batch.boundary,
+            grid=batch.grid,
+            index=self.mesh.index,
+            groups=self.mesh.groups,
+        )
+        if not self.is_last:
+            return hidden
+        return self._model[0].get_output_embeddings()(self.norm(hidden), request)
+
+    def states(self, received: torch.Tensor | None) -> torch.Tensor:
+        """What the stage's last layer leaves of the current micro-batch, in that layer's layout."""
         batch = self.current.value
         self.current.place = "embedding" if self.is_first else "entry"
         self._received = received
@@ -116,18 +132,7 @@ class StageModule(nn.Module):
                 position_ids=positions,
                 use_cache=False,
             )
-        self.current.place = "head" if self.is_last else "exit"
-        hidden = redistribute(
-            batch.final_hidden.pop(),
-            self.layouts[1],
-            batch.head if self.is_last else batch.boundary,
-            grid=batch.grid,
-            index=self.mesh.index,
-            groups=self.mesh.groups,
-        )
-        if not self.is_last:
-            return hidden
-        return self._model[0].get_output_embeddings()(self.norm(hidden), request)
+        return batch.final_hidden.pop()
 
     def _inputs(
         self, batch: MicroBatch, received: torch.Tensor | None

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
@@ -27,6 +26,7 @@ from galvatron_hf.parallel.collectives import (
     scatter_sum_positions,
     sum_gradient,
 )
+from galvatron_hf.parallel.dtensor import local_tensor
 from galvatron_hf.parallel.mesh import WeightMesh
 from galvatron_hf.parallel.models import DecoderAdapter, FusedProjection, Heads, Style
 from galvatron_hf.plan import LayerStrategy
@@ -51,7 +51,7 @@ class LocalParameter:
 
     def local(self) -> torch.Tensor:
         """This rank's tensor, differentiable back to the DTensor."""
-        tensor = sum_gradient(self.module._parameters[self.name].to_local(), self.gradient_group)
+        tensor = sum_gradient(local_tensor(self.module._parameters[self.name]), self.gradient_group)
         if self.rows is None:
             return tensor
         dim = _output_dim(self.module, self.name)
@@ -103,7 +103,7 @@ def cut_layer(
     """
     if strategy.tensor == 1:
         return []
-    group = mesh.tensor.get_group()
+    group = mesh.tensor_group
     heads = Heads.of(config)
     views = []
     for name, module in layer.named_modules():
@@ -114,7 +114,7 @@ def cut_layer(
             if module._parameters[parameter] is None:
                 continue
             cut = None if copied else _cut_dim(module, parameter, style)
-            _distribute(module, parameter, mesh, cut)
+            module._parameters[parameter] = mesh.cut(module._parameters[parameter], cut)
             partial = cut is None and (inside and style in (Style.INSIDE, Style.COLUMN) or strategy.megatron_sp)
             rows = _copied_rows(heads, strategy.tensor, mesh.tensor_index) if copied else None
             views.append(
@@ -146,13 +146,6 @@ def _cut_dim(module: nn.Module, parameter: str, style: Style | None) -> int | No
     if style is Style.ROW and parameter == "weight":
         return 1 - _output_dim(module, parameter)
     return None
-
-
-def _distribute(module: nn.Module, name: str, mesh: WeightMesh, cut: int | None) -> None:
-    parameter = module._parameters[name]
-    placement = Replicate() if cut is None else Shard(cut)
-    tensor = distribute_tensor(parameter.data, mesh.tensor, [placement], src_data_rank=None)
-    module._parameters[name] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
 
 
 def _copied_rows(heads: Heads, tensor: int, index: int) -> tuple[int, int]:

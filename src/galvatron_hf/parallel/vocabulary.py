@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from galvatron_hf.parallel.collectives import copy_to_group
 from galvatron_hf.parallel.layout import Layout
@@ -43,10 +42,7 @@ def vocabulary_layouts(ranks: int, tensor: int) -> list[Layout]:
 
 def cut_vocabulary_weight(module: nn.Module, name: str, mesh: WeightMesh, cut: bool = True) -> None:
     """Makes a parameter whose first dimension is the vocabulary a DTensor over the tensor ranks (or whole on each)."""
-    parameter = module._parameters[name]
-    placement = Shard(0) if cut else Replicate()
-    tensor = distribute_tensor(parameter.data, mesh.tensor, [placement], src_data_rank=None)
-    module._parameters[name] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    module._parameters[name] = mesh.cut(module._parameters[name], 0 if cut else None)
 
 
 def parallel_embedding(embedding: nn.Embedding, mesh: WeightMesh) -> None:
@@ -58,7 +54,7 @@ def parallel_embedding(embedding: nn.Embedding, mesh: WeightMesh) -> None:
         inside = start <= embedding.padding_idx < stop
         embedding.padding_idx = embedding.padding_idx - start if inside else None
     views = [LocalParameter(module=embedding, name="weight")]
-    lookup, group = embedding.forward, mesh.tensor.get_group()
+    lookup, group = embedding.forward, mesh.tensor_group
 
     def forward(input_ids: torch.Tensor) -> torch.Tensor:
         with local_parameters(views):
@@ -120,7 +116,7 @@ class Head:
         self.size = module.weight.shape[0]
         self.late_gradients = late_gradients
         self.start, _ = vocabulary_range(self.size, mesh.tensor_degree, mesh.tensor_index)
-        self.group = mesh.tensor.get_group() if mesh.tensor_degree > 1 else None
+        self.group = mesh.tensor_group if mesh.tensor_degree > 1 else None
         self.views = []
         if mesh.tensor_degree > 1:
             names = [name for name, parameter in module._parameters.items() if parameter is not None]

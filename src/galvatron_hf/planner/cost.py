@@ -163,12 +163,17 @@ class CostModel:
         return forward, backward
 
     def _activations(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
-        """Saved bytes of a micro-batch, and those that recompute brings back for as long as the layer's backward."""
+        """Bytes of a micro-batch that are saved, and those that its forward or backward needs beside them.
+
+        What recompute brings back stays for as long as the layer's backward.
+        """
         shared, _, between = self._tokens(strategy)
-        whole = shared * _at(layer.saved_bytes, (strategy.tensor, strategy.megatron_sp, strategy.ulysses))
-        if strategy.recompute == "full":
-            return between * self.model.hidden * self.element, whole
-        return whole, 0.0
+        key = (strategy.tensor, strategy.megatron_sp, strategy.ulysses)
+        saved, working = shared * _at(layer.saved_bytes, key), shared * layer.working_bytes.get(key, 0.0)
+        if strategy.recompute == "none":
+            return saved, working
+        kept = layer.recompute_bytes.get(key)
+        return between * self.model.hidden * self.element if kept is None else shared * kept, saved + working
 
     # ---- Embedding and head ----
 
@@ -187,6 +192,7 @@ class CostModel:
             regions = (chunks * float(self.hardware.ms("all_gather", tensor, 1, size)), summed)
         forward_ms = self._beside(forward, weights.gather_ms) + regions[0]
         backward_ms = self._beside(backward, weights.reduce_ms) + regions[1]
+        working = max(tokens * end.working_bytes.get(tensor, 0.0), end.working_fixed_bytes.get(tensor, 0.0))
         return Costs(
             forward_ms=forward_ms,
             backward_ms=backward_ms,
@@ -194,8 +200,8 @@ class CostModel:
             sync_ms=weights.gather_once_ms + self._exposed(backward, weights.copies_ms),
             update_ms=weights.elements * self.model.optimizer_ms_per_element,
             state_bytes=weights.state_bytes,
-            activation_bytes=tokens * _at(end.saved_bytes, tensor),
-            working_bytes=tokens * end.working_bytes.get(tensor, 0.0) + weights.working_bytes,
+            activation_bytes=tokens * _at(end.saved_bytes, tensor) + end.saved_fixed_bytes.get(tensor, 0.0),
+            working_bytes=working + weights.working_bytes,
         )
 
     # ---- Weights ----

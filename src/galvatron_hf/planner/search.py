@@ -160,12 +160,12 @@ def _problems(
         if world % pipeline or (limits.pipeline is not None and pipeline not in limits.pipeline):
             continue
         ranks = world // pipeline
-        vocabulary = vocabulary_strategies(ranks, model.heads, limits)
+        vocabulary = vocabulary_strategies(ranks, model, limits)
         for rows, count in micro_batchings(workload.rows):
             if limits.micro_batches is not None and count not in limits.micro_batches:
                 continue
             for filled in _row_counts(rows, ranks):
-                strategies = layer_strategies(ranks, model.heads, model.kv_heads, limits, filled)
+                strategies = layer_strategies(ranks, model, limits, filled)
                 if filled > rows:
                     needed = [one for one in strategies if one.data_degree(ranks) == filled]
                     strategies = strategies if needed else []

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
+from galvatron_hf.profiler.model_profile import ModelProfile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class Limits:
     What the search may use.
 
     Args:
-        tensor (`int`, *optional*): Largest tensor degree; None leaves it to the model's heads.
+        tensor (`int`, *optional*): Largest tensor degree; None leaves it to the profile.
         sequence (`tuple[str, ...]`): Of "none", "megatron" and "ulysses", what may split positions.
         sharding (`tuple[str, ...]`): Of "replicate", "zero2" and "zero3".
         hybrid_sharding (`bool`): Whether fewer ranks than all may hold the pieces of a copy.
@@ -46,53 +47,47 @@ def powers(most: int) -> list[int]:
     return [1 << exponent for exponent in range(max(most, 0).bit_length())]
 
 
-def layer_strategies(ranks: int, heads: int, kv_heads: int, limits: Limits, data: int) -> list[LayerStrategy]:
+def layer_strategies(ranks: int, model: ModelProfile, limits: Limits, data: int) -> list[LayerStrategy]:
     """
-    All strategies of a layer.
+    All strategies of a layer that the profile has figures for; it has them for those that the model can have.
 
     Args:
         ranks (`int`): R, of its stage.
-        heads, kv_heads (`int`): of the model, which tensor and Ulysses ranks share evenly.
+        model ([`ModelProfile`]): What is trained.
         limits ([`Limits`]): What may be used.
         data (`int`): Largest data degree, so that every data rank has a row of each micro-batch.
     """
     found = []
-    for tensor in powers(min(ranks, heads, limits.tensor or ranks)):
-        for ulysses in powers(ranks // tensor) if "ulysses" in limits.sequence else [1]:
-            fits = ranks % (tensor * ulysses) == 0 and heads % (tensor * ulysses) == 0
-            if not fits or not _shares(kv_heads, tensor) or ranks // (tensor * ulysses) > data:
-                continue
-            for megatron_sp in [False, True]:
-                wanted = "megatron" if megatron_sp else "none"
-                if (tensor == 1 and megatron_sp) or (tensor > 1 and wanted not in limits.sequence):
-                    continue
-                for sharding, shard_degree in _shardings(ranks // tensor, limits):
-                    for recompute in limits.recompute:
-                        found.append(
-                            LayerStrategy(
-                                tensor=tensor,
-                                megatron_sp=megatron_sp,
-                                ulysses=ulysses,
-                                sharding=sharding,
-                                shard_degree=shard_degree,
-                                recompute=recompute,
-                            )
-                        )
+    profiled = set.intersection(*(set(kind.saved_bytes) for kind in model.kinds))
+    for tensor, megatron_sp, ulysses in sorted(profiled):
+        sequence = {"megatron"} if megatron_sp else {"none"} if tensor > 1 else set()
+        if not sequence | ({"ulysses"} if ulysses > 1 else set()) <= set(limits.sequence):
+            continue
+        if ranks % (tensor * ulysses) or tensor > (limits.tensor or ranks) or ranks // (tensor * ulysses) > data:
+            continue
+        for sharding, shard_degree in _shardings(ranks // tensor, limits):
+            for recompute in limits.recompute:
+                found.append(
+                    LayerStrategy(
+                        tensor=tensor,
+                        megatron_sp=megatron_sp,
+                        ulysses=ulysses,
+                        sharding=sharding,
+                        shard_degree=shard_degree,
+                        recompute=recompute,
+                    )
+                )
     return found
 
 
-def vocabulary_strategies(ranks: int, heads: int, limits: Limits) -> list[VocabularyStrategy]:
-    """All strategies of the embedding or the head; tensor degrees are those that a layer could have."""
+def vocabulary_strategies(ranks: int, model: ModelProfile, limits: Limits) -> list[VocabularyStrategy]:
+    """All strategies of the embedding or the head that the profile has figures for."""
     return [
         VocabularyStrategy(tensor=tensor, sharding=sharding, shard_degree=shard_degree)
-        for tensor in powers(min(ranks, heads, limits.tensor or ranks))
-        if ranks % tensor == 0
+        for tensor in sorted(set(model.embedding.times) & set(model.head.times))
+        if ranks % tensor == 0 and tensor <= (limits.tensor or ranks)
         for sharding, shard_degree in _shardings(ranks // tensor, limits)
     ]
-
-
-def _shares(kv_heads: int, tensor: int) -> bool:
-    return kv_heads % tensor == 0 or tensor % kv_heads == 0
 
 
 def _shardings(ranks: int, limits: Limits) -> Iterator[tuple[str, int | None]]:

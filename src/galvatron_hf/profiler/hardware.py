@@ -77,7 +77,7 @@ def profile_hardware(
     _check_sweep(sizes, repetitions)
     steps = _NUMBER_FORMATS + (world_size > 1) * repetitions + count_steps(world_size, sizes, repetitions)
     links, slowdowns = (), {}
-    with _bar(steps, progress) as step:
+    with progress_bar(steps, progress) as step:
         flops = measure_flops(device, repetitions, window_ms, step)
         if world_size > 1:
             slowdowns = measure_overlap(device, repetitions, max(window_ms, _OVERLAP_MS), step)
@@ -232,7 +232,7 @@ def _from_rank_0(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _bar(steps: int, shown: bool) -> Iterator[Step]:
+def progress_bar(steps: int, shown: bool) -> Iterator[Step]:
     """What each step is told to; rank 0 draws a bar of them if it is to be shown."""
     if not (shown and _is_rank_0()):
         yield lambda what: None

@@ -7,10 +7,18 @@ Importing this module needs neither torch nor transformers.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+from galvatron_hf.plan_json import write_file
 from galvatron_hf.planner.shapes import WeightShape
+from galvatron_hf.profiler.hardware_profile import HardwareProfile
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +64,9 @@ class LayerProfile:
         times (`Mapping[int, Times]`): by tensor degree, of the slice that one tensor rank has.
         saved_bytes (`Mapping[tuple[int, bool, int], float]`): kept from forward to backward, for each token that the
             layer's tensor and Ulysses ranks share, on one of them, by (tensor, megatron_sp, ulysses).
+        working_bytes (`Mapping`): beside these, at most, while its forward or backward runs; likewise. Without weights
+            and their gradients; with the gradients that go in and out.
+        recompute_bytes (`Mapping`): kept under full recompute, likewise; where nothing is said, the layer's input.
         regions (`int`): tensor regions, each entered and left once.
         saves_after_last_region (`bool`): see [`~planner.shapes.ModelShape`].
     """
@@ -63,6 +74,8 @@ class LayerProfile:
     weights: tuple[WeightShape, ...]
     times: Mapping[int, Times]
     saved_bytes: Mapping[tuple[int, bool, int], float]
+    working_bytes: Mapping[tuple[int, bool, int], float] = field(default_factory=dict)
+    recompute_bytes: Mapping[tuple[int, bool, int], float] = field(default_factory=dict)
     regions: int = 2
     saves_after_last_region: bool = False
 
@@ -76,13 +89,18 @@ class EndProfile:
         times (`Mapping[int, Times]`): by tensor degree.
         saved_bytes (`Mapping[int, float]`): for each token that the tensor ranks share, on one of them, by their
             number.
-        working_bytes (`Mapping[int, float]`): beside these for each token, as long as forward or backward runs.
+        saved_fixed_bytes (`Mapping[int, float]`): kept beside these, whatever the number of tokens: the head keeps the
+            gradient of its weight, unless several micro-batches are in flight.
+        working_bytes, working_fixed_bytes (`Mapping[int, float]`): what forward or backward needs beside what is kept:
+            the larger of the one for each token and of the other, the logits of 1,024 tokens in all their forms.
     """
 
     weights: tuple[WeightShape, ...]
     times: Mapping[int, Times]
     saved_bytes: Mapping[int, float]
     working_bytes: Mapping[int, float] = field(default_factory=dict)
+    saved_fixed_bytes: Mapping[int, float] = field(default_factory=dict)
+    working_fixed_bytes: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,3 +140,58 @@ class ModelProfile:
     def element_bytes(self) -> int:
         """Bytes of one element of an activation."""
         return {"fp32": 4, "bf16": 2}[self.dtype]
+
+    @classmethod
+    def from_json(cls, source: str | os.PathLike | Mapping[str, Any]) -> ModelProfile:
+        """
+        Reads a profile.
+
+        Args:
+            source (`str`, `os.PathLike` or `Mapping`): The path of a JSON file, JSON text, or the parsed object.
+
+        Raises:
+            ValueError: in one sentence, for anything that is not a profile.
+        """
+        from galvatron_hf.profiler.model_json import read_profile
+
+        return read_profile(source)
+
+    def to_json(self, path: str | os.PathLike | None = None) -> str:
+        """The profile as JSON text; also written to `path` if given."""
+        from galvatron_hf.profiler.model_json import write_profile
+
+        text = write_profile(self)
+        if path is not None:
+            write_file(path, text)
+        return text
+
+    @classmethod
+    def from_config(
+        cls,
+        config: PreTrainedConfig | str | os.PathLike,
+        hardware: HardwareProfile,
+        dtype: str = "bf16",
+        **options: Any,
+    ) -> ModelProfile:
+        """
+        Counts a model's work from its configuration, without weights and without a device.
+
+        Args:
+            config (`PreTrainedConfig`, `str` or `os.PathLike`): The configuration, its file or the folder of it.
+            hardware ([`HardwareProfile`]): Its rate of matrix products tells the times.
+            dtype (`str`, defaults to `"bf16"`): In which layers compute: "fp32" or "bf16".
+            **options: Of [`~profiler.tracing.profile_from_config`].
+
+        Raises:
+            ValueError: in one sentence, for a model that the runtime does not know.
+        """
+        from galvatron_hf.profiler.tracing import profile_from_config, read_config
+
+        return profile_from_config(read_config(config), hardware, dtype, **options)
+
+    @classmethod
+    def from_galvatron(cls, folder: str | os.PathLike, **options: Any) -> ModelProfile:
+        """Reads a folder of Galvatron's own JSON, see [`galvatron_hf.profiler.model_galvatron`]."""
+        from galvatron_hf.profiler.model_galvatron import read_galvatron_model
+
+        return read_galvatron_model(folder, **options)
