@@ -4,8 +4,8 @@
 
 Partial stages are labels (A, B, memory) in a layout. One that is no better in anything than another, even if that had
 to pay for going on from another layout, is dropped, and so is one whose completion, by the bounds, costs more than
-what is known. Memory is not rounded: its quantum is a byte. Equal layers make the labels of one stage serve every place
-at which it can begin.
+what is known. Memory is not rounded: its quantum is a byte. Equal layers make the labels of one stage serve every
+place at which it can begin.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 """What a stage of n layers costs at least, for every n: memory becomes a price, one layer after the other.
 
 For a price l >= 0, `cost + l (memory - budget)` of a stage that fits is at most its cost, and the least of the left
-side over all options is a shortest path. The best price makes the bound (Lagrangian relaxation: A. M. Geoffrion, 1974).
-A stage's largest working memory is no sum, so a stage also chooses an allowance for it, one of the values that occur;
-options above it are not for that stage.
+side over all options is a shortest path. The best price makes the bound (Lagrangian relaxation: A. M. Geoffrion,
+1974). A stage's largest working memory is no sum, so a stage also chooses an allowance for it, one of the values that
+occur; options above it are not for that stage.
 """
 
 from __future__ import annotations
