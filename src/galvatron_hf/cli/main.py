@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from galvatron_hf.cli import checkpoint, data, env, profile_hardware, profile_model
+from galvatron_hf.cli import checkpoint, data, env, profile_hardware, profile_model, search
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     env.add_to(commands)
     profile_hardware.add_to(commands)
     profile_model.add_to(commands)
+    search.add_to(commands)
     given = parser.parse_args(arguments)
     try:
         return given.run(given)

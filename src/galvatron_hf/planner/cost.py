@@ -99,9 +99,8 @@ class CostModel:
         regions = self._regions(layer, strategy)
         weights = self._weights(layer, strategy)
         forward, backward = computing[0], computing[1] + (computing[0] if strategy.recompute == "full" else 0.0)
-        gathered, reduced = weights.gather_ms, weights.reduce_ms
-        forward_ms = self._beside(forward, gathered) + regions[0]
-        backward_ms = self._beside(backward, gathered + reduced) + regions[1]
+        forward_ms = self._with_weights(forward, weights.gather_ms) + regions[0]
+        backward_ms = self._with_weights(backward, weights.gather_ms, weights.reduce_ms) + regions[1]
         sync = weights.gather_once_ms + self._exposed(backward, weights.copies_ms)
         saved, working = self._activations(layer, strategy)
         return Costs(
@@ -190,8 +189,8 @@ class CostModel:
             chunks = -(-tokens // HEAD_CHUNK_TOKENS)
             size = 16 * min(tokens, HEAD_CHUNK_TOKENS)
             regions = (chunks * float(self.hardware.ms("all_gather", tensor, 1, size)), summed)
-        forward_ms = self._beside(forward, weights.gather_ms) + regions[0]
-        backward_ms = self._beside(backward, weights.reduce_ms) + regions[1]
+        forward_ms = self._with_weights(forward, weights.gather_ms) + regions[0]
+        backward_ms = self._with_weights(backward, 0.0, weights.reduce_ms) + regions[1]
         working = max(tokens * end.working_bytes.get(tensor, 0.0), end.working_fixed_bytes.get(tensor, 0.0))
         return Costs(
             forward_ms=forward_ms,
@@ -231,6 +230,12 @@ class CostModel:
             working_bytes=gathered_now * (2 if self.hardware.overlap_slowdown else 1) + gradients_now,
         )
 
+    def _with_weights(self, computing: float, gathered: float, reduced: float = 0.0) -> float:
+        """Computing, and weights and gradients that are communicated for it."""
+        if self.hardware.hides_gathers:
+            return self._beside(computing, gathered + reduced)
+        return self._beside(computing, reduced) + gathered
+
     def _beside(self, computing: float, communicating: float) -> float:
         slowdown = self.hardware.overlap_slowdown
         if slowdown is None:
@@ -264,7 +269,10 @@ class CostModel:
 
     def send_ms(self) -> float:
         """Of hidden states to the next stage, or of their gradient back."""
-        return float(self.hardware.ms("send", 2, self.ranks, self.boundary_bytes))
+        hardware = self.hardware
+        # Where stages share nodes, the boundary between two nodes is the slowest.
+        stride = self.ranks if hardware.nodes == 1 else max(self.ranks, hardware.devices_per_node)
+        return float(hardware.ms("send", 2, stride, self.boundary_bytes))
 
 
 @dataclass(frozen=True, kw_only=True)

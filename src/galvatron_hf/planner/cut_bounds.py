@@ -130,3 +130,20 @@ def _joined(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 def _front(pairs: np.ndarray) -> np.ndarray:
     return pairs[nondominated(pairs)]
+
+
+def least_memory(branch: Branch) -> float:
+    """The smallest budget, in bytes, under which the branch has a solution."""
+    stages = StageBounds(branch)
+    tables = {first: stages.least_memory(first) for first in stages.classes}
+    fronts = {0: 0.0}
+    for stage in range(branch.stages):
+        found: dict[int, float] = {}
+        behind = branch.stages - 1 - stage
+        for place, most in fronts.items():
+            own = tables[stages.class_of(place)][stage]
+            ends = [branch.layers] if behind == 0 else range(place + 1, branch.layers - behind + 1)
+            for end in ends:
+                found[end] = min(found.get(end, np.inf), max(most, float(own[end - place])))
+        fronts = found
+    return fronts[branch.layers]

@@ -15,7 +15,7 @@ import numpy as np
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.planner.branch import Branch, Choice, Score, score
 from galvatron_hf.planner.cost import Workload
-from galvatron_hf.planner.cut_bounds import CutBounds
+from galvatron_hf.planner.cut_bounds import CutBounds, least_memory
 from galvatron_hf.planner.exact import solve
 from galvatron_hf.planner.problem import PICOSECONDS, Problem, Shape, make_problem
 from galvatron_hf.planner.space import Limits, layer_strategies, powers, vocabulary_strategies
@@ -45,8 +45,9 @@ class SearchResult:
     """
     Attributes:
         best ([`Estimate`], *optional*): the fastest plan that fits; None if none does.
-        runners_up (`list[Estimate]`): the best of other pipeline degrees and micro-batch counts, as far as they were
-            looked for: they cost more than the best.
+        runners_up (`list[Estimate]`): plans of other pipeline degrees and micro-batch counts that were the best at some
+            time of the search.
+        least_memory_bytes (`int`, *optional*): where nothing fits, the smallest budget in which something does.
         seconds (`float`): that the search took.
         branches, solved, states (`int`): problems, those of them that their bound did not rule out, and partial
             solutions that were kept in all.
@@ -54,6 +55,7 @@ class SearchResult:
 
     best: Estimate | None
     runners_up: list[Estimate]
+    least_memory_bytes: int | None
     seconds: float
     branches: int
     solved: int
@@ -82,6 +84,11 @@ def search_plan(
     budget = hardware.memory_bytes if memory_bytes is None else memory_bytes
     world = hardware.world_size
     problems = list(_problems(hardware, model, workload, limits, budget, world))
+    if not problems:
+        raise ValueError(
+            f"No plan for {world} devices and {workload.rows} rows is within the limits; allow more degrees, or profile "
+            "the model with more of them."
+        )
     # Best first: a quick bound says when a problem's real bound is due, and that when it has to be solved.
     queue = [(quick_bound(problem.branch), index, None) for index, problem in enumerate(problems)]
     heapq.heapify(queue)
@@ -107,6 +114,7 @@ def search_plan(
     return SearchResult(
         best=estimates[0] if estimates else None,
         runners_up=estimates[1:],
+        least_memory_bytes=None if estimates else int(min(least_memory(problem.branch) for problem in problems)),
         seconds=time.perf_counter() - begun,
         branches=len(problems),
         solved=solved,

@@ -31,7 +31,7 @@ class Objective:
     of_b: int
 
 
-A, B, TOTAL = Objective(1, 0), Objective(0, 1), Objective(1, 1)
+A, B, TOTAL, MEMORY = Objective(1, 0), Objective(0, 1), Objective(1, 1), Objective(0, 0)
 
 
 class StageBounds:
@@ -73,6 +73,12 @@ class StageBounds:
         best = bounds.argmax(axis=0)
         self._prices[objective, first] = prices[best, np.arange(prices.shape[1])[:, None]]
         return bounds.max(axis=0)
+
+    def least_memory(self, first: int) -> np.ndarray:
+        """(p, longest + 1) fewest bytes of each stage that has n layers from `first` on: with a price of 1 and no cost,
+        the shortest path is memory."""
+        stages = np.arange(self.branch.stages)
+        return self.forward(MEMORY, first, stages, np.ones(len(stages)), self.longest) + self.branch.budget
 
     def price(self, objective: Objective, first: int, stage: int, count: int) -> float:
         """The best price on the grid for a stage of `count` layers."""

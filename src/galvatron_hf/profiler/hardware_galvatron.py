@@ -78,10 +78,12 @@ def read_galvatron_hardware(
         flops_per_s={},
         links=tuple(links.values()),
         overlap_slowdown=next(iter(overlap.values()), None),
+        hides_gathers=False,
         assumed={
             "memory_bytes": "given, not measured",
             "links": f"{_SOURCE}; without a table of its own an all-to-all has the bandwidth of an all-reduce",
             "overlap_slowdown": _SOURCE if overlap else "no overlap_coefficient.json: nothing overlaps",
+            "hides_gathers": "no (Galvatron's rule: what ZeRO-3 gathers is waited for)",
         },
     )
 

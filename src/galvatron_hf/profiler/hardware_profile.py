@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from galvatron_hf.plan_checks import MAX_RANKS, check_choice, check_fields, check_int, check_number, show
+from galvatron_hf.plan_checks import MAX_RANKS, check_bool, check_choice, check_fields, check_int, check_number, show
 from galvatron_hf.plan_json import VERSION, check_version, read_object, write_file
 
 
@@ -142,6 +142,7 @@ class HardwareProfile:
         links (`tuple[Link, ...]`): no two of one kind, ranks and stride.
         overlap_slowdown (`float`, *optional*): how much longer computing takes while weights and gradients are
             communicated, and these while it computes; None where they do not run beside each other (gloo).
+        hides_gathers (`bool`): whether gathers of sharded weights run beside computing too, and not gradients alone.
         assumed (`Mapping[str, str]`): source of each figure that was not measured, by its name.
         made (`Mapping[str, str]`): versions, host and time of the measurement.
 
@@ -156,6 +157,7 @@ class HardwareProfile:
     flops_per_s: Mapping[str, float] = field(hash=False)
     links: tuple[Link, ...]
     overlap_slowdown: float | None
+    hides_gathers: bool = True
     assumed: Mapping[str, str] = field(default_factory=dict, hash=False)
     made: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -167,6 +169,7 @@ class HardwareProfile:
         check_int("memory_bytes", self.memory_bytes, high=_MAX_BYTES)
         if self.overlap_slowdown is not None:
             check_number("overlap_slowdown", self.overlap_slowdown, low=1.0)
+        check_bool("hides_gathers", self.hides_gathers)
         for name in ("flops_per_s", "assumed", "made"):
             object.__setattr__(self, name, _checked_mapping(name, getattr(self, name), text=name != "flops_per_s"))
         object.__setattr__(self, "links", _checked_links(self.links, self.world_size))

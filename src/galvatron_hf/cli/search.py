@@ -1,0 +1,259 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""`galvatron search` and `galvatron estimate`: the fastest plan for a model and a cluster, and the price of a plan.
+
+Neither needs a GPU or a launcher: clusters that are not there are described by presets or profiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+if TYPE_CHECKING:
+    from galvatron_hf.plan import ParallelPlan
+    from galvatron_hf.planner.cost import Workload
+    from galvatron_hf.planner.search import Estimate, SearchResult
+    from galvatron_hf.profiler.hardware_profile import HardwareProfile
+    from galvatron_hf.profiler.model_profile import ModelProfile
+
+GIB = 1 << 30
+
+
+def add_to(commands: argparse._SubParsersAction) -> None:
+    """Adds both commands to a parser."""
+    search = commands.add_parser(
+        "search",
+        help="find the fastest plan for a model on a cluster",
+        description="Find the fastest plan for a model on a cluster, under the cost model. Nothing is measured and "
+        "nothing is run: give a preset (--cluster) or profiles of what was measured.",
+    )
+    _add_case(search)
+    search.add_argument("--output", metavar="FILE", help="write the plan here, as JSON")
+    search.add_argument(
+        "--max-tensor", type=int, metavar="N", help="largest tensor degree (default: what is profiled)"
+    )
+    search.add_argument("--pipeline", type=int, nargs="+", metavar="N", help="pipeline degrees to look at")
+    search.add_argument("--micro-batches", type=int, nargs="+", metavar="N", help="numbers of them to look at")
+    search.add_argument("--no-recompute", action="store_true", help="keep all activations")
+    search.add_argument("--compare", action="store_true", help="also find the best DDP, ZeRO-3 and Megatron plans")
+    search.set_defaults(run=run_search)
+    estimate = commands.add_parser(
+        "estimate",
+        help="predict time and memory of a plan",
+        description="Predict time and memory of a plan under the cost model with which `galvatron search` searches.",
+    )
+    _add_case(estimate)
+    estimate.add_argument("--plan", required=True, metavar="FILE", help="a plan of this project or of Galvatron")
+    estimate.set_defaults(run=run_estimate)
+
+
+def _add_case(parser: argparse.ArgumentParser) -> None:
+    profiles = parser.add_argument_group("what is known")
+    profiles.add_argument("--model", metavar="PATH", help="a folder with a config.json, or such a file")
+    profiles.add_argument("--cluster", metavar="NAME", help="devices that need not be there, such as h100")
+    profiles.add_argument("--model-profile", metavar="FILE", help="of `galvatron profile-model`, instead of --model")
+    profiles.add_argument(
+        "--hardware-profile", metavar="FILE", help="of `galvatron profile-hardware`, instead of --cluster"
+    )
+    profiles.add_argument("--galvatron-profiles", metavar="DIR", help="model/ and hardware/ as Galvatron writes them")
+    profiles.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (default: 1)")
+    profiles.add_argument("--devices-per-node", type=int, default=8, metavar="N", help="of each (default: 8)")
+    profiles.add_argument("--memory-gib", type=float, metavar="X", help="of a device (default: what the device has)")
+    work = parser.add_argument_group("what is computed")
+    work.add_argument("--global-batch", type=int, required=True, metavar="N", help="rows of an optimizer step")
+    work.add_argument("--seq-length", type=int, required=True, metavar="N", help="tokens of a row")
+    work.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"), help="of computing (default: bf16)")
+    work.add_argument(
+        "--reduce-dtype", choices=("bf16", "fp32"), help="of summed gradients (default: fp32; bf16 as Galvatron does)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def run_search(given: argparse.Namespace) -> int:
+    """Prints the plan that was found, and writes it if asked to."""
+    from galvatron_hf.planner.alternatives import alternatives
+    from galvatron_hf.planner.search import search_plan
+    from galvatron_hf.planner.space import Limits
+
+    hardware, model, workload, budget = read_case(given)
+    limits = Limits(
+        tensor=given.max_tensor,
+        recompute=("none",) if given.no_recompute else ("none", "full"),
+        pipeline=None if given.pipeline is None else tuple(given.pipeline),
+        micro_batches=None if given.micro_batches is None else tuple(given.micro_batches),
+    )
+    result = search_plan(hardware, model, workload, memory_bytes=budget, limits=limits)
+    if result.best is None:
+        raise ValueError(
+            f"No plan fits {budget / GIB:.2f} GiB a device: the least is {result.least_memory_bytes / GIB:.2f} GiB; "
+            "give --memory-gib so much, more devices, shorter rows or a smaller global batch."
+        )
+    others = alternatives(hardware, model, workload, memory_bytes=budget) if given.compare else []
+    if given.output is not None:
+        result.best.plan.to_json(given.output)
+    if given.json:
+        found = priced(result.best) | {
+            "search_seconds": result.seconds,
+            "memory_budget_bytes": budget,
+            "memory_quantum_bytes": 1,
+            "branches": result.branches,
+            "branches_solved": result.solved,
+            "states": result.states,
+            "runners_up": [priced(estimate) for estimate in result.runners_up],
+            "alternatives": {
+                other.name: priced(other.best) if other.best else {"least_memory_bytes": other.least_memory_bytes}
+                for other in others
+            },
+        }
+        print(json.dumps(found, indent=2))
+        return 0
+    _show(result, others, hardware, model, budget)
+    return 0
+
+
+def run_estimate(given: argparse.Namespace) -> int:
+    """Prints what a plan is predicted to cost."""
+    from galvatron_hf.planner.search import estimate_plan
+
+    hardware, model, workload, budget = read_case(given)
+    plan = read_plan(given.plan, hardware.world_size)
+    estimate = estimate_plan(hardware, model, workload, plan)
+    if given.json:
+        print(json.dumps(priced(estimate) | {"search_seconds": 0.0, "memory_budget_bytes": budget}, indent=2))
+        return 0
+    console = Console()
+    console.print(estimate.plan.describe())
+    console.print(_prices(estimate, budget))
+    return 0
+
+
+def priced(estimate: Estimate) -> dict[str, Any]:
+    """An estimate as JSON values."""
+    return {
+        "samples_per_second": estimate.samples_per_second,
+        "step_ms": estimate.step_ms,
+        "memory_bytes": list(estimate.memory_bytes),
+        "plan": json.loads(estimate.plan.to_json()),
+    }
+
+
+def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile, Workload, int]:
+    """Profiles, workload and the bytes of a device, as the flags say.
+
+    Raises:
+        ValueError: in one sentence, if the flags do not say all, or say it twice.
+    """
+    from galvatron_hf.plan import Precision
+    from galvatron_hf.planner.cost import Workload
+
+    if min(given.global_batch, given.seq_length, given.nodes, given.devices_per_node) < 1:
+        raise ValueError("--global-batch, --seq-length, --nodes and --devices-per-node count from 1: give more.")
+    if given.memory_gib is not None and not 0 < given.memory_gib < 2**20:
+        raise ValueError(f"--memory-gib {given.memory_gib} is no memory of a device: give GiB, such as 80.")
+    hardware, model = _galvatron(given) if given.galvatron_profiles is not None else _profiles(given)
+    reduce_dtype = given.reduce_dtype or ("bf16" if given.galvatron_profiles is not None else "fp32")
+    workload = Workload(
+        rows=given.global_batch,
+        length=given.seq_length,
+        precision=Precision(compute=model.dtype, reduce=reduce_dtype if model.dtype == "bf16" else "fp32"),
+    )
+    if model.max_length is not None and given.seq_length > model.max_length:
+        raise ValueError(
+            f"--seq-length {given.seq_length} is above the {model.max_length} positions of {model.name}: give fewer."
+        )
+    budget = hardware.memory_bytes if given.memory_gib is None else int(given.memory_gib * GIB)
+    return hardware, model, workload, budget
+
+
+def _galvatron(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]:
+    from galvatron_hf.profiler.hardware_profile import HardwareProfile
+    from galvatron_hf.profiler.model_profile import ModelProfile
+
+    if given.memory_gib is None:
+        raise ValueError("Galvatron's profiles do not tell a device's memory: give --memory-gib.")
+    for flag in ("model", "cluster", "model_profile", "hardware_profile"):
+        if getattr(given, flag) is not None:
+            name = flag.replace("_", "-")
+            raise ValueError(f"--galvatron-profiles and --{name} both say what is known: give one of them.")
+    folder = given.galvatron_profiles
+    size = (given.nodes, given.devices_per_node, int(given.memory_gib * GIB))
+    links = os.path.join(folder, "hardware")
+    hardware = HardwareProfile.from_galvatron(links if os.path.isdir(links) else folder, *size)
+    return hardware, ModelProfile.from_galvatron(folder, length=given.seq_length)
+
+
+def _profiles(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]:
+    from galvatron_hf.profiler.hardware_profile import HardwareProfile
+    from galvatron_hf.profiler.model_profile import ModelProfile
+
+    if (given.cluster is None) == (given.hardware_profile is None):
+        raise ValueError("The cluster is not known: give one of --cluster, --hardware-profile, --galvatron-profiles.")
+    if (given.model is None) == (given.model_profile is None):
+        raise ValueError("The model is not known: give one of --model, --model-profile, --galvatron-profiles.")
+    if given.cluster is not None:
+        hardware = HardwareProfile.preset(given.cluster, given.nodes, given.devices_per_node)
+    else:
+        hardware = HardwareProfile.from_json(given.hardware_profile)
+    if given.model_profile is not None:
+        return hardware, ModelProfile.from_json(given.model_profile)
+    degrees = dict(max_degree=min(hardware.world_size, 8 if hardware.world_size <= 64 else 16))
+    return hardware, ModelProfile.from_config(
+        given.model, hardware, given.dtype, length=given.seq_length, packed=False, **degrees
+    )
+
+
+def read_plan(path: str, world_size: int) -> ParallelPlan:
+    """A plan of this project, or of Galvatron."""
+    from galvatron_hf.plan import ParallelPlan
+    from galvatron_hf.plan_json import read_object
+
+    raw = read_object(path)
+    return ParallelPlan.from_galvatron(raw, world_size) if "pp_deg" in raw else ParallelPlan.from_json(raw)
+
+
+def _show(result: SearchResult, others: list, hardware: HardwareProfile, model: ModelProfile, budget: int) -> None:
+    console = Console()
+    console.print(result.best.plan.describe())
+    console.print(_prices(result.best, budget))
+    if others:
+        console.print(_comparison(result.best, others, budget))
+    console.print(
+        f"{result.branches} ways to cut the step, {result.solved} of them searched to the end with {result.states} "
+        f"partial plans, memory counted in bytes, {result.seconds:.1f} s"
+    )
+    assumed = sorted({**hardware.assumed, **model.assumed})
+    console.print(f"Predicted, not measured{'; assumed: ' + ', '.join(assumed) if assumed else ''}.")
+
+
+def _prices(estimate: Estimate, budget: int) -> Table:
+    title = f"{estimate.step_ms:.1f} ms a step, {estimate.samples_per_second:.2f} samples/s (predicted)"
+    table = Table(title=title, title_justify="left")
+    table.add_column("stage", justify="right")
+    table.add_column("layers")
+    table.add_column("GiB of a rank", justify="right")
+    table.add_column("of the budget", justify="right")
+    for index, (stage, size) in enumerate(zip(estimate.plan.stages, estimate.memory_bytes, strict=True)):
+        layers = f"{stage.layers[0]}-{stage.layers[1] - 1}"
+        table.add_row(str(index), layers, f"{size / GIB:.2f}", f"{100 * size / budget:.0f}%")
+    return table
+
+
+def _comparison(best: Estimate, others: list, budget: int) -> Table:
+    table = Table(title="Instead (predicted)", title_justify="left")
+    table.add_column("plan")
+    table.add_column("ms a step", justify="right")
+    table.add_column("beside the plan above")
+    for other in others:
+        if other.best is None:
+            missing = (other.least_memory_bytes - budget) / GIB
+            table.add_row(other.name, "-", f"does not fit: {missing:.2f} GiB a device are missing")
+        else:
+            table.add_row(other.name, f"{other.best.step_ms:.1f}", f"{other.best.step_ms / best.step_ms:.2f}x as long")
+    return table

@@ -1,0 +1,54 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""What people would have done without a search: well-known plans, each at its best, beside the one that was found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from galvatron_hf.planner.cost import Workload
+from galvatron_hf.planner.search import Estimate, search_plan
+from galvatron_hf.planner.space import Limits, powers
+from galvatron_hf.profiler.hardware_profile import HardwareProfile
+from galvatron_hf.profiler.model_profile import ModelProfile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """
+    Attributes:
+        name (`str`): as people call it.
+        best ([`Estimate`], *optional*): the fastest plan of this kind that fits; None if none does.
+        least_memory_bytes (`int`, *optional*): where none fits, what the one that needs least needs.
+    """
+
+    name: str
+    best: Estimate | None
+    least_memory_bytes: int | None
+
+
+def alternatives(
+    hardware: HardwareProfile, model: ModelProfile, workload: Workload, *, memory_bytes: int
+) -> list[Alternative]:
+    """DDP, ZeRO-3 and Megatron's tensor and pipeline parallelism, each with the best micro-batches and recompute.
+
+    A kind whose degrees this model and these ranks cannot have is left out.
+    """
+    plain = Limits(tensor=1, sequence=(), hybrid_sharding=False, pipeline=(1,))
+    stages = tuple(powers(min(hardware.world_size, len(model.layers))))
+    kinds = {
+        "DDP": replace(plain, sharding=("replicate",)),
+        "ZeRO-3": replace(plain, sharding=("zero3",)),
+        "Megatron TP + PP": Limits(
+            sequence=("megatron",), sharding=("replicate",), hybrid_sharding=False, pipeline=stages
+        ),
+        "ZeRO-3 + Ulysses": replace(plain, sequence=("ulysses",), sharding=("zero3",)),
+    }
+    found = []
+    for name, limits in kinds.items():
+        try:
+            result = search_plan(hardware, model, workload, memory_bytes=memory_bytes, limits=limits)
+        except ValueError:
+            continue
+        found.append(Alternative(name=name, best=result.best, least_memory_bytes=result.least_memory_bytes))
+    return found
