@@ -36,9 +36,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     )
     _add_case(search)
     search.add_argument("--output", metavar="FILE", help="write the plan here, as JSON")
-    search.add_argument(
-        "--max-tensor", type=int, metavar="N", help="largest tensor degree (default: what is profiled)"
-    )
+    search.add_argument("--max-tensor", type=int, metavar="N", help="largest tensor degree (default: any)")
     search.add_argument("--pipeline", type=int, nargs="+", metavar="N", help="pipeline degrees to look at")
     search.add_argument("--micro-batches", type=int, nargs="+", metavar="N", help="numbers of them to look at")
     search.add_argument("--no-recompute", action="store_true", help="keep all activations")

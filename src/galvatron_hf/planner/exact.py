@@ -20,19 +20,8 @@ from galvatron_hf.planner.pareto import dominated, nondominated
 from galvatron_hf.planner.stage_bounds import TOTAL, A, Distances
 
 
-SLACKS = (
-    0.001,
-    0.002,
-    0.003,
-    0.0045,
-    0.007,
-    0.01,
-    0.015,
-    0.03,
-    0.1,
-    0.3,
-    np.inf,
-)  # of the bound, under which a solution is looked for first
+# Of the bound: under so much more a solution is looked for first.
+SLACKS = (0.001, 0.002, 0.003, 0.0045, 0.007, 0.01, 0.015, 0.03, 0.1, 0.3, np.inf)
 
 
 @dataclass(frozen=True, kw_only=True)

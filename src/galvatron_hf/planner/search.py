@@ -45,8 +45,8 @@ class SearchResult:
     """
     Attributes:
         best ([`Estimate`], *optional*): the fastest plan that fits; None if none does.
-        runners_up (`list[Estimate]`): plans of other pipeline degrees and micro-batch counts that were the best at some
-            time of the search.
+        runners_up (`list[Estimate]`): plans of other pipeline degrees and micro-batch counts that were the best for a
+            while.
         least_memory_bytes (`int`, *optional*): where nothing fits, the smallest budget in which something does.
         seconds (`float`): that the search took.
         branches, solved, states (`int`): problems, those of them that their bound did not rule out, and partial
@@ -86,8 +86,8 @@ def search_plan(
     problems = list(_problems(hardware, model, workload, limits, budget, world))
     if not problems:
         raise ValueError(
-            f"No plan for {world} devices and {workload.rows} rows is within the limits; allow more degrees, or profile "
-            "the model with more of them."
+            f"No plan for {world} devices and {workload.rows} rows is within the limits; allow more degrees, or "
+            "profile the model with more of them."
         )
     # Best first: a quick bound says when a problem's real bound is due, and that when it has to be solved.
     queue = [(quick_bound(problem.branch), index, None) for index, problem in enumerate(problems)]

@@ -75,8 +75,10 @@ class StageBounds:
         return bounds.max(axis=0)
 
     def least_memory(self, first: int) -> np.ndarray:
-        """(p, longest + 1) fewest bytes of each stage that has n layers from `first` on: with a price of 1 and no cost,
-        the shortest path is memory."""
+        """(p, longest + 1) fewest bytes of each stage that has n layers from `first` on.
+
+        With a price of 1 and no cost the shortest path is memory.
+        """
         stages = np.arange(self.branch.stages)
         return self.forward(MEMORY, first, stages, np.ones(len(stages)), self.longest) + self.branch.budget
 
