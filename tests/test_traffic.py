@@ -218,6 +218,9 @@ def test_a_rank_is_counted_by_its_place_in_the_stage():
     assert step_traffic(plan, shape, rows=4, length=8) == step_traffic(turned, shape, rows=4, length=8)
 
 
+PROFILES = ("galvatron_hf.profiler.hardware_profile", "galvatron_hf.profiler.model_profile")
+
+
 def test_the_planner_imports_no_runtime():
     imported = set()
     for path in (ROOT / "src" / "galvatron_hf" / "planner").glob("*.py"):
@@ -227,7 +230,16 @@ def test_the_planner_imports_no_runtime():
             elif isinstance(node, ast.ImportFrom):
                 imported.add(node.module if node.level == 0 else "." * node.level)
     ours = {name for name in imported if name.split(".")[0] not in sys.stdlib_module_names}
-    assert ours and all(name == "galvatron_hf.plan" or name.startswith("galvatron_hf.planner.") for name in ours)
+    # The two modules of profiles are values; they import neither torch nor the runtime when they are imported.
+    allowed = {"numpy", "galvatron_hf.plan", *PROFILES}
+    assert ours and all(name in allowed or name.startswith("galvatron_hf.planner.") for name in ours)
+    for module in PROFILES:
+        tree = ast.parse((ROOT / "src" / Path(*module.split("."))).with_suffix(".py").read_text())
+        names = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
+        names |= {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+        own = {name for name in names if name.startswith("galvatron_hf")}
+        assert own <= {"galvatron_hf.plan_checks", "galvatron_hf.plan_json", "galvatron_hf.planner.shapes", *PROFILES}
+        assert not any(name.split(".")[0] in ("torch", "transformers") for name in names)
 
 
 def test_the_documentations_example_is_the_formulas():

@@ -4,6 +4,7 @@
 
 from galvatron_hf.parallel.apply import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan
+from galvatron_hf.planner.search import estimate_plan, search_plan
 from galvatron_hf.profiler.hardware import load_or_profile_hardware, profile_hardware
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model import profile_model
@@ -23,9 +24,11 @@ __all__ = [
     "LayerStrategy",
     "ModelProfile",
     "ParallelPlan",
+    "estimate_plan",
     "load_or_profile_hardware",
     "load_or_profile_model",
     "parallelize",
     "profile_hardware",
     "profile_model",
+    "search_plan",
 ]

@@ -86,32 +86,48 @@ class CostModel:
         self.ranks, self.rows = ranks, rows
         self.element = BYTES[workload.precision.compute]
         self.reduced = BYTES[workload.precision.reduce]
+        self._known_weights: dict[tuple, _Weights] = {}
+
+    def with_rows(self, rows: int) -> CostModel:
+        """The same for other micro-batches; what does not depend on them is worked out once for all."""
+        other = CostModel(self.hardware, self.model, self.workload, self.ranks, rows)
+        other._known_weights = self._known_weights
+        return other
 
     # ---- Layers ----
 
     def layer(self, kind: int, strategies: Sequence[LayerStrategy]) -> Costs:
         """Costs of a layer of `kind` under each of the strategies."""
-        parts = [self._layer(self.model.kinds[kind], strategy) for strategy in strategies]
-        return Costs(**{name: np.array([getattr(part, name) for part in parts]) for name in Costs.__annotations__})
+        layer, passed, found = self.model.kinds[kind], {}, []
+        for strategy in strategies:
+            key = (strategy.tensor, strategy.megatron_sp, strategy.ulysses, strategy.recompute)
+            if key not in passed:
+                passed[key] = self._pass(layer, strategy)
+            found.append(self._layer(passed[key], self._weights(layer, strategy)))
+        return Costs(**dict(zip(Costs.__annotations__, np.array(found, dtype=float).T, strict=True)))
 
-    def _layer(self, layer: LayerProfile, strategy: LayerStrategy) -> Costs:
-        computing = self._computing(layer, strategy)
-        regions = self._regions(layer, strategy)
-        weights = self._weights(layer, strategy)
-        forward, backward = computing[0], computing[1] + (computing[0] if strategy.recompute == "full" else 0.0)
-        forward_ms = self._with_weights(forward, weights.gather_ms) + regions[0]
-        backward_ms = self._with_weights(backward, weights.gather_ms, weights.reduce_ms) + regions[1]
-        sync = weights.gather_once_ms + self._exposed(backward, weights.copies_ms)
-        saved, working = self._activations(layer, strategy)
-        return Costs(
-            forward_ms=forward_ms,
-            backward_ms=backward_ms,
-            communication_ms=forward_ms + backward_ms - forward - backward,
-            sync_ms=sync,
-            update_ms=weights.elements * self.model.optimizer_ms_per_element,
-            state_bytes=weights.state_bytes,
-            activation_bytes=saved,
-            working_bytes=working + weights.working_bytes,
+    def _pass(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, ...]:
+        """What sharding has no part in: computing and collectives of regions, forward and backward, and bytes."""
+        forward, backward = self._computing(layer, strategy)
+        if strategy.recompute == "full":
+            backward += forward
+        return forward, backward, *self._regions(layer, strategy), *self._activations(layer, strategy)
+
+    def _layer(self, passed: tuple[float, ...], weights: _Weights, gathers_again: bool = True) -> tuple[float, ...]:
+        """In the order of [`Costs`]."""
+        forward, backward, region_forward, region_backward, saved, working = passed
+        gathered = weights.gather_ms if gathers_again else 0.0
+        forward_ms = self._with_weights(forward, weights.gather_ms) + region_forward
+        backward_ms = self._with_weights(backward, gathered, weights.reduce_ms) + region_backward
+        return (
+            forward_ms,
+            backward_ms,
+            forward_ms + backward_ms - forward - backward,
+            weights.gather_once_ms + self._exposed(backward, weights.copies_ms),
+            weights.elements * self.model.optimizer_ms_per_element,
+            weights.state_bytes,
+            saved,
+            working + weights.working_bytes,
         )
 
     def _tokens(self, strategy: LayerStrategy) -> tuple[int, int, int]:
@@ -176,36 +192,43 @@ class CostModel:
 
     # ---- Embedding and head ----
 
-    def end(self, end: EndProfile, strategy: VocabularyStrategy, *, is_head: bool) -> Costs:
-        """Costs of the embedding or of the head under one strategy: single numbers."""
-        tensor = strategy.tensor
-        tokens = Split.of_vocabulary(tensor, self.ranks, self.rows).tokens(0, self.rows, self.workload.length)
-        times, weights = _at(end.times, tensor), self._weights(end, strategy)
+    def end(self, end: EndProfile, strategies: Sequence[VocabularyStrategy], *, is_head: bool) -> Costs:
+        """Costs of the embedding or of the head under each of the strategies."""
+        passed, found = {}, []
+        for strategy in strategies:
+            if strategy.tensor not in passed:
+                passed[strategy.tensor] = self._pass_end(end, strategy.tensor, is_head)
+            weights = self._weights(end, strategy)
+            # The backward needs no weights that the forward has not gathered just before.
+            found.append(self._layer(passed[strategy.tensor], weights, gathers_again=False))
+        return Costs(**dict(zip(Costs.__annotations__, np.array(found, dtype=float).T, strict=True)))
+
+    def _pass_end(self, end: EndProfile, tensor: int, is_head: bool) -> tuple[float, ...]:
+        """As of a layer."""
+        tokens = vocabulary_split(tensor, self.ranks, self.rows).tokens(0, self.rows, self.workload.length)
+        times = _at(end.times, tensor)
         forward, backward = times.forward.ms(tokens, 0.0), times.backward.ms(tokens, 0.0)
-        hidden = tokens * self.model.hidden * self.element
-        summed = float(self.hardware.ms("all_reduce", tensor, 1, hidden))
-        regions = (0.0, summed) if is_head else (summed, 0.0)
+        summed = float(self.hardware.ms("all_reduce", tensor, 1, tokens * self.model.hidden * self.element))
+        regions = (summed, 0.0)
         if is_head:
             chunks = -(-tokens // HEAD_CHUNK_TOKENS)
             size = 16 * min(tokens, HEAD_CHUNK_TOKENS)
             regions = (chunks * float(self.hardware.ms("all_gather", tensor, 1, size)), summed)
-        forward_ms = self._with_weights(forward, weights.gather_ms) + regions[0]
-        backward_ms = self._with_weights(backward, 0.0, weights.reduce_ms) + regions[1]
+        saved = tokens * _at(end.saved_bytes, tensor) + end.saved_fixed_bytes.get(tensor, 0.0)
         working = max(tokens * end.working_bytes.get(tensor, 0.0), end.working_fixed_bytes.get(tensor, 0.0))
-        return Costs(
-            forward_ms=forward_ms,
-            backward_ms=backward_ms,
-            communication_ms=forward_ms + backward_ms - forward - backward,
-            sync_ms=weights.gather_once_ms + self._exposed(backward, weights.copies_ms),
-            update_ms=weights.elements * self.model.optimizer_ms_per_element,
-            state_bytes=weights.state_bytes,
-            activation_bytes=tokens * _at(end.saved_bytes, tensor) + end.saved_fixed_bytes.get(tensor, 0.0),
-            working_bytes=working + weights.working_bytes,
-        )
+        return forward, backward, *regions, saved, working
 
     # ---- Weights ----
 
     def _weights(self, owner: LayerProfile | EndProfile, strategy: LayerStrategy | VocabularyStrategy) -> _Weights:
+        key = (id(owner.weights), strategy.tensor, strategy.sharding, strategy.shard_degree)
+        if key not in self._known_weights:
+            self._known_weights[key] = self._price_weights(owner, strategy)
+        return self._known_weights[key]
+
+    def _price_weights(
+        self, owner: LayerProfile | EndProfile, strategy: LayerStrategy | VocabularyStrategy
+    ) -> _Weights:
         tensor, ranks = strategy.tensor, self.ranks
         shards = strategy.resolved_shard_degree(ranks)
         copies = ranks // tensor // shards
@@ -260,7 +283,7 @@ class CostModel:
 
     def boundary(self) -> Split:
         """How hidden states lie when they go from stage to stage."""
-        return Split.of_vocabulary(1, self.ranks, self.rows)
+        return vocabulary_split(1, self.ranks, self.rows)
 
     @cached_property
     def boundary_bytes(self) -> int:
@@ -290,6 +313,11 @@ def _at(table: dict, key: object) -> Times | float:
     if key not in table:
         raise ValueError(f"The model profile says nothing of degree {key}; profile the model with it.")
     return table[key]
+
+
+# A search asks again and again for the same few.
+vocabulary_split = lru_cache(maxsize=4096)(Split.of_vocabulary)
+layer_split = lru_cache(maxsize=65536)(Split.of_layer)
 
 
 @lru_cache(maxsize=65536)

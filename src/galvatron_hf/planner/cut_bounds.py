@@ -33,10 +33,13 @@ class CutBounds:
             first: {objective: self.stages.lower(objective, first) for objective in (A, B, TOTAL)}
             for first in self.stages.classes
         }
+        self._hopeless = least_memory(branch) > branch.budget
         self._firsts = [self.stages.class_of(place) for place in range(branch.layers)]
         self.bound = self._whole()
 
     def _whole(self) -> float:
+        if self._hopeless:
+            return np.inf
         pairs = self._before[-1].get(self.branch.layers)
         return np.inf if pairs is None else float(pairs.sum(axis=1).min())
 

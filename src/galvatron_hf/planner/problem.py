@@ -11,14 +11,14 @@ import numpy as np
 
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Stage, VocabularyStrategy
 from galvatron_hf.planner.branch import Branch, Choice, Options
-from galvatron_hf.planner.cost import CostModel, Costs, Workload
+from galvatron_hf.planner.cost import CostModel, Costs, Workload, layer_split, vocabulary_split
 from galvatron_hf.planner.moves import Split
 from galvatron_hf.planner.pareto import nondominated
-from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import ModelProfile
 
 
 PICOSECONDS = 10**9  # in a millisecond
+_NONE = ()  # weights that the other end has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,67 +85,103 @@ class Problem:
         )
 
 
-def make_problem(
-    hardware: HardwareProfile,
-    model: ModelProfile,
-    workload: Workload,
-    shape: Shape,
-    budget: int,
-    strategies: Sequence[LayerStrategy],
-    embeddings: Sequence[VocabularyStrategy],
-    heads: Sequence[VocabularyStrategy],
-    *,
-    world_size: int,
-    prune: bool = True,
-) -> Problem:
+class Draft:
     """
-    Prices every strategy.
+    A branch of which the costs of layers and ends are known, but not yet those of changes of layout.
 
-    Tied weights on one stage are one unit, of which the embedding's strategy decides: heads then are the same list,
-    of one tensor degree, and all of their cost is the start's.
+    Tied weights on one stage are one unit, of which the embedding's strategy decides: heads then are the same list, of
+    one tensor degree, and all of their cost is the start's.
 
     Args:
-        prune (`bool`): Whether to leave out strategies without which the best plan is as good. A plan that is only to
-            be priced keeps all.
+        costs ([`CostModel`]): For the stage's ranks and the micro-batch's rows.
+        shape ([`Shape`]): Of the step.
+        strategies (`Sequence[LayerStrategy]`), embeddings, heads (`Sequence[VocabularyStrategy]`): The options.
+
+    Attributes:
+        bound (`float`): below the cost of every solution: each layer has its cheapest option, memory does not count.
     """
-    ranks = world_size // shape.pipeline
-    costs = CostModel(hardware, model, workload, ranks, shape.rows)
-    numbers = _Numbers(costs, shape, model)
-    strategies, columns = numbers.layers(list(strategies))
-    shared = model.tied and shape.pipeline == 1
-    embeddings, starts = numbers.ends(list(embeddings), "both" if shared else "embedding", prune)
-    heads, finishes = numbers.ends(list(heads)[:1] if shared else list(heads), "none" if shared else "head", prune)
-    move_a, move_b = numbers.moves()
-    stages = shape.pipeline
-    received = np.array([(stage > 0) + (stage < stages - 1) for stage in range(stages)])
-    sent = picoseconds(costs.send_ms()) if stages > 1 else 0
-    branch = Branch(
-        kinds=np.array(model.layers),
-        allowed=np.ones(columns["a"].shape, dtype=bool),
-        move_a=move_a,
-        move_b=move_b,
-        boundary=numbers.index(costs.boundary()),
-        in_flight=shape.in_flight(),
-        stage_a=received * sent,
-        stage_b=received * sent * (shape.micro_batches - 1),
-        stage_memory=received * costs.boundary_bytes,
-        starts=starts,
-        finishes=finishes,
-        budget=budget,
-        **columns,
-    )
-    if prune:
-        kept = branch.worth_having()
-        branch = branch.restricted(kept)
-        strategies = [strategy for strategy, worth in zip(strategies, kept, strict=True) if worth]
-    return Problem(
-        branch=branch,
-        shape=shape,
-        ranks=ranks,
-        strategies=strategies,
-        embeddings=embeddings,
-        heads=heads,
-    )
+
+    def __init__(
+        self,
+        costs: CostModel,
+        shape: Shape,
+        strategies: Sequence[LayerStrategy],
+        embeddings: Sequence[VocabularyStrategy],
+        heads: Sequence[VocabularyStrategy],
+    ):
+        self.costs, self.shape, self.strategies = costs, shape, list(strategies)
+        model = costs.model
+        self._numbers = numbers = _Numbers(costs, shape, model)
+        self._columns = numbers.layers(self.strategies)
+        shared = model.tied and shape.pipeline == 1
+        self.embeddings = list(embeddings)
+        self.heads = list(heads)[:1] if shared else list(heads)
+        self._starts = numbers.ends(self.embeddings, "both" if shared else "embedding")
+        self._finishes = numbers.ends(self.heads, "none" if shared else "head")
+        self.bound = self._bound()
+
+    def _bound(self) -> float:
+        kinds, stages = np.array(self.costs.model.layers), self.shape.pipeline
+        a, b = (self._columns[name].min(axis=1)[kinds].sum() for name in ("a", "b"))
+        return float(a + self._starts.a.min() + self._finishes.a.min() + b / stages)
+
+    def problem(self, budget: int, *, prune: bool = True) -> Problem:
+        """
+        All of it.
+
+        Args:
+            budget (`int`): Bytes of a rank.
+            prune (`bool`): Whether to leave out strategies without which the best plan is as good. A plan that is only
+                to be priced keeps all.
+        """
+        shape, costs, stages = self.shape, self.costs, self.shape.pipeline
+        starts, finishes, embeddings, heads = self._starts, self._finishes, self.embeddings, self.heads
+        if prune:
+            (embeddings, starts), (heads, finishes) = _pruned(embeddings, starts), _pruned(heads, finishes)
+        move_a, move_b = self._numbers.moves()
+        received = np.array([(stage > 0) + (stage < stages - 1) for stage in range(stages)])
+        sent = picoseconds(costs.send_ms()) if stages > 1 else 0
+        branch = Branch(
+            kinds=np.array(costs.model.layers),
+            allowed=np.ones(self._columns["a"].shape, dtype=bool),
+            move_a=move_a,
+            move_b=move_b,
+            boundary=self._numbers.index(costs.boundary()),
+            in_flight=shape.in_flight(),
+            stage_a=received * sent,
+            stage_b=received * sent * (shape.micro_batches - 1),
+            stage_memory=received * costs.boundary_bytes,
+            starts=starts,
+            finishes=finishes,
+            budget=budget,
+            **self._columns,
+        )
+        kept = np.arange(len(self.strategies))
+        if prune:
+            kept = _kept(np.concatenate([branch.a, branch.b, branch.state, branch.activation, branch.working]), branch)
+            branch = branch.restricted(kept)
+            worth = np.nonzero(branch.worth_having())[0]
+            kept, branch = kept[worth], branch.restricted(worth)
+        return Problem(
+            branch=branch,
+            shape=shape,
+            ranks=costs.ranks,
+            strategies=[self.strategies[index] for index in kept],
+            embeddings=embeddings,
+            heads=heads,
+        )
+
+
+def _kept(columns: np.ndarray, options: Branch | Options) -> np.ndarray:
+    """Indices of what nothing of the same layout is at most equal to in every column (C, S)."""
+    found = [np.nonzero(options.layout == one)[0] for one in np.unique(options.layout)]
+    return np.sort(np.concatenate([members[nondominated(columns.T[members])] for members in found]))
+
+
+def _pruned(strategies: list[VocabularyStrategy], options: Options) -> tuple[list[VocabularyStrategy], Options]:
+    kept = _kept(np.stack([options.a, options.b, options.memory, options.working]), options)
+    names = ("a", "b", "memory", "working", "layout")
+    return [strategies[index] for index in kept], Options(**{name: getattr(options, name)[kept] for name in names})
 
 
 def picoseconds(ms: np.ndarray | float) -> np.ndarray:
@@ -158,26 +194,18 @@ class _Numbers:
 
     def __init__(self, costs: CostModel, shape: Shape, model: ModelProfile):
         self.costs, self.shape, self.model = costs, shape, model
-        self.splits: list[Split] = [costs.boundary()]
+        self.splits: dict[Split, int] = {costs.boundary(): 0}
 
     def index(self, split: Split) -> int:
         """The layout's number."""
-        if split not in self.splits:
-            self.splits.append(split)
-        return self.splits.index(split)
+        return self.splits.setdefault(split, len(self.splits))
 
-    def layers(self, strategies: list[LayerStrategy]) -> tuple[list[LayerStrategy], dict]:
-        """The strategies, and columns (K, S); `layout` (S,)."""
+    def layers(self, strategies: list[LayerStrategy]) -> dict[str, np.ndarray]:
+        """Columns (K, S); `layout` (S,)."""
         kinds = [self._columns(self.costs.layer(kind, strategies)) for kind in range(len(self.model.kinds))]
         columns = {name: np.stack([kind[name] for kind in kinds]) for name in kinds[0]}
-        splits = [Split.of_layer(strategy, self.costs.ranks) for strategy in strategies]
-        return strategies, {**columns, "layout": np.array([self.index(split) for split in splits])}
-
-    def _kept(self, columns: dict[str, np.ndarray], layout: np.ndarray) -> np.ndarray:
-        """Indices of what nothing of the same layout is at most equal to in every column."""
-        table = np.concatenate([columns[name] for name in columns]).T
-        found = [np.nonzero(layout == one)[0] for one in np.unique(layout)]
-        return np.sort(np.concatenate([members[nondominated(table[members])] for members in found]))
+        splits = [layer_split(strategy, self.costs.ranks) for strategy in strategies]
+        return {**columns, "layout": np.array([self.index(split) for split in splits])}
 
     def _columns(self, costs: Costs) -> dict[str, np.ndarray]:
         """Of one stage nothing waits for another: what it costs in a step is all in A."""
@@ -193,38 +221,22 @@ class _Numbers:
             "working": np.ceil(costs.working_bytes).astype(np.int64),
         }
 
-    def ends(
-        self, strategies: list[VocabularyStrategy], which: str, prune: bool
-    ) -> tuple[list[VocabularyStrategy], Options]:
+    def ends(self, strategies: list[VocabularyStrategy], which: str) -> Options:
         """Options of the embedding, the head, both as one, or of nothing."""
-        layout = np.array(
-            [self.index(Split.of_vocabulary(one.tensor, self.costs.ranks, self.costs.rows)) for one in strategies]
-        )
-        priced = [self._end(strategy, which) for strategy in strategies]
-        columns = {name: np.array([int(one[name]) for one in priced]) for name in priced[0]}
-        if prune and len(strategies) > 1:
-            kept = self._kept({name: column[None] for name, column in columns.items()}, layout)
-            columns = {name: column[kept] for name, column in columns.items()}
-            strategies, layout = [strategies[index] for index in kept], layout[kept]
-        return strategies, Options(**columns, layout=layout)
-
-    def _end(self, strategy: VocabularyStrategy, which: str) -> dict[str, np.ndarray]:
-        nothing = dict.fromkeys(("a", "b", "memory", "working"), 0)
-        if which == "none":
-            return nothing
-        model, found = self.model, dict(nothing)
-        parts = {"embedding": [model.embedding], "head": [model.head], "both": [model.embedding, model.head]}[which]
-        for part in parts:
+        splits = [vocabulary_split(one.tensor, self.costs.ranks, self.costs.rows) for one in strategies]
+        layout = np.array([self.index(split) for split in splits])
+        model, zeros = self.model, np.zeros(len(strategies), dtype=np.int64)
+        a, b, memory, working = zeros, zeros, zeros, zeros
+        parts = {"embedding": [model.embedding], "head": [model.head], "both": [model.embedding, model.head]}
+        flight = int(self.shape.in_flight()[-1 if which == "head" else 0])
+        for part in parts.get(which, []):
             is_head = part is model.head
-            owner = replace(part, weights=()) if which == "both" and not is_head else part
-            costs = self.costs.end(owner, strategy, is_head=is_head)
-            columns = self._columns(costs)
-            flight = int(self.shape.in_flight()[-1 if which == "head" else 0])
-            found["a"] += columns["a"]
-            found["b"] += columns["b"]
-            found["memory"] += columns["state"] + flight * columns["activation"]
-            found["working"] = max(found["working"], columns["working"])
-        return found
+            owner = replace(part, weights=_NONE) if which == "both" and not is_head else part
+            columns = self._columns(self.costs.end(owner, strategies, is_head=is_head))
+            a, b = a + columns["a"], b + columns["b"]
+            memory = memory + columns["state"] + flight * columns["activation"]
+            working = np.maximum(working, columns["working"])
+        return Options(a=a, b=b, memory=memory, working=working, layout=layout)
 
     def moves(self) -> tuple[np.ndarray, np.ndarray]:
         """(Y, Y) A and B of a change of layout."""

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from galvatron_hf.plan import ParallelPlan
-from galvatron_hf.planner.branch import Branch, Choice, Score, score
-from galvatron_hf.planner.cost import Workload
+from galvatron_hf.planner.branch import Choice, Score, score
+from galvatron_hf.planner.cost import CostModel, Workload
 from galvatron_hf.planner.cut_bounds import CutBounds, least_memory
 from galvatron_hf.planner.exact import solve
-from galvatron_hf.planner.problem import PICOSECONDS, Problem, Shape, make_problem
+from galvatron_hf.planner.problem import PICOSECONDS, Draft, Problem, Shape
 from galvatron_hf.planner.space import Limits, layer_strategies, powers, vocabulary_strategies
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import ModelProfile
@@ -83,28 +83,29 @@ def search_plan(
     limits = limits or Limits()
     budget = hardware.memory_bytes if memory_bytes is None else memory_bytes
     world = hardware.world_size
-    problems = list(_problems(hardware, model, workload, limits, budget, world))
-    if not problems:
+    drafts = list(_drafts(hardware, model, workload, limits))
+    if not drafts:
         raise ValueError(
             f"No plan for {world} devices and {workload.rows} rows is within the limits; allow more degrees, or "
             "profile the model with more of them."
         )
     # Best first: a quick bound says when a problem's real bound is due, and that when it has to be solved.
-    queue = [(quick_bound(problem.branch), index, None) for index, problem in enumerate(problems)]
+    queue = [(draft.bound, index, None, None) for index, draft in enumerate(drafts)]
     heapq.heapify(queue)
     best: tuple[int, Problem, Choice] | None = None
     found: dict[tuple, tuple[int, Problem, Choice]] = {}
     solved = states = 0
     while queue:
-        bound, index, tight = heapq.heappop(queue)
-        problem, limit = problems[index], np.inf if best is None else best[0] - 1
+        bound, index, problem, bounds = heapq.heappop(queue)
+        limit = np.inf if best is None else best[0] - 1
         if bound > limit:
             break
-        if tight is None:
-            tight = CutBounds(problem.branch)
-            heapq.heappush(queue, (max(bound, tight.bound), index, tight))
+        if problem is None:
+            problem = drafts[index].problem(budget)
+            bounds = CutBounds(problem.branch)
+            heapq.heappush(queue, (max(bound, bounds.bound), index, problem, bounds))
             continue
-        solution = solve(problem.branch, limit, tight)
+        solution = solve(problem.branch, limit, bounds)
         solved, states = solved + 1, states + solution.states
         if solution.cost is not None:
             best = (solution.cost, problem, solution.choice)
@@ -114,9 +115,9 @@ def search_plan(
     return SearchResult(
         best=estimates[0] if estimates else None,
         runners_up=estimates[1:],
-        least_memory_bytes=None if estimates else int(min(least_memory(problem.branch) for problem in problems)),
+        least_memory_bytes=None if estimates else _least_memory(drafts, budget),
         seconds=time.perf_counter() - begun,
-        branches=len(problems),
+        branches=len(drafts),
         solved=solved,
         states=states,
     )
@@ -143,59 +144,42 @@ def estimate_plan(hardware: HardwareProfile, model: ModelProfile, workload: Work
     data = max(strategy.data_degree(ranks) for strategy in set(plan.layers))
     rows = max(-(-workload.rows // count), data)
     strategies = list(dict.fromkeys(plan.layers))
-    problem = make_problem(
-        hardware,
-        model,
-        workload,
-        Shape(pipeline=len(plan.stages), micro_batches=count, schedule=plan.schedule, rows=rows),
-        budget=hardware.memory_bytes,
-        strategies=strategies,
-        embeddings=[plan.embedding],
-        heads=[plan.head],
-        world_size=plan.world_size,
-        prune=False,
-    )
+    costs = CostModel(hardware, model, workload, ranks, rows)
+    shape = Shape(pipeline=len(plan.stages), micro_batches=count, schedule=plan.schedule, rows=rows)
+    draft = Draft(costs, shape, strategies, [plan.embedding], [plan.head])
+    problem = draft.problem(hardware.memory_bytes, prune=False)
     bounds = (0, *(stage.layers[1] for stage in plan.stages))
     options = tuple(strategies.index(layer) for layer in plan.layers)
     return _estimate(problem, Choice(bounds=bounds, options=options, start=0, finish=0), workload, model, plan)
 
 
-def _problems(
-    hardware: HardwareProfile, model: ModelProfile, workload: Workload, limits: Limits, budget: int, world: int
-) -> Iterator[Problem]:
+def _drafts(hardware: HardwareProfile, model: ModelProfile, workload: Workload, limits: Limits) -> Iterator[Draft]:
     """Every way to cut the step, with the strategies that its stages and micro-batches allow."""
+    world = hardware.world_size
     for pipeline in powers(min(world, len(model.layers))):
         if world % pipeline or (limits.pipeline is not None and pipeline not in limits.pipeline):
             continue
         ranks = world // pipeline
         vocabulary = vocabulary_strategies(ranks, model, limits)
+        every = CostModel(hardware, model, workload, ranks, workload.rows)
+        all_strategies = layer_strategies(ranks, model, limits)
         for rows, count in micro_batchings(workload.rows):
             if limits.micro_batches is not None and count not in limits.micro_batches:
                 continue
             for filled in _row_counts(rows, ranks):
-                strategies = layer_strategies(ranks, model, limits, filled)
-                if filled > rows:
-                    needed = [one for one in strategies if one.data_degree(ranks) == filled]
-                    strategies = strategies if needed else []
-                if not strategies:
+                # Every data rank has a row of each micro-batch; rows are added for nothing less.
+                strategies = [one for one, data in all_strategies if data <= filled]
+                if not strategies or (filled > rows and all(data != filled for _, data in all_strategies)):
                     continue
                 for schedule in limits.schedules if pipeline > 1 else ["1f1b"]:
                     shape = Shape(pipeline=pipeline, micro_batches=count, schedule=schedule, rows=filled)
                     for ends in _ends(vocabulary, model.tied):
-                        yield make_problem(
-                            hardware, model, workload, shape, budget, strategies, ends, ends, world_size=world
-                        )
+                        yield Draft(every.with_rows(filled), shape, strategies, ends, ends)
 
 
-def quick_bound(branch: Branch) -> float:
-    """Below the cost of every solution: each layer has its cheapest option, memory does not count."""
-    alone = branch.stages == 1
-    a = np.where(branch.allowed, branch.a, np.iinfo(np.int64).max).min(axis=1)[branch.kinds].sum()
-    b = np.where(branch.allowed, branch.b, np.iinfo(np.int64).max).min(axis=1)[branch.kinds].sum()
-    ends = branch.starts.a.min() + branch.finishes.a.min()
-    if alone:
-        return float(a + ends + branch.stage_a.sum() + b)
-    return float(a + ends + branch.stage_a.sum() + (b + branch.stage_b.sum()) / branch.stages)
+def _least_memory(drafts: list[Draft], budget: int) -> int:
+    """Bytes of the smallest budget in which one of them has a solution."""
+    return int(min(least_memory(draft.problem(budget).branch) for draft in drafts))
 
 
 def micro_batchings(rows: int) -> list[tuple[int, int]]:

@@ -47,15 +47,17 @@ def powers(most: int) -> list[int]:
     return [1 << exponent for exponent in range(max(most, 0).bit_length())]
 
 
-def layer_strategies(ranks: int, model: ModelProfile, limits: Limits, data: int) -> list[LayerStrategy]:
+def layer_strategies(ranks: int, model: ModelProfile, limits: Limits) -> list[tuple[LayerStrategy, int]]:
     """
-    All strategies of a layer that the profile has figures for; it has them for those that the model can have.
+    All strategies of a layer that the profile has figures for, which are those that the model can have.
 
     Args:
         ranks (`int`): R, of its stage.
         model ([`ModelProfile`]): What is trained.
         limits ([`Limits`]): What may be used.
-        data (`int`): Largest data degree, so that every data rank has a row of each micro-batch.
+
+    Returns:
+        `list[tuple[LayerStrategy, int]]`: each with its data degree.
     """
     found = []
     profiled = set.intersection(*(set(kind.saved_bytes) for kind in model.kinds))
@@ -63,20 +65,19 @@ def layer_strategies(ranks: int, model: ModelProfile, limits: Limits, data: int)
         sequence = {"megatron"} if megatron_sp else {"none"} if tensor > 1 else set()
         if not sequence | ({"ulysses"} if ulysses > 1 else set()) <= set(limits.sequence):
             continue
-        if ranks % (tensor * ulysses) or tensor > (limits.tensor or ranks) or ranks // (tensor * ulysses) > data:
+        if ranks % (tensor * ulysses) or tensor > (limits.tensor or ranks):
             continue
         for sharding, shard_degree in _shardings(ranks // tensor, limits):
             for recompute in limits.recompute:
-                found.append(
-                    LayerStrategy(
-                        tensor=tensor,
-                        megatron_sp=megatron_sp,
-                        ulysses=ulysses,
-                        sharding=sharding,
-                        shard_degree=shard_degree,
-                        recompute=recompute,
-                    )
+                strategy = LayerStrategy(
+                    tensor=tensor,
+                    megatron_sp=megatron_sp,
+                    ulysses=ulysses,
+                    sharding=sharding,
+                    shard_degree=shard_degree,
+                    recompute=recompute,
                 )
+                found.append((strategy, ranks // (tensor * ulysses)))
     return found
 
 

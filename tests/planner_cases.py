@@ -1,0 +1,135 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Small machines and models with random figures, and every plan that there is for them."""
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy
+from galvatron_hf.planner.cost import Workload
+from galvatron_hf.planner.shapes import WeightShape
+from galvatron_hf.planner.space import Limits, layer_strategies, powers, vocabulary_strategies
+from galvatron_hf.profiler.hardware_profile import KINDS, HardwareProfile, Link
+from galvatron_hf.profiler.model_profile import EndProfile, LayerProfile, ModelProfile, TimeFit, Times
+
+
+def random_hardware(seed: int, *, world_size: int, memory_bytes: int) -> HardwareProfile:
+    """One node; links of every kind, size and stride, each of its own speed."""
+    draw = np.random.default_rng(seed)
+    links = [
+        Link(
+            kind=kind,
+            ranks=ranks,
+            stride=stride,
+            latency_ms=float(draw.uniform(0.01, 0.5)),
+            bytes_per_s=float(draw.uniform(1e6, 1e8)),
+        )
+        for kind in KINDS
+        for ranks in ([2] if kind == "send" else powers(world_size)[1:])
+        for stride in powers(world_size // ranks)
+    ]
+    return HardwareProfile(
+        name="random",
+        nodes=1,
+        devices_per_node=world_size,
+        memory_bytes=memory_bytes,
+        flops_per_s={"fp32": 1e12},
+        links=tuple(links),
+        overlap_slowdown=[None, 1.0, 1.2][seed % 3],
+        hides_gathers=bool(seed % 2),
+    )
+
+
+def random_model(seed: int, *, layers: int, kinds: int = 1, tied: bool = False, degree: int = 2) -> ModelProfile:
+    """Of 8 features, with figures for tensor and Ulysses up to `degree`."""
+    draw = np.random.default_rng(seed)
+    degrees = powers(degree)
+    strategies = [
+        (tensor, megatron_sp, ulysses)
+        for tensor in degrees
+        for ulysses in degrees
+        for megatron_sp in ([False, True] if tensor > 1 else [False])
+        if tensor * ulysses <= degree
+    ]
+
+    def times(scale: float) -> dict[int, Times]:
+        found = {}
+        for tensor in degrees:
+            forward, backward = (
+                TimeFit(
+                    per_token=float(draw.uniform(0.5, 1.5)) * scale * factor / tensor,
+                    per_square=float(draw.uniform(0.0, 0.01)),
+                    fixed=float(draw.uniform(0.0, 0.5)),
+                )
+                for factor in (1, 2)
+            )
+            outside = float(draw.uniform(0.0, 0.2)) * scale / tensor
+            found[tensor] = Times(forward=forward, backward=backward, outside_forward=outside)
+        return found
+
+    def end(rows: int) -> EndProfile:
+        return EndProfile(
+            weights=(WeightShape(shape=(rows, 8), cut=0),),
+            times=times(0.2),
+            saved_bytes={tensor: float(draw.integers(8, 64)) for tensor in degrees},
+            working_bytes={tensor: float(draw.integers(8, 256)) for tensor in degrees},
+        )
+
+    profiles = [
+        LayerProfile(
+            weights=(WeightShape(shape=(32, 8), cut=0), WeightShape(shape=(8, 32), cut=1), WeightShape(shape=(8,))),
+            times=times(1.0),
+            saved_bytes={key: float(draw.integers(100, 300)) / key[0] for key in strategies},
+            working_bytes={key: float(draw.integers(0, 100)) for key in strategies},
+        )
+        for _ in range(kinds)
+    ]
+    return ModelProfile(
+        name="random",
+        hidden=8,
+        heads=4,
+        kv_heads=2,
+        head_dim=2,
+        dtype="fp32",
+        kinds=tuple(profiles),
+        layers=tuple(int(kind) for kind in draw.integers(0, kinds, layers)),
+        embedding=end(64),
+        head=end(64),
+        tied=tied,
+        optimizer_ms_per_element=float(draw.uniform(0, 0.01)),
+    )
+
+
+def workload(rows: int, length: int = 8) -> Workload:
+    return Workload(rows=rows, length=length, precision=Precision())
+
+
+def every_plan(hardware: HardwareProfile, model: ModelProfile, rows: int, limits: Limits) -> Iterator[ParallelPlan]:
+    """All plans of the space, by plain enumeration: any number of micro-batches, any cut."""
+    world, layers = hardware.world_size, len(model.layers)
+    for pipeline in powers(min(world, layers)):
+        ranks = world // pipeline
+        strategies: list[LayerStrategy] = [one for one, _ in layer_strategies(ranks, model, limits)]
+        vocabulary: list[VocabularyStrategy] = vocabulary_strategies(ranks, model, limits)
+        for cut in itertools.combinations(range(1, layers), pipeline - 1):
+            bounds = (0, *cut, layers)
+            stages = tuple(
+                Stage(ranks=tuple(range(index * ranks, (index + 1) * ranks)), layers=bounds[index : index + 2])
+                for index in range(pipeline)
+            )
+            chosen = itertools.product(itertools.product(strategies, repeat=layers), vocabulary, vocabulary)
+            for (of_layers, embedding, head), count in itertools.product(chosen, range(1, rows + 1)):
+                if model.tied and (embedding.tensor != head.tensor or (pipeline == 1 and embedding != head)):
+                    continue
+                yield ParallelPlan(
+                    world_size=world,
+                    stacks={"decoder": layers},
+                    micro_batches=count,
+                    stages=stages,
+                    layers=of_layers,
+                    embedding=embedding,
+                    head=head,
+                    precision=Precision(),
+                )

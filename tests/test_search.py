@@ -1,0 +1,225 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""The plan that is found is the cheapest of all plans, costs what an estimate says of it, and beats Galvatron's."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from branches import random_branch
+from galvatron_hf.cli.main import main
+from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision
+from galvatron_hf.planner.alternatives import alternatives
+from galvatron_hf.planner.cost import Workload, largest_move
+from galvatron_hf.planner.cut_bounds import least_memory
+from galvatron_hf.planner.exact import solve
+from galvatron_hf.planner.moves import Split, move
+from galvatron_hf.planner.pareto import dominated, nondominated
+from galvatron_hf.planner.search import estimate_plan, micro_batchings, search_plan
+from galvatron_hf.planner.space import Limits
+from galvatron_hf.profiler.hardware_profile import HardwareProfile
+from galvatron_hf.profiler.model_profile import ModelProfile
+from planner_cases import every_plan, random_hardware, random_model, workload
+
+
+DATA = Path(__file__).parent / "data"
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+from galvatron_formulas import score as galvatron_score  # noqa: E402
+from galvatron_profiles import GalvatronProfiles  # noqa: E402
+
+
+FEW = Limits(sequence=("megatron",), sharding=("replicate", "zero3"), hybrid_sharding=False)
+CASES = [
+    # world size, layers, rows, kinds of layers, tied, limits
+    (2, 2, 3, 1, False, FEW),
+    (2, 2, 3, 2, True, FEW),
+    (2, 3, 2, 2, False, Limits(sequence=("ulysses",), sharding=("zero2",), recompute=("none",))),
+    (4, 2, 2, 1, True, Limits(sequence=(), sharding=("zero3", "replicate"), recompute=("none", "full"))),
+    (4, 2, 5, 2, False, Limits(sequence=("none",), sharding=("zero2", "replicate"), recompute=("none",))),
+]
+
+
+@pytest.mark.parametrize("world, layers, rows, kinds, tied, limits", CASES)
+def test_no_plan_of_the_space_is_faster_than_the_one_found(world, layers, rows, kinds, tied, limits):
+    for seed in range(4):
+        model = random_model(seed, layers=layers, kinds=kinds, tied=tied)
+        hardware = random_hardware(seed, world_size=world, memory_bytes=1 << 40)
+        work = workload(rows)
+        every = [estimate_plan(hardware, model, work, plan) for plan in every_plan(hardware, model, rows, limits)]
+        needed = sorted(max(estimate.memory_bytes) for estimate in every)
+        for budget in (needed[0], needed[len(needed) // 20], needed[len(needed) // 3], needed[-1]):
+            found = search_plan(hardware, model, work, memory_bytes=budget, limits=limits)
+            fitting = [estimate for estimate in every if max(estimate.memory_bytes) <= budget]
+            assert found.best.step_ms == min(estimate.step_ms for estimate in fitting)
+            again = estimate_plan(hardware, model, work, found.best.plan)
+            assert (again.step_ms, again.memory_bytes) == (found.best.step_ms, found.best.memory_bytes)
+        too_little = search_plan(hardware, model, work, memory_bytes=needed[0] - 1, limits=limits)
+        assert too_little.best is None and too_little.least_memory_bytes == needed[0]
+
+
+def test_a_search_finds_the_same_plan_again():
+    model, hardware = random_model(1, layers=6), random_hardware(1, world_size=4, memory_bytes=1 << 40)
+    one, other = (search_plan(hardware, model, workload(8), memory_bytes=20000) for _ in range(2))
+    assert one.best == other.best and one.states == other.states
+
+
+def test_options_that_are_left_out_are_not_missed():
+    for seed in range(60):
+        branch = random_branch(seed, layers=6, stages=1 + seed % 3, options=8, layouts=4, tightness=0.3)
+        assert solve(branch.restricted(np.nonzero(branch.worth_having())[0])).cost == solve(branch).cost
+
+
+def test_the_least_memory_is_that_of_the_first_budget_that_has_a_solution():
+    for seed in range(30):
+        branch = random_branch(seed, layers=5, stages=1 + seed % 3, options=4, kinds=1 + seed % 2)
+        least = least_memory(branch)
+        if least < np.inf:
+            assert solve(replace(branch, budget=int(least))).cost is not None
+            assert solve(replace(branch, budget=int(least) - 1)).cost is None
+
+
+def test_fronts_are_those_of_pairwise_comparison():
+    draw = np.random.default_rng(0)
+    for columns in (2, 3, 4):
+        values = draw.integers(0, 6, (700, columns))
+        less = (values[:, None] <= values).all(axis=2) & (values[:, None] < values).any(axis=2)
+        wanted = {tuple(row) for row in values[~less.any(axis=0)]}
+        kept = values[nondominated(values)]
+        assert {tuple(row) for row in kept} == wanted and len(kept) == len(wanted)
+        by = draw.integers(2, 6, (40, columns))
+        strictly = [any((one <= row).all() and (one < row).any() for one in by) for row in values]
+        assert dominated(values, by, strictly=True).tolist() == strictly
+
+
+def test_micro_batches_are_all_sizes_and_the_fewest_of_each():
+    for rows in range(1, 40):
+        sizes = {-(-rows // count) for count in range(1, rows + 1)}
+        fewest = [(size, min(n for n in range(1, rows + 1) if -(-rows // n) == size)) for size in sizes]
+        assert sorted(micro_batchings(rows)) == sorted(fewest)
+
+
+def test_the_largest_move_is_the_largest_of_all_ranks():
+    splits = [Split(4, 2, 2), Split(16, 1, 1), Split(8, 1, 2), Split(2, 4, 2), Split(4, 1, 4), Split(8, 2, 1)]
+    for before in splits:
+        for after in splits:
+            sent = [move(before, after, index, 16, 64) for index in range(16)]
+            wanted = (1, 0) if sent[0] is None else (sent[0][0], max(tokens for _, tokens in sent))
+            assert largest_move(before, after, 16, 64) == wanted
+
+
+# ---- Galvatron's profiles ----
+
+
+def _galvatron(nodes: int) -> tuple[HardwareProfile, ModelProfile, Workload, int]:
+    folder, budget = DATA / "galvatron_profiles", 38 << 30
+    hardware = HardwareProfile.from_galvatron(folder / "hardware", nodes, 8, budget)
+    precision = Precision(compute="bf16", reduce="bf16")
+    return (
+        hardware,
+        ModelProfile.from_galvatron(folder),
+        Workload(rows=64 * nodes, length=2048, precision=precision),
+        budget,
+    )
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 8])
+def test_no_plan_of_galvatron_is_faster_than_the_one_found(nodes):
+    hardware, model, work, budget = _galvatron(nodes)
+    found = search_plan(hardware, model, work, memory_bytes=budget)
+    theirs = sorted((DATA / "galvatron_plans").glob(f"*_{nodes}x8_*.json"))
+    assert theirs
+    for path in theirs:
+        plan = ParallelPlan.from_galvatron(path, 8 * nodes)
+        estimate = estimate_plan(hardware, model, work, plan)
+        assert max(estimate.memory_bytes) > budget or estimate.step_ms >= found.best.step_ms, path.name
+
+
+def test_galvatrons_own_formulas_find_ours_faster_too():
+    hardware, model, work, budget = _galvatron(1)
+    ours = search_plan(hardware, model, work, memory_bytes=budget).best.plan
+    profiles = GalvatronProfiles.from_folder(DATA / "galvatron_profiles", 1, 8)
+    for engine in ("main", "240"):
+        speed = galvatron_score(profiles, ours, global_batch=64, engine=engine).samples_per_second
+        for path in (DATA / "galvatron_plans").glob(f"{engine}_1x8_*.json"):
+            plan = ParallelPlan.from_galvatron(path, 8)
+            assert speed >= galvatron_score(profiles, plan, global_batch=64, engine=engine).samples_per_second
+
+
+def test_well_known_plans_are_not_faster():
+    hardware, model, work, budget = _galvatron(1)
+    best = search_plan(hardware, model, work, memory_bytes=budget).best
+    others = {other.name: other for other in alternatives(hardware, model, work, memory_bytes=budget)}
+    assert set(others) == {"DDP", "ZeRO-3", "Megatron TP + PP", "ZeRO-3 + Ulysses"}
+    assert others["DDP"].best is None and others["DDP"].least_memory_bytes > budget
+    for other in others.values():
+        assert other.best is None or other.best.step_ms >= best.step_ms
+
+
+# ---- Plans that have no price, and the command line ----
+
+
+def test_plans_without_a_price_are_refused():
+    hardware, model = random_hardware(0, world_size=4, memory_bytes=1 << 40), random_model(0, layers=4)
+    many = ParallelPlan.uniform(4, 5)
+    with pytest.raises(ValueError, match="The plan has 5 layers and the model 4; make a plan for 4 layers."):
+        estimate_plan(hardware, model, workload(8), many)
+    unknown = ParallelPlan(world_size=4, stacks={"decoder": 4}, layers=(LayerStrategy(tensor=4),) * 4)
+    with pytest.raises(ValueError, match="says nothing of degree .*; profile the model with it."):
+        estimate_plan(hardware, model, workload(8), unknown)
+    late = ParallelPlan.uniform(4, 4, pipeline=2, micro_batches=4, schedule="zero_bubble", sharding="zero2")
+    with pytest.raises(ValueError, match="schedule 'zero_bubble' has no price yet"):
+        estimate_plan(hardware, model, workload(8), late)
+
+
+def test_limits_without_a_plan_are_told():
+    hardware, model = random_hardware(0, world_size=4, memory_bytes=1 << 40), random_model(0, layers=4)
+    with pytest.raises(ValueError, match="No plan for 4 devices and 8 rows is within the limits"):
+        search_plan(hardware, model, workload(8), limits=Limits(pipeline=(3,)))
+
+
+FLAGS = ["--galvatron-profiles", str(DATA / "galvatron_profiles"), "--nodes", "1", "--devices-per-node", "8"]
+FLAGS += ["--memory-gib", "38", "--global-batch", "64", "--seq-length", "2048"]
+
+
+def test_search_and_estimate_print_the_same_of_a_plan(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    assert main(["search", *FLAGS, "--json", "--output", str(path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert main(["estimate", *FLAGS, "--json", "--plan", str(path)]) == 0
+    again = json.loads(capsys.readouterr().out)
+    for key in ("samples_per_second", "step_ms", "memory_bytes", "plan"):
+        assert found[key] == again[key]
+    assert found["search_seconds"] > 0 and found["memory_quantum_bytes"] == 1
+    assert ParallelPlan.from_json(found["plan"]) == ParallelPlan.from_json(path)
+    assert (
+        main(["estimate", *FLAGS, "--json", "--plan", str(DATA / "galvatron_plans/main_1x8_38GB_bsz64_chunk8.json")])
+        == 0
+    )
+    theirs = json.loads(capsys.readouterr().out)
+    assert theirs["step_ms"] > found["step_ms"] and len(theirs["memory_bytes"]) == 2
+
+
+def test_the_tables_name_what_was_assumed(capsys):
+    assert main(["search", *FLAGS, "--compare"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Predicted, not measured; assumed: backward" in printed and "does not fit" in printed
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (FLAGS[:-6] + ["--memory-gib", "3", "--global-batch", "64", "--seq-length", "2048"], "No plan fits 3.00 GiB"),
+        (FLAGS[:6] + FLAGS[8:], "do not tell a device's memory: give --memory-gib"),
+        ([*FLAGS, "--cluster", "h100"], "both say what is known: give one of them"),
+        (["--global-batch", "8", "--seq-length", "128", "--cluster", "h100"], "The model is not known"),
+        (["--global-batch", "8", "--seq-length", "128"], "The cluster is not known"),
+        (["--global-batch", "0", "--seq-length", "128"], "count from 1"),
+    ],
+)
+def test_flags_that_do_not_fit_are_told_in_a_sentence(capsys, flags, sentence):
+    assert main(["search", *flags]) == 1
+    assert sentence in capsys.readouterr().err
