@@ -61,6 +61,13 @@ class Case:
     def pipeline(self) -> int:
         return len(self.stages)
 
+    @property
+    def vocabulary(self) -> list[tuple[int, str, Part]]:
+        """(stage, table, part) of what the profiles have a table for: both ends together, or each by itself."""
+        if self.pipeline == 1 and self.ends[0] == self.ends[1]:
+            return [(0, "whole", self.ends[0])]
+        return [(0, "first", self.ends[0]), (self.pipeline - 1, "last", self.ends[1])]
+
     def rows(self, part: Part) -> int:
         """Rows of a data rank in a micro-batch."""
         return self.global_batch // self.micro_batches // part.data
@@ -132,7 +139,10 @@ def extensions_of(plan: ParallelPlan) -> Iterator[str]:
             "shard_degree ranks, the gradients' reduction for all"
         )
     if plan.embedding != plan.head:
-        yield "embedding and head differ, but it has one strategy for both: each stage's end by its own"
+        yield (
+            "embedding and head differ, but it has one strategy for both: each by its own, and from the tables of a "
+            "pipeline's first and last stage"
+        )
 
 
 def _check(plan: ParallelPlan) -> None:
@@ -160,10 +170,6 @@ def _check(plan: ParallelPlan) -> None:
         else:
             continue
         raise ValueError(f"layer {index} has {problem}: use {fix}")
-    if plan.embedding != plan.head and len(plan.stages) == 1:
-        raise ValueError(
-            "embedding and head differ, but without a pipeline they were profiled together: make them equal"
-        )
 
 
 def _global_batch(plan: ParallelPlan, given: int | None) -> int:

@@ -177,9 +177,8 @@ def _beside(profiles: GalvatronProfiles, reduce_ms: float, backward: float) -> f
 def vocabulary_ms(case: Case) -> list[float]:
     """Embedding and head in each stage, without their gradients' reduction."""
     result = [0.0] * case.pipeline
-    ends = [(0, "whole", 1.0)] if case.pipeline == 1 else [(0, "first", 0.5), (-1, "last", 0.5)]
-    for stage, table, share in ends:
-        part = case.ends[stage]
+    for stage, table, part in case.vocabulary:
+        share = 1.0 if table == "whole" else 0.5
         rows = case.rows(part) if case.main else _fewest_rows(case)
         exchange = 0.0 if part.ulysses else case.profiles.all_gather.ms(part.degree, case.profiles.hidden_mib(rows))
         forward = case.profiles.vocabulary_forward(case.rows(part) / part.degree) * share
@@ -279,16 +278,13 @@ def _in_flight(case: Case, stage: int) -> int:
 
 
 def _vocabulary_mib(case: Case, stage: int) -> float:
-    if case.pipeline == 1:
-        return _end_mib(case, case.ends[0], case.profiles.ends["whole"], 1)
-    gpipe = case.micro_batches if case.main else 1
-    if stage == 0:
-        held = gpipe if case.schedule == "gpipe" else case.pipeline
-        return _end_mib(case, case.ends[0], case.profiles.ends["first"], held)
-    if stage == case.pipeline - 1:
-        held = gpipe if case.schedule == "gpipe" else 1
-        return _end_mib(case, case.ends[1], case.profiles.ends["last"], held)
-    return 0.0
+    gpipe, found = case.micro_batches if case.main else 1, 0.0
+    for place, table, part in case.vocabulary:
+        if place == stage:
+            held = {"whole": 1, "first": case.pipeline, "last": 1}[table]
+            held = gpipe if case.schedule == "gpipe" and case.pipeline > 1 else held
+            found += _end_mib(case, part, case.profiles.ends[table], held)
+    return found
 
 
 def _end_mib(case: Case, part: Part, end: EndMemory, in_flight: int) -> float:
