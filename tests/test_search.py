@@ -17,6 +17,7 @@ from galvatron_hf.planner.alternatives import alternatives
 from galvatron_hf.planner.cost import Workload, largest_move
 from galvatron_hf.planner.cut_bounds import least_memory
 from galvatron_hf.planner.exact import solve
+from galvatron_hf.planner.explain import explain_plan
 from galvatron_hf.planner.moves import Split, move
 from galvatron_hf.planner.pareto import dominated, nondominated
 from galvatron_hf.planner.search import estimate_plan, micro_batchings, search_plan
@@ -138,15 +139,16 @@ def test_no_plan_of_galvatron_is_faster_than_the_one_found(nodes):
         assert max(estimate.memory_bytes) > budget or estimate.step_ms >= found.best.step_ms, path.name
 
 
-def test_galvatrons_own_formulas_find_ours_faster_too():
-    hardware, model, work, budget = _galvatron(1)
+# At 16 devices 2.4.0, which counts half of what tensor parallelism sends, finds its own plan 0.8% faster than ours.
+@pytest.mark.parametrize("nodes, engine", [(1, "main"), (1, "240"), (2, "main"), (8, "main"), (8, "240")])
+def test_galvatrons_own_formulas_find_ours_faster_too(nodes, engine):
+    hardware, model, work, budget = _galvatron(nodes)
     ours = search_plan(hardware, model, work, memory_bytes=budget).best.plan
-    profiles = GalvatronProfiles.from_folder(DATA / "galvatron_profiles", 1, 8)
-    for engine in ("main", "240"):
-        speed = galvatron_score(profiles, ours, global_batch=64, engine=engine).samples_per_second
-        for path in (DATA / "galvatron_plans").glob(f"{engine}_1x8_*.json"):
-            plan = ParallelPlan.from_galvatron(path, 8)
-            assert speed >= galvatron_score(profiles, plan, global_batch=64, engine=engine).samples_per_second
+    profiles = GalvatronProfiles.from_folder(DATA / "galvatron_profiles", nodes, 8)
+    speed = galvatron_score(profiles, ours, global_batch=work.rows, engine=engine).samples_per_second
+    for path in (DATA / "galvatron_plans").glob(f"{engine}_{nodes}x8_*.json"):
+        plan = ParallelPlan.from_galvatron(path, 8 * nodes)
+        assert speed >= galvatron_score(profiles, plan, global_batch=work.rows, engine=engine).samples_per_second
 
 
 def test_well_known_plans_are_not_faster():
@@ -157,6 +159,19 @@ def test_well_known_plans_are_not_faster():
     assert others["DDP"].best is None and others["DDP"].least_memory_bytes > budget
     for other in others.values():
         assert other.best is None or other.best.step_ms >= best.step_ms
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_the_parts_of_a_price_add_up(pipeline, tied):
+    for seed in range(6):
+        model = random_model(seed, layers=4, kinds=2, tied=tied)
+        hardware = random_hardware(seed, world_size=4, memory_bytes=1 << 40)
+        limits = Limits(pipeline=(pipeline,))
+        best = search_plan(hardware, model, workload(12), memory_bytes=1 << 40, limits=limits).best
+        found = explain_plan(hardware, model, workload(12), best.plan)
+        assert sum(found.step_ms().values()) == pytest.approx(best.step_ms, rel=1e-9)
+        assert tuple(stage.memory_bytes for stage in found.stages) == best.memory_bytes
 
 
 # ---- Plans that have no price, and the command line ----

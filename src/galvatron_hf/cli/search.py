@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -18,7 +19,9 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from galvatron_hf.plan import ParallelPlan
+    from galvatron_hf.planner.alternatives import Alternative
     from galvatron_hf.planner.cost import Workload
+    from galvatron_hf.planner.explain import Explanation
     from galvatron_hf.planner.search import Estimate, SearchResult
     from galvatron_hf.profiler.hardware_profile import HardwareProfile
     from galvatron_hf.profiler.model_profile import ModelProfile
@@ -112,23 +115,22 @@ def run_search(given: argparse.Namespace) -> int:
         }
         print(json.dumps(found, indent=2))
         return 0
-    _show(result, others, hardware, model, budget)
+    _show(result, others, (hardware, model, workload), budget)
     return 0
 
 
 def run_estimate(given: argparse.Namespace) -> int:
     """Prints what a plan is predicted to cost."""
-    from galvatron_hf.planner.search import estimate_plan
+    from galvatron_hf.planner.explain import explain_plan
 
     hardware, model, workload, budget = read_case(given)
     plan = read_plan(given.plan, hardware.world_size)
-    estimate = estimate_plan(hardware, model, workload, plan)
+    found = explain_plan(hardware, model, workload, plan)
     if given.json:
-        print(json.dumps(priced(estimate) | {"search_seconds": 0.0, "memory_budget_bytes": budget}, indent=2))
+        said = {"search_seconds": 0.0, "memory_budget_bytes": budget, "step_ms_by_kind": found.step_ms()}
+        print(json.dumps(priced(replace(found.estimate, plan=plan)) | said, indent=2))
         return 0
-    console = Console()
-    console.print(estimate.plan.describe())
-    console.print(_prices(estimate, budget))
+    _show_parts(Console(), found, budget)
     return 0
 
 
@@ -216,34 +218,32 @@ def read_plan(path: str, world_size: int) -> ParallelPlan:
     return ParallelPlan.from_galvatron(raw, world_size) if "pp_deg" in raw else ParallelPlan.from_json(raw)
 
 
-def _show(result: SearchResult, others: list, hardware: HardwareProfile, model: ModelProfile, budget: int) -> None:
+def _show(
+    result: SearchResult, others: list[Alternative], case: tuple[HardwareProfile, ModelProfile, Workload], budget: int
+) -> None:
+    from galvatron_hf.planner.explain import explain_plan
+
     console = Console()
-    console.print(result.best.plan.describe())
-    console.print(_prices(result.best, budget))
+    _show_parts(console, explain_plan(*case, result.best.plan), budget)
     if others:
         console.print(_comparison(result.best, others, budget))
     console.print(
         f"{result.branches} ways to cut the step, {result.solved} of them searched to the end with {result.states} "
         f"partial plans, memory counted in bytes, {result.seconds:.1f} s"
     )
-    assumed = sorted({**hardware.assumed, **model.assumed})
+    assumed = sorted({**case[0].assumed, **case[1].assumed})
     console.print(f"Predicted, not measured{'; assumed: ' + ', '.join(assumed) if assumed else ''}.")
 
 
-def _prices(estimate: Estimate, budget: int) -> Table:
-    title = f"{estimate.step_ms:.1f} ms a step, {estimate.samples_per_second:.2f} samples/s (predicted)"
-    table = Table(title=title, title_justify="left")
-    table.add_column("stage", justify="right")
-    table.add_column("layers")
-    table.add_column("GiB of a rank", justify="right")
-    table.add_column("of the budget", justify="right")
-    for index, (stage, size) in enumerate(zip(estimate.plan.stages, estimate.memory_bytes, strict=True)):
-        layers = f"{stage.layers[0]}-{stage.layers[1] - 1}"
-        table.add_row(str(index), layers, f"{size / GIB:.2f}", f"{100 * size / budget:.0f}%")
-    return table
+def _show_parts(console: Console, found: Explanation, budget: int) -> None:
+    estimate = found.estimate
+    console.print(estimate.plan.describe())
+    console.print(found.stage_table(budget))
+    console.print(found.time_table())
+    console.print(f"{estimate.step_ms:.1f} ms a step, {estimate.samples_per_second:.2f} samples/s (predicted)")
 
 
-def _comparison(best: Estimate, others: list, budget: int) -> Table:
+def _comparison(best: Estimate, others: list[Alternative], budget: int) -> Table:
     table = Table(title="Instead (predicted)", title_justify="left")
     table.add_column("plan")
     table.add_column("ms a step", justify="right")

@@ -139,18 +139,23 @@ def estimate_plan(hardware: HardwareProfile, model: ModelProfile, workload: Work
             f"The plan has {plan.num_layers} layers and the model {len(model.layers)}; make a plan for "
             f"{len(model.layers)} layers."
         )
-    ranks = len(plan.stages[0].ranks)
-    count = min(plan.micro_batches, workload.rows)
-    data = max(strategy.data_degree(ranks) for strategy in set(plan.layers))
-    rows = max(-(-workload.rows // count), data)
+    shape = step_shape(workload, plan)
     strategies = list(dict.fromkeys(plan.layers))
-    costs = CostModel(hardware, model, workload, ranks, rows)
-    shape = Shape(pipeline=len(plan.stages), micro_batches=count, schedule=plan.schedule, rows=rows)
+    costs = CostModel(hardware, model, workload, len(plan.stages[0].ranks), shape.rows)
     draft = Draft(costs, shape, strategies, [plan.embedding], [plan.head])
     problem = draft.problem(hardware.memory_bytes, prune=False)
     bounds = (0, *(stage.layers[1] for stage in plan.stages))
     options = tuple(strategies.index(layer) for layer in plan.layers)
     return _estimate(problem, Choice(bounds=bounds, options=options, start=0, finish=0), workload, model, plan)
+
+
+def step_shape(workload: Workload, plan: ParallelPlan) -> Shape:
+    """How the plan cuts a step; there are no more micro-batches than rows, and a row for every data rank."""
+    ranks = len(plan.stages[0].ranks)
+    count = min(plan.micro_batches, workload.rows)
+    data = max(strategy.data_degree(ranks) for strategy in set(plan.layers))
+    rows = max(-(-workload.rows // count), data)
+    return Shape(pipeline=len(plan.stages), micro_batches=count, schedule=plan.schedule, rows=rows)
 
 
 def _drafts(hardware: HardwareProfile, model: ModelProfile, workload: Workload, limits: Limits) -> Iterator[Draft]:

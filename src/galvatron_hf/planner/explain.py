@@ -1,0 +1,176 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Where the predicted time and memory of a plan go: by stage, by what they are for, adding up to the estimate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.planner.cost import CostModel, Costs, Workload, layer_split, vocabulary_split
+from galvatron_hf.planner.search import Estimate, estimate_plan, step_shape
+from galvatron_hf.profiler.hardware_profile import HardwareProfile
+from galvatron_hf.profiler.model_profile import ModelProfile
+
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageParts:
+    """
+    One stage, on the rank that has most to do.
+
+    Attributes:
+        layers (`tuple[int, int]`): half-open.
+        computing_ms, communication_ms, layout_ms (`float`): of a micro-batch, forward and backward: kernels, what they
+            wait for, and changes of layout with the sends between stages.
+        sync_ms, update_ms (`float`): once in a step: what no computing hides, and the optimizer.
+        state_bytes, activation_bytes, working_bytes, boundary_bytes (`int`): weights with gradients and optimizer
+            state; of all micro-batches in flight; of the layer or end that needs most; of sends between stages.
+    """
+
+    layers: tuple[int, int]
+    computing_ms: float
+    communication_ms: float
+    layout_ms: float
+    sync_ms: float
+    update_ms: float
+    state_bytes: int
+    activation_bytes: int
+    working_bytes: int
+    boundary_bytes: int
+
+    @property
+    def micro_batch_ms(self) -> float:
+        """Of one micro-batch in all."""
+        return self.computing_ms + self.communication_ms + self.layout_ms
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of all kinds."""
+        return self.state_bytes + self.activation_bytes + self.working_bytes + self.boundary_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """
+    A plan's price in parts. The slowest stage's own time and the others' first and last micro-batch, in which it waits
+    (`bubble_ms`), are the step.
+
+    Attributes:
+        estimate ([`Estimate`]): what is explained.
+        stages (`tuple[StageParts, ...]`): in order.
+        slowest (`int`): index of the stage that sets the pace.
+    """
+
+    estimate: Estimate
+    stages: tuple[StageParts, ...]
+    slowest: int
+
+    def step_ms(self) -> dict[str, float]:
+        """Milliseconds of a step by what they are for; their sum is the estimate's."""
+        count, stage = self.estimate.plan.micro_batches, self.stages[self.slowest]
+        others = [other for index, other in enumerate(self.stages) if index != self.slowest]
+        return {
+            "computing": count * stage.computing_ms,
+            "communication": count * stage.communication_ms + stage.sync_ms,
+            "layout changes": count * stage.layout_ms,
+            "optimizer": stage.update_ms,
+            "bubble": sum(other.micro_batch_ms + other.sync_ms for other in others),
+        }
+
+    def time_table(self) -> Table:
+        """For people."""
+        from rich.table import Table
+
+        parts = self.step_ms()
+        table = Table(title="Milliseconds of a step (predicted)", title_justify="left")
+        for name in (*parts, "all"):
+            table.add_column(name, justify="right")
+        total = sum(parts.values())
+        table.add_row(*(f"{ms:.1f} ({100 * ms / total:.0f}%)" for ms in parts.values()), f"{total:.1f}")
+        return table
+
+    def stage_table(self, budget: int) -> Table:
+        """For people; `budget` in bytes."""
+        from rich.table import Table
+
+        table = Table(title="Stages: ms of a micro-batch, GiB of a rank (predicted)", title_justify="left")
+        table.add_column("layers")
+        for name in ("computing", "comm.", "layout", "states", "activations", "working", "all GiB", "of budget"):
+            table.add_column(name, justify="right")
+        for stage in self.stages:
+            first, last = stage.layers
+            sizes = (stage.state_bytes, stage.activation_bytes + stage.boundary_bytes, stage.working_bytes)
+            table.add_row(
+                f"{first}-{last - 1}",
+                *(f"{ms:.1f}" for ms in (stage.computing_ms, stage.communication_ms, stage.layout_ms)),
+                *(f"{size / GIB:.2f}" for size in (*sizes, stage.memory_bytes)),
+                f"{100 * stage.memory_bytes / budget:.0f}%",
+            )
+        return table
+
+
+def explain_plan(
+    hardware: HardwareProfile, model: ModelProfile, workload: Workload, plan: ParallelPlan
+) -> Explanation:
+    """
+    The parts of [`~planner.search.estimate_plan`]'s estimate.
+
+    Raises:
+        ValueError: for a plan that the cost model cannot price.
+    """
+    estimate = estimate_plan(hardware, model, workload, plan)
+    shape = step_shape(workload, plan)
+    costs = CostModel(hardware, model, workload, len(plan.stages[0].ranks), shape.rows)
+    in_flight = shape.in_flight()
+    stages = tuple(_stage(costs, plan, index, int(in_flight[index])) for index in range(len(plan.stages)))
+    pace = [(shape.micro_batches - 1) * stage.micro_batch_ms + stage.update_ms for stage in stages]
+    return Explanation(
+        estimate=replace(estimate, plan=replace(plan, micro_batches=shape.micro_batches)),
+        stages=stages,
+        slowest=int(np.argmax(pace)),
+    )
+
+
+def _stage(costs: CostModel, plan: ParallelPlan, index: int, in_flight: int) -> StageParts:
+    stage, model, ranks = plan.stages[index], costs.model, costs.ranks
+    first, last = index == 0, index == len(plan.stages) - 1
+    parts: list[Costs] = []
+    splits = [costs.boundary()]
+    if first:
+        own = replace(model.embedding, weights=()) if model.tied and last else model.embedding
+        parts.append(costs.end(own, [plan.embedding], is_head=False))
+        splits = [vocabulary_split(plan.embedding.tensor, ranks, costs.rows)]
+    for layer in range(*stage.layers):
+        parts.append(costs.layer(model.layers[layer], [plan.layers[layer]]))
+        splits.append(layer_split(plan.layers[layer], ranks))
+    splits.append(vocabulary_split(plan.head.tensor, ranks, costs.rows) if last else costs.boundary())
+    if last:
+        parts.append(costs.end(model.head, [plan.head], is_head=True))
+
+    def total(name: str) -> float:
+        return float(sum(getattr(part, name)[0] for part in parts))
+
+    received = (not first) + (not last)
+    communication = total("communication_ms")
+    moved = sum(costs.move_ms(*pair) for pair in zip(splits[:-1], splits[1:], strict=True))
+    return StageParts(
+        layers=stage.layers,
+        computing_ms=total("forward_ms") + total("backward_ms") - communication,
+        communication_ms=communication,
+        layout_ms=moved + received * (costs.send_ms() if len(plan.stages) > 1 else 0.0),
+        sync_ms=total("sync_ms"),
+        update_ms=total("update_ms"),
+        state_bytes=int(sum(np.ceil(part.state_bytes[0]) for part in parts)),
+        activation_bytes=int(sum(np.ceil(part.activation_bytes[0]) for part in parts)) * in_flight,
+        working_bytes=int(max(np.ceil(part.working_bytes[0]) for part in parts)),
+        boundary_bytes=received * costs.boundary_bytes,
+    )
