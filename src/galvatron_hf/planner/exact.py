@@ -20,8 +20,10 @@ from galvatron_hf.planner.pareto import dominated, nondominated
 from galvatron_hf.planner.stage_bounds import TOTAL, A, Distances
 
 
-# Of the bound: under so much more a solution is looked for first.
-SLACKS = (0.001, 0.002, 0.003, 0.0045, 0.007, 0.01, 0.015, 0.03, 0.1, 0.3, np.inf)
+# Of the bound: within so much of it a solution is looked for, one limit after the other.
+SLACKS_OF_ONE = (0.001, 0.002, 0.003, 0.0045, 0.007, 0.01, 0.015, 0.03, 0.1, 0.3, np.inf)
+SLACKS = (0.01, 0.03, 0.1, 0.3, np.inf)
+BEAM = 80  # labels of a stage after each layer, when a first solution of a pipeline is looked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,9 @@ def solve(branch: Branch, limit: float = np.inf, bounds: CutBounds | None = None
     """
     The best solution that costs at most `limit`.
 
-    The limit widens from the bound upwards: whatever is found under a limit is the best there is.
+    The limit widens from the bound upwards: whatever is found within a limit is the best there is. With several stages
+    a wider limit makes little more work, and a tight one little less: there a first solution is looked for with few
+    labels, and what it costs is the limit.
 
     Args:
         branch ([`Branch`]): The problem.
@@ -55,17 +59,20 @@ def solve(branch: Branch, limit: float = np.inf, bounds: CutBounds | None = None
     """
     bounds = bounds or CutBounds(branch)
     search = ExactSearch(branch, bounds)
-    for slack in SLACKS:
-        if not bounds.bound < np.inf or bounds.bound > limit:
+    slacks, beam = (SLACKS_OF_ONE, None) if branch.stages == 1 else (SLACKS, BEAM)
+    found = None
+    for slack in slacks:
+        if bounds.bound == np.inf or bounds.bound > limit:
             break
         within = min(limit, bounds.bound + slack * abs(bounds.bound) if slack < np.inf else np.inf)
         bounds.improve(within)
-        best = search.best(within)
-        if best is not None:
-            return Solution(bound=bounds.bound, cost=best[0], choice=best[1], states=search.states)
-        if within == limit:
+        found = search.best(within, beam)
+        if found is not None or within == limit:
+            if beam is not None:
+                found = search.best(within if found is None else found[0])
             break
-    return Solution(bound=bounds.bound, cost=None, choice=None, states=search.states)
+    cost, choice = (None, None) if found is None else found
+    return Solution(bound=bounds.bound, cost=cost, choice=choice, states=search.states)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,11 +125,20 @@ class ExactSearch:
     def __init__(self, branch: Branch, bounds: CutBounds):
         self.branch, self.bounds = branch, bounds
         self.states = 0
+        self._beam: int | None = None
         self._moves = np.stack([branch.move_a, branch.move_b], axis=2)
         self._detour = branch.detours()[1]
 
-    def best(self, limit: float) -> tuple[int, Choice] | None:
-        """The cheapest solution of at most `limit`; None if there is none."""
+    def best(self, limit: float, beam: int | None = None) -> tuple[int, Choice] | None:
+        """
+        The cheapest solution of at most `limit`; None if there is none.
+
+        Args:
+            limit (`float`): What it may cost.
+            beam (`int`, *optional*): Labels to go on with after each layer, those with the least bounds; then what is
+                found is a solution, but perhaps not the cheapest. None keeps all that can matter.
+        """
+        self._beam = beam
         limit = limit + 1e-9 * abs(limit) + 1.0 if limit < np.inf else limit  # bounds are floating-point sums
         groups: dict[tuple[int, int, int], list[int]] = {}
         for stage, place, count in self.bounds.within(limit):
@@ -206,12 +222,15 @@ class ExactSearch:
         values[:, :, :2] += self._moves[labels.layout[:, None], layout[None]]
         values = values.reshape(-1, 3)
         layout = np.tile(layout, len(labels))
-        good = values[:, 2] <= branch.budget
+        good, bound = values[:, 2] <= branch.budget, None
         for cost, (distances, most) in zip((values[:, 0] + values[:, 1], values[:, 0]), task.distances, strict=True):
             least = cost + distances.price * (values[:, 2] - branch.budget) + distances.behind[done, room][layout]
             good &= least <= most
+            bound = least if bound is None else bound
         kept = np.nonzero(good)[0]
         kept = kept[self._best_of_layouts(values[kept], layout[kept])]
+        if self._beam is not None and len(kept) > self._beam:
+            kept = np.sort(kept[np.argsort(bound[kept], kind="stable")[: self._beam]])
         self.states += len(kept)
         return Labels(
             values=values[kept],
