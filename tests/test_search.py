@@ -218,6 +218,19 @@ def test_search_and_estimate_print_the_same_of_a_plan(capsys, tmp_path):
     assert theirs["step_ms"] > found["step_ms"] and len(theirs["memory_bytes"]) == 2
 
 
+def test_explain_holds_a_plan_against_the_fastest(capsys):
+    plan = DATA / "galvatron_plans" / "main_1x8_38GB_bsz64_chunk8.json"
+    assert main(["explain", *FLAGS, "--plan", str(plan)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "the fastest" in printed and "bubble" in printed
+    assert main(["explain", *FLAGS, "--plan", str(plan), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["alternatives"]["the fastest"]["step_ms"] < found["step_ms"]
+    assert sum(found["step_ms_by_kind"].values()) == pytest.approx(found["step_ms"])
+    held = ("state_bytes", "activation_bytes", "working_bytes", "boundary_bytes")
+    assert [sum(stage[kind] for kind in held) for stage in found["stages"]] == found["memory_bytes"]
+
+
 def test_the_tables_name_what_was_assumed(capsys):
     assert main(["search", *FLAGS, "--compare"]) == 0
     printed = " ".join(capsys.readouterr().out.split())

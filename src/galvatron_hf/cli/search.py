@@ -1,8 +1,8 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""`galvatron search` and `galvatron estimate`: the fastest plan for a model and a cluster, and the price of a plan.
+"""`galvatron search`, `estimate` and `explain`: the fastest plan for a model and a cluster, and the price of a plan.
 
-Neither needs a GPU or a launcher: clusters that are not there are described by presets or profiles.
+None needs a GPU or a launcher: clusters that are not there are described by presets or profiles.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -30,7 +30,7 @@ GIB = 1 << 30
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
-    """Adds both commands to a parser."""
+    """Adds the commands to a parser."""
     search = commands.add_parser(
         "search",
         help="find the fastest plan for a model on a cluster",
@@ -53,6 +53,14 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     _add_case(estimate)
     estimate.add_argument("--plan", required=True, metavar="FILE", help="a plan of this project or of Galvatron")
     estimate.set_defaults(run=run_estimate)
+    explain = commands.add_parser(
+        "explain",
+        help="show where a plan's time and memory go, and what would be faster",
+        description="Show where a plan's predicted time and memory go, beside the fastest plan and well-known ones.",
+    )
+    _add_case(explain)
+    explain.add_argument("--plan", required=True, metavar="FILE", help="a plan of this project or of Galvatron")
+    explain.set_defaults(run=run_explain)
 
 
 def _add_case(parser: argparse.ArgumentParser) -> None:
@@ -108,10 +116,7 @@ def run_search(given: argparse.Namespace) -> int:
             "branches_solved": result.solved,
             "states": result.states,
             "runners_up": [priced(estimate) for estimate in result.runners_up],
-            "alternatives": {
-                other.name: priced(other.best) if other.best else {"least_memory_bytes": other.least_memory_bytes}
-                for other in others
-            },
+            "alternatives": _priced_all(others),
         }
         print(json.dumps(found, indent=2))
         return 0
@@ -132,6 +137,45 @@ def run_estimate(given: argparse.Namespace) -> int:
         return 0
     _show_parts(Console(), found, budget)
     return 0
+
+
+def run_explain(given: argparse.Namespace) -> int:
+    """Prints the parts of a plan's price, and what other plans cost."""
+    from galvatron_hf.planner.alternatives import Alternative, alternatives
+    from galvatron_hf.planner.explain import explain_plan
+    from galvatron_hf.planner.search import search_plan
+
+    hardware, model, workload, budget = read_case(given)
+    plan = read_plan(given.plan, hardware.world_size)
+    found = explain_plan(hardware, model, workload, plan)
+    result = search_plan(hardware, model, workload, memory_bytes=budget)
+    others = [
+        Alternative(name="the fastest", best=result.best, least_memory_bytes=result.least_memory_bytes),
+        *alternatives(hardware, model, workload, memory_bytes=budget),
+    ]
+    if given.json:
+        said = {
+            "memory_budget_bytes": budget,
+            "step_ms_by_kind": found.step_ms(),
+            "stages": [asdict(stage) for stage in found.stages],
+            "alternatives": _priced_all(others),
+        }
+        print(json.dumps(priced(replace(found.estimate, plan=plan)) | said, indent=2))
+        return 0
+    console = Console()
+    _show_parts(console, found, budget)
+    if max(found.estimate.memory_bytes) > budget:
+        missing = (max(found.estimate.memory_bytes) - budget) / GIB
+        console.print(f"It does not fit: {missing:.2f} GiB a device are missing.")
+    console.print(_comparison(found.estimate, others, budget))
+    return 0
+
+
+def _priced_all(others: list[Alternative]) -> dict[str, Any]:
+    return {
+        other.name: priced(other.best) if other.best else {"least_memory_bytes": other.least_memory_bytes}
+        for other in others
+    }
 
 
 def priced(estimate: Estimate) -> dict[str, Any]:
