@@ -62,9 +62,17 @@ def test_the_job_ends_says_why_and_resumes(tmp_path, plan, kind, uninterrupted):
     assert job.logs() == uninterrupted(plan)
 
 
+# Every kind under both plans is above; a launcher sees processes, not plans.
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["layers", "pipeline"])
-@pytest.mark.parametrize("kind", ["kill_in_forward", "kill_in_collective", "raise_in_forward", "sleep_in_backward"])
+@pytest.mark.parametrize(
+    "plan, kind",
+    [
+        ("layers", "kill_in_forward"),
+        ("pipeline", "kill_in_collective"),
+        ("pipeline", "raise_in_forward"),
+        ("layers", "sleep_in_backward"),
+    ],
+)
 def test_a_launched_job_ends_in_time_and_leaves_no_process(tmp_path, plan, kind):
     """A rank that dies: 6 s for the answers; one that sleeps: ddp_timeout, 6 s, and 10 s until it is ended."""
     outcome = Job(folder=tmp_path, plan=plan, options=TIMEOUT).launch(fail_at(RANK, STEP, kind))
