@@ -6,8 +6,8 @@ from collections import Counter
 
 from collective_recorder import totals
 
+from galvatron_hf.model_shape import ModelShape
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
-from galvatron_hf.planner.shapes import ModelShape
 from galvatron_hf.planner.traffic import Traffic, step_traffic
 
 

@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from galvatron_hf import GalvatronTrainer, GalvatronTrainingArguments, ParallelPlan
-from galvatron_hf.planner.shapes import ModelShape
+from galvatron_hf.model_shape import ModelShape
 from galvatron_hf.planner.traffic import step_traffic
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from galvatron_hf.model_shape import WeightShape
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy
 from galvatron_hf.planner.cost import Workload
-from galvatron_hf.planner.shapes import WeightShape
 from galvatron_hf.planner.space import Limits, layer_strategies, powers, vocabulary_strategies
 from galvatron_hf.profiler.hardware_profile import KINDS, HardwareProfile, Link
 from galvatron_hf.profiler.model_profile import EndProfile, LayerProfile, ModelProfile, TimeFit, Times

@@ -178,6 +178,7 @@ def stage_module(
     mesh: StageMesh,
     current: CurrentMicroBatch,
 ) -> StageModule:
+    """The stage of these blocks: the model's own forward from what it receives to what the next stage needs."""
     return StageModule(
         model,
         adapter,

@@ -176,10 +176,9 @@ def _drafts(hardware: HardwareProfile, model: ModelProfile, workload: Workload, 
                 strategies = [one for one, data in all_strategies if data <= filled]
                 if not strategies or (filled > rows and all(data != filled for _, data in all_strategies)):
                     continue
-                for schedule in limits.schedules if pipeline > 1 else ["1f1b"]:
-                    shape = Shape(pipeline=pipeline, micro_batches=count, schedule=schedule, rows=filled)
-                    for ends in _ends(vocabulary, model.tied):
-                        yield Draft(every.with_rows(filled), shape, strategies, ends, ends)
+                shape = Shape(pipeline=pipeline, micro_batches=count, schedule="1f1b", rows=filled)
+                for ends in _ends(vocabulary, model.tied):
+                    yield Draft(every.with_rows(filled), shape, strategies, ends, ends)
 
 
 def _least_memory(drafts: list[Draft], budget: int) -> int:

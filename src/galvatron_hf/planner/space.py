@@ -5,6 +5,7 @@
 First the ranks are shared out to tensor, Ulysses and data parallelism (context and expert degrees, which
 [`~galvatron_hf.plan.LayerStrategy`] has too, stay 1 until they run), then positions are split over the tensor ranks or
 not, then weights are sharded or copied, then activations are kept or computed again. Degrees are powers of two.
+Pipelines are 1F1B: GPipe takes as long and more memory, other schedules have no price yet.
 Source: Galvatron (arXiv 2211.13878), section 3.
 """
 
@@ -28,7 +29,6 @@ class Limits:
         sharding (`tuple[str, ...]`): Of "replicate", "zero2" and "zero3".
         hybrid_sharding (`bool`): Whether fewer ranks than all may hold the pieces of a copy.
         recompute (`tuple[str, ...]`): Of "none" and "full".
-        schedules (`tuple[str, ...]`): Of "1f1b" and "zero_bubble"; GPipe takes as long as 1F1B and more memory.
         pipeline, micro_batches (`tuple[int, ...]`, *optional*): Degrees and counts; None allows all.
     """
 
@@ -37,7 +37,6 @@ class Limits:
     sharding: tuple[str, ...] = ("replicate", "zero2", "zero3")
     hybrid_sharding: bool = True
     recompute: tuple[str, ...] = ("none", "full")
-    schedules: tuple[str, ...] = ("1f1b",)
     pipeline: tuple[int, ...] | None = None
     micro_batches: tuple[int, ...] | None = None
 

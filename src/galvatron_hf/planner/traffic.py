@@ -12,9 +12,9 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from galvatron_hf.model_shape import ModelShape, WeightShape
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, VocabularyStrategy
 from galvatron_hf.planner.moves import Split, move
-from galvatron_hf.planner.shapes import ModelShape, WeightShape
 
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")

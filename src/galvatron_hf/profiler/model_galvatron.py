@@ -30,9 +30,9 @@ from typing import Any
 import numpy as np
 import scipy.optimize
 
+from galvatron_hf.model_shape import ModelShape, WeightShape
 from galvatron_hf.plan_checks import check_number, show
 from galvatron_hf.plan_json import read_object
-from galvatron_hf.planner.shapes import ModelShape, WeightShape
 from galvatron_hf.profiler.model_profile import EndProfile, LayerProfile, ModelProfile, TimeFit, Times
 
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
+from galvatron_hf.model_shape import WeightShape
 from galvatron_hf.plan_checks import MAX_LAYERS, check_bool, check_choice, check_fields, check_int, check_number, show
 from galvatron_hf.plan_json import check_version, read_object
-from galvatron_hf.planner.shapes import WeightShape
 from galvatron_hf.profiler.model_profile import EndProfile, LayerProfile, ModelProfile, TimeFit, Times
 
 

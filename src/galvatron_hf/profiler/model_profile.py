@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from galvatron_hf.model_shape import WeightShape
 from galvatron_hf.plan_json import write_file
-from galvatron_hf.planner.shapes import WeightShape
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 
 
@@ -68,7 +68,7 @@ class LayerProfile:
             and their gradients; with the gradients that go in and out.
         recompute_bytes (`Mapping`): kept under full recompute, likewise; where nothing is said, the layer's input.
         regions (`int`): tensor regions, each entered and left once.
-        saves_after_last_region (`bool`): see [`~planner.shapes.ModelShape`].
+        saves_after_last_region (`bool`): see [`~model_shape.ModelShape`].
     """
 
     weights: tuple[WeightShape, ...]
@@ -109,7 +109,7 @@ class ModelProfile:
 
     Attributes:
         name (`str`): of the model.
-        hidden, heads, kv_heads, head_dim (`int`): as in [`~planner.shapes.ModelShape`].
+        hidden, heads, kv_heads, head_dim (`int`): as in [`~model_shape.ModelShape`].
         dtype (`str`): in which it computes: "fp32" or "bf16".
         kinds (`tuple[LayerProfile, ...]`): the distinct kinds of layers.
         layers (`tuple[int, ...]`): index into `kinds` of each layer.

@@ -14,15 +14,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from galvatron_hf.model_shape import ModelShape
 from galvatron_hf.parallel.sharding import DTYPES
 from galvatron_hf.parallel.vocabulary import CHUNK_TOKENS
 from galvatron_hf.plan import LayerStrategy
-from galvatron_hf.planner.shapes import ModelShape
 from galvatron_hf.profiler.counting import Counts, Work, count
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import EndProfile, LayerProfile, ModelProfile, TimeFit, Times
-from galvatron_hf.profiler.model_shapes import model_shape
 from galvatron_hf.profiler.parts import LoneParts, empty_model, layer_kinds, one_of_each
+from galvatron_hf.profiler.real_shapes import model_shape
 
 
 # What a rank reaches in a layer, over what it reaches in a large matrix product by itself.

@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from galvatron_hf.model_shape import ModelShape, WeightShape
 from galvatron_hf.parallel.models import DecoderAdapter, Heads, Style, adapter_for
 from galvatron_hf.plan import LayerStrategy
-from galvatron_hf.planner.shapes import ModelShape, WeightShape
 from galvatron_hf.profiler.parts import LoneParts, layer_kinds, one_of_each
 
 
