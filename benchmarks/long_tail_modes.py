@@ -30,7 +30,6 @@ from galvatron_hf import GalvatronTrainer, GalvatronTrainingArguments, ParallelP
 MODES = ("padded", "again", "grouped", "rebalance", "trl", "ours")
 SAMPLING = {"grouped": "group_by_length", "rebalance": "batch_rebalance"}
 VOCABULARY = 4000  # the length of no row, so that a profile tells the head's operators by it
-LAYERS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +56,7 @@ class Setting:
         bf16 (`bool`): whether they compute in bf16.
         ranks, rows (`int`): processes, and documents on each in a step.
         recompute (`bool`): whether every layer is computed again in the backward.
+        layers (`int`): of the model.
         folder (`str`): for what a trainer writes.
     """
 
@@ -65,6 +65,7 @@ class Setting:
     ranks: int
     rows: int
     recompute: bool
+    layers: int
     folder: str
 
 
@@ -100,7 +101,7 @@ def make_trainer(mode: str, setting: Setting, steps: int) -> tuple[Trainer, list
     arguments = common_arguments(setting, steps)
     if mode == "ours":
         recompute = "full" if setting.recompute else "none"
-        plan = ParallelPlan.uniform(setting.ranks, LAYERS, sharding="replicate", recompute=recompute)
+        plan = ParallelPlan.uniform(setting.ranks, setting.layers, sharding="replicate", recompute=recompute)
         args = GalvatronTrainingArguments(**arguments, parallel_plan=plan, packing="static")
         trainer = GalvatronTrainer(model, args, train_dataset=documents, data_collator=collator)
     elif mode == "trl":
@@ -123,7 +124,7 @@ def build(setting: Setting) -> LlamaForCausalLM:
         vocab_size=VOCABULARY,
         hidden_size=256,
         intermediate_size=768,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=setting.layers,
         num_attention_heads=8,
         num_key_value_heads=2,
         max_position_embeddings=setting.corpus.cap,
