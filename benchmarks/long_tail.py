@@ -151,7 +151,8 @@ def describe(corpus: Corpus, setting: Setting) -> str:
     return (
         f"\ncap {corpus.cap}, {'bf16' if setting.bf16 else 'fp32'}: {len(lengths)} documents of {mean:.0f} tokens on "
         f"average, {100 * sum(length == corpus.cap for length in lengths) / len(lengths):.0f}% at the cap; "
-        f"{setting.ranks} x {setting.rows} in a step, {setting.layers} layers{', recomputed' if setting.recompute else ''}"
+        f"{setting.ranks} x {setting.rows} in a step, {setting.layers} layers"
+        f"{', recomputed' if setting.recompute else ''}"
     )
 
 
