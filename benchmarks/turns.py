@@ -8,19 +8,31 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from cpu_quota import CpuQuota
 from step_profile import StepProfile
 from transformers import Trainer, TrainerCallback
 
+from galvatron_hf.trainer.meter import Outcome
+
 
 TIMEOUT = timedelta(days=1)  # of a collective: ranks sleep between steps, not in one
+
+
+T = TypeVar("T")
+
+
+class Seat(Protocol):
+    """Where a rank runs; one on another host says which by `host`, and rank 0's says its `address` then."""
+
+    def enter(self) -> None:
+        """Puts this process there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +63,13 @@ class Ending:
         losses (`list[float]`): of each step.
         logged (`dict[str, float]`): the last step's log.
         profile (`str`): a table, where one was asked for.
+        outcome ([`Outcome`], *optional*): what was predicted of the plan, and measured of all ranks.
     """
 
     losses: list[float]
     logged: dict[str, float]
     profile: str
+    outcome: Outcome | None = None
 
 
 class World:
@@ -64,7 +78,7 @@ class World:
     Args:
         make_trainer (`Callable`): called in each rank; returns the trainer, and the list to which its collator will
             append the useful tokens of each of the rank's batches.
-        groups (`list[CpuQuota]`): one for each rank.
+        groups (`Sequence[Seat]`): one for each rank.
         warmup (`int`): steps before the first turn.
         steps (`int`): of a turn.
         profile ([`StepProfile`], *optional*): of rank 0 in its turns.
@@ -73,7 +87,7 @@ class World:
     def __init__(
         self,
         make_trainer: Callable[[], tuple[Trainer, list[int]]],
-        groups: list[CpuQuota],
+        groups: Sequence[Seat],
         warmup: int,
         steps: int,
         profile: StepProfile | None = None,
@@ -172,7 +186,7 @@ class TakesTurns(TrainerCallback):
 
 def _run_rank(
     rank: int,
-    groups: list[CpuQuota],
+    groups: Sequence[Seat],
     port: int,
     make_trainer: Callable[[], tuple[Trainer, list[int]]],
     connection: Connection,
@@ -181,20 +195,62 @@ def _run_rank(
     profile: StepProfile | None,
 ) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler is the parent's
-    groups[rank].enter()
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(groups), "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-    os.environ.update({name: str(value) for name, value in world.items()}, MASTER_ADDR="127.0.0.1")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    join_world(rank, groups, port)
     trainer, tokens = make_trainer()
     turns = TakesTurns(connection, tokens, warmup, steps, profile)
     trainer.add_callback(turns)
     trainer.train()
-    connection.send(turns.ending())
+    connection.send(replace(turns.ending(), outcome=getattr(trainer, "plan_outcome", None)))
     connection.recv()
     os._exit(0)  # gloo's threads and those of DistributedDataParallel wait for each other for ever at times
+
+
+def join_world(rank: int, seats: Sequence[Seat], port: int) -> None:
+    """Makes this process a rank with the share of a core that is its seat's, and pins it to that core."""
+    seats[rank].enter()
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    host = getattr(seats[rank], "host", 0)
+    beside = [index for index, seat in enumerate(seats) if getattr(seat, "host", 0) == host]
+    world = {
+        "RANK": rank,
+        "LOCAL_RANK": beside.index(rank),
+        "LOCAL_WORLD_SIZE": len(beside),
+        "WORLD_SIZE": len(seats),
+        "MASTER_ADDR": getattr(seats[0], "address", "127.0.0.1"),
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": 1,
+    }
+    os.environ.update({name: str(value) for name, value in world.items()})
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+
+
+def on_ranks(seats: Sequence[Seat], work: Callable[[], T]) -> T:
+    """What `work` returns on rank 0 of a world of its own, which is gone afterwards."""
+    context, port = multiprocessing.get_context("fork"), _free_port()
+    ours, theirs = context.Pipe()
+
+    def run(rank: int) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        join_world(rank, seats, port)
+        result = work()
+        dist.barrier()
+        if rank == 0:
+            theirs.send(result)
+        os._exit(0)
+
+    processes = [context.Process(target=run, args=(rank,), daemon=True) for rank in range(len(seats))]
+    for process in processes:
+        process.start()
+    theirs.close()
+    try:
+        result = ours.recv()
+    except EOFError:
+        raise RuntimeError("A rank has failed; its traceback stands above.") from None
+    for process in processes:
+        process.join()
+    return result
 
 
 def _free_port() -> int:

@@ -44,6 +44,11 @@ class WeightShape:
         whole = self.cut is None or self.is_copied(tensor)
         return tensor > 1 and whole and (megatron_sp or self.used_in_part or self.is_copied(tensor))
 
+    def can_be_sharded(self, tensor: int, shards: int) -> bool:
+        """Whether `shards` ranks can share what `tensor` ranks have cut: a vector has no second dimension to cut."""
+        vector_cut = len(self.shape) == 1 and tensor > 1 and self.cut == 0 and not self.is_copied(tensor)
+        return not vector_cut or shards == 1 or self.shape[0] % (tensor * shards) == 0
+
     def shard_elements(self, tensor: int, index: int, shards: int) -> int:
         """
         Elements of one piece when the weight is sharded once more, over `shards` ranks; padding counts.

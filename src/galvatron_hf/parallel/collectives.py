@@ -112,6 +112,26 @@ def gather_objects(value: Any) -> list[Any]:
     return gathered
 
 
+def from_rank_0(work: Callable[[], T]) -> T:
+    """The result of `work` on rank 0, on every rank; collective if there are several.
+
+    Raises:
+        ValueError: on every rank, if it failed.
+    """
+    if not dist.is_initialized():
+        return work()
+    result = problem = cause = None
+    if dist.get_rank() == 0:
+        try:
+            result = work()
+        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+            problem, cause = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}", error
+    result, problem = gather_objects((result, problem))[0]
+    if problem is not None:
+        raise ValueError(problem) from cause
+    return result
+
+
 def on_every_rank(work: Callable[[], T], *, rank_0_first: bool = False) -> T:
     """Does something that may fail on some ranks, so that it then fails on all; collective if there are several.
 

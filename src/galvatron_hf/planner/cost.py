@@ -37,13 +37,27 @@ class Workload:
 
     Args:
         rows (`int`): Of the global batch.
-        length (`int`): Tokens of a row.
+        length (`int`): Tokens of a row; of the longest one, for which there has to be memory.
         precision ([`Precision`]): Number formats.
+        mean_length (`int`, *optional*): Tokens of a row on average, which take time; `length` if absent.
+        mean_square (`float`, *optional*): Of a row's squared tokens on average; by default of `mean_length`.
     """
 
     rows: int
     length: int
     precision: Precision
+    mean_length: int | None = None
+    mean_square: float | None = None
+
+    @property
+    def computed_length(self) -> int:
+        """Tokens of a row that take time."""
+        return self.length if self.mean_length is None else self.mean_length
+
+    @property
+    def computed_square(self) -> float:
+        """Of a row, what the time of attention goes with."""
+        return self.computed_length**2 if self.mean_square is None else self.mean_square
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,22 +144,22 @@ class CostModel:
             working + weights.working_bytes,
         )
 
-    def _tokens(self, strategy: LayerStrategy) -> tuple[int, int, int]:
+    def _tokens(self, strategy: LayerStrategy, length: int) -> tuple[int, int, int]:
         """Tokens of a data rank, inside a tensor region, and between regions, of the rank that has most."""
-        shared = -(-self.rows // strategy.data_degree(self.ranks)) * self.workload.length
+        shared = -(-self.rows // strategy.data_degree(self.ranks)) * length
         region = -(-shared // strategy.ulysses)
         return shared, region, -(-region // strategy.tensor) if strategy.megatron_sp else region
 
     def _computing(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
-        _, region, between = self._tokens(strategy)
+        _, region, between = self._tokens(strategy, self.workload.computed_length)
         times, rows = _at(layer.times, strategy.tensor), -(-self.rows // strategy.data_degree(self.ranks))
-        squares = rows * self.workload.length**2 / strategy.ulysses
+        squares = rows * self.workload.computed_square / strategy.ulysses
         pairs = ((times.forward, times.outside_forward), (times.backward, times.outside_backward))
         return tuple(fit.ms(region, squares) - outside * (region - between) for fit, outside in pairs)
 
     def _regions(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
         """Tensor and Ulysses collectives and gradients that tensor ranks share, in forward and backward."""
-        _, region, between = self._tokens(strategy)
+        _, region, between = self._tokens(strategy, self.workload.computed_length)
         tensor, count = strategy.tensor, layer.regions
         again = strategy.recompute == "full"
         piece = between * self.model.hidden * self.element
@@ -182,7 +196,7 @@ class CostModel:
 
         What recompute brings back stays for as long as the layer's backward.
         """
-        shared, _, between = self._tokens(strategy)
+        shared, _, between = self._tokens(strategy, self.workload.length)
         key = (strategy.tensor, strategy.megatron_sp, strategy.ulysses)
         saved, working = shared * _at(layer.saved_bytes, key), shared * layer.working_bytes.get(key, 0.0)
         if strategy.recompute == "none":
@@ -205,7 +219,9 @@ class CostModel:
 
     def _pass_end(self, end: EndProfile, tensor: int, is_head: bool) -> tuple[float, ...]:
         """As of a layer."""
-        tokens = vocabulary_split(tensor, self.ranks, self.rows).tokens(0, self.rows, self.workload.length)
+        split, workload = vocabulary_split(tensor, self.ranks, self.rows), self.workload
+        kept = split.tokens(0, self.rows, workload.length)
+        tokens = split.tokens(0, self.rows, workload.computed_length)
         times = _at(end.times, tensor)
         forward, backward = times.forward.ms(tokens, 0.0), times.backward.ms(tokens, 0.0)
         summed = float(self.hardware.ms("all_reduce", tensor, 1, tokens * self.model.hidden * self.element))
@@ -214,8 +230,8 @@ class CostModel:
             chunks = -(-tokens // HEAD_CHUNK_TOKENS)
             size = 16 * min(tokens, HEAD_CHUNK_TOKENS)
             regions = (chunks * float(self.hardware.ms("all_gather", tensor, 1, size)), summed)
-        saved = tokens * _at(end.saved_bytes, tensor) + end.saved_fixed_bytes.get(tensor, 0.0)
-        working = max(tokens * end.working_bytes.get(tensor, 0.0), end.working_fixed_bytes.get(tensor, 0.0))
+        saved = kept * _at(end.saved_bytes, tensor) + end.saved_fixed_bytes.get(tensor, 0.0)
+        working = max(kept * end.working_bytes.get(tensor, 0.0), end.working_fixed_bytes.get(tensor, 0.0))
         return forward, backward, *regions, saved, working
 
     # ---- Weights ----
@@ -275,7 +291,7 @@ class CostModel:
         return sum(self._moved(*pair) for pair in ((before, after), (after, before)))
 
     def _moved(self, before: Split, after: Split) -> float:
-        block, tokens = largest_move(before, after, self.rows, self.workload.length)
+        block, tokens = largest_move(before, after, self.rows, self.workload.computed_length)
         if block == 1:
             return 0.0
         size = tokens * self.model.hidden * self.element * block / (block - 1)  # all of it leaves the rank
@@ -287,15 +303,18 @@ class CostModel:
 
     @cached_property
     def boundary_bytes(self) -> int:
-        """Of the hidden states that one rank sends to the next stage."""
-        return self.boundary().tokens(0, self.rows, self.workload.length) * self.model.hidden * self.element
+        """Of the hidden states of the longest rows that one rank sends to the next stage."""
+        return self._boundary_bytes(self.workload.length)
+
+    def _boundary_bytes(self, length: int) -> int:
+        return self.boundary().tokens(0, self.rows, length) * self.model.hidden * self.element
 
     def send_ms(self) -> float:
         """Of hidden states to the next stage, or of their gradient back."""
         hardware = self.hardware
         # Where stages share nodes, the boundary between two nodes is the slowest.
         stride = self.ranks if hardware.nodes == 1 else max(self.ranks, hardware.devices_per_node)
-        return float(hardware.ms("send", 2, stride, self.boundary_bytes))
+        return float(hardware.ms("send", 2, stride, self._boundary_bytes(self.workload.computed_length)))
 
 
 @dataclass(frozen=True, kw_only=True)

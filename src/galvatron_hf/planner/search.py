@@ -8,7 +8,7 @@ import heapq
 import itertools
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -38,6 +38,16 @@ class Estimate:
     step_ms: float
     samples_per_second: float
     memory_bytes: tuple[int, ...]
+
+    def noted(self, workload: Workload) -> ParallelPlan:
+        """The plan with what was predicted of it in its `meta`, beside which training prints what it measures."""
+        predicted = {
+            "step_ms": self.step_ms,
+            "memory_bytes": list(self.memory_bytes),
+            "rows": workload.rows,
+            "length": workload.length,
+        }
+        return replace(self.plan, meta={**self.plan.meta, "predicted": predicted})
 
 
 @dataclass(frozen=True, kw_only=True)

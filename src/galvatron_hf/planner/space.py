@@ -11,9 +11,10 @@ Source: Galvatron (arXiv 2211.13878), section 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from galvatron_hf.model_shape import WeightShape
 from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
 from galvatron_hf.profiler.model_profile import ModelProfile
 
@@ -59,6 +60,7 @@ def layer_strategies(ranks: int, model: ModelProfile, limits: Limits) -> list[tu
         `list[tuple[LayerStrategy, int]]`: each with its data degree.
     """
     found = []
+    weights = {weight for kind in model.kinds for weight in kind.weights}
     profiled = set.intersection(*(set(kind.saved_bytes) for kind in model.kinds))
     for tensor, megatron_sp, ulysses in sorted(profiled):
         sequence = {"megatron"} if megatron_sp else {"none"} if tensor > 1 else set()
@@ -66,7 +68,7 @@ def layer_strategies(ranks: int, model: ModelProfile, limits: Limits) -> list[tu
             continue
         if ranks % (tensor * ulysses) or tensor > (limits.tensor or ranks):
             continue
-        for sharding, shard_degree in _shardings(ranks // tensor, limits):
+        for sharding, shard_degree in _shardings(ranks // tensor, limits, tensor, weights):
             for recompute in limits.recompute:
                 strategy = LayerStrategy(
                     tensor=tensor,
@@ -82,19 +84,29 @@ def layer_strategies(ranks: int, model: ModelProfile, limits: Limits) -> list[tu
 
 def vocabulary_strategies(ranks: int, model: ModelProfile, limits: Limits) -> list[VocabularyStrategy]:
     """All strategies of the embedding or the head that the profile has figures for."""
+    weights = {*model.embedding.weights, *model.head.weights}
     return [
         VocabularyStrategy(tensor=tensor, sharding=sharding, shard_degree=shard_degree)
         for tensor in sorted(set(model.embedding.times) & set(model.head.times))
         if ranks % tensor == 0 and tensor <= (limits.tensor or ranks)
-        for sharding, shard_degree in _shardings(ranks // tensor, limits)
+        for sharding, shard_degree in _shardings(ranks // tensor, limits, tensor, weights)
     ]
 
 
-def _shardings(ranks: int, limits: Limits) -> Iterator[tuple[str, int | None]]:
-    """Sharding and shard degree over `ranks` ranks that hold the same weights; None is all of them."""
+def _shardings(
+    ranks: int, limits: Limits, tensor: int, weights: Iterable[WeightShape]
+) -> Iterator[tuple[str, int | None]]:
+    """Sharding and shard degree, None for all, of weights that `ranks` ranks hold the same `1 / tensor` of."""
     if ranks == 1:
         yield "replicate", None
         return
+    for sharding, degree in _all_shardings(ranks, limits):
+        pieces = 1 if sharding == "replicate" else degree or ranks
+        if all(weight.can_be_sharded(tensor, pieces) for weight in weights):
+            yield sharding, degree
+
+
+def _all_shardings(ranks: int, limits: Limits) -> Iterator[tuple[str, int | None]]:
     for sharding in limits.sharding:
         if sharding == "replicate":
             yield sharding, None

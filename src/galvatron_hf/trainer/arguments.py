@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -39,8 +40,14 @@ class GalvatronTrainingArguments(TrainingArguments):
 
     Args:
         parallel_plan (`str` or [`ParallelPlan`], *optional*, defaults to `"auto"`):
-            How to parallelise: a plan, the path of one, or "auto". Until plans are searched, "auto" is no parallelism
-            on one process and ZeRO-3 on several.
+            How to parallelise: a plan, the path of one, or "auto", which measures the machine and the model and takes
+            the plan that a search finds for them; on one process that is no parallelism.
+        profile_dir (`str`, *optional*):
+            Where "auto" keeps what it has measured; by default the environment variable `GALVATRON_CACHE`, or
+            `~/.cache/galvatron-hf`.
+        memory_gib (`float`, *optional*):
+            Memory of a rank that "auto" may plan with; by default nearly all of a GPU, or the rank's share of the
+            machine's memory.
         trace_dir (`str`, *optional*):
             Folder for `timeline.json`: when each rank computed and waited, as a trace for Chrome or Perfetto. The
             environment variable `GALVATRON_TRACE` says the same.
@@ -82,6 +89,10 @@ class GalvatronTrainingArguments(TrainingArguments):
         default="auto",
         metadata={"help": 'The plan: the path of a JSON file, or "auto".'},
     )
+    profile_dir: str | None = field(
+        default=None, metadata={"help": 'Where measurements for "auto" are kept (default: ~/.cache/galvatron-hf).'}
+    )
+    memory_gib: float | None = field(default=None, metadata={"help": 'Memory of a rank that "auto" may plan with.'})
     trace_dir: str | None = field(
         default=None, metadata={"help": "Folder for a trace of what each rank did when (timeline.json)."}
     )
@@ -279,6 +290,9 @@ def _packing_refusals(args: TrainingArguments) -> Iterator[str]:
         value = options[name]
         if value not in known:
             yield f"{name} {value!r} is none of {', '.join(known)}; use one of these."
+    memory = getattr(args, "memory_gib", None)
+    if memory is not None and not 0 < memory < math.inf:
+        yield f"memory_gib {memory!r} is no memory of a rank; give GiB above 0, such as 80, or leave it out."
     for name in ("max_tokens_per_rank", "pack_to_multiple_of"):
         value = getattr(args, name, None)
         if value is not None and (type(value) is not int or value < 1):

@@ -24,6 +24,7 @@ from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.models import adapter_for
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.trainer.arguments import check_arguments, packing_mode, requested_plan, with_precision
+from galvatron_hf.trainer.auto import AutoPlanMixin
 from galvatron_hf.trainer.checkpoints import PLAN_FILE, CheckpointMixin, plan_of_checkpoint
 from galvatron_hf.trainer.evaluation import EvaluationMixin
 from galvatron_hf.trainer.global_batches import GlobalBatchMixin
@@ -43,6 +44,7 @@ logger = logging.get_logger(__name__)
 
 
 class GalvatronMixin(
+    AutoPlanMixin,
     SearchMixin,
     LoadingMixin,
     EvaluationMixin,
@@ -105,7 +107,8 @@ class GalvatronMixin(
                 "optimizers=... holds weights that a plan replaces by shards; pass optimizer_cls_and_kwargs, "
                 "or override create_optimizer."
             )
-        plan = self.plan_for(self.model)
+        # What fits a simple plan fits the one that a search finds later.
+        plan = with_precision(self._requested_plan or self._plan_without_search(self.model), self.args)
         check_plan(plan)
         check_model(self.model, adapter_for(self.model), plan)
         if len(plan.stages) > 1 and type(self).compute_loss is not Trainer.compute_loss:
@@ -115,18 +118,12 @@ class GalvatronMixin(
             )
 
     def plan_for(self, model: nn.Module) -> ParallelPlan:
-        """The plan to train `model` under: the given one, else the resumed checkpoint's, else ZeRO-3."""
+        """The plan to train `model` under: the given one, the resumed checkpoint's, or a search's; collective."""
         plan = self._requested_plan or self._resumed_plan
         if plan is self._resumed_plan and plan is not None and self.args.bf16:
             plan = replace(plan, precision=None)  # nobody gave it to this run: the arguments decide
         if plan is None:
-            layers = len(model.base_model.get_submodule(adapter_for(model).layers))
-            recompute = "full" if self.args.activation_checkpointing else "none"
-            plan = ParallelPlan.uniform(self.args.world_size, layers, recompute=recompute)
-            logger.warning_once(
-                f"parallel_plan='auto' is ZeRO-3 on {self.args.world_size} ranks, because plans are not searched yet; "
-                "give parallel_plan=FILE for another one."
-            )
+            plan = self._automatic_plan(model)
         return with_precision(plan, self.args)
 
     def ensure_parallel(self) -> None:
@@ -192,6 +189,7 @@ class GalvatronMixin(
                 layer.gradient_checkpointing = False
             self._pending_batches = []
             self._begin_packing()
+            self._begin_metering()
             # An evaluation leaves some weights gathered; the optimizer is to hold the shards.
             self.parallel.units.reshard()
             if self.neftune_noise_alpha is not None:
@@ -199,9 +197,12 @@ class GalvatronMixin(
                 self.neftune_hook_handle = add_embedding_noise(self.parallel, self.neftune_noise_alpha)
         with self._settled(), self._traced(), self._nothing_filtered(), self._stoppable(), self._guarded():
             try:
-                return super()._inner_training_loop(*args, **kwargs)
+                result = super()._inner_training_loop(*args, **kwargs)
             finally:
                 self._end_packing()
+                self._stop_metering()
+        self._tell_outcome()
+        return result
 
     def _run_epoch(self, *args, resume_from_checkpoint: str | None = None, **kwargs) -> None:
         """As Trainer's, which takes one step too many in a run that resumes from its last step's checkpoint."""

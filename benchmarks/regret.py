@@ -1,0 +1,145 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""How much faster than the plan that `parallel_plan="auto"` picks the best of many measured plans is.
+
+    PYTHONPATH=benchmarks OMP_NUM_THREADS=1 python benchmarks/regret.py --output regret      as root
+    ... --places local --plans 30 --seed 3
+    ... --places hosts --mbit 200
+
+Ranks have a share of a core each, as in accuracy.py, whose options these are: "local" ranks on one host, "hosts" two
+and two behind a slow link. At each place machine and model are profiled, the search picks its plan, and that one, the
+best of DDP, ZeRO-3, Megatron and ZeRO-3 with Ulysses, and plans drawn from the space train in turns. The runs of all
+lots share the picked plan, beside which each is timed: its speed over that of the picked plan in the same rounds.
+
+Regret is one less (the picked plan's speed over the best one's); the fastest of many noisy figures flatters itself, so
+the best three are timed once more with twice the rounds. Every place's picked plan is timed at the other place too.
+
+Evidence tier: measured on devices emulated by CPU quotas (gloo), the link by a token bucket.
+"""
+
+import argparse
+import contextlib
+import functools
+import signal
+import statistics
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from accuracy import Shape, brief, draw_plans, measure, parser_of_runs, profiles
+from cpu_quota import QuotaError, cpu_quotas
+from turns import Seat, on_ranks
+from two_hosts import HostError, two_hosts
+
+from galvatron_hf import ParallelPlan
+from galvatron_hf.planner.alternatives import alternatives
+from galvatron_hf.planner.search import estimate_plan, search_plan
+from galvatron_hf.profiler.hardware_profile import HardwareProfile
+from galvatron_hf.profiler.model_profile import ModelProfile
+
+
+SHAPE = "256x8x8x4x704x2048x128x8"
+BEST = 3  # that are timed again
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """
+    Attributes:
+        name (`str`): how it came here.
+        plan ([`ParallelPlan`]): noted with its prediction.
+        speed (`float`, *optional*): over that of the picked plan.
+    """
+
+    name: str
+    plan: ParallelPlan
+    speed: float = 1.0
+
+
+def candidates(shape: Shape, seats: list[Seat], options: argparse.Namespace) -> list[Candidate]:
+    """The picked plan first, then the well-known ones, then drawn ones."""
+    hardware_json, model_json = on_ranks(seats, functools.partial(profiles, shape))
+    hardware, model = HardwareProfile.from_json(hardware_json), ModelProfile.from_json(model_json)
+    workload = shape.workload()
+    result = search_plan(hardware, model, workload)
+    found = [("auto", result.best.plan)]
+    others = alternatives(hardware, model, workload, memory_bytes=hardware.memory_bytes)
+    found += [(other.name, other.best.plan) for other in others if other.best is not None]
+    found += [(f"runner-up {rank}", other.plan) for rank, other in enumerate(result.runners_up[:4], start=1)]
+    drawn = draw_plans(len(seats), model, shape, options.plans, options.seed)
+    found += [(f"drawn {index}", plan) for index, plan in enumerate(drawn)]
+    unique: dict[str, Candidate] = {}
+    for name, plan in found:
+        noted = estimate_plan(hardware, model, workload, plan).noted(workload)
+        unique.setdefault(replace(plan, meta={}).to_json(), Candidate(name=name, plan=noted))
+    return list(unique.values())
+
+
+def time_all(
+    ones: list[Candidate], picked: Candidate, shape: Shape, seats: list[Seat], options: argparse.Namespace
+) -> list[Candidate]:
+    """Each with its speed beside the picked plan's."""
+    timed = []
+    for start in range(0, len(ones), options.together - 1):
+        lot = ones[start : start + options.together - 1]
+        seconds, _ = measure([picked.plan, *(one.plan for one in lot)], shape, seats, options)
+        base = statistics.median(seconds[0])
+        for one, own in zip(lot, seconds[1:], strict=True):
+            ms, speed = 1e3 * statistics.median(own), base / statistics.median(own)
+            timed.append(replace(one, speed=speed))
+            predicted = one.plan.meta["predicted"]["step_ms"]
+            print(
+                f"  {speed:6.3f}  {ms:8.1f} ms (predicted {predicted:.1f})  {one.name}: {brief(one.plan)}", flush=True
+            )
+    return timed
+
+
+def compare(place: str, shape: Shape, seats: list[Seat], options: argparse.Namespace) -> tuple[Candidate, float]:
+    """Sweeps one place; the picked plan, and its speed over the best one's."""
+    picked, *others = candidates(shape, seats, options)
+    print(f"\n{place}, {shape}: auto picks {brief(picked.plan)}; speeds beside it", flush=True)
+    timed = sorted(time_all(others, picked, shape, seats, options), key=lambda one: -one.speed)
+    again = argparse.Namespace(**vars(options) | {"rounds": 2 * options.rounds})
+    print(f" the best {BEST} once more, and the picked plan beside itself (A/A)")
+    best = time_all([*timed[:BEST], replace(picked, name="auto again")], picked, shape, seats, again)
+    ratio = 1 / max(1.0, *(one.speed for one in best[:-1]))
+    print(
+        f"{place}: auto reaches {ratio:.3f} of the best of {len(timed) + 1} plans, {1 / timed[-1].speed:.2f} times "
+        f"the slowest; A/A {best[-1].speed:.3f}",
+        flush=True,
+    )
+    return picked, ratio
+
+
+def main() -> None:
+    parser = parser_of_runs(__doc__, plans=18, shapes=(SHAPE,))
+    parser.add_argument("--places", nargs="+", default=["local", "hosts"], choices=["local", "hosts"])
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *unused: sys.exit("ended by SIGTERM"))
+    torch.set_num_threads(1)
+    options.output = Path(options.output)
+    options.output.mkdir(parents=True, exist_ok=True)
+    ratios = {}
+    for shape in options.shapes:
+        picked = {}
+        for place in options.places:
+            with contextlib.ExitStack() as stack:
+                quotas = cpu_quotas("galvatron-regret", options.ranks, options.share, options.period_ms)
+                seats = stack.enter_context(quotas)
+                if place == "hosts":
+                    seats = stack.enter_context(two_hosts(seats, options.mbit))
+                picked[place], ratios[place, str(shape)] = compare(place, shape, seats, options)
+                for other, one in picked.items():
+                    if other != place and replace(one.plan, meta={}) != replace(picked[place].plan, meta={}):
+                        print(f" what auto picks at {other!r}, here:")
+                        time_all([replace(one, name=other)], picked[place], shape, seats, options)
+    print("\n" + "\n".join(f"{place} {shape}: {ratio:.3f}" for (place, shape), ratio in ratios.items()))
+    print("tier: measured on devices emulated by CPU quotas, the link by a token bucket")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (QuotaError, HostError) as error:
+        sys.exit(str(error))

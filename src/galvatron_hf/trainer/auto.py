@@ -1,0 +1,242 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""`parallel_plan="auto"`: measures the machine and the model, and searches the plan to train under."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from torch import nn
+from transformers import Trainer
+from transformers.utils import logging
+
+from galvatron_hf.data.lengths import sequence_lengths
+from galvatron_hf.parallel.checks import check_model, check_plan
+from galvatron_hf.parallel.collectives import from_rank_0
+from galvatron_hf.parallel.models import adapter_for
+from galvatron_hf.parallel.sharding import DTYPES
+from galvatron_hf.plan import ParallelPlan, Precision
+from galvatron_hf.planner.cost import Workload
+from galvatron_hf.planner.explain import GIB, explain_plan
+from galvatron_hf.planner.search import SearchResult, search_plan
+from galvatron_hf.planner.space import Limits
+from galvatron_hf.profiler.hardware import load_or_profile_hardware
+from galvatron_hf.profiler.hardware_profile import HardwareProfile
+from galvatron_hf.profiler.model_cache import load_or_profile_model
+from galvatron_hf.profiler.model_profile import ModelProfile
+from galvatron_hf.profiler.tracing import positions
+from galvatron_hf.trainer.meter import Outcome, StepMeter, held_bytes, outcome, prediction
+from galvatron_hf.trainer.packable import only_pads
+from galvatron_hf.trainer.random_state import random_state, restore_random_state
+
+
+logger = logging.get_logger(__name__)
+
+SAMPLED_ROWS = 64  # of a dataset whose lengths are not known
+SAMPLED_BATCHES = 256
+PROFILE_SECONDS = 60.0  # for measuring machine and model, about, where neither is known yet
+GPU_SHARE = 0.92  # of a GPU's memory: the rest is the driver's, NCCL's, and lost between allocations
+
+
+class AutoPlanMixin:
+    """The part of [`GalvatronMixin`] that searches a plan and says how right the search was; see there.
+
+    Attributes:
+        search_result ([`SearchResult`], *optional*): on rank 0, of the last search.
+        plan_outcome ([`Outcome`], *optional*): predicted and measured step time and memory of the last training run
+            under a plan that a search has made.
+    """
+
+    search_result: SearchResult | None = None
+    plan_outcome: Outcome | None = None
+    _searched: tuple[Any, ParallelPlan] | None = None
+    _meter: StepMeter | None = None
+
+    # ---- The search ----
+
+    def _automatic_plan(self, model: nn.Module) -> ParallelPlan:
+        """The fastest plan for this machine, model and batch; collective."""
+        if self.train_dataset is None:
+            return self._plan_without_search(model)
+        key = id(model), self._rows_of_step(), self.args.bf16
+        if self._searched is None or self._searched[0] != key:
+            self._searched = key, self._search(model)
+        return self._searched[1]
+
+    def _plan_without_search(self, model: nn.Module) -> ParallelPlan:
+        """ZeRO-3, which needs the least memory of what is simple."""
+        layers = len(model.base_model.get_submodule(adapter_for(model).layers))
+        recompute = "full" if self.args.activation_checkpointing else "none"
+        return ParallelPlan.uniform(self.args.world_size, layers, recompute=recompute)
+
+    def _rows_of_step(self) -> int:
+        return self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+
+    def _search(self, model: nn.Module) -> ParallelPlan:
+        shown = not self.args.disable_tqdm
+        workload = from_rank_0(lambda: self._workload(model))
+        folder = profile_folder(self.args)
+        hardware = load_or_profile_hardware(
+            folder,
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", self.args.world_size)),
+            device=self.args.device,
+            seconds=0.6 * PROFILE_SECONDS,
+            progress=shown,
+        )
+        profile = load_or_profile_model(
+            folder,
+            model,
+            dtype=workload.precision.compute,
+            device=self.args.device,
+            length=_rounded_up(workload.length, positions(model)),
+            packed=self._may_pack(),
+            seconds=0.4 * PROFILE_SECONDS,
+            progress=shown,
+        )
+        text = from_rank_0(lambda: self._search_on_rank_0(hardware, profile, workload).to_json())
+        plan = ParallelPlan.from_json(text)
+        check_plan(plan)
+        check_model(model, adapter_for(model), plan)
+        return plan
+
+    def _search_on_rank_0(self, hardware: HardwareProfile, profile: ModelProfile, workload: Workload) -> ParallelPlan:
+        budget = memory_budget(self.args, hardware)
+        result = search_plan(hardware, profile, workload, memory_bytes=budget, limits=self._limits())
+        if result.best is None:
+            raise ValueError(
+                f"No plan for {workload.rows} rows of {workload.length} tokens fits {budget / GIB:.2f} GiB a rank: "
+                f"the least is {result.least_memory_bytes / GIB:.2f} GiB; use smaller batches or shorter rows."
+            )
+        self.search_result = result
+        if not self.args.disable_tqdm:
+            from rich.console import Console
+
+            found, console = explain_plan(hardware, profile, workload, result.best.plan), Console()
+            console.print(found.stage_table(budget))
+            console.print(found.time_table())
+            console.print(
+                f"Predicted {result.best.step_ms:.1f} ms a step, {result.best.samples_per_second:.2f} rows/s; "
+                f"searched {result.branches} ways to cut the step in {result.seconds:.1f} s."
+            )
+        return result.best.noted(workload)
+
+    def _limits(self) -> Limits:
+        """What the arguments and the Trainer's own methods leave of the space."""
+        limits = Limits()
+        if self.args.activation_checkpointing:
+            limits = replace(limits, recompute=("full",))
+        if type(self).compute_loss is not Trainer.compute_loss:
+            limits = replace(limits, pipeline=(1,))  # no rank of a pipeline has the whole model
+        return limits
+
+    def _may_pack(self) -> bool:
+        return self._packing == "static" or (self._packing == "auto" and only_pads(self.data_collator))
+
+    def _workload(self, model: nn.Module) -> Workload:
+        """What a step computes, from the lengths of the dataset's rows; on rank 0."""
+        rows, precision = self._rows_of_step(), self._precision(model)
+        lengths = self._row_lengths()
+        if not len(lengths):
+            length = min(positions(model) or 1024, getattr(self.args, "max_tokens_per_rank", None) or 1024)
+            logger.warning(
+                f"The dataset does not tell how long its rows are: the plan is searched for rows of {length} tokens."
+            )
+            return Workload(rows=rows, length=length, precision=precision)
+        if self._may_pack():
+            if self._long_sequences != "error" and getattr(self.args, "max_tokens_per_rank", None):
+                lengths = np.minimum(lengths, self.args.max_tokens_per_rank)
+            return Workload(
+                rows=rows,
+                length=int(lengths.max()),
+                precision=precision,
+                mean_length=max(1, round(float(lengths.mean()))),
+                mean_square=float(np.square(lengths, dtype=float).mean()),
+            )
+        # Rows are padded to the longest of their batch.
+        draws = np.random.default_rng(0).choice(lengths, (SAMPLED_BATCHES, rows)).max(axis=1)
+        return Workload(
+            rows=rows,
+            length=int(lengths.max()),
+            precision=precision,
+            mean_length=max(1, round(float(draws.mean()))),
+            mean_square=float(np.square(draws, dtype=float).mean()),
+        )
+
+    def _precision(self, model: nn.Module) -> Precision:
+        weights = {parameter.dtype for parameter in model.parameters()}
+        half = self.args.bf16 or weights == {DTYPES["bf16"]}
+        return Precision(compute="bf16" if half else "fp32")
+
+    def _row_lengths(self) -> np.ndarray:
+        """Tokens of the training set's rows, of some of them where all are not known; empty if none can be read."""
+        known = sequence_lengths(self.train_dataset, length_column=self.args.length_column_name)
+        if known is not None:
+            return known[known > 0]
+        state = random_state()
+        try:
+            if hasattr(self.train_dataset, "__getitem__") and hasattr(self.train_dataset, "__len__"):
+                count = len(self.train_dataset)
+                places = np.unique(np.linspace(0, count - 1, min(SAMPLED_ROWS, count)).astype(int))
+                rows = (self.train_dataset[int(place)] for place in places)
+            elif isinstance(self.train_dataset, datasets.IterableDataset):
+                rows = itertools.islice(iter(self.train_dataset), SAMPLED_ROWS)
+            else:  # another stream may have only one beginning
+                rows = ()
+            return np.array([len(row["input_ids"]) for row in rows if len(row.get("input_ids", ()))], dtype=np.int64)
+        except (TypeError, KeyError, AttributeError):  # rows that have no such column before they are collated
+            return np.zeros(0, dtype=np.int64)
+        finally:
+            restore_random_state(state)
+
+    # ---- What became of it ----
+
+    def _begin_metering(self) -> None:
+        """Before a training run."""
+        self._stop_metering()
+        self.plan_outcome = None
+        if prediction(self.parallel.plan) is not None:
+            self._meter = StepMeter(self.args.device, lambda: held_bytes(self.model, self.optimizer))
+            self.add_callback(self._meter)
+
+    def _stop_metering(self) -> None:
+        if self._meter is not None:
+            self.remove_callback(self._meter)
+            self._meter.finish()
+
+    def _tell_outcome(self) -> None:
+        """Behind a training run: prints what was predicted beside what was measured; collective."""
+        meter, self._meter = self._meter, None
+        if meter is None:
+            return
+        self.plan_outcome = outcome(meter, self.parallel.plan)
+        if self.is_world_process_zero() and not self.args.disable_tqdm:
+            print(self.plan_outcome, flush=True)
+
+
+def profile_folder(args: Any) -> Path:
+    """Where profiles are kept: `profile_dir` of the arguments, `GALVATRON_CACHE`, or a folder of the user's cache."""
+    given = getattr(args, "profile_dir", None) or os.environ.get("GALVATRON_CACHE")
+    if given:
+        return Path(given)
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(cache) / "galvatron-hf"
+
+
+def memory_budget(args: Any, hardware: HardwareProfile) -> int:
+    """Bytes of a rank that a plan may take: what the arguments say, or most of the device."""
+    given = getattr(args, "memory_gib", None)
+    if given is not None:
+        return int(given * GIB)
+    return int(hardware.memory_bytes * (GPU_SHARE if hardware.made.get("backend") == "nccl" else 1.0))
+
+
+def _rounded_up(length: int, most: int | None) -> int:
+    """A power of two, so that a profile serves datasets of about the same lengths."""
+    rounded = 1 << (length - 1).bit_length()
+    return rounded if most is None else max(1, min(rounded, most))

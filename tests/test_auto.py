@@ -1,0 +1,288 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""`parallel_plan="auto"`: what it measures, what it picks, what it says of it afterwards."""
+
+import contextlib
+import functools
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from torch.utils.data import IterableDataset as TorchIterableDataset
+from transformers import Trainer
+
+from galvatron_hf import GalvatronTrainer, ParallelPlan
+from galvatron_hf.plan import Precision
+from galvatron_hf.planner.cost import Workload
+from galvatron_hf.planner.search import Estimate, estimate_plan, search_plan
+from galvatron_hf.planner.space import Limits
+from galvatron_hf.profiler.hardware_profile import HardwareProfile
+from galvatron_hf.profiler.model_profile import ModelProfile
+from galvatron_hf.trainer.auto import profile_folder
+from galvatron_hf.trainer.meter import StepMeter, allocation_peak, held_bytes, outcome, prediction
+from tiny_models import FAMILIES
+from trainer_runs import Rows, arguments, on_ranks, run, trainer
+
+
+class OwnLoss(GalvatronTrainer):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+def refuse(*args, **kwargs):
+    raise AssertionError("it was measured already")
+
+
+def auto_run(folder: Path) -> dict:
+    """Two runs under "auto", the second with what the first has measured."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        found = run(folder / "first", "auto", options=dict(disable_tqdm=False), then=lambda made: made)
+    made = found.result
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("galvatron_hf.profiler.hardware.profile_hardware", refuse)
+        patch.setattr("galvatron_hf.profiler.model_cache.profile_model", refuse)
+        again = run(folder / "second", "auto", then=lambda made: made.parallel.plan)
+    return dict(
+        found=replace(found, result=None),
+        plan=made.parallel.plan,
+        outcome=made.plan_outcome,
+        printed=printed.getvalue(),
+        again=again.result,
+        written=ParallelPlan.from_json(folder / "first" / "parallel_plan.json"),
+        best=None if made.search_result is None else made.search_result.best.plan,
+    )
+
+
+def constrained(folder: Path) -> dict:
+    """What arguments and own methods leave of the space; and a budget that nothing fits."""
+    recompute = trainer(folder / "recompute", "auto", options=dict(gradient_checkpointing=True))
+    own = trainer(folder / "own", "auto", trainer_class=OwnLoss)
+    small = trainer(folder / "small", "auto", options=dict(memory_gib=1e-6))
+    with pytest.raises(ValueError) as refused:
+        small.train()
+    evaluated = trainer(folder / "evaluated", "auto", train_dataset=None, eval_dataset=Rows(4))
+    evaluated.evaluate()
+    return dict(
+        recompute={layer.recompute for layer in recompute.plan_for(recompute.model).layers},
+        stages=own._limits().pipeline,
+        refused=str(refused.value),
+        evaluated=evaluated.parallel.plan,
+    )
+
+
+def on_four(folder: Path) -> tuple[dict, dict]:
+    return auto_run(folder / "auto"), constrained(folder)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("auto")
+    plain = run(folder / "plain", "auto", trainer_class=Trainer, options=dict(gradient_accumulation_steps=1))
+    return plain, on_ranks(functools.partial(on_four, folder))
+
+
+def test_auto_trains_as_one_process_under_the_plan_that_the_search_finds(ranks):
+    plain, found = ranks
+    for one, _ in found:
+        assert np.allclose(one["found"].steps("loss"), plain.steps("loss"), rtol=1e-4)
+        assert {**one["plan"].meta} == {**found[0][0]["plan"].meta}
+        assert replace(one["plan"], meta={}) == replace(found[0][0]["best"], meta={})
+        assert one["again"] == one["plan"] == one["written"]
+
+
+def test_what_was_predicted_is_printed_beside_what_was_measured(ranks):
+    _, found = ranks
+    first = found[0][0]
+    noted = prediction(first["plan"])
+    assert first["outcome"].predicted_ms == noted["step_ms"] > 0
+    assert first["outcome"].measured_ms > 0 and first["outcome"].steps == 4
+    assert all(size > 0 for size in first["outcome"].measured_bytes)
+    assert "Predicted" in first["printed"] and "measured" in first["printed"]
+    assert str(first["outcome"]) in first["printed"]
+    assert found[1][0]["printed"] == ""
+
+
+def test_arguments_and_own_methods_limit_the_search(ranks):
+    for _, one in ranks[1]:
+        assert one["recompute"] == {"full"}
+        assert one["stages"] == (1,)
+        assert "fits 0.00 GiB a rank: the least is" in one["refused"]
+
+
+def test_without_a_training_set_nothing_is_searched(ranks):
+    for _, one in ranks[1]:
+        assert one["evaluated"].layers == ParallelPlan.uniform(4, 4).layers and not one["evaluated"].meta
+
+
+def test_one_process_without_a_plan_is_plain_trainer(tmp_path):
+    made = trainer(tmp_path, "auto")
+    made.train()
+    assert made.parallel is None and made.plan_outcome is None
+
+
+# ---- Lengths ----
+
+
+class Stream(TorchIterableDataset):
+    def __iter__(self):
+        yield from Rows(3)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "lengths"),
+    [
+        (Dataset.from_dict({"input_ids": [[1] * 3, [1] * 5, []]}), [3, 5]),
+        ([{"input_ids": [1] * 7}, {"input_ids": [1] * 2}], [7, 2]),
+        (IterableDataset.from_generator(lambda: ({"input_ids": [1] * n} for n in (4, 6))), [4, 6]),
+        (Stream(), []),
+        ([{"text": "a"}], []),
+    ],
+    ids=["arrow", "list", "stream of datasets", "other stream", "no tokens"],
+)
+def test_lengths_are_read_where_they_can_be_and_change_no_random_stream(tmp_path, dataset, lengths):
+    made = trainer(tmp_path, "auto", train_dataset=Rows(27))
+    made.train_dataset = dataset
+    before = torch.get_rng_state()
+    assert sorted(made._row_lengths().tolist()) == sorted(lengths)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_workload_is_the_global_batch(tmp_path):
+    made = trainer(tmp_path, "auto", train_dataset=Dataset.from_dict({"input_ids": [[1] * 4, [1] * 8]}))
+    packed = made._workload(made.model)
+    assert (packed.rows, packed.length, packed.precision) == (8, 8, Precision(compute="fp32"))
+    made.args.packing = "none"
+    padded = made._workload(made.model)
+    assert padded.length == 8 and padded.mean_length == 8  # of eight rows one is the longer one, nearly always
+
+
+def test_profiles_have_a_place(tmp_path, monkeypatch):
+    monkeypatch.delenv("GALVATRON_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert profile_folder(arguments(tmp_path)) == tmp_path / "galvatron-hf"
+    assert profile_folder(arguments(tmp_path, profile_dir="here")) == Path("here")
+    with pytest.raises(ValueError, match="memory_gib -1 is no memory of a rank"):
+        trainer(tmp_path, ParallelPlan.uniform(1, 4), options=dict(memory_gib=-1))
+
+
+# ---- Prices of rows of different lengths ----
+
+
+def test_shorter_rows_take_less_time_and_the_longest_their_memory():
+    hardware = HardwareProfile.preset("cpu", 1, 4)
+    model = ModelProfile.from_config(FAMILIES["llama"].build().config, hardware, "fp32", length=32, max_degree=4)
+    whole = Workload(rows=8, length=32, precision=Precision(compute="fp32"))
+    half = replace(whole, mean_length=16, mean_square=16.0**2)
+    short = replace(whole, length=16)
+    plan = ParallelPlan.uniform(4, 4, precision=Precision(compute="fp32"))
+    costs = {
+        name: estimate_plan(hardware, model, one, plan)
+        for name, one in dict(whole=whole, half=half, short=short).items()
+    }
+    assert costs["half"].step_ms == costs["short"].step_ms < costs["whole"].step_ms
+    assert costs["half"].memory_bytes == costs["whole"].memory_bytes
+    squares = estimate_plan(hardware, model, replace(half, mean_square=2 * 16.0**2), plan)
+    assert costs["half"].step_ms < squares.step_ms < costs["whole"].step_ms
+
+
+# ---- Searched plans on real ranks ----
+
+CASES = {
+    "anything": (Limits(), None),
+    "pipeline": (Limits(pipeline=(2,)), None),
+    "deep": (Limits(pipeline=(4,), micro_batches=(4,)), None),
+    "tensor": (Limits(sharding=("replicate",), sequence=("megatron",), pipeline=(1,)), 0.7),
+    "little memory": (Limits(), 0.5),
+}
+
+
+def searched(name: str) -> ParallelPlan:
+    """The plan that a search finds for a tiny model on four ranks; the budget is a share of what it takes without."""
+    limits, share = CASES[name]
+    hardware = HardwareProfile.preset("cpu", 1, 4)
+    model = ModelProfile.from_config(FAMILIES["llama"].build().config, hardware, "fp32", length=32, max_degree=4)
+    work = Workload(rows=8, length=32, precision=Precision(compute="fp32"))
+    best = search_plan(hardware, model, work, limits=limits).best
+    if share is not None:
+        least = search_plan(hardware, model, work, limits=limits, memory_bytes=1).least_memory_bytes
+        budget = int(least + share * (max(best.memory_bytes) - least))
+        best = search_plan(hardware, model, work, limits=limits, memory_bytes=budget).best
+        assert max(best.memory_bytes) <= budget
+    return best.noted(work)
+
+
+def test_searched_plans_train_as_one_process(tmp_path):
+    plans = {name: searched(name) for name in CASES}
+    for plan in plans.values():
+        plan.require_runnable(4)
+    assert len({replace(plan, meta={}).to_json() for plan in plans.values()}) >= 4
+    plain = run(tmp_path / "plain", "auto", trainer_class=Trainer, options=dict(gradient_accumulation_steps=1))
+    for found in on_ranks(functools.partial(train_under, plans, tmp_path)):
+        for one in found.values():
+            assert np.allclose(one.steps("loss", "grad_norm"), plain.steps("loss", "grad_norm"), rtol=1e-4)
+
+
+def train_under(plans: dict[str, ParallelPlan], folder: Path) -> dict:
+    return {name: run(folder / name, plan) for name, plan in plans.items()}
+
+
+# ---- The meter ----
+
+
+def test_the_peak_of_allocations_is_counted_to_the_byte():
+    profiler = torch.autograd.profiler.profile(profile_memory=True)
+    with profiler:
+        first = torch.empty(1000, dtype=torch.uint8)
+        second = torch.empty(5000, dtype=torch.uint8)
+        del first
+        third = torch.empty(500, dtype=torch.uint8)
+        del second, third
+    assert allocation_peak(profiler) == 6000
+
+
+def test_what_a_rank_holds_counts_storages_once():
+    model = torch.nn.Linear(4, 2)
+    tied = torch.nn.Linear(4, 2)
+    tied.weight = model.weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    both = torch.nn.ModuleList([model, tied])
+    weights = (8 + 2 + 2) * 4
+    gradients, moments, steps = 10 * 4, 2 * 10 * 4, 2 * 4
+    assert held_bytes(both, optimizer) == weights + gradients + moments + steps
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {},
+        {"predicted": 3},
+        {"predicted": {"step_ms": 1.0, "memory_bytes": [1, 2]}},
+        {"predicted": {"step_ms": "x", "memory_bytes": [1]}},
+        {"predicted": {"step_ms": 0, "memory_bytes": [1]}},
+    ],
+)
+def test_only_whole_predictions_are_held_against_a_run(meta):
+    assert prediction(replace(ParallelPlan.uniform(1, 1), meta=meta)) is None
+
+
+def test_a_run_that_is_too_short_says_so():
+    plan = Estimate(
+        plan=ParallelPlan.uniform(1, 1), step_ms=2.0, samples_per_second=1.0, memory_bytes=(1 << 20,)
+    ).noted(Workload(rows=1, length=1, precision=Precision(compute="fp32")))
+    (text,) = on_ranks(functools.partial(short_run, plan), 1)
+    assert text == (
+        "Predicted 2.0 ms a step; the run was too short to measure it.\n"
+        "Predicted 1.0 MiB on a rank at most, not measured."
+    )
+
+
+def short_run(plan: ParallelPlan) -> str:
+    meter = StepMeter(torch.device("cpu"), lambda: 0)
+    meter.finish()
+    return str(outcome(meter, plan))
