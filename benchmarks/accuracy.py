@@ -113,7 +113,8 @@ def profiles(shape: Shape) -> tuple[str, str]:
     """Of machine and model, as JSON; on every rank."""
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     hardware = profile_hardware(local_world_size=local, device="cpu")
-    model = profile_model(shape.model(), device="cpu", length=shape.length, packed=False)
+    tokens = shape.rows * shape.length
+    model = profile_model(shape.model(), device="cpu", tokens=tokens, length=shape.length, packed=False)
     return hardware.to_json(), model.to_json()
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -131,7 +132,7 @@ def test_links_of_a_synthetic_machine_are_recovered(monkeypatch):
     """Half as long on all ranks but one, and much longer in one repetition of three: neither counts."""
     repetition = [0]
 
-    def measured(trial, device):
+    def measured(trial, device, between):
         repetition[0] += 1
         truth = 0.25 * trial.ranks + trial.stride + 1e3 * wire_share(trial.kind, trial.ranks) * trial.size / 3e9
         disturbed = 100 if repetition[0] % 3 == 0 else 1
@@ -162,7 +163,8 @@ def test_a_measurement_is_of_one_message(monkeypatch):
     monkeypatch.setattr(links, "synchronize", lambda device: None)
     monkeypatch.setattr(links.time, "perf_counter", lambda: now[0])
     trial = links.Trial(kind="send", ranks=2, stride=1, size=8, call=call, transfers=2, calls=5)
-    assert links._measured(trial, CPU) == pytest.approx(3.0)
+    between = SimpleNamespace(run=lambda: now.__setitem__(0, now[0] + 0.004), ms=4.0)
+    assert links._measured(trial, CPU, between) == pytest.approx(3.0)
 
 
 def test_arguments_that_measure_nothing_are_refused():

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
 from galvatron_hf.parallel import attention
+from galvatron_hf.parallel.allocator import keep_freed_memory
 from galvatron_hf.parallel.block import Block, CurrentMicroBatch
 from galvatron_hf.parallel.causal_lm import CausalLMForward
 from galvatron_hf.parallel.checks import check_model, check_plan
@@ -91,6 +92,8 @@ def parallelize(
     empty = EmptyModel.of(model, weights, device)
     device = empty.device if empty is not None else next(model.parameters()).device
     world = world or WorldMesh(device.type)
+    if device.type == "cpu":
+        keep_freed_memory()
     prepare_groups(world, plan)
     broadcast_weights(model)
     layers = list(base.get_submodule(adapter.layers))

@@ -138,7 +138,8 @@ class CostModel:
             backward_ms,
             forward_ms + backward_ms - forward - backward,
             weights.gather_once_ms + self._exposed(backward, weights.copies_ms),
-            weights.elements * self.model.optimizer_ms_per_element,
+            weights.elements * self.model.optimizer_ms_per_element
+            + weights.count * self.model.optimizer_ms_per_weight,
             weights.state_bytes,
             saved,
             working + weights.working_bytes,
@@ -260,6 +261,7 @@ class CostModel:
         gathered_now = whole * self.element if strategy.sharding == "zero3" and shards > 1 else 0
         gradients_now = 0 if strategy.sharding == "replicate" else whole * (self.element + self.reduced)
         return _Weights(
+            count=len(owner.weights),
             elements=elements,
             gather_ms=gather if strategy.sharding == "zero3" else 0.0,
             reduce_ms=0.0 if strategy.sharding == "replicate" else reduce,
@@ -282,6 +284,9 @@ class CostModel:
         return max(computing, communicating) + (slowdown - 1) * min(computing, communicating)
 
     def _exposed(self, computing: float, communicating: float) -> float:
+        """Of a sum of gradients that begins during the backward."""
+        if self.hardware.overlap_slowdown is None:
+            return self.hardware.exposed_sync * communicating
         return self._beside(computing, communicating) - computing
 
     # ---- Between layers and stages ----
@@ -296,6 +301,10 @@ class CostModel:
             return 0.0
         size = tokens * self.model.hidden * self.element * block / (block - 1)  # all of it leaves the rank
         return float(self.hardware.ms("all_to_all", block, 1, size))
+
+    def later_stage_ms(self) -> float:
+        """Of one micro-batch, what every stage makes for its layers anew (positions, rotary embeddings)."""
+        return _at(self.model.embedding.times, 1).forward.fixed
 
     def boundary(self) -> Split:
         """How hidden states lie when they go from stage to stage."""
@@ -319,6 +328,7 @@ class CostModel:
 
 @dataclass(frozen=True, kw_only=True)
 class _Weights:
+    count: int
     elements: int
     gather_ms: float
     reduce_ms: float

@@ -68,11 +68,13 @@ class Explanation:
         estimate ([`Estimate`]): what is explained.
         stages (`tuple[StageParts, ...]`): in order.
         slowest (`int`): index of the stage that sets the pace.
+        once_ms (`float`): of a step beside the work of stages.
     """
 
     estimate: Estimate
     stages: tuple[StageParts, ...]
     slowest: int
+    once_ms: float = 0.0
 
     def step_ms(self) -> dict[str, float]:
         """Milliseconds of a step by what they are for; their sum is the estimate's."""
@@ -80,7 +82,7 @@ class Explanation:
         others = [other for index, other in enumerate(self.stages) if index != self.slowest]
         return {
             "computing": count * stage.computing_ms,
-            "communication": count * stage.communication_ms + stage.sync_ms,
+            "communication": count * stage.communication_ms + stage.sync_ms + self.once_ms,
             "layout changes": count * stage.layout_ms,
             "optimizer": stage.update_ms,
             "bubble": sum(other.micro_batch_ms + other.sync_ms for other in others),
@@ -137,6 +139,7 @@ def explain_plan(
         estimate=replace(estimate, plan=replace(plan, micro_batches=shape.micro_batches)),
         stages=stages,
         slowest=int(np.argmax(pace)),
+        once_ms=hardware.step_ms,
     )
 
 
@@ -164,7 +167,7 @@ def _stage(costs: CostModel, plan: ParallelPlan, index: int, in_flight: int) -> 
     moved = sum(costs.move_ms(*pair) for pair in zip(splits[:-1], splits[1:], strict=True))
     return StageParts(
         layers=stage.layers,
-        computing_ms=total("forward_ms") + total("backward_ms") - communication,
+        computing_ms=total("forward_ms") + total("backward_ms") - communication + (not first) * costs.later_stage_ms(),
         communication_ms=communication,
         layout_ms=moved + received * (costs.send_ms() if len(plan.stages) > 1 else 0.0),
         sync_ms=total("sync_ms"),

@@ -141,6 +141,8 @@ class Draft:
         move_a, move_b = self._numbers.moves()
         received = np.array([(stage > 0) + (stage < stages - 1) for stage in range(stages)])
         sent = picoseconds(costs.send_ms()) if stages > 1 else 0
+        passed = received * sent + (np.arange(stages) > 0) * picoseconds(costs.later_stage_ms())
+        once = (np.arange(stages) == 0) * picoseconds(costs.hardware.step_ms)
         branch = Branch(
             kinds=np.array(costs.model.layers),
             allowed=np.ones(self._columns["a"].shape, dtype=bool),
@@ -148,8 +150,8 @@ class Draft:
             move_b=move_b,
             boundary=self._numbers.index(costs.boundary()),
             in_flight=shape.in_flight(),
-            stage_a=received * sent,
-            stage_b=received * sent * (shape.micro_batches - 1),
+            stage_a=passed + once,
+            stage_b=passed * (shape.micro_batches - 1),
             stage_memory=received * costs.boundary_bytes,
             starts=starts,
             finishes=finishes,

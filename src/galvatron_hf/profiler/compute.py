@@ -51,7 +51,8 @@ def measure_overlap(device: torch.device, repetitions: int, window_ms: float, st
         window_ms (`float`): how long each of both takes alone, about.
 
     Returns:
-        `dict[str, float]`: times as long, at least 1, of "computing" and of "communicating".
+        `dict[str, float]`: times as long, at least 1, of "computing" and of "communicating"; "exposed", the share of a
+            message's time by itself that is left when computing takes as long as three messages.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     product = _Products(_PRODUCT_SIZE[device.type], dtype, device)
@@ -67,13 +68,33 @@ def measure_overlap(device: torch.device, repetitions: int, window_ms: float, st
                 _beside(product, messages, products, 0, device)[0],
                 _beside(product, messages, products, _MORE * reduces, device)[0],
                 _beside(product, messages, 0, reduces, device)[1],
-                _beside(product, messages, _MORE * products, reduces, device)[1],
+                *reversed(_beside(product, messages, _MORE * products, reduces, device)),
             ]
         )
     table = [slowest(row, device) for row in rows]
     computing = statistics.median(row[1] / row[0] for row in table)
     communicating = statistics.median(row[3] / row[2] for row in table)
-    return {"computing": max(1.0, computing), "communicating": max(1.0, communicating)}
+    exposed = statistics.median((max(row[3:]) - _MORE * row[0]) / row[2] for row in table)
+    return {
+        "computing": max(1.0, computing),
+        "communicating": max(1.0, communicating),
+        "exposed": min(1.0, max(0.0, exposed)),
+    }
+
+
+def measure_step(device: torch.device, repetitions: int) -> float:
+    """Milliseconds of what a step of training sends beside its work: a small batch, a count, a norm and a loss."""
+    batch = {name: torch.zeros(8, 128, dtype=torch.long) for name in ("input_ids", "labels")}
+    times = []
+    for _ in range(1 + repetitions):
+        synchronize(device)
+        start = time.perf_counter()
+        dist.broadcast_object_list([batch if dist.get_rank() == 0 else None], src=0)
+        for _ in range(2):
+            dist.all_reduce(torch.zeros(2, device=device))
+        finish(device)
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(slowest(times[1:], device))
 
 
 class _Products:

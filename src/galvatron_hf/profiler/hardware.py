@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from galvatron_hf.profiler.compute import measure_flops, measure_overlap
+from galvatron_hf.profiler.compute import measure_flops, measure_overlap, measure_step
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.links import Step, count_steps, measure_links
 from galvatron_hf.profiler.machine import cpu_quota, device_memory_bytes, identity
@@ -29,7 +29,7 @@ SIZES = {
     "cuda": (64 << 10, 512 << 10, 4 << 20, 16 << 20, 64 << 20, 256 << 20),
 }
 FILE_NAME = "hardware.json"
-_WINDOW_MS = 10.0
+_WINDOW_MS = {"cpu": 60.0, "cuda": 10.0}
 _OVERLAP_MS = 50.0
 _NUMBER_FORMATS = 2
 
@@ -71,19 +71,21 @@ def profile_hardware(
     nodes, devices_per_node = _nodes(local_world_size)
     world_size = nodes * devices_per_node
     sizes = tuple(sizes) if sizes is not None else SIZES[device.type]
-    window_ms = _window_ms()
+    window_ms = _window_ms(device)
     if repetitions is None:
-        repetitions = 5 if window_ms == _WINDOW_MS else 3
+        repetitions = 5 if window_ms == _WINDOW_MS[device.type] else 3
     _check_sweep(sizes, repetitions)
     steps = _NUMBER_FORMATS + (world_size > 1) * repetitions + count_steps(world_size, sizes, repetitions)
-    links, slowdowns = (), {}
+    links, slowdowns, step_ms = (), {}, 0.0
     with progress_bar(steps, progress) as step:
         flops = measure_flops(device, repetitions, window_ms, step)
         if world_size > 1:
             slowdowns = measure_overlap(device, repetitions, max(window_ms, _OVERLAP_MS), step)
+            step_ms = measure_step(device, repetitions)
             links = measure_links(device, sizes, repetitions, window_ms, seconds, step)
     sweep = f"{repetitions} x {', '.join(map(str, sizes))} bytes, {window_ms:g} ms each"
     made = machine(device) | _measurement(begun, sweep, slowdowns)
+    overlaps = world_size > 1 and made["backend"] == "nccl"
     profile = HardwareProfile(
         name=name or f"{nodes} x {devices_per_node} {made['devices']}",
         nodes=nodes,
@@ -91,7 +93,9 @@ def profile_hardware(
         memory_bytes=min(_gathered(device_memory_bytes(device, devices_per_node))),
         flops_per_s=flops,
         links=links,
-        overlap_slowdown=max(slowdowns.values()) if slowdowns and made["backend"] == "nccl" else None,
+        overlap_slowdown=max(slowdowns["computing"], slowdowns["communicating"]) if overlaps else None,
+        exposed_sync=slowdowns.get("exposed", 1.0),
+        step_ms=step_ms,
         made=made,
     )
     return HardwareProfile.from_json(_from_rank_0(profile.to_json()))
@@ -136,20 +140,20 @@ def machine(device: torch.device) -> dict[str, str]:
     return merged | {"backend": _backend(device)}
 
 
-def _window_ms() -> float:
+def _window_ms(device: torch.device) -> float:
     """How long a measurement has to last; collective.
 
     A rank that may use half a core uses a whole one until its period's share is spent, and then stands still: only
     what lasts as long as a period shows the rate that it keeps up.
     """
     quotas = [quota for quota in _gathered(cpu_quota()) if quota is not None]
-    return max([_WINDOW_MS, *(1e3 * period for cores, period in quotas if cores < 1)])
+    return max([_WINDOW_MS[device.type], *(2e3 * period for cores, period in quotas if cores < 1)])
 
 
 def _measurement(begun: float, sweep: str, slowdowns: Mapping[str, float]) -> dict[str, str]:
     """When, how long and how the machine was measured, and how computing and communicating slow each other down."""
     return {
-        **{f"slowdown of {what}": f"{much:.3f}" for what, much in slowdowns.items()},
+        **{f"slowdown of {what}": f"{much:.3f}" for what, much in slowdowns.items() if what != "exposed"},
         "sweep": sweep,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "seconds": f"{time.perf_counter() - begun:.1f}",

@@ -142,6 +142,10 @@ class HardwareProfile:
         links (`tuple[Link, ...]`): no two of one kind, ranks and stride.
         overlap_slowdown (`float`, *optional*): how much longer computing takes while weights and gradients are
             communicated, and these while it computes; None where they do not run beside each other (gloo).
+        exposed_sync (`float`): where `overlap_slowdown` is None, the share of a sum of gradients, begun during the
+            backward, that training still waits for.
+        step_ms (`float`): of an optimizer step beside its work: rank 0 hands out the batch, and a few numbers are
+            summed over all ranks.
         hides_gathers (`bool`): whether gathers of sharded weights run beside computing too, and not gradients alone.
         assumed (`Mapping[str, str]`): source of each figure that was not measured, by its name.
         made (`Mapping[str, str]`): versions, host and time of the measurement.
@@ -158,6 +162,8 @@ class HardwareProfile:
     links: tuple[Link, ...]
     overlap_slowdown: float | None
     hides_gathers: bool = True
+    exposed_sync: float = 1.0
+    step_ms: float = 0.0
     assumed: Mapping[str, str] = field(default_factory=dict, hash=False)
     made: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -170,6 +176,8 @@ class HardwareProfile:
         if self.overlap_slowdown is not None:
             check_number("overlap_slowdown", self.overlap_slowdown, low=1.0)
         check_bool("hides_gathers", self.hides_gathers)
+        check_number("exposed_sync", self.exposed_sync)
+        check_number("step_ms", self.step_ms)
         for name in ("flops_per_s", "assumed", "made"):
             object.__setattr__(self, name, _checked_mapping(name, getattr(self, name), text=name != "flops_per_s"))
         object.__setattr__(self, "links", _checked_links(self.links, self.world_size))

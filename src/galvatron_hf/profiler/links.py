@@ -3,7 +3,9 @@
 """Times collectives on the ranks of the world: every arrangement of groups, its groups at the same time.
 
 The calls are those of the runtime: PyTorch's functional collectives, waited for at once, and batched sends. FSDP2's
-own end in the same methods of the process group.
+own end in the same methods of the process group. Before each call a rank computes for a while, as it does in training,
+and what that takes by itself is subtracted: ranks that have computed do not come at the same moment, and the wait for
+the last one is part of what communicating costs.
 """
 
 from __future__ import annotations
@@ -22,6 +24,10 @@ _functional = torch.ops._c10d_functional
 _ELEMENT = 4  # bytes of fp32
 _WARM_UP = 3
 _MOST_CALLS = 200
+_PRODUCT_SIDE = {"cpu": 256, "cuda": 2048}
+_BETWEEN_MS = {"cpu": 2.0, "cuda": 0.5}  # of computing before each call, on a device of its own
+_BASELINE_WINDOWS = 20  # that the computing by itself is timed for
+_LEAST_MS = 1e-3  # of a call that is lost in the noise of the computing beside it
 
 Step = Callable[[str], None]
 
@@ -49,6 +55,44 @@ class Trial:
     ms: list[float] = field(default_factory=list)
 
 
+class Between:
+    """What a rank computes between two messages.
+
+    Args:
+        device (`torch.device`): where.
+
+    Attributes:
+        ms (`float`): that it takes by itself, on the slowest rank.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.products, self.ms = device, 1, 0.0
+        side = _PRODUCT_SIDE[device.type]
+        self._left, self._right = (torch.full((side, side), 0.5, device=device) for _ in range(2))
+        self._result = torch.empty_like(self._left)
+        self.run()
+        began = time.process_time()
+        for _ in range(_WARM_UP):
+            self.run()
+        finish(device)
+        (once,) = slowest([1e3 * (time.process_time() - began) / _WARM_UP], device)
+        self.products = max(1, round(_BETWEEN_MS[device.type] / once))
+
+    def run(self) -> None:
+        for _ in range(self.products):
+            torch.mm(self._left, self._right, out=self._result)
+
+    def measure(self, window_ms: float) -> None:
+        """Times it on all ranks at once; collective."""
+        synchronize(self.device)
+        began, runs = time.perf_counter(), 0
+        while runs < 2 or 1e3 * (time.perf_counter() - began) < window_ms:
+            self.run()
+            finish(self.device)
+            runs += 1
+        (self.ms,) = slowest([1e3 * (time.perf_counter() - began) / runs], self.device)
+
+
 def measure_links(
     device: torch.device, sizes: Sequence[int], repetitions: int, window_ms: float, seconds: float, step: Step
 ) -> tuple[Link, ...]:
@@ -71,15 +115,19 @@ def measure_links(
     # What a trial sends is the beginning of one buffer, whatever it holds.
     buffer = torch.ones(max(_rounded(max(sizes), ranks) for ranks, _ in groups) // _ELEMENT, device=device)
     trials = [trial for shape, group in groups.items() for trial in _trials(shape, group, buffer, sizes)]
-    _warm_up(trials, device, min(window_ms, 1e3 * seconds / (repetitions * len(trials))), step)
+    window_ms = min(window_ms, 1e3 * seconds / (repetitions * len(trials)))
+    between = Between(device)
+    between.measure(_BASELINE_WINDOWS * window_ms)
+    _warm_up(trials, device, between, window_ms, step)
     (warm,) = slowest([time.perf_counter() - begun], device)
     for done in range(repetitions):
         (spent,) = slowest([time.perf_counter() - begun], device)
         if done and spent + (spent - warm) / done > seconds:
             break
+        between.measure(_BASELINE_WINDOWS * window_ms)
         for trial in trials:
             step("timing links")
-            trial.ms.append(_measured(trial, device))
+            trial.ms.append(_measured(trial, device, between))
     table = torch.tensor([slowest(trial.ms, device) for trial in trials], dtype=torch.float64)
     for group in groups.values():
         dist.destroy_process_group(group)
@@ -89,14 +137,14 @@ def measure_links(
     return tuple(Link.fitted(*arrangement, points) for arrangement, points in sweeps.items())
 
 
-def _warm_up(trials: Sequence[Trial], device: torch.device, window_ms: float, step: Step) -> None:
+def _warm_up(trials: Sequence[Trial], device: torch.device, between: Between, window_ms: float, step: Step) -> None:
     """Connects the ranks, and chooses how many calls fill a window."""
     estimates = []
     for trial in trials:
         step("warming up")
-        estimates.append(min(_measured(trial, device) for _ in range(_WARM_UP)) * trial.transfers)
+        estimates.append(min(_measured(trial, device, between) for _ in range(_WARM_UP)) * trial.transfers)
     for trial, estimate in zip(trials, slowest(estimates, device), strict=True):
-        trial.calls = max(1, min(_MOST_CALLS, round(window_ms / estimate)))
+        trial.calls = max(1, min(_MOST_CALLS, round(window_ms / (estimate + between.ms))))
 
 
 def count_steps(world_size: int, sizes: Sequence[int], repetitions: int) -> int:
@@ -125,13 +173,16 @@ def slowest(values: Sequence[float], device: torch.device) -> list[float]:
     return table.tolist()
 
 
-def _measured(trial: Trial, device: torch.device) -> float:
+def _measured(trial: Trial, device: torch.device, between: Between) -> float:
+    """Milliseconds of a message, less what the rank computes before it."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(trial.calls):
+        between.run()
         trial.call()
     finish(device)
-    return 1e3 * (time.perf_counter() - start) / (trial.calls * trial.transfers)
+    each = 1e3 * (time.perf_counter() - start) / trial.calls - between.ms
+    return max(each / trial.transfers, _LEAST_MS)
 
 
 def _own_group(ranks: int, stride: int) -> dist.ProcessGroup:

@@ -10,6 +10,7 @@ import json
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,22 +19,29 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 
 from galvatron_hf.data.cost import fit_relative
+from galvatron_hf.parallel.allocator import keep_freed_memory
 from galvatron_hf.parallel.collectives import gather_objects, on_every_rank
+from galvatron_hf.parallel.dtensor import local_tensor
+from galvatron_hf.parallel.models import adapter_for
 from galvatron_hf.parallel.sharding import DTYPES
 from galvatron_hf.plan import LayerStrategy
 from galvatron_hf.plan_checks import check_choice, check_int, check_number
 from galvatron_hf.profiler.hardware import machine, progress_bar
 from galvatron_hf.profiler.model_profile import ModelProfile, TimeFit, Times
-from galvatron_hf.profiler.parts import LoneParts, Part
+from galvatron_hf.profiler.parts import LoneParts, Part, layer_kinds, one_of_each
 from galvatron_hf.profiler.tracing import CountedModel, PartTimes, describe, positions, profile_of
 
 
 DEFAULT_TOKENS = 2048
 LEAST_TOKENS = 128
-ADAM_ELEMENTS = 1 << 21
+ADAM_WEIGHTS = 32
+ADAM_ELEMENTS = 1 << 12, 1 << 22  # of all these weights
+MOST_COPIES, UNCACHED_ELEMENTS = 4, 1 << 24
 REPETITIONS = range(3, 16)  # as many as there is time for
 
 Key = tuple  # what is timed: ("layer", kind, tensor, tokens, length), ("head", tensor, tokens)...
@@ -125,10 +133,12 @@ def profile_model(
     check_int("max_degree", max_degree, high=1 << 20)
     device = _default_device(device)
     most = positions(model) or sys.maxsize
-    tokens = tokens or min(DEFAULT_TOKENS, most)
+    tokens = tokens or DEFAULT_TOKENS
     length = min(length or tokens, tokens, most)
     for name, value in (("tokens", tokens), ("length", length)):
         check_int(name, value, high=1 << 40)
+    if device.type == "cpu":
+        keep_freed_memory()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         return _profile(model, dtype, device, tokens, length, packed, max_degree, seconds, progress, made)
 
@@ -147,7 +157,7 @@ def _profile(
 ) -> ModelProfile:
     """What [`profile_model`] gives, for arguments that are right."""
     counted = CountedModel(model, DTYPES[dtype], length, packed)
-    measured = _Measured(counted, device, tokens, length, max_degree)
+    measured = _Measured(model, counted, device, tokens, length, max_degree)
     found, stretch = measured.run(seconds, progress)
     made |= {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -165,7 +175,7 @@ def _profile(
             counted,
             _part_times(found, counted, measured),
             max_degree=max_degree,
-            optimizer_ms_per_element=found["adam",][0] / ADAM_ELEMENTS,
+            optimizer_ms=_optimizer_ms(found),
             assumed={},
             made=made,
         )
@@ -217,10 +227,21 @@ def _default_degree() -> int:
 class _Measured:
     """Times everything on this rank; the slowest rank's times come out."""
 
-    def __init__(self, counted: CountedModel, device: torch.device, tokens: int, length: int, max_degree: int):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        counted: CountedModel,
+        device: torch.device,
+        tokens: int,
+        length: int,
+        max_degree: int,
+    ):
         self.counted, self.device, self.clock = counted, device, _Clock(device)
         self.degrees, self.end_degrees = counted.tensor_degrees(max_degree), counted.end_degrees(max_degree)
         self.tokens, self.length = tokens, length
+        self._mesh: DeviceMesh | None = None
+        self.copies = _copies(counted.small, layer_kinds(model))
+        self.small = one_of_each(model, self.copies)
 
     def run(self, seconds: float, progress: bool) -> tuple[dict[Key, tuple[float, float]], float]:
         """Forward and backward ms of everything, and how much longer than the CPU's time they are."""
@@ -268,16 +289,14 @@ class _Measured:
     def _points(self) -> list[tuple[int, int]]:
         """Tokens and length of the documents in each micro-batch to time; tensor and chunk sizes divide them."""
         found = []
-        for tokens in (self.tokens, self.tokens // 2, self.tokens // 4):
+        for tokens in (self.tokens, self.tokens // 4, max(self.tokens // 16, min(self.tokens, LEAST_TOKENS // 4))):
             longest = min(self.length, tokens)
-            found += [
-                (tokens // longest * longest, longest),
-                (tokens // (longest // 4) * (longest // 4), longest // 4),
-            ]
+            for length in (longest, max(1, longest // 4)):
+                found.append((tokens // length * length, length))
         return [point for point in dict.fromkeys(found) if min(point) >= 1]
 
     def _parts(self, strategy: LayerStrategy, vocabulary: int = 1) -> LoneParts:
-        parts = LoneParts.of(self.counted.small, strategy, vocabulary, self.counted.packed)
+        parts = LoneParts.of(self.small, strategy, vocabulary, self.counted.packed, self.copies)
         parts.give_memory(self.device, self.counted.dtype)
         return parts
 
@@ -293,16 +312,26 @@ class _Measured:
             parts = self._parts(LayerStrategy(), tensor)
             for tokens in dict.fromkeys(tokens for tokens, _ in self._points()):
                 jobs += self._end_jobs(parts, tensor, tokens)
-        return [*jobs, self._optimizer_job()]
+        return self._spread([*jobs, *map(self._optimizer_job, ADAM_ELEMENTS)])
+
+    def _spread(self, jobs: list[_Job]) -> list[_Job]:
+        """Ends and the optimizer behind layers, which leave nothing of theirs in a cache."""
+        layers = [job for job in jobs if job.key[0] == "layer"]
+        others = [job for job in jobs if job.key[0] != "layer"]
+        order = []
+        for index in range(max(len(layers), len(others))):
+            order += [layers[index % len(layers)]] * (index < len(layers)) + others[index : index + 1]
+        return order
 
     def _layer_jobs(self, parts: LoneParts, tensor: int, tokens: int, length: int) -> list[_Job]:
         layers = parts.layers(parts.micro_batch(tokens, length))
-        return [self._job(("layer", kind, tensor, tokens, length), part) for kind, part in enumerate(layers)]
+        keys = (("layer", kind, tensor, tokens, length) for kind in range(len(layers)))
+        return [self._job(key, part, self.copies) for key, part in zip(keys, layers, strict=True)]
 
     def _outside_jobs(self, parts: LoneParts) -> list[_Job]:
         jobs = []
         for kind, part in enumerate(parts.layers(parts.micro_batch(*self._points()[0]))):
-            job = self._job(("outside", kind), part)
+            job = self._job(("outside", kind), part, self.copies)
 
             def run(inner: Callable = job.run) -> tuple[float, float]:
                 with parts.without_regions():
@@ -316,7 +345,7 @@ class _Measured:
         pair = {"embedding": parts.embedding(batch), "head": parts.head(batch)}
         return [self._job((name, tensor, tokens), part) for name, part in pair.items()]
 
-    def _job(self, key: Key, part: Part) -> _Job:
+    def _job(self, key: Key, part: Part, copies: int = 1) -> _Job:
         def run() -> tuple[float, float]:
             began = self.clock.now()
             output = part.run()
@@ -326,25 +355,55 @@ class _Measured:
             output.backward(gradient)
             ended = self.clock.now()
             part.forget_gradients()
-            return between - began, ended - ready
+            return (between - began) / copies, (ended - ready) / copies
 
         return _Job(key=key, run=run)
 
-    def _optimizer_job(self) -> _Job:
-        weight = torch.nn.Parameter(torch.zeros(ADAM_ELEMENTS, device=self.device))
-        weight.grad = torch.full_like(weight, 1e-3)
-        optimizer = torch.optim.AdamW([weight], lr=1e-5, fused=True)  # Trainer's default
+    def _optimizer_job(self, elements: int) -> _Job:
+        """The norm of gradients, their clipping and an update; of DTensors where ranks are several."""
+        weights = [
+            self._at_rest(torch.zeros(elements // ADAM_WEIGHTS, device=self.device)) for _ in range(ADAM_WEIGHTS)
+        ]
+        for weight in weights:
+            weight.grad = torch.full_like(weight, 1e-3)
+        optimizer = torch.optim.AdamW(weights, lr=1e-5, fused=True)  # Trainer's default
 
         def run() -> tuple[float, float]:
             began = self.clock.now()
+            gradients = [local_tensor(weight.grad) for weight in weights]
+            norm = torch.stack(torch._foreach_norm(gradients)).norm()
+            for gradient in gradients:
+                gradient.mul_((1e-3 / (norm + 1e-6)).clamp(max=1.0))
             optimizer.step()
             return self.clock.now() - began, 0.0
 
-        return _Job(key=("adam",), run=run)
+        return _Job(key=("adam", elements), run=run)
+
+    def _at_rest(self, tensor: torch.Tensor) -> torch.nn.Parameter:
+        if not dist.is_initialized():
+            return torch.nn.Parameter(tensor)
+        if self._mesh is None:
+            self._mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
+        return torch.nn.Parameter(DTensor.from_local(tensor, self._mesh, [Replicate()], run_check=False))
 
     def _together(self) -> None:
         if dist.is_initialized():
             gather_objects(None)
+
+
+def _optimizer_ms(found: dict[Key, tuple[float, float]]) -> tuple[float, float]:
+    """Milliseconds for each element, and for each weight, of an update."""
+    few, many = (found["adam", elements][0] for elements in ADAM_ELEMENTS)
+    each = max(0.0, (many - few) / (ADAM_ELEMENTS[1] - ADAM_ELEMENTS[0]))
+    return each, max(0.0, few - each * ADAM_ELEMENTS[0]) / ADAM_WEIGHTS
+
+
+def _copies(small: PreTrainedModel, kinds: Sequence[int]) -> int:
+    """Layers of each kind that are timed one behind the other, so that none finds its weights in a cache."""
+    layers = small.base_model.get_submodule(adapter_for(small).layers)
+    smallest = min(sum(weight.numel() for weight in layer.parameters()) for layer in layers)
+    wanted = -(-UNCACHED_ELEMENTS // smallest)
+    return max(1, min(wanted, MOST_COPIES, *Counter(kinds).values()))
 
 
 def _part_times(found: dict[Key, tuple[float, float]], counted: CountedModel, measured: _Measured) -> PartTimes:

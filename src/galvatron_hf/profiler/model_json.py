@@ -92,7 +92,8 @@ def read_profile(source: str | os.PathLike | Mapping[str, Any]) -> ModelProfile:
     check_bool("tied", given["tied"])
     if given.get("max_length") is not None:
         check_int("max_length", given["max_length"], high=_MAX)
-    check_number("optimizer_ms_per_element", given.get("optimizer_ms_per_element", 0.0))
+    for name in ("optimizer_ms_per_element", "optimizer_ms_per_weight"):
+        check_number(name, given.get(name, 0.0))
     for name in ("assumed", "made"):
         _check_texts(name, given.get(name, {}))
     given["kinds"] = _each("kinds", given["kinds"], _read_layer)

@@ -116,7 +116,8 @@ class ModelProfile:
         embedding, head ([`EndProfile`]): the head has the final norm.
         tied (`bool`): whether they share one weight.
         max_length (`int`, *optional*): positions that the model has.
-        optimizer_ms_per_element (`float`): of an update, for each element of a rank.
+        optimizer_ms_per_element, optimizer_ms_per_weight (`float`): of an update, with the norm of the gradients and
+            their clipping, for each element of a rank and for each weight, however small.
         assumed, made (`Mapping[str, str]`): as in [`~profiler.hardware_profile.HardwareProfile`].
     """
 
@@ -133,6 +134,7 @@ class ModelProfile:
     tied: bool
     max_length: int | None = None
     optimizer_ms_per_element: float = 0.0
+    optimizer_ms_per_weight: float = 0.0
     assumed: Mapping[str, str] = field(default_factory=dict)
     made: Mapping[str, str] = field(default_factory=dict)
 

@@ -78,10 +78,16 @@ def _settings(layer: nn.Module) -> tuple:
     )
 
 
-def one_of_each(model: PreTrainedModel) -> PreTrainedModel:
-    """A model on the meta device with the first layer of each kind and the ends of `model`, which stays as it is."""
+def one_of_each(model: PreTrainedModel, copies: int = 1) -> PreTrainedModel:
+    """A model on the meta device with the first layers of each kind and the ends of `model`, which stays as it is.
+
+    Args:
+        model ([`PreTrainedModel`]): the model.
+        copies (`int`): layers of each kind, one behind the other; there have to be so many.
+    """
     adapter, kinds = adapter_for(model), layer_kinds(model)
-    first = [kinds.index(kind) for kind in range(max(kinds) + 1)]
+    of_kind = [[index for index, one in enumerate(kinds) if one == kind] for kind in range(max(kinds) + 1)]
+    first = [index for indices in of_kind for index in indices[:copies]]
     small = empty_model(model.config, type(model))
     base = small.base_model
     whole = base.get_submodule(adapter.layers)
@@ -128,16 +134,23 @@ class LoneParts:
         device (`torch.device`): where it computes.
         dtype (`torch.dtype`): of hidden states.
         packed (`bool`): whether micro-batches are documents in one row, or rows of equal length without a mask.
+        copies (`int`): layers of each kind, which are run as one part.
     """
 
     rank: LoneRank
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
     packed: bool = True
+    copies: int = 1
 
     @classmethod
     def of(
-        cls, small: PreTrainedModel, strategy: LayerStrategy, vocabulary: int = 1, packed: bool = True
+        cls,
+        small: PreTrainedModel,
+        strategy: LayerStrategy,
+        vocabulary: int = 1,
+        packed: bool = True,
+        copies: int = 1,
     ) -> LoneParts:
         """Cuts a copy of a model that is on the meta device, where it stays.
 
@@ -146,7 +159,7 @@ class LoneParts:
             strategy ([`LayerStrategy`]): of its layers; the stage has as many ranks as its tensor and Ulysses degrees
                 or the vocabulary's ask for.
             vocabulary (`int`): tensor degree of embedding and head.
-            packed (`bool`): see above.
+            packed, copies: see above.
 
         Raises:
             ValueError: if the strategy does not fit the model.
@@ -157,7 +170,7 @@ class LoneParts:
         plan = ParallelPlan(
             world_size=ranks, stacks={"decoder": count}, layers=(strategy,) * count, embedding=ends, head=ends
         )
-        return cls(rank=lone_rank(copy.deepcopy(small), plan), packed=packed)
+        return cls(rank=lone_rank(copy.deepcopy(small), plan), packed=packed, copies=copies)
 
     def give_memory(self, device: torch.device, dtype: torch.dtype) -> None:
         """Puts weights of `dtype` on a device, random ones; under a fake mode, fake ones."""
@@ -191,9 +204,10 @@ class LoneParts:
         )
 
     def layers(self, batch: MicroBatch) -> list[Part]:
-        """One for each layer."""
-        captured = self._capture(batch)
-        return [self._layer(index, batch, *captured[index]) for index in range(len(self.rank.blocks))]
+        """One for each kind of layer, of all its copies one behind the other."""
+        captured, count = self._capture(batch), self.copies
+        starts = range(0, len(self.rank.blocks), count)
+        return [self._layers(self.rank.blocks[at : at + count], batch, captured[at : at + count]) for at in starts]
 
     def _capture(self, batch: MicroBatch) -> list[tuple[tuple, dict]]:
         """What the base model gives to each of its layers beside hidden states."""
@@ -215,26 +229,29 @@ class LoneParts:
                 layer.forward = forward
         return captured
 
-    def _layer(self, index: int, batch: MicroBatch, args: tuple, kwargs: dict) -> Part:
-        block = self.rank.blocks[index]
-        hidden = self._states(block.rectangle(batch).shape)
+    def _layers(self, blocks: list[Block], batch: MicroBatch, captured: list[tuple[tuple, dict]]) -> Part:
+        hidden = self._states(blocks[0].rectangle(batch).shape)
         shared = tuple(
             tensor
+            for args, kwargs in captured
             for value in (*args, *kwargs.values())
             for tensor in (value if isinstance(value, tuple) else (value,))
             if isinstance(tensor, torch.Tensor)
         )
 
         def run() -> torch.Tensor:
-            source, block.source = block.source, block.layout  # nothing is moved on the way in
-            try:
-                with self.rank.current.of(batch):
-                    output = block.layer(hidden, *args, **kwargs)
-            finally:
-                block.source = source
-            return output if isinstance(output, torch.Tensor) else output[0]
+            output = hidden
+            for block, (args, kwargs) in zip(blocks, captured, strict=True):
+                source, block.source = block.source, block.layout  # nothing is moved on the way in
+                try:
+                    with self.rank.current.of(batch):
+                        output = block.layer(output, *args, **kwargs)
+                finally:
+                    block.source = source
+                output = output if isinstance(output, torch.Tensor) else output[0]
+            return output
 
-        return Part(run=run, input=hidden, modules=(block.layer,), shared=shared)
+        return Part(run=run, input=hidden, modules=tuple(block.layer for block in blocks), shared=shared)
 
     def embedding(self, batch: MicroBatch) -> Part:
         """From tokens to what enters the first layer, with what the base model makes for all layers."""

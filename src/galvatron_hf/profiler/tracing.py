@@ -115,7 +115,7 @@ def _counted_profile(
         counts,
         times,
         max_degree=max_degree,
-        optimizer_ms_per_element=ADAM_BYTES / speed.bytes_per_ms,
+        optimizer_ms=(ADAM_BYTES / speed.bytes_per_ms, 0.0),
         assumed=assumed,
         made=describe(length, packed),
     )
@@ -163,11 +163,11 @@ def profile_of(
     times: PartTimes,
     *,
     max_degree: int,
-    optimizer_ms_per_element: float,
+    optimizer_ms: tuple[float, float],
     assumed: dict[str, str],
     made: dict[str, str],
 ) -> ModelProfile:
-    """Puts a profile together from counted bytes and times of either origin."""
+    """Puts a profile together from counted bytes and times of either origin; `optimizer_ms` by element and weight."""
     shape, kinds = model_shape(model, counts.small), layer_kinds(model)
     bytes_of = counts.layer_bytes(max_degree)
     ends = counts.end_bytes(sorted(times.embedding))
@@ -194,7 +194,8 @@ def profile_of(
         head=EndProfile(weights=_head_weights(shape), times=times.head, **ends["head"]),
         tied=shape.tied,
         max_length=positions(model),
-        optimizer_ms_per_element=optimizer_ms_per_element,
+        optimizer_ms_per_element=optimizer_ms[0],
+        optimizer_ms_per_weight=optimizer_ms[1],
         assumed=assumed,
         made=made,
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ logger = logging.get_logger(__name__)
 
 SAMPLED_ROWS = 64  # of a dataset whose lengths are not known
 SAMPLED_BATCHES = 256
+MOST_TOKENS = 4096  # of a micro-batch that is timed
 PROFILE_SECONDS = 60.0  # for measuring machine and model, about, where neither is known yet
 GPU_SHARE = 0.92  # of a GPU's memory: the rest is the driver's, NCCL's, and lost between allocations
 
@@ -94,7 +96,8 @@ class AutoPlanMixin:
             model,
             dtype=workload.precision.compute,
             device=self.args.device,
-            length=_rounded_up(workload.length, positions(model)),
+            tokens=min(MOST_TOKENS, _rounded_up(workload.rows * workload.length)),
+            length=min(_rounded_up(workload.length), positions(model) or sys.maxsize),
             packed=self._may_pack(),
             seconds=0.4 * PROFILE_SECONDS,
             progress=shown,
@@ -236,7 +239,6 @@ def memory_budget(args: Any, hardware: HardwareProfile) -> int:
     return int(hardware.memory_bytes * (GPU_SHARE if hardware.made.get("backend") == "nccl" else 1.0))
 
 
-def _rounded_up(length: int, most: int | None) -> int:
+def _rounded_up(number: int) -> int:
     """A power of two, so that a profile serves datasets of about the same lengths."""
-    rounded = 1 << (length - 1).bit_length()
-    return rounded if most is None else max(1, min(rounded, most))
+    return 1 << (number - 1).bit_length()

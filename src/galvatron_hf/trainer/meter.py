@@ -18,15 +18,15 @@ from galvatron_hf.parallel.collectives import gather_objects
 from galvatron_hf.plan import ParallelPlan
 
 
-WARM_UP = 2  # steps that do not count: caches and allocators fill, and on a CPU the second is watched for its memory
+WARM_UP = 2  # steps that are not timed: caches and allocators fill, and on a CPU they are watched for their memory
 MIB = 1 << 20
 
 
 class StepMeter(TrainerCallback):
     """Times optimizer steps, from the batch that has been read to the update, and finds their peak of memory.
 
-    A GPU's allocator tells the peak of all steps. On a CPU the second step runs under PyTorch's profiler, which tells
-    every allocation, and what was there before it is added up; that step is not timed.
+    A GPU's allocator tells the peak of all steps. On a CPU the first two steps run under PyTorch's profiler, which has
+    every allocation, and what was there before them is added up; these steps are not timed.
 
     Args:
         device (`torch.device`): where the model is.
@@ -46,38 +46,36 @@ class StepMeter(TrainerCallback):
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._watched: tuple[torch.autograd.profiler.profile, int] | None = None
 
-    def on_step_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args, state, control, **kwargs):
         if self.device.type == "cuda":
-            if self._taken == 0:
-                torch.cuda.reset_peak_memory_stats(self.device)
-            self._began = _recorded_event()
-            return
-        if self._taken == WARM_UP - 1 and not torch.autograd._profiler_enabled():
+            torch.cuda.reset_peak_memory_stats(self.device)
+        elif not torch.autograd._profiler_enabled():
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell of its start and stop
             self._watched = torch.autograd.profiler.profile(profile_memory=True), self.held_bytes()
             self._watched[0].__enter__()
-        self._began = time.perf_counter()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._began = _recorded_event() if self.device.type == "cuda" else time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self._began is None:  # added in the middle of a step
-            return
         self._taken += 1
-        if self.device.type == "cuda":
-            if self._taken > WARM_UP:
-                self._events.append((self._began, _recorded_event()))
-            return
-        if self._watched is not None:
-            (profiler, held), self._watched = self._watched, None
-            profiler.__exit__(None, None, None)
-            self.peak_bytes = held + allocation_peak(profiler)
+        if self._taken == WARM_UP:
+            self._end_watch()
+        elif self._taken > WARM_UP and self.device.type == "cuda":
+            self._events.append((self._began, _recorded_event()))
         elif self._taken > WARM_UP:
             self.seconds.append(time.perf_counter() - self._began)
 
+    def _end_watch(self) -> None:
+        if self._watched is not None:
+            (profiler, held), self._watched = self._watched, None
+            profiler.__exit__(None, None, None)
+            if self._taken == WARM_UP:
+                self.peak_bytes = held + allocation_peak(profiler)
+
     def finish(self) -> None:
         """Behind the last step."""
-        if self._watched is not None:  # the step failed
-            self._watched[0].__exit__(None, None, None)
-            self._watched = None
+        self._end_watch()
         if self.device.type == "cuda" and self._taken:
             torch.cuda.synchronize(self.device)
             self.seconds = [begin.elapsed_time(end) / 1e3 for begin, end in self._events]
