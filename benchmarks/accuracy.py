@@ -14,6 +14,11 @@ of them), writes what it predicts of each to OUTPUT/predictions-SHAPE.json, and 
 twice: how far the two are apart is the spread of any figure (A/A). Memory is the peak of the allocator on the rank
 of a stage that has most, in a step after the first.
 
+A virtual machine's cores are faster at some times than at others, by a fifth within minutes where this was written. So
+all ranks do a fixed piece of work (matrix products, and sums of vectors) before and after profiling and before every
+round; what it takes beside the rounds, over what it took beside the profile, is printed as the machine's drift, and
+the errors once more with the predictions stretched by it.
+
 A shape is HIDDENxLAYERSxHEADSxKV_HEADSxINTERMEDIATExVOCABULARYxLENGTHxROWS; rows are those of a step.
 
 Evidence tier: measured on devices emulated by CPU quotas (gloo).
@@ -29,10 +34,12 @@ import signal
 import statistics
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # noqa: F401  the first backward imports it: once here, not in each rank
 from cpu_quota import QuotaError, cpu_quotas
 from torch.utils.data import Dataset
@@ -49,6 +56,7 @@ from galvatron_hf.profiler.hardware import profile_hardware
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model import profile_model
 from galvatron_hf.profiler.model_profile import ModelProfile
+from galvatron_hf.trainer.calibration import calibrated
 
 
 SHAPES = ("256x8x8x4x704x2048x128x8", "512x4x8x2x1408x4096x128x8")
@@ -106,16 +114,36 @@ class Rows(Dataset):
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
+# ---- The machine's own drift ----
+
+
+def pace() -> float:
+    """Seconds of a fixed piece of work on all ranks at once, those of the slowest."""
+    matrix, vector = torch.full((384, 384), 1e-3), torch.zeros(1 << 20)
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(150):
+        torch.mm(matrix, matrix)
+        vector.add_(1.0)
+    seconds = torch.tensor(time.perf_counter() - began)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)
+
+
 # ---- Predictions ----
 
 
-def profiles(shape: Shape) -> tuple[str, str]:
-    """Of machine and model, as JSON; on every rank."""
+def profiles(shape: Shape) -> tuple[str, str, float]:
+    """Of machine and model, as JSON, and the machine's pace; on every rank."""
+    before = pace()
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     hardware = profile_hardware(local_world_size=local, device="cpu")
     tokens = shape.rows * shape.length
-    model = profile_model(shape.model(), device="cpu", tokens=tokens, length=shape.length, packed=False)
-    return hardware.to_json(), model.to_json()
+    whole = shape.model()
+    model = profile_model(whole, device="cpu", tokens=tokens, length=shape.length, packed=False)
+    cpu, steps = torch.device("cpu"), dict(rows=shape.rows, length=shape.length)
+    model = calibrated(model, whole, hardware, device=cpu, seconds=60.0, **steps)
+    return hardware.to_json(), model.to_json(), (before + pace()) / 2
 
 
 def draw_plans(world: int, model: ModelProfile, shape: Shape, count: int, seed: int) -> list[ParallelPlan]:
@@ -178,19 +206,22 @@ def make_trainer(plan: ParallelPlan, shape: Shape, world: int, steps: int, folde
 
 def measure(
     plans: list[ParallelPlan], shape: Shape, seats: list[Seat], options: argparse.Namespace
-) -> tuple[list[list[float]], list[Ending]]:
-    """Seconds of each step of each plan, and what its ranks reported."""
+) -> tuple[list[list[float]], list[Ending], float]:
+    """Seconds of each step of each plan, what its ranks reported, and the machine's pace meanwhile."""
     last = options.warmup + options.rounds * options.steps
     with tempfile.TemporaryDirectory() as folder:
         make = functools.partial(make_trainer, shape=shape, world=len(seats), steps=last, folder=folder)
         worlds = [World(functools.partial(make, plan), seats, options.warmup, options.steps) for plan in plans]
         turns: list[list[Turn]] = [[] for _ in worlds]
+        paces = []
         for number in range(options.rounds):
+            paces.append(on_ranks(seats, pace))
             for index in range(len(worlds)):
                 index = (index + number) % len(worlds)
                 turns[index].append(worlds[index].turn())
         endings = [world.finish() for world in worlds]
-    return [[seconds for turn in of_one for seconds in turn.step_seconds] for of_one in turns], endings
+    seconds = [[seconds for turn in of_one for seconds in turn.step_seconds] for of_one in turns]
+    return seconds, endings, statistics.median(paces)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,10 +233,15 @@ class Case:
     measured_ms: float
     predicted_bytes: int
     measured_bytes: int
+    drift: float
 
     @property
     def time_error(self) -> float:
         return self.predicted_ms / self.measured_ms - 1
+
+    @property
+    def stretched_error(self) -> float:
+        return self.predicted_ms * self.drift / self.measured_ms - 1
 
     @property
     def memory_error(self) -> float:
@@ -214,7 +250,7 @@ class Case:
 
 def compare(shape: Shape, seats: list[Seat], options: argparse.Namespace) -> list[Case]:
     """Predicts, measures, prints."""
-    hardware_json, model_json = on_ranks(seats, functools.partial(profiles, shape))
+    hardware_json, model_json, base = on_ranks(seats, functools.partial(profiles, shape))
     hardware, model = HardwareProfile.from_json(hardware_json), ModelProfile.from_json(model_json)
     hardware.to_json(options.output / "hardware.json")
     model.to_json(options.output / f"model-{shape}.json")
@@ -227,7 +263,7 @@ def compare(shape: Shape, seats: list[Seat], options: argparse.Namespace) -> lis
     cases: list[Case] = []
     for start in range(0, len(noted), options.together):
         lot = noted[start : start + options.together]
-        seconds, endings = measure([*lot, lot[0]], shape, seats, options)
+        seconds, endings, beside = measure([*lot, lot[0]], shape, seats, options)
         medians = [1e3 * statistics.median(of_one) for of_one in seconds]
         for plan, ms, ending in zip(lot, medians, endings, strict=False):
             outcome = ending.outcome
@@ -240,15 +276,17 @@ def compare(shape: Shape, seats: list[Seat], options: argparse.Namespace) -> lis
                 measured_ms=ms,
                 predicted_bytes=predicted,
                 measured_bytes=measured,
+                drift=beside / base,
             )
             cases.append(case)
             print(
-                f"{case.predicted_ms:8.1f} {ms:8.1f} ms {100 * case.time_error:+6.1f}%  "
+                f"{case.predicted_ms:8.1f} {ms:8.1f} ms {100 * case.time_error:+6.1f}% "
+                f"({100 * case.stretched_error:+6.1f}%)  "
                 f"{predicted / 2**20:7.1f} {measured / 2**20:7.1f} MiB {100 * case.memory_error:+5.1f}%  "
                 f"{brief(plan)}",
                 flush=True,
             )
-        print(f"   A/A {medians[-1] / medians[0]:.3f}", flush=True)
+        print(f"   A/A {medians[-1] / medians[0]:.3f}, drift {beside / base:.3f}", flush=True)
     return cases
 
 
@@ -274,6 +312,7 @@ def summary(cases: list[Case]) -> str:
     lines = []
     for name, errors in (
         ("step time", [abs(case.time_error) for case in cases]),
+        ("step time at the profile's pace", [abs(case.stretched_error) for case in cases]),
         ("memory", [abs(case.memory_error) for case in cases]),
     ):
         errors.sort()

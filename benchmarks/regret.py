@@ -59,7 +59,7 @@ class Candidate:
 
 def candidates(shape: Shape, seats: list[Seat], options: argparse.Namespace) -> list[Candidate]:
     """The picked plan first, then the well-known ones, then drawn ones."""
-    hardware_json, model_json = on_ranks(seats, functools.partial(profiles, shape))
+    hardware_json, model_json, _ = on_ranks(seats, functools.partial(profiles, shape))
     hardware, model = HardwareProfile.from_json(hardware_json), ModelProfile.from_json(model_json)
     workload = shape.workload()
     result = search_plan(hardware, model, workload)
@@ -83,7 +83,7 @@ def time_all(
     timed = []
     for start in range(0, len(ones), options.together - 1):
         lot = ones[start : start + options.together - 1]
-        seconds, _ = measure([picked.plan, *(one.plan for one in lot)], shape, seats, options)
+        seconds, _, _ = measure([picked.plan, *(one.plan for one in lot)], shape, seats, options)
         base = statistics.median(seconds[0])
         for one, own in zip(lot, seconds[1:], strict=True):
             ms, speed = 1e3 * statistics.median(own), base / statistics.median(own)

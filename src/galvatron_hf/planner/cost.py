@@ -22,7 +22,7 @@ from galvatron_hf.plan import LayerStrategy, Precision, VocabularyStrategy
 from galvatron_hf.planner.moves import Split, move
 from galvatron_hf.planner.traffic import HEAD_CHUNK_TOKENS, key_value_copies
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
-from galvatron_hf.profiler.model_profile import EndProfile, LayerProfile, ModelProfile, Times
+from galvatron_hf.profiler.model_profile import STRETCHES, EndProfile, LayerProfile, ModelProfile, Times
 
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -101,6 +101,7 @@ class CostModel:
         self.element = BYTES[workload.precision.compute]
         self.reduced = BYTES[workload.precision.reduce]
         self._known_weights: dict[tuple, _Weights] = {}
+        self.stretch = dict.fromkeys(STRETCHES, 1.0) | dict(model.stretch)
 
     def with_rows(self, rows: int) -> CostModel:
         """The same for other micro-batches; what does not depend on them is worked out once for all."""
@@ -156,7 +157,8 @@ class CostModel:
         times, rows = _at(layer.times, strategy.tensor), -(-self.rows // strategy.data_degree(self.ranks))
         squares = rows * self.workload.computed_square / strategy.ulysses
         pairs = ((times.forward, times.outside_forward), (times.backward, times.outside_backward))
-        return tuple(fit.ms(region, squares) - outside * (region - between) for fit, outside in pairs)
+        stretch = self.stretch["computing"]
+        return tuple(stretch * (fit.ms(region, squares) - outside * (region - between)) for fit, outside in pairs)
 
     def _regions(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
         """Tensor and Ulysses collectives and gradients that tensor ranks share, in forward and backward."""
@@ -168,25 +170,24 @@ class CostModel:
         if tensor > 1:
             left_again = again * (count - (not layer.saves_after_last_region))
             if strategy.megatron_sp:
-                gather = float(self.hardware.ms("all_gather", tensor, 1, piece))
-                scatter = float(self.hardware.ms("reduce_scatter", tensor, 1, tensor * piece))
+                gather = self._ms("all_gather", tensor, 1, piece)
+                scatter = self._ms("reduce_scatter", tensor, 1, tensor * piece)
                 forward += count * (gather + scatter)
                 backward += (count + again * count) * gather + (count + left_again) * scatter
             else:
-                reduce = float(self.hardware.ms("all_reduce", tensor, 1, piece))
+                reduce = self._ms("all_reduce", tensor, 1, piece)
                 forward += count * reduce
                 backward += (count + left_again) * reduce
             for weight in layer.weights:
                 if weight.sums_gradient(tensor, strategy.megatron_sp):
-                    backward += float(self.hardware.ms("all_reduce", tensor, 1, 4 * math.prod(weight.shape)))
+                    backward += self._ms("all_reduce", tensor, 1, 4 * math.prod(weight.shape))
         if strategy.ulysses > 1:
             model, query = self.model, self.model.heads // tensor
             key_value = max(1, model.kv_heads // tensor)
             key_value *= key_value_copies(key_value, strategy.ulysses, query)
             head = region * model.head_dim * self.element
             exchange = 2 * sum(
-                float(self.hardware.ms("all_to_all", strategy.ulysses, tensor, heads * head))
-                for heads in (query, key_value)
+                self._ms("all_to_all", strategy.ulysses, tensor, heads * head) for heads in (query, key_value)
             )
             forward += exchange
             backward += exchange * (1 + again)
@@ -224,13 +225,15 @@ class CostModel:
         kept = split.tokens(0, self.rows, workload.length)
         tokens = split.tokens(0, self.rows, workload.computed_length)
         times = _at(end.times, tensor)
-        forward, backward = times.forward.ms(tokens, 0.0), times.backward.ms(tokens, 0.0)
-        summed = float(self.hardware.ms("all_reduce", tensor, 1, tokens * self.model.hidden * self.element))
+        forward, backward = (
+            self.stretch["computing"] * fit.ms(tokens, 0.0) for fit in (times.forward, times.backward)
+        )
+        summed = self._ms("all_reduce", tensor, 1, tokens * self.model.hidden * self.element)
         regions = (summed, 0.0)
         if is_head:
             chunks = -(-tokens // HEAD_CHUNK_TOKENS)
             size = 16 * min(tokens, HEAD_CHUNK_TOKENS)
-            regions = (chunks * float(self.hardware.ms("all_gather", tensor, 1, size)), summed)
+            regions = (chunks * self._ms("all_gather", tensor, 1, size), summed)
         saved = kept * _at(end.saved_bytes, tensor) + end.saved_fixed_bytes.get(tensor, 0.0)
         working = max(kept * end.working_bytes.get(tensor, 0.0), end.working_fixed_bytes.get(tensor, 0.0))
         return forward, backward, *regions, saved, working
@@ -250,9 +253,9 @@ class CostModel:
         shards = strategy.resolved_shard_degree(ranks)
         copies = ranks // tensor // shards
         elements = sum(weight.shard_elements(tensor, 0, shards) for weight in owner.weights)
-        gather = float(self.hardware.ms("all_gather", shards, tensor, elements * self.element))
-        reduce = float(self.hardware.ms("reduce_scatter", shards, tensor, shards * elements * self.reduced))
-        copied = float(self.hardware.ms("all_reduce", copies, tensor * shards, elements * self.reduced))
+        gather = self._ms("all_gather", shards, tensor, elements * self.element)
+        reduce = self._ms("reduce_scatter", shards, tensor, shards * elements * self.reduced)
+        copied = self._ms("all_reduce", copies, tensor * shards, elements * self.reduced, "synchronization")
         whole, casts = shards * elements, self.element < 4
         kept = {"replicate": whole if casts else 0, "zero2": whole, "zero3": 0}[strategy.sharding]
         if strategy.sharding == "zero2" and shards == 1:
@@ -300,11 +303,16 @@ class CostModel:
         if block == 1:
             return 0.0
         size = tokens * self.model.hidden * self.element * block / (block - 1)  # all of it leaves the rank
-        return float(self.hardware.ms("all_to_all", block, 1, size))
+        return self._ms("all_to_all", block, 1, size)
+
+    def _ms(self, kind: str, ranks: int, stride: int, size: float, factor: str = "communication") -> float:
+        """Of a collective in a step of training."""
+        factor = "exchange" if kind == "all_to_all" else factor
+        return self.stretch[factor] * float(self.hardware.ms(kind, ranks, stride, size))
 
     def later_stage_ms(self) -> float:
         """Of one micro-batch, what every stage makes for its layers anew (positions, rotary embeddings)."""
-        return _at(self.model.embedding.times, 1).forward.fixed
+        return self.stretch["computing"] * _at(self.model.embedding.times, 1).forward.fixed
 
     def boundary(self) -> Split:
         """How hidden states lie when they go from stage to stage."""
@@ -323,7 +331,7 @@ class CostModel:
         hardware = self.hardware
         # Where stages share nodes, the boundary between two nodes is the slowest.
         stride = self.ranks if hardware.nodes == 1 else max(self.ranks, hardware.devices_per_node)
-        return float(hardware.ms("send", 2, stride, self._boundary_bytes(self.workload.computed_length)))
+        return self._ms("send", 2, stride, self._boundary_bytes(self.workload.computed_length))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,13 @@ from galvatron_hf.profiler.model_profile import ModelProfile
 logger = logging.getLogger(__name__)
 
 
-def load_or_profile_model(folder: str | os.PathLike, model: PreTrainedModel, **arguments: Any) -> ModelProfile:
+def load_or_profile_model(
+    folder: str | os.PathLike,
+    model: PreTrainedModel,
+    *,
+    finish: Callable[[ModelProfile], ModelProfile] = lambda profile: profile,
+    **arguments: Any,
+) -> ModelProfile:
     """
     Reads the profile of a model from a folder, or measures and writes it; collective under a process group.
 
@@ -31,6 +38,7 @@ def load_or_profile_model(folder: str | os.PathLike, model: PreTrainedModel, **a
     Args:
         folder (`str` or `os.PathLike`): Of rank 0, made if it is not there.
         model ([`PreTrainedModel`]): The model.
+        finish (`Callable`, *optional*): What becomes of a profile that was measured before it is kept; collective.
         **arguments: Of [`profile_model`].
     """
     expected = circumstances(model, **arguments)
@@ -40,7 +48,7 @@ def load_or_profile_model(folder: str | os.PathLike, model: PreTrainedModel, **a
     text = gather_objects(text)[0] if dist.is_initialized() else text
     if text is not None:
         return ModelProfile.from_json(text)
-    profile = profile_model(model, **arguments)
+    profile = finish(profile_model(model, **arguments))
     if first:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from galvatron_hf.model_shape import WeightShape
 from galvatron_hf.plan_checks import MAX_LAYERS, check_bool, check_choice, check_fields, check_int, check_number, show
 from galvatron_hf.plan_json import check_version, read_object
-from galvatron_hf.profiler.model_profile import EndProfile, LayerProfile, ModelProfile, TimeFit, Times
+from galvatron_hf.profiler.model_profile import STRETCHES, EndProfile, LayerProfile, ModelProfile, TimeFit, Times
 
 
 VERSION = 1
@@ -94,6 +94,10 @@ def read_profile(source: str | os.PathLike | Mapping[str, Any]) -> ModelProfile:
         check_int("max_length", given["max_length"], high=_MAX)
     for name in ("optimizer_ms_per_element", "optimizer_ms_per_weight"):
         check_number(name, given.get(name, 0.0))
+    stretch = given.get("stretch", {})
+    check_fields("stretch", stretch, STRETCHES)
+    for name, factor in stretch.items():
+        check_number(f"stretch of {name}", factor)
     for name in ("assumed", "made"):
         _check_texts(name, given.get(name, {}))
     given["kinds"] = _each("kinds", given["kinds"], _read_layer)

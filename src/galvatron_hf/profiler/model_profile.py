@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
+STRETCHES = ("computing", "communication", "exchange", "synchronization")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TimeFit:
     """Milliseconds = per_token * tokens + per_square * (sum of squared lengths) + fixed.
@@ -118,6 +121,8 @@ class ModelProfile:
         max_length (`int`, *optional*): positions that the model has.
         optimizer_ms_per_element, optimizer_ms_per_weight (`float`): of an update, with the norm of the gradients and
             their clipping, for each element of a rank and for each weight, however small.
+        stretch (`Mapping[str, float]`): what whole steps of training take over the sum of their parts, where that was
+            measured: by "computing", "communication", "exchange" (all-to-alls) and "synchronization" (of copies).
         assumed, made (`Mapping[str, str]`): as in [`~profiler.hardware_profile.HardwareProfile`].
     """
 
@@ -135,6 +140,7 @@ class ModelProfile:
     max_length: int | None = None
     optimizer_ms_per_element: float = 0.0
     optimizer_ms_per_weight: float = 0.0
+    stretch: Mapping[str, float] = field(default_factory=dict)
     assumed: Mapping[str, str] = field(default_factory=dict)
     made: Mapping[str, str] = field(default_factory=dict)
 

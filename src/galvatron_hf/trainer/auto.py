@@ -32,6 +32,7 @@ from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_cache import load_or_profile_model
 from galvatron_hf.profiler.model_profile import ModelProfile
 from galvatron_hf.profiler.tracing import positions
+from galvatron_hf.trainer.calibration import calibrated
 from galvatron_hf.trainer.meter import Outcome, StepMeter, held_bytes, outcome, prediction
 from galvatron_hf.trainer.packable import only_pads
 from galvatron_hf.trainer.random_state import random_state, restore_random_state
@@ -42,7 +43,7 @@ logger = logging.get_logger(__name__)
 SAMPLED_ROWS = 64  # of a dataset whose lengths are not known
 SAMPLED_BATCHES = 256
 MOST_TOKENS = 4096  # of a micro-batch that is timed
-PROFILE_SECONDS = 60.0  # for measuring machine and model, about, where neither is known yet
+PROFILE_SECONDS = 80.0  # for measuring machine and model, about, where neither is known yet
 GPU_SHARE = 0.92  # of a GPU's memory: the rest is the driver's, NCCL's, and lost between allocations
 
 
@@ -88,7 +89,7 @@ class AutoPlanMixin:
             folder,
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", self.args.world_size)),
             device=self.args.device,
-            seconds=0.6 * PROFILE_SECONDS,
+            seconds=0.5 * PROFILE_SECONDS,
             progress=shown,
         )
         profile = load_or_profile_model(
@@ -99,8 +100,18 @@ class AutoPlanMixin:
             tokens=min(MOST_TOKENS, _rounded_up(workload.rows * workload.length)),
             length=min(_rounded_up(workload.length), positions(model) or sys.maxsize),
             packed=self._may_pack(),
-            seconds=0.4 * PROFILE_SECONDS,
+            seconds=0.3 * PROFILE_SECONDS,
             progress=shown,
+            finish=lambda measured: calibrated(
+                measured,
+                model,
+                hardware,
+                rows=workload.rows,
+                length=min(workload.computed_length, MOST_TOKENS),
+                device=self.args.device,
+                seconds=0.4 * PROFILE_SECONDS,
+                progress=shown,
+            ),
         )
         text = from_rank_0(lambda: self._search_on_rank_0(hardware, profile, workload).to_json())
         plan = ParallelPlan.from_json(text)

@@ -1,0 +1,166 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""What computing and communicating take in whole training steps, over what they take by themselves.
+
+Between two collectives ranks do not keep exactly the same pace, and each collective waits for the slowest; kernels
+find cold caches; a collective meets others on its way. A few simple plans of a model with few layers are trained for
+some steps on the real ranks, and the factors that bring the cost model nearest to them are kept in the model's profile.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from galvatron_hf.data.cost import fit_relative
+from galvatron_hf.parallel.apply import parallelize
+from galvatron_hf.parallel.checks import check_model
+from galvatron_hf.parallel.collectives import gather_objects
+from galvatron_hf.parallel.mesh import WorldMesh
+from galvatron_hf.parallel.models import adapter_for
+from galvatron_hf.plan import ParallelPlan, Precision
+from galvatron_hf.planner.cost import Workload
+from galvatron_hf.planner.search import estimate_plan
+from galvatron_hf.profiler.hardware import progress_bar
+from galvatron_hf.profiler.hardware_profile import HardwareProfile
+from galvatron_hf.profiler.model_profile import STRETCHES, ModelProfile
+from galvatron_hf.profiler.parts import layer_kinds, one_of_each
+
+
+MOST_TOKENS = 4096  # of a rank in a step
+LAYERS = 4  # of each kind, at most
+WARM_UP, ROUNDS = 2, 3
+MEMORY_SHARE = 0.5  # of a device's, that such a plan may take
+LEAST, MOST = 0.25, 8.0  # factors beyond these are a disturbance and no property
+
+
+def calibrated(
+    profile: ModelProfile,
+    model: PreTrainedModel,
+    hardware: HardwareProfile,
+    *,
+    rows: int,
+    length: int,
+    device: torch.device,
+    seconds: float,
+    progress: bool = False,
+) -> ModelProfile:
+    """
+    The profile with factors for whole steps; collective. On one rank, and if nothing can be tried, it is as it was.
+
+    Args:
+        profile ([`ModelProfile`]): Of `model`, measured on these ranks.
+        model ([`PreTrainedModel`]): Only its configuration is looked at.
+        hardware ([`HardwareProfile`]): Of these ranks.
+        rows, length (`int`): Of the steps that are tried.
+        device (`torch.device`): Where they compute.
+        seconds (`float`): After which, about, no further plan is tried.
+        progress (`bool`, defaults to `False`): Whether rank 0 shows a bar.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if world_size == 1:
+        return profile
+    copies = max(1, min(LAYERS, *(profile.layers.count(kind) for kind in range(len(profile.kinds)))))
+    small = one_of_each(model, copies)
+    few = replace(profile, layers=layer_kinds(small))
+    rows = max(world_size, min(rows, MOST_TOKENS * world_size // length))
+    work = Workload(rows=rows, length=length, precision=Precision(compute=profile.dtype))
+    plans = [plan for plan in _plans(small, work) if _fits(hardware, few, work, plan)]
+    began, columns, measured = time.perf_counter(), [], []
+    world = WorldMesh(device.type)
+    with progress_bar(len(plans), progress) as step:
+        for plan in plans:
+            step("trying whole steps")
+            measured.append(_step_ms(one_of_each(model, copies), plan, work, world, device))
+            columns.append(_parts(hardware, few, work, plan))
+            spent = max(gather_objects(time.perf_counter() - began))
+            if spent + spent / len(measured) > seconds:
+                break
+    if not measured:
+        return profile
+    once = np.array([row[-1] for row in columns])
+    target = np.maximum(np.array(measured) - once, 0.2 * np.array(measured))
+    factors = _factors(np.array(columns)[:, :-1], target)
+    return replace(profile, stretch=dict(zip(STRETCHES, factors, strict=True)))
+
+
+def _plans(small: PreTrainedModel, work: Workload) -> list[ParallelPlan]:
+    """Simple plans that stress one thing each."""
+    world_size, layers = dist.get_world_size(), len(layer_kinds(small))
+    adapter = adapter_for(small)
+    kinds = [
+        dict(sharding="replicate"),
+        dict(sharding="zero3"),
+        dict(sharding="replicate", ulysses=world_size),
+        dict(sharding="replicate", tensor=world_size),
+        dict(sharding="replicate", micro_batches=2),
+        dict(sharding="zero3", tensor=2, megatron_sp=True),
+    ]
+    plans = []
+    for kind in kinds:
+        try:
+            plan = ParallelPlan.uniform(world_size, layers, precision=work.precision, **kind)
+            check_model(small, adapter, plan)
+        except ValueError:  # this model's heads, or this world, cannot be cut so
+            continue
+        plans.append(plan)
+    return plans
+
+
+def _fits(hardware: HardwareProfile, few: ModelProfile, work: Workload, plan: ParallelPlan) -> bool:
+    return max(estimate_plan(hardware, few, work, plan).memory_bytes) < MEMORY_SHARE * hardware.memory_bytes
+
+
+def _parts(hardware: HardwareProfile, few: ModelProfile, work: Workload, plan: ParallelPlan) -> list[float]:
+    """Milliseconds that each factor multiplies, and those that none does."""
+
+    def price(**stretch: float) -> float:
+        chosen = dict.fromkeys(STRETCHES, 0.0) | stretch
+        return estimate_plan(hardware, replace(few, stretch=chosen), work, plan).step_ms
+
+    nothing = price()
+    return [*(price(**{name: 1.0}) - nothing for name in STRETCHES), nothing]
+
+
+def _factors(columns: np.ndarray, target: np.ndarray) -> list[float]:
+    """Those with the least squared relative error; 1 for what no plan has."""
+    known = columns.any(axis=0)
+    factors = np.ones(columns.shape[1])
+    factors[known] = fit_relative(columns[:, known], target)
+    return np.clip(factors, LEAST, MOST).tolist()
+
+
+def _step_ms(
+    model: PreTrainedModel, plan: ParallelPlan, work: Workload, world: WorldMesh, device: torch.device
+) -> float:
+    """The median of a few steps, each as long as on the slowest rank."""
+    parallel = parallelize(model, plan, world=world, device=device)
+    optimizer = torch.optim.AdamW(parallel.model.parameters(), lr=1e-5, fused=True)
+    ids = torch.arange(work.rows * work.length, device=device).reshape(work.rows, work.length)
+    ids %= model.config.vocab_size
+    batch, times = {"input_ids": ids, "labels": ids}, []
+    for _ in range(WARM_UP + ROUNDS):
+        dist.all_reduce(torch.zeros(1, device=device))
+        began = _now(device)
+        parallel.forward_backward(batch)
+        parallel.clip_grad_norm_(1.0)
+        optimizer.step()
+        parallel.model.zero_grad()
+        times.append(1e3 * (_now(device) - began))
+    found = [max(of_step) for of_step in zip(*gather_objects(times[WARM_UP:]), strict=True)]
+    del parallel, optimizer, model
+    gc.collect()
+    return statistics.median(found)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
