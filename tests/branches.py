@@ -19,6 +19,7 @@ def random_branch(
     speed = draw.integers(5, 40, (kinds, options))
     state = 400 // speed + draw.integers(0, 20, (kinds, options))
     activation = 200 // speed + draw.integers(0, 10, (kinds, options))
+    shared = (draw.random((kinds, options)) * np.minimum(state, activation)).astype(np.int64)
     ends = [draw.integers(1, 4) for _ in range(2)]
     in_flight = np.arange(stages, 0, -1)
     order = np.sort(draw.integers(0, kinds, layers)) if draw.random() < 0.5 else draw.integers(0, kinds, layers)
@@ -38,6 +39,8 @@ def random_branch(
         move_b=moves[1],
         boundary=int(draw.integers(0, layouts)),
         in_flight=in_flight,
+        shared=shared,
+        at_once=draw.random(stages) < 0.3,
         stage_a=draw.integers(0, 9, stages),
         stage_b=draw.integers(0, 9, stages),
         stage_memory=draw.integers(0, 20, stages),

@@ -7,7 +7,7 @@ of different layouts pay a move. A stage adds up two costs of its layers and a m
 working memories:
 
     A_i = stage + sum of layers + moves        B_i likewise
-    memory_i = stage + sum of (state + in flight * activation) + largest working memory  <= budget
+    memory_i = stage + sum of (state + in flight * activation - shared_i) + largest working memory  <= budget
     minimise  sum of A_i  +  max of B_i
 
 With 1F1B, t milliseconds of a micro-batch on stage i and e of its last gradient's synchronisation that nothing hides,
@@ -50,6 +50,9 @@ class Branch:
         move_a, move_b (`np.ndarray`): (Y, Y) from one layout to the next.
         boundary (`int`): the layout in which hidden states go from stage to stage.
         in_flight (`np.ndarray`): (p,) micro-batches whose activations a stage keeps at most.
+        shared (`np.ndarray`): (K, S) bytes, of those of a layer's state and of one micro-batch's activations, that are
+            first the one and then the other where `at_once`: gradients take the place of activations.
+        at_once (`np.ndarray`): (p,) whether a stage keeps all micro-batches of a step before its first backward.
         stage_a, stage_b, stage_memory (`np.ndarray`): (p,) of each stage, whatever its layers.
         starts, finishes ([`Options`]): of the embedding, in the first stage, and of the head, in the last.
         budget (`int`): bytes of a rank.
@@ -67,6 +70,8 @@ class Branch:
     move_b: np.ndarray
     boundary: int
     in_flight: np.ndarray
+    shared: np.ndarray
+    at_once: np.ndarray
     stage_a: np.ndarray
     stage_b: np.ndarray
     stage_memory: np.ndarray
@@ -97,7 +102,7 @@ class Branch:
         more and needs no more memory in any layer.
         """
         extra = sum(self.detours())
-        columns = ("state", "activation", "working")
+        columns = ("state", "activation", "least", "working")
         kept = np.ones(len(self.layout), dtype=bool)
         for option in range(len(kept)):
             more = extra[self.layout, self.layout[option]]
@@ -112,13 +117,19 @@ class Branch:
 
     def restricted(self, kept: np.ndarray) -> Branch:
         """With some of the options only."""
-        columns = ("a", "b", "state", "activation", "working", "allowed")
+        columns = ("a", "b", "state", "activation", "shared", "working", "allowed")
         fewer = {name: getattr(self, name)[:, kept] for name in columns}
         return replace(self, **fewer, layout=self.layout[kept])
 
-    def memory(self, stage: int) -> np.ndarray:
-        """(K, S) bytes that a layer adds to stage `stage`, without its working memory."""
-        return self.state + self.in_flight[stage] * self.activation
+    @property
+    def least(self) -> np.ndarray:
+        """(K, S) bytes of a layer and of one micro-batch in a stage of which all goes through at once."""
+        return self.state + self.activation - self.shared
+
+    def memory(self, stages: int | np.ndarray) -> np.ndarray:
+        """(K, S) or (Q, K, S) bytes that a layer adds to a stage, or to each of (Q,), without its working memory."""
+        flight, at_once = (values[stages, ..., None, None] for values in (self.in_flight, self.at_once))
+        return self.state + flight * self.activation - at_once * self.shared
 
 
 @dataclass(frozen=True, kw_only=True)

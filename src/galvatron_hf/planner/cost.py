@@ -70,8 +70,11 @@ class Costs:
         sync_ms: once in a step, before the update.
         update_ms: of the optimizer, once in a step.
         state_bytes: weights, gradients and optimizer state, and weights that stay gathered.
+        gradient_bytes: of the state, gradients at rest.
+        gathered_bytes: of the state, weights that stay gathered until their last backward.
         activation_bytes: kept of one micro-batch from its forward to its backward.
         working_bytes: needed beside these while the layer runs.
+        reduction_bytes: of gradients that are summed, which in a pipeline stay until the next ones are.
     """
 
     forward_ms: np.ndarray
@@ -80,8 +83,19 @@ class Costs:
     sync_ms: np.ndarray
     update_ms: np.ndarray
     state_bytes: np.ndarray
+    gradient_bytes: np.ndarray
+    gathered_bytes: np.ndarray
     activation_bytes: np.ndarray
     working_bytes: np.ndarray
+    reduction_bytes: np.ndarray
+
+    @property
+    def shared_bytes(self) -> np.ndarray:
+        """Of state and activations of one micro-batch, what is first the one and then the other.
+
+        In the last backward gradients take the place of activations and of gathered weights, layer by layer.
+        """
+        return np.minimum(self.gradient_bytes, self.activation_bytes + self.gathered_bytes)
 
 
 class CostModel:
@@ -142,8 +156,11 @@ class CostModel:
             weights.elements * self.model.optimizer_ms_per_element
             + weights.count * self.model.optimizer_ms_per_weight,
             weights.state_bytes,
+            weights.elements * GRADIENT_BYTES,
+            weights.gathered_bytes,
             saved,
             working + weights.working_bytes,
+            weights.reduction_bytes,
         )
 
     def _tokens(self, strategy: LayerStrategy, length: int) -> tuple[int, int, int]:
@@ -235,7 +252,8 @@ class CostModel:
             size = 16 * min(tokens, HEAD_CHUNK_TOKENS)
             regions = (chunks * self._ms("all_gather", tensor, 1, size), summed)
         saved = kept * _at(end.saved_bytes, tensor) + end.saved_fixed_bytes.get(tensor, 0.0)
-        working = max(kept * end.working_bytes.get(tensor, 0.0), end.working_fixed_bytes.get(tensor, 0.0))
+        chunk = end.working_fixed_bytes.get(tensor, 0.0) * min(1.0, kept / HEAD_CHUNK_TOKENS)
+        working = max(kept * end.working_bytes.get(tensor, 0.0), chunk)
         return forward, backward, *regions, saved, working
 
     # ---- Weights ----
@@ -271,6 +289,8 @@ class CostModel:
             gather_once_ms=gather if strategy.sharding == "zero2" else 0.0,
             copies_ms=copied,
             state_bytes=elements * (STATE_BYTES + GRADIENT_BYTES) + kept * self.element,
+            gathered_bytes=kept * self.element,
+            reduction_bytes=0 if strategy.sharding == "replicate" else whole * self.reduced,
             working_bytes=gathered_now * (2 if self.hardware.overlap_slowdown else 1) + gradients_now,
         )
 
@@ -343,7 +363,9 @@ class _Weights:
     gather_once_ms: float
     copies_ms: float
     state_bytes: int
+    gathered_bytes: int
     working_bytes: int
+    reduction_bytes: int
 
 
 def _at(table: dict, key: object) -> Times | float:

@@ -11,6 +11,7 @@ import numpy as np
 
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.planner.cost import CostModel, Costs, Workload, layer_split, vocabulary_split
+from galvatron_hf.planner.problem import Shape, boundary_copies
 from galvatron_hf.planner.search import Estimate, estimate_plan, step_shape
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import ModelProfile
@@ -133,7 +134,11 @@ def explain_plan(
     shape = step_shape(workload, plan)
     costs = CostModel(hardware, model, workload, len(plan.stages[0].ranks), shape.rows)
     in_flight = shape.in_flight()
-    stages = tuple(_stage(costs, plan, index, int(in_flight[index])) for index in range(len(plan.stages)))
+    at_once = shape.at_once()
+    stages = tuple(
+        _stage(costs, plan, index, shape, int(in_flight[index]), bool(at_once[index]))
+        for index in range(len(plan.stages))
+    )
     pace = [(shape.micro_batches - 1) * stage.micro_batch_ms + stage.update_ms for stage in stages]
     return Explanation(
         estimate=replace(estimate, plan=replace(plan, micro_batches=shape.micro_batches)),
@@ -143,7 +148,9 @@ def explain_plan(
     )
 
 
-def _stage(costs: CostModel, plan: ParallelPlan, index: int, in_flight: int) -> StageParts:
+def _stage(
+    costs: CostModel, plan: ParallelPlan, index: int, shape: Shape, in_flight: int, at_once: bool
+) -> StageParts:
     stage, model, ranks = plan.stages[index], costs.model, costs.ranks
     first, last = index == 0, index == len(plan.stages) - 1
     parts: list[Costs] = []
@@ -162,6 +169,7 @@ def _stage(costs: CostModel, plan: ParallelPlan, index: int, in_flight: int) -> 
     def total(name: str) -> float:
         return float(sum(getattr(part, name)[0] for part in parts))
 
+    shared = sum(int(part.shared_bytes[0]) for part in parts)
     received = (not first) + (not last)
     communication = total("communication_ms")
     moved = sum(costs.move_ms(*pair) for pair in zip(splits[:-1], splits[1:], strict=True))
@@ -172,8 +180,10 @@ def _stage(costs: CostModel, plan: ParallelPlan, index: int, in_flight: int) -> 
         layout_ms=moved + received * (costs.send_ms() if len(plan.stages) > 1 else 0.0),
         sync_ms=total("sync_ms"),
         update_ms=total("update_ms"),
-        state_bytes=int(sum(np.ceil(part.state_bytes[0]) for part in parts)),
+        state_bytes=int(sum(np.ceil(part.state_bytes[0]) for part in parts)) - at_once * shared,
         activation_bytes=int(sum(np.ceil(part.activation_bytes[0]) for part in parts)) * in_flight,
-        working_bytes=int(max(np.ceil(part.working_bytes[0]) for part in parts)),
-        boundary_bytes=received * costs.boundary_bytes,
+        working_bytes=int(
+            max(np.ceil(part.working_bytes[0] + part.reduction_bytes[0] * (len(plan.stages) > 1)) for part in parts)
+        ),
+        boundary_bytes=int(boundary_copies(shape)[index]) * costs.boundary_bytes,
     )

@@ -44,6 +44,10 @@ class Shape:
             return np.full(self.pipeline, self.micro_batches)
         return np.minimum(self.micro_batches, np.arange(self.pipeline, 0, -1))
 
+    def at_once(self) -> np.ndarray:
+        """(p,) whether a stage keeps all micro-batches before its first backward."""
+        return self.in_flight() == self.micro_batches
+
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
@@ -83,6 +87,13 @@ class Problem:
             embedding=embedding,
             head=embedding if tied and len(stages) == 1 else head,
         )
+
+
+def boundary_copies(shape: Shape) -> np.ndarray:
+    """(p,) hidden states of stage boundaries that a rank has: what was sent of each micro-batch in flight, and what
+    comes from either side."""
+    stages = np.arange(shape.pipeline)
+    return (stages > 0) + (stages < shape.pipeline - 1) * (1 + shape.in_flight())
 
 
 class Draft:
@@ -150,9 +161,10 @@ class Draft:
             move_b=move_b,
             boundary=self._numbers.index(costs.boundary()),
             in_flight=shape.in_flight(),
+            at_once=shape.at_once(),
             stage_a=passed + once,
             stage_b=passed * (shape.micro_batches - 1),
-            stage_memory=received * costs.boundary_bytes,
+            stage_memory=boundary_copies(shape) * costs.boundary_bytes,
             starts=starts,
             finishes=finishes,
             budget=budget,
@@ -160,7 +172,8 @@ class Draft:
         )
         kept = np.arange(len(self.strategies))
         if prune:
-            kept = _kept(np.concatenate([branch.a, branch.b, branch.state, branch.activation, branch.working]), branch)
+            columns = (branch.a, branch.b, branch.state, branch.activation, branch.least, branch.working)
+            kept = _kept(np.concatenate(columns), branch)
             branch = branch.restricted(kept)
             worth = np.nonzero(branch.worth_having())[0]
             kept, branch = kept[worth], branch.restricted(worth)
@@ -220,7 +233,8 @@ class _Numbers:
             "b": (again * passed + update) * (not alone),
             "state": np.ceil(costs.state_bytes).astype(np.int64),
             "activation": np.ceil(costs.activation_bytes).astype(np.int64),
-            "working": np.ceil(costs.working_bytes).astype(np.int64),
+            "shared": np.floor(costs.shared_bytes).astype(np.int64),
+            "working": np.ceil(costs.working_bytes + costs.reduction_bytes * (not alone)).astype(np.int64),
         }
 
     def ends(self, strategies: list[VocabularyStrategy], which: str) -> Options:
@@ -230,13 +244,14 @@ class _Numbers:
         model, zeros = self.model, np.zeros(len(strategies), dtype=np.int64)
         a, b, memory, working = zeros, zeros, zeros, zeros
         parts = {"embedding": [model.embedding], "head": [model.head], "both": [model.embedding, model.head]}
-        flight = int(self.shape.in_flight()[-1 if which == "head" else 0])
+        stage = -1 if which == "head" else 0
+        flight, at_once = int(self.shape.in_flight()[stage]), int(self.shape.at_once()[stage])
         for part in parts.get(which, []):
             is_head = part is model.head
             owner = replace(part, weights=_NONE) if which == "both" and not is_head else part
             columns = self._columns(self.costs.end(owner, strategies, is_head=is_head))
             a, b = a + columns["a"], b + columns["b"]
-            memory = memory + columns["state"] + flight * columns["activation"]
+            memory = memory + columns["state"] + flight * columns["activation"] - at_once * columns["shared"]
             working = np.maximum(working, columns["working"])
         return Options(a=a, b=b, memory=memory, working=working, layout=layout)
 

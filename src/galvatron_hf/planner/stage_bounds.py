@@ -121,7 +121,7 @@ class StageBounds:
     def costs(self, objective: Objective, stages: np.ndarray, prices: np.ndarray) -> np.ndarray:
         """(Q, W, K, S) of a layer, infinite where it is not allowed."""
         branch = self.branch
-        memory = branch.state + branch.in_flight[stages, None, None] * branch.activation
+        memory = branch.memory(stages)
         costs = objective.of_a * branch.a + objective.of_b * branch.b + prices[:, None, None] * memory
         within = branch.allowed & (branch.working <= self.allowances[:, None, None])
         return np.where(within, costs[:, None], np.inf)

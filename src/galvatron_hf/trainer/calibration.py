@@ -4,7 +4,7 @@
 
 Between two collectives ranks do not keep exactly the same pace, and each collective waits for the slowest; kernels
 find cold caches; a collective meets others on its way. A few simple plans of a model with few layers are trained for
-some steps on the real ranks, and the factors that bring the cost model nearest to them are kept in the model's profile.
+some steps on the real ranks; the factors that bring the cost model nearest to them are kept in the profile.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import bisect
 import os
 import statistics
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._C._profiler import _EventType
 from transformers import TrainerCallback
 
 from galvatron_hf.parallel.collectives import gather_objects
@@ -89,11 +91,37 @@ def _recorded_event() -> torch.cuda.Event:
 
 
 def allocation_peak(profiler: torch.autograd.profiler.profile) -> int:
-    """Most bytes of a CPU that were alive at once while it ran, less those that were alive before."""
-    events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
+    """Most bytes of a CPU that were alive at once while it ran, less those that were alive before.
+
+    Threads of the process group free blocks too, which the profiler does not see: a block is gone at the latest when
+    another one lies where it was.
+    """
+    events, trees = [], list(profiler.kineto_results.experimental_event_tree())
+    while trees:
+        event = trees.pop()
+        trees += event.children
+        kind, fields = event.typed
+        if kind == _EventType.Allocation:
+            events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    starts: list[int] = []  # of the blocks that are alive, in rising order
+    sizes: dict[int, int] = {}
     alive = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        alive += event.nbytes()
+    for _, start, size in sorted(events):
+        if size < 0:
+            if start not in sizes:  # alive before
+                continue
+            starts.remove(start)
+            alive -= sizes.pop(start)
+            continue
+        first = bisect.bisect_left(starts, start)
+        if first and starts[first - 1] + sizes[starts[first - 1]] > start:
+            first -= 1
+        last = bisect.bisect_left(starts, start + size)
+        for gone in starts[first:last]:
+            alive -= sizes.pop(gone)
+        starts[first:last] = [start]
+        sizes[start] = size
+        alive += size
         peak = max(peak, alive)
     return peak
 
