@@ -220,8 +220,8 @@ def test_plan_of_the_readme_runs_in_this_release():
     plan.require_runnable(world_size=plan.world_size)
 
 
-def test_quickstart_plan_fits_its_launcher_and_its_model(tokenizer):
-    plan = ParallelPlan.from_json(ROOT / _quickstart()["parallel_plan"])
+def test_the_mixed_plan_fits_its_launcher_and_its_model(tokenizer):
+    plan = ParallelPlan.from_json(RECIPES / "plans" / "quickstart.json")
     launcher = yaml.safe_load((RECIPES / "accelerate" / "cpu4.yaml").read_text())
     assert plan.world_size == launcher["num_processes"] == 4
     argv = [str(RECIPES / "quickstart.yaml"), "--vocab_size", "4096"]
@@ -234,8 +234,12 @@ def test_quickstart_plan_fits_its_launcher_and_its_model(tokenizer):
     assert 5e6 <= parameters <= 10e6
 
 
-def test_quickstart_plan_mixes_every_kind_of_layer():
-    plan = ParallelPlan.from_json(ROOT / _quickstart()["parallel_plan"])
+def test_the_quickstart_leaves_its_plan_to_the_search():
+    assert "parallel_plan" not in _quickstart()
+
+
+def test_the_mixed_plan_mixes_every_kind_of_layer():
+    plan = ParallelPlan.from_json(RECIPES / "plans" / "quickstart.json")
     assert {layer.sharding for layer in plan.layers} == {"replicate", "zero2", "zero3"}
     assert any(layer.tensor > 1 and layer.megatron_sp for layer in plan.layers)
     assert any(layer.ulysses > 1 for layer in plan.layers)
@@ -319,10 +323,11 @@ def test_one_process_trains_saves_and_generates(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_four_launched_ranks_train_under_the_quickstart_plan(tmp_path):
+def test_four_launched_ranks_train_under_a_plan_of_every_kind(tmp_path):
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/accelerate/cpu4.yaml"]
     command += ["--main_process_port", "0", "recipes/train_clm.py", "recipes/quickstart.yaml", *SMALL_RUN]
     command += ["--max_steps=10", "--eval_steps=10", "--save_steps=10", f"--output_dir={tmp_path / 'run'}"]
+    command += ["--parallel_plan=recipes/plans/quickstart.json"]
     command += ["--dataset_name", _corpus(tmp_path / "corpus")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path / "hf-cache")}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
