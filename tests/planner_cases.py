@@ -12,7 +12,7 @@ from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, Voc
 from galvatron_hf.planner.cost import Workload
 from galvatron_hf.planner.space import Limits, layer_strategies, powers, vocabulary_strategies
 from galvatron_hf.profiler.hardware_profile import KINDS, HardwareProfile, Link
-from galvatron_hf.profiler.model_profile import EndProfile, LayerProfile, ModelProfile, TimeFit, Times
+from galvatron_hf.profiler.model_profile import STRETCHES, EndProfile, LayerProfile, ModelProfile, TimeFit, Times
 
 
 def random_hardware(seed: int, *, world_size: int, memory_bytes: int) -> HardwareProfile:
@@ -38,6 +38,8 @@ def random_hardware(seed: int, *, world_size: int, memory_bytes: int) -> Hardwar
         flops_per_s={"fp32": 1e12},
         links=tuple(links),
         overlap_slowdown=[None, 1.0, 1.2][seed % 3],
+        exposed_sync=[1.0, 0.4][seed % 2],
+        step_ms=[0.0, 7.0][seed % 2],
         hides_gathers=bool(seed % 2),
     )
 
@@ -99,6 +101,8 @@ def random_model(seed: int, *, layers: int, kinds: int = 1, tied: bool = False, 
         head=end(64),
         tied=tied,
         optimizer_ms_per_element=float(draw.uniform(0, 0.01)),
+        optimizer_ms_per_weight=float(draw.uniform(0, 0.1)),
+        stretch=dict(zip(STRETCHES, draw.uniform(0.5, 2, len(STRETCHES)).tolist(), strict=True)) if seed % 2 else {},
     )
 
 

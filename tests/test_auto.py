@@ -110,7 +110,7 @@ def test_arguments_and_own_methods_limit_the_search(ranks):
     for _, one in ranks[1]:
         assert one["recompute"] == {"full"}
         assert one["stages"] == (1,)
-        assert "fits 0.00 GiB a rank: the least is" in one["refused"]
+        assert "No plan fits 0.00 GiB a device: the least is" in one["refused"]
 
 
 def test_without_a_training_set_nothing_is_searched(ranks):

@@ -174,6 +174,24 @@ def test_the_parts_of_a_price_add_up(pipeline, tied):
         assert tuple(stage.memory_bytes for stage in found.stages) == best.memory_bytes
 
 
+def test_a_result_explains_itself():
+    hardware, model = random_hardware(1, world_size=4, memory_bytes=1 << 40), random_model(1, layers=4)
+    result = search_plan(hardware, model, workload(8))
+    text = str(result.explain())
+    assert "Stages: ms of a micro-batch" in text and "Milliseconds of a step" in text
+    assert f"{result.best.step_ms:.1f} ms a step" in text
+    for other in alternatives(hardware, model, workload(8), memory_bytes=hardware.memory_bytes):
+        assert f"{other.best.step_ms / result.best.step_ms:.2f}x as long" in text
+    none = search_plan(hardware, model, workload(8), memory_bytes=1)
+    with pytest.raises(ValueError, match="No plan fits 0.00 GiB a device: the least is"):
+        none.explain()
+    tight = search_plan(hardware, model, workload(8), memory_bytes=max(result.best.memory_bytes)).explain(
+        compare=False
+    )
+    assert "It does not fit" not in str(tight)
+    assert "It does not fit" in str(replace(tight, budget=1))
+
+
 # ---- Plans that have no price, and the command line ----
 
 

@@ -14,14 +14,12 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 
 
 if TYPE_CHECKING:
     from galvatron_hf.plan import ParallelPlan
     from galvatron_hf.planner.alternatives import Alternative
     from galvatron_hf.planner.cost import Workload
-    from galvatron_hf.planner.explain import Explanation
     from galvatron_hf.planner.search import Estimate, SearchResult
     from galvatron_hf.profiler.hardware_profile import HardwareProfile
     from galvatron_hf.profiler.model_profile import ModelProfile
@@ -100,15 +98,12 @@ def run_search(given: argparse.Namespace) -> int:
     )
     result = search_plan(hardware, model, workload, memory_bytes=budget, limits=limits)
     if result.best is None:
-        raise ValueError(
-            f"No plan fits {budget / GIB:.2f} GiB a device: the least is {result.least_memory_bytes / GIB:.2f} GiB; "
-            "give --memory-gib so much, more devices, shorter rows or a smaller global batch."
-        )
-    others = alternatives(hardware, model, workload, memory_bytes=budget) if given.compare else []
+        raise ValueError(result.nothing_fits)
     if given.output is not None:
-        result.best.plan.to_json(given.output)
+        result.best.noted(workload).to_json(given.output)
     if given.json:
-        found = priced(result.best) | {
+        others = alternatives(hardware, model, workload, memory_bytes=budget) if given.compare else []
+        found = priced(replace(result.best, plan=result.best.noted(workload))) | {
             "search_seconds": result.seconds,
             "memory_budget_bytes": budget,
             "memory_quantum_bytes": 1,
@@ -120,13 +115,14 @@ def run_search(given: argparse.Namespace) -> int:
         }
         print(json.dumps(found, indent=2))
         return 0
-    _show(result, others, (hardware, model, workload), budget)
+    _show(result, given.compare, (hardware, model, workload))
     return 0
 
 
 def run_estimate(given: argparse.Namespace) -> int:
     """Prints what a plan is predicted to cost."""
     from galvatron_hf.planner.explain import explain_plan
+    from galvatron_hf.planner.report import Report
 
     hardware, model, workload, budget = read_case(given)
     plan = read_plan(given.plan, hardware.world_size)
@@ -135,7 +131,7 @@ def run_estimate(given: argparse.Namespace) -> int:
         said = {"search_seconds": 0.0, "memory_budget_bytes": budget, "step_ms_by_kind": found.step_ms()}
         print(json.dumps(priced(replace(found.estimate, plan=plan)) | said, indent=2))
         return 0
-    _show_parts(Console(), found, budget)
+    Console().print(Report(explanation=found, others=[], budget=budget))
     return 0
 
 
@@ -143,6 +139,7 @@ def run_explain(given: argparse.Namespace) -> int:
     """Prints the parts of a plan's price, and what other plans cost."""
     from galvatron_hf.planner.alternatives import Alternative, alternatives
     from galvatron_hf.planner.explain import explain_plan
+    from galvatron_hf.planner.report import Report
     from galvatron_hf.planner.search import search_plan
 
     hardware, model, workload, budget = read_case(given)
@@ -162,12 +159,7 @@ def run_explain(given: argparse.Namespace) -> int:
         }
         print(json.dumps(priced(replace(found.estimate, plan=plan)) | said, indent=2))
         return 0
-    console = Console()
-    _show_parts(console, found, budget)
-    if max(found.estimate.memory_bytes) > budget:
-        missing = (max(found.estimate.memory_bytes) - budget) / GIB
-        console.print(f"It does not fit: {missing:.2f} GiB a device are missing.")
-    console.print(_comparison(found.estimate, others, budget))
+    Console().print(Report(explanation=found, others=others, budget=budget))
     return 0
 
 
@@ -262,40 +254,12 @@ def read_plan(path: str, world_size: int) -> ParallelPlan:
     return ParallelPlan.from_galvatron(raw, world_size) if "pp_deg" in raw else ParallelPlan.from_json(raw)
 
 
-def _show(
-    result: SearchResult, others: list[Alternative], case: tuple[HardwareProfile, ModelProfile, Workload], budget: int
-) -> None:
-    from galvatron_hf.planner.explain import explain_plan
-
+def _show(result: SearchResult, compare: bool, case: tuple[HardwareProfile, ModelProfile, Workload]) -> None:
     console = Console()
-    _show_parts(console, explain_plan(*case, result.best.plan), budget)
-    if others:
-        console.print(_comparison(result.best, others, budget))
+    console.print(result.explain(compare=compare))
     console.print(
         f"{result.branches} ways to cut the step, {result.solved} of them searched to the end with {result.states} "
         f"partial plans, memory counted in bytes, {result.seconds:.1f} s"
     )
     assumed = sorted({**case[0].assumed, **case[1].assumed})
     console.print(f"Predicted, not measured{'; assumed: ' + ', '.join(assumed) if assumed else ''}.")
-
-
-def _show_parts(console: Console, found: Explanation, budget: int) -> None:
-    estimate = found.estimate
-    console.print(estimate.plan.describe())
-    console.print(found.stage_table(budget))
-    console.print(found.time_table())
-    console.print(f"{estimate.step_ms:.1f} ms a step, {estimate.samples_per_second:.2f} samples/s (predicted)")
-
-
-def _comparison(best: Estimate, others: list[Alternative], budget: int) -> Table:
-    table = Table(title="Instead (predicted)", title_justify="left")
-    table.add_column("plan")
-    table.add_column("ms a step", justify="right")
-    table.add_column("beside the plan above")
-    for other in others:
-        if other.best is None:
-            missing = (other.least_memory_bytes - budget) / GIB
-            table.add_row(other.name, "-", f"does not fit: {missing:.2f} GiB a device are missing")
-        else:
-            table.add_row(other.name, f"{other.best.step_ms:.1f}", f"{other.best.step_ms / best.step_ms:.2f}x as long")
-    return table

@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +22,12 @@ from galvatron_hf.planner.problem import PICOSECONDS, Draft, Problem, Shape
 from galvatron_hf.planner.space import Limits, layer_strategies, powers, vocabulary_strategies
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import ModelProfile
+
+
+if TYPE_CHECKING:
+    from galvatron_hf.planner.report import Report
+
+GIB = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +66,7 @@ class SearchResult:
             while.
         least_memory_bytes (`int`, *optional*): where nothing fits, the smallest budget in which something does.
         seconds (`float`): that the search took.
+        hardware, model, workload, memory_bytes: what was searched for.
         branches, solved, states (`int`): problems, those of them that their bound did not rule out, and partial
             solutions that were kept in all.
     """
@@ -70,6 +78,40 @@ class SearchResult:
     branches: int
     solved: int
     states: int
+    hardware: HardwareProfile
+    model: ModelProfile
+    workload: Workload
+    memory_bytes: int
+
+    def explain(self, *, compare: bool = True) -> Report:
+        """
+        Where the time and the memory of the best plan go; to be printed.
+
+        Args:
+            compare (`bool`, defaults to `True`): Whether to search the best DDP, ZeRO-3, Megatron and Ulysses plans
+                too, which takes about as long once more.
+
+        Raises:
+            ValueError: if nothing fits, with the least memory in which something does.
+        """
+        from galvatron_hf.planner.alternatives import alternatives
+        from galvatron_hf.planner.explain import explain_plan
+        from galvatron_hf.planner.report import Report
+
+        case = self.hardware, self.model, self.workload
+        if self.best is None:
+            raise ValueError(self.nothing_fits)
+        others = alternatives(*case, memory_bytes=self.memory_bytes) if compare else []
+        return Report(explanation=explain_plan(*case, self.best.plan), others=others, budget=self.memory_bytes)
+
+    @property
+    def nothing_fits(self) -> str:
+        """Why there is no best plan, in a sentence."""
+        return (
+            f"No plan fits {self.memory_bytes / GIB:.2f} GiB a device: the least is "
+            f"{self.least_memory_bytes / GIB:.2f} GiB; allow so much, more devices, shorter rows or a smaller global "
+            "batch."
+        )
 
 
 def search_plan(
@@ -130,6 +172,10 @@ def search_plan(
         branches=len(drafts),
         solved=solved,
         states=states,
+        hardware=hardware,
+        model=model,
+        workload=workload,
+        memory_bytes=budget,
     )
 
 

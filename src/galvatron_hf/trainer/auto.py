@@ -24,8 +24,7 @@ from galvatron_hf.parallel.models import adapter_for
 from galvatron_hf.parallel.sharding import DTYPES
 from galvatron_hf.plan import ParallelPlan, Precision
 from galvatron_hf.planner.cost import Workload
-from galvatron_hf.planner.explain import GIB, explain_plan
-from galvatron_hf.planner.search import SearchResult, search_plan
+from galvatron_hf.planner.search import GIB, SearchResult, search_plan
 from galvatron_hf.planner.space import Limits
 from galvatron_hf.profiler.hardware import load_or_profile_hardware
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
@@ -123,21 +122,12 @@ class AutoPlanMixin:
         budget = memory_budget(self.args, hardware)
         result = search_plan(hardware, profile, workload, memory_bytes=budget, limits=self._limits())
         if result.best is None:
-            raise ValueError(
-                f"No plan for {workload.rows} rows of {workload.length} tokens fits {budget / GIB:.2f} GiB a rank: "
-                f"the least is {result.least_memory_bytes / GIB:.2f} GiB; use smaller batches or shorter rows."
-            )
+            raise ValueError(result.nothing_fits)
         self.search_result = result
         if not self.args.disable_tqdm:
             from rich.console import Console
 
-            found, console = explain_plan(hardware, profile, workload, result.best.plan), Console()
-            console.print(found.stage_table(budget))
-            console.print(found.time_table())
-            console.print(
-                f"Predicted {result.best.step_ms:.1f} ms a step, {result.best.samples_per_second:.2f} rows/s; "
-                f"searched {result.branches} ways to cut the step in {result.seconds:.1f} s."
-            )
+            Console().print(result.explain(compare=False))
         return result.best.noted(workload)
 
     def _limits(self) -> Limits:
