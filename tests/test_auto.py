@@ -16,13 +16,16 @@ from torch.utils.data import IterableDataset as TorchIterableDataset
 from transformers import Trainer
 
 from galvatron_hf import GalvatronTrainer, ParallelPlan
+from galvatron_hf.parallel.checks import check_model
+from galvatron_hf.parallel.models import adapter_for
 from galvatron_hf.plan import Precision
 from galvatron_hf.planner.cost import Workload
 from galvatron_hf.planner.search import Estimate, estimate_plan, search_plan
-from galvatron_hf.planner.space import Limits
+from galvatron_hf.planner.space import Limits, layer_strategies, vocabulary_strategies
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
-from galvatron_hf.profiler.model_profile import ModelProfile
+from galvatron_hf.profiler.model_profile import STRETCHES, ModelProfile
 from galvatron_hf.trainer.auto import profile_folder
+from galvatron_hf.trainer.calibration import LEAST, MOST, _factors
 from galvatron_hf.trainer.meter import StepMeter, allocation_peak, held_bytes, outcome, prediction
 from tiny_models import FAMILIES
 from trainer_runs import Rows, arguments, on_ranks, run, trainer
@@ -40,12 +43,14 @@ def refuse(*args, **kwargs):
 def auto_run(folder: Path) -> dict:
     """Two runs under "auto", the second with what the first has measured."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        found = run(folder / "first", "auto", options=dict(disable_tqdm=False), then=lambda made: made)
+        options = dict(disable_tqdm=False, profile_dir=str(folder / "profiles"))
+        found = run(folder / "first", "auto", options=options, then=lambda made: made)
     made = found.result
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("galvatron_hf.profiler.hardware.profile_hardware", refuse)
         patch.setattr("galvatron_hf.profiler.model_cache.profile_model", refuse)
-        again = run(folder / "second", "auto", then=lambda made: made.parallel.plan)
+        options["disable_tqdm"] = True
+        again = run(folder / "second", "auto", options=options, then=lambda made: made.parallel.plan)
     return dict(
         found=replace(found, result=None),
         plan=made.parallel.plan,
@@ -53,8 +58,15 @@ def auto_run(folder: Path) -> dict:
         printed=printed.getvalue(),
         again=again.result,
         written=ParallelPlan.from_json(folder / "first" / "parallel_plan.json"),
+        stretch=stretch_of(profile_folder(made.args)),
         best=None if made.search_result is None else made.search_result.best.plan,
     )
+
+
+def stretch_of(folder: Path) -> dict[str, float]:
+    """Of the one model that was profiled into a folder."""
+    [path] = folder.glob("model-*.json")
+    return dict(ModelProfile.from_json(path).stretch)
 
 
 def constrained(folder: Path) -> dict:
@@ -122,6 +134,40 @@ def test_one_process_without_a_plan_is_plain_trainer(tmp_path):
     made = trainer(tmp_path, "auto")
     made.train()
     assert made.parallel is None and made.plan_outcome is None
+
+
+def test_whole_steps_have_stretched_the_profile(ranks, tmp_path):
+    for one in (factors for found, _ in ranks[1] for factors in [found["stretch"]]):
+        assert set(one) == set(STRETCHES)
+        assert all(LEAST <= factor <= MOST for factor in one.values())
+
+
+def test_factors_bring_the_parts_to_what_was_measured():
+    columns = np.array([[10.0, 0, 0, 4], [10, 6, 0, 0], [10, 0, 5, 0], [20, 3, 1, 2]])
+    truth = np.array([1.1, 2.0, 0.5, 3.0])
+    assert _factors(columns, columns @ truth) == pytest.approx(truth)
+    few = columns[:2, :]
+    few[:, 3] = 0
+    assert _factors(few, few @ truth)[2:] == [1.0, 1.0]  # of what no plan has, nothing is known
+    assert _factors(columns, columns @ (100 * truth)) == [MOST] * 4
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "llama_tied"])
+def test_no_strategy_of_the_space_is_refused_by_the_runtime(family):
+    """GPT-2 has biases, which tensor and sharding ranks cannot always share."""
+    model = FAMILIES[family].build()
+    hardware = HardwareProfile.preset("cpu", 1, 8)
+    profile = ModelProfile.from_config(model.config, hardware, "fp32", length=32, max_degree=8)
+    adapter, tied = adapter_for(model), profile.tied
+    for ranks in (2, 4, 8):
+        layers = [strategy for strategy, _ in layer_strategies(ranks, profile, Limits())]
+        ends = vocabulary_strategies(ranks, profile, Limits())
+        pairs = [(layer, ends[index % len(ends)]) for index, layer in enumerate(layers)]
+        pairs += [(layers[index % len(layers)], end) for index, end in enumerate(ends)]
+        for layer, end in pairs:
+            plan = ParallelPlan(world_size=ranks, stacks={"decoder": 4}, layers=(layer,) * 4, embedding=end, head=end)
+            check_model(model, adapter, plan)
+            assert not tied or plan.embedding == plan.head
 
 
 # ---- Lengths ----

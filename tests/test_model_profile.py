@@ -368,3 +368,11 @@ def test_the_command_counts_for_a_cluster_and_measures_here(tmp_path, capsys):
     assert "head, loss" in text and "AdamW" in text
     assert main(["profile-model", "--model", str(tmp_path / "nothing")]) == 1
     assert "no folder and no file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_micro_batches_with_more_tokens_than_positions_are_documents(packed):
+    model = FAMILIES["gpt2"].build()  # has an embedding of positions, which ends
+    profile = profile_model(model, tokens=256, seconds=0.2, max_degree=1, packed=packed)
+    assert profile.max_length < 256
+    assert profile.made["longest document"] == f"{profile.max_length} tokens"

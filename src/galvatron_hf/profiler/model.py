@@ -270,9 +270,10 @@ class _Measured:
 
     def _shrink(self, seconds: float) -> None:
         """Halves the largest micro-batch until all of it can be timed; collective, and alike on every rank."""
-        few = min(LEAST_TOKENS, self.tokens)
+        length = min(self.length, LEAST_TOKENS, self.tokens)
+        few = min(LEAST_TOKENS, self.tokens) // length * length
         parts = self._parts(LayerStrategy())
-        jobs = [*self._layer_jobs(parts, 1, few, few), *self._end_jobs(parts, 1, few)]
+        jobs = [*self._layer_jobs(parts, 1, few, length), *self._end_jobs(parts, 1, few)]
         for job in jobs:
             job.run()
         with self.clock:
@@ -341,7 +342,9 @@ class _Measured:
         return jobs
 
     def _end_jobs(self, parts: LoneParts, tensor: int, tokens: int) -> list[_Job]:
-        batch = parts.micro_batch(tokens - tokens % parts.rank.forward.packs, tokens // parts.rank.forward.packs)
+        packs = parts.rank.forward.packs
+        length = max(1, min(self.length, tokens // packs))  # a model may have positions for no more
+        batch = parts.micro_batch(packs * max(1, tokens // packs // length) * length, length)
         pair = {"embedding": parts.embedding(batch), "head": parts.head(batch)}
         return [self._job((name, tensor, tokens), part) for name, part in pair.items()]
 

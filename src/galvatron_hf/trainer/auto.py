@@ -28,6 +28,7 @@ from galvatron_hf.planner.search import GIB, SearchResult, search_plan
 from galvatron_hf.planner.space import Limits
 from galvatron_hf.profiler.hardware import load_or_profile_hardware
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
+from galvatron_hf.profiler.model import config_digest
 from galvatron_hf.profiler.model_cache import load_or_profile_model
 from galvatron_hf.profiler.model_profile import ModelProfile
 from galvatron_hf.profiler.tracing import positions
@@ -66,7 +67,7 @@ class AutoPlanMixin:
         """The fastest plan for this machine, model and batch; collective."""
         if self.train_dataset is None:
             return self._plan_without_search(model)
-        key = id(model), self._rows_of_step(), self.args.bf16
+        key = config_digest(model), self._rows_of_step(), self._precision(model)
         if self._searched is None or self._searched[0] != key:
             self._searched = key, self._search(model)
         return self._searched[1]
@@ -204,7 +205,8 @@ class AutoPlanMixin:
         """Before a training run."""
         self._stop_metering()
         self.plan_outcome = None
-        if prediction(self.parallel.plan) is not None:
+        noted = prediction(self.parallel.plan)
+        if noted is not None and noted.get("rows", self._rows_of_step()) == self._rows_of_step():
             self._meter = StepMeter(self.args.device, lambda: held_bytes(self.model, self.optimizer))
             self.add_callback(self._meter)
 
