@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_profiles(tmp_path_factory):
-    """`parallel_plan="auto"` measures for a second, and keeps nothing in the user's cache."""
+    """`parallel_plan="auto"` measures for less than a second, and keeps nothing in the user's cache."""
     from galvatron_hf.trainer import auto
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GALVATRON_CACHE", str(tmp_path_factory.mktemp("profiles")))
-        patch.setattr(auto, "PROFILE_SECONDS", 1.0)
+        patch.setattr(auto, "PROFILE_SECONDS", 0.3)
         yield
