@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from galvatron_hf.parallel import collectives
+from galvatron_hf.parallel.collective_log import count_collectives
 from ranks import run_ranks
 
 
@@ -142,7 +143,7 @@ def test_inputs_are_left_as_they_were():
 
 def test_no_group_is_no_communication():
     x = draw(2, 4, 4)
-    with collectives.count_collectives() as log:
+    with count_collectives() as log:
         for function in (
             collectives.copy_to_group,
             collectives.reduce_from_group,
@@ -156,7 +157,7 @@ def test_no_group_is_no_communication():
     assert log.count() == 0
 
     def work():
-        with collectives.count_collectives() as log:
+        with count_collectives() as log:
             assert collectives.gather_positions(x, dist.group.WORLD) is x
         return log.count()
 
@@ -178,9 +179,9 @@ def test_the_log_counts_forward_and_backward_while_it_is_open():
         group = subgroup()
         x = leaf(draw(ROWS, LENGTH, HIDDEN))
         size = x.numel() * 8
-        with collectives.count_collectives() as outer:
+        with count_collectives() as outer:
             gathered = collectives.gather_positions(x, group)
-            with collectives.count_collectives() as inner:
+            with count_collectives() as inner:
                 gathered.sum().backward()
         collectives.reduce_from_group(x, group)
         assert [(call.kind, call.group_size, call.bytes) for call in outer.calls] == [

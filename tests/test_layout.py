@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from galvatron_hf.parallel.collectives import count_collectives
+from galvatron_hf.parallel.collective_log import count_collectives
 from galvatron_hf.parallel.layout import Grid, Layout, PackedRow, Rectangle
 from galvatron_hf.parallel.redistribute import GroupCache, block_size, block_sizes, redistribute
 from galvatron_hf.plan import LayerStrategy

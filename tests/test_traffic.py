@@ -19,7 +19,7 @@ from equivalence import single_stage
 from galvatron_hf.model_shape import ModelShape
 from galvatron_hf.parallel import attention, vocabulary
 from galvatron_hf.parallel.apply import parallelize
-from galvatron_hf.parallel.collectives import count_collectives
+from galvatron_hf.parallel.collective_log import count_collectives
 from galvatron_hf.parallel.mesh import WorldMesh
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy
 from galvatron_hf.planner import traffic

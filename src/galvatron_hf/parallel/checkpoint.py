@@ -21,12 +21,12 @@ from transformers.initialization import no_init_weights
 
 from galvatron_hf.checkpoint.manifest import FileEntry
 from galvatron_hf.checkpoint.storage import MAX_FILE_BYTES, StateReader, StateWriter
-from galvatron_hf.parallel.collectives import gather_objects, on_every_rank
 from galvatron_hf.parallel.dtensor import assign, full_tensor
 from galvatron_hf.parallel.fused import FusedNames
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.models import adapter_for
 from galvatron_hf.parallel.optimizer_state import NamedOptimizerState, numbers_from_json, options_from_json
+from galvatron_hf.parallel.rank_objects import gather_objects, on_every_rank
 from galvatron_hf.plan_json import read_object, write_file
 
 

@@ -9,91 +9,16 @@ The collectives themselves are PyTorch's functional ones (`torch.ops._c10d_funct
 own autograd functions: those that PyTorch derives overcount when the consumer of a gathered tensor is replicated.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from galvatron_hf.parallel.collective_log import record
 from galvatron_hf.parallel.lone_group import LoneGroup
-
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectiveCall:
-    """
-    One collective as one rank saw it.
-
-    Args:
-        kind (`str`): "all_reduce", "all_gather", "reduce_scatter" or "all_to_all".
-        group_size (`int`): Number of ranks in the group.
-        bytes (`int`): Size of this rank's input to the collective.
-    """
-
-    kind: str
-    group_size: int
-    bytes: int
-
-
-@dataclass(kw_only=True)
-class CollectiveLog:
-    """Calls recorded by [`count_collectives`], in the order in which this rank issued them."""
-
-    calls: list[CollectiveCall] = field(default_factory=list)
-
-    def add(self, kind: str, x: Tensor, group: ProcessGroup) -> None:
-        """Notes one call."""
-        size = x.numel() * x.element_size()
-        self.calls.append(CollectiveCall(kind=kind, group_size=group.size(), bytes=size))
-
-    def count(self, kind: str | None = None) -> int:
-        """Number of calls, of one kind or of all."""
-        return sum(kind is None or call.kind == kind for call in self.calls)
-
-    def bytes(self, kind: str | None = None) -> int:
-        """Bytes that this rank put into its calls, of one kind or of all."""
-        return sum(call.bytes for call in self.calls if kind is None or call.kind == kind)
-
-
-Observer = Callable[[str, Tensor, ProcessGroup], None]
-
-# A list and not a ContextVar: backward runs in autograd's own threads, which inherit no context.
-_observers: list[Observer] = []
-
-
-@contextlib.contextmanager
-def observe_collectives(observer: Observer) -> Iterator[None]:
-    """Calls `observer` with the kind, this rank's input and the group of every collective that this module issues."""
-    _observers.append(observer)
-    try:
-        yield
-    finally:
-        _observers.remove(observer)
-
-
-@contextlib.contextmanager
-def count_collectives() -> Iterator[CollectiveLog]:
-    """
-    Records every collective that this module issues on this rank while the context is open, forward and backward.
-
-    Yields:
-        `CollectiveLog`: Filled as the calls happen. Contexts may be nested; each sees the calls inside it.
-    """
-    log = CollectiveLog()
-    with observe_collectives(lambda *call: log.add(*call)):  # a lambda, because equal methods could not be told apart
-        yield log
-
-
-def _record(kind: str, x: Tensor, group: ProcessGroup) -> None:
-    for observer in _observers:
-        observer(kind, x, group)
 
 
 def _operations(group: ProcessGroup | LoneGroup) -> Any:
@@ -103,62 +28,6 @@ def _operations(group: ProcessGroup | LoneGroup) -> Any:
 def is_trivial(group: ProcessGroup | None) -> bool:
     """Whether a group needs no communication: there is none, or it has one rank."""
     return group is None or group.size() == 1
-
-
-def gather_objects(value: Any) -> list[Any]:
-    """What every rank of the world passes, by rank; anything that pickles. Collective, and not counted."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
-
-
-def from_rank_0(work: Callable[[], T]) -> T:
-    """The result of `work` on rank 0, on every rank; collective if there are several.
-
-    Raises:
-        ValueError: on every rank, if it failed.
-    """
-    if not dist.is_initialized():
-        return work()
-    result = problem = cause = None
-    if dist.get_rank() == 0:
-        try:
-            result = work()
-        except Exception as error:  # whatever it is, the other ranks must not wait for this one
-            problem, cause = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}", error
-    result, problem = gather_objects((result, problem))[0]
-    if problem is not None:
-        raise ValueError(problem) from cause
-    return result
-
-
-def on_every_rank(work: Callable[[], T], *, rank_0_first: bool = False) -> T:
-    """Does something that may fail on some ranks, so that it then fails on all; collective if there are several.
-
-    Args:
-        work (`Callable`): called once on each rank; nothing in it is collective.
-        rank_0_first (`bool`): whether the others wait until rank 0 has done it.
-
-    Raises:
-        ValueError: on every rank, if it raised anything on one; names the rank if others succeeded.
-    """
-    several = dist.is_initialized()
-    rank, result = dist.get_rank() if several else 0, None
-    for turn in (rank == 0, rank != 0) if rank_0_first else (True,):
-        problem = cause = None
-        if turn:
-            try:
-                result = work()
-            except Exception as error:  # whatever it is, the other ranks must not wait for this one
-                known = isinstance(error, (OSError, ValueError))
-                problem, cause = str(error) if known else f"{type(error).__name__}: {error}", error
-        problems = gather_objects(problem) if several else [problem]
-        failed = {index: found for index, found in enumerate(problems) if found is not None}
-        if failed:
-            alike = rank_0_first or (len(failed) == len(problems) and len(set(problems)) == 1)
-            told = problems[min(failed)] if alike else "; ".join(f"rank {i}: {found}" for i, found in failed.items())
-            raise ValueError(told) from cause
-    return result
 
 
 def all_reduce_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -175,7 +44,7 @@ def all_gather_stacked(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """`[...]` on each rank to `[n, ...]` on all, in the group's rank order. Not differentiable."""
     if is_trivial(group):
         return x.unsqueeze(0)
-    _record("all_gather", x, group)
+    record("all_gather", x, group)
     size = group.size()
     operations = _operations(group)
     gathered = operations.all_gather_into_tensor(x.contiguous().unsqueeze(0), size, group.group_name)
@@ -199,7 +68,7 @@ def all_to_all_pieces(
     """
     if is_trivial(group):
         return pieces
-    _record("all_to_all", pieces, group)
+    record("all_to_all", pieces, group)
     # A move does not look at values, and not every backend knows every type: send the bytes.
     width = pieces.element_size()
     operations = _operations(group)
@@ -215,7 +84,7 @@ def all_to_all_pieces(
 def _all_reduce(x: Tensor, operation: str, group: ProcessGroup | None) -> Tensor:
     if is_trivial(group):
         return x
-    _record("all_reduce", x, group)
+    record("all_reduce", x, group)
     operations = _operations(group)
     return operations.wait_tensor(operations.all_reduce(x.contiguous(), operation, group.group_name))
 
@@ -229,7 +98,7 @@ def _gather_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 def _scatter_sum_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """`[.., n*P, ..]`, partial on each of n ranks, to the sum's `[.., P, ..]`, rank k holding piece k."""
     pieces = _split_stacked(x, dim, group).contiguous()
-    _record("reduce_scatter", pieces, group)
+    record("reduce_scatter", pieces, group)
     operations = _operations(group)
     reduced = operations.reduce_scatter_tensor(pieces, "sum", group.size(), group.group_name)
     return operations.wait_tensor(reduced).squeeze(0)

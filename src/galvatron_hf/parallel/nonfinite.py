@@ -17,12 +17,13 @@ import torch
 from torch import nn
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
-from galvatron_hf.parallel.collectives import gather_objects, observe_collectives
+from galvatron_hf.parallel.collective_log import observe_collectives
 from galvatron_hf.parallel.documents import Documents
 from galvatron_hf.parallel.dtensor import local_tensor
 from galvatron_hf.parallel.layout import Layout, Rectangle
 from galvatron_hf.parallel.micro_batch import MicroBatch
 from galvatron_hf.parallel.model import Batch, ParallelModel
+from galvatron_hf.parallel.rank_objects import gather_objects
 from galvatron_hf.parallel.stage import Absent
 from galvatron_hf.schedule import Action, Work
 

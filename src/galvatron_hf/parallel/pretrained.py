@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import resolve_revision
 
-from galvatron_hf.parallel.collectives import on_every_rank
+from galvatron_hf.parallel.rank_objects import on_every_rank
 from galvatron_hf.parallel.weight_files import WeightFiles, find_files
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from galvatron_hf.parallel.collectives import gather_objects
 from galvatron_hf.parallel.dtensor import assign, full_tensor, local_tensor
+from galvatron_hf.parallel.rank_objects import gather_objects
 
 
 @dataclass(frozen=True, kw_only=True)

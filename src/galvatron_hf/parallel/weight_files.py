@@ -20,8 +20,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from galvatron_hf.parallel.collectives import on_every_rank
 from galvatron_hf.parallel.initialize import Template
+from galvatron_hf.parallel.rank_objects import on_every_rank
 from galvatron_hf.parallel.weights import Place, fill_with_initial_values
 
 

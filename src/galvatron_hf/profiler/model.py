@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 
 from galvatron_hf.data.cost import fit_relative
 from galvatron_hf.parallel.allocator import keep_freed_memory
-from galvatron_hf.parallel.collectives import gather_objects, on_every_rank
 from galvatron_hf.parallel.dtensor import local_tensor
 from galvatron_hf.parallel.models import adapter_for
+from galvatron_hf.parallel.rank_objects import gather_objects, on_every_rank
 from galvatron_hf.parallel.sharding import DTYPES
 from galvatron_hf.plan import LayerStrategy
 from galvatron_hf.plan_checks import check_choice, check_int, check_number

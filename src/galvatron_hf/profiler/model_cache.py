@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from galvatron_hf.parallel.collectives import gather_objects
+from galvatron_hf.parallel.rank_objects import gather_objects
 from galvatron_hf.profiler.model import circumstances, config_digest, profile_model
 from galvatron_hf.profiler.model_profile import ModelProfile
 

@@ -19,8 +19,8 @@ from transformers.utils import logging
 
 from galvatron_hf.data.lengths import sequence_lengths
 from galvatron_hf.parallel.checks import check_model, check_plan
-from galvatron_hf.parallel.collectives import from_rank_0
 from galvatron_hf.parallel.models import adapter_for
+from galvatron_hf.parallel.rank_objects import from_rank_0
 from galvatron_hf.parallel.sharding import DTYPES
 from galvatron_hf.plan import ParallelPlan, Precision
 from galvatron_hf.planner.cost import Workload

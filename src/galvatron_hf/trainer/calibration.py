@@ -22,9 +22,9 @@ from transformers import PreTrainedModel
 from galvatron_hf.data.cost import fit_relative
 from galvatron_hf.parallel.apply import parallelize
 from galvatron_hf.parallel.checks import check_model
-from galvatron_hf.parallel.collectives import gather_objects
 from galvatron_hf.parallel.mesh import WorldMesh
 from galvatron_hf.parallel.models import adapter_for
+from galvatron_hf.parallel.rank_objects import gather_objects
 from galvatron_hf.plan import ParallelPlan, Precision
 from galvatron_hf.planner.cost import Workload
 from galvatron_hf.planner.search import estimate_plan

@@ -32,11 +32,11 @@ from galvatron_hf.parallel.checkpoint import (
     parameter_names,
     shard_optimizer_state,
 )
-from galvatron_hf.parallel.collectives import gather_objects
 from galvatron_hf.parallel.fused import FusedNames
 from galvatron_hf.parallel.loading import load_pretrained_weights
 from galvatron_hf.parallel.models import adapter_for
 from galvatron_hf.parallel.optimizer_state import NamedOptimizerState
+from galvatron_hf.parallel.rank_objects import gather_objects
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan_json import read_object, write_file
 from galvatron_hf.trainer.random_state import restore_random_state

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from transformers.utils import logging
 
-from galvatron_hf.parallel.collectives import gather_objects
 from galvatron_hf.parallel.micro_batch import count_targets
 from galvatron_hf.parallel.nonfinite import NonFinite, find_nonfinite
+from galvatron_hf.parallel.rank_objects import gather_objects
 from galvatron_hf.trainer.arguments import nonfinite_policy
 from galvatron_hf.trainer.dataset_rows import DatasetRows
 

@@ -16,7 +16,7 @@ import torch
 from torch._C._profiler import _EventType
 from transformers import TrainerCallback
 
-from galvatron_hf.parallel.collectives import gather_objects
+from galvatron_hf.parallel.rank_objects import gather_objects
 from galvatron_hf.plan import ParallelPlan
 
 

@@ -20,7 +20,7 @@ from galvatron_hf.checkpoint.folder import (
     structural_problems,
 )
 from galvatron_hf.checkpoint.manifest import MANIFEST_NAME, Manifest
-from galvatron_hf.parallel.collectives import gather_objects, on_every_rank
+from galvatron_hf.parallel.rank_objects import gather_objects, on_every_rank
 
 
 logger = logging.get_logger(__name__)

@@ -21,8 +21,8 @@ from transformers.utils import logging
 from galvatron_hf.checkpoint.folder import STATE_FOLDER, commit, prune, start, unfinished
 from galvatron_hf.checkpoint.manifest import FileEntry, Manifest
 from galvatron_hf.parallel.checkpoint import save_state
-from galvatron_hf.parallel.collectives import on_every_rank
 from galvatron_hf.parallel.model import ParallelModel
+from galvatron_hf.parallel.rank_objects import on_every_rank
 
 
 logger = logging.get_logger(__name__)

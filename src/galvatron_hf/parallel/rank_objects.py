@@ -1,0 +1,68 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Python objects and failures that ranks tell each other; none of it is counted as communication of training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+
+T = TypeVar("T")
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """What every rank of the world passes, by rank; anything that pickles. Collective if ranks are several."""
+    if not dist.is_initialized():
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def from_rank_0(work: Callable[[], T]) -> T:
+    """The result of `work` on rank 0, on every rank; collective if there are several.
+
+    Raises:
+        ValueError: on every rank, if it failed.
+    """
+    result = problem = cause = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            result = work()
+        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+            problem, cause = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}", error
+    result, problem = gather_objects((result, problem))[0]
+    if problem is not None:
+        raise ValueError(problem) from cause
+    return result
+
+
+def on_every_rank(work: Callable[[], T], *, rank_0_first: bool = False) -> T:
+    """Does something that may fail on some ranks, so that it then fails on all; collective if there are several.
+
+    Args:
+        work (`Callable`): called once on each rank; nothing in it is collective.
+        rank_0_first (`bool`): whether the others wait until rank 0 has done it.
+
+    Raises:
+        ValueError: on every rank, if it raised anything on one; names the rank if others succeeded.
+    """
+    rank, result = dist.get_rank() if dist.is_initialized() else 0, None
+    for turn in (rank == 0, rank != 0) if rank_0_first else (True,):
+        problem = cause = None
+        if turn:
+            try:
+                result = work()
+            except Exception as error:  # whatever it is, the other ranks must not wait for this one
+                known = isinstance(error, (OSError, ValueError))
+                problem, cause = str(error) if known else f"{type(error).__name__}: {error}", error
+        problems = gather_objects(problem)
+        failed = {index: found for index, found in enumerate(problems) if found is not None}
+        if failed:
+            alike = rank_0_first or (len(failed) == len(problems) and len(set(problems)) == 1)
+            told = problems[min(failed)] if alike else "; ".join(f"rank {i}: {found}" for i, found in failed.items())
+            raise ValueError(told) from cause
+    return result
