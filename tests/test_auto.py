@@ -5,6 +5,7 @@
 import contextlib
 import functools
 import io
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from torch.utils.data import IterableDataset as TorchIterableDataset
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from galvatron_hf import GalvatronTrainer, ParallelPlan
 from galvatron_hf.parallel.checks import check_model
@@ -47,8 +48,8 @@ def auto_run(folder: Path) -> dict:
         found = run(folder / "first", "auto", options=options, then=lambda made: made)
     made = found.result
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("galvatron_hf.profiler.hardware.profile_hardware", refuse)
-        patch.setattr("galvatron_hf.profiler.model_cache.profile_model", refuse)
+        patch.setattr("galvatron_hf.profiler.cache.profile_hardware", refuse)
+        patch.setattr("galvatron_hf.profiler.cache.profile_model", refuse)
         options["disable_tqdm"] = True
         again = run(folder / "second", "auto", options=options, then=lambda made: made.parallel.plan)
     return dict(
@@ -76,6 +77,10 @@ def constrained(folder: Path) -> dict:
     small = trainer(folder / "small", "auto", options=dict(memory_gib=1e-6))
     with pytest.raises(ValueError) as refused:
         small.train()
+    before = torch.get_rng_state(), np.random.get_state()[2], random.getstate()
+    undrawn = trainer(folder / "undrawn", "auto", options=dict(profile_dir=str(folder / "measured_anew")))
+    undrawn.plan_for(undrawn.model)
+    after = torch.get_rng_state(), np.random.get_state()[2], random.getstate()
     evaluated = trainer(folder / "evaluated", "auto", train_dataset=None, eval_dataset=Rows(4))
     evaluated.evaluate()
     return dict(
@@ -83,11 +88,32 @@ def constrained(folder: Path) -> dict:
         stages=own._limits().pipeline,
         refused=str(refused.value),
         evaluated=evaluated.parallel.plan,
+        undrawn=torch.equal(before[0], after[0]) and before[1:] == after[1:],
     )
 
 
-def on_four(folder: Path) -> tuple[dict, dict]:
-    return auto_run(folder / "auto"), constrained(folder)
+class Fails(TrainerCallback):
+    """Stops a run with an error behind its first step."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        raise RuntimeError("enough")
+
+
+def failed_then_trained(folder: Path) -> tuple[int, int, int]:
+    """Steps that were timed in a run behind one that failed; callbacks before both and behind them."""
+    made, fails = trainer(folder, "auto"), Fails()
+    before = len(made.callback_handler.callbacks)
+    made.add_callback(fails)
+    with pytest.raises(RuntimeError, match="enough"):
+        made.train()
+    assert made.plan_outcome is None
+    made.remove_callback(fails)
+    made.train()
+    return made.plan_outcome.steps, before, len(made.callback_handler.callbacks)
+
+
+def on_four(folder: Path) -> tuple[dict, dict, tuple]:
+    return auto_run(folder / "auto"), constrained(folder), failed_then_trained(folder / "failed")
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +125,7 @@ def ranks(tmp_path_factory):
 
 def test_auto_trains_as_one_process_under_the_plan_that_the_search_finds(ranks):
     plain, found = ranks
-    for one, _ in found:
+    for one, _, _ in found:
         assert np.allclose(one["found"].steps("loss"), plain.steps("loss"), rtol=1e-4)
         assert {**one["plan"].meta} == {**found[0][0]["plan"].meta}
         assert replace(one["plan"], meta={}) == replace(found[0][0]["best"], meta={})
@@ -119,15 +145,24 @@ def test_what_was_predicted_is_printed_beside_what_was_measured(ranks):
 
 
 def test_arguments_and_own_methods_limit_the_search(ranks):
-    for _, one in ranks[1]:
+    for _, one, _ in ranks[1]:
         assert one["recompute"] == {"full"}
         assert one["stages"] == (1,)
         assert "No plan fits 0.00 GiB a device: the least is" in one["refused"]
 
 
 def test_without_a_training_set_nothing_is_searched(ranks):
-    for _, one in ranks[1]:
+    for _, one, _ in ranks[1]:
         assert one["evaluated"].layers == ParallelPlan.uniform(4, 4).layers and not one["evaluated"].meta
+
+
+def test_a_search_draws_nothing_from_the_random_streams_of_training(ranks):
+    assert all(one["undrawn"] for _, one, _ in ranks[1])
+
+
+def test_a_run_behind_one_that_failed_is_measured(ranks):
+    for _, _, (steps, before, behind) in ranks[1]:
+        assert steps == 4 and before == behind
 
 
 def test_one_process_without_a_plan_is_plain_trainer(tmp_path):
@@ -137,7 +172,7 @@ def test_one_process_without_a_plan_is_plain_trainer(tmp_path):
 
 
 def test_whole_steps_have_stretched_the_profile(ranks, tmp_path):
-    for one in (factors for found, _ in ranks[1] for factors in [found["stretch"]]):
+    for one in (factors for found, _, _ in ranks[1] for factors in [found["stretch"]]):
         assert set(one) == set(STRETCHES)
         assert all(LEAST <= factor <= MOST for factor in one.values())
 

@@ -24,10 +24,10 @@ from galvatron_hf.parallel.apply import parallelize
 from galvatron_hf.parallel.documents import Documents
 from galvatron_hf.parallel.memory import LayerShape, saved_activation_bytes
 from galvatron_hf.plan import LayerStrategy
+from galvatron_hf.profiler.cache import load_or_profile_model
 from galvatron_hf.profiler.counting import count
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model import profile_model
-from galvatron_hf.profiler.model_cache import load_or_profile_model
 from galvatron_hf.profiler.model_profile import ModelProfile
 from galvatron_hf.profiler.parts import Part, empty_model, layer_kinds
 from galvatron_hf.profiler.real_shapes import model_shape

@@ -223,7 +223,7 @@ def test_a_profile_of_another_machine_is_not_used(tmp_path, counted, caplog, nam
     other = dataclasses.replace(own, made=own.made | {name: "another"})
     other.to_json(tmp_path / "hardware.json")
     load_or_profile_hardware(tmp_path, **QUICK)
-    assert f"is of another machine ({name} another and not {own.made[name]})" in _warned(caplog)
+    assert f"was made under other circumstances ({name} another and not {own.made[name]})" in _warned(caplog)
     assert len(counted) == 1
 
 

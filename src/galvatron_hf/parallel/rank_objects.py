@@ -13,6 +13,11 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
+def is_rank_0() -> bool:
+    """Whether this process is the first of its world; a process without a group is."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def gather_objects(value: Any) -> list[Any]:
     """What every rank of the world passes, by rank; anything that pickles. Collective if ranks are several."""
     if not dist.is_initialized():
@@ -29,7 +34,7 @@ def from_rank_0(work: Callable[[], T]) -> T:
         ValueError: on every rank, if it failed.
     """
     result = problem = cause = None
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_rank_0():
         try:
             result = work()
         except Exception as error:  # whatever it is, the other ranks must not wait for this one

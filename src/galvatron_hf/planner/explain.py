@@ -12,15 +12,13 @@ import numpy as np
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.planner.cost import CostModel, Costs, Workload, layer_split, vocabulary_split
 from galvatron_hf.planner.problem import Shape, boundary_copies
-from galvatron_hf.planner.search import Estimate, estimate_plan, step_shape
+from galvatron_hf.planner.search import GIB, Estimate, estimate_plan, step_shape
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import ModelProfile
 
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)

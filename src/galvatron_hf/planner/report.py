@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from galvatron_hf.planner.alternatives import Alternative
-from galvatron_hf.planner.explain import GIB, Explanation
+from galvatron_hf.planner.explain import Explanation
+from galvatron_hf.planner.search import GIB
 
 
 if TYPE_CHECKING:

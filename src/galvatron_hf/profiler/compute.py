@@ -82,21 +82,6 @@ def measure_overlap(device: torch.device, repetitions: int, window_ms: float, st
     }
 
 
-def measure_step(device: torch.device, repetitions: int) -> float:
-    """Milliseconds of what a step of training sends beside its work: a small batch, a count, a norm and a loss."""
-    batch = {name: torch.zeros(8, 128, dtype=torch.long) for name in ("input_ids", "labels")}
-    times = []
-    for _ in range(1 + repetitions):
-        synchronize(device)
-        start = time.perf_counter()
-        dist.broadcast_object_list([batch if dist.get_rank() == 0 else None], src=0)
-        for _ in range(2):
-            dist.all_reduce(torch.zeros(2, device=device))
-        finish(device)
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(slowest(times[1:], device))
-
-
 class _Products:
     """Products of two square matrices of one format."""
 

@@ -6,29 +6,23 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import logging
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from galvatron_hf.profiler.compute import measure_flops, measure_overlap, measure_step
+from galvatron_hf.parallel.rank_objects import gather_objects, is_rank_0
+from galvatron_hf.profiler.compute import measure_flops, measure_overlap
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
-from galvatron_hf.profiler.links import Step, count_steps, measure_links
+from galvatron_hf.profiler.links import Step, count_steps, measure_links, measure_step
 from galvatron_hf.profiler.machine import cpu_quota, device_memory_bytes, identity
 
-
-logger = logging.getLogger(__name__)
 
 SIZES = {
     "cpu": (4 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20),
     "cuda": (64 << 10, 512 << 10, 4 << 20, 16 << 20, 64 << 20, 256 << 20),
 }
-FILE_NAME = "hardware.json"
 _WINDOW_MS = {"cpu": 60.0, "cuda": 10.0}
 _OVERLAP_MS = 50.0
 _NUMBER_FORMATS = 2
@@ -67,8 +61,8 @@ def profile_hardware(
         ValueError: for ranks that do not fill nodes, and for sizes or repetitions that measure nothing.
     """
     begun = time.perf_counter()
-    device = torch.device(device) if device is not None else _default_device()
-    nodes, devices_per_node = _nodes(local_world_size)
+    device = torch.device(device) if device is not None else default_device()
+    nodes, devices_per_node = nodes_of(local_world_size)
     world_size = nodes * devices_per_node
     sizes = tuple(sizes) if sizes is not None else SIZES[device.type]
     window_ms = _window_ms(device)
@@ -90,7 +84,7 @@ def profile_hardware(
         name=name or f"{nodes} x {devices_per_node} {made['devices']}",
         nodes=nodes,
         devices_per_node=devices_per_node,
-        memory_bytes=min(_gathered(device_memory_bytes(device, devices_per_node))),
+        memory_bytes=min(gather_objects(device_memory_bytes(device, devices_per_node))),
         flops_per_s=flops,
         links=links,
         overlap_slowdown=max(slowdowns["computing"], slowdowns["communicating"]) if overlaps else None,
@@ -98,42 +92,12 @@ def profile_hardware(
         step_ms=step_ms,
         made=made,
     )
-    return HardwareProfile.from_json(_from_rank_0(profile.to_json()))
-
-
-def load_or_profile_hardware(folder: str | os.PathLike, **arguments: Any) -> HardwareProfile:
-    """
-    Reads `hardware.json` of a folder, or measures and writes it; collective as [`profile_hardware`] is.
-
-    What was measured is read again only by a world of as many nodes and devices, on the same hosts, with the same
-    devices, CPU limits and threads, backend, PyTorch and release of this package. Otherwise, and if the file is
-    broken, a sentence in the log says why the machine is measured anew.
-
-    Args:
-        folder (`str` or `os.PathLike`): of rank 0, made if it is not there.
-        **arguments: of [`profile_hardware`].
-    """
-    device = arguments.get("device")
-    device = torch.device(device) if device is not None else _default_device()
-    nodes, devices_per_node = _nodes(arguments.get("local_world_size"))
-    expected = machine(device) | {"nodes x devices": f"{nodes} x {devices_per_node}"}
-    path = Path(folder) / FILE_NAME
-    text = _from_rank_0(_usable(path, expected) if _is_rank_0() else None)
-    if text is not None:
-        return HardwareProfile.from_json(text)
-    profile = profile_hardware(**arguments)
-    if _is_rank_0():
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            profile.to_json(path)
-        except OSError as error:
-            logger.warning(f"The hardware profile cannot be kept in {path} ({error}): the next run measures again.")
-    return profile
+    return HardwareProfile.from_json(gather_objects(profile.to_json())[0])
 
 
 def machine(device: torch.device) -> dict[str, str]:
     """What tells this machine from others, as a profile's `made` has it; collective, and the same on every rank."""
-    ranks = _gathered(identity(device))
+    ranks = gather_objects(identity(device))
     merged = {f"{name}s": ", ".join(sorted({rank.pop(name) for rank in ranks})) for name in ("host", "device")}
     for name in ranks[0]:
         merged[name] = ", ".join(sorted({rank[name] for rank in ranks}))
@@ -146,7 +110,7 @@ def _window_ms(device: torch.device) -> float:
     A rank that may use half a core uses a whole one until its period's share is spent, and then stands still: only
     what lasts as long as a period shows the rate that it keeps up.
     """
-    quotas = [quota for quota in _gathered(cpu_quota()) if quota is not None]
+    quotas = [quota for quota in gather_objects(cpu_quota()) if quota is not None]
     return max([_WINDOW_MS[device.type], *(2e3 * period for cores, period in quotas if cores < 1)])
 
 
@@ -160,29 +124,12 @@ def _measurement(begun: float, sweep: str, slowdowns: Mapping[str, float]) -> di
     }
 
 
-def _usable(path: Path, expected: dict[str, str]) -> str | None:
-    """The text of a profile of this machine; None, and a warning if there is a file, when there is none."""
-    if not path.exists():
-        return None
-    try:
-        profile = HardwareProfile.from_json(path)
-        found = dict(profile.made) | {"nodes x devices": f"{profile.nodes} x {profile.devices_per_node}"}
-        different = [
-            f"{name} {found.get(name, 'unknown')} and not {value}"
-            for name, value in expected.items()
-            if found.get(name) != value
-        ]
-        reason = f"is of another machine ({'; '.join(different)})" if different else None
-    except ValueError as error:
-        reason = f"cannot be used ({error})"
-    if reason is None:
-        return profile.to_json()
-    logger.warning(f"The hardware profile {path} {reason}: this machine is measured anew.")
-    return None
+def nodes_of(local_world_size: int | None) -> tuple[int, int]:
+    """Nodes, and ranks of each; all ranks are on one if nothing is said.
 
-
-def _nodes(local_world_size: int | None) -> tuple[int, int]:
-    """Nodes, and ranks of each."""
+    Raises:
+        ValueError: if ranks do not fill nodes.
+    """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     local_world_size = world_size if local_world_size is None else local_world_size
     if local_world_size < 1 or world_size % local_world_size:
@@ -200,7 +147,8 @@ def _check_sweep(sizes: Sequence[int], repetitions: int) -> None:
         raise ValueError(f"repetitions={repetitions} measures nothing: give 1 or more.")
 
 
-def _default_device() -> torch.device:
+def default_device() -> torch.device:
+    """This rank's: the current GPU if there is one and the group can use it, else the CPU."""
     usable = torch.cuda.is_available() and (not dist.is_initialized() or "nccl" in dist.get_backend_config())
     return torch.device("cuda", torch.cuda.current_device()) if usable else torch.device("cpu")
 
@@ -213,32 +161,10 @@ def _backend(device: torch.device) -> str:
     return by_device.get(device.type, dist.get_backend())
 
 
-def _is_rank_0() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _gathered(value: Any) -> list[Any]:
-    """What every rank passes, by rank; collective."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _from_rank_0(value: Any) -> Any:
-    """What rank 0 passes; collective."""
-    if not dist.is_initialized():
-        return value
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
-
-
 @contextlib.contextmanager
 def progress_bar(steps: int, shown: bool) -> Iterator[Step]:
     """What each step is told to; rank 0 draws a bar of them if it is to be shown."""
-    if not (shown and _is_rank_0()):
+    if not (shown and is_rank_0()):
         yield lambda what: None
         return
     from rich.console import Console

@@ -10,6 +10,7 @@ the last one is part of what communicating costs.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -145,6 +146,21 @@ def _warm_up(trials: Sequence[Trial], device: torch.device, between: Between, wi
         estimates.append(min(_measured(trial, device, between) for _ in range(_WARM_UP)) * trial.transfers)
     for trial, estimate in zip(trials, slowest(estimates, device), strict=True):
         trial.calls = max(1, min(_MOST_CALLS, round(window_ms / (estimate + between.ms))))
+
+
+def measure_step(device: torch.device, repetitions: int) -> float:
+    """Milliseconds of what a step of training sends beside its work: a small batch, a count, a norm and a loss."""
+    batch = {name: torch.zeros(8, 128, dtype=torch.long) for name in ("input_ids", "labels")}
+    times = []
+    for _ in range(1 + repetitions):
+        synchronize(device)
+        start = time.perf_counter()
+        dist.broadcast_object_list([batch if dist.get_rank() == 0 else None], src=0)
+        for _ in range(2):
+            dist.all_reduce(torch.zeros(2, device=device))
+        finish(device)
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(slowest(times[1:], device))
 
 
 def count_steps(world_size: int, sizes: Sequence[int], repetitions: int) -> int:

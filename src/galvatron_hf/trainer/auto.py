@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,6 @@ from typing import Any
 import datasets
 import numpy as np
 from torch import nn
-from transformers import Trainer
 from transformers.utils import logging
 
 from galvatron_hf.data.lengths import sequence_lengths
@@ -26,10 +27,9 @@ from galvatron_hf.plan import ParallelPlan, Precision
 from galvatron_hf.planner.cost import Workload
 from galvatron_hf.planner.search import GIB, SearchResult, search_plan
 from galvatron_hf.planner.space import Limits
-from galvatron_hf.profiler.hardware import load_or_profile_hardware
+from galvatron_hf.profiler.cache import load_or_profile_hardware, load_or_profile_model
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model import config_digest
-from galvatron_hf.profiler.model_cache import load_or_profile_model
 from galvatron_hf.profiler.model_profile import ModelProfile
 from galvatron_hf.profiler.tracing import positions
 from galvatron_hf.trainer.calibration import calibrated
@@ -59,7 +59,6 @@ class AutoPlanMixin:
     search_result: SearchResult | None = None
     plan_outcome: Outcome | None = None
     _searched: tuple[Any, ParallelPlan] | None = None
-    _meter: StepMeter | None = None
 
     # ---- The search ----
 
@@ -69,7 +68,11 @@ class AutoPlanMixin:
             return self._plan_without_search(model)
         key = config_digest(model), self._rows_of_step(), self._precision(model)
         if self._searched is None or self._searched[0] != key:
-            self._searched = key, self._search(model)
+            state = random_state()
+            try:
+                self._searched = key, self._search(model)
+            finally:
+                restore_random_state(state)  # models were made and dropout ran: training is not to draw anything else
         return self._searched[1]
 
     def _plan_without_search(self, model: nn.Module) -> ParallelPlan:
@@ -106,6 +109,7 @@ class AutoPlanMixin:
                 measured,
                 model,
                 hardware,
+                world=self._own_world(),
                 rows=workload.rows,
                 length=min(workload.computed_length, MOST_TOKENS),
                 device=self.args.device,
@@ -136,7 +140,7 @@ class AutoPlanMixin:
         limits = Limits()
         if self.args.activation_checkpointing:
             limits = replace(limits, recompute=("full",))
-        if type(self).compute_loss is not Trainer.compute_loss:
+        if self._overrides_compute_loss():
             limits = replace(limits, pipeline=(1,))  # no rank of a pipeline has the whole model
         return limits
 
@@ -153,24 +157,18 @@ class AutoPlanMixin:
                 f"The dataset does not tell how long its rows are: the plan is searched for rows of {length} tokens."
             )
             return Workload(rows=rows, length=length, precision=precision)
-        if self._may_pack():
-            if self._long_sequences != "error" and getattr(self.args, "max_tokens_per_rank", None):
-                lengths = np.minimum(lengths, self.args.max_tokens_per_rank)
-            return Workload(
-                rows=rows,
-                length=int(lengths.max()),
-                precision=precision,
-                mean_length=max(1, round(float(lengths.mean()))),
-                mean_square=float(np.square(lengths, dtype=float).mean()),
-            )
-        # Rows are padded to the longest of their batch.
-        draws = np.random.default_rng(0).choice(lengths, (SAMPLED_BATCHES, rows)).max(axis=1)
+        if not self._may_pack():  # rows are padded to the longest of their batch
+            computed = np.random.default_rng(0).choice(lengths, (SAMPLED_BATCHES, rows)).max(axis=1)
+        elif self._long_sequences != "error" and getattr(self.args, "max_tokens_per_rank", None):
+            computed = lengths = np.minimum(lengths, self.args.max_tokens_per_rank)
+        else:
+            computed = lengths
         return Workload(
             rows=rows,
             length=int(lengths.max()),
             precision=precision,
-            mean_length=max(1, round(float(draws.mean()))),
-            mean_square=float(np.square(draws, dtype=float).mean()),
+            mean_length=max(1, round(float(computed.mean()))),
+            mean_square=float(np.square(computed, dtype=float).mean()),
         )
 
     def _precision(self, model: nn.Module) -> Precision:
@@ -201,25 +199,21 @@ class AutoPlanMixin:
 
     # ---- What became of it ----
 
-    def _begin_metering(self) -> None:
-        """Before a training run."""
-        self._stop_metering()
+    @contextlib.contextmanager
+    def _metered(self) -> Iterator[None]:
+        """Around a training run: prints what was predicted beside what was measured; collective behind it."""
         self.plan_outcome = None
-        noted = prediction(self.parallel.plan)
-        if noted is not None and noted.get("rows", self._rows_of_step()) == self._rows_of_step():
-            self._meter = StepMeter(self.args.device, lambda: held_bytes(self.model, self.optimizer))
-            self.add_callback(self._meter)
-
-    def _stop_metering(self) -> None:
-        if self._meter is not None:
-            self.remove_callback(self._meter)
-            self._meter.finish()
-
-    def _tell_outcome(self) -> None:
-        """Behind a training run: prints what was predicted beside what was measured; collective."""
-        meter, self._meter = self._meter, None
-        if meter is None:
+        noted = prediction(self.parallel.plan) if self.parallel is not None else None
+        if noted is None or noted.get("rows", self._rows_of_step()) != self._rows_of_step():
+            yield
             return
+        meter = StepMeter(self.args.device, lambda: held_bytes(self.model, self.optimizer))
+        self.add_callback(meter)
+        try:
+            yield
+        finally:
+            self.remove_callback(meter)
+            meter.finish()
         self.plan_outcome = outcome(meter, self.parallel.plan)
         if self.is_world_process_zero() and not self.args.disable_tqdm:
             print(self.plan_outcome, flush=True)

@@ -50,6 +50,7 @@ def calibrated(
     length: int,
     device: torch.device,
     seconds: float,
+    world: WorldMesh | None = None,
     progress: bool = False,
 ) -> ModelProfile:
     """
@@ -62,6 +63,7 @@ def calibrated(
         rows, length (`int`): Of the steps that are tried.
         device (`torch.device`): Where they compute.
         seconds (`float`): After which, about, no further plan is tried.
+        world ([`WorldMesh`], *optional*): Whose groups the plans use; new ones if absent, which stay.
         progress (`bool`, defaults to `False`): Whether rank 0 shows a bar.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -74,7 +76,7 @@ def calibrated(
     work = Workload(rows=rows, length=length, precision=Precision(compute=profile.dtype))
     plans = [plan for plan in _plans(small, work) if _fits(hardware, few, work, plan)]
     began, columns, measured = time.perf_counter(), [], []
-    world = WorldMesh(device.type)
+    world = world or WorldMesh(device.type)
     with progress_bar(len(plans), progress) as step:
         for plan in plans:
             step("trying whole steps")

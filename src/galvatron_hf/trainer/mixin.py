@@ -111,7 +111,7 @@ class GalvatronMixin(
         plan = with_precision(self._requested_plan or self._plan_without_search(self.model), self.args)
         check_plan(plan)
         check_model(self.model, adapter_for(self.model), plan)
-        if len(plan.stages) > 1 and type(self).compute_loss is not Trainer.compute_loss:
+        if len(plan.stages) > 1 and self._overrides_compute_loss():
             raise ValueError(
                 f"{type(self).__name__} overrides compute_loss, which needs the whole model, and under a plan of "
                 f"{len(plan.stages)} stages no rank has it; pass compute_loss_func, or use a plan of one stage."
@@ -136,15 +136,20 @@ class GalvatronMixin(
             logger.warning("The model was loaded in bf16; its master weights are kept in fp32 from here on.")
             plan = replace(plan, precision=replace(plan.precision, compute="bf16"))
             self.model.float()
-        if self._world is None:
-            self._world = WorldMesh(self.args.device.type, timedelta(seconds=self.args.ddp_timeout))
-        self.parallel = parallelize(self.model, plan, world=self._world, weights=weights, device=self.args.device)
+        world, device = self._own_world(), self.args.device
+        self.parallel = parallelize(self.model, plan, world=world, weights=weights, device=device)
         self.parallel.streams.seed = self.args.seed
         # Trainer then leaves placement and wrapping of the model to us.
         self.is_distributed_loading_by_transformers = True
         self._write_plan(plan)
         if self.is_world_process_zero() and not self.args.disable_tqdm:
             print(plan, flush=True)
+
+    def _own_world(self) -> WorldMesh:
+        """Groups of all plans of this trainer, made once."""
+        if self._world is None:
+            self._world = WorldMesh(self.args.device.type, timedelta(seconds=self.args.ddp_timeout))
+        return self._world
 
     def _write_plan(self, plan: ParallelPlan) -> None:
         folder = self.args.output_dir
@@ -189,20 +194,23 @@ class GalvatronMixin(
                 layer.gradient_checkpointing = False
             self._pending_batches = []
             self._begin_packing()
-            self._begin_metering()
             # An evaluation leaves some weights gathered; the optimizer is to hold the shards.
             self.parallel.units.reshard()
             if self.neftune_noise_alpha is not None:
                 self.neftune_hook_handle.remove()
                 self.neftune_hook_handle = add_embedding_noise(self.parallel, self.neftune_noise_alpha)
-        with self._settled(), self._traced(), self._nothing_filtered(), self._stoppable(), self._guarded():
-            try:
-                result = super()._inner_training_loop(*args, **kwargs)
-            finally:
-                self._end_packing()
-                self._stop_metering()
-        self._tell_outcome()
-        return result
+        with contextlib.ExitStack() as around:
+            for context in (
+                self._metered,
+                self._settled,
+                self._traced,
+                self._nothing_filtered,
+                self._stoppable,
+                self._guarded,
+            ):
+                around.enter_context(context())
+            around.callback(self._end_packing)
+            return super()._inner_training_loop(*args, **kwargs)
 
     def _run_epoch(self, *args, resume_from_checkpoint: str | None = None, **kwargs) -> None:
         """As Trainer's, which takes one step too many in a run that resumes from its last step's checkpoint."""
@@ -232,8 +240,10 @@ class GalvatronMixin(
             return
         timeline = self.parallel.timeline
         timeline.on = True
-        yield
-        timeline.on = False
+        try:
+            yield
+        finally:
+            timeline.on = False
         timeline.write(folder)
 
     def _build_accelerator_args(self, **kwargs) -> dict[str, Any]:

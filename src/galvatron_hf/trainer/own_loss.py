@@ -32,8 +32,10 @@ class OwnLossMixin:
 
     def _loss_needs_logits(self) -> bool:
         """Whether the loss is somebody's own function of logits: compute_loss_func, or compute_loss overridden."""
-        own = type(self).compute_loss is not Trainer.compute_loss
-        return own or self.compute_loss_func is not None
+        return self._overrides_compute_loss() or self.compute_loss_func is not None
+
+    def _overrides_compute_loss(self) -> bool:
+        return type(self).compute_loss is not Trainer.compute_loss
 
     def _own_forward_backward(self, batch: dict[str, Any], num_items: torch.Tensor | None) -> torch.Tensor:
         """Each rank's own loss of its own rows; their sum is the loss of the global batch."""

@@ -1,0 +1,121 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles kept between runs; one that was made under other circumstances is never used silently."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from galvatron_hf.parallel.rank_objects import from_rank_0, is_rank_0
+from galvatron_hf.profiler.hardware import default_device, machine, nodes_of, profile_hardware
+from galvatron_hf.profiler.hardware_profile import HardwareProfile
+from galvatron_hf.profiler.model import circumstances, config_digest, profile_model
+from galvatron_hf.profiler.model_profile import ModelProfile
+
+
+logger = logging.getLogger(__name__)
+
+HARDWARE_FILE = "hardware.json"
+
+Profile = TypeVar("Profile", HardwareProfile, ModelProfile)
+
+
+def load_or_profile_hardware(folder: str | os.PathLike, **arguments: Any) -> HardwareProfile:
+    """
+    Reads `hardware.json` of a folder, or measures and writes it; collective as [`profile_hardware`] is.
+
+    What was measured is read again only by a world of as many nodes and devices, on the same hosts, with the same
+    devices, CPU limits and threads, backend, PyTorch and release of this package. Otherwise, and if the file is
+    broken, a sentence in the log says why the machine is measured anew.
+
+    Args:
+        folder (`str` or `os.PathLike`): of rank 0, made if it is not there.
+        **arguments: of [`profile_hardware`].
+    """
+    device = arguments.get("device")
+    device = torch.device(device) if device is not None else default_device()
+    nodes, devices_per_node = nodes_of(arguments.get("local_world_size"))
+    return _load_or_make(
+        Path(folder) / HARDWARE_FILE,
+        HardwareProfile,
+        machine(device) | {"nodes x devices": f"{nodes} x {devices_per_node}"},
+        lambda profile: profile.made | {"nodes x devices": f"{profile.nodes} x {profile.devices_per_node}"},
+        lambda: profile_hardware(**arguments),
+    )
+
+
+def load_or_profile_model(
+    folder: str | os.PathLike,
+    model: PreTrainedModel,
+    *,
+    finish: Callable[[ModelProfile], ModelProfile] = lambda profile: profile,
+    **arguments: Any,
+) -> ModelProfile:
+    """
+    Reads the profile of a model from a folder, or measures and writes it; collective under a process group.
+
+    What was measured is read again only for the same configuration, number format and arguments, by as many ranks, on
+    the same hosts and devices with the same CPU limits and threads, PyTorch, transformers and release of this package.
+    Otherwise, and if the file is broken, a sentence in the log says why the model is measured anew.
+
+    Args:
+        folder (`str` or `os.PathLike`): Of rank 0, made if it is not there.
+        model ([`PreTrainedModel`]): The model.
+        finish (`Callable`, *optional*): What becomes of a profile that was measured before it is kept; collective.
+        **arguments: Of [`profile_model`].
+    """
+    return _load_or_make(
+        Path(folder) / f"model-{config_digest(model)}.json",
+        ModelProfile,
+        circumstances(model, **arguments),
+        lambda profile: profile.made,
+        lambda: finish(profile_model(model, **arguments)),
+    )
+
+
+def _load_or_make(
+    path: Path,
+    kind: type[Profile],
+    expected: Mapping[str, str],
+    circumstances_of: Callable[[Profile], Mapping[str, str]],
+    make: Callable[[], Profile],
+) -> Profile:
+    """The profile of a file of rank 0 if its circumstances are those expected; else a new one, which is kept there."""
+
+    def usable() -> str | None:
+        if not path.exists():
+            return None
+        try:
+            profile = kind.from_json(path)
+            found = circumstances_of(profile)
+            different = [
+                f"{name} {found.get(name, 'unknown')} and not {value}"
+                for name, value in expected.items()
+                if found.get(name) != value
+            ]
+            if not different:
+                return profile.to_json()
+            reason = f"was made under other circumstances ({'; '.join(different)})"
+        except ValueError as error:
+            reason = f"cannot be used ({error})"
+        logger.warning(f"The profile {path} {reason}: it is measured anew.")
+        return None
+
+    text = from_rank_0(usable)
+    if text is not None:
+        return kind.from_json(text)
+    profile = make()
+    if is_rank_0():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profile.to_json(path)
+        except OSError as error:
+            logger.warning(f"The profile cannot be kept in {path} ({error}): the next run measures again.")
+    return profile
