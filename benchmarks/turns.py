@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from typing import Protocol, TypeVar
+from multiprocessing.connection import Connection, wait
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -131,10 +131,7 @@ class World:
             connection.send(word)
 
     def _hear(self) -> list:
-        try:
-            return [connection.recv() for connection in self.connections]
-        except (EOFError, ConnectionResetError):
-            raise RuntimeError("A rank has failed; its traceback stands above.") from None
+        return [_received(connection, self.processes) for connection in self.connections]
 
 
 class TakesTurns(TrainerCallback):
@@ -229,28 +226,46 @@ def join_world(rank: int, seats: Sequence[Seat], port: int) -> None:
 def on_ranks(seats: Sequence[Seat], work: Callable[[], T]) -> T:
     """What `work` returns on rank 0 of a world of its own, which is gone afterwards."""
     context, port = multiprocessing.get_context("fork"), _free_port()
-    ours, theirs = context.Pipe()
 
-    def run(rank: int) -> None:
+    def run(rank: int, connection: Connection) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         join_world(rank, seats, port)
         result = work()
-        dist.barrier()
-        if rank == 0:
-            theirs.send(result)
+        connection.send(result if rank == 0 else None)
+        connection.recv()
         os._exit(0)
 
-    processes = [context.Process(target=run, args=(rank,), daemon=True) for rank in range(len(seats))]
-    for process in processes:
-        process.start()
-    theirs.close()
-    try:
-        result = ours.recv()
-    except EOFError:
-        raise RuntimeError("A rank has failed; its traceback stands above.") from None
+    connections, processes = [], []
+    for rank in range(len(seats)):
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=run, args=(rank, theirs), daemon=True))
+        processes[-1].start()
+        theirs.close()
+        connections.append(ours)
+    results = [_received(connection, processes) for connection in connections]
+    for connection in connections:  # rank 0 hosts the store: none leaves before all are done
+        connection.send("leave")
     for process in processes:
         process.join()
-    return result
+    return results[0]
+
+
+def _received(connection: Connection, processes: Sequence[multiprocessing.Process]) -> Any:
+    """What comes through; ends them all as soon as one has failed, whoever waits for it."""
+    running = {process.sentinel: process for process in processes}
+    while True:
+        ready = wait([connection, *running])
+        if connection in ready:
+            try:
+                return connection.recv()
+            except (EOFError, ConnectionResetError):
+                break
+        ended = [running.pop(sentinel) for sentinel in ready]
+        if any(process.exitcode for process in ended):
+            break
+    for process in processes:
+        process.kill()
+    raise RuntimeError("A rank has failed; its traceback stands above.")
 
 
 def _free_port() -> int:

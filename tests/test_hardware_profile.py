@@ -78,6 +78,8 @@ def _profiles(draw):
         flops_per_s=draw(st.dictionaries(st.text(max_size=8), _positive, max_size=3)),
         links=tuple(links),
         overlap_slowdown=draw(st.none() | st.floats(1, 1e300)),
+        exposed_sync=draw(st.floats(0, 1)),
+        step_ms=draw(st.floats(0, 1e300)),
         hides_gathers=draw(st.booleans()),
         assumed=draw(_text),
         made=draw(_text),

@@ -93,13 +93,14 @@ def test_weights_are_those_of_from_pretrained_and_from_config(tmp_path, family):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "olmo2"])  # not cut by tensor yet
 def test_weights_of_more_families_under_more_plans(tmp_path, family):
-    check_family(family, tmp_path, PLANS | MORE_PLANS)
+    plans, turn = list((PLANS | MORE_PLANS).items()), list(FAMILIES).index(family)
+    check_family(family, tmp_path, dict(plans[turn % 2 :: 2]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gpt2_untied", "phi3"])
-def test_weights_under_every_plan(tmp_path, family):
-    check_family(family, tmp_path, ALL_PLANS)
+@pytest.mark.parametrize("part, family", enumerate(["llama", "gpt2_untied", "phi3"]))
+def test_weights_under_every_plan(tmp_path, part, family):
+    check_family(family, tmp_path, dict(list(ALL_PLANS.items())[part::3]))
 
 
 # ---- What is read

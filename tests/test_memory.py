@@ -4,6 +4,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -161,3 +165,27 @@ def test_saved_activations():
             strategy = STRATEGIES[name]
             tokens = rows * length // strategy.data_degree(4)
             assert saved == saved_activation_bytes(shape, strategy, tokens), name
+
+
+FAULTS = """
+import resource, torch
+from galvatron_hf.parallel.allocator import keep_freed_memory
+def faults():
+    for count in range(14):
+        torch.ones(1 << 24)
+        if count == 3:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(faults())
+keep_freed_memory()
+print(faults())
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no mallopt")
+def test_freed_memory_stays_with_the_process():
+    """Pages that a process gets from the kernel while it makes and frees 64 MiB ten times over."""
+    printed = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True).stdout
+    anew, kept = map(int, printed.split())
+    assert anew > 10 * (64 << 20) // (2 << 20) // 2  # 2 MiB a page at the most
+    assert kept < 10

@@ -10,6 +10,7 @@ import math
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ from galvatron_hf.profiler.cache import load_or_profile_model
 from galvatron_hf.profiler.counting import count
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model import profile_model
-from galvatron_hf.profiler.model_profile import ModelProfile
+from galvatron_hf.profiler.model_profile import STRETCHES, ModelProfile
 from galvatron_hf.profiler.parts import Part, empty_model, layer_kinds
 from galvatron_hf.profiler.real_shapes import model_shape
 from galvatron_hf.profiler.tracing import CountedModel
@@ -215,6 +216,15 @@ def small_config() -> LlamaConfig:
         num_key_value_heads=2,
         max_position_embeddings=256,
     )
+
+
+def test_what_training_has_measured_is_kept_in_json():
+    profile = ModelProfile.from_config(small_config(), CLUSTER, "fp32")
+    stretch = {name: 1.0 + 0.25 * index for index, name in enumerate(STRETCHES)}
+    measured = replace(profile, stretch=stretch, optimizer_ms_per_weight=0.125, optimizer_ms_per_element=2.0**-20)
+    again = ModelProfile.from_json(measured.to_json())
+    assert again == measured != profile
+    assert (again.stretch, again.optimizer_ms_per_weight) == (stretch, 0.125)
 
 
 def quick(dtype: str = "fp32", **options) -> ModelProfile:

@@ -69,10 +69,11 @@ def test_every_family_under_layers_that_differ(family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "olmo2"])
-@pytest.mark.parametrize("batch", ["left", "odd", "packed"])
-def test_every_family_with_every_kind_of_batch(family, batch):
-    oracle = oracle_of(family, batch)
-    check_cases(4, {name: (oracle, plan) for name, plan in mixed_plans().items()})
+def test_every_family_with_every_kind_of_batch(family):
+    """Each under every plan; each plan with every kind of batch in some family."""
+    oracles, turn = [oracle_of(family, batch) for batch in ("left", "odd", "packed")], list(FAMILIES).index(family)
+    plans = enumerate(mixed_plans().items())
+    check_cases(4, {name: (oracles[(turn + index) % 3], plan) for index, (name, plan) in plans})
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("llama_tied", marks=pytest.mark.slow)])
@@ -96,10 +97,11 @@ def test_eight_ranks(batch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "llama_biases", "gpt2", "qwen3"])
-def test_every_strategy_by_itself_on_eight_ranks(family):
-    oracle = oracle_of(family, "odd")
-    check_cases(8, {name: (oracle, plan) for name, plan in uniform_plans(8).items()})
+@pytest.mark.parametrize("turn", [0, 1])
+def test_every_strategy_by_itself_on_eight_ranks(turn):
+    oracles = [oracle_of(family, "odd") for family in ("llama", "gpt2", "llama_biases", "qwen3")]
+    plans = enumerate(uniform_plans(8).items())
+    check_cases(8, {name: (oracles[(index + turn) % 4], plan) for index, (name, plan) in plans})
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -228,7 +230,7 @@ def test_random_plans(drawn):
 
 
 @pytest.mark.slow
-@settings(max_examples=40, **FIXED_SEED)
+@settings(max_examples=16, **FIXED_SEED)
 @given(st.sampled_from([2, 4, 8]).flatmap(plans_and_inputs))
 def test_many_random_plans(drawn):
     check_random_plan(*drawn)

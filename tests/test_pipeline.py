@@ -130,10 +130,12 @@ def test_families_that_differ_most():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", list(FAMILIES))
-@pytest.mark.parametrize("batch", ["right", "left", "odd", "packed"])
-def test_every_family(family, batch):
-    oracle, cases = oracle_of(family, batch), {}
-    for name, plan in pipeline_plans().items():
+def test_every_family(family):
+    """Each under every other plan and with every kind of batch; each plan with every kind of batch in some family."""
+    oracles, cases = [oracle_of(family, batch) for batch in ("right", "left", "odd", "packed")], {}
+    turn = list(FAMILIES).index(family)
+    for index, (name, plan) in enumerate(list(pipeline_plans().items())[turn % 2 :: 2]):
+        oracle = oracles[(turn // 2 + index) % len(oracles)]
         if family == "olmo2" and any(layer.tensor > 1 for layer in plan.layers):
             continue  # it cannot be cut by tensor
         if oracle.model.config.tie_word_embeddings and plan.embedding != plan.head:
@@ -307,7 +309,7 @@ def test_random_plans(drawn):
 
 
 @pytest.mark.slow
-@settings(max_examples=30, **FIXED_SEED)
+@settings(max_examples=12, **FIXED_SEED)
 @given(st.sampled_from([4, 8]).flatmap(pipelines_and_inputs))
 def test_many_random_plans(drawn):
     check_random_plan(*drawn)

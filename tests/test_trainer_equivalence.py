@@ -310,8 +310,8 @@ def test_random_plans(plans):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_many_random_plans(ranks):
-    @few(4)
-    @given(some(ranks, 4))
+    @few(3)
+    @given(some(ranks, 2))
     def check(plans):
         check_random(plans, ranks)
 

@@ -63,8 +63,7 @@ def wait_for_step(job: Job, step: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["layers", "pipeline"])
-@pytest.mark.parametrize("target", ["rank 1", "launcher"])
+@pytest.mark.parametrize("plan, target", [("layers", "rank 1"), ("pipeline", "launcher")])
 def test_a_signal_from_outside_ends_a_launched_job_in_time(tmp_path, plan, target, uninterrupted):
     """Within a step, which takes 0.5 s, a save, and the interpreters' end; torchrun kills after 30 s."""
     job = Job(folder=tmp_path, plan=plan, options=RARELY)

@@ -15,7 +15,7 @@ def keep_freed_memory() -> None:
     """Has freed memory stay with this process, where the C library is glibc.
 
     By itself glibc gives large blocks back to the kernel when they are freed and gets them again, filled with zeros
-    page by page, a moment later: on a CPU some percent of a training step.
+    page by page, a moment later.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
