@@ -211,17 +211,16 @@ def _quickstart() -> dict:
 
 @pytest.mark.parametrize("path", sorted((RECIPES / "plans").glob("*.json")), ids=lambda path: path.stem)
 def test_plans_of_the_recipes_run_in_this_release(path):
-    plan = ParallelPlan.from_json(path)
-    plan.require_runnable(world_size=plan.world_size)
+    assert ParallelPlan.from_json(path).unsupported() == []
 
 
 def test_plan_of_the_readme_runs_in_this_release():
     plan = ParallelPlan.from_json(re.search(r"```json\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1])
-    plan.require_runnable(world_size=plan.world_size)
+    assert plan.unsupported() == []
 
 
 def test_the_mixed_plan_fits_its_launcher_and_its_model(tokenizer):
-    plan = ParallelPlan.from_json(RECIPES / "plans" / "quickstart.json")
+    plan = ParallelPlan.from_json(RECIPES / "plans" / "mixed-4cpu.json")
     launcher = yaml.safe_load((RECIPES / "accelerate" / "cpu4.yaml").read_text())
     assert plan.world_size == launcher["num_processes"] == 4
     argv = [str(RECIPES / "quickstart.yaml"), "--vocab_size", "4096"]
@@ -239,7 +238,7 @@ def test_the_quickstart_leaves_its_plan_to_the_search():
 
 
 def test_the_mixed_plan_mixes_every_kind_of_layer():
-    plan = ParallelPlan.from_json(RECIPES / "plans" / "quickstart.json")
+    plan = ParallelPlan.from_json(RECIPES / "plans" / "mixed-4cpu.json")
     assert {layer.sharding for layer in plan.layers} == {"replicate", "zero2", "zero3"}
     assert any(layer.tensor > 1 and layer.megatron_sp for layer in plan.layers)
     assert any(layer.ulysses > 1 for layer in plan.layers)
@@ -327,7 +326,7 @@ def test_four_launched_ranks_train_under_a_plan_of_every_kind(tmp_path):
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/accelerate/cpu4.yaml"]
     command += ["--main_process_port", "0", "recipes/train_clm.py", "recipes/quickstart.yaml", *SMALL_RUN]
     command += ["--max_steps=10", "--eval_steps=10", "--save_steps=10", f"--output_dir={tmp_path / 'run'}"]
-    command += ["--parallel_plan=recipes/plans/quickstart.json"]
+    command += ["--parallel_plan=recipes/plans/mixed-4cpu.json"]
     command += ["--dataset_name", _corpus(tmp_path / "corpus")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path / "hf-cache")}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
