@@ -5,7 +5,7 @@
     PYTHONPATH=recipes OMP_NUM_THREADS=1 python benchmarks/long_tail.py --caps 4096 --dtypes fp32      as root
 
 Documents are the modules of the standard library, cut at the cap in every mode, so that all have the same to learn.
-A Llama (sdpa; 8M parameters in 8 layers) trains on four ranks, each of which has half a core (see cpu_quota.py). A
+A Llama (sdpa; by default 8M parameters in 8 layers of 256) trains on four ranks, each of which has half a core (see cpu_quota.py). A
 step has two documents a rank, except for `trl`. Modes:
 
     padded     Trainer and DistributedDataParallel, batches padded to their longest document
@@ -151,7 +151,7 @@ def describe(corpus: Corpus, setting: Setting) -> str:
     return (
         f"\ncap {corpus.cap}, {'bf16' if setting.bf16 else 'fp32'}: {len(lengths)} documents of {mean:.0f} tokens on "
         f"average, {100 * sum(length == corpus.cap for length in lengths) / len(lengths):.0f}% at the cap; "
-        f"{setting.ranks} x {setting.rows} in a step, {setting.layers} layers"
+        f"{setting.ranks} x {setting.rows} in a step, {setting.layers} layers of {setting.hidden}"
         f"{', recomputed' if setting.recompute else ''}"
     )
 
@@ -168,6 +168,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rows", type=int, default=2, help="documents of a rank in a step")
     parser.add_argument("--layers", type=int, default=8, help="of the model")
+    parser.add_argument("--hidden", type=int, default=256, help="of the model, a multiple of 32")
     parser.add_argument("--recompute_from", type=int, default=8192, help="the cap from which layers are recomputed")
     parser.add_argument("--share", type=float, default=0.5, help="of a core, for each rank")
     parser.add_argument("--period_ms", type=float, default=10.0, help="in which each rank gets its share once")
@@ -199,6 +200,7 @@ def main() -> None:
                     rows=options.rows,
                     recompute=corpus.cap >= options.recompute_from,
                     layers=options.layers,
+                    hidden=options.hidden,
                     folder=folder,
                 )
                 print(describe(corpus, setting), flush=True)

@@ -56,7 +56,7 @@ class Setting:
         bf16 (`bool`): whether they compute in bf16.
         ranks, rows (`int`): processes, and documents on each in a step.
         recompute (`bool`): whether every layer is computed again in the backward.
-        layers (`int`): of the model.
+        layers, hidden (`int`): of the model, whose heads have 32 dimensions.
         folder (`str`): for what a trainer writes.
     """
 
@@ -66,6 +66,7 @@ class Setting:
     rows: int
     recompute: bool
     layers: int
+    hidden: int
     folder: str
 
 
@@ -122,11 +123,11 @@ def build(setting: Setting) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=768,
+        hidden_size=setting.hidden,
+        intermediate_size=3 * setting.hidden,
         num_hidden_layers=setting.layers,
-        num_attention_heads=8,
-        num_key_value_heads=2,
+        num_attention_heads=setting.hidden // 32,
+        num_key_value_heads=max(1, setting.hidden // 128),
         max_position_embeddings=setting.corpus.cap,
         pad_token_id=setting.corpus.tokenizer.pad_token_id,
         use_cache=False,
