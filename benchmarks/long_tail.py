@@ -5,8 +5,8 @@
     PYTHONPATH=recipes OMP_NUM_THREADS=1 python benchmarks/long_tail.py --caps 4096 --dtypes fp32      as root
 
 Documents are the modules of the standard library, cut at the cap in every mode, so that all have the same to learn.
-A Llama (sdpa; by default 8M parameters in 8 layers of 256) trains on four ranks, each of which has half a core (see cpu_quota.py). A
-step has two documents a rank, except for `trl`. Modes:
+A Llama (sdpa; by default 8M parameters in 8 layers of 256) trains on four ranks, each of which has half a core (see
+cpu_quota.py). A step has two documents a rank, except for `trl`. Modes:
 
     padded     Trainer and DistributedDataParallel, batches padded to their longest document
     again      the same once more: how far it is from padded is the spread of any ratio (A/A)
