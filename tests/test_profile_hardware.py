@@ -38,6 +38,33 @@ def test_ranks_agree(measured):
     assert all(profile == measured[0] for profile in measured)
 
 
+def test_what_a_step_sends_beside_its_work_takes_time_and_a_part_of_a_message_is_hidden_at_most(measured):
+    assert measured[0].step_ms > 0
+    assert 0 <= measured[0].exposed_sync <= 1
+
+
+def test_what_is_computed_between_messages_is_no_part_of_their_time(monkeypatch):
+    clock = [0.0]
+
+    def takes(ms: float):
+        def run() -> None:
+            clock[0] += 1e-3 * ms
+
+        return run
+
+    monkeypatch.setattr(links, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(links, "synchronize", lambda device: None)
+    between = SimpleNamespace(run=takes(2.0), ms=2.0)
+
+    def measured(ms: float, transfers: int = 1) -> float:
+        trial = links.Trial(kind="send", ranks=2, stride=1, size=4, call=takes(ms), transfers=transfers, calls=20)
+        return links._measured(trial, CPU, between)
+
+    assert measured(0.5) == pytest.approx(0.5)
+    assert measured(0.5, transfers=2) == pytest.approx(0.25)
+    assert measured(0.0) == links._LEAST_MS
+
+
 def test_every_link_is_there_and_takes_time(measured):
     profile = measured[0]
     assert (profile.nodes, profile.devices_per_node) == (2, 2)
