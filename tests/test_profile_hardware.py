@@ -16,7 +16,7 @@ import torch.distributed as dist
 from galvatron_hf import HardwareProfile, load_or_profile_hardware, profile_hardware
 from galvatron_hf.cli.main import main
 from galvatron_hf.cli.profile_hardware import message_sizes
-from galvatron_hf.profiler import hardware, links, machine
+from galvatron_hf.profiler import cache, links, machine
 from galvatron_hf.profiler.hardware_profile import KINDS, arrangements, wire_share
 from galvatron_hf.profiler.links import _call, _own_group, count_steps, measure_links
 from ranks import run_ranks
@@ -218,7 +218,7 @@ def counted(monkeypatch):
         calls.append(arguments)
         return profile_hardware(**arguments)
 
-    monkeypatch.setattr(hardware, "profile_hardware", measure)
+    monkeypatch.setattr(cache, "profile_hardware", measure)
     return calls
 
 
