@@ -271,8 +271,8 @@ class CostModel:
         shards = strategy.resolved_shard_degree(ranks)
         copies = ranks // tensor // shards
         elements = sum(weight.shard_elements(tensor, 0, shards) for weight in owner.weights)
-        gather = self._ms("all_gather", shards, tensor, elements * self.element)
-        reduce = self._ms("reduce_scatter", shards, tensor, shards * elements * self.reduced)
+        gather = self._ms("all_gather", shards, tensor, elements * self.element, "weights")
+        reduce = self._ms("reduce_scatter", shards, tensor, shards * elements * self.reduced, "weights")
         copied = self._ms("all_reduce", copies, tensor * shards, elements * self.reduced, "synchronization")
         whole, casts = shards * elements, self.element < 4
         kept = {"replicate": whole if casts else 0, "zero2": whole, "zero3": 0}[strategy.sharding]
@@ -351,7 +351,7 @@ class CostModel:
         hardware = self.hardware
         # Where stages share nodes, the boundary between two nodes is the slowest.
         stride = self.ranks if hardware.nodes == 1 else max(self.ranks, hardware.devices_per_node)
-        return self._ms("send", 2, stride, self._boundary_bytes(self.workload.computed_length))
+        return self._ms("send", 2, stride, self._boundary_bytes(self.workload.computed_length), "sending")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-STRETCHES = ("computing", "communication", "exchange", "synchronization")
+STRETCHES = ("computing", "communication", "exchange", "synchronization", "weights", "sending")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,9 @@ class ModelProfile:
         optimizer_ms_per_element, optimizer_ms_per_weight (`float`): of an update, with the norm of the gradients and
             their clipping, for each element of a rank and for each weight, however small.
         stretch (`Mapping[str, float]`): what whole steps of training take over the sum of their parts, where that was
-            measured: by "computing", "communication", "exchange" (all-to-alls) and "synchronization" (of copies).
+            measured: of "computing"; of what is sent by "communication" (tensor ranks), "exchange" (all-to-alls),
+            "synchronization" (of copies), "weights" (gathered, and their gradients scattered) and "sending" (between
+            stages).
         assumed, made (`Mapping[str, str]`): as in [`~profiler.hardware_profile.HardwareProfile`].
     """
 
