@@ -1,7 +1,12 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds of ranks that train in turns: each is one training run, which sleeps while the others have theirs."""
+"""Worlds of ranks that train in turns: each is one training run, which stands still while the others have theirs.
 
+Between turns processes are stopped (SIGSTOP), with all their threads: heartbeats and watchdogs of a handful of them
+would take a tenth of a share that all of them have together.
+"""
+
+import atexit
 import ctypes
 import multiprocessing
 import os
@@ -104,23 +109,33 @@ class World:
             theirs.close()
             self.connections.append(ours)
             self.processes.append(process)
+        atexit.register(self._signal, signal.SIGCONT)  # what is stopped would not hear that it is to end
         self._hear()
+        self._signal(signal.SIGSTOP)
 
     def turn(self) -> Turn:
         """Lets the world take its steps."""
+        self._signal(signal.SIGCONT)
         begun = time.perf_counter()
         reports = self._say_and_hear()
         seconds = time.perf_counter() - begun
+        self._signal(signal.SIGSTOP)
         tokens = [sum(of_ranks) for of_ranks in zip(*(own for _, own in reports), strict=True)]
         return Turn(seconds=seconds, step_seconds=reports[0][0], tokens=tokens)
 
     def finish(self) -> Ending:
         """Lets the run end, after its last turn."""
+        self._signal(signal.SIGCONT)
         ending = self._say_and_hear()[0]
         self._say("leave")  # rank 0 hosts the store: none leaves before all are done
         for process in self.processes:
             process.join()
         return ending
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            if process.exitcode is None:
+                os.kill(process.pid, number)
 
     def _say_and_hear(self) -> list:
         self._say("go")
