@@ -207,19 +207,40 @@ def make_trainer(plan: ParallelPlan, shape: Shape, world: int, steps: int, folde
 def measure(
     plans: list[ParallelPlan], shape: Shape, seats: list[Seat], options: argparse.Namespace
 ) -> tuple[list[list[float]], list[Ending], float]:
-    """Seconds of each step of each plan, what its ranks reported, and the machine's pace meanwhile."""
+    """
+    Seconds of each step of each plan, what its ranks reported, and the machine's pace meanwhile.
+
+    A rank of gloo crashes at times, in its loop of events; all plans are then measured again, once.
+    """
+    try:
+        return _measure(plans, shape, seats, options)
+    except RuntimeError as error:
+        print(f"   once more, because {error}", flush=True)
+        return _measure(plans, shape, seats, options)
+
+
+def _measure(
+    plans: list[ParallelPlan], shape: Shape, seats: list[Seat], options: argparse.Namespace
+) -> tuple[list[list[float]], list[Ending], float]:
     last = options.warmup + options.rounds * options.steps
+    worlds: list[World] = []
     with tempfile.TemporaryDirectory() as folder:
         make = functools.partial(make_trainer, shape=shape, world=len(seats), steps=last, folder=folder)
-        worlds = [World(functools.partial(make, plan), seats, options.warmup, options.steps) for plan in plans]
-        turns: list[list[Turn]] = [[] for _ in worlds]
-        paces = []
-        for number in range(options.rounds):
-            paces.append(on_ranks(seats, pace))
-            for index in range(len(worlds)):
-                index = (index + number) % len(worlds)
-                turns[index].append(worlds[index].turn())
-        endings = [world.finish() for world in worlds]
+        try:
+            for plan in plans:
+                worlds.append(World(functools.partial(make, plan), seats, options.warmup, options.steps))
+            turns: list[list[Turn]] = [[] for _ in worlds]
+            paces = []
+            for number in range(options.rounds):
+                paces.append(on_ranks(seats, pace))
+                for index in range(len(worlds)):
+                    index = (index + number) % len(worlds)
+                    turns[index].append(worlds[index].turn())
+            endings = [world.finish() for world in worlds]
+        except RuntimeError:
+            for world in worlds:
+                world.abandon()
+            raise
     seconds = [[seconds for turn in of_one for seconds in turn.step_seconds] for of_one in turns]
     return seconds, endings, statistics.median(paces)
 

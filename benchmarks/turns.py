@@ -132,6 +132,12 @@ class World:
             process.join()
         return ending
 
+    def abandon(self) -> None:
+        """Ends the run where it stands."""
+        self._signal(signal.SIGKILL)
+        for process in self.processes:
+            process.join()
+
     def _signal(self, number: signal.Signals) -> None:
         for process in self.processes:
             if process.exitcode is None:

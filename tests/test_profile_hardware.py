@@ -54,7 +54,10 @@ def test_what_is_computed_between_messages_is_no_part_of_their_time(monkeypatch)
 
     monkeypatch.setattr(links, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(links, "synchronize", lambda device: None)
-    between = SimpleNamespace(run=takes(2.0), ms=2.0)
+    runs = []
+    between = SimpleNamespace(
+        run=lambda: runs.append(takes(2.0)()), begin=runs.clear, taken_ms=lambda: 2.0 * len(runs)
+    )
 
     def measured(ms: float, transfers: int = 1) -> float:
         trial = links.Trial(kind="send", ranks=2, stride=1, size=4, call=takes(ms), transfers=transfers, calls=20)
@@ -190,8 +193,39 @@ def test_a_measurement_is_of_one_message(monkeypatch):
     monkeypatch.setattr(links, "synchronize", lambda device: None)
     monkeypatch.setattr(links.time, "perf_counter", lambda: now[0])
     trial = links.Trial(kind="send", ranks=2, stride=1, size=8, call=call, transfers=2, calls=5)
-    between = SimpleNamespace(run=lambda: now.__setitem__(0, now[0] + 0.004), ms=4.0)
+    between = SimpleNamespace(
+        run=lambda: now.__setitem__(0, now[0] + 0.004), begin=lambda: None, taken_ms=lambda: 5 * 4.0
+    )
     assert links._measured(trial, CPU, between) == pytest.approx(3.0)
+
+
+def test_a_cpu_that_became_slower_does_not_make_messages_longer(monkeypatch):
+    """A run takes 1 ms of the CPU and 2 ms on the wall, then 1.5 and 3."""
+    wall, cpu, pace = [0.0], [0.0], [1.0]
+
+    def multiply(*unused, **ignored):
+        wall[0] += 2e-3 * pace[0]
+        cpu[0] += 1e-3 * pace[0]
+
+    clocks = dict(perf_counter=lambda: wall[0], thread_time=lambda: cpu[0], process_time=lambda: cpu[0])
+    monkeypatch.setattr(links, "time", SimpleNamespace(**clocks))
+    monkeypatch.setattr(links.torch, "mm", multiply)
+    monkeypatch.setattr(links, "synchronize", lambda device: None)
+    monkeypatch.setattr(links, "slowest", lambda values, device: values)
+    between = links.Between(CPU)
+    between.products = 1
+    between.measure(100.0)
+    assert between.ms == pytest.approx(2.0)
+    pace[0] = 1.5
+    trial = links.Trial(
+        kind="all_reduce", ranks=2, stride=1, size=8, call=lambda: wall.__setitem__(0, wall[0] + 7e-3), calls=5
+    )
+    assert links._measured(trial, CPU, between) == pytest.approx(7.0)
+
+
+def test_no_longer_message_takes_less():
+    assert dict(links._rising([(8, 1.0), (4, 2.0), (16, 3.0)])) == pytest.approx({4: 1.2, 8: 1.2, 16: 3.0})
+    assert links._rising([(4, 1.0), (8, 2.0)]) == [(4, 1.0), (8, 2.0)]
 
 
 def test_arguments_that_measure_nothing_are_refused():

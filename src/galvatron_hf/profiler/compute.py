@@ -63,18 +63,17 @@ def measure_overlap(device: torch.device, repetitions: int, window_ms: float, st
     rows = []
     for _ in range(repetitions):
         step("timing overlap")
-        rows.append(
-            [
-                _beside(product, messages, products, 0, device)[0],
-                _beside(product, messages, products, _MORE * reduces, device)[0],
-                _beside(product, messages, 0, reduces, device)[1],
-                *reversed(_beside(product, messages, _MORE * products, reduces, device)),
-            ]
-        )
+        alone, _, cpu_ms = _beside(product, messages, products, 0, device)
+        slowed, _, _ = _beside(product, messages, products, _MORE * reduces, device)
+        _, message, _ = _beside(product, messages, 0, reduces, device)
+        computed, communicated, more_cpu_ms = _beside(product, messages, _MORE * products, reduces, device)
+        # A CPU is not equally fast all the time: how long its computing had taken alone, its own time says.
+        by_itself = alone * (more_cpu_ms / cpu_ms if device.type == "cpu" else _MORE)
+        rows.append([alone, slowed, message, communicated, max(computed, communicated) - by_itself])
     table = [slowest(row, device) for row in rows]
     computing = statistics.median(row[1] / row[0] for row in table)
     communicating = statistics.median(row[3] / row[2] for row in table)
-    exposed = statistics.median((max(row[3:]) - _MORE * row[0]) / row[2] for row in table)
+    exposed = statistics.median(row[4] / row[2] for row in table)
     return {
         "computing": max(1.0, computing),
         "communicating": max(1.0, communicating),
@@ -105,10 +104,11 @@ class _Products:
 
 def _beside(
     product: _Products, messages: list[torch.Tensor], products: int, reduces: int, device: torch.device
-) -> tuple[float, float]:
-    """Milliseconds until so many products and so many all-reduces, begun at the same time, are done."""
+) -> tuple[float, float, float]:
+    """Milliseconds until so many products and so many all-reduces, begun at the same time, are done, and those of the
+    CPU that computed."""
     synchronize(device)
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.thread_time()
     works = [dist.all_reduce(messages[index % len(messages)], async_op=True) for index in range(reduces)]
     communicated = 0.0
     for _ in range(products):
@@ -117,9 +117,9 @@ def _beside(
             torch.cuda.current_stream(device).synchronize()
         if works and not communicated and works[-1].is_completed():
             communicated = time.perf_counter()
-    computed = time.perf_counter()
+    computed, cpu_computed = time.perf_counter(), time.thread_time()
     for work in works:
         work.wait()
     finish(device)
     communicated = communicated or time.perf_counter()
-    return 1e3 * (computed - start), 1e3 * (communicated - start)
+    return 1e3 * (computed - start), 1e3 * (communicated - start), 1e3 * (cpu_computed - cpu_start)

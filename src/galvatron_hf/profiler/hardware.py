@@ -24,6 +24,7 @@ SIZES = {
     "cuda": (64 << 10, 512 << 10, 4 << 20, 16 << 20, 64 << 20, 256 << 20),
 }
 _WINDOW_MS = {"cpu": 60.0, "cuda": 10.0}
+_PERIODS = 15  # of a quota
 _OVERLAP_MS = 50.0
 _NUMBER_FORMATS = 2
 
@@ -108,10 +109,10 @@ def _window_ms(device: torch.device) -> float:
     """How long a measurement has to last; collective.
 
     A rank that may use half a core uses a whole one until its period's share is spent, and then stands still: only
-    what lasts as long as a period shows the rate that it keeps up.
+    what lasts for many periods shows the rate that it keeps up.
     """
     quotas = [quota for quota in gather_objects(cpu_quota()) if quota is not None]
-    return max([_WINDOW_MS[device.type], *(2e3 * period for cores, period in quotas if cores < 1)])
+    return max([_WINDOW_MS[device.type], *(_PERIODS * 1e3 * period for cores, period in quotas if cores < 1)])
 
 
 def _measurement(begun: float, sweep: str, slowdowns: Mapping[str, float]) -> dict[str, str]:

@@ -15,8 +15,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from scipy.optimize import isotonic_regression
 
 from galvatron_hf.profiler.hardware_profile import KINDS, Link, arrangements
 
@@ -59,6 +61,9 @@ class Trial:
 class Between:
     """What a rank computes between two messages.
 
+    A CPU is faster at some times than at others, and a rank with a quota gets its share in pieces: what the computing
+    beside messages takes is therefore the CPU's own time for it, times what such time takes by itself on the wall.
+
     Args:
         device (`torch.device`): where.
 
@@ -68,6 +73,7 @@ class Between:
 
     def __init__(self, device: torch.device):
         self.device, self.products, self.ms = device, 1, 0.0
+        self._runs, self._cpu_seconds, self._stretch = 0, 0.0, 1.0
         side = _PRODUCT_SIDE[device.type]
         self._left, self._right = (torch.full((side, side), 0.5, device=device) for _ in range(2))
         self._result = torch.empty_like(self._left)
@@ -80,18 +86,33 @@ class Between:
         self.products = max(1, round(_BETWEEN_MS[device.type] / once))
 
     def run(self) -> None:
+        began = time.thread_time()
         for _ in range(self.products):
             torch.mm(self._left, self._right, out=self._result)
+        self._cpu_seconds += time.thread_time() - began
+        self._runs += 1
+
+    def begin(self) -> None:
+        """From here on `taken_ms` counts."""
+        self._runs, self._cpu_seconds = 0, 0.0
+
+    def taken_ms(self) -> float:
+        """What all runs since `begin` take by themselves."""
+        if self.device.type == "cpu":
+            return 1e3 * self._stretch * self._cpu_seconds
+        return self._runs * self.ms
 
     def measure(self, window_ms: float) -> None:
         """Times it on all ranks at once; collective."""
         synchronize(self.device)
-        began, runs = time.perf_counter(), 0
-        while runs < 2 or 1e3 * (time.perf_counter() - began) < window_ms:
+        self.begin()
+        began = time.perf_counter()
+        while self._runs < 2 or 1e3 * (time.perf_counter() - began) < window_ms:
             self.run()
             finish(self.device)
-            runs += 1
-        (self.ms,) = slowest([1e3 * (time.perf_counter() - began) / runs], self.device)
+        seconds = time.perf_counter() - began
+        self._stretch = seconds / max(self._cpu_seconds, 1e-9)
+        (self.ms,) = slowest([1e3 * seconds / self._runs], self.device)
 
 
 def measure_links(
@@ -135,7 +156,14 @@ def measure_links(
     sweeps: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
     for trial, ms in zip(trials, table.median(dim=1).values.tolist(), strict=True):
         sweeps.setdefault((trial.kind, trial.ranks, trial.stride), []).append((trial.size, ms))
-    return tuple(Link.fitted(*arrangement, points) for arrangement, points in sweeps.items())
+    return tuple(Link.fitted(*arrangement, _rising(points)) for arrangement, points in sweeps.items())
+
+
+def _rising(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Nearest to what was measured, relatively, of those times in which no longer message takes less."""
+    sizes, times = np.array(sorted(points), dtype=float).T
+    rising = isotonic_regression(times, weights=times**-2.0).x
+    return list(zip(sizes.astype(int).tolist(), rising.tolist(), strict=True))
 
 
 def _warm_up(trials: Sequence[Trial], device: torch.device, between: Between, window_ms: float, step: Step) -> None:
@@ -192,13 +220,14 @@ def slowest(values: Sequence[float], device: torch.device) -> list[float]:
 def _measured(trial: Trial, device: torch.device, between: Between) -> float:
     """Milliseconds of a message, less what the rank computes before it."""
     synchronize(device)
+    between.begin()
     start = time.perf_counter()
     for _ in range(trial.calls):
         between.run()
         trial.call()
     finish(device)
-    each = 1e3 * (time.perf_counter() - start) / trial.calls - between.ms
-    return max(each / trial.transfers, _LEAST_MS)
+    taken = 1e3 * (time.perf_counter() - start) - between.taken_ms()
+    return max(taken / trial.calls / trial.transfers, _LEAST_MS)
 
 
 def _own_group(ranks: int, stride: int) -> dist.ProcessGroup:

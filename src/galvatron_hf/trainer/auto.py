@@ -113,7 +113,7 @@ class AutoPlanMixin:
                 rows=workload.rows,
                 length=min(workload.computed_length, MOST_TOKENS),
                 device=self.args.device,
-                seconds=0.4 * PROFILE_SECONDS,
+                seconds=0.5 * PROFILE_SECONDS,
                 progress=shown,
             ),
         )
