@@ -288,9 +288,9 @@ def compare(shape: Shape, seats: list[Seat], options: argparse.Namespace) -> lis
         medians = [1e3 * statistics.median(of_one) for of_one in seconds]
         for plan, ms, ending in zip(lot, medians, endings, strict=False):
             outcome = ending.outcome
-            # The stage with the worst error stands for all.
+            # The stage that needs most decides whether a plan fits.
             pairs = zip(outcome.predicted_bytes, outcome.measured_bytes, strict=True)
-            predicted, measured = max(pairs, key=lambda pair: abs(pair[0] / pair[1] - 1))
+            predicted, measured = max(pairs, key=lambda pair: pair[1])
             case = Case(
                 plan=plan,
                 predicted_ms=outcome.predicted_ms,

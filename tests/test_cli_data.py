@@ -148,6 +148,7 @@ def folder(tmp_path, monkeypatch):
     ROWS.rename_column("input_ids", "text").save_to_disk(tmp_path / "renamed")
     Dataset.from_dict({"text": ["not tokenised"]}).save_to_disk(tmp_path / "texts")
     (tmp_path / "bad.txt").write_text("12\n1.5\n")
+    (tmp_path / "long.txt").write_text("5\n9223372036854775807\n")
     (tmp_path / "bad.jsonl").write_text("{not json")
     (tmp_path / "bad.arrow").write_text("not arrow")
     (tmp_path / "empty.txt").write_text("0\n")
@@ -235,6 +236,9 @@ def test_a_terminal_without_unicode_gets_plain_bars(tmp_path, monkeypatch):
     "arguments, reason",
     [
         (["absent/folder/of/rows"], "cannot be opened as a dataset"),
+        (["long.txt"], "is '9223372036854775807', which is longer than any sequence"),
+        (["long.txt", "--split", "test"], "split='test', but 'long.txt' is a file of lengths"),
+        (["long.txt", "--seed", "-1"], "seed=-1 is no seed: give a number from 0"),
         (["."], "cannot be opened as a dataset"),
         (["bad.jsonl"], "cannot be opened as a dataset"),
         (["bad.arrow"], "cannot be opened as a dataset"),

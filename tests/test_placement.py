@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from galvatron_hf.data import placement
 from galvatron_hf.data.cost import SequenceCost, fit_cost
 from galvatron_hf.data.placement import PLANNERS, Placement, in_order, place
 from plan_inputs import QUICK
@@ -59,7 +60,9 @@ def partitions(n: int, most: int) -> Iterator[list[list[int]]]:
             yield [*blocks, [n - 1]]
 
 
-def brute_force(lengths, ranks, cost, *, max_tokens, overhead=0.0, stages=1, least_micro_batches=1) -> float:
+def brute_force(
+    lengths, ranks, cost, *, max_tokens, overhead=0.0, stages=1, least_micro_batches=1, allowed=None
+) -> float:
     """The best objective over all sets of bins and all ways to make micro-batches of them."""
     seconds = cost.of(lengths)
     best = np.inf
@@ -71,6 +74,8 @@ def brute_force(lengths, ranks, cost, *, max_tokens, overhead=0.0, stages=1, lea
             if any(len(micro_batch) > ranks for micro_batch in micro_batches):
                 continue
             count = max(least_micro_batches, len(micro_batches))
+            while allowed is not None and not allowed(count):
+                count += 1
             peaks = [max(loads[bin_] for bin_ in micro_batch) for micro_batch in micro_batches]
             if stages == 1:
                 best = min(best, sum(peaks) + overhead * count)
@@ -131,6 +136,8 @@ def small_cases(count: int) -> list[tuple[list[int], dict]]:
             "stages": stages,
             "least_micro_batches": int(random.choice([1, stages])),
         }
+        if stages > 1 and random.random() < 0.5:
+            arguments["allowed"] = lambda count, stages=stages: count % stages == 0
         cases.append((lengths, arguments))
     return cases
 
@@ -148,6 +155,28 @@ def test_exact_equals_enumeration_and_the_default_is_near():
         ratios.append(seconds_of(place(lengths, **arguments), lengths, arguments) / best)
     assert min(ratios) >= 1 - 1e-9
     assert max(ratios) <= 1.03
+
+
+def test_a_schedule_that_cannot_run_all_numbers_gets_the_best_that_it_can():
+    """Of forced numbers of micro-batches, in a case where the next larger one is a tenth slower than a smaller one."""
+    lengths = [385, 549, 246, 18, 483, 326, 633, 212, 50, 382, 319, 279, 127, 110, 13, 36, 147, 7, 21]
+    options = dict(max_tokens=8000, overhead=1e-3, stages=2)
+
+    def seconds(allowed) -> float:
+        placed = place(lengths, 1, COST, allowed=allowed, **options)
+        assert allowed(len(placed.micro_batches))
+        return placed.seconds(lengths, COST, overhead=1e-3, stages=2)
+
+    forced = [seconds(lambda count, wanted=wanted: count >= wanted and count % 2 == 0) for wanted in range(2, 20, 2)]
+    assert seconds(lambda count: count % 2 == 0) <= min(forced) * 1.001
+
+
+def test_numbers_that_nothing_fits_into_are_not_tried_one_by_one(monkeypatch):
+    """Two of 512 sequences never fit into a bin together: 33 micro-batches by their tokens, 64 are needed."""
+    tried, original = [], placement._starts
+    monkeypatch.setattr(placement, "_starts", lambda *args, **more: tried.append(1) or original(*args, **more))
+    found = place([2100] * 512, 8, COST, max_tokens=4096, overhead=1e-3)
+    assert len(found.micro_batches) == 64 and len(tried) <= 4
 
 
 def test_the_default_is_near_the_exact_placement_of_a_dozen_sequences():

@@ -109,6 +109,10 @@ def test_arrays_given_to_metrics():
                 rows=lambda: Rows(10, seed=2, shortest=1, longest=20), own_options=dict(packing="static")
             ),
             "drop_last": untrained(options=dict(dataloader_drop_last=True)),
+            "by_length": untrained(
+                rows=lambda: Rows(23, seed=2, shortest=1, longest=20),
+                options=dict(train_sampling_strategy="group_by_length"),
+            ),
         }
     )
 

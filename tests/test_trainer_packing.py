@@ -181,9 +181,12 @@ def test_collators_that_only_pad_are_packed_by_themselves(tmp_path, names):
     assert all(not any(key in log for log in seen[name].logs for key in KEYS) for name in unknown)
 
 
-@pytest.mark.parametrize("data", [arrow, lambda: Stream(61, **LONG_TAIL)], ids=["lengths", "stream"])
-def test_what_is_logged(tmp_path, data):
-    """Every step but the first was planned before, where there was time for it."""
+@pytest.mark.parametrize(
+    "data, hidden", [(arrow, 0.5), (lambda: Stream(61, **LONG_TAIL), 0.0)], ids=["lengths", "stream"]
+)
+def test_what_is_logged(tmp_path, data, hidden):
+    """Every step but the first was planned before, where there was time for it; and the second of a stream, which says
+    whether reading draws random numbers."""
     options = STATIC | dict(logging_steps=2)
     begin = PlanAhead.begin
 
@@ -194,7 +197,7 @@ def test_what_is_logged(tmp_path, data):
     with mock.patch.object(PlanAhead, "begin", begin_and_wait):
         seen = runs_of(REPLICATE, tmp_path, {"a": dict(train_dataset=data, options=options)})["a"]
     logs = [log for log in seen.logs if "loss" in log]
-    assert [log["planner_hidden"] for log in logs] == [0.5, 1.0, 1.0]
+    assert [log["planner_hidden"] for log in logs] == [hidden, 1.0, 1.0]
     for log in logs:
         assert log["padding_percent"] == 0.0  # nothing has to be a multiple of anything, and no pack is empty
         assert log["predicted_imbalance"] >= 1.0

@@ -8,10 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers.data.data_collator import (
-    DataCollatorForLanguageModeling,
-)
+from transformers import Trainer
+from transformers.data.data_collator import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq
 
+from galvatron_hf import GalvatronTrainer
 from galvatron_hf.trainer import packing, placing, steps_ahead
 from oracle import collate
 from packing_runs import (
@@ -209,3 +209,28 @@ def test_arguments_are_checked(tmp_path, options, message):
     with pytest.raises(ValueError) as refusal:
         trainer(tmp_path, uniform(1), options=options)
     assert str(refusal.value).startswith(message)
+
+
+def test_inputs_that_are_prepared_in_ones_own_way_stay_rows(tmp_path):
+    """A Trainer that changes a column of every batch sees rows, as in plain Trainer; `static` is refused."""
+
+    def of(base: type) -> type:
+        class Prepares(base):
+            def _prepare_inputs(self, inputs):
+                inputs = dict(super()._prepare_inputs(inputs))
+                inputs["labels"] = inputs["labels"].clone()
+                inputs["labels"][:, 0:2] = -100
+                return inputs
+
+        return Prepares
+
+    collator = dict(data_collator=lambda: DataCollatorForSeq2Seq(tokenizer()), train_dataset=arrow)
+    case = {name: make() for name, make in collator.items()}
+    wanted = run(tmp_path / "plain", trainer_class=of(Trainer), options=dict(gradient_accumulation_steps=1), **case)
+
+    def work() -> Run:
+        return run(tmp_path / "ours", REPLICATE, trainer_class=of(GalvatronTrainer), **case)
+
+    assert_same_steps(on_ranks(work)[0], wanted)
+    with pytest.raises(AssertionError, match="inputs that are prepared in one's own way are rows"):
+        on_ranks(lambda: run(tmp_path / "no", REPLICATE, trainer_class=of(GalvatronTrainer), options=STATIC, **case))

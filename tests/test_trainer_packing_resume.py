@@ -24,6 +24,7 @@ from packing_runs import (
     arrow,
     plain_run,
     rows,
+    runs_of,
 )
 from trainer_runs import Run, assert_equal_weights, assert_same_steps, on_ranks, run, trainer
 
@@ -99,9 +100,19 @@ class Noisy(Stream):
             yield row
 
 
-@pytest.mark.parametrize("stream, moved", [(Stream, False), (Noisy, True)])
+class NoisyLater(Stream):
+    """Draws for its rows from the fourth step on."""
+
+    def __iter__(self):
+        for index, row in enumerate(super().__iter__()):
+            if index >= 30:
+                torch.rand(3)
+            yield row
+
+
+@pytest.mark.parametrize("stream, moved", [(Stream, None), (Noisy, None), (NoisyLater, 2)])
 def test_reading_ahead_leaves_the_saved_random_state_alone(tmp_path, stream, moved):
-    """What is drawn for the next step is not in the checkpoint of this one."""
+    """What is drawn for the next step is not in the checkpoint of this one; where reading draws, it ends."""
 
     def work() -> tuple[bool, list]:
         seen: list = []
@@ -113,12 +124,49 @@ def test_reading_ahead_leaves_the_saved_random_state_alone(tmp_path, stream, mov
             seen.append((before, self._ahead.state_before_look))
 
         packing.PackingMixin._plan_next = noted
-        made = trainer(tmp_path, REPLICATE, train_dataset=stream(61, **LONG_TAIL), options=STATIC | dict(max_steps=3))
+        made = trainer(tmp_path, REPLICATE, train_dataset=stream(61, **LONG_TAIL), options=STATIC | dict(max_steps=5))
         made.train()
         packing.PackingMixin._plan_next = original
-        kept = [state for _, state in seen[:2]]
-        right = all(state == (before if moved else None) for before, state in seen[:2])
-        return right, [made._ahead, len(kept)]
+        right = all(state == (before if step == moved else None) for step, (before, state) in enumerate(seen))
+        return right, [made._ahead, len(seen)]
 
     right, left = on_ranks(work)[0]
-    assert right and left == [None, 2]
+    assert right and left == [None, 5]
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Rows of which one token is drawn anew whenever they are read."""
+
+    def __init__(self):
+        self.rows = rows()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = {name: value.clone() for name, value in self.rows[index].items()}
+        row["input_ids"][int(torch.randint(len(row["input_ids"]), ()))] = int(torch.randint(4, 90, ()))
+        return row
+
+
+def test_rows_that_draw_are_read_behind_the_evaluation_before_them(tmp_path):
+    """An evaluation draws too: whatever is read ahead of it would be other rows than plain Trainer's."""
+    # accelerate reads a batch of the loader ahead: both have one in a step.
+    options = dict(eval_strategy="steps", eval_steps=1, prediction_loss_only=True, gradient_accumulation_steps=1)
+    data = dict(train_dataset=Augmented, eval_dataset=lambda: rows(9, seed=2))
+    wanted = plain_run(tmp_path / "plain", options=options, **data)
+    assert_same_steps(runs_of(REPLICATE, tmp_path, {"ours": data | dict(options=options | STATIC)})["ours"], wanted)
+
+
+def test_cut_sequences_are_counted_on_after_a_checkpoint(tmp_path):
+    options = STATIC | dict(max_tokens_per_rank=16, long_sequences="truncate", lr_scheduler_type="constant")
+
+    def work() -> list[list[int]]:
+        saving = options | dict(save_strategy="steps", save_steps=3)
+        whole = run(tmp_path / "whole", REPLICATE, options=saving, train_dataset=rows())
+        again = dict(options=options, resume=tmp_path / "whole" / "checkpoint-3", train_dataset=rows())
+        seen = run(tmp_path / "then", REPLICATE, **again)
+        return [[log["cut_sequences"] for log in one.logs if "loss" in log] for one in (whole, seen)]
+
+    whole, then = on_ranks(work)[0]
+    assert then[-3:] == whole[3:] and whole[2] > 0

@@ -57,6 +57,8 @@ def _figures(given: argparse.Namespace) -> dict[str, Any]:
     from galvatron_hf.data.forecast import Workload, forecast_modes
     from galvatron_hf.data.named_dataset import named_lengths
 
+    if not 0 <= given.seed < 1 << 63:
+        raise ValueError(f"seed={given.seed} is no seed: give a number from 0 to 2^63 - 1.")
     coefficients = measured_cost(given.cost) if given.cost is not None else flops(given.hidden_size, given.layers)
     workload = Workload(
         **{name: getattr(given, name) for name in ("batch_size", "ranks", "max_tokens")},

@@ -13,6 +13,7 @@ from datasets.exceptions import DatasetsError
 from galvatron_hf.data.lengths import sequence_lengths
 
 
+_DIGITS = 9  # of a length: billions of them have a sum of 64 bits
 _BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 
 
@@ -36,6 +37,9 @@ def named_lengths(
     """
     path = Path(name)
     if path.is_file() and path.suffix not in (*_BUILDERS, ".arrow"):
+        for what, given in (("split", split), ("config", config)):
+            if given is not None:
+                raise ValueError(f"{what}={given!r}, but {name!r} is a file of lengths, which has none: leave it out.")
         return _written_lengths(path)
     try:
         dataset = _open(path, name, split, config)
@@ -83,6 +87,11 @@ def _written_lengths(path: Path) -> np.ndarray:
                 raise ValueError(
                     f"Line {number} of {str(path)!r} is {line.strip()[:40]!r}, which is no length: write one "
                     "number of tokens in each line."
+                )
+            if len(line.strip()) > _DIGITS:
+                raise ValueError(
+                    f"Line {number} of {str(path)!r} is {line.strip()[:40]!r}, which is longer than any sequence: "
+                    "write one number of tokens in each line."
                 )
             lengths.append(int(line))
     return np.array(lengths, dtype=np.int64)

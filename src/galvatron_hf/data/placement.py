@@ -7,8 +7,9 @@ Tokens bound a bin's memory, cost bounds its time, and equally many tokens are n
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,6 +70,7 @@ def place(
     overhead: float = 0.0,
     stages: int = 1,
     least_micro_batches: int = 1,
+    allowed: Callable[[int], bool] | None = None,
     planner: str = "longest_first",
 ) -> Placement:
     """
@@ -85,6 +87,7 @@ def place(
         overhead (`float`): Seconds of a micro-batch whatever is in it.
         stages (`int`): Pipeline stages, p.
         least_micro_batches (`int`): The fewest that the schedule can run.
+        allowed (`Callable`, *optional*): Whether it can run so many; there is always a larger number that it can.
         planner (`str`): "longest_first" (longest first and Karmarkar-Karp, then local search from there, so never
             worse than either), "karmarkar_karp", or "exact" (HiGHS; small cases only).
 
@@ -105,11 +108,12 @@ def place(
         overhead=overhead,
         stages=stages,
         least=least_micro_batches,
+        allowed=allowed or (lambda count: True),
     )
     micro_batches, assignment = step.search(planner)
     if planner == "exact":
         micro_batches, assignment = step.solve(micro_batches, assignment)
-    return _placement(order, assignment, micro_batches, ranks, least_micro_batches)
+    return _placement(order, assignment, micro_batches, ranks, step.at_least)
 
 
 def in_order(lengths: Sequence[int], ranks: int, *, max_tokens: int | None, least_micro_batches: int = 1) -> Placement:
@@ -134,7 +138,7 @@ def in_order(lengths: Sequence[int], ranks: int, *, max_tokens: int | None, leas
             too_few = tokens
     cuts = np.array(_cuts(ends, enough))
     assignment = np.searchsorted(cuts, np.arange(len(lengths)), side="right") - 1
-    return _placement(np.arange(len(lengths)), assignment, micro_batches, ranks, micro_batches)
+    return _placement(np.arange(len(lengths)), assignment, micro_batches, ranks, lambda filled: micro_batches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +151,11 @@ class _Step:
     overhead: float
     stages: int
     least: int
+    allowed: Callable[[int], bool]
+
+    def at_least(self, count: int) -> int:
+        """The next number of micro-batches that the schedule can run."""
+        return next(number for number in itertools.count(max(count, self.least)) if self.allowed(number))
 
     def bins(self, micro_batches: int) -> Bins:
         """A pipeline waits for the slowest of all bins, hence they are one group."""
@@ -166,20 +175,29 @@ class _Step:
     def counts(self) -> Iterator[int]:
         """Numbers of micro-batches, the most promising first; there is always one that all sequences fit into."""
         fewest = max(self.least, -(-int(self.items.tokens.sum()) // (self.ranks * self.max_tokens)))
-        most = max(fewest, -(-len(self.items) // self.ranks))
-        return iter(sorted(range(fewest, most + 1), key=lambda count: (self.bound(count), count)))
+        most = self.at_least(max(fewest, -(-len(self.items) // self.ranks)))
+        found = filter(self.allowed, range(fewest, most + 1))
+        return iter(sorted(found, key=lambda count: (self.bound(count), count)))
+
+    def _fewest_by_tokens(self) -> int:
+        """Micro-batches that surely suffice; where heuristics found no place for all in some, fewer rarely do."""
+        each = partition.best_fit(self.items, Bins(groups=len(self.items), width=1, max_tokens=self.max_tokens))
+        return -(-(int(each.max(initial=0)) + 1) // self.ranks)
 
     def search(self, planner: str) -> tuple[int, np.ndarray]:
         """The number of micro-batches and the assignment that a heuristic finds."""
         left = tries = 3 if len(self.items) <= _SMALL else 2
-        best, limit = None, np.inf
+        best, limit, fewest = None, np.inf, 0
         for count in self.counts():
             # What is tried depends on no planner, so that the default, which takes the best, is the best of all.
             if left == 0 or self.bound(count) >= limit:
                 break
+            if count < fewest:
+                continue
             bins = self.bins(count)
             starts = _starts(self.items, bins, thorough=best is None or len(self.items) <= _SMALL)
             if not starts:
+                fewest = fewest or self._fewest_by_tokens()
                 continue
             left -= 1
             reached = min(bins.peaks(self.items, start) for start in starts.values())
@@ -272,11 +290,13 @@ def _cuts(ends: np.ndarray, tokens: int) -> list[int]:
     return cuts
 
 
-def _placement(order: np.ndarray, assignment: np.ndarray, micro_batches: int, ranks: int, least: int) -> Placement:
-    """From the bin of the i-th longest sequence; empty micro-batches beyond the fewest are left out."""
+def _placement(
+    order: np.ndarray, assignment: np.ndarray, micro_batches: int, ranks: int, at_least: Callable[[int], int]
+) -> Placement:
+    """From the bin of the i-th longest sequence; of empty micro-batches there are as few as there may be."""
     table: list[list[list[int]]] = [[[] for _ in range(ranks)] for _ in range(micro_batches)]
     for index, place in sorted(zip(order.tolist(), assignment.tolist(), strict=True)):
         table[place // ranks][place % ranks].append(index)
     filled = [row for row in table if any(row)]
-    filled += [[[] for _ in range(ranks)]] * (least - len(filled))
+    filled += [[[] for _ in range(ranks)]] * (at_least(len(filled)) - len(filled))
     return Placement(micro_batches=tuple(tuple(tuple(bin_) for bin_ in row) for row in filled))

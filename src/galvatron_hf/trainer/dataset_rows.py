@@ -20,6 +20,7 @@ class DatasetRows:
 
     Attributes:
         known (`bool`): False where the sampler's order cannot be known without drawing from it, and for streams.
+        may_learn (`bool`): whether a sampler of the user's own may choose rows by what was trained before them.
     """
 
     def __init__(self, loader: DataLoader, accumulation: int):
@@ -28,6 +29,9 @@ class DatasetRows:
         self.known = isinstance(self._sampler, (SequentialSampler, SeedableRandomSampler))
         self._steps = -(-len(loader) // accumulation) if self.known else 0
         self._rows = self._batches.batch_size * accumulation if self.known else 0
+        self._most = len(loader) * self._batches.batch_size if self.known else 0  # a last, smaller batch may be left
+        own = [type(one).__module__.split(".")[0] for one in (self._batches, self._sampler) if one is not None]
+        self.may_learn = not set(own) <= {"torch", "accelerate", "transformers"}
         self._epoch: tuple[int, list[int]] | None = None
 
     def of_step(self, step: int) -> list[int]:
@@ -38,7 +42,7 @@ class DatasetRows:
         """
         epoch, step = divmod(step, self._steps)
         if self._epoch is None or self._epoch[0] != epoch:
-            self._epoch = epoch, epoch_order(self._sampler, epoch)
+            self._epoch = epoch, epoch_order(self._sampler, epoch)[: self._most]
         return self._epoch[1][step * self._rows : (step + 1) * self._rows]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import prepare_data_loader
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from galvatron_hf.data.loader import GlobalBatchLoader, join_batches, own_share, take_rows
@@ -56,7 +56,12 @@ class GlobalBatchMixin:
         return prepared
 
     def _get_train_sampler(self, *args, **kwargs):
-        sampler = super()._get_train_sampler(*args, **kwargs)
+        return self._of_global_batches(super()._get_train_sampler(*args, **kwargs))
+
+    def _get_eval_sampler(self, *args, **kwargs):
+        return self._of_global_batches(super()._get_eval_sampler(*args, **kwargs))
+
+    def _of_global_batches(self, sampler: Sampler | None) -> Sampler | None:
         if self._runs_parallel() and isinstance(sampler, LengthGroupedSampler):
             sampler.batch_size *= self.args.world_size
         return sampler

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import Trainer
 from transformers.utils import logging
 
 from galvatron_hf.data.lengths import sequence_lengths
@@ -35,6 +36,8 @@ from galvatron_hf.trainer.steps_ahead import StepPlacement, StepsAhead, take
 logger = logging.get_logger(__name__)
 
 COST_FILE = "sequence_cost.json"
+CUT_FILE = "cut_sequences.json"
+_PREPARE = ("_prepare_inputs", "_prepare_input")  # methods of Trainer through which batches go
 
 
 class PackingMixin:
@@ -48,6 +51,7 @@ class PackingMixin:
     """
 
     cut_sequences: int = 0
+    _cut_before: int = 0
     _cost: StepCost | None = None
     _placement: StepPlacement | None = None
     _ahead: StepsAhead | None = None
@@ -86,6 +90,8 @@ class PackingMixin:
     def _packing_obstacle(self) -> str | None:
         if self._loss_needs_logits():
             return "a loss of one's own sees rows, not documents"
+        if any(getattr(type(self), name) is not getattr(Trainer, name) for name in _PREPARE):
+            return "inputs that are prepared in one's own way are rows, not documents"
         if self.neftune_noise_alpha is not None:
             return "NEFTune's noise depends on the length of the padded rows"
         config = self.parallel.forward.current.config
@@ -111,7 +117,7 @@ class PackingMixin:
         """
         self._end_packing()
         self._placement, self._record, self._lengths = None, None, None
-        self.cut_sequences = 0
+        self.cut_sequences, self._cut_before = self._cut_before, 0
         if self._packs():
             read_once(self._check_lengths)
 
@@ -219,7 +225,9 @@ class PackingMixin:
             self._rows = DatasetRows(self.callback_handler.train_dataloader, self.args.gradient_accumulation_steps)
         if len(known) and self._rows.known:
             self._ahead.plan(lambda: known[self._rows.of_step(step)])
-        elif not self.accelerator.dataloader_config.use_stateful_dataloader:  # its state would be a step ahead
+        elif self._rows.may_learn or self.accelerator.dataloader_config.use_stateful_dataloader:
+            return  # rows would be chosen too early; a stateful loader's state would be a step ahead
+        else:
             self._ahead.read_and_plan(batches, count)
 
     def _random_state(self) -> dict[str, Any]:
@@ -292,6 +300,8 @@ class PackingMixin:
     # ---- A resumed run places as the run before ----
 
     def _save_cost(self, folder: Path) -> None:
+        if self.cut_sequences:
+            write_file(folder / CUT_FILE, json.dumps({"cut_sequences": self.cut_sequences}))
         if self._cost is not None and self._cost.measured:
             write_file(folder / COST_FILE, json.dumps(self._cost.to_json()))
 
@@ -300,3 +310,6 @@ class PackingMixin:
         path = os.path.join(checkpoint, COST_FILE)
         raw = read_once(lambda: read_object(path, "cost of sequences") if os.path.isfile(path) else None)
         self._cost = None if raw is None else StepCost.from_json(raw)
+        path = os.path.join(checkpoint, CUT_FILE)
+        raw = read_once(lambda: read_object(path, "number of cut sequences") if os.path.isfile(path) else None)
+        self._cut_before = 0 if raw is None else int(raw["cut_sequences"])

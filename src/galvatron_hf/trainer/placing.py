@@ -72,21 +72,16 @@ class Placer:
 
     def place(self, lengths: np.ndarray, max_tokens: int | None = None) -> Placement:
         """By cost, into as many micro-batches as the plan's schedule can run."""
-        least = 1
-        while True:
-            placement = place(
-                lengths,
-                self.packs,
-                self.cost.sequence,
-                max_tokens=max_tokens or self.capacity(lengths),
-                overhead=self.cost.overhead,
-                stages=len(self.plan.rank_lists),
-                least_micro_batches=least,
-            )
-            count = len(placement.micro_batches)
-            if len(self.plan.stages) == 1 or orders(PipelineShape.of(self.plan), count):
-                return placement
-            least = count + 1
+        shape = PipelineShape.of(self.plan)
+        return place(
+            lengths,
+            self.packs,
+            self.cost.sequence,
+            max_tokens=max_tokens or self.capacity(lengths),
+            overhead=self.cost.overhead,
+            stages=len(self.plan.rank_lists),
+            allowed=lambda count: orders(shape, count),
+        )
 
     def in_order(self, lengths: np.ndarray) -> Placement:
         """In the sampler's order."""

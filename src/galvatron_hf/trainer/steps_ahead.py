@@ -57,6 +57,8 @@ class StepsAhead:
         self._placer, self._long_sequences = placer, long_sequences
         self._plans = PlanAhead(lambda lengths: placer().place(lengths), lambda lengths: placer().in_order(lengths))
         self._looking: tuple[Iterator, LookAhead] | None = None
+        self._read: Iterator | None = None
+        self._draws: bool | None = None
         self.state_before_look: dict[str, Any] | None = None
 
     def peek(self, batches: Iterator, count: int) -> list[dict[str, Any]]:
@@ -69,7 +71,12 @@ class StepsAhead:
         """The next batches, read now or before; fewer where they end."""
         self.state_before_look = None
         ahead = self._looking is not None and self._looking[0] is batches
-        return take(self._looking[1] if ahead else batches, count)
+        before = random_state() if self._draws is None else None
+        found = take(self._looking[1] if ahead else batches, count)
+        if self._read is batches and self._draws is None:  # the first read makes a sampler's order
+            self._draws = random_state() != before
+        self._read = batches
+        return found
 
     def place(self, sequences: Sequences) -> StepPlacement:
         """Places the documents of the step that was read: where they were expected to go, or anew.
@@ -102,11 +109,17 @@ class StepsAhead:
         self._plans.begin(lambda: self._limited(lengths()))
 
     def read_and_plan(self, batches: Iterator, count: int) -> None:
-        """Reads the next step now, and has it placed in the background."""
+        """Reads the next step now, and has it placed in the background.
+
+        Where reading draws random numbers, evaluation or a callback between two steps may draw some before it: such
+        rows are not read ahead. Whether it does, the second step says, which is never read ahead.
+        """
+        if self._draws is not False:
+            return
         before = random_state()
         following = self.peek(batches, count)
         if random_state() != before:
-            self.state_before_look = before
+            self.state_before_look, self._draws = before, True
         if following:
             self.plan(lambda: Sequences.of(following).lengths)
 
