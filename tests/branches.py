@@ -3,6 +3,7 @@
 """Random search problems, and two other ways to solve them: enumeration and a mixed-integer program."""
 
 import itertools
+import math
 
 import numpy as np
 from scipy import sparse
@@ -24,6 +25,8 @@ def random_branch(
     in_flight = np.arange(stages, 0, -1)
     order = np.sort(draw.integers(0, kinds, layers)) if draw.random() < 0.5 else draw.integers(0, kinds, layers)
     moves = [draw.integers(0, 12, (layouts, layouts)) * (1 - np.eye(layouts, dtype=np.int64)) for _ in range(2)]
+    micro_batches = int(draw.integers(1, 2 * stages + 3))
+    ahead = np.arange(stages - 1, -1, -1) * (micro_batches >= stages)
     least = (state + in_flight[:, None, None] * activation).min() * layers / stages
     most = (state + in_flight[:, None, None] * activation).max() * layers / stages
     return Branch(
@@ -47,6 +50,8 @@ def random_branch(
         starts=_ends(draw, ends[0], layouts),
         finishes=_ends(draw, ends[1], layouts),
         budget=int(least + tightness * (most - least)) + 60,
+        micro_batches=micro_batches,
+        ahead=ahead,
     )
 
 
@@ -115,15 +120,16 @@ def mixed_integer(branch: Branch) -> int | None:
     program, stages, layers = _Program(), branch.stages, branch.layers
     nodes: dict[tuple, dict[int, float]] = {}  # flow in minus flow out
     memory: list[dict[int, float]] = [{} for _ in range(stages)]
-    slow: list[dict[int, float]] = [{} for _ in range(stages)]
+    first: list[dict[int, float]] = [{} for _ in range(stages)]  # A
+    others: list[dict[int, float]] = [{} for _ in range(stages)]  # B
     peaks = [program.variable(integral=False) for _ in range(stages)]
     slowest = program.variable(1.0, integral=False)
 
     def arc(tail: tuple, head: tuple, stage: int, a: float, b: float, held: float, working: float) -> None:
-        variable = program.variable(a)
+        variable = program.variable()
         nodes.setdefault(tail, {})[variable] = -1.0
         nodes.setdefault(head, {})[variable] = 1.0
-        slow[stage][variable] = b
+        first[stage][variable], others[stage][variable] = a, b
         memory[stage][variable] = held
         program.constrain({variable: working, peaks[stage]: -1.0}, -np.inf, 0.0)
 
@@ -182,6 +188,15 @@ def mixed_integer(branch: Branch) -> int | None:
     for stage in range(stages):
         room = branch.budget - branch.stage_memory[stage]
         program.constrain({**memory[stage], peaks[stage]: 1.0}, -np.inf, room)
-        program.constrain({**slow[stage], slowest: -1.0}, -np.inf, -branch.stage_b[stage])
+        # The two paths through the stage; with fewer micro-batches than stages both are the sum of A and its B.
+        few = branch.micro_batches < stages
+        done = 1.0 if few or stages == 1 else 1 - (last - stage) / (branch.micro_batches - 1)
+        for share, waits in ((1.0, 0), (done, 1 if few else 2)):
+            times = [1 if one <= stage else waits for one in range(stages)]
+            row = {slowest: -1.0} | {variable: share * b for variable, b in others[stage].items()}
+            for one, often in enumerate(times):
+                row |= {variable: row.get(variable, 0.0) + often * a for variable, a in first[one].items()}
+            constant = share * branch.stage_b[stage] + np.dot(times, branch.stage_a)
+            program.constrain(row, -np.inf, -constant)
     found = program.solve()
-    return None if found is None else round(found + float(branch.stage_a.sum()))
+    return None if found is None else math.ceil(found - 1e-6)

@@ -8,10 +8,16 @@ working memories:
 
     A_i = stage + sum of layers + moves        B_i likewise
     memory_i = stage + sum of (state + in flight * activation - shared_i) + largest working memory  <= budget
-    minimise  sum of A_i  +  max of B_i
+    minimise the largest, over stages i, of
+        sum of A_j up to j = i  +  B_i
+        sum of A_j up to j = i  +  w_i B_i  +  2 sum of A_j behind i        w_i = (m - 1 - k_i) / (m - 1)
 
-With 1F1B, t milliseconds of a micro-batch on stage i and e of its last gradient's synchronisation that nothing hides,
-A = t + e and B = (m - 1) t give the pipeline's `sum t + (m - 1) max t + sum e`.
+A is what one of the m micro-batches takes on a stage, and B what the others do, and what follows once behind the last.
+These are the paths of 1F1B through its slowest stage, in which k_i = p - 1 - i micro-batches go forward before the
+first comes back. Either those behind it are so quick that it never waits for them, or it waits for its first gradient
+while they work, and for the last one again, and has k_i micro-batches less to do beside that. Of stages that are alike
+both are the pipeline's `sum A + max B`, which counts too much where one is much slower than those behind it. Of GPipe,
+and with fewer micro-batches than stages, the cost is that sum: no k, and the A behind i counts once.
 
 Costs are integers (picoseconds), memory is bytes: sums are exact in any order, so that equal plans cost the same.
 """
@@ -19,6 +25,7 @@ Costs are integers (picoseconds), memory is bytes: sums are exact in any order, 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -56,6 +63,8 @@ class Branch:
         stage_a, stage_b, stage_memory (`np.ndarray`): (p,) of each stage, whatever its layers.
         starts, finishes ([`Options`]): of the embedding, in the first stage, and of the head, in the last.
         budget (`int`): bytes of a rank.
+        micro_batches (`int`): m.
+        ahead (`np.ndarray`): (p,) k.
     """
 
     kinds: np.ndarray
@@ -78,6 +87,8 @@ class Branch:
     starts: Options
     finishes: Options
     budget: int
+    micro_batches: int
+    ahead: np.ndarray
 
     @property
     def stages(self) -> int:
@@ -88,6 +99,22 @@ class Branch:
     def layers(self) -> int:
         """L."""
         return len(self.kinds)
+
+    @cached_property
+    def shares(self) -> tuple[np.ndarray, int]:
+        """(p,) and one number: how many of how many parts of B a stage does while it does not wait, w."""
+        others = max(1, self.micro_batches - 1)
+        return others - self.ahead, others
+
+    @property
+    def waits(self) -> int:
+        """How often a stage waits for all that are behind it."""
+        return 2 if self.ahead.any() else 1
+
+    def beside_waiting(self, stage: int, b: np.ndarray | int) -> np.ndarray | int:
+        """w B, rounded up."""
+        parts, whole = self.shares
+        return -(-b * int(parts[stage]) // whole)
 
     def detours(self) -> tuple[np.ndarray, np.ndarray]:
         """(Y, Y, 2) how much more A and B it costs, at most, to come to the first layout, or to go on from it, than
@@ -150,10 +177,7 @@ class Score:
     b: tuple[int, ...]
     memory: tuple[int, ...]
 
-    @property
-    def cost(self) -> int:
-        """Sum of A plus the largest B."""
-        return sum(self.a) + max(self.b)
+    cost: int
 
 
 def score(branch: Branch, choice: Choice) -> Score:
@@ -188,4 +212,9 @@ def score(branch: Branch, choice: Choice) -> Score:
         a.append(cost_a)
         b.append(cost_b)
         memory.append(held + working)
-    return Score(a=tuple(a), b=tuple(b), memory=tuple(memory))
+    paths = []
+    for stage in range(branch.stages):
+        first, behind = sum(a[: stage + 1]), sum(a[stage + 1 :])
+        paths.append(first + b[stage])
+        paths.append(first + branch.beside_waiting(stage, b[stage]) + branch.waits * behind)
+    return Score(a=tuple(a), b=tuple(b), memory=tuple(memory), cost=max(paths))

@@ -10,15 +10,19 @@ import numpy as np
 
 from galvatron_hf.planner.branch import Branch
 from galvatron_hf.planner.pareto import nondominated
-from galvatron_hf.planner.stage_bounds import TOTAL, A, B, StageBounds
+from galvatron_hf.planner.stage_bounds import TOTAL, A, Objective, StageBounds
+
+
+NO_STAGES = np.array([[0.0, -np.inf, -np.inf]])  # their triple
 
 
 class CutBounds:
     """
     Bounds for every cut of the layers into stages.
 
-    With a_i and b_i below the A and the B of stage i, and t_i below their sum, a solution costs at least
-    `sum a_i + max(max b_i, max (t_i - a_i))`. Over all cuts, pairs (sum, max) that are not dominated are enough.
+    A run of stages has a triple, each from below: the sum of their A, the cost of the longest path that ends with its
+    slowest stage, and of the longest that waits for what is behind it (see `branch.py`). Triples of neighbouring runs
+    make that of both; over all cuts, triples that are not dominated are enough.
 
     Args:
         branch ([`Branch`]): The problem.
@@ -29,8 +33,10 @@ class CutBounds:
 
     def __init__(self, branch: Branch):
         self.branch, self.stages = branch, StageBounds(branch)
+        parts, whole = branch.shares
+        self._shares = parts / whole
         self._lower = {
-            first: {objective: self.stages.lower(objective, first) for objective in (A, B, TOTAL)}
+            first: {objective: self.stages.lower(objective, first) for objective in (A, TOTAL)}
             for first in self.stages.classes
         }
         self._hopeless = least_memory(branch) > branch.budget
@@ -40,24 +46,22 @@ class CutBounds:
     def _whole(self) -> float:
         if self._hopeless:
             return np.inf
-        pairs = self._before[-1].get(self.branch.layers)
-        return np.inf if pairs is None else float(pairs.sum(axis=1).min())
+        triples = self._before[-1].get(self.branch.layers)
+        return np.inf if triples is None else float(triples[:, 1:].max(axis=1).min())
 
-    def stage(self, stage: int, place: int, count: int) -> tuple[float, float]:
-        """At least A, and at least the excess that counts once for all stages, of `count` layers from `place` on."""
-        lower = self._lower[self._firsts[place]]
-        least = lower[A][stage, count]
-        if not np.isfinite(least):
-            return np.inf, np.inf
-        return least, max(lower[B][stage, count], lower[TOTAL][stage, count] - least)
+    def stage(self, stage: int, place: int, count: int) -> np.ndarray:
+        """(3,) at least A, A + B and A + w B of `count` layers from `place` on; infinite where nothing fits."""
+        lower, share = self._lower[self._firsts[place]], self._shares[stage]
+        first, total = lower[A][stage, count], lower[TOTAL][stage, count]
+        return np.array([first, total, first + share * (total - first) if np.isfinite(total) else np.inf])
 
     def improve(self, limit: float) -> None:
         """Better prices for every stage and number of layers that some solution within the limit can have."""
         for first, places in self.stages.classes.items():
-            pairs = {(i, n) for i, place, n in self.within(limit) if place in places}
-            if not pairs:
+            found = {(i, n) for i, place, n in self.within(limit) if place in places}
+            if not found:
                 continue
-            stages, counts = np.array(sorted(pairs)).T
+            stages, counts = np.array(sorted(found)).T
             for objective in (A, TOTAL):
                 self._lower[first][objective][stages, counts] = self.stages.refine(objective, first, stages, counts)
         for name in ("_before", "_behind"):
@@ -70,20 +74,29 @@ class CutBounds:
         for stage in range(self.branch.stages):
             for place in self._before[stage]:
                 for count in self._counts(stage, place):
-                    least, excess = self.stage(stage, place, count)
-                    others = self.others(stage, place, count)
-                    if others is None or not np.isfinite(least + excess):
+                    own, others = self.stage(stage, place, count), self.others(stage, place, count)
+                    if others is None or not np.isfinite(own).all():
                         continue
-                    if float((others[:, 0] + np.maximum(others[:, 1], excess)).min()) + least <= limit:
+                    before, behind = others
+                    whole = self._joined(self._joined(before, own[None]), behind)
+                    if float(whole[:, 1:].max(axis=1).min()) <= limit:
                         found.append((stage, place, count))
         return found
 
-    def others(self, stage: int, place: int, count: int) -> np.ndarray | None:
-        """(N, 2) of all other stages, (sum of A, excess), for the best cuts; None where there is none."""
+    def others(self, stage: int, place: int, count: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Triples (N, 3) of the stages before and (M, 3) of those behind, for the best cuts; None where one has
+        none."""
         before, behind = self._before[stage].get(place), self._behind[stage + 1].get(place + count)
-        if before is None or behind is None:
-            return None
-        return _joined(before, behind)
+        return None if before is None or behind is None else (before, behind)
+
+    def room(self, objective: Objective, limit: float, before: np.ndarray, behind: np.ndarray) -> float:
+        """What a stage between two such runs can have of an objective at most, within the limit."""
+        waits = self.branch.waits
+        if objective == TOTAL:
+            return limit - float(before[:, 0].min())
+        ahead = limit - before[:, None, 0] - behind[None, :, 1:].max(axis=2)
+        waiting = (limit - before[:, None, 2]) / waits - behind[None, :, 0]
+        return float(np.minimum(ahead, waiting).max())
 
     def _counts(self, stage: int, place: int) -> range:
         """Numbers of layers that a stage can have, all others having one at least."""
@@ -94,45 +107,51 @@ class CutBounds:
 
     @cached_property
     def _before(self) -> list[dict[int, np.ndarray]]:
-        """By number of stages and of their layers, the pairs of these stages."""
-        fronts = [{0: np.zeros((1, 2))}]
+        """By number of stages and of their layers, the triples of these stages."""
+        fronts = [{0: NO_STAGES}]
         for stage in range(self.branch.stages):
             found: dict[int, list[np.ndarray]] = {}
-            for place, pairs in fronts[-1].items():
+            for place, triples in fronts[-1].items():
                 for count in self._counts(stage, place):
-                    own = np.array([self.stage(stage, place, count)])
+                    own = self.stage(stage, place, count)[None]
                     if np.isfinite(own).all():
-                        found.setdefault(place + count, []).append(_joined(pairs, own))
+                        found.setdefault(place + count, []).append(self._joined(triples, own))
             fronts.append({end: _front(np.concatenate(parts)) for end, parts in found.items()})
         return fronts
 
     @cached_property
     def _behind(self) -> list[dict[int, np.ndarray]]:
-        """By stage and layer, the pairs of this and all later stages from that layer on."""
-        fronts: list[dict[int, np.ndarray]] = [{self.branch.layers: np.zeros((1, 2))}]
+        """By stage and layer, the triples of this and all later stages from that layer on."""
+        fronts: list[dict[int, np.ndarray]] = [{self.branch.layers: NO_STAGES}]
         for stage in range(self.branch.stages - 1, -1, -1):
             found: dict[int, np.ndarray] = {}
             for place in self._before[stage]:
                 parts = []
                 for count in self._counts(stage, place):
-                    own, rest = np.array([self.stage(stage, place, count)]), fronts[0].get(place + count)
+                    own, rest = self.stage(stage, place, count)[None], fronts[0].get(place + count)
                     if rest is not None and np.isfinite(own).all():
-                        parts.append(_joined(own, rest))
+                        parts.append(self._joined(own, rest))
                 if parts:
                     found[place] = _front(np.concatenate(parts))
             fronts.insert(0, found)
         return fronts
 
-
-def _joined(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Every pair of one with every pair of the other: sums add up, of the excesses the larger counts."""
-    sums = one[:, None, 0] + other[None, :, 0]
-    tops = np.maximum(one[:, None, 1], other[None, :, 1])
-    return np.stack([sums.ravel(), tops.ravel()], axis=1)
+    def _joined(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        """Of every run of one with every run of the other behind it."""
+        return joined(one, other, self.branch.waits)
 
 
-def _front(pairs: np.ndarray) -> np.ndarray:
-    return pairs[nondominated(pairs)]
+def joined(one: np.ndarray, other: np.ndarray, waits: int) -> np.ndarray:
+    """(N * M, 3) of (N, 3) runs of stages, each with every one of (M, 3) behind it."""
+    one, other = one[:, None], other[None]
+    sums = one[..., 0] + other[..., 0]
+    through = np.maximum(one[..., 1], one[..., 0] + other[..., 1])
+    waiting = np.maximum(one[..., 2] + waits * other[..., 0], one[..., 0] + other[..., 2])
+    return np.stack([sums, through, waiting], axis=2).reshape(-1, 3)
+
+
+def _front(triples: np.ndarray) -> np.ndarray:
+    return triples[nondominated(triples)]
 
 
 def least_memory(branch: Branch) -> float:

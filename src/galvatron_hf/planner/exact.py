@@ -15,14 +15,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from galvatron_hf.planner.branch import Branch, Choice
-from galvatron_hf.planner.cut_bounds import CutBounds
+from galvatron_hf.planner.cut_bounds import CutBounds, joined
 from galvatron_hf.planner.pareto import dominated, nondominated
-from galvatron_hf.planner.stage_bounds import TOTAL, A, Distances
+from galvatron_hf.planner.stage_bounds import TOTAL, A, Distances, Objective
 
 
 # Of the bound: within so much of it a solution is looked for, one limit after the other.
 SLACKS_OF_ONE = (0.001, 0.002, 0.003, 0.0045, 0.007, 0.01, 0.015, 0.03, 0.1, 0.3, np.inf)
 SLACKS = (0.01, 0.03, 0.1, 0.3, np.inf)
+_NO_STAGES = np.array([[0, -(1 << 60), -(1 << 60)]])
 BEAM = 80  # labels of a stage after each layer, when a first solution of a pipeline is looked for
 
 
@@ -101,13 +102,13 @@ class _Task:
     """A stage of `count` layers from `first` on, and what the other stages leave for it within the limit.
 
     Attributes:
-        distances (`tuple`): of A + B and of A, each with what it may be at most.
+        distances (`tuple`): of objectives, each with what it may be at most.
     """
 
     stage: int
     first: int
     count: int
-    distances: tuple[tuple[Distances, float], ...]
+    distances: tuple[tuple[Objective, Distances, float], ...]
 
 
 class ExactSearch:
@@ -155,13 +156,11 @@ class ExactSearch:
 
     def _task(self, stage: int, first: int, count: int, places: list[int], limit: float) -> _Task:
         others = [self.bounds.others(stage, place, count) for place in places]
-        beside_total = min(float(pairs[:, 0].min()) for pairs in others)
-        beside_a = min(float(pairs.sum(axis=1).min()) for pairs in others)
-        distances = (
-            (Distances.of(self.bounds.stages, TOTAL, first, stage, count), limit - beside_total),
-            (Distances.of(self.bounds.stages, A, first, stage, count), limit - beside_a),
-        )
-        return _Task(stage=stage, first=first, count=count, distances=distances)
+        distances = []
+        for objective in (TOTAL, A):
+            most = max(self.bounds.room(objective, limit, *runs) for runs in others)
+            distances.append((objective, Distances.of(self.bounds.stages, objective, first, stage, count), most))
+        return _Task(stage=stage, first=first, count=count, distances=tuple(distances))
 
     # ---- One stage ----
 
@@ -191,7 +190,7 @@ class ExactSearch:
         branch = self.branch
         kinds = branch.kinds[task.first : task.first + task.count]
         keep = {int(kind): branch.allowed[kind].copy() for kind in np.unique(kinds)}
-        for (distances, most), objective in zip(task.distances, (TOTAL, A), strict=True):
+        for objective, distances, most in task.distances:
             moves = self.bounds.stages.moves(objective)
             reached = (distances.before[:-1, room, :, None] + moves).min(axis=1)  # (n, Y)
             through = reached + distances.behind[1:, room]
@@ -222,11 +221,12 @@ class ExactSearch:
         values[:, :, :2] += self._moves[labels.layout[:, None], layout[None]]
         values = values.reshape(-1, 3)
         layout = np.tile(layout, len(labels))
-        good, bound = values[:, 2] <= branch.budget, None
-        for cost, (distances, most) in zip((values[:, 0] + values[:, 1], values[:, 0]), task.distances, strict=True):
+        good, bound = values[:, 2] <= branch.budget, np.zeros(len(values))
+        for objective, distances, most in task.distances:
+            cost = values[:, 0] + objective.of_b * values[:, 1]
             least = cost + distances.price * (values[:, 2] - branch.budget) + distances.behind[done, room][layout]
             good &= least <= most
-            bound = least if bound is None else bound
+            bound = np.maximum(bound, least)
         kept = np.nonzero(good)[0]
         kept = kept[self._best_of_layouts(values[kept], layout[kept])]
         if self._beam is not None and len(kept) > self._beam:
@@ -281,28 +281,28 @@ class ExactSearch:
     # ---- All stages ----
 
     def _join(self, runs: dict[tuple[int, int], list[tuple[int, _Run]]], limit: float) -> tuple[int, Choice] | None:
-        """Stages one behind the other: at each layer what is not dominated in (sum of A, largest B)."""
+        """Stages one behind the other: at each layer the triples (see [`CutBounds`]) that are not dominated."""
         branch = self.branch
-        # values (N, 2); of each, its stages so far as (run, place, count, index of the closed label)
-        fronts: dict[int, tuple[np.ndarray, list]] = {0: (np.zeros((1, 2), dtype=np.int64), [()])}
+        # triples (N, 3); of each, its stages so far as (run, place, count, index of the closed label)
+        fronts: dict[int, tuple[np.ndarray, list]] = {0: (_NO_STAGES, [()])}
         for stage in range(branch.stages):
             found: dict[int, list[tuple[np.ndarray, list]]] = {}
-            for place, (values, history) in fronts.items():
+            for place, (triples, history) in fronts.items():
                 for count, run in runs.get((stage, place), []):
-                    sums = (values[:, None, 0] + run.ends.values[None, :, 0]).ravel()
-                    tops = np.maximum(values[:, None, 1], run.ends.values[None, :, 1]).ravel()
-                    pairs = np.stack([sums, tops], axis=1)
-                    kept = nondominated(pairs)
-                    kept = kept[sums[kept] + tops[kept] <= limit]
+                    a, b = run.ends.values.T
+                    own = np.stack([a, a + b, a + branch.beside_waiting(stage, b)], axis=1)
+                    longer = joined(triples, own, branch.waits)
+                    kept = nondominated(longer)
+                    kept = kept[longer[kept, 1:].max(axis=1) <= limit]
                     width = len(run.ends)
                     then = [(*history[index // width], (run, place, count, int(index % width))) for index in kept]
-                    found.setdefault(place + count, []).append((pairs[kept], then))
+                    found.setdefault(place + count, []).append((longer[kept], then))
             fronts = {end: _merged(parts) for end, parts in found.items()}
-        values, history = fronts.get(branch.layers, (np.zeros((0, 2)), []))
-        if not len(values):
+        triples, history = fronts.get(branch.layers, (np.zeros((0, 3)), []))
+        if not len(triples):
             return None
-        totals = values.sum(axis=1)
-        best = int(np.lexsort((values[:, 1], totals))[0])
+        totals = triples[:, 1:].max(axis=1)
+        best = int(np.lexsort((triples[:, 0], totals))[0])
         return int(totals[best]), _traced(history[best])
 
 

@@ -60,13 +60,12 @@ class StageParts:
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
     """
-    A plan's price in parts. The slowest stage's own time and the others' first and last micro-batch, in which it waits
-    (`bubble_ms`), are the step.
+    A plan's price in parts: the own time of the stage that has most to do, and what it waits for others.
 
     Attributes:
         estimate ([`Estimate`]): what is explained.
         stages (`tuple[StageParts, ...]`): in order.
-        slowest (`int`): index of the stage that sets the pace.
+        slowest (`int`): index of the stage that has most to do.
         once_ms (`float`): of a step beside the work of stages.
     """
 
@@ -78,14 +77,13 @@ class Explanation:
     def step_ms(self) -> dict[str, float]:
         """Milliseconds of a step by what they are for; their sum is the estimate's."""
         count, stage = self.estimate.plan.micro_batches, self.stages[self.slowest]
-        others = [other for index, other in enumerate(self.stages) if index != self.slowest]
-        return {
+        own = {
             "computing": count * stage.computing_ms,
             "communication": count * stage.communication_ms + stage.sync_ms + self.once_ms,
             "layout changes": count * stage.layout_ms,
             "optimizer": stage.update_ms,
-            "bubble": sum(other.micro_batch_ms + other.sync_ms for other in others),
         }
+        return own | {"bubble": max(0.0, self.estimate.step_ms - sum(own.values()))}
 
     def time_table(self) -> Table:
         """For people."""
@@ -137,7 +135,7 @@ def explain_plan(
         _stage(costs, plan, index, shape, int(in_flight[index]), bool(at_once[index]))
         for index in range(len(plan.stages))
     )
-    pace = [(shape.micro_batches - 1) * stage.micro_batch_ms + stage.update_ms for stage in stages]
+    pace = [shape.micro_batches * stage.micro_batch_ms + stage.sync_ms + stage.update_ms for stage in stages]
     return Explanation(
         estimate=replace(estimate, plan=replace(plan, micro_batches=shape.micro_batches)),
         stages=stages,

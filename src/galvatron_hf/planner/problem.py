@@ -44,6 +44,27 @@ class Shape:
             return np.full(self.pipeline, self.micro_batches)
         return np.minimum(self.micro_batches, np.arange(self.pipeline, 0, -1))
 
+    def ahead(self) -> np.ndarray:
+        """(p,) micro-batches that go forward on a stage of 1F1B before its first one comes back; 0 if not all can."""
+        if self.schedule == "gpipe" or self.micro_batches < self.pipeline:
+            return np.zeros(self.pipeline, dtype=np.int64)
+        return np.arange(self.pipeline - 1, -1, -1)
+
+    def least_step(self) -> float:
+        """A step of 1F1B over the time of one micro-batch on all stages, under the best cut there could be.
+
+        With x_i of that time on stage i, m x_i on the whole at least, and S_i behind stage i, the paths of `branch.py`
+        say that T = 1 + t needs x_i <= (t + S_i) / (m - 1) and (m - 1 - k_i) x_i <= t - S_i. From the last stage on,
+        as much as that allows is best for all before it.
+        """
+        others, behind = self.micro_batches - 1, 0.0
+        if not self.ahead().any():
+            return 1 + others / self.pipeline
+        for ahead in reversed(self.ahead().tolist()):
+            most = (1 + behind) / others
+            behind += most if ahead == others else min(most, (1 - behind) / (others - ahead))
+        return 1 + 1 / behind
+
     def at_once(self) -> np.ndarray:
         """(p,) whether a stage keeps all micro-batches before its first backward."""
         return self.in_flight() == self.micro_batches
@@ -133,8 +154,17 @@ class Draft:
 
     def _bound(self) -> float:
         kinds, stages = np.array(self.costs.model.layers), self.shape.pipeline
-        a, b = (self._columns[name].min(axis=1)[kinds].sum() for name in ("a", "b"))
-        return float(a + self._starts.a.min() + self._finishes.a.min() + b / stages)
+        ends = [(one.a, one.b) for one in (self._starts, self._finishes)]
+
+        def least(of_a: float, of_b: float) -> float:
+            layers = (of_a * self._columns["a"] + of_b * self._columns["b"]).min(axis=1)[kinds].sum()
+            return float(layers + sum((of_a * a + of_b * b).min() for a, b in ends))
+
+        if not self.shape.ahead().any():
+            return least(1.0, 1 / stages)
+        # Of A alone, B being m - 1 times as much at least; or the mean A + B of stages; or anything between the two.
+        step = self.shape.least_step()
+        return max(least(share * step + (1 - share) / stages, (1 - share) / stages) for share in (0.0, 0.5, 0.9, 1.0))
 
     def problem(self, budget: int, *, prune: bool = True) -> Problem:
         """
@@ -168,6 +198,8 @@ class Draft:
             starts=starts,
             finishes=finishes,
             budget=budget,
+            micro_batches=shape.micro_batches,
+            ahead=shape.ahead(),
             **self._columns,
         )
         kept = np.arange(len(self.strategies))
@@ -229,8 +261,8 @@ class _Numbers:
         once, update = picoseconds(costs.sync_ms), picoseconds(costs.update_ms)
         alone = self.shape.pipeline == 1
         return {
-            "a": passed + once + (again * passed + update) * alone,
-            "b": (again * passed + update) * (not alone),
+            "a": passed + (again * passed + once + update) * alone,
+            "b": (again * passed + once + update) * (not alone),
             "state": np.ceil(costs.state_bytes).astype(np.int64),
             "activation": np.ceil(costs.activation_bytes).astype(np.int64),
             "shared": np.floor(costs.shared_bytes).astype(np.int64),

@@ -19,8 +19,8 @@ from galvatron_hf.planner.branch import Branch
 
 
 # Prices are tried in units of (cost of the stage / budget), then between the neighbours of the best.
-GRID = np.concatenate([[0.0], np.geomspace(0.004, 40.0, 24)])
-FINER, ROUNDS = 7, 3
+GRID = np.concatenate([[0.0], np.geomspace(0.004, 40.0, 9)])
+FINER, ROUNDS = 7, 4
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Objective:
     of_b: int
 
 
-A, B, TOTAL, MEMORY = Objective(1, 0), Objective(0, 1), Objective(1, 1), Objective(0, 0)
+A, TOTAL, MEMORY = Objective(1, 0), Objective(1, 1), Objective(0, 0)
 
 
 class StageBounds:
