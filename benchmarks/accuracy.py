@@ -118,13 +118,14 @@ class Rows(Dataset):
 
 
 def pace() -> float:
-    """Seconds of a fixed piece of work on all ranks at once, those of the slowest."""
+    """Seconds of a fixed piece of work on all ranks at once, those of the slowest; a short run before it warms up."""
     matrix, vector = torch.full((384, 384), 1e-3), torch.zeros(1 << 20)
-    dist.barrier()
-    began = time.perf_counter()
-    for _ in range(150):
-        torch.mm(matrix, matrix)
-        vector.add_(1.0)
+    for repetitions in (15, 150):
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(repetitions):
+            torch.mm(matrix, matrix)
+            vector.add_(1.0)
     seconds = torch.tensor(time.perf_counter() - began)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return float(seconds)

@@ -4,6 +4,8 @@
 
 import itertools
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from scipy import sparse
@@ -115,88 +117,106 @@ class _Program:
         return None if result.x is None else float(result.fun)
 
 
+@dataclass(frozen=True)
+class _Arc:
+    """A step from node to node, in a stage: nothing of it, or all."""
+
+    tail: tuple
+    head: tuple
+    stage: int
+    a: float
+    b: float
+    memory: float = 0.0
+    working: float = 0.0
+
+
+_SOURCE, _SINK = ("source",), ("sink",)
+
+
+def _arcs(branch: Branch) -> Iterator[_Arc]:
+    """Those of the ways from source to sink through ("in" or "out", stage, layers so far, layout), one a solution."""
+    starts, finishes, last = branch.starts, branch.finishes, branch.stages - 1
+    layouts = range(branch.move_a.shape[0])
+    for index, layout in enumerate(starts.layout.tolist()):
+        sizes = starts.memory[index], starts.working[index]
+        yield _Arc(_SOURCE, ("in", 0, 0, layout), 0, starts.a[index], starts.b[index], *sizes)
+    for stage in range(branch.stages):
+        for layer in range(branch.layers):
+            yield from _arcs_of_a_layer(branch, stage, layer)
+    for stage, layer, layout in itertools.product(range(last), range(1, branch.layers), layouts):
+        moved = branch.move_a[layout, branch.boundary], branch.move_b[layout, branch.boundary]
+        yield _Arc(("out", stage, layer, layout), ("in", stage + 1, layer, branch.boundary), stage, *moved)
+    for layout, (index, to) in itertools.product(layouts, enumerate(finishes.layout.tolist())):
+        a, b = branch.move_a[layout, to] + finishes.a[index], branch.move_b[layout, to] + finishes.b[index]
+        end = ("out", last, branch.layers, layout)
+        yield _Arc(end, _SINK, last, a, b, finishes.memory[index], finishes.working[index])
+
+
+def _arcs_of_a_layer(branch: Branch, stage: int, layer: int) -> Iterator[_Arc]:
+    """From every layout in which it can be entered, as a stage's first layer or behind another, by every option."""
+    kind, opened = branch.kinds[layer], branch.starts.layout.tolist() if stage == 0 else [branch.boundary]
+    entered = opened if (layer == 0) == (stage == 0) else []
+    tails = [("in", stage, layer, layout) for layout in sorted(set(entered))]
+    if layer:
+        tails += [("out", stage, layer, layout) for layout in range(branch.move_a.shape[0])]
+    for tail, option in itertools.product(tails, np.nonzero(branch.allowed[kind])[0]):
+        to = int(branch.layout[option])
+        yield _Arc(
+            tail,
+            ("out", stage, layer + 1, to),
+            stage,
+            branch.move_a[tail[-1], to] + branch.a[kind, option],
+            branch.move_b[tail[-1], to] + branch.b[kind, option],
+            branch.memory(stage)[kind, option],
+            branch.working[kind, option],
+        )
+
+
 def mixed_integer(branch: Branch) -> int | None:
-    """The least cost, by HiGHS: a path through (stage, layer, option) as a flow, memory and the slowest as rows."""
-    program, stages, layers = _Program(), branch.stages, branch.layers
-    nodes: dict[tuple, dict[int, float]] = {}  # flow in minus flow out
-    memory: list[dict[int, float]] = [{} for _ in range(stages)]
-    first: list[dict[int, float]] = [{} for _ in range(stages)]  # A
-    others: list[dict[int, float]] = [{} for _ in range(stages)]  # B
-    peaks = [program.variable(integral=False) for _ in range(stages)]
-    slowest = program.variable(1.0, integral=False)
-
-    def arc(tail: tuple, head: tuple, stage: int, a: float, b: float, held: float, working: float) -> None:
-        variable = program.variable()
-        nodes.setdefault(tail, {})[variable] = -1.0
-        nodes.setdefault(head, {})[variable] = 1.0
-        first[stage][variable], others[stage][variable] = a, b
-        memory[stage][variable] = held
-        program.constrain({variable: working, peaks[stage]: -1.0}, -np.inf, 0.0)
-
-    starts, finishes, last = branch.starts, branch.finishes, stages - 1
-    for index in range(len(starts)):
-        head = ("in", 0, 0, int(starts.layout[index]))
-        arc(("source",), head, 0, starts.a[index], starts.b[index], starts.memory[index], starts.working[index])
-    entries = {(0, int(layout)) for layout in starts.layout}
-    for stage in range(stages):
-        for layer in range(layers):
-            kind = branch.kinds[layer]
-            for option in np.nonzero(branch.allowed[kind])[0]:
-                to = int(branch.layout[option])
-                froms = range(branch.move_a.shape[0])
-                for layout in froms:
-                    tails = [("out", stage, layer, layout)] if layer else []
-                    if (stage, layout) in entries and layer == 0 or (stage and layout == branch.boundary and layer):
-                        tails.append(("in", stage, layer, layout))
-                    for tail in tails:
-                        arc(
-                            tail,
-                            ("out", stage, layer + 1, to),
-                            stage,
-                            branch.move_a[layout, to] + branch.a[kind, option],
-                            branch.move_b[layout, to] + branch.b[kind, option],
-                            branch.memory(stage)[kind, option],
-                            branch.working[kind, option],
-                        )
-    for stage in range(last):
-        for layer in range(1, layers):
-            for layout in range(branch.move_a.shape[0]):
-                arc(
-                    ("out", stage, layer, layout),
-                    ("in", stage + 1, layer, branch.boundary),
-                    stage,
-                    branch.move_a[layout, branch.boundary],
-                    branch.move_b[layout, branch.boundary],
-                    0.0,
-                    0.0,
-                )
-    for layout in range(branch.move_a.shape[0]):
-        for index in range(len(finishes)):
-            to = int(finishes.layout[index])
-            arc(
-                ("out", last, layers, layout),
-                ("sink",),
-                last,
-                branch.move_a[layout, to] + finishes.a[index],
-                branch.move_b[layout, to] + finishes.b[index],
-                finishes.memory[index],
-                finishes.working[index],
-            )
-    for node, flow in nodes.items():
-        wanted = {("source",): -1.0, ("sink",): 1.0}.get(node, 0.0)
-        program.constrain(flow, wanted, wanted)
-    for stage in range(stages):
-        room = branch.budget - branch.stage_memory[stage]
-        program.constrain({**memory[stage], peaks[stage]: 1.0}, -np.inf, room)
-        # The two paths through the stage; with fewer micro-batches than stages both are the sum of A and its B.
-        few = branch.micro_batches < stages
-        done = 1.0 if few or stages == 1 else 1 - (last - stage) / (branch.micro_batches - 1)
-        for share, waits in ((1.0, 0), (done, 1 if few else 2)):
-            times = [1 if one <= stage else waits for one in range(stages)]
-            row = {slowest: -1.0} | {variable: share * b for variable, b in others[stage].items()}
-            for one, often in enumerate(times):
-                row |= {variable: row.get(variable, 0.0) + often * a for variable, a in first[one].items()}
-            constant = share * branch.stage_b[stage] + np.dot(times, branch.stage_a)
-            program.constrain(row, -np.inf, -constant)
+    """The least cost, by HiGHS: a way through (stage, layer, option) as a flow, the rest as rows."""
+    program = _Program()
+    arcs = {program.variable(): arc for arc in _arcs(branch)}
+    _add_flow(program, arcs)
+    _add_memory(program, arcs, branch)
+    _add_paths(program, arcs, branch)
     found = program.solve()
     return None if found is None else math.ceil(found - 1e-6)
+
+
+def _add_flow(program: _Program, arcs: dict[int, _Arc]) -> None:
+    """One way: what comes to a node goes on from it."""
+    nodes: dict[tuple, dict[int, float]] = {}  # flow in minus flow out
+    for variable, arc in arcs.items():
+        nodes.setdefault(arc.tail, {})[variable] = -1.0
+        nodes.setdefault(arc.head, {})[variable] = 1.0
+    for node, flow in nodes.items():
+        wanted = {_SOURCE: -1.0, _SINK: 1.0}.get(node, 0.0)
+        program.constrain(flow, wanted, wanted)
+
+
+def _add_memory(program: _Program, arcs: dict[int, _Arc], branch: Branch) -> None:
+    """A stage's sum and its largest working memory fit."""
+    peaks = [program.variable(integral=False) for _ in range(branch.stages)]
+    for variable, arc in arcs.items():
+        program.constrain({variable: arc.working, peaks[arc.stage]: -1.0}, -np.inf, 0.0)
+    for stage, peak in enumerate(peaks):
+        held = {variable: arc.memory for variable, arc in arcs.items() if arc.stage == stage}
+        program.constrain({**held, peak: 1.0}, -np.inf, branch.budget - branch.stage_memory[stage])
+
+
+def _add_paths(program: _Program, arcs: dict[int, _Arc], branch: Branch) -> None:
+    """The cost is at least that of both paths through every stage.
+
+    With fewer micro-batches than stages both are the sum of A and the stage's B.
+    """
+    longest, last = program.variable(1.0, integral=False), branch.stages - 1
+    few = branch.micro_batches < branch.stages
+    for stage in range(branch.stages):
+        waiting = 1.0 if few or last == 0 else 1 - (last - stage) / (branch.micro_batches - 1)
+        for share, behind in ((1.0, 0), (waiting, 1 if few else 2)):
+            times = [1 if one <= stage else behind for one in range(branch.stages)]
+            row = {variable: times[arc.stage] * arc.a for variable, arc in arcs.items()}
+            for variable, arc in arcs.items():
+                row[variable] += share * arc.b * (arc.stage == stage)
+            constant = share * branch.stage_b[stage] + np.dot(times, branch.stage_a)
+            program.constrain({**row, longest: -1.0}, -np.inf, -constant)

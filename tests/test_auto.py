@@ -26,7 +26,7 @@ from galvatron_hf.planner.space import Limits, layer_strategies, vocabulary_stra
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import STRETCHES, ModelProfile
 from galvatron_hf.trainer.auto import profile_folder
-from galvatron_hf.trainer.calibration import LEAST, MOST, fitted_factors
+from galvatron_hf.trainer.calibration import LEAST, MOST, NOISE, SPREAD, fitted_factors
 from galvatron_hf.trainer.meter import StepMeter, allocation_peak, held_bytes, outcome, prediction
 from tiny_models import FAMILIES
 from trainer_runs import Rows, arguments, on_ranks, run, trainer
@@ -178,13 +178,20 @@ def test_whole_steps_have_stretched_the_profile(ranks, tmp_path):
 
 
 def test_factors_bring_the_parts_to_what_was_measured():
-    """Of twelve plans; a part that no plan has, and one that is next to nothing, keep the factor 1."""
+    """Of twelve plans; a part that no plan has, and one that is next to nothing, keep the factor 1.
+
+    Times that are sums of parts have their factors in closed form: a ridge regression toward 1.
+    """
     draw = np.random.default_rng(0)
     parts = draw.uniform(0, 10, (12, len(STRETCHES)))
     parts[:, 4], parts[:, 5] = 0.0, 1e-3
     truth = np.array([1.1, 2.0, 0.5, 3.0, 2.0, 4.0])
-    found, off = fitted_factors(lambda factors: 5 + parts @ factors, 5 + parts @ truth)
-    assert np.allclose(found[:4], truth[:4], rtol=0.05)  # of a prior toward 1, they keep a trace
+    measured = 5 + parts @ truth
+    found, off = fitted_factors(lambda factors: 5 + parts @ factors, measured)
+    shares, wanted = parts / measured[:, None] / NOISE, (measured - 5 - parts.sum(axis=1)) / measured / NOISE
+    prior = np.eye(len(STRETCHES)) / SPREAD**2
+    closed = 1 + np.linalg.solve(shares.T @ shares + prior, shares.T @ wanted)
+    assert np.allclose(found, closed, rtol=1e-3) and np.allclose(closed[:4], truth[:4], rtol=0.05)
     assert np.allclose(found[4:], 1.0, atol=0.01)
     assert off < 0.005
     found, _ = fitted_factors(lambda factors: parts @ factors, parts @ (100 * truth))

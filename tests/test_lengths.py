@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lengths of a dataset's sequences against the sequences themselves, and what an iterator is about to give."""
 
+import re
 import tracemalloc
 from pathlib import Path
 
@@ -198,32 +199,36 @@ def test_parts_and_joins_of_torch_are_followed():
     _check(Subset(ConcatDataset([part, second]), [5, 0]))
 
 
-def _resident_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
+def _resident_bytes(file: Path) -> int:
+    """Of the pages that map this file, which other memory of the process does not change."""
+    mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    mine = [mapping for mapping in mappings if mapping.partition("\n")[0].endswith(f" {file}")]
+    assert mine
+    return sum(int(size) * 1024 for mapping in mine for size in re.findall(r"^Rss: +(\d+) kB", mapping, re.MULTILINE))
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="resident memory is read from /proc")
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="resident memory is read from /proc")
 def test_a_million_rows_are_measured_without_their_tokens(tmp_path):
     """256 MB of tokens in a mapped file: each page that is touched counts as resident."""
-    rows, tokens = 1_000_000, 64
-    with open(tmp_path / "tokens", "wb") as file:
-        file.truncate(rows * tokens * 4)
-    mapped = pa.memory_map(str(tmp_path / "tokens")).read_buffer()
+    rows, tokens, file = 1_000_000, 64, tmp_path / "tokens"
+    with open(file, "wb") as empty:
+        empty.truncate(rows * tokens * 4)
+    mapped = pa.memory_map(str(file)).read_buffer()
     values = pa.Array.from_buffers(pa.int32(), rows * tokens, [None, mapped])
     offsets = pa.array(np.arange(0, rows * tokens + 1, tokens, dtype=np.int32))
     table = pa.table({"input_ids": pa.ListArray.from_arrays(offsets, values)})
     dataset = Dataset(table, fingerprint="tokens")  # which would be made of all tokens otherwise
     dataset = dataset.select(range(5, rows)).shuffle(seed=0, keep_in_memory=True)
     sequence_lengths(_dataset())
-    before = _resident_bytes()
+    allocated = pa.total_allocated_bytes()
     tracemalloc.start()
     lengths = sequence_lengths(dataset)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert lengths.shape == (rows - 5,) and (lengths == tokens).all()
-    assert peak < 40e6 and _resident_bytes() - before < 100e6
-    assert np.asarray(values).sum() == 0 and _resident_bytes() - before > 256e6  # reading them would have shown
+    assert peak < 40e6 and pa.total_allocated_bytes() - allocated < 40e6
+    assert _resident_bytes(file) < 1e6
+    assert np.asarray(values).sum() == 0 and _resident_bytes(file) == 256e6  # reading them would have shown
 
 
 def test_looking_ahead_takes_nothing_away():

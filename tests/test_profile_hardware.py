@@ -16,7 +16,7 @@ import torch.distributed as dist
 from galvatron_hf import HardwareProfile, load_or_profile_hardware, profile_hardware
 from galvatron_hf.cli.main import main
 from galvatron_hf.cli.profile_hardware import message_sizes
-from galvatron_hf.profiler import cache, links, machine
+from galvatron_hf.profiler import cache, compute, hardware, links, machine
 from galvatron_hf.profiler.hardware_profile import KINDS, arrangements, wire_share
 from galvatron_hf.profiler.links import _call, _own_group, count_steps, measure_links
 from ranks import run_ranks
@@ -217,10 +217,49 @@ def test_a_cpu_that_became_slower_does_not_make_messages_longer(monkeypatch):
     between.measure(100.0)
     assert between.ms == pytest.approx(2.0)
     pace[0] = 1.5
+    between.begin()
+    between.run(), between.run()
+    assert between.taken_ms() == pytest.approx(6.0)
+    between.device = torch.device("cuda")  # where a CPU's time says nothing
+    assert between.taken_ms() == pytest.approx(4.0)
+    between.device = CPU
     trial = links.Trial(
         kind="all_reduce", ranks=2, stride=1, size=8, call=lambda: wall.__setitem__(0, wall[0] + 7e-3), calls=5
     )
     assert links._measured(trial, CPU, between) == pytest.approx(7.0)
+
+
+@pytest.mark.parametrize(("pace", "exposed"), [(1.0, 0.75), (1.5, 0.75), (0.8, 0.75)])
+def test_what_is_exposed_is_what_a_message_adds_to_computing_at_the_cpus_pace_then(monkeypatch, pace, exposed):
+    """Products of 10 ms, messages of 8 ms of which three quarters are not hidden; the last run is at another pace."""
+
+    def beside(product, messages, products, reduces, device):
+        faster = pace if products and reduces and products > reduces else 1.0
+        computed = faster * 10.0 * products
+        waited = exposed * 8.0 * reduces if products else 8.0 * reduces
+        return computed, computed + waited if reduces else 0.0, computed / 2
+
+    class Products:
+        def __init__(self, *unused):
+            pass
+
+        def run(self, calls):
+            return 10.0 * calls
+
+    monkeypatch.setattr(compute, "_beside", beside)
+    monkeypatch.setattr(compute, "_Products", Products)
+    monkeypatch.setattr(compute, "slowest", lambda values, device: values)
+    found = compute.measure_overlap(CPU, 3, 80.0, lambda what: None)
+    assert found["exposed"] == pytest.approx(exposed)
+
+
+@pytest.mark.parametrize(
+    ("quota", "window_ms"),
+    [((0.5, 0.01), 150.0), ((0.5, 0.1), 200.0), ((0.5, 0.002), 60.0), ((1.0, 0.1), 60.0), (None, 60.0)],
+)
+def test_a_measurement_lasts_for_many_periods_of_a_quota_or_for_whole_ones(monkeypatch, quota, window_ms):
+    monkeypatch.setattr(hardware, "cpu_quota", lambda: quota)
+    assert hardware._window_ms(CPU) == pytest.approx(window_ms)
 
 
 def test_no_longer_message_takes_less():

@@ -8,6 +8,8 @@ import contextlib
 import datetime
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +26,7 @@ SIZES = {
     "cuda": (64 << 10, 512 << 10, 4 << 20, 16 << 20, 64 << 20, 256 << 20),
 }
 _WINDOW_MS = {"cpu": 60.0, "cuda": 10.0}
-_PERIODS = 15  # of a quota
+_PERIODS, _FEWEST_PERIODS, _PERIODS_MS = 15, 2, 150.0  # of a quota: so many, within the time that there is
 _OVERLAP_MS = 50.0
 _NUMBER_FORMATS = 2
 
@@ -64,36 +66,63 @@ def profile_hardware(
     begun = time.perf_counter()
     device = torch.device(device) if device is not None else default_device()
     nodes, devices_per_node = nodes_of(local_world_size)
-    world_size = nodes * devices_per_node
-    sizes = tuple(sizes) if sizes is not None else SIZES[device.type]
-    window_ms = _window_ms(device)
-    if repetitions is None:
-        repetitions = 5 if window_ms == _WINDOW_MS[device.type] else 3
-    _check_sweep(sizes, repetitions)
-    steps = _NUMBER_FORMATS + (world_size > 1) * repetitions + count_steps(world_size, sizes, repetitions)
-    links, slowdowns, step_ms = (), {}, 0.0
-    with progress_bar(steps, progress) as step:
-        flops = measure_flops(device, repetitions, window_ms, step)
-        if world_size > 1:
-            slowdowns = measure_overlap(device, repetitions, max(window_ms, _OVERLAP_MS), step)
-            step_ms = measure_step(device, repetitions)
-            links = measure_links(device, sizes, repetitions, window_ms, seconds, step)
-    sweep = f"{repetitions} x {', '.join(map(str, sizes))} bytes, {window_ms:g} ms each"
-    made = machine(device) | _measurement(begun, sweep, slowdowns)
-    overlaps = world_size > 1 and made["backend"] == "nccl"
+    sweep = _Sweep.of(device, sizes, repetitions, seconds)
+    measured = _measured(device, sweep, nodes * devices_per_node, progress)
+    slowdowns = measured.pop("slowdowns")
+    made = machine(device) | _measurement(begun, str(sweep), slowdowns)
+    overlaps = bool(slowdowns) and made["backend"] == "nccl"
     profile = HardwareProfile(
         name=name or f"{nodes} x {devices_per_node} {made['devices']}",
         nodes=nodes,
         devices_per_node=devices_per_node,
         memory_bytes=min(gather_objects(device_memory_bytes(device, devices_per_node))),
-        flops_per_s=flops,
-        links=links,
         overlap_slowdown=max(slowdowns["computing"], slowdowns["communicating"]) if overlaps else None,
         exposed_sync=slowdowns.get("exposed", 1.0),
-        step_ms=step_ms,
         made=made,
+        **measured,
     )
     return HardwareProfile.from_json(gather_objects(profile.to_json())[0])
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """What is timed: messages of these sizes, so often, for up to so long each, in about so many seconds in all."""
+
+    sizes: tuple[int, ...]
+    repetitions: int
+    window_ms: float
+    seconds: float
+
+    @classmethod
+    def of(cls, device: torch.device, sizes: Sequence[int] | None, repetitions: int | None, seconds: float) -> _Sweep:
+        """As asked for, or as it suits the device; collective."""
+        sizes = tuple(sizes) if sizes is not None else SIZES[device.type]
+        window_ms = _window_ms(device)
+        if repetitions is None:
+            repetitions = 5 if window_ms == _WINDOW_MS[device.type] else 3
+        _check_sweep(sizes, repetitions)
+        return cls(sizes, repetitions, window_ms, seconds)
+
+    def __str__(self) -> str:
+        sizes = ", ".join(map(str, self.sizes))
+        return f"{self.repetitions} x {sizes} bytes at most, up to {self.window_ms:g} ms each"
+
+    def steps(self, world_size: int) -> int:
+        """Of a progress bar."""
+        overlaps = (world_size > 1) * self.repetitions
+        return _NUMBER_FORMATS + overlaps + count_steps(world_size, self.sizes, self.repetitions)
+
+
+def _measured(device: torch.device, sweep: _Sweep, world_size: int, progress: bool) -> dict[str, Any]:
+    """Rates, links and the time of an empty step, by their names in a profile, and `slowdowns`; collective."""
+    repetitions, window_ms = sweep.repetitions, sweep.window_ms
+    with progress_bar(sweep.steps(world_size), progress) as step:
+        found = {"flops_per_s": measure_flops(device, repetitions, window_ms, step), "links": (), "slowdowns": {}}
+        if world_size > 1:
+            found["slowdowns"] = measure_overlap(device, repetitions, max(window_ms, _OVERLAP_MS), step)
+            found["step_ms"] = measure_step(device, repetitions)
+            found["links"] = measure_links(device, sweep.sizes, repetitions, window_ms, sweep.seconds, step)
+    return found
 
 
 def machine(device: torch.device) -> dict[str, str]:
@@ -109,10 +138,12 @@ def _window_ms(device: torch.device) -> float:
     """How long a measurement has to last; collective.
 
     A rank that may use half a core uses a whole one until its period's share is spent, and then stands still: only
-    what lasts for many periods shows the rate that it keeps up.
+    what lasts for many periods shows the rate that it keeps up, or for whole ones where they are long.
     """
     quotas = [quota for quota in gather_objects(cpu_quota()) if quota is not None]
-    return max([_WINDOW_MS[device.type], *(_PERIODS * 1e3 * period for cores, period in quotas if cores < 1)])
+    periods_ms = [1e3 * period for cores, period in quotas if cores < 1]
+    enough = [max(_FEWEST_PERIODS * period, min(_PERIODS * period, _PERIODS_MS)) for period in periods_ms]
+    return max([_WINDOW_MS[device.type], *enough])
 
 
 def _measurement(begun: float, sweep: str, slowdowns: Mapping[str, float]) -> dict[str, str]:

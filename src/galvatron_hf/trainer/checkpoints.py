@@ -179,7 +179,7 @@ class CheckpointMixin(ResumeMixin):
             if self.args.should_save:
                 if not only_model:
                     write_file(folder / SCHEDULER_FILE, json.dumps(scheduler.to_json(), indent=2))
-                self._save_cost(folder)
+                self._save_packing(folder)
                 self._export_callback_states()
                 self.state.save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
 

@@ -179,7 +179,7 @@ class GalvatronMixin(
             resume_from_checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         if resume_from_checkpoint is not None and self._runs_parallel():
             self._resumed_plan = plan_of_checkpoint(resume_from_checkpoint, self.args.world_size)
-            self._load_cost(resume_from_checkpoint)
+            self._load_packing(resume_from_checkpoint)
             self._weights_come_later = True
         try:
             return super().train(resume_from_checkpoint, trial, *args, **kwargs)

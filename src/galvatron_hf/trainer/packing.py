@@ -299,17 +299,17 @@ class PackingMixin:
 
     # ---- A resumed run places as the run before ----
 
-    def _save_cost(self, folder: Path) -> None:
+    def _save_packing(self, folder: Path) -> None:
         if self.cut_sequences:
             write_file(folder / CUT_FILE, json.dumps({"cut_sequences": self.cut_sequences}))
         if self._cost is not None and self._cost.measured:
             write_file(folder / COST_FILE, json.dumps(self._cost.to_json()))
 
-    def _load_cost(self, checkpoint: str) -> None:
-        """Rank 0's; collective."""
+    def _load_packing(self, checkpoint: str) -> None:
+        """What documents take and how many were cut, as rank 0 reads it; collective."""
         path = os.path.join(checkpoint, COST_FILE)
         raw = read_once(lambda: read_object(path, "cost of sequences") if os.path.isfile(path) else None)
         self._cost = None if raw is None else StepCost.from_json(raw)
         path = os.path.join(checkpoint, CUT_FILE)
         raw = read_once(lambda: read_object(path, "number of cut sequences") if os.path.isfile(path) else None)
-        self._cut_before = 0 if raw is None else int(raw["cut_sequences"])
+        self._cut_before = 0 if raw is None else int(raw.get("cut_sequences", 0))
