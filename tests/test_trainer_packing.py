@@ -20,6 +20,7 @@ from transformers.data.data_collator import (
 )
 from trl.trainer import sft_trainer
 
+from galvatron_hf import GalvatronTrainer
 from galvatron_hf.data.packing import pack
 from galvatron_hf.data.placement import Placement
 from galvatron_hf.data.plan_ahead import PlanAhead
@@ -181,12 +182,32 @@ def test_collators_that_only_pad_are_packed_by_themselves(tmp_path, names):
     assert all(not any(key in log for log in seen[name].logs for key in KEYS) for name in unknown)
 
 
+class ChoosesRows(GalvatronTrainer):
+    """By an order of its own, which could hang on what was trained before."""
+
+    class Order(torch.utils.data.Sampler):
+        def __iter__(self):
+            yield from reversed(range(61))
+
+        def __len__(self) -> int:
+            return 61
+
+    def _get_train_sampler(self, *unused, **ignored):
+        return self.Order()
+
+
 @pytest.mark.parametrize(
-    "data, hidden", [(arrow, 0.5), (lambda: Stream(61, **LONG_TAIL), 0.0)], ids=["lengths", "stream"]
+    "data, chooses, hidden",
+    [
+        (arrow, GalvatronTrainer, [0.5, 1.0, 1.0]),
+        (lambda: Stream(61, **LONG_TAIL), GalvatronTrainer, [0.0, 1.0, 1.0]),
+        (arrow, ChoosesRows, [0.0, 0.0, 0.0]),
+    ],
+    ids=["lengths", "stream", "own_sampler"],
 )
-def test_what_is_logged(tmp_path, data, hidden):
+def test_what_is_logged(tmp_path, data, chooses, hidden):
     """Every step but the first was planned before, where there was time for it; and the second of a stream, which says
-    whether reading draws random numbers."""
+    whether reading draws random numbers. None is where the user's own sampler may not have chosen its rows yet."""
     options = STATIC | dict(logging_steps=2)
     begin = PlanAhead.begin
 
@@ -195,9 +216,11 @@ def test_what_is_logged(tmp_path, data, hidden):
         self._next.result()
 
     with mock.patch.object(PlanAhead, "begin", begin_and_wait):
-        seen = runs_of(REPLICATE, tmp_path, {"a": dict(train_dataset=data, options=options)})["a"]
+        seen = runs_of(REPLICATE, tmp_path, {"a": dict(train_dataset=data, options=options, trainer_class=lambda: chooses)})[
+            "a"
+        ]
     logs = [log for log in seen.logs if "loss" in log]
-    assert [log["planner_hidden"] for log in logs] == [hidden, 1.0, 1.0]
+    assert [log["planner_hidden"] for log in logs] == hidden
     for log in logs:
         assert log["padding_percent"] == 0.0  # nothing has to be a multiple of anything, and no pack is empty
         assert log["predicted_imbalance"] >= 1.0
