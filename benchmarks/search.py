@@ -25,12 +25,14 @@ from transformers import LlamaConfig
 from galvatron_hf.plan import ParallelPlan, Precision
 from galvatron_hf.planner.cost import Workload
 from galvatron_hf.planner.search import SearchResult, estimate_plan, search_plan
+from galvatron_hf.planner.space import Limits
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import ModelProfile
 
 
 DATA = Path(__file__).parent.parent / "tests" / "data"
 MEMORY_GIB = 38
+GALVATRONS = Limits(rounds=1)  # its plans have no interleaved stages, and its formulas no price for them
 LLAMA_70B = dict(
     vocab_size=32000,
     hidden_size=8192,
@@ -48,7 +50,7 @@ def galvatron_case(nodes: int, turns: int) -> dict[str, Any]:
     hardware = HardwareProfile.from_galvatron(profiles / "hardware", nodes, 8, budget)
     model = ModelProfile.from_galvatron(profiles)
     work = Workload(rows=rows, length=2048, precision=Precision(compute="bf16", reduce="bf16"))
-    results = [search_plan(hardware, model, work, memory_bytes=budget) for _ in range(turns)]
+    results = [search_plan(hardware, model, work, memory_bytes=budget, limits=GALVATRONS) for _ in range(turns)]
     theirs = GalvatronProfiles.from_folder(profiles, nodes, 8)
     plans = {"ours": results[0].best.plan}
     for path in sorted((DATA / "galvatron_plans").glob(f"*_{nodes}x8_*.json")):
@@ -94,7 +96,8 @@ def described(name: str, results: list[SearchResult]) -> dict[str, Any]:
         "states": first.states,
         "memory_quantum_bytes": 1,
         "samples_per_second": first.best.samples_per_second,
-        "pipeline": len(first.best.plan.stages),
+        "pipeline": len(first.best.plan.rank_lists),
+        "rounds": len(first.best.plan.stages) // len(first.best.plan.rank_lists),
         "micro_batches": first.best.plan.micro_batches,
     }
 

@@ -111,28 +111,39 @@ def workload(rows: int, length: int = 8) -> Workload:
 
 
 def every_plan(hardware: HardwareProfile, model: ModelProfile, rows: int, limits: Limits) -> Iterator[ParallelPlan]:
-    """All plans of the space, by plain enumeration: any number of micro-batches, any cut."""
+    """All plans of the space, by plain enumeration: any number of micro-batches, any cut, two like rounds or one."""
     world, layers = hardware.world_size, len(model.layers)
-    for pipeline in powers(min(world, layers)):
+    for pipeline, rounds in itertools.product(powers(min(world, layers)), (1, 2)):
+        share = layers // rounds
+        alike = model.layers == model.layers[:share] * rounds
+        if limits.pipeline and pipeline not in limits.pipeline or rounds > 1 and (pipeline == 1 or not alike):
+            continue
         ranks = world // pipeline
         strategies: list[LayerStrategy] = [one for one, _ in layer_strategies(ranks, model, limits)]
         vocabulary: list[VocabularyStrategy] = vocabulary_strategies(ranks, model, limits)
-        for cut in itertools.combinations(range(1, layers), pipeline - 1):
-            bounds = (0, *cut, layers)
+        for cut in itertools.combinations(range(1, share), pipeline - 1):
+            bounds = (0, *cut, share)
             stages = tuple(
-                Stage(ranks=tuple(range(index * ranks, (index + 1) * ranks)), layers=bounds[index : index + 2])
+                Stage(
+                    ranks=tuple(range(index * ranks, (index + 1) * ranks)),
+                    layers=(number * share + bounds[index], number * share + bounds[index + 1]),
+                )
+                for number in range(rounds)
                 for index in range(pipeline)
             )
-            chosen = itertools.product(itertools.product(strategies, repeat=layers), vocabulary, vocabulary)
+            chosen = itertools.product(itertools.product(strategies, repeat=share), vocabulary, vocabulary)
             for (of_layers, embedding, head), count in itertools.product(chosen, range(1, rows + 1)):
                 if model.tied and (embedding.tensor != head.tensor or (pipeline == 1 and embedding != head)):
                     continue
+                if rounds > 1 and (count < pipeline or count % (count // pipeline)):
+                    continue  # not in rounds of equally many micro-batches
                 yield ParallelPlan(
                     world_size=world,
                     stacks={"decoder": layers},
                     micro_batches=count,
+                    schedule="interleaved" if rounds > 1 else "1f1b",
                     stages=stages,
-                    layers=of_layers,
+                    layers=of_layers * rounds,
                     embedding=embedding,
                     head=head,
                     precision=Precision(),

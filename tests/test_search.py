@@ -12,7 +12,7 @@ import pytest
 
 from branches import random_branch
 from galvatron_hf.cli.main import main
-from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision
+from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage
 from galvatron_hf.planner.alternatives import alternatives
 from galvatron_hf.planner.cost import Workload, largest_move
 from galvatron_hf.planner.cut_bounds import least_memory
@@ -33,6 +33,7 @@ from galvatron_formulas import score as galvatron_score  # noqa: E402
 from galvatron_profiles import GalvatronProfiles  # noqa: E402
 
 
+GALVATRONS = Limits(rounds=1)  # its plans have no interleaved stages
 FEW = Limits(sequence=("megatron",), sharding=("replicate", "zero3"), hybrid_sharding=False)
 CASES = [
     # world size, layers, rows, kinds of layers, tied, limits
@@ -41,6 +42,10 @@ CASES = [
     (2, 3, 2, 2, False, Limits(sequence=("ulysses",), sharding=("zero2",), recompute=("none",))),
     (4, 2, 2, 1, True, Limits(sequence=(), sharding=("zero3", "replicate"), recompute=("none", "full"))),
     (4, 2, 5, 2, False, Limits(sequence=("none",), sharding=("zero2", "replicate"), recompute=("none",))),
+    # two rounds of interleaved stages, of layers that are alike and that are not
+    (2, 4, 5, 1, False, Limits(sequence=(), sharding=("replicate",), pipeline=(2,))),
+    (2, 4, 2, 2, True, Limits(sequence=(), sharding=("replicate",), pipeline=(2,))),
+    (4, 4, 3, 1, False, Limits(sequence=("megatron",), sharding=("zero3",), recompute=("none",), pipeline=(2,))),
 ]
 
 
@@ -130,7 +135,7 @@ def _galvatron(nodes: int) -> tuple[HardwareProfile, ModelProfile, Workload, int
 @pytest.mark.parametrize("nodes", [1, 2, 8])
 def test_no_plan_of_galvatron_is_faster_than_the_one_found(nodes):
     hardware, model, work, budget = _galvatron(nodes)
-    found = search_plan(hardware, model, work, memory_bytes=budget)
+    found = search_plan(hardware, model, work, memory_bytes=budget, limits=GALVATRONS)
     theirs = sorted((DATA / "galvatron_plans").glob(f"*_{nodes}x8_*.json"))
     assert theirs
     for path in theirs:
@@ -143,7 +148,7 @@ def test_no_plan_of_galvatron_is_faster_than_the_one_found(nodes):
 @pytest.mark.parametrize("nodes, engine", [(1, "main"), (1, "240"), (2, "main"), (8, "main"), (8, "240")])
 def test_galvatrons_own_formulas_find_ours_faster_too(nodes, engine):
     hardware, model, work, budget = _galvatron(nodes)
-    ours = search_plan(hardware, model, work, memory_bytes=budget).best.plan
+    ours = search_plan(hardware, model, work, memory_bytes=budget, limits=GALVATRONS).best.plan
     profiles = GalvatronProfiles.from_folder(DATA / "galvatron_profiles", nodes, 8)
     speed = galvatron_score(profiles, ours, global_batch=work.rows, engine=engine).samples_per_second
     for path in (DATA / "galvatron_plans").glob(f"{engine}_{nodes}x8_*.json"):
@@ -153,8 +158,8 @@ def test_galvatrons_own_formulas_find_ours_faster_too(nodes, engine):
 
 def test_well_known_plans_are_not_faster():
     hardware, model, work, budget = _galvatron(1)
-    best = search_plan(hardware, model, work, memory_bytes=budget).best
-    others = {other.name: other for other in alternatives(hardware, model, work, memory_bytes=budget)}
+    best = search_plan(hardware, model, work, memory_bytes=budget, limits=GALVATRONS).best
+    others = {other.name: other for other in alternatives(hardware, model, work, memory_bytes=budget, rounds=1)}
     assert set(others) == {"DDP", "ZeRO-3", "Megatron TP + PP", "ZeRO-3 + Ulysses"}
     assert others["DDP"].best is None and others["DDP"].least_memory_bytes > budget
     for other in others.values():
@@ -162,16 +167,19 @@ def test_well_known_plans_are_not_faster():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("pipeline", [1, 2])
-def test_the_parts_of_a_price_add_up(pipeline, tied):
+@pytest.mark.parametrize("pipeline, kinds", [(1, 2), (2, 2), (2, 1)])
+def test_the_parts_of_a_price_add_up(pipeline, kinds, tied):
+    rounds = set()
     for seed in range(6):
-        model = random_model(seed, layers=4, kinds=2, tied=tied)
+        model = random_model(seed, layers=4, kinds=kinds, tied=tied)
         hardware = random_hardware(seed, world_size=4, memory_bytes=1 << 40)
         limits = Limits(pipeline=(pipeline,))
         best = search_plan(hardware, model, workload(12), memory_bytes=1 << 40, limits=limits).best
         found = explain_plan(hardware, model, workload(12), best.plan)
         assert sum(found.step_ms().values()) == pytest.approx(best.step_ms, rel=1e-9)
         assert tuple(stage.memory_bytes for stage in found.stages) == best.memory_bytes
+        rounds.add(len(best.plan.stages) // pipeline)
+    assert pipeline == 1 or kinds > 1 or 2 in rounds
 
 
 def test_a_result_explains_itself():
@@ -206,6 +214,39 @@ def test_plans_without_a_price_are_refused():
     late = ParallelPlan.uniform(4, 4, pipeline=2, micro_batches=4, schedule="zero_bubble", sharding="zero2")
     with pytest.raises(ValueError, match="schedule 'zero_bubble' has no price yet"):
         estimate_plan(hardware, model, workload(8), late)
+    alike = interleaved(replicate := LayerStrategy(), replicate, micro_batches=4)
+    assert estimate_plan(hardware, model, workload(8), alike).step_ms > 0
+    differ = "The 2 rounds of interleaved stages differ, which has no price yet"
+    with pytest.raises(ValueError, match=differ):
+        estimate_plan(hardware, model, workload(8), interleaved(replicate, LayerStrategy(sharding="zero2")))
+    with pytest.raises(ValueError, match=differ):
+        kinds = replace(model, kinds=model.kinds * 2, layers=(0, 0, 0, 1))
+        estimate_plan(hardware, kinds, workload(8), alike)
+    with pytest.raises(ValueError, match=differ):
+        stages = tuple(
+            Stage(ranks=ranks, layers=layers)
+            for ranks, layers in zip([(0, 1), (2, 3)] * 2, [(0, 1), (1, 2), (2, 4), (4, 5)], strict=True)
+        )
+        uneven = replace(alike, stacks={"decoder": 5}, layers=(replicate,) * 5, stages=stages)
+        estimate_plan(hardware, replace(model, layers=(0,) * 5), workload(8), uneven)
+    with pytest.raises(
+        ValueError, match="micro_batches=5 interleaved on 2 rank lists have no price; give a multiple of 2"
+    ):
+        estimate_plan(hardware, model, workload(8), replace(alike, micro_batches=5))
+
+
+def interleaved(first: LayerStrategy, second: LayerStrategy, micro_batches: int = 4) -> ParallelPlan:
+    """Four layers in two rounds on two rank lists; a strategy for each round."""
+    stages = tuple(Stage(ranks=((0, 1), (2, 3))[index % 2], layers=(index, index + 1)) for index in range(4))
+    return ParallelPlan(
+        world_size=4,
+        stacks={"decoder": 4},
+        layers=(first, first, second, second),
+        stages=stages,
+        schedule="interleaved",
+        micro_batches=micro_batches,
+        precision=Precision(),
+    )
 
 
 def test_limits_without_a_plan_are_told():

@@ -216,9 +216,9 @@ def test_what_is_logged(tmp_path, data, chooses, hidden):
         self._next.result()
 
     with mock.patch.object(PlanAhead, "begin", begin_and_wait):
-        seen = runs_of(REPLICATE, tmp_path, {"a": dict(train_dataset=data, options=options, trainer_class=lambda: chooses)})[
-            "a"
-        ]
+        seen = runs_of(
+            REPLICATE, tmp_path, {"a": dict(train_dataset=data, options=options, trainer_class=lambda: chooses)}
+        )["a"]
     logs = [log for log in seen.logs if "loss" in log]
     assert [log["planner_hidden"] for log in logs] == hidden
     for log in logs:

@@ -40,6 +40,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     search.add_argument("--max-tensor", type=int, metavar="N", help="largest tensor degree (default: any)")
     search.add_argument("--pipeline", type=int, nargs="+", metavar="N", help="pipeline degrees to look at")
     search.add_argument("--micro-batches", type=int, nargs="+", metavar="N", help="numbers of them to look at")
+    _add_rounds(search)
     search.add_argument("--no-recompute", action="store_true", help="keep all activations")
     search.add_argument("--compare", action="store_true", help="also find the best DDP, ZeRO-3 and Megatron plans")
     search.set_defaults(run=run_search)
@@ -58,6 +59,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     )
     _add_case(explain)
     explain.add_argument("--plan", required=True, metavar="FILE", help="a plan of this project or of Galvatron")
+    _add_rounds(explain)
     explain.set_defaults(run=run_explain)
 
 
@@ -83,6 +85,16 @@ def _add_case(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
+def _add_rounds(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        metavar="N",
+        help="most interleaved stages of a pipeline on a device, a power of two (default: 4; 1, which are none, with "
+        "--galvatron-profiles, because Galvatron has no such plans)",
+    )
+
+
 def run_search(given: argparse.Namespace) -> int:
     """Prints the plan that was found, and writes it if asked to."""
     from galvatron_hf.planner.alternatives import alternatives
@@ -95,6 +107,7 @@ def run_search(given: argparse.Namespace) -> int:
         recompute=("none",) if given.no_recompute else ("none", "full"),
         pipeline=None if given.pipeline is None else tuple(given.pipeline),
         micro_batches=None if given.micro_batches is None else tuple(given.micro_batches),
+        rounds=rounds_of(given),
     )
     result = search_plan(hardware, model, workload, memory_bytes=budget, limits=limits)
     if result.best is None:
@@ -102,7 +115,9 @@ def run_search(given: argparse.Namespace) -> int:
     if given.output is not None:
         result.best.noted(workload).to_json(given.output)
     if given.json:
-        others = alternatives(hardware, model, workload, memory_bytes=budget) if given.compare else []
+        others = []
+        if given.compare:
+            others = alternatives(hardware, model, workload, memory_bytes=budget, rounds=limits.rounds)
         found = priced(replace(result.best, plan=result.best.noted(workload))) | {
             "search_seconds": result.seconds,
             "memory_budget_bytes": budget,
@@ -141,14 +156,16 @@ def run_explain(given: argparse.Namespace) -> int:
     from galvatron_hf.planner.explain import explain_plan
     from galvatron_hf.planner.report import Report
     from galvatron_hf.planner.search import search_plan
+    from galvatron_hf.planner.space import Limits
 
     hardware, model, workload, budget = read_case(given)
     plan = read_plan(given.plan, hardware.world_size)
     found = explain_plan(hardware, model, workload, plan)
-    result = search_plan(hardware, model, workload, memory_bytes=budget)
+    limits = Limits(rounds=rounds_of(given))
+    result = search_plan(hardware, model, workload, memory_bytes=budget, limits=limits)
     others = [
         Alternative(name="the fastest", best=result.best, least_memory_bytes=result.least_memory_bytes),
-        *alternatives(hardware, model, workload, memory_bytes=budget),
+        *alternatives(hardware, model, workload, memory_bytes=budget, rounds=limits.rounds),
     ]
     if given.json:
         said = {
@@ -206,6 +223,17 @@ def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile,
         )
     budget = hardware.memory_bytes if given.memory_gib is None else int(given.memory_gib * GIB)
     return hardware, model, workload, budget
+
+
+def rounds_of(given: argparse.Namespace) -> int:
+    """Most interleaved stages of a pipeline on a device."""
+    from galvatron_hf.planner.space import Limits
+
+    if given.rounds is None:
+        return 1 if given.galvatron_profiles is not None else Limits.rounds
+    if given.rounds < 1:
+        raise ValueError(f"--rounds {given.rounds} leaves no pipeline a stage: give 1 or more.")
+    return given.rounds
 
 
 def _galvatron(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]:

@@ -28,11 +28,17 @@ class Alternative:
 
 
 def alternatives(
-    hardware: HardwareProfile, model: ModelProfile, workload: Workload, *, memory_bytes: int
+    hardware: HardwareProfile,
+    model: ModelProfile,
+    workload: Workload,
+    *,
+    memory_bytes: int,
+    rounds: int = Limits.rounds,
 ) -> list[Alternative]:
     """DDP, ZeRO-3 and Megatron's tensor and pipeline parallelism, each with the best micro-batches and recompute.
 
-    A kind whose degrees this model and these ranks cannot have is left out.
+    A kind whose degrees this model and these ranks cannot have is left out. Megatron's pipelines have up to `rounds`
+    interleaved stages on a rank list.
     """
     plain = Limits(tensor=1, sequence=(), hybrid_sharding=False, pipeline=(1,))
     stages = tuple(powers(min(hardware.world_size, len(model.layers))))
@@ -40,7 +46,7 @@ def alternatives(
         "DDP": replace(plain, sharding=("replicate",)),
         "ZeRO-3": replace(plain, sharding=("zero3",)),
         "Megatron TP + PP": Limits(
-            sequence=("megatron",), sharding=("replicate",), hybrid_sharding=False, pipeline=stages
+            sequence=("megatron",), sharding=("replicate",), hybrid_sharding=False, pipeline=stages, rounds=rounds
         ),
         "ZeRO-3 + Ulysses": replace(plain, sequence=("ulysses",), sharding=("zero3",)),
     }

@@ -11,7 +11,8 @@ import numpy as np
 
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.planner.cost import CostModel, Costs, Workload, layer_split, vocabulary_split
-from galvatron_hf.planner.problem import Shape, boundary_copies
+from galvatron_hf.planner.moves import Split
+from galvatron_hf.planner.problem import Shape, boundary_copies, received_and_later
 from galvatron_hf.planner.search import GIB, Estimate, estimate_plan, step_shape
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import ModelProfile
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class StageParts:
     """
-    One stage, on the rank that has most to do.
+    One stage, or those that interleave on the same ranks, on the rank that has most to do.
 
     Attributes:
-        layers (`tuple[int, int]`): half-open.
+        layers (`tuple[tuple[int, int], ...]`): half-open ranges, one of each round.
         computing_ms, communication_ms, layout_ms (`float`): of a micro-batch, forward and backward: kernels, what they
             wait for, and changes of layout with the sends between stages.
         sync_ms, update_ms (`float`): once in a step: what no computing hides, and the optimizer.
@@ -35,7 +36,7 @@ class StageParts:
             state; of all micro-batches in flight; of the layer or end that needs most; of sends between stages.
     """
 
-    layers: tuple[int, int]
+    layers: tuple[tuple[int, int], ...]
     computing_ms: float
     communication_ms: float
     layout_ms: float
@@ -106,10 +107,9 @@ class Explanation:
         for name in ("computing", "comm.", "layout", "states", "activations", "working", "all GiB", "of budget"):
             table.add_column(name, justify="right")
         for stage in self.stages:
-            first, last = stage.layers
             sizes = (stage.state_bytes, stage.activation_bytes + stage.boundary_bytes, stage.working_bytes)
             table.add_row(
-                f"{first}-{last - 1}",
+                ", ".join(f"{first}-{last - 1}" for first, last in stage.layers),
                 *(f"{ms:.1f}" for ms in (stage.computing_ms, stage.communication_ms, stage.layout_ms)),
                 *(f"{size / GIB:.2f}" for size in (*sizes, stage.memory_bytes)),
                 f"{100 * stage.memory_bytes / budget:.0f}%",
@@ -129,12 +129,7 @@ def explain_plan(
     estimate = estimate_plan(hardware, model, workload, plan)
     shape = step_shape(workload, plan)
     costs = CostModel(hardware, model, workload, len(plan.stages[0].ranks), shape.rows)
-    in_flight = shape.in_flight()
-    at_once = shape.at_once()
-    stages = tuple(
-        _stage(costs, plan, index, shape, int(in_flight[index]), bool(at_once[index]))
-        for index in range(len(plan.stages))
-    )
+    stages = tuple(_stage(costs, plan, index, shape) for index in range(shape.pipeline))
     pace = [shape.micro_batches * stage.micro_batch_ms + stage.sync_ms + stage.update_ms for stage in stages]
     return Explanation(
         estimate=replace(estimate, plan=replace(plan, micro_batches=shape.micro_batches)),
@@ -144,42 +139,74 @@ def explain_plan(
     )
 
 
-def _stage(
-    costs: CostModel, plan: ParallelPlan, index: int, shape: Shape, in_flight: int, at_once: bool
-) -> StageParts:
+def _stage(costs: CostModel, plan: ParallelPlan, index: int, shape: Shape) -> StageParts:
+    """Of a rank list: its stage of the first round as often as there are rounds, and the ends."""
     stage, model, ranks = plan.stages[index], costs.model, costs.ranks
-    first, last = index == 0, index == len(plan.stages) - 1
-    parts: list[Costs] = []
-    splits = [costs.boundary()]
+    first, last, alone = index == 0, index == shape.pipeline - 1, shape.pipeline == 1
+    flight, at_once = int(shape.in_flight()[index]), bool(shape.at_once()[index])
+    layers = [
+        _Part(costs.layer(model.layers[layer], [plan.layers[layer]]), shape.rounds, flight, at_once)
+        for layer in range(*stage.layers)
+    ]
+    splits = [layer_split(plan.layers[layer], ranks) for layer in range(*stage.layers)]
+    ends, boundary = [], costs.boundary()
+    opened = [vocabulary_split(plan.embedding.tensor, ranks, costs.rows)] * first
+    closed = [vocabulary_split(plan.head.tensor, ranks, costs.rows)] * last
+    start_flight, finish_flight = shape.ends_in_flight()
     if first:
         own = replace(model.embedding, weights=()) if model.tied and last else model.embedding
-        parts.append(costs.end(own, [plan.embedding], is_head=False))
-        splits = [vocabulary_split(plan.embedding.tensor, ranks, costs.rows)]
-    for layer in range(*stage.layers):
-        parts.append(costs.layer(model.layers[layer], [plan.layers[layer]]))
-        splits.append(layer_split(plan.layers[layer], ranks))
-    splits.append(vocabulary_split(plan.head.tensor, ranks, costs.rows) if last else costs.boundary())
+        price = costs.end(own, [plan.embedding], is_head=False)
+        ends.append(_Part(price, 1, start_flight, start_flight == shape.micro_batches))
     if last:
-        parts.append(costs.end(model.head, [plan.head], is_head=True))
+        price = costs.end(model.head, [plan.head], is_head=True)
+        ends.append(_Part(price, 1, finish_flight, finish_flight == shape.micro_batches))
+    parts = [*layers, *ends]
 
     def total(name: str) -> float:
-        return float(sum(getattr(part, name)[0] for part in parts))
+        return float(sum(part.rounds * getattr(part.costs, name)[0] for part in parts))
 
-    shared = sum(int(part.shared_bytes[0]) for part in parts)
-    received = (not first) + (not last)
+    def moved(*chain: Split) -> float:
+        return sum(costs.move_ms(*pair) for pair in zip(chain[:-1], chain[1:], strict=True))
+
+    received, later = (int(often[index]) for often in received_and_later(shape))
+    if shape.rounds > 1:
+        ends_ms = sum(moved(split, boundary) for split in (*opened, *closed))
+        layout = shape.rounds * moved(boundary, *splits, boundary) + ends_ms
+    else:
+        layout = moved(*(opened or [boundary]), *splits, *(closed or [boundary]))
     communication = total("communication_ms")
-    moved = sum(costs.move_ms(*pair) for pair in zip(splits[:-1], splits[1:], strict=True))
+    share = plan.num_layers // shape.rounds
     return StageParts(
-        layers=stage.layers,
-        computing_ms=total("forward_ms") + total("backward_ms") - communication + (not first) * costs.later_stage_ms(),
+        layers=tuple(tuple(number * share + layer for layer in stage.layers) for number in range(shape.rounds)),
+        computing_ms=total("forward_ms") + total("backward_ms") - communication + later * costs.later_stage_ms(),
         communication_ms=communication,
-        layout_ms=moved + received * (costs.send_ms() if len(plan.stages) > 1 else 0.0),
+        layout_ms=layout + (0.0 if alone else received * costs.send_ms()),
         sync_ms=total("sync_ms"),
         update_ms=total("update_ms"),
-        state_bytes=int(sum(np.ceil(part.state_bytes[0]) for part in parts)) - at_once * shared,
-        activation_bytes=int(sum(np.ceil(part.activation_bytes[0]) for part in parts)) * in_flight,
+        state_bytes=sum(part.state_bytes for part in parts),
+        activation_bytes=sum(part.activation_bytes for part in parts),
         working_bytes=int(
-            max(np.ceil(part.working_bytes[0] + part.reduction_bytes[0] * (len(plan.stages) > 1)) for part in parts)
+            max(np.ceil(part.costs.working_bytes[0] + part.costs.reduction_bytes[0] * (not alone)) for part in parts)
         ),
         boundary_bytes=int(boundary_copies(shape)[index]) * costs.boundary_bytes,
     )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A layer or an end: what it costs in each of so many rounds, of which so many micro-batches are in flight."""
+
+    costs: Costs
+    rounds: int
+    flight: int
+    at_once: bool
+
+    @property
+    def state_bytes(self) -> int:
+        """With what is first activations and then gradients counted once."""
+        shared = self.at_once * int(self.costs.shared_bytes[0])
+        return self.rounds * (int(np.ceil(self.costs.state_bytes[0])) - shared)
+
+    @property
+    def activation_bytes(self) -> int:
+        return self.flight * int(np.ceil(self.costs.activation_bytes[0]))

@@ -26,27 +26,52 @@ class Shape:
     """
     How a step is cut before its layers are looked at.
 
+    Interleaved stages go through the rank lists in rounds, all alike: what is one stage in a branch is then one of a
+    round, and stands for those of all rounds on its ranks.
+
     Args:
-        pipeline (`int`): Stages, each of world_size / pipeline consecutive ranks.
-        micro_batches (`int`): Of a step.
-        schedule (`str`): "1f1b" or "gpipe".
+        pipeline (`int`): Rank lists, p, each of world_size / pipeline consecutive ranks.
+        micro_batches (`int`): Of a step, m.
+        schedule (`str`): "1f1b", "gpipe" or "interleaved".
         rows (`int`): Of a micro-batch, with those that are added so that every data rank has one.
+        rounds (`int`, defaults to 1): Stages on each rank list, v; more than 1 are interleaved, which needs m >= p.
     """
 
     pipeline: int
     micro_batches: int
     schedule: str
     rows: int
+    rounds: int = 1
+
+    @property
+    def passes(self) -> int:
+        """How often a micro-batch goes through a stage of a rank list in a step."""
+        return self.rounds * self.micro_batches
 
     def in_flight(self) -> np.ndarray:
-        """(p,) micro-batches whose activations a stage keeps at most."""
+        """(p,) micro-batches whose activations a rank list keeps at most, each counted in every stage that has it."""
         if self.schedule == "gpipe":
             return np.full(self.pipeline, self.micro_batches)
-        return np.minimum(self.micro_batches, np.arange(self.pipeline, 0, -1))
+        behind = np.arange(self.pipeline - 1, -1, -1)
+        if self.rounds == 1:
+            return np.minimum(self.micro_batches, 1 + behind)
+        return np.minimum(self.passes, 1 + 2 * behind + (self.rounds - 1) * self._together)
+
+    def ends_in_flight(self) -> tuple[int, int]:
+        """As `in_flight`, of the first stage of all and of the last."""
+        if self.rounds == 1:
+            flight = self.in_flight()
+            return int(flight[0]), int(flight[-1])
+        return min(self.micro_batches, 2 * self._together), 1
+
+    @property
+    def _together(self) -> int:
+        """Micro-batches that go through an interleaved round one after the other."""
+        return self.micro_batches // max(1, self.micro_batches // self.pipeline)
 
     def ahead(self) -> np.ndarray:
         """(p,) micro-batches that go forward on a stage of 1F1B before its first one comes back; 0 if not all can."""
-        if self.schedule == "gpipe" or self.micro_batches < self.pipeline:
+        if self.schedule != "1f1b" or self.micro_batches < self.pipeline:
             return np.zeros(self.pipeline, dtype=np.int64)
         return np.arange(self.pipeline - 1, -1, -1)
 
@@ -66,8 +91,8 @@ class Shape:
         return 1 + 1 / behind
 
     def at_once(self) -> np.ndarray:
-        """(p,) whether a stage keeps all micro-batches before its first backward."""
-        return self.in_flight() == self.micro_batches
+        """(p,) whether a rank list keeps all micro-batches before its first backward."""
+        return self.in_flight() == self.passes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,18 +118,23 @@ class Problem:
         """The plan that a solution stands for."""
         head = self.heads[choice.finish]
         embedding = self.embeddings[choice.start]
+        rounds, layers = self.shape.rounds, self.branch.layers
         stages = tuple(
-            Stage(ranks=tuple(range(stage * self.ranks, (stage + 1) * self.ranks)), layers=layers)
-            for stage, layers in enumerate(zip(choice.bounds[:-1], choice.bounds[1:], strict=True))
+            Stage(
+                ranks=tuple(range(place * self.ranks, (place + 1) * self.ranks)),
+                layers=(number * layers + first, number * layers + last),
+            )
+            for number in range(rounds)
+            for place, (first, last) in enumerate(zip(choice.bounds[:-1], choice.bounds[1:], strict=True))
         )
         return ParallelPlan(
-            world_size=self.ranks * len(stages),
-            stacks={"decoder": self.branch.layers},
+            world_size=self.ranks * self.shape.pipeline,
+            stacks={"decoder": rounds * layers},
             micro_batches=self.shape.micro_batches,
             schedule=self.shape.schedule,
             precision=workload.precision,
             stages=stages,
-            layers=tuple(self.strategies[option] for option in choice.options),
+            layers=tuple(self.strategies[option] for option in choice.options) * rounds,
             embedding=embedding,
             head=embedding if tied and len(stages) == 1 else head,
         )
@@ -113,8 +143,18 @@ class Problem:
 def boundary_copies(shape: Shape) -> np.ndarray:
     """(p,) hidden states of stage boundaries that a rank has: what was sent of each micro-batch in flight, and what
     comes from either side."""
+    if shape.rounds > 1:
+        return shape.in_flight() + 2
     stages = np.arange(shape.pipeline)
     return (stages > 0) + (stages < shape.pipeline - 1) * (1 + shape.in_flight())
+
+
+def received_and_later(shape: Shape) -> tuple[np.ndarray, np.ndarray]:
+    """(p,) and (p,) how often a rank list receives something of a micro-batch, and how many of its stages are not the
+    first of all."""
+    places = np.arange(shape.pipeline)
+    later = shape.rounds - (places == 0)
+    return 2 * shape.rounds - (places == 0) - (places == shape.pipeline - 1), later
 
 
 class Draft:
@@ -143,6 +183,7 @@ class Draft:
     ):
         self.costs, self.shape, self.strategies = costs, shape, list(strategies)
         model = costs.model
+        self.kinds = np.array(model.layers[: len(model.layers) // shape.rounds])
         self._numbers = numbers = _Numbers(costs, shape, model)
         self._columns = numbers.layers(self.strategies)
         shared = model.tied and shape.pipeline == 1
@@ -153,7 +194,7 @@ class Draft:
         self.bound = self._bound()
 
     def _bound(self) -> float:
-        kinds, stages = np.array(self.costs.model.layers), self.shape.pipeline
+        kinds, stages = self.kinds, self.shape.pipeline
         ends = [(one.a, one.b) for one in (self._starts, self._finishes)]
 
         def least(of_a: float, of_b: float) -> float:
@@ -180,20 +221,22 @@ class Draft:
         if prune:
             (embeddings, starts), (heads, finishes) = _pruned(embeddings, starts), _pruned(heads, finishes)
         move_a, move_b = self._numbers.moves()
-        received = np.array([(stage > 0) + (stage < stages - 1) for stage in range(stages)])
+        received, later = received_and_later(shape)
         sent = picoseconds(costs.send_ms()) if stages > 1 else 0
-        passed = received * sent + (np.arange(stages) > 0) * picoseconds(costs.later_stage_ms())
+        passed = received * sent + later * picoseconds(costs.later_stage_ms())
+        first_received, first_later = received_and_later(replace(shape, rounds=1))
+        first = first_received * sent + first_later * picoseconds(costs.later_stage_ms())
         once = (np.arange(stages) == 0) * picoseconds(costs.hardware.step_ms)
         branch = Branch(
-            kinds=np.array(costs.model.layers),
+            kinds=self.kinds,
             allowed=np.ones(self._columns["a"].shape, dtype=bool),
             move_a=move_a,
             move_b=move_b,
             boundary=self._numbers.index(costs.boundary()),
             in_flight=shape.in_flight(),
             at_once=shape.at_once(),
-            stage_a=passed + once,
-            stage_b=passed * (shape.micro_batches - 1),
+            stage_a=first + once,
+            stage_b=shape.micro_batches * passed - first,
             stage_memory=boundary_copies(shape) * costs.boundary_bytes,
             starts=starts,
             finishes=finishes,
@@ -249,23 +292,27 @@ class _Numbers:
 
     def layers(self, strategies: list[LayerStrategy]) -> dict[str, np.ndarray]:
         """Columns (K, S); `layout` (S,)."""
-        kinds = [self._columns(self.costs.layer(kind, strategies)) for kind in range(len(self.model.kinds))]
+        costs, rounds = self.costs, self.shape.rounds
+        kinds = [self._columns(costs.layer(kind, strategies), rounds) for kind in range(len(self.model.kinds))]
         columns = {name: np.stack([kind[name] for kind in kinds]) for name in kinds[0]}
         splits = [layer_split(strategy, self.costs.ranks) for strategy in strategies]
         return {**columns, "layout": np.array([self.index(split) for split in splits])}
 
-    def _columns(self, costs: Costs) -> dict[str, np.ndarray]:
-        """Of one stage nothing waits for another: what it costs in a step is all in A."""
-        again = self.shape.micro_batches - 1
+    def _columns(self, costs: Costs, rounds: int = 1) -> dict[str, np.ndarray]:
+        """Of a layer in each of so many rounds.
+
+        Of one stage nothing waits for another: what it costs in a step is all in A.
+        """
+        again = rounds * self.shape.micro_batches - 1
         passed = picoseconds(costs.forward_ms + costs.backward_ms)
-        once, update = picoseconds(costs.sync_ms), picoseconds(costs.update_ms)
+        once = rounds * (picoseconds(costs.sync_ms) + picoseconds(costs.update_ms))
         alone = self.shape.pipeline == 1
         return {
-            "a": passed + (again * passed + once + update) * alone,
-            "b": (again * passed + once + update) * (not alone),
-            "state": np.ceil(costs.state_bytes).astype(np.int64),
+            "a": passed + (again * passed + once) * alone,
+            "b": (again * passed + once) * (not alone),
+            "state": rounds * np.ceil(costs.state_bytes).astype(np.int64),
             "activation": np.ceil(costs.activation_bytes).astype(np.int64),
-            "shared": np.floor(costs.shared_bytes).astype(np.int64),
+            "shared": rounds * np.floor(costs.shared_bytes).astype(np.int64),
             "working": np.ceil(costs.working_bytes + costs.reduction_bytes * (not alone)).astype(np.int64),
         }
 
@@ -276,8 +323,8 @@ class _Numbers:
         model, zeros = self.model, np.zeros(len(strategies), dtype=np.int64)
         a, b, memory, working = zeros, zeros, zeros, zeros
         parts = {"embedding": [model.embedding], "head": [model.head], "both": [model.embedding, model.head]}
-        stage = -1 if which == "head" else 0
-        flight, at_once = int(self.shape.in_flight()[stage]), int(self.shape.at_once()[stage])
+        flight = self.shape.ends_in_flight()[which == "head"]
+        at_once = flight == self.shape.micro_batches
         for part in parts.get(which, []):
             is_head = part is model.head
             owner = replace(part, weights=_NONE) if which == "both" and not is_head else part
@@ -285,10 +332,14 @@ class _Numbers:
             a, b = a + columns["a"], b + columns["b"]
             memory = memory + columns["state"] + flight * columns["activation"] - at_once * columns["shared"]
             working = np.maximum(working, columns["working"])
+        if self.shape.rounds > 1:  # every round begins and ends with the layout in which stages hand on
+            moved = picoseconds([self.costs.move_ms(one, self.costs.boundary()) for one in splits])
+            a, b = a + moved, b + (self.shape.micro_batches - 1) * moved
+            layout = np.zeros(len(strategies), dtype=np.int64)
         return Options(a=a, b=b, memory=memory, working=working, layout=layout)
 
     def moves(self) -> tuple[np.ndarray, np.ndarray]:
         """(Y, Y) A and B of a change of layout."""
         passed = picoseconds([[self.costs.move_ms(one, other) for other in self.splits] for one in self.splits])
-        again = (self.shape.micro_batches - 1) * passed
+        again = (self.shape.passes - 1) * passed
         return (passed + again, 0 * again) if self.shape.pipeline == 1 else (passed, again)

@@ -19,9 +19,10 @@ from galvatron_hf.planner.cost import CostModel, Workload
 from galvatron_hf.planner.cut_bounds import CutBounds, least_memory
 from galvatron_hf.planner.exact import solve
 from galvatron_hf.planner.problem import PICOSECONDS, Draft, Problem, Shape
-from galvatron_hf.planner.space import Limits, layer_strategies, powers, vocabulary_strategies
+from galvatron_hf.planner.space import Limits, layer_strategies, powers, schedules, vocabulary_strategies
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import ModelProfile
+from galvatron_hf.schedule import PipelineShape, orders
 
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class Estimate:
         plan ([`ParallelPlan`]): the plan.
         step_ms (`float`): of one optimizer step.
         samples_per_second (`float`): rows of the global batch over it.
-        memory_bytes (`tuple[int, ...]`): at most on a rank of each stage.
+        memory_bytes (`tuple[int, ...]`): at most on a rank of each rank list, which are the stages but where
+            interleaved ones share their ranks.
     """
 
     plan: ParallelPlan
@@ -66,7 +68,7 @@ class SearchResult:
             while.
         least_memory_bytes (`int`, *optional*): where nothing fits, the smallest budget in which something does.
         seconds (`float`): that the search took.
-        hardware, model, workload, memory_bytes: what was searched for.
+        hardware, model, workload, memory_bytes, limits: what was searched for.
         branches, solved, states (`int`): problems, those of them that their bound did not rule out, and partial
             solutions that were kept in all.
     """
@@ -82,6 +84,7 @@ class SearchResult:
     model: ModelProfile
     workload: Workload
     memory_bytes: int
+    limits: Limits
 
     def explain(self, *, compare: bool = True) -> Report:
         """
@@ -101,8 +104,9 @@ class SearchResult:
         case = self.hardware, self.model, self.workload
         if self.best is None:
             raise ValueError(self.nothing_fits)
-        others = alternatives(*case, memory_bytes=self.memory_bytes) if compare else []
-        return Report(explanation=explain_plan(*case, self.best.plan), others=others, budget=self.memory_bytes)
+        budget, rounds = self.memory_bytes, self.limits.rounds
+        others = alternatives(*case, memory_bytes=budget, rounds=rounds) if compare else []
+        return Report(explanation=explain_plan(*case, self.best.plan), others=others, budget=budget)
 
     @property
     def nothing_fits(self) -> str:
@@ -161,7 +165,8 @@ def search_plan(
         solved, states = solved + 1, states + solution.states
         if solution.cost is not None:
             best = (solution.cost, problem, solution.choice)
-            found[problem.shape.pipeline, problem.shape.micro_batches] = best
+            shape = problem.shape
+            found[shape.pipeline, shape.micro_batches, shape.rounds] = best
     estimates = [_estimate(problem, choice, workload, model) for _, problem, choice in found.values()]
     estimates.sort(key=lambda estimate: estimate.step_ms)
     return SearchResult(
@@ -176,6 +181,7 @@ def search_plan(
         model=model,
         workload=workload,
         memory_bytes=budget,
+        limits=limits,
     )
 
 
@@ -186,8 +192,8 @@ def estimate_plan(hardware: HardwareProfile, model: ModelProfile, workload: Work
     Raises:
         ValueError: for a plan that the cost model cannot price.
     """
-    if plan.schedule not in ("1f1b", "gpipe") and len(plan.stages) > 1:
-        raise ValueError(f"schedule {plan.schedule!r} has no price yet; give a plan with '1f1b' or 'gpipe'.")
+    if plan.schedule == "zero_bubble" and len(plan.stages) > 1:
+        raise ValueError("schedule 'zero_bubble' has no price yet; give a plan with '1f1b', 'interleaved' or 'gpipe'.")
     if len({len(stage.ranks) for stage in plan.stages}) > 1:
         raise ValueError("stages of unequal size have no price yet; give each the same number of ranks.")
     if plan.num_layers != len(model.layers):
@@ -196,12 +202,13 @@ def estimate_plan(hardware: HardwareProfile, model: ModelProfile, workload: Work
             f"{len(model.layers)} layers."
         )
     shape = step_shape(workload, plan)
+    _check_rounds(plan, shape, model)
     strategies = list(dict.fromkeys(plan.layers))
     costs = CostModel(hardware, model, workload, len(plan.stages[0].ranks), shape.rows)
     draft = Draft(costs, shape, strategies, [plan.embedding], [plan.head])
     problem = draft.problem(hardware.memory_bytes, prune=False)
-    bounds = (0, *(stage.layers[1] for stage in plan.stages))
-    options = tuple(strategies.index(layer) for layer in plan.layers)
+    bounds = (0, *(stage.layers[1] for stage in plan.stages[: shape.pipeline]))
+    options = tuple(strategies.index(layer) for layer in plan.layers[: len(draft.kinds)])
     return _estimate(problem, Choice(bounds=bounds, options=options, start=0, finish=0), workload, model, plan)
 
 
@@ -210,8 +217,33 @@ def step_shape(workload: Workload, plan: ParallelPlan) -> Shape:
     ranks = len(plan.stages[0].ranks)
     count = min(plan.micro_batches, workload.rows)
     data = max(strategy.data_degree(ranks) for strategy in set(plan.layers))
-    rows = max(-(-workload.rows // count), data)
-    return Shape(pipeline=len(plan.stages), micro_batches=count, schedule=plan.schedule, rows=rows)
+    rows, pipeline = max(-(-workload.rows // count), data), len(plan.rank_lists)
+    rounds = len(plan.stages) // pipeline
+    schedule = "1f1b" if plan.schedule == "interleaved" and rounds == 1 else plan.schedule
+    return Shape(pipeline=pipeline, micro_batches=count, schedule=schedule, rows=rows, rounds=rounds)
+
+
+def _check_rounds(plan: ParallelPlan, shape: Shape, model: ModelProfile) -> None:
+    """Raises ValueError unless all rounds of interleaved stages are alike and the schedule can order them."""
+    if shape.rounds == 1:
+        return
+    if shape.micro_batches < shape.pipeline or not orders(PipelineShape.of(plan), shape.micro_batches):
+        raise ValueError(
+            f"micro_batches={shape.micro_batches} interleaved on {shape.pipeline} rank lists have no price; give a "
+            f"multiple of {shape.pipeline}."
+        )
+    share = plan.num_layers // shape.rounds
+    parts = range(0, plan.num_layers, share)
+    cuts = {
+        tuple(number - start for stage in plan.stages[first : first + shape.pipeline] for number in stage.layers)
+        for start, first in zip(parts, range(0, len(plan.stages), shape.pipeline), strict=False)
+    }
+    layers = {(plan.layers[start : start + share], tuple(model.layers[start : start + share])) for start in parts}
+    if plan.num_layers % shape.rounds or len(cuts) > 1 or len(layers) > 1:
+        raise ValueError(
+            f"The {shape.rounds} rounds of interleaved stages differ, which has no price yet; give each the same cuts "
+            "and strategies."
+        )
 
 
 def _drafts(hardware: HardwareProfile, model: ModelProfile, workload: Workload, limits: Limits) -> Iterator[Draft]:
@@ -232,9 +264,12 @@ def _drafts(hardware: HardwareProfile, model: ModelProfile, workload: Workload, 
                 strategies = [one for one, data in all_strategies if data <= filled]
                 if not strategies or (filled > rows and all(data != filled for _, data in all_strategies)):
                     continue
-                shape = Shape(pipeline=pipeline, micro_batches=count, schedule="1f1b", rows=filled)
-                for ends in _ends(vocabulary, model.tied):
-                    yield Draft(every.with_rows(filled), shape, strategies, ends, ends)
+                for schedule, rounds in schedules(pipeline, count, model.layers, limits):
+                    shape = Shape(
+                        pipeline=pipeline, micro_batches=count, schedule=schedule, rows=filled, rounds=rounds
+                    )
+                    for ends in _ends(vocabulary, model.tied):
+                        yield Draft(every.with_rows(filled), shape, strategies, ends, ends)
 
 
 def _least_memory(drafts: list[Draft], budget: int) -> int:

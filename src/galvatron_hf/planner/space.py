@@ -5,18 +5,20 @@
 First the ranks are shared out to tensor, Ulysses and data parallelism (context and expert degrees, which
 [`~galvatron_hf.plan.LayerStrategy`] has too, stay 1 until they run), then positions are split over the tensor ranks or
 not, then weights are sharded or copied, then activations are kept or computed again. Degrees are powers of two.
-Pipelines are 1F1B: GPipe takes as long and more memory, other schedules have no price yet.
+Pipelines are 1F1B, or interleaved in rounds that are alike, of at least as many micro-batches as rank lists: GPipe
+takes no less time and more memory, the zero-bubble schedules have no price yet.
 Source: Galvatron (arXiv 2211.13878), section 3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from galvatron_hf.model_shape import WeightShape
 from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
 from galvatron_hf.profiler.model_profile import ModelProfile
+from galvatron_hf.schedule import PipelineShape, orders
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,7 @@ class Limits:
         hybrid_sharding (`bool`): Whether fewer ranks than all may hold the pieces of a copy.
         recompute (`tuple[str, ...]`): Of "none" and "full".
         pipeline, micro_batches (`tuple[int, ...]`, *optional*): Degrees and counts; None allows all.
+        rounds (`int`): Most stages that a rank list of a pipeline has; more than 1 are interleaved.
     """
 
     tensor: int | None = None
@@ -40,11 +43,31 @@ class Limits:
     recompute: tuple[str, ...] = ("none", "full")
     pipeline: tuple[int, ...] | None = None
     micro_batches: tuple[int, ...] | None = None
+    rounds: int = 4
 
 
 def powers(most: int) -> list[int]:
     """1, 2, 4, ... up to `most`."""
     return [1 << exponent for exponent in range(max(most, 0).bit_length())]
+
+
+def schedules(pipeline: int, micro_batches: int, layers: Sequence[int], limits: Limits) -> Iterator[tuple[str, int]]:
+    """
+    The orders in which a pipeline can go through a step: each with how many stages a rank list has.
+
+    Args:
+        pipeline (`int`): rank lists.
+        micro_batches (`int`): of the step.
+        layers (`Sequence[int]`): kind of each layer.
+        limits ([`Limits`]): what may be used.
+    """
+    yield "1f1b", 1
+    for rounds in powers(limits.rounds)[1:] if 1 < pipeline <= micro_batches else []:
+        share = len(layers) // rounds
+        alike = tuple(layers[:share]) * rounds == tuple(layers)
+        shape = PipelineShape(schedule="interleaved", places=tuple(range(pipeline)) * rounds)
+        if alike and pipeline <= share and orders(shape, micro_batches):
+            yield "interleaved", rounds
 
 
 def layer_strategies(ranks: int, model: ModelProfile, limits: Limits) -> list[tuple[LayerStrategy, int]]:

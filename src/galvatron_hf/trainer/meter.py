@@ -177,7 +177,8 @@ def prediction(plan: ParallelPlan) -> Mapping[str, Any] | None:
     if not isinstance(noted, Mapping):
         return None
     step_ms, sizes = noted.get("step_ms"), noted.get("memory_bytes")
-    numbers = isinstance(sizes, Sequence) and len(sizes) == len(plan.stages) and all(_positive(size) for size in sizes)
+    numbers = isinstance(sizes, Sequence) and len(sizes) == len(plan.rank_lists)
+    numbers = numbers and all(_positive(size) for size in sizes)
     return noted if numbers and _positive(step_ms) else None
 
 
@@ -191,8 +192,8 @@ def outcome(meter: StepMeter, plan: ParallelPlan) -> Outcome:
     ranks = gather_objects((statistics.median(meter.seconds) if meter.seconds else None, meter.peak_bytes))
     seconds = [one for one, _ in ranks if one is not None]
     peaks = []
-    for stage in plan.stages:
-        known = [ranks[rank][1] for rank in stage.ranks if ranks[rank][1] is not None]
+    for members in plan.rank_lists:
+        known = [ranks[rank][1] for rank in members if ranks[rank][1] is not None]
         peaks.append(max(known, default=None))
     return Outcome(
         predicted_ms=noted["step_ms"],
