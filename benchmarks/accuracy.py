@@ -51,11 +51,12 @@ from galvatron_hf import GalvatronTrainer, GalvatronTrainingArguments, ParallelP
 from galvatron_hf.plan import Precision, Stage
 from galvatron_hf.planner.cost import Workload
 from galvatron_hf.planner.search import estimate_plan
-from galvatron_hf.planner.space import Limits, layer_strategies, vocabulary_strategies
+from galvatron_hf.planner.space import Limits, layer_strategies, schedules, vocabulary_strategies
 from galvatron_hf.profiler.hardware import profile_hardware
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model import profile_model
 from galvatron_hf.profiler.model_profile import ModelProfile
+from galvatron_hf.trainer.auto import PROFILE_SECONDS
 from galvatron_hf.trainer.calibration import calibrated
 
 
@@ -143,12 +144,12 @@ def profiles(shape: Shape) -> tuple[str, str, float]:
     whole = shape.model()
     model = profile_model(whole, device="cpu", tokens=tokens, length=shape.length, packed=False)
     cpu, steps = torch.device("cpu"), dict(rows=shape.rows, length=shape.length)
-    model = calibrated(model, whole, hardware, device=cpu, seconds=60.0, **steps)
+    model = calibrated(model, whole, hardware, device=cpu, seconds=0.75 * PROFILE_SECONDS, **steps)
     return hardware.to_json(), model.to_json(), (before + pace()) / 2
 
 
 def draw_plans(world: int, model: ModelProfile, shape: Shape, count: int, seed: int) -> list[ParallelPlan]:
-    """Different plans of the search's space, about half of them pipelines."""
+    """Different plans of the search's space, about half of them pipelines, and some of these interleaved."""
     drawn, plans = random.Random(seed), {}
     pipelines = [degree for degree in (1, 2, 4, 8) if world % degree == 0 and degree <= min(world, shape.layers)]
     while len(plans) < count:
@@ -159,20 +160,26 @@ def draw_plans(world: int, model: ModelProfile, shape: Shape, count: int, seed: 
         rows = -(-shape.rows // micro_batches)
         allowed = [one for one, data in layer_strategies(ranks, model, Limits()) if data <= rows]
         ends = vocabulary_strategies(ranks, model, Limits())
-        cuts = sorted(drawn.sample(range(1, shape.layers), pipeline - 1))
+        schedule, rounds = drawn.choice(list(schedules(pipeline, micro_batches, model.layers, Limits())))
+        share = shape.layers // rounds
+        cuts = sorted(drawn.sample(range(1, share), pipeline - 1))
         stages = tuple(
-            Stage(ranks=tuple(range(index * ranks, (index + 1) * ranks)), layers=layers)
-            for index, layers in enumerate(zip((0, *cuts), (*cuts, shape.layers), strict=True))
+            Stage(
+                ranks=tuple(range(index * ranks, (index + 1) * ranks)),
+                layers=tuple(number * share + layer for layer in layers),
+            )
+            for number in range(rounds)
+            for index, layers in enumerate(zip((0, *cuts), (*cuts, share), strict=True))
         )
         kinds = [drawn.choice(allowed) for _ in range(drawn.choice((1, 1, 2, 3)))]
         plan = ParallelPlan(
             world_size=world,
             stacks={"decoder": shape.layers},
             micro_batches=micro_batches,
-            schedule="1f1b",
+            schedule=schedule,
             precision=Precision(compute="fp32"),
             stages=stages,
-            layers=tuple(kinds[layer * len(kinds) // shape.layers] for layer in range(shape.layers)),
+            layers=tuple(kinds[layer * len(kinds) // share] for layer in range(share)) * rounds,
             embedding=drawn.choice(ends),
             head=drawn.choice(ends),
         )
@@ -318,7 +325,10 @@ def brief(plan: ParallelPlan) -> str:
     for start, strategy in enumerate(plan.layers):
         if start == 0 or strategy != plan.layers[start - 1]:
             layers.append(f"{start}:{describe(strategy)}{'r' if strategy.recompute == 'full' else ''}")
-    cuts = "/".join(str(stage.layers[1] - stage.layers[0]) for stage in plan.stages)
+    lists = len(plan.rank_lists)
+    cuts = "/".join(str(stage.layers[1] - stage.layers[0]) for stage in plan.stages[:lists])
+    if len(plan.stages) > lists:
+        cuts += f" x{len(plan.stages) // lists}"
     ends = f"e:{describe(plan.embedding)} h:{describe(plan.head)}"
     return f"pp {cuts} m{plan.micro_batches} {' '.join(layers)} {ends}"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import Trainer
 from galvatron_hf import GalvatronTrainer
 from galvatron_hf.trainer import packing
 from galvatron_hf.trainer.random_state import random_state
+from galvatron_hf.trainer.sequence_cost import measure_cost
 from oracle import Stream
 from packing_runs import (
     LONG_TAIL,
@@ -67,6 +69,20 @@ def test_a_resumed_run_packs_as_the_run_before(tmp_path):
     whole, seen, cost = on_ranks(work)[0]
     assert_equal_weights(seen.weights, whole.weights)
     assert cost["measured"] is True and cost["per_token"] + cost["per_token_squared"] > 0
+
+
+def test_documents_are_timed_anew_under_another_plan_alone(tmp_path):
+    def work() -> dict[str, int]:
+        timed = {}
+        options = dict(lr_scheduler_type="constant", save_strategy="steps", save_steps=3) | STATIC
+        for name, plan in {"whole": MIXED, "then": MIXED, "other": REPLICATE}.items():
+            resume = None if name == "whole" else tmp_path / "whole" / "checkpoint-3"
+            with mock.patch.object(packing, "measure_cost", side_effect=measure_cost) as measured:
+                run(tmp_path / name, plan, options=options, resume=resume, train_dataset=rows(27))
+            timed[name] = measured.call_count
+        return timed
+
+    assert on_ranks(work)[0] == {"whole": 1, "then": 0, "other": 1}
 
 
 def test_another_dataset_and_evaluations_before_and_after(tmp_path):

@@ -59,15 +59,17 @@ def run(given: argparse.Namespace) -> int:
 def _counted(given: argparse.Namespace) -> ModelProfile:
     from galvatron_hf.profiler.hardware_profile import HardwareProfile
     from galvatron_hf.profiler.model_profile import ModelProfile
+    from galvatron_hf.progress import at_work
 
-    return ModelProfile.from_config(
-        given.model,
-        HardwareProfile.preset(given.cluster, 1, 1),
-        given.dtype,
-        length=given.seq_length or given.tokens,
-        packed=not given.rows,
-        max_degree=given.max_degree or 8,
-    )
+    with at_work("tracing the model"):
+        return ModelProfile.from_config(
+            given.model,
+            HardwareProfile.preset(given.cluster, 1, 1),
+            given.dtype,
+            length=given.seq_length or given.tokens,
+            packed=not given.rows,
+            max_degree=given.max_degree or 8,
+        )
 
 
 def _measured(given: argparse.Namespace) -> ModelProfile:

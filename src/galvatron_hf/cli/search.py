@@ -109,7 +109,7 @@ def run_search(given: argparse.Namespace) -> int:
         micro_batches=None if given.micro_batches is None else tuple(given.micro_batches),
         rounds=rounds_of(given),
     )
-    result = search_plan(hardware, model, workload, memory_bytes=budget, limits=limits)
+    result = search_plan(hardware, model, workload, memory_bytes=budget, limits=limits, progress=True)
     if result.best is None:
         raise ValueError(result.nothing_fits)
     if given.output is not None:
@@ -117,7 +117,7 @@ def run_search(given: argparse.Namespace) -> int:
     if given.json:
         others = []
         if given.compare:
-            others = alternatives(hardware, model, workload, memory_bytes=budget, rounds=limits.rounds)
+            others = alternatives(hardware, model, workload, memory_bytes=budget, rounds=limits.rounds, progress=True)
         found = priced(replace(result.best, plan=result.best.noted(workload))) | {
             "search_seconds": result.seconds,
             "memory_budget_bytes": budget,
@@ -162,10 +162,10 @@ def run_explain(given: argparse.Namespace) -> int:
     plan = read_plan(given.plan, hardware.world_size)
     found = explain_plan(hardware, model, workload, plan)
     limits = Limits(rounds=rounds_of(given))
-    result = search_plan(hardware, model, workload, memory_bytes=budget, limits=limits)
+    result = search_plan(hardware, model, workload, memory_bytes=budget, limits=limits, progress=True)
     others = [
         Alternative(name="the fastest", best=result.best, least_memory_bytes=result.least_memory_bytes),
-        *alternatives(hardware, model, workload, memory_bytes=budget, rounds=limits.rounds),
+        *alternatives(hardware, model, workload, memory_bytes=budget, rounds=limits.rounds, progress=True),
     ]
     if given.json:
         said = {
@@ -256,6 +256,7 @@ def _galvatron(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile
 def _profiles(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]:
     from galvatron_hf.profiler.hardware_profile import HardwareProfile
     from galvatron_hf.profiler.model_profile import ModelProfile
+    from galvatron_hf.progress import at_work
 
     if (given.cluster is None) == (given.hardware_profile is None):
         raise ValueError("The cluster is not known: give one of --cluster, --hardware-profile, --galvatron-profiles.")
@@ -268,9 +269,10 @@ def _profiles(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]
     if given.model_profile is not None:
         return hardware, ModelProfile.from_json(given.model_profile)
     degrees = dict(max_degree=min(hardware.world_size, 8 if hardware.world_size <= 64 else 16))
-    return hardware, ModelProfile.from_config(
-        given.model, hardware, given.dtype, length=given.seq_length, packed=False, **degrees
-    )
+    with at_work("tracing the model"):
+        return hardware, ModelProfile.from_config(
+            given.model, hardware, given.dtype, length=given.seq_length, packed=False, **degrees
+        )
 
 
 def read_plan(path: str, world_size: int) -> ParallelPlan:
@@ -284,7 +286,7 @@ def read_plan(path: str, world_size: int) -> ParallelPlan:
 
 def _show(result: SearchResult, compare: bool, case: tuple[HardwareProfile, ModelProfile, Workload]) -> None:
     console = Console()
-    console.print(result.explain(compare=compare))
+    console.print(result.explain(compare=compare, progress=True))
     console.print(
         f"{result.branches} ways to cut the step, {result.solved} of them searched to the end with {result.states} "
         f"partial plans, memory counted in bytes, {result.seconds:.1f} s"

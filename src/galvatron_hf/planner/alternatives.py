@@ -34,11 +34,12 @@ def alternatives(
     *,
     memory_bytes: int,
     rounds: int = Limits.rounds,
+    progress: bool = False,
 ) -> list[Alternative]:
     """DDP, ZeRO-3 and Megatron's tensor and pipeline parallelism, each with the best micro-batches and recompute.
 
     A kind whose degrees this model and these ranks cannot have is left out. Megatron's pipelines have up to `rounds`
-    interleaved stages on a rank list.
+    interleaved stages on a rank list. With `progress` each search shows a bar.
     """
     plain = Limits(tensor=1, sequence=(), hybrid_sharding=False, pipeline=(1,))
     stages = tuple(powers(min(hardware.world_size, len(model.layers))))
@@ -53,7 +54,9 @@ def alternatives(
     found = []
     for name, limits in kinds.items():
         try:
-            result = search_plan(hardware, model, workload, memory_bytes=memory_bytes, limits=limits)
+            result = search_plan(
+                hardware, model, workload, memory_bytes=memory_bytes, limits=limits, progress=progress
+            )
         except ValueError:
             continue
         found.append(Alternative(name=name, best=result.best, least_memory_bytes=result.least_memory_bytes))

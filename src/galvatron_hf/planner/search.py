@@ -22,6 +22,7 @@ from galvatron_hf.planner.problem import PICOSECONDS, Draft, Problem, Shape
 from galvatron_hf.planner.space import Limits, layer_strategies, powers, schedules, vocabulary_strategies
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import ModelProfile
+from galvatron_hf.progress import Step, progress_bar
 from galvatron_hf.schedule import PipelineShape, orders
 
 
@@ -86,13 +87,14 @@ class SearchResult:
     memory_bytes: int
     limits: Limits
 
-    def explain(self, *, compare: bool = True) -> Report:
+    def explain(self, *, compare: bool = True, progress: bool = False) -> Report:
         """
         Where the time and the memory of the best plan go; to be printed.
 
         Args:
             compare (`bool`, defaults to `True`): Whether to search the best DDP, ZeRO-3, Megatron and Ulysses plans
                 too, which takes about as long once more.
+            progress (`bool`, defaults to `False`): Whether to show bars of these searches.
 
         Raises:
             ValueError: if nothing fits, with the least memory in which something does.
@@ -105,7 +107,7 @@ class SearchResult:
         if self.best is None:
             raise ValueError(self.nothing_fits)
         budget, rounds = self.memory_bytes, self.limits.rounds
-        others = alternatives(*case, memory_bytes=budget, rounds=rounds) if compare else []
+        others = alternatives(*case, memory_bytes=budget, rounds=rounds, progress=progress) if compare else []
         return Report(explanation=explain_plan(*case, self.best.plan), others=others, budget=budget)
 
     @property
@@ -125,6 +127,7 @@ def search_plan(
     *,
     memory_bytes: int | None = None,
     limits: Limits | None = None,
+    progress: bool = False,
 ) -> SearchResult:
     """
     The fastest plan under the cost model, exactly: no plan of the space is predicted to be faster.
@@ -134,6 +137,7 @@ def search_plan(
         workload ([`Workload`]): The global batch.
         memory_bytes (`int`, *optional*): Budget of a rank; None is the device's memory.
         limits ([`Limits`], *optional*): Of the space.
+        progress (`bool`, defaults to `False`): Whether the first rank shows a bar.
     """
     begun = time.perf_counter()
     limits = limits or Limits()
@@ -145,28 +149,8 @@ def search_plan(
             f"No plan for {world} devices and {workload.rows} rows is within the limits; allow more degrees, or "
             "profile the model with more of them."
         )
-    # Best first: a quick bound says when a problem's real bound is due, and that when it has to be solved.
-    queue = [(draft.bound, index, None, None) for index, draft in enumerate(drafts)]
-    heapq.heapify(queue)
-    best: tuple[int, Problem, Choice] | None = None
-    found: dict[tuple, tuple[int, Problem, Choice]] = {}
-    solved = states = 0
-    while queue:
-        bound, index, problem, bounds = heapq.heappop(queue)
-        limit = np.inf if best is None else best[0] - 1
-        if bound > limit:
-            break
-        if problem is None:
-            problem = drafts[index].problem(budget)
-            bounds = CutBounds(problem.branch)
-            heapq.heappush(queue, (max(bound, bounds.bound), index, problem, bounds))
-            continue
-        solution = solve(problem.branch, limit, bounds)
-        solved, states = solved + 1, states + solution.states
-        if solution.cost is not None:
-            best = (solution.cost, problem, solution.choice)
-            shape = problem.shape
-            found[shape.pipeline, shape.micro_batches, shape.rounds] = best
+    with progress_bar(len(drafts), progress) as step:
+        found, solved, states = _best_first(drafts, budget, step)
     estimates = [_estimate(problem, choice, workload, model) for _, problem, choice in found.values()]
     estimates.sort(key=lambda estimate: estimate.step_ms)
     return SearchResult(
@@ -183,6 +167,36 @@ def search_plan(
         memory_bytes=budget,
         limits=limits,
     )
+
+
+def _best_first(
+    drafts: list[Draft], budget: int, step: Step
+) -> tuple[dict[tuple, tuple[int, Problem, Choice]], int, int]:
+    """Problems that were the best for a while, the last one of all; how many were solved; and partial solutions kept.
+
+    A quick bound says when a problem's real bound is due, and that when it has to be solved.
+    """
+    queue = [(draft.bound, index, None, None) for index, draft in enumerate(drafts)]
+    heapq.heapify(queue)
+    limit: float = np.inf
+    found: dict[tuple, tuple[int, Problem, Choice]] = {}
+    solved = states = 0
+    while queue:
+        bound, index, problem, bounds = heapq.heappop(queue)
+        if bound > limit:
+            break
+        if problem is None:
+            problem = drafts[index].problem(budget)
+            bounds = CutBounds(problem.branch)
+            heapq.heappush(queue, (max(bound, bounds.bound), index, problem, bounds))
+            step("searching for a plan")
+            continue
+        solution = solve(problem.branch, limit, bounds)
+        solved, states = solved + 1, states + solution.states
+        if solution.cost is not None:
+            limit, shape = solution.cost - 1, problem.shape
+            found[shape.pipeline, shape.micro_batches, shape.rounds] = solution.cost, problem, solution.choice
+    return found, solved, states
 
 
 def estimate_plan(hardware: HardwareProfile, model: ModelProfile, workload: Workload, plan: ParallelPlan) -> Estimate:

@@ -10,7 +10,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from galvatron_hf.profiler.links import Step, finish, slowest, synchronize
+from galvatron_hf.profiler.links import finish, slowest, synchronize
+from galvatron_hf.progress import Step
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

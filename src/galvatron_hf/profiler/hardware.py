@@ -4,21 +4,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from galvatron_hf.parallel.rank_objects import gather_objects, is_rank_0
+from galvatron_hf.parallel.rank_objects import gather_objects
 from galvatron_hf.profiler.compute import measure_flops, measure_overlap
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
-from galvatron_hf.profiler.links import Step, count_steps, measure_links, measure_step
+from galvatron_hf.profiler.links import count_steps, measure_links, measure_step
 from galvatron_hf.profiler.machine import cpu_quota, device_memory_bytes, identity
+from galvatron_hf.progress import progress_bar
 
 
 SIZES = {
@@ -191,17 +191,3 @@ def _backend(device: torch.device) -> str:
         return "none"
     by_device = dict(entry.split(":") for entry in dist.get_backend_config().split(",") if ":" in entry)
     return by_device.get(device.type, dist.get_backend())
-
-
-@contextlib.contextmanager
-def progress_bar(steps: int, shown: bool) -> Iterator[Step]:
-    """What each step is told to; rank 0 draws a bar of them if it is to be shown."""
-    if not (shown and is_rank_0()):
-        yield lambda what: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("profiling", total=steps)
-        yield lambda what: bar.update(task, advance=1, description=what)

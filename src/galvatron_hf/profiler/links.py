@@ -21,6 +21,7 @@ import torch.distributed as dist
 from scipy.optimize import isotonic_regression
 
 from galvatron_hf.profiler.hardware_profile import KINDS, Link, arrangements
+from galvatron_hf.progress import Step
 
 
 _functional = torch.ops._c10d_functional
@@ -31,8 +32,6 @@ _PRODUCT_SIDE = {"cpu": 256, "cuda": 2048}
 _BETWEEN_MS = {"cpu": 2.0, "cuda": 0.5}  # of computing before each call, on a device of its own
 _BASELINE_WINDOWS = 20  # that the computing by itself is timed for
 _LEAST_MS = 1e-3  # of a call that is lost in the noise of the computing beside it
-
-Step = Callable[[str], None]
 
 
 @dataclass(kw_only=True)

@@ -21,9 +21,9 @@ from galvatron_hf.parallel.dtensor import local_tensor
 from galvatron_hf.parallel.models import adapter_for
 from galvatron_hf.parallel.rank_objects import gather_objects
 from galvatron_hf.plan import LayerStrategy
-from galvatron_hf.profiler.hardware import progress_bar
 from galvatron_hf.profiler.parts import LoneParts, Part, layer_kinds, one_of_each
 from galvatron_hf.profiler.tracing import CountedModel
+from galvatron_hf.progress import progress_bar
 
 
 LEAST_TOKENS = 128

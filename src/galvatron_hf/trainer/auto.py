@@ -43,7 +43,7 @@ logger = logging.get_logger(__name__)
 SAMPLED_ROWS = 64  # of a dataset whose lengths are not known
 SAMPLED_BATCHES = 256
 MOST_TOKENS = 4096  # of a micro-batch that is timed
-PROFILE_SECONDS = 80.0  # for measuring machine and model, about, where neither is known yet
+PROFILE_SECONDS = 160.0  # for measuring machine and model, about, where neither is known yet
 GPU_SHARE = 0.92  # of a GPU's memory: the rest is the driver's, NCCL's, and lost between allocations
 
 
@@ -92,7 +92,7 @@ class AutoPlanMixin:
             folder,
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", self.args.world_size)),
             device=self.args.device,
-            seconds=0.5 * PROFILE_SECONDS,
+            seconds=0.25 * PROFILE_SECONDS,
             progress=shown,
         )
         profile = load_or_profile_model(
@@ -103,7 +103,7 @@ class AutoPlanMixin:
             tokens=min(MOST_TOKENS, _rounded_up(workload.rows * workload.length)),
             length=min(_rounded_up(workload.length), positions(model) or sys.maxsize),
             packed=self._may_pack(),
-            seconds=0.3 * PROFILE_SECONDS,
+            seconds=0.15 * PROFILE_SECONDS,
             progress=shown,
             finish=lambda measured: calibrated(
                 measured,
@@ -113,7 +113,7 @@ class AutoPlanMixin:
                 rows=workload.rows,
                 length=min(workload.computed_length, MOST_TOKENS),
                 device=self.args.device,
-                seconds=0.5 * PROFILE_SECONDS,
+                seconds=0.75 * PROFILE_SECONDS,
                 progress=shown,
             ),
         )
@@ -125,11 +125,12 @@ class AutoPlanMixin:
 
     def _search_on_rank_0(self, hardware: HardwareProfile, profile: ModelProfile, workload: Workload) -> ParallelPlan:
         budget = memory_budget(self.args, hardware)
-        result = search_plan(hardware, profile, workload, memory_bytes=budget, limits=self._limits())
+        shown = not self.args.disable_tqdm
+        result = search_plan(hardware, profile, workload, memory_bytes=budget, limits=self._limits(), progress=shown)
         if result.best is None:
             raise ValueError(result.nothing_fits)
         self.search_result = result
-        if not self.args.disable_tqdm:
+        if shown:
             from rich.console import Console
 
             Console().print(result.explain(compare=False))

@@ -29,15 +29,16 @@ from galvatron_hf.parallel.rank_objects import from_rank_0, gather_objects
 from galvatron_hf.plan import ParallelPlan, Precision
 from galvatron_hf.planner.cost import Workload
 from galvatron_hf.planner.search import estimate_plan
-from galvatron_hf.profiler.hardware import progress_bar
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import STRETCHES, ModelProfile
 from galvatron_hf.profiler.parts import layer_kinds, one_of_each
+from galvatron_hf.progress import progress_bar
 
 
 MOST_TOKENS = 4096  # of a rank in a step
 LAYERS = 4  # of each kind, at most
-WARM_UP, ROUNDS = 1, 3
+# Where CPUs are shared, single steps of a plan are a tenth apart; the first two are slower than all that follow.
+PASSES, WARM_UP, ROUNDS = 2, 2, 4  # through all plans; steps of a plan in each, not counted and counted
 MEMORY_SHARE = 0.5  # of a device's, that such a plan may take
 LEAST, MOST = 0.25, 8.0  # factors beyond these are a disturbance and no property
 NOISE, SPREAD = 0.04, 1.0  # of a measured step, of itself; of factors
@@ -64,7 +65,7 @@ def calibrated(
         hardware ([`HardwareProfile`]): Of these ranks.
         rows, length (`int`): Of the steps that are tried.
         device (`torch.device`): Where they compute.
-        seconds (`float`): After which, about, no further plan is tried.
+        seconds (`float`): After which, about, no further plan is tried, nor one once more.
         world ([`WorldMesh`], *optional*): Whose groups the plans use; new ones if absent, which stay.
         progress (`bool`, defaults to `False`): Whether rank 0 shows a bar.
     """
@@ -77,15 +78,16 @@ def calibrated(
     rows = max(world_size, min(rows, MOST_TOKENS * world_size // length))
     work = Workload(rows=rows, length=length, precision=Precision(compute=profile.dtype))
     plans = [plan for plan in _plans(small, work) if _fits(hardware, few, work, plan)]
-    world, measured = world or WorldMesh(device.type), []
+    world, steps = world or WorldMesh(device.type), [[] for _ in plans]
     began = time.perf_counter()
-    with progress_bar(len(plans), progress) as step:
-        for plan in plans:
+    with progress_bar(PASSES * len(plans), progress) as step:
+        for tried, index in enumerate(list(range(len(plans))) * PASSES, start=1):
             step("trying whole steps")
-            measured.append(_step_ms(one_of_each(model, copies), plan, work, world, device))
+            steps[index] += _steps_ms(one_of_each(model, copies), plans[index], work, world, device)
             spent = max(gather_objects(time.perf_counter() - began))
-            if spent + spent / len(measured) > seconds:
+            if spent + spent / tried > seconds:
                 break
+    measured = [statistics.median(of_plan) for of_plan in steps if of_plan]
     if not measured:
         return profile
 
@@ -157,10 +159,10 @@ def _fits(hardware: HardwareProfile, few: ModelProfile, work: Workload, plan: Pa
     return max(estimate_plan(hardware, few, work, plan).memory_bytes) < MEMORY_SHARE * hardware.memory_bytes
 
 
-def _step_ms(
+def _steps_ms(
     model: PreTrainedModel, plan: ParallelPlan, work: Workload, world: WorldMesh, device: torch.device
-) -> float:
-    """The median of a few steps, each as long as on the slowest rank."""
+) -> list[float]:
+    """Of a few steps, each as long as on the slowest rank."""
     parallel = parallelize(model, plan, world=world, device=device)
     optimizer = torch.optim.AdamW(parallel.model.parameters(), lr=1e-5, fused=True)
     ids = torch.arange(work.rows * work.length, device=device).reshape(work.rows, work.length)
@@ -177,7 +179,7 @@ def _step_ms(
     found = [max(of_step) for of_step in zip(*gather_objects(times[WARM_UP:]), strict=True)]
     del parallel, optimizer, model
     gc.collect()
-    return statistics.median(found)
+    return found
 
 
 def _now(device: torch.device) -> float:

@@ -22,6 +22,7 @@ from galvatron_hf.data.packing import NotPackable, Sequences, limit_lengths, pac
 from galvatron_hf.data.placement import Placement
 from galvatron_hf.parallel.attention_spy import attention_obstacle
 from galvatron_hf.parallel.micro_batch import count_targets
+from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan_json import read_object, write_file
 from galvatron_hf.trainer.arguments import packing_mode
 from galvatron_hf.trainer.dataset_rows import DatasetRows
@@ -306,10 +307,21 @@ class PackingMixin:
             write_file(folder / COST_FILE, json.dumps(self._cost.to_json()))
 
     def _load_packing(self, checkpoint: str) -> None:
-        """What documents take and how many were cut, as rank 0 reads it; collective."""
+        """What documents take and how many were cut, as rank 0 reads it; collective.
+
+        Under another plan documents take other times, which are measured anew.
+        """
         path = os.path.join(checkpoint, COST_FILE)
         raw = read_once(lambda: read_object(path, "cost of sequences") if os.path.isfile(path) else None)
-        self._cost = None if raw is None else StepCost.from_json(raw)
+        plan = self._requested_plan if self.parallel is None else self.parallel.plan
+        before = self._resumed_plan
+        same = before is not None and (plan is None or _places(plan) == _places(before))
+        self._cost = StepCost.from_json(raw) if raw is not None and same else None
         path = os.path.join(checkpoint, CUT_FILE)
         raw = read_once(lambda: read_object(path, "number of cut sequences") if os.path.isfile(path) else None)
         self._cut_before = 0 if raw is None else int(raw.get("cut_sequences", 0))
+
+
+def _places(plan: ParallelPlan) -> tuple:
+    """What a document's time hangs on, of a plan."""
+    return plan.stages, plan.layers, plan.embedding, plan.head

@@ -1,0 +1,36 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Bars of what takes over a second, on the standard error of the first rank; nothing where that is no terminal."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from galvatron_hf.parallel.rank_objects import is_rank_0
+
+
+Step = Callable[[str], None]
+
+
+@contextlib.contextmanager
+def progress_bar(steps: int, shown: bool) -> Iterator[Step]:
+    """What each of so many steps is told to; the first rank draws a bar of them if it is to be shown."""
+    if not (shown and is_rank_0()):
+        yield lambda what: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("beginning", total=steps)
+        yield lambda what: bar.update(task, advance=1, description=what)
+
+
+@contextlib.contextmanager
+def at_work(what: str) -> Iterator[None]:
+    """Shows that something is done of which nobody knows how far it is."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
+        yield
