@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +14,6 @@ from galvatron_hf.planner.branch import Branch, Choice, Options
 from galvatron_hf.planner.cost import CostModel, Costs, Workload, layer_split, vocabulary_split
 from galvatron_hf.planner.moves import Split
 from galvatron_hf.planner.pareto import nondominated
-from galvatron_hf.profiler.model_profile import ModelProfile
 
 
 PICOSECONDS = 10**9  # in a millisecond
@@ -157,55 +156,108 @@ def received_and_later(shape: Shape) -> tuple[np.ndarray, np.ndarray]:
     return 2 * shape.rounds - (places == 0) - (places == shape.pipeline - 1), later
 
 
-class Draft:
+class Prices:
     """
-    A branch of which the costs of layers and ends are known, but not yet those of changes of layout.
+    What options cost in a pass of a micro-batch and once in a step, whatever the order of the step's work.
 
     Tied weights on one stage are one unit, of which the embedding's strategy decides: heads then are the same list, of
-    one tensor degree, and all of their cost is the start's.
+    one tensor degree, and all of their cost is the embedding's.
 
     Args:
         costs ([`CostModel`]): For the stage's ranks and the micro-batch's rows.
-        shape ([`Shape`]): Of the step.
+        pipeline (`int`): Rank lists.
         strategies (`Sequence[LayerStrategy]`), embeddings, heads (`Sequence[VocabularyStrategy]`): The options.
 
     Attributes:
-        bound (`float`): below the cost of every solution: each layer has its cheapest option, memory does not count.
+        layers (`list[Costs]`): by kind of layer.
+        starts, finishes (`list[Costs]`): what the embedding's options and the head's decide of.
+        splits (`list[Split]`): layouts.
+        layer_layouts, start_layouts, finish_layouts (`np.ndarray`): index of the layout of each option.
     """
 
     def __init__(
         self,
         costs: CostModel,
-        shape: Shape,
+        pipeline: int,
         strategies: Sequence[LayerStrategy],
         embeddings: Sequence[VocabularyStrategy],
         heads: Sequence[VocabularyStrategy],
     ):
-        self.costs, self.shape, self.strategies = costs, shape, list(strategies)
-        model = costs.model
-        self.kinds = np.array(model.layers[: len(model.layers) // shape.rounds])
-        self._numbers = numbers = _Numbers(costs, shape, model)
-        self._columns = numbers.layers(self.strategies)
-        shared = model.tied and shape.pipeline == 1
-        self.embeddings = list(embeddings)
-        self.heads = list(heads)[:1] if shared else list(heads)
-        self._starts = numbers.ends(self.embeddings, "both" if shared else "embedding")
-        self._finishes = numbers.ends(self.heads, "none" if shared else "head")
+        self.costs, self.strategies, self.embeddings, self.heads = (
+            costs,
+            list(strategies),
+            list(embeddings),
+            list(heads),
+        )
+        model, shared = costs.model, costs.model.tied and pipeline == 1
+        self.layers = [costs.layer(kind, self.strategies) for kind in range(len(model.kinds))]
+        if shared:
+            self.heads = self.heads[:1]
+            own = [(replace(model.embedding, weights=_NONE), False), (model.head, True)]
+        else:
+            own = [(model.embedding, False)]
+        self.starts = [costs.end(end, self.embeddings, is_head=is_head) for end, is_head in own]
+        self.finishes = [] if shared else [costs.end(model.head, self.heads, is_head=True)]
+        layouts = {costs.boundary(): 0}
+
+        def numbers(splits: Iterable[Split]) -> np.ndarray:
+            return np.array([layouts.setdefault(split, len(layouts)) for split in splits])
+
+        self.layer_layouts = numbers(layer_split(one, costs.ranks) for one in self.strategies)
+        self.start_layouts, self.finish_layouts = (
+            numbers(vocabulary_split(one.tensor, costs.ranks, costs.rows) for one in ends)
+            for ends in (self.embeddings, self.heads)
+        )
+        self.splits = list(layouts)
+
+
+class Draft:
+    """
+    A branch of which the costs of layers and ends are known, but not yet those of changes of layout.
+
+    Args:
+        prices ([`Prices`]): Of the options.
+        shape ([`Shape`]): Of the step.
+
+    Attributes:
+        bound (`float`): below the cost of every solution: each layer has its cheapest option, memory does not count.
+    """
+
+    def __init__(self, prices: Prices, shape: Shape):
+        self.prices, self.shape = prices, shape
+        layers = prices.costs.model.layers
+        self.kinds = np.array(layers[: len(layers) // shape.rounds])
+        numbers = _Numbers(prices.costs, shape)
+        self._columns = numbers.layers(prices)
+        start_flight, finish_flight = shape.ends_in_flight()
+        self._starts = numbers.ends(prices.starts, start_flight, prices.start_layouts, prices.splits)
+        self._finishes = numbers.ends(prices.finishes, finish_flight, prices.finish_layouts, prices.splits)
         self.bound = self._bound()
 
     def _bound(self) -> float:
         kinds, stages = self.kinds, self.shape.pipeline
-        ends = [(one.a, one.b) for one in (self._starts, self._finishes)]
+        passed, first = self._of_stages()
+        rest = [(first.sum(), (self.shape.micro_batches * passed - first).sum())]
+        rest += [(one.a, one.b) for one in (self._starts, self._finishes)]
 
         def least(of_a: float, of_b: float) -> float:
             layers = (of_a * self._columns["a"] + of_b * self._columns["b"]).min(axis=1)[kinds].sum()
-            return float(layers + sum((of_a * a + of_b * b).min() for a, b in ends))
+            return float(layers + sum((of_a * a + of_b * b).min() for a, b in rest))
 
         if not self.shape.ahead().any():
             return least(1.0, 1 / stages)
         # Of A alone, B being m - 1 times as much at least; or the mean A + B of stages; or anything between the two.
         step = self.shape.least_step()
         return max(least(share * step + (1 - share) / stages, (1 - share) / stages) for share in (0.0, 0.5, 0.9, 1.0))
+
+    def _of_stages(self) -> tuple[np.ndarray, np.ndarray]:
+        """(p,) and (p,) what a micro-batch takes beside a rank list's layers, in all rounds and in one of them."""
+        costs, found = self.prices.costs, []
+        sent = picoseconds(costs.send_ms()) if self.shape.pipeline > 1 else 0
+        for shape in (self.shape, replace(self.shape, rounds=1)):
+            received, later = received_and_later(shape)
+            found.append(received * sent + later * picoseconds(costs.later_stage_ms()))
+        return found[0], found[1]
 
     def problem(self, budget: int, *, prune: bool = True) -> Problem:
         """
@@ -216,23 +268,19 @@ class Draft:
             prune (`bool`): Whether to leave out strategies without which the best plan is as good. A plan that is only
                 to be priced keeps all.
         """
-        shape, costs, stages = self.shape, self.costs, self.shape.pipeline
-        starts, finishes, embeddings, heads = self._starts, self._finishes, self.embeddings, self.heads
+        shape, prices, costs, stages = self.shape, self.prices, self.prices.costs, self.shape.pipeline
+        starts, finishes, embeddings, heads = self._starts, self._finishes, prices.embeddings, prices.heads
         if prune:
             (embeddings, starts), (heads, finishes) = _pruned(embeddings, starts), _pruned(heads, finishes)
-        move_a, move_b = self._numbers.moves()
-        received, later = received_and_later(shape)
-        sent = picoseconds(costs.send_ms()) if stages > 1 else 0
-        passed = received * sent + later * picoseconds(costs.later_stage_ms())
-        first_received, first_later = received_and_later(replace(shape, rounds=1))
-        first = first_received * sent + first_later * picoseconds(costs.later_stage_ms())
+        move_a, move_b = _Numbers(costs, shape).moves(prices.splits)
+        passed, first = self._of_stages()
         once = (np.arange(stages) == 0) * picoseconds(costs.hardware.step_ms)
         branch = Branch(
             kinds=self.kinds,
             allowed=np.ones(self._columns["a"].shape, dtype=bool),
             move_a=move_a,
             move_b=move_b,
-            boundary=self._numbers.index(costs.boundary()),
+            boundary=0,
             in_flight=shape.in_flight(),
             at_once=shape.at_once(),
             stage_a=first + once,
@@ -245,7 +293,7 @@ class Draft:
             ahead=shape.ahead(),
             **self._columns,
         )
-        kept = np.arange(len(self.strategies))
+        kept = np.arange(len(prices.strategies))
         if prune:
             columns = (branch.a, branch.b, branch.state, branch.activation, branch.least, branch.working)
             kept = _kept(np.concatenate(columns), branch)
@@ -256,7 +304,7 @@ class Draft:
             branch=branch,
             shape=shape,
             ranks=costs.ranks,
-            strategies=[self.strategies[index] for index in kept],
+            strategies=[prices.strategies[index] for index in kept],
             embeddings=embeddings,
             heads=heads,
         )
@@ -280,23 +328,16 @@ def picoseconds(ms: np.ndarray | float) -> np.ndarray:
 
 
 class _Numbers:
-    """Costs as integers of A and B, and layouts as indices."""
+    """Costs of a step as integers of A and B."""
 
-    def __init__(self, costs: CostModel, shape: Shape, model: ModelProfile):
-        self.costs, self.shape, self.model = costs, shape, model
-        self.splits: dict[Split, int] = {costs.boundary(): 0}
+    def __init__(self, costs: CostModel, shape: Shape):
+        self.costs, self.shape = costs, shape
 
-    def index(self, split: Split) -> int:
-        """The layout's number."""
-        return self.splits.setdefault(split, len(self.splits))
-
-    def layers(self, strategies: list[LayerStrategy]) -> dict[str, np.ndarray]:
+    def layers(self, prices: Prices) -> dict[str, np.ndarray]:
         """Columns (K, S); `layout` (S,)."""
-        costs, rounds = self.costs, self.shape.rounds
-        kinds = [self._columns(costs.layer(kind, strategies), rounds) for kind in range(len(self.model.kinds))]
+        kinds = [self._columns(kind, self.shape.rounds) for kind in prices.layers]
         columns = {name: np.stack([kind[name] for kind in kinds]) for name in kinds[0]}
-        splits = [layer_split(strategy, self.costs.ranks) for strategy in strategies]
-        return {**columns, "layout": np.array([self.index(split) for split in splits])}
+        return {**columns, "layout": prices.layer_layouts}
 
     def _columns(self, costs: Costs, rounds: int = 1) -> dict[str, np.ndarray]:
         """Of a layer in each of so many rounds.
@@ -316,30 +357,23 @@ class _Numbers:
             "working": np.ceil(costs.working_bytes + costs.reduction_bytes * (not alone)).astype(np.int64),
         }
 
-    def ends(self, strategies: list[VocabularyStrategy], which: str) -> Options:
-        """Options of the embedding, the head, both as one, or of nothing."""
-        splits = [vocabulary_split(one.tensor, self.costs.ranks, self.costs.rows) for one in strategies]
-        layout = np.array([self.index(split) for split in splits])
-        model, zeros = self.model, np.zeros(len(strategies), dtype=np.int64)
+    def ends(self, parts: list[Costs], flight: int, layout: np.ndarray, splits: list[Split]) -> Options:
+        """Options of the embedding, the head, both as one, or of nothing, of which so many are in flight."""
+        zeros = np.zeros(len(layout), dtype=np.int64)
         a, b, memory, working = zeros, zeros, zeros, zeros
-        parts = {"embedding": [model.embedding], "head": [model.head], "both": [model.embedding, model.head]}
-        flight = self.shape.ends_in_flight()[which == "head"]
         at_once = flight == self.shape.micro_batches
-        for part in parts.get(which, []):
-            is_head = part is model.head
-            owner = replace(part, weights=_NONE) if which == "both" and not is_head else part
-            columns = self._columns(self.costs.end(owner, strategies, is_head=is_head))
+        for part in parts:
+            columns = self._columns(part)
             a, b = a + columns["a"], b + columns["b"]
             memory = memory + columns["state"] + flight * columns["activation"] - at_once * columns["shared"]
             working = np.maximum(working, columns["working"])
         if self.shape.rounds > 1:  # every round begins and ends with the layout in which stages hand on
-            moved = picoseconds([self.costs.move_ms(one, self.costs.boundary()) for one in splits])
-            a, b = a + moved, b + (self.shape.micro_batches - 1) * moved
-            layout = np.zeros(len(strategies), dtype=np.int64)
+            moved = picoseconds([self.costs.move_ms(splits[index], self.costs.boundary()) for index in layout])
+            a, b, layout = a + moved, b + (self.shape.micro_batches - 1) * moved, zeros
         return Options(a=a, b=b, memory=memory, working=working, layout=layout)
 
-    def moves(self) -> tuple[np.ndarray, np.ndarray]:
+    def moves(self, splits: list[Split]) -> tuple[np.ndarray, np.ndarray]:
         """(Y, Y) A and B of a change of layout."""
-        passed = picoseconds([[self.costs.move_ms(one, other) for other in self.splits] for one in self.splits])
+        passed = picoseconds([[self.costs.move_ms(one, other) for other in splits] for one in splits])
         again = (self.shape.passes - 1) * passed
         return (passed + again, 0 * again) if self.shape.pipeline == 1 else (passed, again)

@@ -18,7 +18,7 @@ from galvatron_hf.planner.branch import Choice, Score, score
 from galvatron_hf.planner.cost import CostModel, Workload
 from galvatron_hf.planner.cut_bounds import CutBounds, least_memory
 from galvatron_hf.planner.exact import solve
-from galvatron_hf.planner.problem import PICOSECONDS, Draft, Problem, Shape
+from galvatron_hf.planner.problem import PICOSECONDS, Draft, Prices, Problem, Shape
 from galvatron_hf.planner.space import Limits, layer_strategies, powers, schedules, vocabulary_strategies
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import ModelProfile
@@ -219,7 +219,7 @@ def estimate_plan(hardware: HardwareProfile, model: ModelProfile, workload: Work
     _check_rounds(plan, shape, model)
     strategies = list(dict.fromkeys(plan.layers))
     costs = CostModel(hardware, model, workload, len(plan.stages[0].ranks), shape.rows)
-    draft = Draft(costs, shape, strategies, [plan.embedding], [plan.head])
+    draft = Draft(Prices(costs, shape.pipeline, strategies, [plan.embedding], [plan.head]), shape)
     problem = draft.problem(hardware.memory_bytes, prune=False)
     bounds = (0, *(stage.layers[1] for stage in plan.stages[: shape.pipeline]))
     options = tuple(strategies.index(layer) for layer in plan.layers[: len(draft.kinds)])
@@ -267,7 +267,7 @@ def _drafts(hardware: HardwareProfile, model: ModelProfile, workload: Workload, 
         if world % pipeline or (limits.pipeline is not None and pipeline not in limits.pipeline):
             continue
         ranks = world // pipeline
-        vocabulary = vocabulary_strategies(ranks, model, limits)
+        endings = _ends(vocabulary_strategies(ranks, model, limits), model.tied)
         every = CostModel(hardware, model, workload, ranks, workload.rows)
         all_strategies = layer_strategies(ranks, model, limits)
         for rows, count in micro_batchings(workload.rows):
@@ -278,12 +278,16 @@ def _drafts(hardware: HardwareProfile, model: ModelProfile, workload: Workload, 
                 strategies = [one for one, data in all_strategies if data <= filled]
                 if not strategies or (filled > rows and all(data != filled for _, data in all_strategies)):
                     continue
-                for schedule, rounds in schedules(pipeline, count, model.layers, limits):
-                    shape = Shape(
-                        pipeline=pipeline, micro_batches=count, schedule=schedule, rows=filled, rounds=rounds
-                    )
-                    for ends in _ends(vocabulary, model.tied):
-                        yield Draft(every.with_rows(filled), shape, strategies, ends, ends)
+                ways = list(schedules(pipeline, count, model.layers, limits))
+                for ends in endings:
+                    prices = Prices(every.with_rows(filled), pipeline, strategies, ends, ends)
+                    for schedule, rounds in ways:
+                        yield Draft(
+                            prices,
+                            Shape(
+                                pipeline=pipeline, micro_batches=count, schedule=schedule, rows=filled, rounds=rounds
+                            ),
+                        )
 
 
 def _least_memory(drafts: list[Draft], budget: int) -> int:
