@@ -10,8 +10,9 @@ Four ranks have a share of a core each (see cpu_quota.py), which this script giv
 they sit two by two in network namespaces behind a slow link (see two_hosts.py). It profiles the machine and the model
 there, as training with `parallel_plan="auto"` does, draws different plans from the search's space (pipelines are half
 of them), writes what it predicts of each to OUTPUT/predictions-SHAPE.json, and only then trains under each, in turns:
-`--together` runs at a time take `--steps` steps each, `--rounds` times around. The first run of each lot is there
-twice: how far the two are apart is the spread of any figure (A/A). Memory is the peak of the allocator on the rank
+`--together` runs at a time take `--steps` steps each, `--rounds` times around, and the first step of a turn, which
+finds cold caches and no memory of its own, does not count. The first run of each lot is there twice: how far the two
+are apart is the spread of any figure (A/A). Memory is the peak of the allocator on the rank
 of a stage that has most, in a step after the first.
 
 A virtual machine's cores are faster at some times than at others, by a fifth within minutes where this was written. So
@@ -249,7 +250,7 @@ def _measure(
             for world in worlds:
                 world.abandon()
             raise
-    seconds = [[seconds for turn in of_one for seconds in turn.step_seconds] for of_one in turns]
+    seconds = [[seconds for turn in of_one for seconds in turn.step_seconds[1:]] for of_one in turns]
     return seconds, endings, statistics.median(paces)
 
 
@@ -368,7 +369,7 @@ def parser_of_runs(description: str, *, plans: int, shapes: tuple[str, ...]) -> 
     parser.add_argument("--period_ms", type=float, default=10.0, help="in which each rank gets its share once")
     parser.add_argument("--mbit", type=float, default=400.0, help="a second, between two hosts")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3, help="of a turn")
+    parser.add_argument("--steps", type=int, default=4, help="of a turn, the first of which does not count")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the first round")
     parser.add_argument("--together", type=int, default=7, help="plans that take turns")
     parser.add_argument("--output", type=Path, default=Path("output"), help="folder for predictions")

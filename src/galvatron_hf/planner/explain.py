@@ -186,7 +186,10 @@ def _stage(costs: CostModel, plan: ParallelPlan, index: int, shape: Shape) -> St
         state_bytes=sum(part.state_bytes for part in parts),
         activation_bytes=sum(part.activation_bytes for part in parts),
         working_bytes=int(
-            max(np.ceil(part.costs.working_bytes[0] + part.costs.reduction_bytes[0] * (not alone)) for part in parts)
+            max(
+                np.ceil(part.costs.working_bytes[0] + shape.kept_reductions * part.costs.reduction_bytes[0])
+                for part in parts
+            )
         ),
         boundary_bytes=int(boundary_copies(shape)[index]) * costs.boundary_bytes,
     )

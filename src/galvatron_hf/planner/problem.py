@@ -47,6 +47,11 @@ class Shape:
         """How often a micro-batch goes through a stage of a rank list in a step."""
         return self.rounds * self.micro_batches
 
+    @property
+    def kept_reductions(self) -> int:
+        """Gradients that are summed, of a layer of each stage, which stay until the stage's next ones are."""
+        return self.rounds if self.pipeline > 1 else 0
+
     def in_flight(self) -> np.ndarray:
         """(p,) micro-batches whose activations a rank list keeps at most, each counted in every stage that has it."""
         if self.schedule == "gpipe":
@@ -354,7 +359,9 @@ class _Numbers:
             "state": rounds * np.ceil(costs.state_bytes).astype(np.int64),
             "activation": np.ceil(costs.activation_bytes).astype(np.int64),
             "shared": rounds * np.floor(costs.shared_bytes).astype(np.int64),
-            "working": np.ceil(costs.working_bytes + costs.reduction_bytes * (not alone)).astype(np.int64),
+            "working": np.ceil(costs.working_bytes + self.shape.kept_reductions * costs.reduction_bytes).astype(
+                np.int64
+            ),
         }
 
     def ends(self, parts: list[Costs], flight: int, layout: np.ndarray, splits: list[Split]) -> Options:
