@@ -8,6 +8,7 @@ cost model can read them too.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -102,7 +103,7 @@ class PipelineShape:
 
 
 def orders(shape: PipelineShape, micro_batches: int) -> bool:
-    """Whether the schedule itself can order so many micro-batches; if not, [`actions`] falls back to GPipe's order."""
+    """Whether the schedule itself orders so many micro-batches; [`actions`] leaves some of more out if not."""
     if shape.lists == 1 or shape.schedule in ("gpipe", "1f1b") or shape.returns:
         return True
     if shape.schedule == "interleaved" and shape.virtual == 1:
@@ -117,7 +118,9 @@ def actions(shape: PipelineShape, micro_batches: int) -> tuple[tuple[Action, ...
     What each rank list does in a step, in order.
 
     Receives stand where they are posted, as early as the sender can have begun; sends directly behind the work whose
-    result they send. Between two stages on the same ranks nothing is sent.
+    result they send. Between two stages on the same ranks nothing is sent. A number of micro-batches that the schedule
+    does not order, such as a last, smaller batch has, goes in the order of the next one that it does: no more is in
+    flight than then.
 
     Args:
         shape ([`PipelineShape`]): the pipeline.
@@ -126,12 +129,15 @@ def actions(shape: PipelineShape, micro_batches: int) -> tuple[tuple[Action, ...
     Returns:
         `tuple[tuple[Action, ...], ...]`: one tuple for each rank list.
     """
-    schedule = shape.schedule if orders(shape, micro_batches) else "gpipe"
-    if shape.virtual == 1 and schedule != "zero_bubble":
-        order = _gpipe if schedule == "gpipe" else _one_forward_one_backward
+    if shape.virtual == 1 and shape.schedule != "zero_bubble":
+        order = _gpipe if shape.schedule == "gpipe" else _one_forward_one_backward
         compute = {place: order(place, shape.lists, micro_batches) for place in range(shape.lists)}
     else:
-        compute = _of_torch(shape, schedule, micro_batches)
+        ordered = next(count for count in itertools.count(micro_batches) if orders(shape, count))
+        compute = {
+            place: [action for action in row if action.microbatch_index < micro_batches]
+            for place, row in _of_torch(shape, ordered).items()
+        }
     lowered = torch_schedules._add_send_recv(compute, lambda stage: shape.places[stage], len(shape.places))
     return tuple(_post_early([_own(action) for action in lowered[place]], shape) for place in range(shape.lists))
 
@@ -176,13 +182,12 @@ def _one_forward_one_backward(place: int, lists: int, micro_batches: int) -> lis
     return forwards[:ahead] + [action for pair in pairs for action in pair] + backwards[micro_batches - ahead :]
 
 
-def _of_torch(shape: PipelineShape, schedule: str, micro_batches: int) -> dict[int, list]:
+def _of_torch(shape: PipelineShape, micro_batches: int) -> dict[int, list]:
     classes = {
-        "gpipe": torch_schedules.ScheduleLoopedBFS,
         "interleaved": torch_schedules.ScheduleInterleaved1F1B,
         "zero_bubble": torch_schedules.ScheduleInterleavedZeroBubble,
     }
-    schedule_class = torch_schedules.ScheduleZBVZeroBubble if shape.returns else classes[schedule]
+    schedule_class = torch_schedules.ScheduleZBVZeroBubble if shape.returns else classes[shape.schedule]
     # A schedule asks its stages for these numbers alone, and orders the work of all ranks from them.
     own = [
         SimpleNamespace(

@@ -352,16 +352,14 @@ class _Numbers:
         again = rounds * self.shape.micro_batches - 1
         passed = picoseconds(costs.forward_ms + costs.backward_ms)
         once = rounds * (picoseconds(costs.sync_ms) + picoseconds(costs.update_ms))
-        alone = self.shape.pipeline == 1
+        alone, reductions = self.shape.pipeline == 1, self.shape.kept_reductions
         return {
             "a": passed + (again * passed + once) * alone,
             "b": (again * passed + once) * (not alone),
             "state": rounds * np.ceil(costs.state_bytes).astype(np.int64),
             "activation": np.ceil(costs.activation_bytes).astype(np.int64),
             "shared": rounds * np.floor(costs.shared_bytes).astype(np.int64),
-            "working": np.ceil(costs.working_bytes + self.shape.kept_reductions * costs.reduction_bytes).astype(
-                np.int64
-            ),
+            "working": np.ceil(costs.working_bytes + reductions * costs.reduction_bytes).astype(np.int64),
         }
 
     def ends(self, parts: list[Costs], flight: int, layout: np.ndarray, splits: list[Split]) -> Options:
