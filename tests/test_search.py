@@ -12,9 +12,9 @@ import pytest
 
 from branches import random_branch
 from galvatron_hf.cli.main import main
-from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage
+from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy
 from galvatron_hf.planner.alternatives import alternatives
-from galvatron_hf.planner.cost import Workload, largest_move
+from galvatron_hf.planner.cost import CostModel, Workload, largest_move
 from galvatron_hf.planner.cut_bounds import least_memory
 from galvatron_hf.planner.exact import solve
 from galvatron_hf.planner.explain import explain_plan
@@ -180,6 +180,28 @@ def test_the_parts_of_a_price_add_up(pipeline, kinds, tied):
         assert tuple(stage.memory_bytes for stage in found.stages) == best.memory_bytes
         rounds.add(len(best.plan.stages) // pipeline)
     assert pipeline == 1 or kinds > 1 or 2 in rounds
+
+
+def test_a_head_that_waits_keeps_its_input_and_computes_the_logits_again():
+    """A third of its forward, whose other two products are gradients; no gradient of its weight is kept."""
+    hardware, model = random_hardware(0, world_size=4, memory_bytes=1 << 40), random_model(0, layers=4)
+    fixed = dict.fromkeys(model.head.saved_bytes, 5000.0)
+    model = replace(model, head=replace(model.head, saved_fixed_bytes=fixed))
+    whole = [VocabularyStrategy(sharding="replicate")]
+    at_once, late = (
+        CostModel(hardware, model, workload(8), 2, 4, late_head=late).end(model.head, whole, is_head=True)
+        for late in (False, True)
+    )
+    assert late.activation_bytes == at_once.activation_bytes - 5000
+    assert late.working_bytes == at_once.working_bytes + 5000
+    assert late.forward_ms == pytest.approx(at_once.forward_ms / 3)
+    assert late.backward_ms == pytest.approx(at_once.backward_ms + at_once.forward_ms)
+    plan = ParallelPlan.uniform(4, 4, pipeline=2, micro_batches=4, precision=Precision())
+    one, all_at_once = (
+        explain_plan(hardware, model, workload(8), replace(plan, schedule=schedule)).stages[-1]
+        for schedule in ("1f1b", "gpipe")
+    )
+    assert all_at_once.activation_bytes == 4 * (one.activation_bytes - 5000)
 
 
 def test_a_result_explains_itself():

@@ -107,11 +107,22 @@ class CostModel:
         workload ([`Workload`]): Its `rows` are not looked at.
         ranks (`int`): Of a stage.
         rows (`int`): Of a micro-batch, on all ranks together.
+        late_head (`bool`, defaults to `False`): Whether the head computes its gradients in the backward, with the
+            logits once more, and keeps its input until then: where several micro-batches wait for it.
     """
 
-    def __init__(self, hardware: HardwareProfile, model: ModelProfile, workload: Workload, ranks: int, rows: int):
+    def __init__(
+        self,
+        hardware: HardwareProfile,
+        model: ModelProfile,
+        workload: Workload,
+        ranks: int,
+        rows: int,
+        *,
+        late_head: bool = False,
+    ):
         self.hardware, self.model, self.workload = hardware, model, workload
-        self.ranks, self.rows = ranks, rows
+        self.ranks, self.rows, self.late_head = ranks, rows, late_head
         self.element = BYTES[workload.precision.compute]
         self.reduced = BYTES[workload.precision.reduce]
         self._known_weights: dict[tuple, _Weights] = {}
@@ -119,7 +130,7 @@ class CostModel:
 
     def with_rows(self, rows: int) -> CostModel:
         """The same for other micro-batches; what does not depend on them is worked out once for all."""
-        other = CostModel(self.hardware, self.model, self.workload, self.ranks, rows)
+        other = CostModel(self.hardware, self.model, self.workload, self.ranks, rows, late_head=self.late_head)
         other._known_weights = self._known_weights
         return other
 
@@ -246,14 +257,16 @@ class CostModel:
             self.stretch["computing"] * fit.ms(tokens, 0.0) for fit in (times.forward, times.backward)
         )
         summed = self._ms("all_reduce", tensor, 1, tokens * self.model.hidden * self.element)
-        regions = (summed, 0.0)
+        regions, fixed = (summed, 0.0), end.saved_fixed_bytes.get(tensor, 0.0)
         if is_head:
             chunks = -(-tokens // HEAD_CHUNK_TOKENS)
-            size = 16 * min(tokens, HEAD_CHUNK_TOKENS)
-            regions = (chunks * self._ms("all_gather", tensor, 1, size), summed)
-        saved = kept * _at(end.saved_bytes, tensor) + end.saved_fixed_bytes.get(tensor, 0.0)
+            merged = chunks * self._ms("all_gather", tensor, 1, 16 * min(tokens, HEAD_CHUNK_TOKENS))
+            regions = (merged, summed + self.late_head * merged)
+        saved = kept * _at(end.saved_bytes, tensor) + fixed
         chunk = end.working_fixed_bytes.get(tensor, 0.0) * min(1.0, kept / HEAD_CHUNK_TOKENS)
         working = max(kept * end.working_bytes.get(tensor, 0.0), chunk)
+        if is_head and self.late_head:  # of three products of its size, the logits are one
+            forward, backward, saved, working = forward / 3, backward + forward, saved - fixed, working + fixed
         return forward, backward, *regions, saved, working
 
     # ---- Weights ----

@@ -128,7 +128,7 @@ def explain_plan(
     """
     estimate = estimate_plan(hardware, model, workload, plan)
     shape = step_shape(workload, plan)
-    costs = CostModel(hardware, model, workload, len(plan.stages[0].ranks), shape.rows)
+    costs = CostModel(hardware, model, workload, len(plan.stages[0].ranks), shape.rows, late_head=shape.late_head)
     stages = tuple(_stage(costs, plan, index, shape) for index in range(shape.pipeline))
     pace = [shape.micro_batches * stage.micro_batch_ms + stage.sync_ms + stage.update_ms for stage in stages]
     return Explanation(

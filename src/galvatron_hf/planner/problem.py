@@ -69,6 +69,11 @@ class Shape:
         return min(self.micro_batches, 2 * self._together), 1
 
     @property
+    def late_head(self) -> bool:
+        """Whether several micro-batches wait between the head's forward and its backward."""
+        return self.pipeline > 1 and self.ends_in_flight()[1] > 1
+
+    @property
     def _together(self) -> int:
         """Micro-batches that go through an interleaved round one after the other."""
         return self.micro_batches // max(1, self.micro_batches // self.pipeline)

@@ -218,7 +218,7 @@ def estimate_plan(hardware: HardwareProfile, model: ModelProfile, workload: Work
     shape = step_shape(workload, plan)
     _check_rounds(plan, shape, model)
     strategies = list(dict.fromkeys(plan.layers))
-    costs = CostModel(hardware, model, workload, len(plan.stages[0].ranks), shape.rows)
+    costs = CostModel(hardware, model, workload, len(plan.stages[0].ranks), shape.rows, late_head=shape.late_head)
     draft = Draft(Prices(costs, shape.pipeline, strategies, [plan.embedding], [plan.head]), shape)
     problem = draft.problem(hardware.memory_bytes, prune=False)
     bounds = (0, *(stage.layers[1] for stage in plan.stages[: shape.pipeline]))
