@@ -75,6 +75,7 @@ class Costs:
         activation_bytes: kept of one micro-batch from its forward to its backward.
         working_bytes: needed beside these while the layer runs.
         reduction_bytes: of gradients that are summed, which in a pipeline stay until the next ones are.
+        added_bytes: of a whole weight's gradient, of each micro-batch but the first, until it is added to the others.
     """
 
     forward_ms: np.ndarray
@@ -88,6 +89,12 @@ class Costs:
     activation_bytes: np.ndarray
     working_bytes: np.ndarray
     reduction_bytes: np.ndarray
+    added_bytes: np.ndarray
+
+    def working(self, *, kept_reductions: int, micro_batches: int) -> np.ndarray:
+        """(S,) bytes needed beside state and activations while the layer runs, in a step of so many micro-batches."""
+        added = self.added_bytes if micro_batches > 1 else 0
+        return np.ceil(self.working_bytes + kept_reductions * self.reduction_bytes + added).astype(np.int64)
 
     @property
     def shared_bytes(self) -> np.ndarray:
@@ -172,6 +179,7 @@ class CostModel:
             saved,
             working + weights.working_bytes,
             weights.reduction_bytes,
+            weights.added_bytes,
         )
 
     def _tokens(self, strategy: LayerStrategy, length: int) -> tuple[int, int, int]:
@@ -294,6 +302,7 @@ class CostModel:
         # While a unit runs: its gathered weights, its whole gradients, and what goes into their reduction.
         gathered_now = whole * self.element if strategy.sharding == "zero3" and shards > 1 else 0
         gradients_now = 0 if strategy.sharding == "replicate" else whole * (self.element + self.reduced)
+        largest = max((weight.shard_elements(tensor, 0, 1) for weight in owner.weights), default=0)
         return _Weights(
             count=len(owner.weights),
             elements=elements,
@@ -304,6 +313,7 @@ class CostModel:
             state_bytes=elements * (STATE_BYTES + GRADIENT_BYTES) + kept * self.element,
             gathered_bytes=kept * self.element,
             reduction_bytes=0 if strategy.sharding == "replicate" else whole * self.reduced,
+            added_bytes=largest * self.element if strategy.sharding == "replicate" else 0,
             working_bytes=gathered_now * (2 if self.hardware.overlap_slowdown else 1) + gradients_now,
         )
 
@@ -379,6 +389,7 @@ class _Weights:
     gathered_bytes: int
     working_bytes: int
     reduction_bytes: int
+    added_bytes: int
 
 
 def _at(table: dict, key: object) -> Times | float:

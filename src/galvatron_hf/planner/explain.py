@@ -175,6 +175,7 @@ def _stage(costs: CostModel, plan: ParallelPlan, index: int, shape: Shape) -> St
     else:
         layout = moved(*(opened or [boundary]), *splits, *(closed or [boundary]))
     communication = total("communication_ms")
+    needs = dict(kept_reductions=shape.kept_reductions, micro_batches=shape.micro_batches)
     share = plan.num_layers // shape.rounds
     return StageParts(
         layers=tuple(tuple(number * share + layer for layer in stage.layers) for number in range(shape.rounds)),
@@ -185,12 +186,7 @@ def _stage(costs: CostModel, plan: ParallelPlan, index: int, shape: Shape) -> St
         update_ms=total("update_ms"),
         state_bytes=sum(part.state_bytes for part in parts),
         activation_bytes=sum(part.activation_bytes for part in parts),
-        working_bytes=int(
-            max(
-                np.ceil(part.costs.working_bytes[0] + shape.kept_reductions * part.costs.reduction_bytes[0])
-                for part in parts
-            )
-        ),
+        working_bytes=max(int(part.costs.working(**needs)[0]) for part in parts),
         boundary_bytes=int(boundary_copies(shape)[index]) * costs.boundary_bytes,
     )
 

@@ -357,14 +357,14 @@ class _Numbers:
         again = rounds * self.shape.micro_batches - 1
         passed = picoseconds(costs.forward_ms + costs.backward_ms)
         once = rounds * (picoseconds(costs.sync_ms) + picoseconds(costs.update_ms))
-        alone, reductions = self.shape.pipeline == 1, self.shape.kept_reductions
+        shape, alone = self.shape, self.shape.pipeline == 1
         return {
             "a": passed + (again * passed + once) * alone,
             "b": (again * passed + once) * (not alone),
             "state": rounds * np.ceil(costs.state_bytes).astype(np.int64),
             "activation": np.ceil(costs.activation_bytes).astype(np.int64),
             "shared": rounds * np.floor(costs.shared_bytes).astype(np.int64),
-            "working": np.ceil(costs.working_bytes + reductions * costs.reduction_bytes).astype(np.int64),
+            "working": costs.working(kept_reductions=shape.kept_reductions, micro_batches=shape.micro_batches),
         }
 
     def ends(self, parts: list[Costs], flight: int, layout: np.ndarray, splits: list[Split]) -> Options:
