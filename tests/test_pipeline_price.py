@@ -137,6 +137,29 @@ def test_what_is_in_flight_is_what_the_order_of_actions_holds(lists, rounds):
         assert shape.ends_in_flight() == ends, count
 
 
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+@pytest.mark.parametrize("lists", [2, 3, 4])
+@pytest.mark.parametrize("gradient", [0.5, 1.0, 3.0])
+def test_gradients_come_when_activations_have_gone(lists, rounds, gradient):
+    """Of layers whose micro-batches keep 1: what `at_once` says is what the order of actions holds at most.
+
+    Where gradients are larger than that, and each stage sees all micro-batches once before it sees any again, later
+    activations would make room too: there it is more.
+    """
+    for places, count in interleavings(lists, rounds, 4 * lists + 2):
+        schedule = "1f1b" if rounds == 1 else "interleaved"
+        shape = Shape(pipeline=lists, micro_batches=count, schedule=schedule, rows=1, rounds=rounds)
+        said = shape.in_flight() + rounds * gradient - shape.at_once() * min(gradient, 1.0)
+        for most, order in zip(said, actions(replace(places, schedule=schedule), count), strict=True):
+            now, reached, peak = 0.0, set(), 0.0
+            for action in order:
+                now += {Work.FORWARD: 1.0, Work.BACKWARD: -1.0}.get(action.work, 0.0)
+                reached |= {action.stage} if action.work is Work.BACKWARD else set()
+                peak = max(peak, now + gradient * len(reached))
+            exact = gradient <= 1.0 or rounds == 1 or count >= 2 * lists
+            assert most == peak if exact else most >= peak, count
+
+
 def test_the_least_step_is_a_linear_program_s():
     for stages in (2, 3, 4, 8):
         for micro_batches in range(1, 3 * stages):

@@ -7,7 +7,7 @@ of different layouts pay a move. A stage adds up two costs of its layers and a m
 working memories:
 
     A_i = stage + sum of layers + moves        B_i likewise
-    memory_i = stage + sum of (state + in flight * activation - shared_i) + largest working memory  <= budget
+    memory_i = stage + sum of (state + in flight * activation - at once * shared) + largest working memory  <= budget
     minimise the largest, over stages i, of
         sum of A_j up to j = i  +  B_i
         sum of A_j up to j = i  +  w_i B_i  +  2 sum of A_j behind i        w_i = (m - 1 - k_i) / (m - 1)
@@ -58,8 +58,8 @@ class Branch:
         boundary (`int`): the layout in which hidden states go from stage to stage.
         in_flight (`np.ndarray`): (p,) micro-batches whose activations a stage keeps at most.
         shared (`np.ndarray`): (K, S) bytes, of those of a layer's state and of one micro-batch's activations, that are
-            first the one and then the other where `at_once`: gradients take the place of activations.
-        at_once (`np.ndarray`): (p,) whether a stage keeps all micro-batches of a step before its first backward.
+            first the one and then the other: gradients take the place of activations.
+        at_once (`np.ndarray`): (p,) how often they do in a stage, at most as often as it has activations in flight.
         stage_a, stage_b, stage_memory (`np.ndarray`): (p,) of each stage, whatever its layers.
         starts, finishes ([`Options`]): of the embedding, in the first stage, and of the head, in the last.
         budget (`int`): bytes of a rank.
@@ -150,8 +150,11 @@ class Branch:
 
     @property
     def least(self) -> np.ndarray:
-        """(K, S) bytes of a layer and of one micro-batch in a stage of which all goes through at once."""
-        return self.state + self.activation - self.shared
+        """(K, S) bytes of a layer and of one micro-batch, where most gradients take the place of activations.
+
+        What a layer adds to any stage is a sum of multiples, none negative, of this, its state and its activations.
+        """
+        return self.state + self.activation - max(1, int(self.at_once.max())) * self.shared
 
     def memory(self, stages: int | np.ndarray) -> np.ndarray:
         """(K, S) or (Q, K, S) bytes that a layer adds to a stage, or to each of (Q,), without its working memory."""

@@ -143,7 +143,7 @@ def _stage(costs: CostModel, plan: ParallelPlan, index: int, shape: Shape) -> St
     """Of a rank list: its stage of the first round as often as there are rounds, and the ends."""
     stage, model, ranks = plan.stages[index], costs.model, costs.ranks
     first, last, alone = index == 0, index == shape.pipeline - 1, shape.pipeline == 1
-    flight, at_once = int(shape.in_flight()[index]), bool(shape.at_once()[index])
+    flight, at_once = int(shape.in_flight()[index]), int(shape.at_once()[index])
     layers = [
         _Part(costs.layer(model.layers[layer], [plan.layers[layer]]), shape.rounds, flight, at_once)
         for layer in range(*stage.layers)
@@ -156,10 +156,10 @@ def _stage(costs: CostModel, plan: ParallelPlan, index: int, shape: Shape) -> St
     if first:
         own = replace(model.embedding, weights=()) if model.tied and last else model.embedding
         price = costs.end(own, [plan.embedding], is_head=False)
-        ends.append(_Part(price, 1, start_flight, start_flight == shape.micro_batches))
+        ends.append(_Part(price, 1, start_flight, int(start_flight == shape.micro_batches)))
     if last:
         price = costs.end(model.head, [plan.head], is_head=True)
-        ends.append(_Part(price, 1, finish_flight, finish_flight == shape.micro_batches))
+        ends.append(_Part(price, 1, finish_flight, int(finish_flight == shape.micro_batches)))
     parts = [*layers, *ends]
 
     def total(name: str) -> float:
@@ -193,18 +193,21 @@ def _stage(costs: CostModel, plan: ParallelPlan, index: int, shape: Shape) -> St
 
 @dataclass(frozen=True)
 class _Part:
-    """A layer or an end: what it costs in each of so many rounds, of which so many micro-batches are in flight."""
+    """A layer or an end: what it costs in each of so many rounds, of which so many micro-batches are in flight.
+
+    In `at_once` of them gradients take the place of activations.
+    """
 
     costs: Costs
     rounds: int
     flight: int
-    at_once: bool
+    at_once: int
 
     @property
     def state_bytes(self) -> int:
         """With what is first activations and then gradients counted once."""
         shared = self.at_once * int(self.costs.shared_bytes[0])
-        return self.rounds * (int(np.ceil(self.costs.state_bytes[0])) - shared)
+        return self.rounds * int(np.ceil(self.costs.state_bytes[0])) - shared
 
     @property
     def activation_bytes(self) -> int:

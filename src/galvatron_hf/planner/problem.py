@@ -100,8 +100,12 @@ class Shape:
         return 1 + 1 / behind
 
     def at_once(self) -> np.ndarray:
-        """(p,) whether a rank list keeps all micro-batches before its first backward."""
-        return self.in_flight() == self.passes
+        """(p,) of how many of its stages a rank list has no gradients before it begins to give activations back.
+
+        Of all if every micro-batch goes forward in all of them first; of all but the last, if in one round of each.
+        """
+        one_round = self.micro_batches < 2 * self.pipeline
+        return np.where(self.in_flight() == self.passes, self.rounds, (self.rounds - 1) * one_round)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,7 +367,7 @@ class _Numbers:
             "b": (again * passed + once) * (not alone),
             "state": rounds * np.ceil(costs.state_bytes).astype(np.int64),
             "activation": np.ceil(costs.activation_bytes).astype(np.int64),
-            "shared": rounds * np.floor(costs.shared_bytes).astype(np.int64),
+            "shared": np.floor(costs.shared_bytes).astype(np.int64),
             "working": costs.working(kept_reductions=shape.kept_reductions, micro_batches=shape.micro_batches),
         }
 
