@@ -145,7 +145,7 @@ def profiles(shape: Shape) -> tuple[str, str, float]:
     whole = shape.model()
     model = profile_model(whole, device="cpu", tokens=tokens, length=shape.length, packed=False)
     cpu, steps = torch.device("cpu"), dict(rows=shape.rows, length=shape.length)
-    model = calibrated(model, whole, hardware, device=cpu, seconds=0.75 * PROFILE_SECONDS, **steps)
+    model = calibrated(model, whole, hardware, device=cpu, seconds=0.6 * PROFILE_SECONDS, **steps)
     return hardware.to_json(), model.to_json(), (before + pace()) / 2
 
 
@@ -161,7 +161,7 @@ def draw_plans(world: int, model: ModelProfile, shape: Shape, count: int, seed: 
         rows = -(-shape.rows // micro_batches)
         allowed = [one for one, data in layer_strategies(ranks, model, Limits()) if data <= rows]
         ends = vocabulary_strategies(ranks, model, Limits())
-        schedule, rounds = drawn.choice(list(schedules(pipeline, micro_batches, model.layers, Limits())))
+        schedule, rounds, _ = drawn.choice(list(schedules(pipeline, [micro_batches], model.layers, Limits())))
         share = shape.layers // rounds
         cuts = sorted(drawn.sample(range(1, share), pipeline - 1))
         stages = tuple(

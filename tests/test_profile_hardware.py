@@ -255,7 +255,15 @@ def test_what_is_exposed_is_what_a_message_adds_to_computing_at_the_cpus_pace_th
 
 @pytest.mark.parametrize(
     ("quota", "window_ms"),
-    [((0.5, 0.01), 150.0), ((0.5, 0.1), 200.0), ((0.5, 0.002), 60.0), ((1.0, 0.1), 60.0), (None, 60.0)],
+    [
+        ((0.5, 0.01), 150.0),
+        ((0.5, 0.04), 160.0),
+        ((0.5, 0.07), 210.0),
+        ((0.5, 0.1), 200.0),
+        ((0.5, 0.002), 60.0),
+        ((1.0, 0.1), 60.0),
+        (None, 60.0),
+    ],
 )
 def test_a_measurement_lasts_for_many_periods_of_a_quota_or_for_whole_ones(monkeypatch, quota, window_ms):
     monkeypatch.setattr(hardware, "cpu_quota", lambda: quota)

@@ -101,11 +101,31 @@ def test_fronts_are_those_of_pairwise_comparison():
         assert dominated(values, by, strictly=True).tolist() == strictly
 
 
-def test_micro_batches_are_all_sizes_and_the_fewest_of_each():
+def test_micro_batches_are_all_sizes_and_all_numbers_of_each():
     for rows in range(1, 40):
-        sizes = {-(-rows // count) for count in range(1, rows + 1)}
-        fewest = [(size, min(n for n in range(1, rows + 1) if -(-rows // n) == size)) for size in sizes]
-        assert sorted(micro_batchings(rows)) == sorted(fewest)
+        found = {size: list(counts) for size, counts in micro_batchings(rows)}
+        assert sorted(found) == sorted({-(-rows // count) for count in range(1, rows + 1)})
+        assert all(found[size] == [n for n in range(1, rows + 1) if -(-rows // n) == size] for size in found)
+
+
+@pytest.mark.parametrize("world, rows, share", [(4, 18, 1.0), (4, 14, 0.85), (4, 13, 1.0), (8, 34, 1.0)])
+def test_no_number_of_micro_batches_that_is_left_out_is_missed(world, rows, share):
+    """Of one number of rows each a larger one may be the first that can be interleaved, or keep less (p > 2)."""
+    for seed in range(2):
+        model = random_model(seed, layers=16, degree=1)
+        hardware = random_hardware(seed, world_size=world, memory_bytes=1 << 40)
+        quick = tuple(replace(link, bytes_per_s=1e9 if link.kind == "send" else 1e4) for link in hardware.links)
+        hardware, work = replace(hardware, links=quick, step_ms=0.0), workload(rows)
+        free = search_plan(hardware, model, work).best
+        budget = int(share * max(free.memory_bytes))
+        best = search_plan(hardware, model, work, memory_bytes=budget).best
+        for count in range(1, rows + 1):
+            limits = Limits(micro_batches=(count,))
+            try:
+                other = search_plan(hardware, model, work, memory_bytes=budget, limits=limits).best
+            except ValueError:  # no strategy has so few rows
+                continue
+            assert other is None or other.step_ms >= best.step_ms, count
 
 
 def test_the_largest_move_is_the_largest_of_all_ranks():

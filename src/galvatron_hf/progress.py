@@ -16,13 +16,14 @@ Step = Callable[[str], None]
 @contextlib.contextmanager
 def progress_bar(steps: int, shown: bool) -> Iterator[Step]:
     """What each of so many steps is told to; the first rank draws a bar of them if it is to be shown."""
-    if not (shown and is_rank_0()):
-        yield lambda what: None
-        return
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    if not (shown and is_rank_0() and console.is_terminal):
+        yield lambda what: None
+        return
+    with Progress(console=console, transient=True) as bar:
         task = bar.add_task("beginning", total=steps)
         yield lambda what: bar.update(task, advance=1, description=what)
 

@@ -108,8 +108,12 @@ def orders(shape: PipelineShape, micro_batches: int) -> bool:
         return True
     if shape.schedule == "interleaved" and shape.virtual == 1:
         return True
-    # Micro-batches go round by round, as many in each.
-    return micro_batches % max(1, micro_batches // shape.lists) == 0
+    return micro_batches % max(1, micro_batches // shape.lists) == 0  # rounds of equally many
+
+
+def in_a_round(lists: int, micro_batches: int) -> int:
+    """Micro-batches that go through one of a rank list's interleaved stages before any goes through its next one."""
+    return micro_batches // max(1, micro_batches // lists)
 
 
 @lru_cache(maxsize=256)

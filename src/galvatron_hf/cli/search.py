@@ -231,8 +231,8 @@ def rounds_of(given: argparse.Namespace) -> int:
 
     if given.rounds is None:
         return 1 if given.galvatron_profiles is not None else Limits.rounds
-    if given.rounds < 1:
-        raise ValueError(f"--rounds {given.rounds} leaves no pipeline a stage: give 1 or more.")
+    if given.rounds < 1 or given.rounds & (given.rounds - 1):
+        raise ValueError(f"--rounds {given.rounds} is no power of two: give 1, 2, 4 or more.")
     return given.rounds
 
 

@@ -14,6 +14,7 @@ from galvatron_hf.planner.branch import Branch, Choice, Options
 from galvatron_hf.planner.cost import CostModel, Costs, Workload, layer_split, vocabulary_split
 from galvatron_hf.planner.moves import Split
 from galvatron_hf.planner.pareto import nondominated
+from galvatron_hf.schedule import in_a_round
 
 
 PICOSECONDS = 10**9  # in a millisecond
@@ -59,24 +60,21 @@ class Shape:
         behind = np.arange(self.pipeline - 1, -1, -1)
         if self.rounds == 1:
             return np.minimum(self.micro_batches, 1 + behind)
-        return np.minimum(self.passes, 1 + 2 * behind + (self.rounds - 1) * self._together)
+        return np.minimum(
+            self.passes, 1 + 2 * behind + (self.rounds - 1) * in_a_round(self.pipeline, self.micro_batches)
+        )
 
     def ends_in_flight(self) -> tuple[int, int]:
         """As `in_flight`, of the first stage of all and of the last."""
         if self.rounds == 1:
             flight = self.in_flight()
             return int(flight[0]), int(flight[-1])
-        return min(self.micro_batches, 2 * self._together), 1
+        return min(self.micro_batches, 2 * in_a_round(self.pipeline, self.micro_batches)), 1
 
     @property
     def late_head(self) -> bool:
         """Whether several micro-batches wait between the head's forward and its backward."""
         return self.pipeline > 1 and self.ends_in_flight()[1] > 1
-
-    @property
-    def _together(self) -> int:
-        """Micro-batches that go through an interleaved round one after the other."""
-        return self.micro_batches // max(1, self.micro_batches // self.pipeline)
 
     def ahead(self) -> np.ndarray:
         """(p,) micro-batches that go forward on a stage of 1F1B before its first one comes back; 0 if not all can."""

@@ -241,10 +241,13 @@ def _check_rounds(plan: ParallelPlan, shape: Shape, model: ModelProfile) -> None
     """Raises ValueError unless all rounds of interleaved stages are alike and the schedule can order them."""
     if shape.rounds == 1:
         return
+    if shape.pipeline == 1:
+        raise ValueError("stages that are all on the same ranks have no price; give one stage of all layers.")
     if shape.micro_batches < shape.pipeline or not orders(PipelineShape.of(plan), shape.micro_batches):
+        have = "" if shape.micro_batches == plan.micro_batches else ", for which alone there are rows,"
         raise ValueError(
-            f"micro_batches={shape.micro_batches} interleaved on {shape.pipeline} rank lists have no price; give a "
-            f"multiple of {shape.pipeline}."
+            f"micro_batches={shape.micro_batches}{have} interleaved on {shape.pipeline} rank lists have no price; "
+            f"give a multiple of {shape.pipeline}, and rows."
         )
     share = plan.num_layers // shape.rounds
     parts = range(0, plan.num_layers, share)
@@ -270,24 +273,23 @@ def _drafts(hardware: HardwareProfile, model: ModelProfile, workload: Workload, 
         endings = _ends(vocabulary_strategies(ranks, model, limits), model.tied)
         every = CostModel(hardware, model, workload, ranks, workload.rows)
         all_strategies = layer_strategies(ranks, model, limits)
-        for rows, count in micro_batchings(workload.rows):
-            if limits.micro_batches is not None and count not in limits.micro_batches:
+        for rows, counts in micro_batchings(workload.rows):
+            counts = [count for count in counts if limits.micro_batches is None or count in limits.micro_batches]
+            if not counts:
                 continue
             for filled in _row_counts(rows, ranks):
                 # Every data rank has a row of each micro-batch; rows are added for nothing less.
                 strategies = [one for one, data in all_strategies if data <= filled]
                 if not strategies or (filled > rows and all(data != filled for _, data in all_strategies)):
                     continue
-                ways = list(schedules(pipeline, count, model.layers, limits))
+                ways = list(schedules(pipeline, counts, model.layers, limits))
                 for ends in endings:
                     prices = Prices(every.with_rows(filled), pipeline, strategies, ends, ends)
-                    for schedule, rounds in ways:
-                        yield Draft(
-                            prices,
-                            Shape(
-                                pipeline=pipeline, micro_batches=count, schedule=schedule, rows=filled, rounds=rounds
-                            ),
+                    for schedule, rounds, count in ways:
+                        shape = Shape(
+                            pipeline=pipeline, micro_batches=count, schedule=schedule, rows=filled, rounds=rounds
                         )
+                        yield Draft(prices, shape)
 
 
 def _least_memory(drafts: list[Draft], budget: int) -> int:
@@ -295,10 +297,10 @@ def _least_memory(drafts: list[Draft], budget: int) -> int:
     return int(min(least_memory(draft.problem(budget).branch) for draft in drafts))
 
 
-def micro_batchings(rows: int) -> list[tuple[int, int]]:
-    """Rows of the largest micro-batch and the least number of micro-batches that has it, for each such number."""
-    counts = sorted({-(-rows // size) for size in range(1, rows + 1)})
-    return [(-(-rows // count), count) for count in counts]
+def micro_batchings(rows: int) -> list[tuple[int, range]]:
+    """Rows of the largest micro-batch, and the numbers of micro-batches that have such a one."""
+    sizes = sorted({-(-rows // count) for count in range(1, rows + 1)}, reverse=True)
+    return [(size, range(-(-rows // size), -(-rows // (size - 1)) if size > 1 else rows + 1)) for size in sizes]
 
 
 def _row_counts(rows: int, ranks: int) -> list[int]:

@@ -6,19 +6,20 @@ First the ranks are shared out to tensor, Ulysses and data parallelism (context 
 [`~galvatron_hf.plan.LayerStrategy`] has too, stay 1 until they run), then positions are split over the tensor ranks or
 not, then weights are sharded or copied, then activations are kept or computed again. Degrees are powers of two.
 Pipelines are 1F1B, or interleaved in rounds that are alike, of at least as many micro-batches as rank lists: GPipe
-takes no less time and more memory, the zero-bubble schedules have no price yet.
+takes no less time and keeps all of a step's activations, the zero-bubble schedules have no price yet.
 Source: Galvatron (arXiv 2211.13878), section 3.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from galvatron_hf.model_shape import WeightShape
 from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
 from galvatron_hf.profiler.model_profile import ModelProfile
-from galvatron_hf.schedule import PipelineShape, orders
+from galvatron_hf.schedule import PipelineShape, in_a_round, orders
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,23 +52,35 @@ def powers(most: int) -> list[int]:
     return [1 << exponent for exponent in range(max(most, 0).bit_length())]
 
 
-def schedules(pipeline: int, micro_batches: int, layers: Sequence[int], limits: Limits) -> Iterator[tuple[str, int]]:
+def schedules(
+    pipeline: int, counts: Sequence[int], layers: Sequence[int], limits: Limits
+) -> Iterator[tuple[str, int, int]]:
     """
-    The orders in which a pipeline can go through a step: each with how many stages a rank list has.
+    The orders in which a pipeline can go through a step, without those that another one is as good as.
+
+    With rows of one number in a micro-batch, more micro-batches take longer and keep no less. But from as many as rank
+    lists on a pipeline is priced as it is, and no longer from above; and interleaved ones keep less where fewer of
+    them go through a round together.
 
     Args:
         pipeline (`int`): rank lists.
-        micro_batches (`int`): of the step.
+        counts (`Sequence[int]`): numbers of micro-batches to choose from, rising, of one number of rows each.
         layers (`Sequence[int]`): kind of each layer.
         limits ([`Limits`]): what may be used.
+
+    Yields:
+        `tuple`: schedule, stages on each rank list, micro-batches.
     """
-    yield "1f1b", 1
-    for rounds in powers(limits.rounds)[1:] if 1 < pipeline <= micro_batches else []:
-        share = len(layers) // rounds
-        alike = tuple(layers[:share]) * rounds == tuple(layers)
-        shape = PipelineShape(schedule="interleaved", places=tuple(range(pipeline)) * rounds)
-        if alike and pipeline <= share and orders(shape, micro_batches):
-            yield "interleaved", rounds
+    enough = [count for count in counts if count >= pipeline]
+    for count in sorted({counts[0], *enough[:1]}):
+        yield "1f1b", 1, count
+    for rounds in powers(min(limits.rounds, len(layers) // pipeline))[1:] if pipeline > 1 else []:
+        alike = tuple(layers[: len(layers) // rounds]) * rounds == tuple(layers)
+        shape, least = PipelineShape(schedule="interleaved", places=tuple(range(pipeline)) * rounds), math.inf
+        for count in enough if alike else []:
+            if orders(shape, count) and in_a_round(pipeline, count) < least:
+                least = in_a_round(pipeline, count)
+                yield "interleaved", rounds, count
 
 
 def layer_strategies(ranks: int, model: ModelProfile, limits: Limits) -> list[tuple[LayerStrategy, int]]:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -141,8 +142,10 @@ def _window_ms(device: torch.device) -> float:
     what lasts for many periods shows the rate that it keeps up, or for whole ones where they are long.
     """
     quotas = [quota for quota in gather_objects(cpu_quota()) if quota is not None]
-    periods_ms = [1e3 * period for cores, period in quotas if cores < 1]
-    enough = [max(_FEWEST_PERIODS * period, min(_PERIODS * period, _PERIODS_MS)) for period in periods_ms]
+    enough = []
+    for period_ms in [1e3 * period for cores, period in quotas if cores < 1]:
+        within = math.ceil(round(_PERIODS_MS / period_ms, 6))
+        enough.append(period_ms * min(_PERIODS, max(_FEWEST_PERIODS, within)))
     return max([_WINDOW_MS[device.type], *enough])
 
 

@@ -43,7 +43,7 @@ logger = logging.get_logger(__name__)
 SAMPLED_ROWS = 64  # of a dataset whose lengths are not known
 SAMPLED_BATCHES = 256
 MOST_TOKENS = 4096  # of a micro-batch that is timed
-PROFILE_SECONDS = 160.0  # for measuring machine and model, about, where neither is known yet
+PROFILE_SECONDS = 200.0  # for measuring machine and model, about, where neither is known yet
 GPU_SHARE = 0.92  # of a GPU's memory: the rest is the driver's, NCCL's, and lost between allocations
 
 
@@ -92,7 +92,7 @@ class AutoPlanMixin:
             folder,
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", self.args.world_size)),
             device=self.args.device,
-            seconds=0.25 * PROFILE_SECONDS,
+            seconds=0.2 * PROFILE_SECONDS,
             progress=shown,
         )
         profile = load_or_profile_model(
@@ -113,7 +113,7 @@ class AutoPlanMixin:
                 rows=workload.rows,
                 length=min(workload.computed_length, MOST_TOKENS),
                 device=self.args.device,
-                seconds=0.75 * PROFILE_SECONDS,
+                seconds=0.6 * PROFILE_SECONDS,
                 progress=shown,
             ),
         )
