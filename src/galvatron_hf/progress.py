@@ -1,13 +1,11 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Bars of what takes over a second, on the standard error of the first rank; nothing where that is no terminal."""
+"""Bars of what takes over a second, on the standard error, and nothing where that is no terminal."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-
-from galvatron_hf.parallel.rank_objects import is_rank_0
 
 
 Step = Callable[[str], None]
@@ -15,12 +13,12 @@ Step = Callable[[str], None]
 
 @contextlib.contextmanager
 def progress_bar(steps: int, shown: bool) -> Iterator[Step]:
-    """What each of so many steps is told to; the first rank draws a bar of them if it is to be shown."""
+    """What each of so many steps is told to; it draws a bar of them if that is to be shown, on one rank of several."""
     from rich.console import Console
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    if not (shown and is_rank_0() and console.is_terminal):
+    if not (shown and console.is_terminal):
         yield lambda what: None
         return
     with Progress(console=console, transient=True) as bar:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from galvatron_hf.pipeline_shape import in_a_round
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Stage, VocabularyStrategy
 from galvatron_hf.planner.branch import Branch, Choice, Options
 from galvatron_hf.planner.cost import CostModel, Costs, Workload, layer_split, vocabulary_split
 from galvatron_hf.planner.moves import Split
 from galvatron_hf.planner.pareto import nondominated
-from galvatron_hf.schedule import in_a_round
 
 
 PICOSECONDS = 10**9  # in a millisecond

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from galvatron_hf.pipeline_shape import PipelineShape, orders
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.planner.branch import Choice, Score, score
 from galvatron_hf.planner.cost import CostModel, Workload
@@ -23,7 +24,6 @@ from galvatron_hf.planner.space import Limits, layer_strategies, powers, schedul
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import ModelProfile
 from galvatron_hf.progress import Step, progress_bar
-from galvatron_hf.schedule import PipelineShape, orders
 
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from galvatron_hf.model_shape import WeightShape
+from galvatron_hf.pipeline_shape import PipelineShape, in_a_round, orders
 from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
 from galvatron_hf.profiler.model_profile import ModelProfile
-from galvatron_hf.schedule import PipelineShape, in_a_round, orders
 
 
 @dataclass(frozen=True, kw_only=True)

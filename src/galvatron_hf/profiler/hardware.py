@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from galvatron_hf.parallel.rank_objects import gather_objects
+from galvatron_hf.parallel.rank_objects import gather_objects, is_rank_0
 from galvatron_hf.profiler.compute import measure_flops, measure_overlap
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.links import count_steps, measure_links, measure_step
@@ -117,7 +117,7 @@ class _Sweep:
 def _measured(device: torch.device, sweep: _Sweep, world_size: int, progress: bool) -> dict[str, Any]:
     """Rates, links and the time of an empty step, by their names in a profile, and `slowdowns`; collective."""
     repetitions, window_ms = sweep.repetitions, sweep.window_ms
-    with progress_bar(sweep.steps(world_size), progress) as step:
+    with progress_bar(sweep.steps(world_size), progress and is_rank_0()) as step:
         found = {"flops_per_s": measure_flops(device, repetitions, window_ms, step), "links": (), "slowdowns": {}}
         if world_size > 1:
             found["slowdowns"] = measure_overlap(device, repetitions, max(window_ms, _OVERLAP_MS), step)

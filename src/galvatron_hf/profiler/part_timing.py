@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from galvatron_hf.parallel.dtensor import local_tensor
 from galvatron_hf.parallel.models import adapter_for
-from galvatron_hf.parallel.rank_objects import gather_objects
+from galvatron_hf.parallel.rank_objects import gather_objects, is_rank_0
 from galvatron_hf.plan import LayerStrategy
 from galvatron_hf.profiler.parts import LoneParts, Part, layer_kinds, one_of_each
 from galvatron_hf.profiler.tracing import CountedModel
@@ -103,7 +103,7 @@ class PartTimer:
             job.run()  # the first one sets things up
         gather_objects(None)  # ranks begin together
         began = time.perf_counter()
-        with progress_bar(REPETITIONS.start * len(jobs), progress) as step, self.clock:
+        with progress_bar(REPETITIONS.start * len(jobs), progress and is_rank_0()) as step, self.clock:
             for repetition in range(REPETITIONS.stop):
                 each = (time.perf_counter() - began) / max(1, repetition)
                 if repetition >= REPETITIONS.start and time.perf_counter() + each > began + seconds:

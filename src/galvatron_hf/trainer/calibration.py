@@ -25,7 +25,7 @@ from galvatron_hf.parallel.apply import parallelize
 from galvatron_hf.parallel.checks import check_model
 from galvatron_hf.parallel.mesh import WorldMesh
 from galvatron_hf.parallel.models import adapter_for
-from galvatron_hf.parallel.rank_objects import from_rank_0, gather_objects
+from galvatron_hf.parallel.rank_objects import from_rank_0, gather_objects, is_rank_0
 from galvatron_hf.plan import ParallelPlan, Precision
 from galvatron_hf.planner.cost import Workload
 from galvatron_hf.planner.search import estimate_plan
@@ -80,7 +80,7 @@ def calibrated(
     plans = [plan for plan in _plans(small, work) if _fits(hardware, few, work, plan)]
     world, steps = world or WorldMesh(device.type), [[] for _ in plans]
     began = time.perf_counter()
-    with progress_bar(PASSES * len(plans), progress) as step:
+    with progress_bar(PASSES * len(plans), progress and is_rank_0()) as step:
         for tried, index in enumerate(list(range(len(plans))) * PASSES, start=1):
             step("trying whole steps")
             steps[index] += _steps_ms(one_of_each(model, copies), plans[index], work, world, device)
