@@ -21,8 +21,8 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-import torch.fx.experimental.symbolic_shapes  # noqa: F401  the first backward imports it: once here, not in each rank
-from accuracy import Shape, brief, draw_plans, make_trainer
+from drawn_plans import Shape, brief, draw_plans
+from plan_runs import make_trainer
 from turns import on_ranks
 
 from galvatron_hf import ParallelPlan

@@ -27,8 +27,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from accuracy import Shape, brief, draw_plans, measure, parser_of_runs, profiles
 from cpu_quota import QuotaError, cpu_quotas
+from drawn_plans import Shape, brief, draw_plans
+from plan_runs import measure, parser_of_runs, profiles
 from turns import Seat, on_ranks
 from two_hosts import HostError, two_hosts
 

@@ -18,5 +18,6 @@ def quick_profiles(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GALVATRON_CACHE", str(tmp_path_factory.mktemp("profiles")))
-        patch.setattr(auto, "PROFILE_SECONDS", 0.3)
+        for name in ("HARDWARE_SECONDS", "MODEL_SECONDS", "CALIBRATION_SECONDS"):
+            patch.setattr(auto, name, 0.1)
         yield

@@ -19,15 +19,16 @@ from transformers import Trainer, TrainerCallback
 from galvatron_hf import GalvatronTrainer, ParallelPlan
 from galvatron_hf.parallel.checks import check_model
 from galvatron_hf.parallel.models import adapter_for
-from galvatron_hf.plan import Precision
+from galvatron_hf.plan import Precision, Stage
 from galvatron_hf.planner.cost import Workload
 from galvatron_hf.planner.search import Estimate, estimate_plan, search_plan
 from galvatron_hf.planner.space import Limits, layer_strategies, vocabulary_strategies
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import STRETCHES, ModelProfile
+from galvatron_hf.trainer import calibration
 from galvatron_hf.trainer.auto import profile_folder
 from galvatron_hf.trainer.calibration import LEAST, MOST, NOISE, SPREAD, fitted_factors
-from galvatron_hf.trainer.meter import StepMeter, allocation_peak, held_bytes, outcome, prediction
+from galvatron_hf.trainer.meter import Outcome, StepMeter, allocation_peak, held_bytes, outcome, prediction
 from tiny_models import FAMILIES
 from trainer_runs import Rows, arguments, on_ranks, run, trainer
 
@@ -196,6 +197,39 @@ def test_factors_bring_the_parts_to_what_was_measured():
     assert off < 0.005
     found, _ = fitted_factors(lambda factors: parts @ factors, parts @ (100 * truth))
     assert np.allclose(found[:4], MOST, rtol=1e-3)
+
+
+def test_simple_plans_are_tried_twice_and_one_of_them_at_least():
+    """Each pass as long as there is time; of a plan the median of all its steps counts."""
+    runs = on_ranks(lambda: [tried_plans(seconds) for seconds in (1e6, 0.0)], 2)
+    for (tried, measured), (tried_at_once, measured_at_once) in runs[:1]:
+        once = len(tried) // 2
+        assert once > 3 and tried[:once] == tried[once:] and len(set(tried)) == once
+        assert measured == [15.0] * once
+        assert (tried_at_once, measured_at_once) == (tried[:1], [10.0])
+
+
+def tried_plans(seconds: float) -> tuple[list[str], list[float]]:
+    """What calibration tries where steps take 10 ms in the first pass and 20 ms in the second, and what it makes of
+    that."""
+    tried, seen = [], []
+
+    def steps_ms(model, plan, *unused):
+        tried.append(plan.to_json())
+        return [10.0 * tried.count(tried[-1])] * 4
+
+    def fitted(predicted, measured):
+        seen.extend(measured.tolist())
+        return (1.0,) * len(STRETCHES), 0.0
+
+    model, hardware = FAMILIES["llama"].build(), HardwareProfile.preset("cpu", 1, 2)
+    profile = ModelProfile.from_config(model.config, hardware, "fp32", length=32, max_degree=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "_steps_ms", steps_ms)
+        patch.setattr(calibration, "fitted_factors", fitted)
+        options = dict(rows=4, length=32, device=torch.device("cpu"), seconds=seconds)
+        calibration.calibrated(profile, model, hardware, **options)
+    return tried, seen
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "llama_tied"])
@@ -372,6 +406,23 @@ def test_a_run_that_is_too_short_says_so():
         "Predicted 2.0 ms a step; the run was too short to measure it.\n"
         "Predicted 1.0 MiB on a rank at most, not measured."
     )
+
+
+def test_stages_on_the_same_ranks_are_one_line():
+    said = Outcome(
+        predicted_ms=1.0,
+        measured_ms=None,
+        steps=0,
+        predicted_bytes=(1 << 20, 2 << 20),
+        measured_bytes=(None, 1 << 20),
+    )
+    assert "1.0 MiB on a rank of rank list 0 at most, not measured" in str(said)
+    assert "2.0 MiB on a rank of rank list 1 at most, measured 1.0 MiB (-50.0%)" in str(said)
+    stages = tuple(Stage(ranks=(index % 2,), layers=(index, index + 1)) for index in range(4))
+    plan = replace(ParallelPlan.uniform(2, 4, pipeline=2), schedule="interleaved", stages=stages)
+    noted = {"step_ms": 1.0, "memory_bytes": [1, 2]}
+    assert prediction(replace(plan, meta={"predicted": noted})) == noted
+    assert prediction(replace(plan, meta={"predicted": noted | {"memory_bytes": [1] * 4}})) is None
 
 
 def short_run(plan: ParallelPlan) -> str:

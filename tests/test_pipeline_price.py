@@ -9,7 +9,7 @@ import pytest
 from scipy.optimize import linprog
 
 from galvatron_hf.planner.branch import Branch, Choice, Options, score
-from galvatron_hf.planner.problem import Shape
+from galvatron_hf.planner.step_shape import StepShape
 from galvatron_hf.schedule import PipelineShape, Work, actions, most_in_flight, orders
 
 
@@ -47,7 +47,7 @@ def played(
 def priced(schedule: str, times: np.ndarray, micro_batches: int, rounds: int = 1, head: float = 0.0) -> float:
     """The cost of stages of one layer each that take so long for a micro-batch, forward and backward."""
     stages = len(times)
-    shape = Shape(pipeline=stages, micro_batches=micro_batches, schedule=schedule, rows=1, rounds=rounds)
+    shape = StepShape(pipeline=stages, micro_batches=micro_batches, schedule=schedule, rows=1, rounds=rounds)
     a = np.rint(UNIT * times).astype(np.int64)[:, None]
     none, nothing = np.zeros(1, dtype=np.int64), np.zeros(stages, dtype=np.int64)
     end = Options(a=none, b=none, memory=none, working=none, layout=none)
@@ -127,7 +127,7 @@ def test_what_is_in_flight_is_what_the_order_of_actions_holds(lists, rounds):
     for places, count in interleavings(lists, rounds, 4 * lists + 2):
         schedule = "1f1b" if rounds == 1 else "interleaved"
         orders_of_lists = actions(replace(places, schedule=schedule), count)
-        shape = Shape(pipeline=lists, micro_batches=count, schedule=schedule, rows=1, rounds=rounds)
+        shape = StepShape(pipeline=lists, micro_batches=count, schedule=schedule, rows=1, rounds=rounds)
         held = []
         for order in orders_of_lists:
             changes = [{Work.FORWARD: 1, Work.BACKWARD: -1}.get(action.work, 0) for action in order]
@@ -148,7 +148,7 @@ def test_gradients_come_when_activations_have_gone(lists, rounds, gradient):
     """
     for places, count in interleavings(lists, rounds, 4 * lists + 2):
         schedule = "1f1b" if rounds == 1 else "interleaved"
-        shape = Shape(pipeline=lists, micro_batches=count, schedule=schedule, rows=1, rounds=rounds)
+        shape = StepShape(pipeline=lists, micro_batches=count, schedule=schedule, rows=1, rounds=rounds)
         said = shape.in_flight() + rounds * gradient - shape.at_once() * min(gradient, 1.0)
         for most, order in zip(said, actions(replace(places, schedule=schedule), count), strict=True):
             now, reached, peak = 0.0, set(), 0.0
@@ -163,7 +163,7 @@ def test_gradients_come_when_activations_have_gone(lists, rounds, gradient):
 def test_the_least_step_is_a_linear_program_s():
     for stages in (2, 3, 4, 8):
         for micro_batches in range(1, 3 * stages):
-            shape = Shape(pipeline=stages, micro_batches=micro_batches, schedule="1f1b", rows=1)
+            shape = StepShape(pipeline=stages, micro_batches=micro_batches, schedule="1f1b", rows=1)
             waits, rows = 2 if micro_batches >= stages else 1, []
             for stage, ahead in enumerate(shape.ahead()):
                 for done, times in ((micro_batches - 1, 0), (micro_batches - 1 - ahead, waits)):

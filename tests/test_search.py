@@ -347,6 +347,8 @@ def test_the_tables_name_what_was_assumed(capsys):
         (["--global-batch", "8", "--seq-length", "128", "--cluster", "h100"], "The model is not known"),
         (["--global-batch", "8", "--seq-length", "128"], "The cluster is not known"),
         (["--global-batch", "0", "--seq-length", "128"], "count from 1"),
+        ([*FLAGS, "--rounds", "0"], "--rounds 0 is no power of two: give 1, 2, 4 or more."),
+        ([*FLAGS, "--rounds", "3"], "--rounds 3 is no power of two"),
     ],
 )
 def test_flags_that_do_not_fit_are_told_in_a_sentence(capsys, flags, sentence):

@@ -47,14 +47,18 @@ class PipelineShape:
 
 
 def orders(shape: PipelineShape, micro_batches: int) -> bool:
-    """Whether the schedule itself orders so many micro-batches; [`actions`] leaves some of more out if not."""
+    """Whether the schedule itself orders so many micro-batches; `schedule.actions` leaves some of more out if not."""
     if shape.lists == 1 or shape.schedule in ("gpipe", "1f1b") or shape.returns:
         return True
     if shape.schedule == "interleaved" and shape.virtual == 1:
         return True
-    return micro_batches % max(1, micro_batches // shape.lists) == 0  # rounds of equally many
+    return micro_batches % _rounds(shape.lists, micro_batches) == 0  # equally many go in each
 
 
 def in_a_round(lists: int, micro_batches: int) -> int:
     """Micro-batches that go through one of a rank list's interleaved stages before any goes through its next one."""
-    return micro_batches // max(1, micro_batches // lists)
+    return micro_batches // _rounds(lists, micro_batches)
+
+
+def _rounds(lists: int, micro_batches: int) -> int:
+    return max(1, micro_batches // lists)

@@ -21,13 +21,12 @@ import numpy as np
 from galvatron_hf.plan import LayerStrategy, Precision, VocabularyStrategy
 from galvatron_hf.planner.moves import Split, move
 from galvatron_hf.planner.traffic import HEAD_CHUNK_TOKENS, key_value_copies
+from galvatron_hf.planner.weights import GRADIENT_BYTES, WeightCosts, weight_costs
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import STRETCHES, EndProfile, LayerProfile, ModelProfile, Times
 
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-STATE_BYTES = 12  # of an element: fp32 master weight and two moments of AdamW
-GRADIENT_BYTES = 4  # of an element of a gradient at rest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +131,7 @@ class CostModel:
         self.ranks, self.rows, self.late_head = ranks, rows, late_head
         self.element = BYTES[workload.precision.compute]
         self.reduced = BYTES[workload.precision.reduce]
-        self._known_weights: dict[tuple, _Weights] = {}
+        self._known_weights: dict[tuple, WeightCosts] = {}
         self.stretch = dict.fromkeys(STRETCHES, 1.0) | dict(model.stretch)
 
     def with_rows(self, rows: int) -> CostModel:
@@ -160,7 +159,7 @@ class CostModel:
             backward += forward
         return forward, backward, *self._regions(layer, strategy), *self._activations(layer, strategy)
 
-    def _layer(self, passed: tuple[float, ...], weights: _Weights, gathers_again: bool = True) -> tuple[float, ...]:
+    def _layer(self, passed: tuple[float, ...], weights: WeightCosts, gathers_again: bool = True) -> tuple[float, ...]:
         """In the order of [`Costs`]."""
         forward, backward, region_forward, region_backward, saved, working = passed
         gathered = weights.gather_ms if gathers_again else 0.0
@@ -169,7 +168,7 @@ class CostModel:
         return (
             forward_ms,
             backward_ms,
-            forward_ms + backward_ms - forward - backward,
+            max(0.0, forward_ms + backward_ms - forward - backward),
             weights.gather_once_ms + self._exposed(backward, weights.copies_ms),
             weights.elements * self.model.optimizer_ms_per_element
             + weights.count * self.model.optimizer_ms_per_weight,
@@ -279,43 +278,19 @@ class CostModel:
 
     # ---- Weights ----
 
-    def _weights(self, owner: LayerProfile | EndProfile, strategy: LayerStrategy | VocabularyStrategy) -> _Weights:
+    def _weights(self, owner: LayerProfile | EndProfile, strategy: LayerStrategy | VocabularyStrategy) -> WeightCosts:
         key = (id(owner.weights), strategy.tensor, strategy.sharding, strategy.shard_degree)
         if key not in self._known_weights:
-            self._known_weights[key] = self._price_weights(owner, strategy)
+            self._known_weights[key] = weight_costs(
+                owner.weights,
+                strategy,
+                self.ranks,
+                element=self.element,
+                reduced=self.reduced,
+                gathers_ahead=bool(self.hardware.overlap_slowdown),
+                ms=self._ms,
+            )
         return self._known_weights[key]
-
-    def _price_weights(
-        self, owner: LayerProfile | EndProfile, strategy: LayerStrategy | VocabularyStrategy
-    ) -> _Weights:
-        tensor, ranks = strategy.tensor, self.ranks
-        shards = strategy.resolved_shard_degree(ranks)
-        copies = ranks // tensor // shards
-        elements = sum(weight.shard_elements(tensor, 0, shards) for weight in owner.weights)
-        gather = self._ms("all_gather", shards, tensor, elements * self.element, "weights")
-        reduce = self._ms("reduce_scatter", shards, tensor, shards * elements * self.reduced, "weights")
-        copied = self._ms("all_reduce", copies, tensor * shards, elements * self.reduced, "synchronization")
-        whole, casts = shards * elements, self.element < 4
-        kept = {"replicate": whole if casts else 0, "zero2": whole, "zero3": 0}[strategy.sharding]
-        if strategy.sharding == "zero2" and shards == 1:
-            kept = 0
-        # While a unit runs: its gathered weights, its whole gradients, and what goes into their reduction.
-        gathered_now = whole * self.element if strategy.sharding == "zero3" and shards > 1 else 0
-        gradients_now = 0 if strategy.sharding == "replicate" else whole * (self.element + self.reduced)
-        largest = max((weight.shard_elements(tensor, 0, 1) for weight in owner.weights), default=0)
-        return _Weights(
-            count=len(owner.weights),
-            elements=elements,
-            gather_ms=gather if strategy.sharding == "zero3" else 0.0,
-            reduce_ms=0.0 if strategy.sharding == "replicate" else reduce,
-            gather_once_ms=gather if strategy.sharding == "zero2" else 0.0,
-            copies_ms=copied,
-            state_bytes=elements * (STATE_BYTES + GRADIENT_BYTES) + kept * self.element,
-            gathered_bytes=kept * self.element,
-            reduction_bytes=0 if strategy.sharding == "replicate" else whole * self.reduced,
-            added_bytes=largest * self.element if strategy.sharding == "replicate" else 0,
-            working_bytes=gathered_now * (2 if self.hardware.overlap_slowdown else 1) + gradients_now,
-        )
 
     def _with_weights(self, computing: float, gathered: float, reduced: float = 0.0) -> float:
         """Computing, and weights and gradients that are communicated for it."""
@@ -375,21 +350,6 @@ class CostModel:
         # Where stages share nodes, the boundary between two nodes is the slowest.
         stride = self.ranks if hardware.nodes == 1 else max(self.ranks, hardware.devices_per_node)
         return self._ms("send", 2, stride, self._boundary_bytes(self.workload.computed_length), "sending")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Weights:
-    count: int
-    elements: int
-    gather_ms: float
-    reduce_ms: float
-    gather_once_ms: float
-    copies_ms: float
-    state_bytes: int
-    gathered_bytes: int
-    working_bytes: int
-    reduction_bytes: int
-    added_bytes: int
 
 
 def _at(table: dict, key: object) -> Times | float:

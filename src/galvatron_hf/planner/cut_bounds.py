@@ -13,7 +13,7 @@ from galvatron_hf.planner.pareto import nondominated
 from galvatron_hf.planner.stage_bounds import TOTAL, A, Objective, StageBounds
 
 
-NO_STAGES = np.array([[0.0, -np.inf, -np.inf]])  # their triple
+NO_STAGES = np.array([[0, -(1 << 60), -(1 << 60)]])  # their triple: no path, in picoseconds
 
 
 class CutBounds:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from galvatron_hf.planner.branch import Branch, Choice
-from galvatron_hf.planner.cut_bounds import CutBounds, joined
+from galvatron_hf.planner.cut_bounds import NO_STAGES, CutBounds, joined
 from galvatron_hf.planner.pareto import dominated, nondominated
 from galvatron_hf.planner.stage_bounds import TOTAL, A, Distances, Objective
 
@@ -23,7 +23,6 @@ from galvatron_hf.planner.stage_bounds import TOTAL, A, Distances, Objective
 # Of the bound: within so much of it a solution is looked for, one limit after the other.
 SLACKS_OF_ONE = (0.001, 0.002, 0.003, 0.0045, 0.007, 0.01, 0.015, 0.03, 0.1, 0.3, np.inf)
 SLACKS = (0.01, 0.03, 0.1, 0.3, np.inf)
-_NO_STAGES = np.array([[0, -(1 << 60), -(1 << 60)]])
 BEAM = 80  # labels of a stage after each layer, when a first solution of a pipeline is looked for
 
 
@@ -284,7 +283,7 @@ class ExactSearch:
         """Stages one behind the other: at each layer the triples (see [`CutBounds`]) that are not dominated."""
         branch = self.branch
         # triples (N, 3); of each, its stages so far as (run, place, count, index of the closed label)
-        fronts: dict[int, tuple[np.ndarray, list]] = {0: (_NO_STAGES, [()])}
+        fronts: dict[int, tuple[np.ndarray, list]] = {0: (NO_STAGES, [()])}
         for stage in range(branch.stages):
             found: dict[int, list[tuple[np.ndarray, list]]] = {}
             for place, (triples, history) in fronts.items():

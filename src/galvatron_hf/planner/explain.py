@@ -12,8 +12,8 @@ import numpy as np
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.planner.cost import CostModel, Costs, Workload, layer_split, vocabulary_split
 from galvatron_hf.planner.moves import Split
-from galvatron_hf.planner.problem import Shape, boundary_copies, received_and_later
-from galvatron_hf.planner.search import GIB, Estimate, estimate_plan, step_shape
+from galvatron_hf.planner.search import GIB, Estimate, estimate_plan
+from galvatron_hf.planner.step_shape import StepShape
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import ModelProfile
 
@@ -127,7 +127,7 @@ def explain_plan(
         ValueError: for a plan that the cost model cannot price.
     """
     estimate = estimate_plan(hardware, model, workload, plan)
-    shape = step_shape(workload, plan)
+    shape = StepShape.of(workload, plan)
     costs = CostModel(hardware, model, workload, len(plan.stages[0].ranks), shape.rows, late_head=shape.late_head)
     stages = tuple(_stage(costs, plan, index, shape) for index in range(shape.pipeline))
     pace = [shape.micro_batches * stage.micro_batch_ms + stage.sync_ms + stage.update_ms for stage in stages]
@@ -139,7 +139,7 @@ def explain_plan(
     )
 
 
-def _stage(costs: CostModel, plan: ParallelPlan, index: int, shape: Shape) -> StageParts:
+def _stage(costs: CostModel, plan: ParallelPlan, index: int, shape: StepShape) -> StageParts:
     """Of a rank list: its stage of the first round as often as there are rounds, and the ends."""
     stage, model, ranks = plan.stages[index], costs.model, costs.ranks
     first, last, alone = index == 0, index == shape.pipeline - 1, shape.pipeline == 1
@@ -168,7 +168,7 @@ def _stage(costs: CostModel, plan: ParallelPlan, index: int, shape: Shape) -> St
     def moved(*chain: Split) -> float:
         return sum(costs.move_ms(*pair) for pair in zip(chain[:-1], chain[1:], strict=True))
 
-    received, later = (int(often[index]) for often in received_and_later(shape))
+    received, later = (int(often[index]) for often in (shape.received(), shape.later_stages()))
     if shape.rounds > 1:
         ends_ms = sum(moved(split, boundary) for split in (*opened, *closed))
         layout = shape.rounds * moved(boundary, *splits, boundary) + ends_ms
@@ -187,7 +187,7 @@ def _stage(costs: CostModel, plan: ParallelPlan, index: int, shape: Shape) -> St
         state_bytes=sum(part.state_bytes for part in parts),
         activation_bytes=sum(part.activation_bytes for part in parts),
         working_bytes=max(int(part.costs.working(**needs)[0]) for part in parts),
-        boundary_bytes=int(boundary_copies(shape)[index]) * costs.boundary_bytes,
+        boundary_bytes=int(shape.boundary_copies()[index]) * costs.boundary_bytes,
     )
 
 

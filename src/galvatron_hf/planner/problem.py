@@ -9,101 +9,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from galvatron_hf.pipeline_shape import in_a_round
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Stage, VocabularyStrategy
 from galvatron_hf.planner.branch import Branch, Choice, Options
 from galvatron_hf.planner.cost import CostModel, Costs, Workload, layer_split, vocabulary_split
 from galvatron_hf.planner.moves import Split
 from galvatron_hf.planner.pareto import nondominated
+from galvatron_hf.planner.step_shape import StepShape
 
 
 PICOSECONDS = 10**9  # in a millisecond
 _NONE = ()  # weights that the other end has
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """
-    How a step is cut before its layers are looked at.
-
-    Interleaved stages go through the rank lists in rounds, all alike: what is one stage in a branch is then one of a
-    round, and stands for those of all rounds on its ranks.
-
-    Args:
-        pipeline (`int`): Rank lists, p, each of world_size / pipeline consecutive ranks.
-        micro_batches (`int`): Of a step, m.
-        schedule (`str`): "1f1b", "gpipe" or "interleaved".
-        rows (`int`): Of a micro-batch, with those that are added so that every data rank has one.
-        rounds (`int`, defaults to 1): Stages on each rank list, v; more than 1 are interleaved, which needs m >= p.
-    """
-
-    pipeline: int
-    micro_batches: int
-    schedule: str
-    rows: int
-    rounds: int = 1
-
-    @property
-    def passes(self) -> int:
-        """How often a micro-batch goes through a stage of a rank list in a step."""
-        return self.rounds * self.micro_batches
-
-    @property
-    def kept_reductions(self) -> int:
-        """Gradients that are summed, of a layer of each stage, which stay until the stage's next ones are."""
-        return self.rounds if self.pipeline > 1 else 0
-
-    def in_flight(self) -> np.ndarray:
-        """(p,) micro-batches whose activations a rank list keeps at most, each counted in every stage that has it."""
-        if self.schedule == "gpipe":
-            return np.full(self.pipeline, self.micro_batches)
-        behind = np.arange(self.pipeline - 1, -1, -1)
-        if self.rounds == 1:
-            return np.minimum(self.micro_batches, 1 + behind)
-        return np.minimum(
-            self.passes, 1 + 2 * behind + (self.rounds - 1) * in_a_round(self.pipeline, self.micro_batches)
-        )
-
-    def ends_in_flight(self) -> tuple[int, int]:
-        """As `in_flight`, of the first stage of all and of the last."""
-        if self.rounds == 1:
-            flight = self.in_flight()
-            return int(flight[0]), int(flight[-1])
-        return min(self.micro_batches, 2 * in_a_round(self.pipeline, self.micro_batches)), 1
-
-    @property
-    def late_head(self) -> bool:
-        """Whether several micro-batches wait between the head's forward and its backward."""
-        return self.pipeline > 1 and self.ends_in_flight()[1] > 1
-
-    def ahead(self) -> np.ndarray:
-        """(p,) micro-batches that go forward on a stage of 1F1B before its first one comes back; 0 if not all can."""
-        if self.schedule != "1f1b" or self.micro_batches < self.pipeline:
-            return np.zeros(self.pipeline, dtype=np.int64)
-        return np.arange(self.pipeline - 1, -1, -1)
-
-    def least_step(self) -> float:
-        """A step of 1F1B over the time of one micro-batch on all stages, under the best cut there could be.
-
-        With x_i of that time on stage i, m x_i on the whole at least, and S_i behind stage i, the paths of `branch.py`
-        say that T = 1 + t needs x_i <= (t + S_i) / (m - 1) and (m - 1 - k_i) x_i <= t - S_i. From the last stage on,
-        as much as that allows is best for all before it.
-        """
-        others, behind = self.micro_batches - 1, 0.0
-        if not self.ahead().any():
-            return 1 + others / self.pipeline
-        for ahead in reversed(self.ahead().tolist()):
-            most = (1 + behind) / others
-            behind += most if ahead == others else min(most, (1 - behind) / (others - ahead))
-        return 1 + 1 / behind
-
-    def at_once(self) -> np.ndarray:
-        """(p,) of how many of its stages a rank list has no gradients before it begins to give activations back.
-
-        Of all if every micro-batch goes forward in all of them first; of all but the last, if in one round of each.
-        """
-        one_round = self.micro_batches < 2 * self.pipeline
-        return np.where(self.in_flight() == self.passes, self.rounds, (self.rounds - 1) * one_round)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +27,14 @@ class Problem:
 
     Attributes:
         branch ([`Branch`]): the numbers.
-        shape ([`Shape`]): of the step.
+        shape ([`StepShape`]): of the step.
         ranks (`int`): of each stage.
         strategies (`list[LayerStrategy]`): by option.
         embeddings, heads (`list[VocabularyStrategy]`): by start and by finish.
     """
 
     branch: Branch
-    shape: Shape
+    shape: StepShape
     ranks: int
     strategies: list[LayerStrategy]
     embeddings: list[VocabularyStrategy]
@@ -149,23 +64,6 @@ class Problem:
             embedding=embedding,
             head=embedding if tied and len(stages) == 1 else head,
         )
-
-
-def boundary_copies(shape: Shape) -> np.ndarray:
-    """(p,) hidden states of stage boundaries that a rank has: what was sent of each micro-batch in flight, and what
-    comes from either side."""
-    if shape.rounds > 1:
-        return shape.in_flight() + 2
-    stages = np.arange(shape.pipeline)
-    return (stages > 0) + (stages < shape.pipeline - 1) * (1 + shape.in_flight())
-
-
-def received_and_later(shape: Shape) -> tuple[np.ndarray, np.ndarray]:
-    """(p,) and (p,) how often a rank list receives something of a micro-batch, and how many of its stages are not the
-    first of all."""
-    places = np.arange(shape.pipeline)
-    later = shape.rounds - (places == 0)
-    return 2 * shape.rounds - (places == 0) - (places == shape.pipeline - 1), later
 
 
 class Prices:
@@ -229,13 +127,13 @@ class Draft:
 
     Args:
         prices ([`Prices`]): Of the options.
-        shape ([`Shape`]): Of the step.
+        shape ([`StepShape`]): Of the step.
 
     Attributes:
         bound (`float`): below the cost of every solution: each layer has its cheapest option, memory does not count.
     """
 
-    def __init__(self, prices: Prices, shape: Shape):
+    def __init__(self, prices: Prices, shape: StepShape):
         self.prices, self.shape = prices, shape
         layers = prices.costs.model.layers
         self.kinds = np.array(layers[: len(layers) // shape.rounds])
@@ -264,12 +162,14 @@ class Draft:
 
     def _of_stages(self) -> tuple[np.ndarray, np.ndarray]:
         """(p,) and (p,) what a micro-batch takes beside a rank list's layers, in all rounds and in one of them."""
-        costs, found = self.prices.costs, []
+        costs = self.prices.costs
         sent = picoseconds(costs.send_ms()) if self.shape.pipeline > 1 else 0
-        for shape in (self.shape, replace(self.shape, rounds=1)):
-            received, later = received_and_later(shape)
-            found.append(received * sent + later * picoseconds(costs.later_stage_ms()))
-        return found[0], found[1]
+        made = picoseconds(costs.later_stage_ms())
+        every, one = (
+            shape.received() * sent + shape.later_stages() * made
+            for shape in (self.shape, replace(self.shape, rounds=1))
+        )
+        return every, one
 
     def problem(self, budget: int, *, prune: bool = True) -> Problem:
         """
@@ -297,7 +197,7 @@ class Draft:
             at_once=shape.at_once(),
             stage_a=first + once,
             stage_b=shape.micro_batches * passed - first,
-            stage_memory=boundary_copies(shape) * costs.boundary_bytes,
+            stage_memory=shape.boundary_copies() * costs.boundary_bytes,
             starts=starts,
             finishes=finishes,
             budget=budget,
@@ -342,7 +242,7 @@ def picoseconds(ms: np.ndarray | float) -> np.ndarray:
 class _Numbers:
     """Costs of a step as integers of A and B."""
 
-    def __init__(self, costs: CostModel, shape: Shape):
+    def __init__(self, costs: CostModel, shape: StepShape):
         self.costs, self.shape = costs, shape
 
     def layers(self, prices: Prices) -> dict[str, np.ndarray]:

@@ -19,8 +19,9 @@ from galvatron_hf.planner.branch import Choice, Score, score
 from galvatron_hf.planner.cost import CostModel, Workload
 from galvatron_hf.planner.cut_bounds import CutBounds, least_memory
 from galvatron_hf.planner.exact import solve
-from galvatron_hf.planner.problem import PICOSECONDS, Draft, Prices, Problem, Shape
+from galvatron_hf.planner.problem import PICOSECONDS, Draft, Prices, Problem
 from galvatron_hf.planner.space import Limits, layer_strategies, powers, schedules, vocabulary_strategies
+from galvatron_hf.planner.step_shape import StepShape
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import ModelProfile
 from galvatron_hf.progress import Step, progress_bar
@@ -215,7 +216,7 @@ def estimate_plan(hardware: HardwareProfile, model: ModelProfile, workload: Work
             f"The plan has {plan.num_layers} layers and the model {len(model.layers)}; make a plan for "
             f"{len(model.layers)} layers."
         )
-    shape = step_shape(workload, plan)
+    shape = StepShape.of(workload, plan)
     _check_rounds(plan, shape, model)
     strategies = list(dict.fromkeys(plan.layers))
     costs = CostModel(hardware, model, workload, len(plan.stages[0].ranks), shape.rows, late_head=shape.late_head)
@@ -226,18 +227,7 @@ def estimate_plan(hardware: HardwareProfile, model: ModelProfile, workload: Work
     return _estimate(problem, Choice(bounds=bounds, options=options, start=0, finish=0), workload, model, plan)
 
 
-def step_shape(workload: Workload, plan: ParallelPlan) -> Shape:
-    """How the plan cuts a step; there are no more micro-batches than rows, and a row for every data rank."""
-    ranks = len(plan.stages[0].ranks)
-    count = min(plan.micro_batches, workload.rows)
-    data = max(strategy.data_degree(ranks) for strategy in set(plan.layers))
-    rows, pipeline = max(-(-workload.rows // count), data), len(plan.rank_lists)
-    rounds = len(plan.stages) // pipeline
-    schedule = "1f1b" if plan.schedule == "interleaved" and rounds == 1 else plan.schedule
-    return Shape(pipeline=pipeline, micro_batches=count, schedule=schedule, rows=rows, rounds=rounds)
-
-
-def _check_rounds(plan: ParallelPlan, shape: Shape, model: ModelProfile) -> None:
+def _check_rounds(plan: ParallelPlan, shape: StepShape, model: ModelProfile) -> None:
     """Raises ValueError unless all rounds of interleaved stages are alike and the schedule can order them."""
     if shape.rounds == 1:
         return
@@ -286,7 +276,7 @@ def _drafts(hardware: HardwareProfile, model: ModelProfile, workload: Workload, 
                 for ends in endings:
                     prices = Prices(every.with_rows(filled), pipeline, strategies, ends, ends)
                     for schedule, rounds, count in ways:
-                        shape = Shape(
+                        shape = StepShape(
                             pipeline=pipeline, micro_batches=count, schedule=schedule, rows=filled, rounds=rounds
                         )
                         yield Draft(prices, shape)

@@ -43,7 +43,8 @@ logger = logging.get_logger(__name__)
 SAMPLED_ROWS = 64  # of a dataset whose lengths are not known
 SAMPLED_BATCHES = 256
 MOST_TOKENS = 4096  # of a micro-batch that is timed
-PROFILE_SECONDS = 200.0  # for measuring machine and model, about, where neither is known yet
+# For measuring the machine, the parts of the model and whole steps, about, where they are not known yet.
+HARDWARE_SECONDS, MODEL_SECONDS, CALIBRATION_SECONDS = 40.0, 30.0, 120.0
 GPU_SHARE = 0.92  # of a GPU's memory: the rest is the driver's, NCCL's, and lost between allocations
 
 
@@ -92,7 +93,7 @@ class AutoPlanMixin:
             folder,
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", self.args.world_size)),
             device=self.args.device,
-            seconds=0.2 * PROFILE_SECONDS,
+            seconds=HARDWARE_SECONDS,
             progress=shown,
         )
         profile = load_or_profile_model(
@@ -103,7 +104,7 @@ class AutoPlanMixin:
             tokens=min(MOST_TOKENS, _rounded_up(workload.rows * workload.length)),
             length=min(_rounded_up(workload.length), positions(model) or sys.maxsize),
             packed=self._may_pack(),
-            seconds=0.15 * PROFILE_SECONDS,
+            seconds=MODEL_SECONDS,
             progress=shown,
             finish=lambda measured: calibrated(
                 measured,
@@ -113,7 +114,7 @@ class AutoPlanMixin:
                 rows=workload.rows,
                 length=min(workload.computed_length, MOST_TOKENS),
                 device=self.args.device,
-                seconds=0.6 * PROFILE_SECONDS,
+                seconds=CALIBRATION_SECONDS,
                 progress=shown,
             ),
         )

@@ -143,7 +143,8 @@ class Outcome:
         predicted_ms (`float`): of a step.
         measured_ms (`float`, *optional*): the median of the steps after the first two; None if there were none.
         steps (`int`): that were timed.
-        predicted_bytes, measured_bytes (`tuple[int | None, ...]`): the most on a rank of each stage.
+        predicted_bytes, measured_bytes (`tuple[int | None, ...]`): the most on a rank of each rank list of
+            the plan: its stages, but where several are on the same ranks.
     """
 
     predicted_ms: float
@@ -162,8 +163,8 @@ class Outcome:
                 f"Predicted {self.predicted_ms:.1f} ms a step, measured {self.measured_ms:.1f} ms ({off:+.1f}%), the "
                 f"median of {self.steps} steps."
             )
-        for stage, (predicted, measured) in enumerate(zip(self.predicted_bytes, self.measured_bytes, strict=True)):
-            where = f" in stage {stage}" if len(self.predicted_bytes) > 1 else ""
+        for place, (predicted, measured) in enumerate(zip(self.predicted_bytes, self.measured_bytes, strict=True)):
+            where = f" of rank list {place}" if len(self.predicted_bytes) > 1 else ""
             said = "not measured" if measured is None else f"measured {measured / MIB:,.1f} MiB"
             if measured is not None:
                 said += f" ({100 * (measured / predicted - 1):+.1f}%)"

@@ -1,0 +1,152 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles of machine and model where ranks sit, and plans that train there in turns.
+
+A virtual machine's cores are faster at some times than at others, by a fifth within minutes where this was written:
+`pace` is a fixed piece of work by which two moments can be compared.
+"""
+
+import argparse
+import functools
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.fx.experimental.symbolic_shapes  # noqa: F401  the first backward imports it: once here, not in each rank
+from drawn_plans import Shape
+from torch.utils.data import Dataset
+from transformers import PrinterCallback
+from turns import Ending, Seat, Turn, World, on_ranks
+
+from galvatron_hf import GalvatronTrainer, GalvatronTrainingArguments, ParallelPlan
+from galvatron_hf.profiler.hardware import profile_hardware
+from galvatron_hf.profiler.model import profile_model
+from galvatron_hf.trainer.auto import CALIBRATION_SECONDS
+from galvatron_hf.trainer.calibration import calibrated
+
+
+def pace() -> float:
+    """Seconds of a fixed piece of work on all ranks at once, those of the slowest; a short run before it warms up."""
+    matrix, vector = torch.full((384, 384), 1e-3), torch.zeros(1 << 20)
+    for repetitions in (15, 150):
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(repetitions):
+            torch.mm(matrix, matrix)
+            vector.add_(1.0)
+    seconds = torch.tensor(time.perf_counter() - began)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def profiles(shape: Shape) -> tuple[str, str, float]:
+    """Of machine and model, as JSON, and the machine's pace; on every rank."""
+    before = pace()
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    hardware = profile_hardware(local_world_size=local, device="cpu")
+    tokens = shape.rows * shape.length
+    whole = shape.model()
+    model = profile_model(whole, device="cpu", tokens=tokens, length=shape.length, packed=False)
+    cpu, steps = torch.device("cpu"), dict(rows=shape.rows, length=shape.length)
+    model = calibrated(model, whole, hardware, device=cpu, seconds=CALIBRATION_SECONDS, **steps)
+    return hardware.to_json(), model.to_json(), (before + pace()) / 2
+
+
+class Rows(Dataset):
+    """Random rows of one length."""
+
+    def __init__(self, shape: Shape, count: int):
+        generator = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(shape.vocabulary, (count, shape.length), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def make_trainer(plan: ParallelPlan, shape: Shape, world: int, steps: int, folder: str):
+    """A trainer under the plan, and an empty list: nobody counts its tokens."""
+    if shape.rows % world:
+        raise SystemExit(f"{shape.rows} rows are no multiple of {world} ranks; give a shape with more rows.")
+    args = GalvatronTrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        per_device_train_batch_size=shape.rows // world,
+        max_steps=steps,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        parallel_plan=plan,
+        packing="none",
+    )
+    data = Rows(shape, shape.rows * steps)
+    trainer = GalvatronTrainer(shape.model(), args, train_dataset=data)
+    trainer.remove_callback(PrinterCallback)
+    return trainer, []
+
+
+def measure(
+    plans: list[ParallelPlan], shape: Shape, seats: list[Seat], options: argparse.Namespace
+) -> tuple[list[list[float]], list[Ending], float]:
+    """
+    Seconds of each step of each plan, what its ranks reported, and the machine's pace meanwhile.
+
+    A rank of gloo crashes at times, in its loop of events; all plans are then measured again, once.
+    """
+    try:
+        return _measure(plans, shape, seats, options)
+    except RuntimeError as error:
+        print(f"   once more, because {error}", flush=True)
+        return _measure(plans, shape, seats, options)
+
+
+def _measure(
+    plans: list[ParallelPlan], shape: Shape, seats: list[Seat], options: argparse.Namespace
+) -> tuple[list[list[float]], list[Ending], float]:
+    last = options.warmup + options.rounds * options.steps
+    worlds: list[World] = []
+    with tempfile.TemporaryDirectory() as folder:
+        make = functools.partial(make_trainer, shape=shape, world=len(seats), steps=last, folder=folder)
+        try:
+            for plan in plans:
+                worlds.append(World(functools.partial(make, plan), seats, options.warmup, options.steps))
+            turns: list[list[Turn]] = [[] for _ in worlds]
+            paces = []
+            for number in range(options.rounds):
+                paces.append(on_ranks(seats, pace))
+                for index in range(len(worlds)):
+                    index = (index + number) % len(worlds)
+                    turns[index].append(worlds[index].turn())
+            endings = [world.finish() for world in worlds]
+        except RuntimeError:
+            for world in worlds:
+                world.abandon()
+            raise
+    seconds = [[seconds for turn in of_one for seconds in turn.step_seconds[1:]] for of_one in turns]
+    return seconds, endings, statistics.median(paces)
+
+
+def parser_of_runs(description: str, *, plans: int, shapes: tuple[str, ...]) -> argparse.ArgumentParser:
+    """The options that say what is run where."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = [Shape.parse(shape) for shape in shapes]
+    parser.add_argument("--shapes", nargs="+", default=default, type=Shape.parse)
+    parser.add_argument("--plans", type=int, default=plans, help="that are drawn")
+    parser.add_argument("--seed", type=int, default=0, help="of the drawing")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--share", type=float, default=0.5, help="of a core, for each rank")
+    parser.add_argument("--period_ms", type=float, default=10.0, help="in which each rank gets its share once")
+    parser.add_argument("--mbit", type=float, default=400.0, help="a second, between two hosts")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4, help="of a turn, the first of which does not count")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before the first round")
+    parser.add_argument("--together", type=int, default=7, help="plans that take turns")
+    parser.add_argument("--output", type=Path, default=Path("output"), help="folder for predictions")
+    return parser

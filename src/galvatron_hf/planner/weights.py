@@ -1,0 +1,88 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""What it costs to hold, gather and reduce the weights of a layer or an end, by how they are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from galvatron_hf.model_shape import WeightShape
+from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
+
+
+STATE_BYTES = 12  # of an element: fp32 master weight and two moments of AdamW
+GRADIENT_BYTES = 4  # of an element of a gradient at rest
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightCosts:
+    """Of one rank.
+
+    Attributes:
+        count, elements (`int`): weights, and what the rank holds of them.
+        gather_ms, reduce_ms (`float`): of each forward or backward, and of each backward.
+        gather_once_ms, copies_ms (`float`): of a step: weights that stay, and the sum of copies' gradients.
+        state_bytes, gathered_bytes, reduction_bytes, added_bytes (`int`): as in [`~planner.cost.Costs`].
+        working_bytes (`int`): gathered weights and whole gradients while the unit runs.
+    """
+
+    count: int
+    elements: int
+    gather_ms: float
+    reduce_ms: float
+    gather_once_ms: float
+    copies_ms: float
+    state_bytes: int
+    gathered_bytes: int
+    working_bytes: int
+    reduction_bytes: int
+    added_bytes: int
+
+
+def weight_costs(
+    weights: Sequence[WeightShape],
+    strategy: LayerStrategy | VocabularyStrategy,
+    ranks: int,
+    *,
+    element: int,
+    reduced: int,
+    gathers_ahead: bool,
+    ms: Callable[[str, int, int, float, str], float],
+) -> WeightCosts:
+    """
+    Args:
+        weights (`Sequence[WeightShape]`): Of the unit.
+        strategy ([`LayerStrategy`] or [`VocabularyStrategy`]): Its tensor degree and sharding.
+        ranks (`int`): Of its stage.
+        element, reduced (`int`): Bytes of an element as it computes, and as gradients are summed.
+        gathers_ahead (`bool`): Whether the next unit's weights are gathered while one runs.
+        ms (`Callable`): Milliseconds of a collective, from its kind, ranks, stride, bytes, and what it is for.
+    """
+    tensor, shards = strategy.tensor, strategy.resolved_shard_degree(ranks)
+    copies = ranks // tensor // shards
+    elements = sum(weight.shard_elements(tensor, 0, shards) for weight in weights)
+    gather = ms("all_gather", shards, tensor, elements * element, "weights")
+    reduce = ms("reduce_scatter", shards, tensor, shards * elements * reduced, "weights")
+    copied = ms("all_reduce", copies, tensor * shards, elements * reduced, "synchronization")
+    whole, casts = shards * elements, element < 4
+    kept = {"replicate": whole if casts else 0, "zero2": whole, "zero3": 0}[strategy.sharding]
+    if strategy.sharding == "zero2" and shards == 1:
+        kept = 0
+    # While a unit runs: its gathered weights, its whole gradients, and what goes into their reduction.
+    gathered_now = whole * element if strategy.sharding == "zero3" and shards > 1 else 0
+    gradients_now = 0 if strategy.sharding == "replicate" else whole * (element + reduced)
+    largest = max((weight.shard_elements(tensor, 0, 1) for weight in weights), default=0)
+    return WeightCosts(
+        count=len(weights),
+        elements=elements,
+        gather_ms=gather if strategy.sharding == "zero3" else 0.0,
+        reduce_ms=0.0 if strategy.sharding == "replicate" else reduce,
+        gather_once_ms=gather if strategy.sharding == "zero2" else 0.0,
+        copies_ms=copied,
+        state_bytes=elements * (STATE_BYTES + GRADIENT_BYTES) + kept * element,
+        gathered_bytes=kept * element,
+        reduction_bytes=0 if strategy.sharding == "replicate" else whole * reduced,
+        added_bytes=largest * element if strategy.sharding == "replicate" else 0,
+        working_bytes=gathered_now * (2 if gathers_ahead else 1) + gradients_now,
+    )

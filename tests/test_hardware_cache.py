@@ -1,0 +1,88 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""A measured machine is kept, and measured anew where what is kept is another's or broken."""
+
+import dataclasses
+import logging
+
+import pytest
+import torch.distributed as dist
+
+from galvatron_hf import HardwareProfile, load_or_profile_hardware, profile_hardware
+from galvatron_hf.profiler import cache
+from ranks import run_ranks
+
+
+QUICK = {"sizes": (4096, 65537), "repetitions": 2}
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often the machine was measured."""
+    calls = []
+
+    def measure(**arguments):
+        calls.append(arguments)
+        return profile_hardware(**arguments)
+
+    monkeypatch.setattr(cache, "profile_hardware", measure)
+    return calls
+
+
+def test_what_was_measured_is_read_again(tmp_path, counted, caplog):
+    folder = tmp_path / "new" / "cache"
+    first = load_or_profile_hardware(folder, **QUICK)
+    assert HardwareProfile.from_json(folder / "hardware.json") == first
+    assert load_or_profile_hardware(folder, **QUICK) == first
+    assert len(counted) == 1 and caplog.text == ""
+
+
+def _warned(caplog) -> str:
+    (record,) = (record for record in caplog.records if record.levelno == logging.WARNING)
+    return record.getMessage()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"version": 1}', "\0"])
+def test_a_corrupt_cache_is_measured_anew_and_said(tmp_path, counted, caplog, text):
+    (tmp_path / "hardware.json").write_text(text)
+    profile = load_or_profile_hardware(tmp_path, **QUICK)
+    assert "cannot be used (the" in _warned(caplog) and "\n" not in _warned(caplog)
+    assert len(counted) == 1
+    assert HardwareProfile.from_json(tmp_path / "hardware.json") == profile
+
+
+@pytest.mark.parametrize("name", ["hosts", "devices", "cores", "threads", "torch", "galvatron_hf", "backend"])
+def test_a_profile_of_another_machine_is_not_used(tmp_path, counted, caplog, name):
+    own = profile_hardware(**QUICK)
+    other = dataclasses.replace(own, made=own.made | {name: "another"})
+    other.to_json(tmp_path / "hardware.json")
+    load_or_profile_hardware(tmp_path, **QUICK)
+    assert f"was made under other circumstances ({name} another and not {own.made[name]})" in _warned(caplog)
+    assert len(counted) == 1
+
+
+def test_a_profile_of_another_world_is_not_used(tmp_path, counted, caplog):
+    own = profile_hardware(**QUICK)
+    dataclasses.replace(own, nodes=2).to_json(tmp_path / "hardware.json")
+    assert load_or_profile_hardware(tmp_path, **QUICK).nodes == 1
+    assert "nodes x devices 2 x 1 and not 1 x 1" in _warned(caplog)
+
+
+def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path, caplog):
+    (tmp_path / "file").touch()
+    assert load_or_profile_hardware(tmp_path / "file", **QUICK).world_size == 1
+    assert "cannot be kept in" in _warned(caplog)
+
+
+def test_rank_0_alone_reads_and_writes(tmp_path):
+    def load():
+        own = tmp_path / str(dist.get_rank())
+        return load_or_profile_hardware(own, local_world_size=2, **QUICK).to_json()
+
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "hardware.json").write_text("broken, and nobody looks")
+    first = run_ranks(load, 2, timeout=120)
+    second = run_ranks(load, 2, timeout=120)
+    assert len({*first, *second}) == 1
+    assert (tmp_path / "0" / "hardware.json").read_text() == first[0]
+    assert (tmp_path / "1" / "hardware.json").read_text() == "broken, and nobody looks"

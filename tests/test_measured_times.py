@@ -1,0 +1,160 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""What is made of measured times, on clocks and CPUs that are made up: windows, overlap, medians and fits of links."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from galvatron_hf.profiler import compute, hardware, links
+from galvatron_hf.profiler.hardware_profile import wire_share
+from galvatron_hf.profiler.links import measure_links
+from ranks import run_ranks
+
+
+CPU = torch.device("cpu")
+
+
+def test_what_is_computed_between_messages_is_no_part_of_their_time(monkeypatch):
+    clock = [0.0]
+
+    def takes(ms: float):
+        def run() -> None:
+            clock[0] += 1e-3 * ms
+
+        return run
+
+    monkeypatch.setattr(links, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(links, "synchronize", lambda device: None)
+    runs = []
+    between = SimpleNamespace(
+        run=lambda: runs.append(takes(2.0)()), begin=runs.clear, taken_ms=lambda: 2.0 * len(runs)
+    )
+
+    def measured(ms: float, transfers: int = 1) -> float:
+        trial = links.Trial(kind="send", ranks=2, stride=1, size=4, call=takes(ms), transfers=transfers, calls=20)
+        return links._measured(trial, CPU, between)
+
+    assert measured(0.5) == pytest.approx(0.5)
+    assert measured(0.5, transfers=2) == pytest.approx(0.25)
+    assert measured(0.0) == links._LEAST_MS
+
+
+def test_links_of_a_synthetic_machine_are_recovered(monkeypatch):
+    """Half as long on all ranks but one, and much longer in one repetition of three: neither counts."""
+    repetition = [0]
+
+    def measured(trial, device, between):
+        repetition[0] += 1
+        truth = 0.25 * trial.ranks + trial.stride + 1e3 * wire_share(trial.kind, trial.ranks) * trial.size / 3e9
+        disturbed = 100 if repetition[0] % 3 == 0 else 1
+        return truth * disturbed * (1 if dist.get_rank() == 2 else 0.5)
+
+    def fitted():
+        monkeypatch.setattr(links, "_measured", measured)
+        repetition[0] = 0
+        # 28 trials: the third call is another one's in each repetition, and all have one disturbed of three
+        return [
+            dataclasses.astuple(link) for link in measure_links(CPU, (4096, 1 << 20), 3, 10.0, 1e6, lambda what: None)
+        ]
+
+    found = run_ranks(fitted, 4)
+    assert found[0] == found[1] == found[2] == found[3]
+    for kind, ranks, stride, latency_ms, bytes_per_s, error, points in found[0]:
+        assert latency_ms == pytest.approx(0.25 * ranks + stride)
+        assert bytes_per_s == pytest.approx(3e9)
+        assert error == pytest.approx(0, abs=1e-9) and len(points) == 2
+
+
+def test_a_measurement_is_of_one_message(monkeypatch):
+    now = [0.0]
+
+    def call():
+        now[0] += 0.006
+
+    monkeypatch.setattr(links, "synchronize", lambda device: None)
+    monkeypatch.setattr(links.time, "perf_counter", lambda: now[0])
+    trial = links.Trial(kind="send", ranks=2, stride=1, size=8, call=call, transfers=2, calls=5)
+    between = SimpleNamespace(
+        run=lambda: now.__setitem__(0, now[0] + 0.004), begin=lambda: None, taken_ms=lambda: 5 * 4.0
+    )
+    assert links._measured(trial, CPU, between) == pytest.approx(3.0)
+
+
+def test_a_cpu_that_became_slower_does_not_make_messages_longer(monkeypatch):
+    """A run takes 1 ms of the CPU and 2 ms on the wall, then 1.5 and 3."""
+    wall, cpu, pace = [0.0], [0.0], [1.0]
+
+    def multiply(*unused, **ignored):
+        wall[0] += 2e-3 * pace[0]
+        cpu[0] += 1e-3 * pace[0]
+
+    clocks = dict(perf_counter=lambda: wall[0], thread_time=lambda: cpu[0], process_time=lambda: cpu[0])
+    monkeypatch.setattr(links, "time", SimpleNamespace(**clocks))
+    monkeypatch.setattr(links.torch, "mm", multiply)
+    monkeypatch.setattr(links, "synchronize", lambda device: None)
+    monkeypatch.setattr(links, "slowest", lambda values, device: values)
+    between = links.Between(CPU)
+    between.products = 1
+    between.measure(100.0)
+    assert between.ms == pytest.approx(2.0)
+    pace[0] = 1.5
+    between.begin()
+    between.run(), between.run()
+    assert between.taken_ms() == pytest.approx(6.0)
+    between.device = torch.device("cuda")  # where a CPU's time says nothing
+    assert between.taken_ms() == pytest.approx(4.0)
+    between.device = CPU
+    trial = links.Trial(
+        kind="all_reduce", ranks=2, stride=1, size=8, call=lambda: wall.__setitem__(0, wall[0] + 7e-3), calls=5
+    )
+    assert links._measured(trial, CPU, between) == pytest.approx(7.0)
+
+
+def test_no_longer_message_takes_less():
+    assert dict(links._rising([(8, 1.0), (4, 2.0), (16, 3.0)])) == pytest.approx({4: 1.2, 8: 1.2, 16: 3.0})
+    assert links._rising([(4, 1.0), (8, 2.0)]) == [(4, 1.0), (8, 2.0)]
+
+
+@pytest.mark.parametrize(("pace", "exposed"), [(1.0, 0.75), (1.5, 0.75), (0.8, 0.75)])
+def test_what_is_exposed_is_what_a_message_adds_to_computing_at_the_cpus_pace_then(monkeypatch, pace, exposed):
+    """Products of 10 ms, messages of 8 ms of which three quarters are not hidden; the last run is at another pace."""
+
+    def beside(product, messages, products, reduces, device):
+        faster = pace if products and reduces and products > reduces else 1.0
+        computed = faster * 10.0 * products
+        waited = exposed * 8.0 * reduces if products else 8.0 * reduces
+        return computed, computed + waited if reduces else 0.0, computed / 2
+
+    class Products:
+        def __init__(self, *unused):
+            pass
+
+        def run(self, calls):
+            return 10.0 * calls
+
+    monkeypatch.setattr(compute, "_beside", beside)
+    monkeypatch.setattr(compute, "_Products", Products)
+    monkeypatch.setattr(compute, "slowest", lambda values, device: values)
+    found = compute.measure_overlap(CPU, 3, 80.0, lambda what: None)
+    assert found["exposed"] == pytest.approx(exposed)
+
+
+@pytest.mark.parametrize(
+    ("quota", "window_ms"),
+    [
+        ((0.5, 0.01), 150.0),
+        ((0.5, 0.04), 160.0),
+        ((0.5, 0.07), 210.0),
+        ((0.5, 0.1), 200.0),
+        ((0.5, 0.002), 60.0),
+        ((1.0, 0.1), 60.0),
+        (None, 60.0),
+    ],
+)
+def test_a_measurement_lasts_for_many_periods_of_a_quota_or_for_whole_ones(monkeypatch, quota, window_ms):
+    monkeypatch.setattr(hardware, "cpu_quota", lambda: quota)
+    assert hardware._window_ms(CPU) == pytest.approx(window_ms)
