@@ -63,6 +63,31 @@ def test_torchrun_trains_as_one_process(tmp_path):
     check_launch(tmp_path, TORCHRUN, 2)
 
 
+def test_threads_of_gloo_that_free_tensors_late_do_not_abort_a_process_that_ends(tmp_path):
+    """Rank 1 comes a little later, rank 0 ends meanwhile, and its interpreter is busy in C as it does."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import atexit, os, sys, time\n"
+        "atexit.register(sum, range(20_000_000))\n"
+        "import torch\n"
+        "import torch.distributed as dist\n"
+        "from galvatron_hf.parallel.mesh import WorldMesh\n"
+        "child = os.fork()\n"
+        "rank = int(child != 0)\n"
+        f"dist.init_process_group('gloo', init_method='file://{tmp_path / 'store'}', rank=rank, world_size=2)\n"
+        "group = WorldMesh('cpu').join([(0,), (1,)])[0]\n"
+        "dist.barrier(group)\n"
+        "time.sleep(0.1 * rank)\n"
+        "gathered = [torch.empty(1) for _ in range(2)]\n"
+        "work = dist.all_gather(gathered, torch.ones(1), group=group, async_op=True)\n"
+        "del gathered, work\n"
+        "if rank == 1:\n"
+        "    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    process = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert (process.stdout, process.returncode) == ("0\n", 0), process.stderr
+
+
 @pytest.mark.slow
 def test_accelerate_launch_trains_as_one_process(tmp_path):
     check_launch(tmp_path, ACCELERATE, 4)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from galvatron_hf.parallel.gloo_threads import linger_at_exit
 from galvatron_hf.parallel.redistribute import GroupCache
 from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
 
@@ -144,6 +145,7 @@ class WorldMesh:
     """
 
     def __init__(self, device_type: str, timeout: timedelta | None = None):
+        linger_at_exit()
         self.device_type, self.timeout = device_type, timeout
         self._stages: dict[tuple[int, ...], StageMesh] = {}
         self._joined: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
