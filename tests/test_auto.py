@@ -28,7 +28,7 @@ from galvatron_hf.profiler.model_profile import STRETCHES, ModelProfile
 from galvatron_hf.trainer import calibration
 from galvatron_hf.trainer.auto import profile_folder
 from galvatron_hf.trainer.calibration import LEAST, MOST, NOISE, SPREAD, fitted_factors
-from galvatron_hf.trainer.meter import Outcome, StepMeter, allocation_peak, held_bytes, outcome, prediction
+from galvatron_hf.trainer.meter import Outcome, StepMeter, held_bytes, outcome, prediction
 from tiny_models import FAMILIES
 from trainer_runs import Rows, arguments, on_ranks, run, trainer
 
@@ -357,17 +357,6 @@ def train_under(plans: dict[str, ParallelPlan], folder: Path) -> dict:
 
 
 # ---- The meter ----
-
-
-def test_the_peak_of_allocations_is_counted_to_the_byte():
-    profiler = torch.autograd.profiler.profile(profile_memory=True)
-    with profiler:
-        first = torch.empty(1000, dtype=torch.uint8)
-        second = torch.empty(5000, dtype=torch.uint8)
-        del first
-        third = torch.empty(500, dtype=torch.uint8)
-        del second, third
-    assert allocation_peak(profiler) == 6000
 
 
 def test_what_a_rank_holds_counts_storages_once():

@@ -203,7 +203,7 @@ def test_the_parts_of_a_price_add_up(pipeline, kinds, tied):
 
 
 def test_a_head_that_waits_keeps_its_input_and_computes_the_logits_again():
-    """A third of its forward, whose other two products are gradients; no gradient of its weight is kept."""
+    """A third of its forward, whose other two products are gradients; none of these is kept for another."""
     hardware, model = random_hardware(0, world_size=4, memory_bytes=1 << 40), random_model(0, layers=4)
     fixed = dict.fromkeys(model.head.saved_bytes, 5000.0)
     model = replace(model, head=replace(model.head, saved_fixed_bytes=fixed))
@@ -212,8 +212,8 @@ def test_a_head_that_waits_keeps_its_input_and_computes_the_logits_again():
         CostModel(hardware, model, workload(8), 2, 4, late_head=late).end(model.head, whole, is_head=True)
         for late in (False, True)
     )
-    assert late.activation_bytes == at_once.activation_bytes - 5000
-    assert late.working_bytes == at_once.working_bytes + 5000
+    for each in (at_once, late):
+        assert each.working(stages=1, micro_batches=1) >= 5000 > each.activation_bytes
     assert late.forward_ms == pytest.approx(at_once.forward_ms / 3)
     assert late.backward_ms == pytest.approx(at_once.backward_ms + at_once.forward_ms)
     plan = ParallelPlan.uniform(4, 4, pipeline=2, micro_batches=4, precision=Precision())
@@ -221,7 +221,7 @@ def test_a_head_that_waits_keeps_its_input_and_computes_the_logits_again():
         explain_plan(hardware, model, workload(8), replace(plan, schedule=schedule)).stages[-1]
         for schedule in ("1f1b", "gpipe")
     )
-    assert all_at_once.activation_bytes == 4 * (one.activation_bytes - 5000)
+    assert all_at_once.activation_bytes == 4 * one.activation_bytes
 
 
 def test_a_result_explains_itself():

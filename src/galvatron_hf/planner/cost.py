@@ -72,9 +72,14 @@ class Costs:
         gradient_bytes: of the state, gradients at rest.
         gathered_bytes: of the state, weights that stay gathered until their last backward.
         activation_bytes: kept of one micro-batch from its forward to its backward.
-        working_bytes: needed beside these while the layer runs.
-        reduction_bytes: of gradients that are summed, which in a pipeline stay until the next ones are.
-        added_bytes: of a whole weight's gradient, of each micro-batch but the first, until it is added to the others.
+        working_bytes: needed beside these while the layer runs: intermediate results, and weights of this layer and
+            of the one behind that are gathered for it.
+        recomputed_bytes: activations that its backward brings back.
+        released_bytes: of the activations, those that are gone when its backward has ended.
+        made_gradient_bytes: of one weight's gradient, before it joins the others.
+        whole_gradient_bytes: of gradients that are reduced after each backward, until they are.
+        reduction_bytes: of gradients as they are sent to be reduced, which stay until the next ones are.
+        reducing_bytes: needed beside the state while they are reduced.
     """
 
     forward_ms: np.ndarray
@@ -87,21 +92,61 @@ class Costs:
     gathered_bytes: np.ndarray
     activation_bytes: np.ndarray
     working_bytes: np.ndarray
+    recomputed_bytes: np.ndarray
+    released_bytes: np.ndarray
+    made_gradient_bytes: np.ndarray
+    whole_gradient_bytes: np.ndarray
     reduction_bytes: np.ndarray
-    added_bytes: np.ndarray
+    reducing_bytes: np.ndarray
 
-    def working(self, *, kept_reductions: int, micro_batches: int) -> np.ndarray:
-        """(S,) bytes needed beside state and activations while the layer runs, in a step of so many micro-batches."""
-        added = self.added_bytes if micro_batches > 1 else 0
-        return np.ceil(self.working_bytes + kept_reductions * self.reduction_bytes + added).astype(np.int64)
+    def working(self, *, stages: int, micro_batches: int) -> np.ndarray:
+        """(S,) bytes needed beside state and activations while the layer runs.
 
-    @property
-    def shared_bytes(self) -> np.ndarray:
+        A backward begins with what was recomputed and a first gradient, and ends with all gradients that are to be
+        reduced. What was sent to reduce those before stays meanwhile, of every stage on the rank.
+
+        Args:
+            stages (`int`): Of a rank, that have micro-batches before and behind the one at work.
+            micro_batches (`int`): Of a step. In the only one, gathered weights go when gradients have come, and
+                gradients that are whole at rest are in the state already.
+        """
+        kept, released = self.reduction_bytes, self.released_bytes
+        changing = np.maximum(
+            self.recomputed_bytes + self.made_gradient_bytes, self.whole_gradient_bytes - self.released_bytes
+        )
+        if micro_batches == 1:
+            changing = changing - np.where(self.reduction_bytes > 0, 0, self.gradient_bytes)
+            kept, released = np.maximum(0, kept - self.gathered_bytes), released + self.gathered_bytes
+        others = (stages - 1) * self.reduction_bytes
+        passing = self.working_bytes + np.maximum(0, changing) + kept
+        return np.ceil(np.maximum(passing, self.reducing_bytes - released) + others).astype(np.int64)
+
+    def shared_bytes(self, micro_batches: int) -> np.ndarray:
         """Of state and activations of one micro-batch, what is first the one and then the other.
 
-        In the last backward gradients take the place of activations and of gathered weights, layer by layer.
+        In the last backward gradients take the place of activations, layer by layer; if it is the only one, of
+        gathered weights too.
         """
-        return np.minimum(self.gradient_bytes, self.activation_bytes + self.gathered_bytes)
+        goes = self.activation_bytes + (self.gathered_bytes if micro_batches == 1 else 0)
+        return np.minimum(self.gradient_bytes, goes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pass:
+    """Of a layer or an end what sharding has no part in: computing and collectives of regions, and bytes.
+
+    The head has its weight's gradients, `head_gradient_bytes`, from its forward on: the backward scales them.
+    """
+
+    forward_ms: float
+    backward_ms: float
+    region_forward_ms: float
+    region_backward_ms: float
+    saved_bytes: float
+    working_bytes: float
+    recomputed_bytes: float = 0.0
+    released_bytes: float = 0.0
+    head_gradient_bytes: float = 0.0
 
 
 class CostModel:
@@ -149,37 +194,57 @@ class CostModel:
             key = (strategy.tensor, strategy.megatron_sp, strategy.ulysses, strategy.recompute)
             if key not in passed:
                 passed[key] = self._pass(layer, strategy)
-            found.append(self._layer(passed[key], self._weights(layer, strategy)))
+            weights = self._weights(layer, strategy)
+            found.append(self._unit(passed[key], weights, is_layer=True))
         return Costs(**dict(zip(Costs.__annotations__, np.array(found, dtype=float).T, strict=True)))
 
-    def _pass(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, ...]:
-        """What sharding has no part in: computing and collectives of regions, forward and backward, and bytes."""
+    def _pass(self, layer: LayerProfile, strategy: LayerStrategy) -> _Pass:
         forward, backward = self._computing(layer, strategy)
         if strategy.recompute == "full":
             backward += forward
-        return forward, backward, *self._regions(layer, strategy), *self._activations(layer, strategy)
-
-    def _layer(self, passed: tuple[float, ...], weights: WeightCosts, gathers_again: bool = True) -> tuple[float, ...]:
-        """In the order of [`Costs`]."""
-        forward, backward, region_forward, region_backward, saved, working = passed
-        gathered = weights.gather_ms if gathers_again else 0.0
-        forward_ms = self._with_weights(forward, weights.gather_ms) + region_forward
-        backward_ms = self._with_weights(backward, gathered, weights.reduce_ms) + region_backward
-        return (
-            forward_ms,
-            backward_ms,
-            max(0.0, forward_ms + backward_ms - forward - backward),
-            weights.gather_once_ms + self._exposed(backward, weights.copies_ms),
-            weights.elements * self.model.optimizer_ms_per_element
-            + weights.count * self.model.optimizer_ms_per_weight,
-            weights.state_bytes,
-            weights.elements * GRADIENT_BYTES,
-            weights.gathered_bytes,
-            saved,
-            working + weights.working_bytes,
-            weights.reduction_bytes,
-            weights.added_bytes,
+        region_forward, region_backward = self._regions(layer, strategy)
+        saved, working, recomputed = self._activations(layer, strategy)
+        return _Pass(
+            forward_ms=forward,
+            backward_ms=backward,
+            region_forward_ms=region_forward,
+            region_backward_ms=region_backward,
+            saved_bytes=saved,
+            working_bytes=working,
+            recomputed_bytes=recomputed,
+            released_bytes=0.0 if recomputed else saved,
         )
+
+    def _unit(self, passed: _Pass, weights: WeightCosts, *, is_layer: bool = False, is_head: bool = False) -> list:
+        """In the order of [`Costs`].
+
+        Beside a layer's weights those of the next one are gathered. The ends' backward needs no weights that the
+        forward has not gathered just before; beside the head's, the message in which they came is still there.
+        """
+        forward = self._with_weights(passed.forward_ms, weights.gather_ms) + passed.region_forward_ms
+        again = weights.gather_ms if is_layer else 0.0
+        backward = self._with_weights(passed.backward_ms, again, weights.reduce_ms) + passed.region_backward_ms
+        computing, model, whole = passed.forward_ms + passed.backward_ms, self.model, weights.whole_gradient_bytes
+        unit = Costs(
+            forward_ms=forward,
+            backward_ms=backward,
+            communication_ms=max(0.0, forward + backward - computing),
+            sync_ms=weights.gather_once_ms + self._exposed(passed.backward_ms, weights.copies_ms),
+            update_ms=weights.elements * model.optimizer_ms_per_element
+            + weights.count * model.optimizer_ms_per_weight,
+            state_bytes=weights.state_bytes,
+            gradient_bytes=weights.elements * GRADIENT_BYTES,
+            gathered_bytes=weights.gathered_bytes,
+            activation_bytes=passed.saved_bytes,
+            working_bytes=passed.working_bytes + weights.whole_bytes * (2 * is_layer + is_head),
+            recomputed_bytes=passed.recomputed_bytes + whole * is_head,
+            released_bytes=passed.released_bytes,
+            made_gradient_bytes=0.0 if is_head else weights.made_gradient_bytes,
+            whole_gradient_bytes=max(whole, passed.head_gradient_bytes),
+            reduction_bytes=weights.reduction_bytes,
+            reducing_bytes=whole + weights.reduction_bytes + weights.whole_bytes * is_layer,
+        )
+        return [getattr(unit, name) for name in Costs.__annotations__]
 
     def _tokens(self, strategy: LayerStrategy, length: int) -> tuple[int, int, int]:
         """Tokens of a data rank, inside a tensor region, and between regions, of the rank that has most."""
@@ -228,18 +293,15 @@ class CostModel:
             backward += exchange * (1 + again)
         return forward, backward
 
-    def _activations(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
-        """Bytes of a micro-batch that are saved, and those that its forward or backward needs beside them.
-
-        What recompute brings back stays for as long as the layer's backward.
-        """
+    def _activations(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float, float]:
+        """Bytes of a micro-batch that are saved, that its forward or backward needs beside them, and recomputed."""
         shared, _, between = self._tokens(strategy, self.workload.length)
         key = (strategy.tensor, strategy.megatron_sp, strategy.ulysses)
         saved, working = shared * _at(layer.saved_bytes, key), shared * layer.working_bytes.get(key, 0.0)
         if strategy.recompute == "none":
-            return saved, working
+            return saved, working, 0.0
         kept = layer.recompute_bytes.get(key)
-        return between * self.model.hidden * self.element if kept is None else shared * kept, saved + working
+        return between * self.model.hidden * self.element if kept is None else shared * kept, working, saved
 
     # ---- Embedding and head ----
 
@@ -250,12 +312,10 @@ class CostModel:
             if strategy.tensor not in passed:
                 passed[strategy.tensor] = self._pass_end(end, strategy.tensor, is_head)
             weights = self._weights(end, strategy)
-            # The backward needs no weights that the forward has not gathered just before.
-            found.append(self._layer(passed[strategy.tensor], weights, gathers_again=False))
+            found.append(self._unit(passed[strategy.tensor], weights, is_head=is_head))
         return Costs(**dict(zip(Costs.__annotations__, np.array(found, dtype=float).T, strict=True)))
 
-    def _pass_end(self, end: EndProfile, tensor: int, is_head: bool) -> tuple[float, ...]:
-        """As of a layer."""
+    def _pass_end(self, end: EndProfile, tensor: int, is_head: bool) -> _Pass:
         split, workload = vocabulary_split(tensor, self.ranks, self.rows), self.workload
         kept = split.tokens(0, self.rows, workload.length)
         tokens = split.tokens(0, self.rows, workload.computed_length)
@@ -269,12 +329,20 @@ class CostModel:
             chunks = -(-tokens // HEAD_CHUNK_TOKENS)
             merged = chunks * self._ms("all_gather", tensor, 1, 16 * min(tokens, HEAD_CHUNK_TOKENS))
             regions = (merged, summed + self.late_head * merged)
-        saved = kept * _at(end.saved_bytes, tensor) + fixed
         chunk = end.working_fixed_bytes.get(tensor, 0.0) * min(1.0, kept / HEAD_CHUNK_TOKENS)
-        working = max(kept * end.working_bytes.get(tensor, 0.0), chunk)
+        results = max(kept * end.working_bytes.get(tensor, 0.0), chunk)
         if is_head and self.late_head:  # of three products of its size, the logits are one
-            forward, backward, saved, working = forward / 3, backward + forward, saved - fixed, working + fixed
-        return forward, backward, *regions, saved, working
+            forward, backward = forward / 3, backward + forward
+        return _Pass(
+            forward_ms=forward,
+            backward_ms=backward,
+            region_forward_ms=regions[0],
+            region_backward_ms=regions[1],
+            saved_bytes=kept * _at(end.saved_bytes, tensor),
+            working_bytes=fixed if is_head else fixed + results,
+            recomputed_bytes=results if is_head else 0.0,  # gone when its gradients are scaled
+            head_gradient_bytes=fixed if is_head else 0.0,
+        )
 
     # ---- Weights ----
 
@@ -287,7 +355,6 @@ class CostModel:
                 self.ranks,
                 element=self.element,
                 reduced=self.reduced,
-                gathers_ahead=bool(self.hardware.overlap_slowdown),
                 ms=self._ms,
             )
         return self._known_weights[key]

@@ -143,9 +143,9 @@ def _stage(costs: CostModel, plan: ParallelPlan, index: int, shape: StepShape) -
     """Of a rank list: its stage of the first round as often as there are rounds, and the ends."""
     stage, model, ranks = plan.stages[index], costs.model, costs.ranks
     first, last, alone = index == 0, index == shape.pipeline - 1, shape.pipeline == 1
-    flight, at_once = int(shape.in_flight()[index]), int(shape.at_once()[index])
+    flight, at_once, count = int(shape.in_flight()[index]), int(shape.at_once()[index]), shape.micro_batches
     layers = [
-        _Part(costs.layer(model.layers[layer], [plan.layers[layer]]), shape.rounds, flight, at_once)
+        _Part(costs.layer(model.layers[layer], [plan.layers[layer]]), shape.rounds, flight, at_once, count)
         for layer in range(*stage.layers)
     ]
     splits = [layer_split(plan.layers[layer], ranks) for layer in range(*stage.layers)]
@@ -156,10 +156,10 @@ def _stage(costs: CostModel, plan: ParallelPlan, index: int, shape: StepShape) -
     if first:
         own = replace(model.embedding, weights=()) if model.tied and last else model.embedding
         price = costs.end(own, [plan.embedding], is_head=False)
-        ends.append(_Part(price, 1, start_flight, int(start_flight == shape.micro_batches)))
+        ends.append(_Part(price, 1, start_flight, int(start_flight == count), count))
     if last:
         price = costs.end(model.head, [plan.head], is_head=True)
-        ends.append(_Part(price, 1, finish_flight, int(finish_flight == shape.micro_batches)))
+        ends.append(_Part(price, 1, finish_flight, int(finish_flight == count), count))
     parts = [*layers, *ends]
 
     def total(name: str) -> float:
@@ -175,7 +175,7 @@ def _stage(costs: CostModel, plan: ParallelPlan, index: int, shape: StepShape) -
     else:
         layout = moved(*(opened or [boundary]), *splits, *(closed or [boundary]))
     communication = total("communication_ms")
-    needs = dict(kept_reductions=shape.kept_reductions, micro_batches=shape.micro_batches)
+    needs = dict(stages=shape.stages_at_work, micro_batches=count)
     share = plan.num_layers // shape.rounds
     return StageParts(
         layers=tuple(tuple(number * share + layer for layer in stage.layers) for number in range(shape.rounds)),
@@ -202,11 +202,12 @@ class _Part:
     rounds: int
     flight: int
     at_once: int
+    micro_batches: int
 
     @property
     def state_bytes(self) -> int:
         """With what is first activations and then gradients counted once."""
-        shared = self.at_once * int(self.costs.shared_bytes[0])
+        shared = self.at_once * int(self.costs.shared_bytes(self.micro_batches)[0])
         return self.rounds * int(np.ceil(self.costs.state_bytes[0])) - shared
 
     @property

@@ -265,8 +265,8 @@ class _Numbers:
             "b": (again * passed + once) * (not alone),
             "state": rounds * np.ceil(costs.state_bytes).astype(np.int64),
             "activation": np.ceil(costs.activation_bytes).astype(np.int64),
-            "shared": np.floor(costs.shared_bytes).astype(np.int64),
-            "working": costs.working(kept_reductions=shape.kept_reductions, micro_batches=shape.micro_batches),
+            "shared": np.floor(costs.shared_bytes(shape.micro_batches)).astype(np.int64),
+            "working": costs.working(stages=shape.stages_at_work, micro_batches=shape.micro_batches),
         }
 
     def ends(self, parts: list[Costs], flight: int, layout: np.ndarray, splits: list[Split]) -> Options:

@@ -52,9 +52,9 @@ class StepShape:
         return self.rounds * self.micro_batches
 
     @property
-    def kept_reductions(self) -> int:
-        """Gradients that are summed, of a layer of each stage, which stay until the stage's next ones are."""
-        return self.rounds if self.pipeline > 1 else 0
+    def stages_at_work(self) -> int:
+        """Stages of a rank list that have had some of their micro-batches back, but not all, at the same time."""
+        return self.rounds if self.micro_batches > self.pipeline else 1
 
     def in_flight(self) -> np.ndarray:
         """(p,) micro-batches whose activations a rank list keeps at most, each counted in every stage that has it."""

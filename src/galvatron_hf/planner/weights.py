@@ -23,8 +23,9 @@ class WeightCosts:
         count, elements (`int`): weights, and what the rank holds of them.
         gather_ms, reduce_ms (`float`): of each forward or backward, and of each backward.
         gather_once_ms, copies_ms (`float`): of a step: weights that stay, and the sum of copies' gradients.
-        state_bytes, gathered_bytes, reduction_bytes, added_bytes (`int`): as in [`~planner.cost.Costs`].
-        working_bytes (`int`): gathered weights and whole gradients while the unit runs.
+        state_bytes, gathered_bytes, reduction_bytes, made_gradient_bytes (`int`): as in [`~planner.cost.Costs`].
+        whole_bytes (`int`): of the unit's weights where they are gathered for each use.
+        whole_gradient_bytes (`int`): of its gradients before they are reduced, where they are after every backward.
     """
 
     count: int
@@ -35,9 +36,10 @@ class WeightCosts:
     copies_ms: float
     state_bytes: int
     gathered_bytes: int
-    working_bytes: int
     reduction_bytes: int
-    added_bytes: int
+    made_gradient_bytes: int
+    whole_bytes: int
+    whole_gradient_bytes: int
 
 
 def weight_costs(
@@ -47,7 +49,6 @@ def weight_costs(
     *,
     element: int,
     reduced: int,
-    gathers_ahead: bool,
     ms: Callable[[str, int, int, float, str], float],
 ) -> WeightCosts:
     """
@@ -56,7 +57,6 @@ def weight_costs(
         strategy ([`LayerStrategy`] or [`VocabularyStrategy`]): Its tensor degree and sharding.
         ranks (`int`): Of its stage.
         element, reduced (`int`): Bytes of an element as it computes, and as gradients are summed.
-        gathers_ahead (`bool`): Whether the next unit's weights are gathered while one runs.
         ms (`Callable`): Milliseconds of a collective, from its kind, ranks, stride, bytes, and what it is for.
     """
     tensor, shards = strategy.tensor, strategy.resolved_shard_degree(ranks)
@@ -69,9 +69,6 @@ def weight_costs(
     kept = {"replicate": whole if casts else 0, "zero2": whole, "zero3": 0}[strategy.sharding]
     if strategy.sharding == "zero2" and shards == 1:
         kept = 0
-    # While a unit runs: its gathered weights, its whole gradients, and what goes into their reduction.
-    gathered_now = whole * element if strategy.sharding == "zero3" and shards > 1 else 0
-    gradients_now = 0 if strategy.sharding == "replicate" else whole * (element + reduced)
     largest = max((weight.shard_elements(tensor, 0, 1) for weight in weights), default=0)
     return WeightCosts(
         count=len(weights),
@@ -83,6 +80,7 @@ def weight_costs(
         state_bytes=elements * (STATE_BYTES + GRADIENT_BYTES) + kept * element,
         gathered_bytes=kept * element,
         reduction_bytes=0 if strategy.sharding == "replicate" else whole * reduced,
-        added_bytes=largest * element if strategy.sharding == "replicate" else 0,
-        working_bytes=gathered_now * (2 if gathers_ahead else 1) + gradients_now,
+        made_gradient_bytes=largest * element,
+        whole_bytes=whole * element if strategy.sharding == "zero3" and shards > 1 else 0,
+        whole_gradient_bytes=0 if strategy.sharding == "replicate" else whole * element,
     )

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import bisect
 import os
 import statistics
 import time
@@ -13,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._profiler import _EventType
 from transformers import TrainerCallback
 
 from galvatron_hf.parallel.rank_objects import gather_objects
 from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.trainer.allocations import allocation_peak, allocations_profiler
 
 
 WARM_UP = 2  # steps that are not timed: caches and allocators fill, and on a CPU they are watched for their memory
@@ -53,7 +52,7 @@ class StepMeter(TrainerCallback):
             torch.cuda.reset_peak_memory_stats(self.device)
         elif not torch.autograd._profiler_enabled():
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell of its start and stop
-            self._watched = torch.autograd.profiler.profile(profile_memory=True), self.held_bytes()
+            self._watched = allocations_profiler(), self.held_bytes()
             self._watched[0].__enter__()
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -88,42 +87,6 @@ def _recorded_event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def allocation_peak(profiler: torch.autograd.profiler.profile) -> int:
-    """Most bytes of a CPU that were alive at once while it ran, less those that were alive before.
-
-    Threads of the process group free blocks too, which the profiler does not see: a block is gone at the latest when
-    another one lies where it was.
-    """
-    events, trees = [], list(profiler.kineto_results.experimental_event_tree())
-    while trees:
-        event = trees.pop()
-        trees += event.children
-        kind, fields = event.typed
-        if kind == _EventType.Allocation:
-            events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
-    starts: list[int] = []  # of the blocks that are alive, in rising order
-    sizes: dict[int, int] = {}
-    alive = peak = 0
-    for _, start, size in sorted(events):
-        if size < 0:
-            if start not in sizes:  # alive before
-                continue
-            starts.remove(start)
-            alive -= sizes.pop(start)
-            continue
-        first = bisect.bisect_left(starts, start)
-        if first and starts[first - 1] + sizes[starts[first - 1]] > start:
-            first -= 1
-        last = bisect.bisect_left(starts, start + size)
-        for gone in starts[first:last]:
-            alive -= sizes.pop(gone)
-        starts[first:last] = [start]
-        sizes[start] = size
-        alive += size
-        peak = max(peak, alive)
-    return peak
 
 
 def held_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:

@@ -1,0 +1,100 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""The most bytes of a CPU that were allocated at once, from what PyTorch's profiler saw of a rank."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C._profiler import _EventType
+
+
+_COLLECTIVES = ("c10d::", "_c10d_functional::")
+
+
+def allocations_profiler() -> torch.autograd.profiler.profile:
+    """A profiler of what [`allocation_peak`] needs: allocations, and which storages operators are given."""
+    return torch.autograd.profiler.profile(profile_memory=True, record_shapes=True)
+
+
+@dataclass(kw_only=True)
+class _Block:
+    """Times are in nanoseconds; `end` is None as long as nobody is known to have freed it."""
+
+    size: int
+    begin: int
+    last_use: int
+    of_collective: bool
+    end: int | None = None
+
+
+def allocation_peak(profiler: torch.autograd.profiler.profile) -> int:
+    """
+    Most bytes that were alive at once while it ran, less those that were alive before.
+
+    Threads of a process group free blocks too, which the profiler does not see. A block that a collective was given,
+    or allocated, then counts until the end of the last operator that was given it; any other one, until a block lies
+    where it was.
+    """
+    blocks, alive, starts = [], {}, []  # all; by start; the starts, rising
+
+    def gone(start: int, time: int) -> None:
+        alive.pop(start).end = time
+        starts.remove(start)
+
+    for time, size, start, end, of_collective in sorted(_seen(profiler), key=lambda seen: seen[:2]):
+        block = alive.get(start)
+        if size > 0:
+            first = bisect.bisect_left(starts, start)
+            if first and starts[first - 1] + alive[starts[first - 1]].size > start:
+                first -= 1
+            for other in starts[first : bisect.bisect_left(starts, start + size)]:
+                gone(other, time)
+            alive[start] = _Block(size=size, begin=time, last_use=end, of_collective=of_collective)
+            blocks.append(alive[start])
+            bisect.insort(starts, start)
+        elif block is not None and size < 0:
+            block.of_collective = False  # whoever had it: its end was seen
+            gone(start, time)
+        elif block is not None:
+            block.last_use = max(block.last_use, end)
+            block.of_collective |= of_collective
+    changes = [(block.begin, block.size) for block in blocks]
+    for block in blocks:
+        end = block.last_use if block.of_collective else block.end
+        if end is not None:
+            changes.append((end, -block.size))
+    now = peak = 0
+    for _, size in sorted(changes):
+        now += size
+        peak = max(peak, now)
+    return peak
+
+
+def _seen(profiler: torch.autograd.profiler.profile) -> Iterator[tuple[int, int, int, int, bool]]:
+    """Time, bytes, start, end and whether a collective did it: of what was allocated, freed (less than 0 bytes) or
+    given to an operator (0 bytes)."""
+    trees = [(tree, False) for tree in profiler.kineto_results.experimental_event_tree()]
+    while trees:
+        event, inside = trees.pop()
+        kind, fields = event.typed
+        inside |= event.name.startswith(_COLLECTIVES)
+        trees += [(child, inside) for child in event.children]
+        if kind == _EventType.Allocation:
+            yield event.start_time_ns, fields.alloc_size, fields.ptr, event.start_time_ns, inside
+        elif kind == _EventType.TorchOp:
+            for start in _storages(fields.inputs):
+                yield event.start_time_ns, 0, start, event.end_time_ns, inside
+
+
+def _storages(given: Any) -> Iterator[int]:
+    """Where the storages of an operator's tensors begin."""
+    if isinstance(given, (list, tuple)):
+        for one in given:
+            yield from _storages(one)
+    elif getattr(given, "storage_data_ptr", None):
+        yield given.storage_data_ptr
