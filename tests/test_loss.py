@@ -21,6 +21,7 @@ from galvatron_hf.parallel.loss import (
     vocabulary_parallel_embedding,
     vocabulary_range,
 )
+from galvatron_hf.trainer.allocations import allocation_peak, allocations_profiler
 from ranks import run_ranks
 
 
@@ -265,6 +266,21 @@ def test_no_gradient_work_and_nothing_kept_without_gradients():
             watch, kept, loss = _head_memory(64, 100, 16, grad)
         assert not loss.requires_grad and kept == []
         assert sum(name.startswith(("mm", "addmm")) for name in watch.names) == 64 // 16
+
+
+def test_logits_of_one_chunk_are_there_at_a_time():
+    """What four chunks need beside one is their part of the gradient of `hidden`."""
+    chunk, width, words = 64, 8, 5000
+    peaks = []
+    for tokens in (chunk, 4 * chunk):
+        hidden, weight = torch.randn(tokens, width).requires_grad_(), torch.randn(words, width).requires_grad_()
+        targets = torch.arange(tokens)
+        with allocations_profiler() as profiler:
+            options = dict(start=0, group=None, vocab_size=words, chunk_tokens=chunk)
+            linear_cross_entropy(hidden, weight, None, targets, **options)
+        peaks.append(allocation_peak(profiler))
+    assert peaks[0] > chunk * words * 4
+    assert peaks[1] - peaks[0] < 3 * chunk * width * 4 + 1000
 
 
 def test_frozen_weight_costs_no_weight_gradient():

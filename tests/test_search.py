@@ -22,6 +22,7 @@ from galvatron_hf.planner.moves import Split, move
 from galvatron_hf.planner.pareto import dominated, nondominated
 from galvatron_hf.planner.search import estimate_plan, micro_batchings, search_plan
 from galvatron_hf.planner.space import Limits
+from galvatron_hf.planner.step_shape import StepShape
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import ModelProfile
 from planner_cases import every_plan, random_hardware, random_model, workload
@@ -206,14 +207,18 @@ def test_a_head_that_waits_keeps_its_input_and_computes_the_logits_again():
     """A third of its forward, whose other two products are gradients; none of these is kept for another."""
     hardware, model = random_hardware(0, world_size=4, memory_bytes=1 << 40), random_model(0, layers=4)
     fixed = dict.fromkeys(model.head.saved_bytes, 5000.0)
-    model = replace(model, head=replace(model.head, saved_fixed_bytes=fixed))
     whole = [VocabularyStrategy(sharding="replicate")]
+    light = CostModel(hardware, model, workload(8), 2, 4).end(model.head, whole, "head")
+    model = replace(model, head=replace(model.head, saved_fixed_bytes=fixed))
     at_once, late = (
-        CostModel(hardware, model, workload(8), 2, 4, late_head=late).end(model.head, whole, is_head=True)
+        CostModel(hardware, model, workload(8), 2, 4, late_head=late).end(model.head, whole, "head")
         for late in (False, True)
     )
     for each in (at_once, late):
-        assert each.working(stages=1, micro_batches=1) >= 5000 > each.activation_bytes
+        assert each.activation_bytes == light.activation_bytes
+        for count in (1, 2):
+            needs = dict(alone=True, stages=1, micro_batches=count)
+            assert each.working(**needs) == light.working(**needs) + 5000
     assert late.forward_ms == pytest.approx(at_once.forward_ms / 3)
     assert late.backward_ms == pytest.approx(at_once.backward_ms + at_once.forward_ms)
     plan = ParallelPlan.uniform(4, 4, pipeline=2, micro_batches=4, precision=Precision())
@@ -222,6 +227,24 @@ def test_a_head_that_waits_keeps_its_input_and_computes_the_logits_again():
         for schedule in ("1f1b", "gpipe")
     )
     assert all_at_once.activation_bytes == 4 * one.activation_bytes
+
+
+def test_messages_within_a_node_are_priced_as_such():
+    """Of four stages on two nodes, or eight that go around twice."""
+    hardware = HardwareProfile.preset("a100-80g", 2, 2)
+    costs = CostModel(hardware, random_model(0, layers=8), workload(8), 1, 4)
+    inside, between = (hardware.ms("send", 2, stride, costs.boundary_bytes) for stride in (1, 2))
+    assert inside < between
+    shape = StepShape(pipeline=4, micro_batches=4, schedule="1f1b", rows=4)
+    both = inside + between
+    assert costs.received_ms(shape.received()) == pytest.approx([inside, both, both, inside])
+    around = replace(shape, schedule="interleaved", rounds=2)
+    ends = 2 * inside + between
+    assert costs.received_ms(around.received()) == pytest.approx([ends, 2 * both, 2 * both, ends])
+    two = CostModel(hardware, random_model(0, layers=8), workload(8), 2, 4)
+    between = hardware.ms("send", 2, 2, two.boundary_bytes)
+    halves = replace(shape, pipeline=2)
+    assert two.received_ms(halves.received()) == pytest.approx([between, between])
 
 
 def test_a_result_explains_itself():

@@ -200,6 +200,7 @@ def _loss_and_gradients(
         loss += chunk_loss
         if any(needs):
             gradients.add(tokens, logits_grad if slope is None else logits_grad.mul_(slope))
+        del logits, slope, logits_grad  # before the next chunk's come
     return loss, gradients
 
 
@@ -231,7 +232,7 @@ class _Gradients:
             elif narrow.is_cuda:  # the only device with products of half-precision matrices in fp32
                 self.weight += torch.mm(narrow.t(), hidden[tokens], out_dtype=self.weight.dtype)
             else:
-                self.weight += narrow.t() @ hidden[tokens]
+                self.weight += (narrow.t() @ hidden[tokens]).to(self.weight.dtype)  # what adding would do unseen
         if self.bias is not None:
             self.bias += logits_grad.sum(0)
 

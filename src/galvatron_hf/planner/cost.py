@@ -72,14 +72,20 @@ class Costs:
         gradient_bytes: of the state, gradients at rest.
         gathered_bytes: of the state, weights that stay gathered until their last backward.
         activation_bytes: kept of one micro-batch from its forward to its backward.
-        working_bytes: needed beside these while the layer runs: intermediate results, and weights of this layer and
-            of the one behind that are gathered for it.
-        recomputed_bytes: activations that its backward brings back.
+        working_bytes: needed beside these while the layer runs: intermediate results, weights that are gathered for
+            it, and the message with the next one's.
+        recomputed_bytes: activations that its backward brings back; of the head, logits and the message with its
+            weight.
         released_bytes: of the activations, those that are gone when its backward has ended.
         made_gradient_bytes: of one weight's gradient, before it joins the others.
-        whole_gradient_bytes: of gradients that are reduced after each backward, until they are.
-        reduction_bytes: of gradients as they are sent to be reduced, which stay until the next ones are.
-        reducing_bytes: needed beside the state while they are reduced.
+        whole_gradient_bytes: of gradients that are reduced after each backward, until they are; of the head, of the
+            gradient that its backward scales.
+        reduction_bytes: of gradients as they are sent to be reduced.
+        reducing_bytes: needed beside the state while they are.
+        kept_bytes: of the message of the reduction before it, which stays until this one.
+        first_kept_bytes: the same in a step's first backward.
+        head_kept_bytes: the same behind the head, for the last layer.
+        other_kept_bytes: of a layer's message, on another stage of the rank.
     """
 
     forward_ms: np.ndarray
@@ -98,44 +104,58 @@ class Costs:
     whole_gradient_bytes: np.ndarray
     reduction_bytes: np.ndarray
     reducing_bytes: np.ndarray
+    kept_bytes: np.ndarray
+    first_kept_bytes: np.ndarray
+    head_kept_bytes: np.ndarray
+    other_kept_bytes: np.ndarray
 
-    def working(self, *, stages: int, micro_batches: int) -> np.ndarray:
+    def working(self, *, alone: bool, stages: int, micro_batches: int) -> np.ndarray:
         """(S,) bytes needed beside state and activations while the layer runs.
 
         A backward begins with what was recomputed and a first gradient, and ends with all gradients that are to be
-        reduced. What was sent to reduce those before stays meanwhile, of every stage on the rank.
+        reduced.
 
         Args:
-            stages (`int`): Of a rank, that have micro-batches before and behind the one at work.
-            micro_batches (`int`): Of a step. In the only one, gathered weights go when gradients have come, and
-                gradients that are whole at rest are in the state already.
+            alone (`bool`): Whether there is one stage, which has the head.
+            stages (`int`): Of the rank, whose last reduction's message is still kept.
+            micro_batches (`int`): Of a step. In the only one, sharded weights that stay gathered go when gradients
+                have come, and gradients that are whole at rest are in the state already.
         """
-        kept, released = self.reduction_bytes, self.released_bytes
         changing = np.maximum(
             self.recomputed_bytes + self.made_gradient_bytes, self.whole_gradient_bytes - self.released_bytes
         )
+        released, gone = self.released_bytes, 0
+        kept = self.kept_bytes if micro_batches > 1 else self.first_kept_bytes
+        if alone:
+            kept = np.maximum(kept, self.head_kept_bytes)
         if micro_batches == 1:
-            changing = changing - np.where(self.reduction_bytes > 0, 0, self.gradient_bytes)
-            kept, released = np.maximum(0, kept - self.gathered_bytes), released + self.gathered_bytes
-        others = (stages - 1) * self.reduction_bytes
-        passing = self.working_bytes + np.maximum(0, changing) + kept
+            gone = self._gathered_shards
+            at_rest = np.where(self.reduction_bytes > 0, 0, self.gradient_bytes - self.shared_bytes(1))
+            changing, released = changing - at_rest, released + gone
+        passing = self.working_bytes + np.maximum(0, changing) + np.maximum(0, kept - gone)
+        others = (stages - 1) * self.other_kept_bytes
         return np.ceil(np.maximum(passing, self.reducing_bytes - released) + others).astype(np.int64)
 
     def shared_bytes(self, micro_batches: int) -> np.ndarray:
         """Of state and activations of one micro-batch, what is first the one and then the other.
 
-        In the last backward gradients take the place of activations, layer by layer; if it is the only one, of
-        gathered weights too.
+        In the last backward gradients take the place of activations, layer by layer; if it is the only one, of sharded
+        weights that stayed gathered too.
         """
-        goes = self.activation_bytes + (self.gathered_bytes if micro_batches == 1 else 0)
+        goes = self.activation_bytes + (self._gathered_shards if micro_batches == 1 else 0)
         return np.minimum(self.gradient_bytes, goes)
+
+    @property
+    def _gathered_shards(self) -> np.ndarray:
+        """Copies of replicated weights stay until the whole backward has ended."""
+        return np.where(self.reduction_bytes > 0, self.gathered_bytes, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Pass:
     """Of a layer or an end what sharding has no part in: computing and collectives of regions, and bytes.
 
-    The head has its weight's gradients, `head_gradient_bytes`, from its forward on: the backward scales them.
+    What the head works with has its weight's gradient, from the forward on: the backward scales it.
     """
 
     forward_ms: float
@@ -146,7 +166,12 @@ class _Pass:
     working_bytes: float
     recomputed_bytes: float = 0.0
     released_bytes: float = 0.0
-    head_gradient_bytes: float = 0.0
+
+
+def _stacked(found: Sequence[Costs]) -> Costs:
+    """Arrays of numbers."""
+    names = Costs.__annotations__
+    return Costs(**{name: np.array([getattr(one, name) for one in found], dtype=float) for name in names})
 
 
 class CostModel:
@@ -178,6 +203,9 @@ class CostModel:
         self.reduced = BYTES[workload.precision.reduce]
         self._known_weights: dict[tuple, WeightCosts] = {}
         self.stretch = dict.fromkeys(STRETCHES, 1.0) | dict(model.stretch)
+        # Bytes of gradients that are sent to be reduced: of the largest kind of layer, and of the head.
+        sizes = [sum(math.prod(one.shape) for one in owner.weights) for owner in (*model.kinds, model.head)]
+        self._messages = self.reduced * max(sizes[:-1]), self.reduced * sizes[-1]
 
     def with_rows(self, rows: int) -> CostModel:
         """The same for other micro-batches; what does not depend on them is worked out once for all."""
@@ -195,8 +223,8 @@ class CostModel:
             if key not in passed:
                 passed[key] = self._pass(layer, strategy)
             weights = self._weights(layer, strategy)
-            found.append(self._unit(passed[key], weights, is_layer=True))
-        return Costs(**dict(zip(Costs.__annotations__, np.array(found, dtype=float).T, strict=True)))
+            found.append(self._unit(passed[key], weights, strategy.tensor, "layer"))
+        return _stacked(found)
 
     def _pass(self, layer: LayerProfile, strategy: LayerStrategy) -> _Pass:
         forward, backward = self._computing(layer, strategy)
@@ -215,36 +243,42 @@ class CostModel:
             released_bytes=0.0 if recomputed else saved,
         )
 
-    def _unit(self, passed: _Pass, weights: WeightCosts, *, is_layer: bool = False, is_head: bool = False) -> list:
-        """In the order of [`Costs`].
+    def _unit(self, passed: _Pass, weights: WeightCosts, tensor: int, part: str) -> Costs:
+        """Of one strategy: numbers. `part` is "layer", "embedding", "head" or "tied", both ends as one.
 
-        Beside a layer's weights those of the next one are gathered. The ends' backward needs no weights that the
-        forward has not gathered just before; beside the head's, the message in which they came is still there.
+        The ends' backward needs no weights that the forward has not gathered just before. Both ends as one are FSDP2's
+        root: their weights stay gathered beside all layers, and the head's gradient waits there for the embedding's.
         """
+        is_layer, is_head, tied = part == "layer", part in ("head", "tied"), part == "tied"
         forward = self._with_weights(passed.forward_ms, weights.gather_ms) + passed.region_forward_ms
         again = weights.gather_ms if is_layer else 0.0
         backward = self._with_weights(passed.backward_ms, again, weights.reduce_ms) + passed.region_backward_ms
         computing, model, whole = passed.forward_ms + passed.backward_ms, self.model, weights.whole_gradient_bytes
-        unit = Costs(
+        layer, head = ((size / tensor if weights.reduction_bytes else 0.0) for size in self._messages)
+        before = layer if part == "embedding" else weights.reduction_bytes
+        return Costs(
             forward_ms=forward,
             backward_ms=backward,
             communication_ms=max(0.0, forward + backward - computing),
             sync_ms=weights.gather_once_ms + self._exposed(passed.backward_ms, weights.copies_ms),
             update_ms=weights.elements * model.optimizer_ms_per_element
             + weights.count * model.optimizer_ms_per_weight,
-            state_bytes=weights.state_bytes,
+            state_bytes=weights.state_bytes + tied * (weights.passing_bytes + whole),
             gradient_bytes=weights.elements * GRADIENT_BYTES,
             gathered_bytes=weights.gathered_bytes,
             activation_bytes=passed.saved_bytes,
-            working_bytes=passed.working_bytes + weights.whole_bytes * (2 * is_layer + is_head),
+            working_bytes=passed.working_bytes + weights.passing_bytes * (2 * is_layer + is_head - tied),
             recomputed_bytes=passed.recomputed_bytes + whole * is_head,
             released_bytes=passed.released_bytes,
             made_gradient_bytes=0.0 if is_head else weights.made_gradient_bytes,
-            whole_gradient_bytes=max(whole, passed.head_gradient_bytes),
+            whole_gradient_bytes=max(whole, weights.largest_bytes) if is_head else whole,
             reduction_bytes=weights.reduction_bytes,
-            reducing_bytes=whole + weights.reduction_bytes + weights.whole_bytes * is_layer,
+            reducing_bytes=whole + weights.reduction_bytes + weights.passing_bytes * is_layer,
+            kept_bytes=before,
+            first_kept_bytes=0.0 if is_head else before,
+            head_kept_bytes=head * is_layer,
+            other_kept_bytes=weights.reduction_bytes if is_layer else layer,
         )
-        return [getattr(unit, name) for name in Costs.__annotations__]
 
     def _tokens(self, strategy: LayerStrategy, length: int) -> tuple[int, int, int]:
         """Tokens of a data rank, inside a tensor region, and between regions, of the rank that has most."""
@@ -305,15 +339,15 @@ class CostModel:
 
     # ---- Embedding and head ----
 
-    def end(self, end: EndProfile, strategies: Sequence[VocabularyStrategy], *, is_head: bool) -> Costs:
-        """Costs of the embedding or of the head under each of the strategies."""
+    def end(self, end: EndProfile, strategies: Sequence[VocabularyStrategy], part: str) -> Costs:
+        """Costs of an end, which is the "embedding", the "head" or both of one stage, "tied", under each strategy."""
         passed, found = {}, []
         for strategy in strategies:
             if strategy.tensor not in passed:
-                passed[strategy.tensor] = self._pass_end(end, strategy.tensor, is_head)
+                passed[strategy.tensor] = self._pass_end(end, strategy.tensor, part != "embedding")
             weights = self._weights(end, strategy)
-            found.append(self._unit(passed[strategy.tensor], weights, is_head=is_head))
-        return Costs(**dict(zip(Costs.__annotations__, np.array(found, dtype=float).T, strict=True)))
+            found.append(self._unit(passed[strategy.tensor], weights, strategy.tensor, part))
+        return _stacked(found)
 
     def _pass_end(self, end: EndProfile, tensor: int, is_head: bool) -> _Pass:
         split, workload = vocabulary_split(tensor, self.ranks, self.rows), self.workload
@@ -341,7 +375,6 @@ class CostModel:
             saved_bytes=kept * _at(end.saved_bytes, tensor),
             working_bytes=fixed if is_head else fixed + results,
             recomputed_bytes=results if is_head else 0.0,  # gone when its gradients are scaled
-            head_gradient_bytes=fixed if is_head else 0.0,
         )
 
     # ---- Weights ----
@@ -411,12 +444,19 @@ class CostModel:
     def _boundary_bytes(self, length: int) -> int:
         return self.boundary().tokens(0, self.rows, length) * self.model.hidden * self.element
 
-    def send_ms(self) -> float:
-        """Of hidden states to the next stage, or of their gradient back."""
-        hardware = self.hardware
-        # Where stages share nodes, the boundary between two nodes is the slowest.
-        stride = self.ranks if hardware.nodes == 1 else max(self.ranks, hardware.devices_per_node)
-        return self._ms("send", 2, stride, self._boundary_bytes(self.workload.computed_length), "sending")
+    def received_ms(self, counts: np.ndarray) -> np.ndarray:
+        """(p,) what rank lists that receive hidden states, or their gradient, (p, p) times from each other wait for.
+
+        A message is as slow as the slowest of its ranks' links: between nodes, if any of them crosses.
+        """
+        if len(counts) == 1:
+            return np.zeros(1)
+        hardware, size = self.hardware, self._boundary_bytes(self.workload.computed_length)
+        nodes = np.arange(len(counts) * self.ranks).reshape(-1, self.ranks) // hardware.devices_per_node
+        crosses = (nodes[:, None] != nodes).any(axis=2)
+        strides = self.ranks, max(self.ranks, hardware.devices_per_node)
+        inside, between = (self._ms("send", 2, stride, size, "sending") for stride in strides)
+        return (counts * np.where(crosses, between, inside)).sum(axis=1)
 
 
 def _at(table: dict, key: object) -> Times | float:

@@ -155,10 +155,10 @@ def _stage(costs: CostModel, plan: ParallelPlan, index: int, shape: StepShape) -
     start_flight, finish_flight = shape.ends_in_flight()
     if first:
         own = replace(model.embedding, weights=()) if model.tied and last else model.embedding
-        price = costs.end(own, [plan.embedding], is_head=False)
+        price = costs.end(own, [plan.embedding], "embedding")
         ends.append(_Part(price, 1, start_flight, int(start_flight == count), count))
     if last:
-        price = costs.end(model.head, [plan.head], is_head=True)
+        price = costs.end(model.head, [plan.head], "tied" if model.tied and first else "head")
         ends.append(_Part(price, 1, finish_flight, int(finish_flight == count), count))
     parts = [*layers, *ends]
 
@@ -168,20 +168,20 @@ def _stage(costs: CostModel, plan: ParallelPlan, index: int, shape: StepShape) -
     def moved(*chain: Split) -> float:
         return sum(costs.move_ms(*pair) for pair in zip(chain[:-1], chain[1:], strict=True))
 
-    received, later = (int(often[index]) for often in (shape.received(), shape.later_stages()))
+    received_ms, later = float(costs.received_ms(shape.received())[index]), int(shape.later_stages()[index])
     if shape.rounds > 1:
         ends_ms = sum(moved(split, boundary) for split in (*opened, *closed))
         layout = shape.rounds * moved(boundary, *splits, boundary) + ends_ms
     else:
         layout = moved(*(opened or [boundary]), *splits, *(closed or [boundary]))
     communication = total("communication_ms")
-    needs = dict(stages=shape.stages_at_work, micro_batches=count)
+    needs = dict(alone=alone, stages=shape.stages_at_work, micro_batches=count)
     share = plan.num_layers // shape.rounds
     return StageParts(
         layers=tuple(tuple(number * share + layer for layer in stage.layers) for number in range(shape.rounds)),
         computing_ms=total("forward_ms") + total("backward_ms") - communication + later * costs.later_stage_ms(),
         communication_ms=communication,
-        layout_ms=layout + (0.0 if alone else received * costs.send_ms()),
+        layout_ms=layout + received_ms,
         sync_ms=total("sync_ms"),
         update_ms=total("update_ms"),
         state_bytes=sum(part.state_bytes for part in parts),

@@ -103,11 +103,11 @@ class Prices:
         self.layers = [costs.layer(kind, self.strategies) for kind in range(len(model.kinds))]
         if shared:
             self.heads = self.heads[:1]
-            own = [(replace(model.embedding, weights=_NONE), False), (model.head, True)]
+            own = [(replace(model.embedding, weights=_NONE), "embedding"), (model.head, "tied")]
         else:
-            own = [(model.embedding, False)]
-        self.starts = [costs.end(end, self.embeddings, is_head=is_head) for end, is_head in own]
-        self.finishes = [] if shared else [costs.end(model.head, self.heads, is_head=True)]
+            own = [(model.embedding, "embedding")]
+        self.starts = [costs.end(end, self.embeddings, part) for end, part in own]
+        self.finishes = [] if shared else [costs.end(model.head, self.heads, "head")]
         layouts = {costs.boundary(): 0}
 
         def numbers(splits: Iterable[Split]) -> np.ndarray:
@@ -163,10 +163,9 @@ class Draft:
     def _of_stages(self) -> tuple[np.ndarray, np.ndarray]:
         """(p,) and (p,) what a micro-batch takes beside a rank list's layers, in all rounds and in one of them."""
         costs = self.prices.costs
-        sent = picoseconds(costs.send_ms()) if self.shape.pipeline > 1 else 0
         made = picoseconds(costs.later_stage_ms())
         every, one = (
-            shape.received() * sent + shape.later_stages() * made
+            picoseconds(costs.received_ms(shape.received())) + shape.later_stages() * made
             for shape in (self.shape, replace(self.shape, rounds=1))
         )
         return every, one
@@ -266,7 +265,7 @@ class _Numbers:
             "state": rounds * np.ceil(costs.state_bytes).astype(np.int64),
             "activation": np.ceil(costs.activation_bytes).astype(np.int64),
             "shared": np.floor(costs.shared_bytes(shape.micro_batches)).astype(np.int64),
-            "working": costs.working(stages=shape.stages_at_work, micro_batches=shape.micro_batches),
+            "working": costs.working(alone=alone, stages=shape.stages_at_work, micro_batches=shape.micro_batches),
         }
 
     def ends(self, parts: list[Costs], flight: int, layout: np.ndarray, splits: list[Split]) -> Options:

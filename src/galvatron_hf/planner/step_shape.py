@@ -53,8 +53,11 @@ class StepShape:
 
     @property
     def stages_at_work(self) -> int:
-        """Stages of a rank list that have had some of their micro-batches back, but not all, at the same time."""
-        return self.rounds if self.micro_batches > self.pipeline else 1
+        """Stages of a rank list that have had some of their micro-batches back, but not all, at the same time.
+
+        In one round of micro-batches a stage has had all of them back before the one before it has the first.
+        """
+        return self.rounds if in_a_round(self.pipeline, self.micro_batches) < self.micro_batches else 1
 
     def in_flight(self) -> np.ndarray:
         """(p,) micro-batches whose activations a rank list keeps at most, each counted in every stage that has it."""
@@ -108,9 +111,16 @@ class StepShape:
         return np.where(self.in_flight() == self.passes, self.rounds, (self.rounds - 1) * one_round)
 
     def received(self) -> np.ndarray:
-        """(p,) how often a rank list receives something of a micro-batch: hidden states, or their gradient."""
-        places = np.arange(self.pipeline)
-        return 2 * self.rounds - (places == 0) - (places == self.pipeline - 1)
+        """(p, p) how often each rank list receives hidden states of a micro-batch, or their gradient, from each.
+
+        It does from those beside it in every round, and from the other end of the pipeline between two rounds.
+        """
+        lists = self.pipeline
+        counts = self.rounds * (np.eye(lists, k=1, dtype=np.int64) + np.eye(lists, k=-1, dtype=np.int64))
+        if lists > 1:
+            counts[0, -1] += self.rounds - 1
+            counts[-1, 0] += self.rounds - 1
+        return counts
 
     def later_stages(self) -> np.ndarray:
         """(p,) how many of a rank list's stages are not the first of all."""

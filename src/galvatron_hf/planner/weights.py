@@ -23,9 +23,10 @@ class WeightCosts:
         count, elements (`int`): weights, and what the rank holds of them.
         gather_ms, reduce_ms (`float`): of each forward or backward, and of each backward.
         gather_once_ms, copies_ms (`float`): of a step: weights that stay, and the sum of copies' gradients.
-        state_bytes, gathered_bytes, reduction_bytes, made_gradient_bytes (`int`): as in [`~planner.cost.Costs`].
-        whole_bytes (`int`): of the unit's weights where they are gathered for each use.
-        whole_gradient_bytes (`int`): of its gradients before they are reduced, where they are after every backward.
+        state_bytes, gathered_bytes, reduction_bytes, whole_gradient_bytes, made_gradient_bytes (`int`): as in
+            [`~planner.cost.Costs`].
+        passing_bytes (`int`): of the unit's weights where they are gathered for each use.
+        largest_bytes (`int`): of its largest weight.
     """
 
     count: int
@@ -37,9 +38,10 @@ class WeightCosts:
     state_bytes: int
     gathered_bytes: int
     reduction_bytes: int
-    made_gradient_bytes: int
-    whole_bytes: int
     whole_gradient_bytes: int
+    made_gradient_bytes: int
+    passing_bytes: int
+    largest_bytes: int
 
 
 def weight_costs(
@@ -65,22 +67,22 @@ def weight_costs(
     gather = ms("all_gather", shards, tensor, elements * element, "weights")
     reduce = ms("reduce_scatter", shards, tensor, shards * elements * reduced, "weights")
     copied = ms("all_reduce", copies, tensor * shards, elements * reduced, "synchronization")
-    whole, casts = shards * elements, element < 4
+    whole, casts, replicated = shards * elements, element < 4, strategy.sharding == "replicate"
     kept = {"replicate": whole if casts else 0, "zero2": whole, "zero3": 0}[strategy.sharding]
-    if strategy.sharding == "zero2" and shards == 1:
-        kept = 0
     largest = max((weight.shard_elements(tensor, 0, 1) for weight in weights), default=0)
     return WeightCosts(
         count=len(weights),
         elements=elements,
         gather_ms=gather if strategy.sharding == "zero3" else 0.0,
-        reduce_ms=0.0 if strategy.sharding == "replicate" else reduce,
+        reduce_ms=0.0 if replicated else reduce,
         gather_once_ms=gather if strategy.sharding == "zero2" else 0.0,
         copies_ms=copied,
         state_bytes=elements * (STATE_BYTES + GRADIENT_BYTES) + kept * element,
         gathered_bytes=kept * element,
-        reduction_bytes=0 if strategy.sharding == "replicate" else whole * reduced,
-        made_gradient_bytes=largest * element,
-        whole_bytes=whole * element if strategy.sharding == "zero3" and shards > 1 else 0,
-        whole_gradient_bytes=0 if strategy.sharding == "replicate" else whole * element,
+        reduction_bytes=0 if replicated else whole * reduced,
+        whole_gradient_bytes=0 if replicated else whole * element,
+        # One that is whole at rest is cast before it joins the others.
+        made_gradient_bytes=largest * (element + (reduced if replicated and casts else 0)),
+        passing_bytes=whole * element if strategy.sharding == "zero3" else 0,
+        largest_bytes=largest * element,
     )

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,16 +37,25 @@ def allocation_peak(profiler: torch.autograd.profiler.profile) -> int:
     Most bytes that were alive at once while it ran, less those that were alive before.
 
     Threads of a process group free blocks too, which the profiler does not see. A block that a collective was given,
-    or allocated, then counts until the end of the last operator that was given it; any other one, until a block lies
-    where it was.
+    or allocated, and that nobody was seen to free counts until the end of the last operator that was given it, even
+    if something still refers to it; any other one, until a block lies where it was.
     """
+    return _peak(_seen(profiler))
+
+
+# Time (ns), bytes, start, end (ns) and whether a collective did it: of what was allocated, freed (less than 0 bytes)
+# or given to an operator (0 bytes).
+_Seen = tuple[int, int, int, int, bool]
+
+
+def _peak(seen: Iterable[_Seen]) -> int:
     blocks, alive, starts = [], {}, []  # all; by start; the starts, rising
 
     def gone(start: int, time: int) -> None:
         alive.pop(start).end = time
-        starts.remove(start)
+        del starts[bisect.bisect_left(starts, start)]
 
-    for time, size, start, end, of_collective in sorted(_seen(profiler), key=lambda seen: seen[:2]):
+    for time, size, start, end, of_collective in sorted(seen, key=lambda one: one[:2]):
         block = alive.get(start)
         if size > 0:
             first = bisect.bisect_left(starts, start)
@@ -75,9 +84,8 @@ def allocation_peak(profiler: torch.autograd.profiler.profile) -> int:
     return peak
 
 
-def _seen(profiler: torch.autograd.profiler.profile) -> Iterator[tuple[int, int, int, int, bool]]:
-    """Time, bytes, start, end and whether a collective did it: of what was allocated, freed (less than 0 bytes) or
-    given to an operator (0 bytes)."""
+def _seen(profiler: torch.autograd.profiler.profile) -> list[_Seen]:
+    seen, given = [], []
     trees = [(tree, False) for tree in profiler.kineto_results.experimental_event_tree()]
     while trees:
         event, inside = trees.pop()
@@ -85,10 +93,11 @@ def _seen(profiler: torch.autograd.profiler.profile) -> Iterator[tuple[int, int,
         inside |= event.name.startswith(_COLLECTIVES)
         trees += [(child, inside) for child in event.children]
         if kind == _EventType.Allocation:
-            yield event.start_time_ns, fields.alloc_size, fields.ptr, event.start_time_ns, inside
+            seen.append((event.start_time_ns, fields.alloc_size, fields.ptr, event.start_time_ns, inside))
         elif kind == _EventType.TorchOp:
-            for start in _storages(fields.inputs):
-                yield event.start_time_ns, 0, start, event.end_time_ns, inside
+            given += [(event.start_time_ns, 0, start, event.end_time_ns, inside) for start in _storages(fields.inputs)]
+    allocated = {start for _, _, start, _, _ in seen}
+    return seen + [one for one in given if one[2] in allocated]
 
 
 def _storages(given: Any) -> Iterator[int]:
