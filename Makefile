@@ -20,7 +20,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help install quickstart test test-slow test-all style quality clean
 
 help:
-	@echo "make quickstart   train a small Llama on the standard library's source with 4 CPU ranks (under 5 minutes)"
+	@echo "make quickstart   train a small Llama on the standard library's source with 4 CPU ranks (7 minutes on 2 cores)"
 	@echo "make test         the fast tests"
 	@echo "make test-all     the fast tests and the slow ones"
 	@echo "make style        format the code and fix what ruff can fix"

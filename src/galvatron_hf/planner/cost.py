@@ -12,9 +12,10 @@ Elsewhere (gloo) it takes the sum.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -168,10 +169,31 @@ class _Pass:
     released_bytes: float = 0.0
 
 
-def _stacked(found: Sequence[Costs]) -> Costs:
-    """Arrays of numbers."""
-    names = Costs.__annotations__
-    return Costs(**{name: np.array([getattr(one, name) for one in found], dtype=float) for name in names})
+class _Distinct:
+    """What strategies have, of which many have the same."""
+
+    def __init__(self):
+        self._places: dict[Any, int] = {}
+        self._ones: list[_Pass | WeightCosts] = []
+        self._of: list[int] = []
+
+    def add(self, key: Any, make: Callable[..., _Pass | WeightCosts], *given: Any) -> None:
+        """The next strategy's: what `make` makes of what is given, or made for the key before."""
+        place = self._places.get(key)
+        if place is None:
+            place = self._places[key] = len(self._ones)
+            self._ones.append(make(*given))
+        self._of.append(place)
+
+    def arrays(self) -> _Pass | WeightCosts:
+        """(S,) of each field."""
+        kind = type(self._ones[0])
+        names = kind.__annotations__
+        return kind(**{name: np.array([getattr(one, name) for one in self._ones], float)[self._of] for name in names})
+
+
+def _weights_key(strategy: LayerStrategy | VocabularyStrategy) -> tuple:
+    return strategy.tensor, strategy.sharding, strategy.shard_degree
 
 
 class CostModel:
@@ -217,14 +239,12 @@ class CostModel:
 
     def layer(self, kind: int, strategies: Sequence[LayerStrategy]) -> Costs:
         """Costs of a layer of `kind` under each of the strategies."""
-        layer, passed, found = self.model.kinds[kind], {}, []
+        layer, passes, weights = self.model.kinds[kind], _Distinct(), _Distinct()
         for strategy in strategies:
             key = (strategy.tensor, strategy.megatron_sp, strategy.ulysses, strategy.recompute)
-            if key not in passed:
-                passed[key] = self._pass(layer, strategy)
-            weights = self._weights(layer, strategy)
-            found.append(self._unit(passed[key], weights, strategy.tensor, "layer"))
-        return _stacked(found)
+            passes.add(key, self._pass, layer, strategy)
+            weights.add(_weights_key(strategy), self._weights, layer, strategy)
+        return self._units(passes.arrays(), weights.arrays(), strategies, "layer")
 
     def _pass(self, layer: LayerProfile, strategy: LayerStrategy) -> _Pass:
         forward, backward = self._computing(layer, strategy)
@@ -243,23 +263,31 @@ class CostModel:
             released_bytes=0.0 if recomputed else saved,
         )
 
-    def _unit(self, passed: _Pass, weights: WeightCosts, tensor: int, part: str) -> Costs:
-        """Of one strategy: numbers. `part` is "layer", "embedding", "head" or "tied", both ends as one.
+    def _units(
+        self,
+        passed: _Pass,
+        weights: WeightCosts,
+        strategies: Sequence[LayerStrategy | VocabularyStrategy],
+        part: str,
+    ) -> Costs:
+        """From arrays (S,). `part` is "layer", "embedding", "head" or "tied", both ends as one.
 
         The ends' backward needs no weights that the forward has not gathered just before. Both ends as one are FSDP2's
         root: their weights stay gathered beside all layers, and the head's gradient waits there for the embedding's.
         """
         is_layer, is_head, tied = part == "layer", part in ("head", "tied"), part == "tied"
         forward = self._with_weights(passed.forward_ms, weights.gather_ms) + passed.region_forward_ms
-        again = weights.gather_ms if is_layer else 0.0
+        again = weights.gather_ms * is_layer
         backward = self._with_weights(passed.backward_ms, again, weights.reduce_ms) + passed.region_backward_ms
         computing, model, whole = passed.forward_ms + passed.backward_ms, self.model, weights.whole_gradient_bytes
-        layer, head = ((size / tensor if weights.reduction_bytes else 0.0) for size in self._messages)
-        before = layer if part == "embedding" else weights.reduction_bytes
+        reduced = weights.reduction_bytes
+        tensor, none = np.array([strategy.tensor for strategy in strategies]), np.zeros(len(strategies))
+        layer, head = (np.where(reduced > 0, size / tensor, 0.0) for size in self._messages)
+        before = layer if part == "embedding" else reduced
         return Costs(
             forward_ms=forward,
             backward_ms=backward,
-            communication_ms=max(0.0, forward + backward - computing),
+            communication_ms=np.maximum(0.0, forward + backward - computing),
             sync_ms=weights.gather_once_ms + self._exposed(passed.backward_ms, weights.copies_ms),
             update_ms=weights.elements * model.optimizer_ms_per_element
             + weights.count * model.optimizer_ms_per_weight,
@@ -270,14 +298,14 @@ class CostModel:
             working_bytes=passed.working_bytes + weights.passing_bytes * (2 * is_layer + is_head - tied),
             recomputed_bytes=passed.recomputed_bytes + whole * is_head,
             released_bytes=passed.released_bytes,
-            made_gradient_bytes=0.0 if is_head else weights.made_gradient_bytes,
-            whole_gradient_bytes=max(whole, weights.largest_bytes) if is_head else whole,
-            reduction_bytes=weights.reduction_bytes,
-            reducing_bytes=whole + weights.reduction_bytes + weights.passing_bytes * is_layer,
+            made_gradient_bytes=none if is_head else weights.made_gradient_bytes,
+            whole_gradient_bytes=np.maximum(whole, weights.largest_bytes) if is_head else whole,
+            reduction_bytes=reduced,
+            reducing_bytes=whole + reduced + weights.passing_bytes * is_layer,
             kept_bytes=before,
-            first_kept_bytes=0.0 if is_head else before,
+            first_kept_bytes=none if is_head else before,
             head_kept_bytes=head * is_layer,
-            other_kept_bytes=weights.reduction_bytes if is_layer else layer,
+            other_kept_bytes=reduced if is_layer else layer,
         )
 
     def _tokens(self, strategy: LayerStrategy, length: int) -> tuple[int, int, int]:
@@ -341,13 +369,11 @@ class CostModel:
 
     def end(self, end: EndProfile, strategies: Sequence[VocabularyStrategy], part: str) -> Costs:
         """Costs of an end, which is the "embedding", the "head" or both of one stage, "tied", under each strategy."""
-        passed, found = {}, []
+        passes, weights = _Distinct(), _Distinct()
         for strategy in strategies:
-            if strategy.tensor not in passed:
-                passed[strategy.tensor] = self._pass_end(end, strategy.tensor, part != "embedding")
-            weights = self._weights(end, strategy)
-            found.append(self._unit(passed[strategy.tensor], weights, strategy.tensor, part))
-        return _stacked(found)
+            passes.add(strategy.tensor, self._pass_end, end, strategy.tensor, part != "embedding")
+            weights.add(_weights_key(strategy), self._weights, end, strategy)
+        return self._units(passes.arrays(), weights.arrays(), strategies, part)
 
     def _pass_end(self, end: EndProfile, tensor: int, is_head: bool) -> _Pass:
         split, workload = vocabulary_split(tensor, self.ranks, self.rows), self.workload
@@ -380,7 +406,7 @@ class CostModel:
     # ---- Weights ----
 
     def _weights(self, owner: LayerProfile | EndProfile, strategy: LayerStrategy | VocabularyStrategy) -> WeightCosts:
-        key = (id(owner.weights), strategy.tensor, strategy.sharding, strategy.shard_degree)
+        key = (id(owner.weights), *_weights_key(strategy))
         if key not in self._known_weights:
             self._known_weights[key] = weight_costs(
                 owner.weights,
@@ -392,19 +418,21 @@ class CostModel:
             )
         return self._known_weights[key]
 
-    def _with_weights(self, computing: float, gathered: float, reduced: float = 0.0) -> float:
+    def _with_weights(
+        self, computing: np.ndarray, gathered: np.ndarray, reduced: np.ndarray | float = 0.0
+    ) -> np.ndarray:
         """Computing, and weights and gradients that are communicated for it."""
         if self.hardware.hides_gathers:
             return self._beside(computing, gathered + reduced)
         return self._beside(computing, reduced) + gathered
 
-    def _beside(self, computing: float, communicating: float) -> float:
+    def _beside(self, computing: np.ndarray, communicating: np.ndarray) -> np.ndarray:
         slowdown = self.hardware.overlap_slowdown
         if slowdown is None:
             return computing + communicating
-        return max(computing, communicating) + (slowdown - 1) * min(computing, communicating)
+        return np.maximum(computing, communicating) + (slowdown - 1) * np.minimum(computing, communicating)
 
-    def _exposed(self, computing: float, communicating: float) -> float:
+    def _exposed(self, computing: np.ndarray, communicating: np.ndarray) -> np.ndarray:
         """Of a sum of gradients that begins during the backward."""
         if self.hardware.overlap_slowdown is None:
             return self.hardware.exposed_sync * communicating
