@@ -34,28 +34,32 @@ _GRACE_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 
 
-class SegmentationFault(AssertionError):
-    """A rank died of SIGSEGV."""
+class MemoryFault(AssertionError):
+    """A rank died of an access to memory that is not there, or of what malloc's own checks found."""
 
 
 class _Rank:
     """A forked rank as its parent sees it: `report` is the rank's answer, or `None` while there is none."""
 
-    def __init__(self, index: int, process: multiprocessing.Process, connection: Connection, stacks) -> None:
-        self.index, self.process, self.connection, self.stacks = index, process, connection, stacks
+    def __init__(self, index: int, process: multiprocessing.Process, connection: Connection, native_stderr) -> None:
+        self.index, self.process, self.connection, self.native_stderr = index, process, connection, native_stderr
         self.report: tuple[str, float, Any] | None = None
         self.faulted = False
 
     def receive(self) -> None:
-        """Takes the rank's answer; a rank that closed its pipe without one has died."""
+        """Takes the rank's answer; a rank that closed its pipe without one has died.
+
+        Nothing but malloc aborts a process without a C++ exception, which says "terminate called".
+        """
         try:
             self.report = self.connection.recv()
         except (EOFError, ConnectionResetError):
             self.process.join()
             code = self.process.exitcode
-            self.faulted = code == -signal.SIGSEGV
             cause = f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
-            stacks = self._written_stacks() or "It left no traceback."
+            stacks = self._written() or "It left no traceback."
+            aborted = code == -signal.SIGABRT and "terminate called" not in stacks
+            self.faulted = aborted or code in (-signal.SIGSEGV, -signal.SIGBUS)
             # time 0: whatever the others say is a consequence of this
             self.report = ("error", 0.0, f"The process died with {cause}.\n{stacks}")
 
@@ -63,22 +67,23 @@ class _Rank:
         """Python stacks of a rank that does not answer."""
         os.kill(self.process.pid, signal.SIGUSR2)
         time.sleep(0.2)
-        return self._written_stacks()
+        return self._written()
 
-    def _written_stacks(self) -> str:
-        """What faulthandler wrote: on SIGUSR2, or when the process died of a fault such as SIGSEGV."""
-        self.stacks.seek(0)
-        return self.stacks.read().decode(errors="replace")
+    def _written(self) -> str:
+        """What C libraries wrote to stderr, and faulthandler: on SIGUSR2, or when the process died of a fault."""
+        self.native_stderr.seek(0)
+        return self.native_stderr.read().decode(errors="replace")
 
     def kill(self) -> None:
-        """Ends the rank and everything it started."""
+        """Ends the rank and everything it started, and passes on what it wrote to stderr."""
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:  # nothing is left of its process group, or it died before it had one
             self.process.kill()
         self.process.join()
         self.connection.close()
-        self.stacks.close()
+        sys.stderr.write(self._written())
+        self.native_stderr.close()
 
 
 def run_ranks(
@@ -100,14 +105,14 @@ def run_ranks(
     Raises:
         AssertionError: If a rank raises, dies or does not finish; with the first failing rank's traceback first.
 
-    A world in which a rank died of SIGSEGV is run once more, with a warning in pytest's summary. All code of this
-    project is Python. What has been seen, twice in some millions of collectives, is a worker thread of torch 2.13's
-    gloo that finds malloc's list of 24-byte blocks freed twice (in ProcessGroupGloo::runLoop, in operator new of
-    gloo::transport::tcp::UnboundBuffer); memcheck finds nothing in the same collectives.
+    A world in which a rank died of a fault of memory is run once more, with a warning in pytest's summary. All code of
+    this project is Python. What has been seen, three times in some millions of collectives, is a worker thread of
+    torch 2.13's gloo that finds malloc's list of 24-byte blocks freed twice (in ProcessGroupGloo::runLoop, in operator
+    new of gloo::transport::tcp::UnboundBuffer); memcheck finds nothing in the same collectives.
     """
     try:
         return _run_once(fn, world_size, args, timeout, grace)
-    except SegmentationFault as fault:
+    except MemoryFault as fault:
         warnings.warn(f"Run again after a fault of gloo: {fault}", RuntimeWarning, stacklevel=2)
         return _run_once(fn, world_size, args, timeout, grace)
 
@@ -135,12 +140,12 @@ def _run_once(fn: Callable[..., Any], world_size: int, args: tuple, timeout: flo
 def _fork(index: int, world_size: int, listener: socket.socket, timeout: float, fn, args) -> _Rank:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    stacks = tempfile.TemporaryFile()
-    target_args = (index, world_size, listener, timeout, fn, args, theirs, stacks, os.getpid())
+    native_stderr = tempfile.TemporaryFile()
+    target_args = (index, world_size, listener, timeout, fn, args, theirs, native_stderr, os.getpid())
     process = context.Process(target=_rank_main, args=target_args, name=f"rank{index}")
     process.start()
     theirs.close()
-    return _Rank(index, process, ours, stacks)
+    return _Rank(index, process, ours, native_stderr)
 
 
 def _collect(ranks: Sequence[_Rank], deadline: float, grace: float) -> None:
@@ -166,18 +171,19 @@ def _raise_failures(ranks: Sequence[_Rank], timeout: float) -> None:
     elif hung:
         messages.append(f"Still waiting for them, and killed: ranks {[rank.index for rank in hung]}.")
     if messages:
-        kind = SegmentationFault if any(rank.faulted for rank in ranks) else AssertionError
+        kind = MemoryFault if any(rank.faulted for rank in ranks) else AssertionError
         raise kind("\n".join(messages))
 
 
-def _rank_main(index, world_size, listener, timeout, fn, args, connection, stacks, parent) -> None:
+def _rank_main(index, world_size, listener, timeout, fn, args, connection, native_stderr, parent) -> None:
     os.setpgid(0, 0)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before the call above
             os._exit(1)
-    faulthandler.enable(file=stacks, all_threads=True)
-    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+    os.dup2(native_stderr.fileno(), 2)  # pytest gives Python's own stderr another place
+    faulthandler.enable(file=native_stderr, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, file=native_stderr, all_threads=True)
     try:
         _join_world(index, world_size, listener, timeout)
         answer = ("ok", time.monotonic(), pickle.dumps(fn(*args)))

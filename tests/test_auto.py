@@ -19,16 +19,16 @@ from transformers import Trainer, TrainerCallback
 from galvatron_hf import GalvatronTrainer, ParallelPlan
 from galvatron_hf.parallel.checks import check_model
 from galvatron_hf.parallel.models import adapter_for
-from galvatron_hf.plan import Precision, Stage
+from galvatron_hf.plan import Precision
 from galvatron_hf.planner.cost import Workload
-from galvatron_hf.planner.search import Estimate, estimate_plan, search_plan
+from galvatron_hf.planner.search import estimate_plan, search_plan
 from galvatron_hf.planner.space import Limits, layer_strategies, vocabulary_strategies
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import STRETCHES, ModelProfile
 from galvatron_hf.trainer import calibration
 from galvatron_hf.trainer.auto import profile_folder
 from galvatron_hf.trainer.calibration import LEAST, MOST, NOISE, SPREAD, fitted_factors
-from galvatron_hf.trainer.meter import Outcome, StepMeter, held_bytes, outcome, prediction
+from galvatron_hf.trainer.meter import prediction
 from tiny_models import FAMILIES
 from trainer_runs import Rows, arguments, on_ranks, run, trainer
 
@@ -354,67 +354,3 @@ def test_searched_plans_train_as_one_process(tmp_path):
 
 def train_under(plans: dict[str, ParallelPlan], folder: Path) -> dict:
     return {name: run(folder / name, plan) for name, plan in plans.items()}
-
-
-# ---- The meter ----
-
-
-def test_what_a_rank_holds_counts_storages_once():
-    model = torch.nn.Linear(4, 2)
-    tied = torch.nn.Linear(4, 2)
-    tied.weight = model.weight
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    both = torch.nn.ModuleList([model, tied])
-    weights = (8 + 2 + 2) * 4
-    gradients, moments, steps = 10 * 4, 2 * 10 * 4, 2 * 4
-    assert held_bytes(both, optimizer) == weights + gradients + moments + steps
-
-
-@pytest.mark.parametrize(
-    "meta",
-    [
-        {},
-        {"predicted": 3},
-        {"predicted": {"step_ms": 1.0, "memory_bytes": [1, 2]}},
-        {"predicted": {"step_ms": "x", "memory_bytes": [1]}},
-        {"predicted": {"step_ms": 0, "memory_bytes": [1]}},
-    ],
-)
-def test_only_whole_predictions_are_held_against_a_run(meta):
-    assert prediction(replace(ParallelPlan.uniform(1, 1), meta=meta)) is None
-
-
-def test_a_run_that_is_too_short_says_so():
-    plan = Estimate(
-        plan=ParallelPlan.uniform(1, 1), step_ms=2.0, samples_per_second=1.0, memory_bytes=(1 << 20,)
-    ).noted(Workload(rows=1, length=1, precision=Precision(compute="fp32")))
-    (text,) = on_ranks(functools.partial(short_run, plan), 1)
-    assert text == (
-        "Predicted 2.0 ms a step; the run was too short to measure it.\n"
-        "Predicted 1.0 MiB on a rank at most, not measured."
-    )
-
-
-def test_stages_on_the_same_ranks_are_one_line():
-    said = Outcome(
-        predicted_ms=1.0,
-        measured_ms=None,
-        steps=0,
-        predicted_bytes=(1 << 20, 2 << 20),
-        measured_bytes=(None, 1 << 20),
-    )
-    assert "1.0 MiB on a rank of rank list 0 at most, not measured" in str(said)
-    assert "2.0 MiB on a rank of rank list 1 at most, measured 1.0 MiB (-50.0%)" in str(said)
-    stages = tuple(Stage(ranks=(index % 2,), layers=(index, index + 1)) for index in range(4))
-    plan = replace(ParallelPlan.uniform(2, 4, pipeline=2), schedule="interleaved", stages=stages)
-    noted = {"step_ms": 1.0, "memory_bytes": [1, 2]}
-    assert prediction(replace(plan, meta={"predicted": noted})) == noted
-    assert prediction(replace(plan, meta={"predicted": noted | {"memory_bytes": [1] * 4}})) is None
-
-
-def short_run(plan: ParallelPlan) -> str:
-    meter = StepMeter(torch.device("cpu"), lambda: 0)
-    meter.finish()
-    return str(outcome(meter, plan))

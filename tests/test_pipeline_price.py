@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a pipeline's stages make of a step and of memory: against its schedule, played action by action."""
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -158,6 +159,22 @@ def test_gradients_come_when_activations_have_gone(lists, rounds, gradient):
                 peak = max(peak, now + gradient * len(reached))
             exact = gradient <= 1.0 or rounds == 1 or count >= 2 * lists
             assert most == peak if exact else most >= peak, count
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 4])
+@pytest.mark.parametrize("lists", [2, 3, 4])
+def test_stages_at_work_are_those_that_have_some_of_their_micro_batches_back(lists, rounds):
+    """Of the rank list that has most of them at a time."""
+    for places, count in interleavings(lists, rounds, 4 * lists + 2):
+        schedule = "1f1b" if rounds == 1 else "interleaved"
+        shape = StepShape(pipeline=lists, micro_batches=count, schedule=schedule, rows=1, rounds=rounds)
+        most = 0
+        for order in actions(replace(places, schedule=schedule), count):
+            back = Counter()
+            for action in order:
+                back[action.stage] += action.work is Work.BACKWARD
+                most = max(most, sum(0 < done < count for done in back.values()))
+        assert shape.stages_at_work == max(1, most), count
 
 
 def test_the_least_step_is_a_linear_program_s():

@@ -93,19 +93,44 @@ def test_a_killed_rank_names_the_signal():
         run_ranks(lambda: os.kill(os.getpid(), signal.SIGKILL), 1)
 
 
-def test_a_fault_is_run_again_once_and_shows_where_it_was(tmp_path):
+def _free_twice():
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    block = libc.malloc(24)
+    libc.free(block)
+    libc.free(block)
+
+
+@pytest.mark.parametrize(
+    "fault, shown",
+    [(lambda: ctypes.string_at(0), "SIGSEGV"), (_free_twice, "SIGABRT.*double free detected")],
+    ids=["segmentation", "freed_twice"],
+)
+def test_a_fault_of_memory_is_run_again_once_and_shows_where_it_was(fault, shown, tmp_path):
     def fault_here(times):
         with open(tmp_path / str(times), "a") as file:
             file.write("x")
         if (tmp_path / str(times)).stat().st_size <= times:
-            ctypes.string_at(0)
+            fault()
         return "done"
 
-    with pytest.warns(RuntimeWarning, match=r"(?s)Run again.*SIGSEGV.*fault_here"):
+    with pytest.warns(RuntimeWarning, match=rf"(?s)Run again.*{shown}.*fault_here"):
         assert run_ranks(fault_here, 1, 1) == ["done"]
-    with pytest.warns(RuntimeWarning), pytest.raises(AssertionError, match=r"(?s)SIGSEGV.*fault_here"):
+    with pytest.warns(RuntimeWarning), pytest.raises(AssertionError, match=rf"(?s){shown}.*fault_here"):
         run_ranks(fault_here, 1, 2)
     assert (tmp_path / "2").stat().st_size == 2
+
+
+def test_a_c_exception_that_nobody_caught_is_not_run_again(tmp_path):
+    def terminate():
+        with open(tmp_path / "times", "a") as file:
+            file.write("x")
+        os.write(2, b"terminate called after throwing an instance of 'gloo::EnforceNotMet'")
+        os.abort()
+
+    with pytest.raises(AssertionError, match=r"(?s)SIGABRT.*EnforceNotMet.*terminate"):
+        run_ranks(terminate, 1)
+    assert (tmp_path / "times").stat().st_size == 1
 
 
 def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank():

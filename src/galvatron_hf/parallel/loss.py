@@ -232,7 +232,8 @@ class _Gradients:
             elif narrow.is_cuda:  # the only device with products of half-precision matrices in fp32
                 self.weight += torch.mm(narrow.t(), hidden[tokens], out_dtype=self.weight.dtype)
             else:
-                self.weight += (narrow.t() @ hidden[tokens]).to(self.weight.dtype)  # what adding would do unseen
+                # The sum would cast by itself, but where no trace on fake tensors counts it.
+                self.weight += (narrow.t() @ hidden[tokens]).to(self.weight.dtype)
         if self.bias is not None:
             self.bias += logits_grad.sum(0)
 

@@ -12,15 +12,15 @@ Elsewhere (gloo) it takes the sum.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
 
 import numpy as np
 
 from galvatron_hf.plan import LayerStrategy, Precision, VocabularyStrategy
 from galvatron_hf.planner.moves import Split, move
+from galvatron_hf.planner.strategy_costs import Costs, Distinct, Pass
 from galvatron_hf.planner.traffic import HEAD_CHUNK_TOKENS, key_value_copies
 from galvatron_hf.planner.weights import GRADIENT_BYTES, WeightCosts, weight_costs
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
@@ -58,138 +58,6 @@ class Workload:
     def computed_square(self) -> float:
         """Of a row, what the time of attention goes with."""
         return self.computed_length**2 if self.mean_square is None else self.mean_square
-
-
-@dataclass(frozen=True, kw_only=True)
-class Costs:
-    """Of S strategies, arrays (S,): milliseconds, and bytes of one rank.
-
-    Attributes:
-        forward_ms, backward_ms: of one micro-batch, communication included; recompute is in the backward.
-        communication_ms: of these two, what is not computing.
-        sync_ms: once in a step, before the update.
-        update_ms: of the optimizer, once in a step.
-        state_bytes: weights, gradients and optimizer state, and weights that stay gathered.
-        gradient_bytes: of the state, gradients at rest.
-        gathered_bytes: of the state, weights that stay gathered until their last backward.
-        activation_bytes: kept of one micro-batch from its forward to its backward.
-        working_bytes: needed beside these while the layer runs: intermediate results, weights that are gathered for
-            it, and the message with the next one's.
-        recomputed_bytes: activations that its backward brings back; of the head, logits and the message with its
-            weight.
-        released_bytes: of the activations, those that are gone when its backward has ended.
-        made_gradient_bytes: of one weight's gradient, before it joins the others.
-        whole_gradient_bytes: of gradients that are reduced after each backward, until they are; of the head, of the
-            gradient that its backward scales.
-        reduction_bytes: of gradients as they are sent to be reduced.
-        reducing_bytes: needed beside the state while they are.
-        kept_bytes: of the message of the reduction before it, which stays until this one.
-        first_kept_bytes: the same in a step's first backward.
-        head_kept_bytes: the same behind the head, for the last layer.
-        other_kept_bytes: of a layer's message, on another stage of the rank.
-    """
-
-    forward_ms: np.ndarray
-    backward_ms: np.ndarray
-    communication_ms: np.ndarray
-    sync_ms: np.ndarray
-    update_ms: np.ndarray
-    state_bytes: np.ndarray
-    gradient_bytes: np.ndarray
-    gathered_bytes: np.ndarray
-    activation_bytes: np.ndarray
-    working_bytes: np.ndarray
-    recomputed_bytes: np.ndarray
-    released_bytes: np.ndarray
-    made_gradient_bytes: np.ndarray
-    whole_gradient_bytes: np.ndarray
-    reduction_bytes: np.ndarray
-    reducing_bytes: np.ndarray
-    kept_bytes: np.ndarray
-    first_kept_bytes: np.ndarray
-    head_kept_bytes: np.ndarray
-    other_kept_bytes: np.ndarray
-
-    def working(self, *, alone: bool, stages: int, micro_batches: int) -> np.ndarray:
-        """(S,) bytes needed beside state and activations while the layer runs.
-
-        A backward begins with what was recomputed and a first gradient, and ends with all gradients that are to be
-        reduced.
-
-        Args:
-            alone (`bool`): Whether there is one stage, which has the head.
-            stages (`int`): Of the rank, whose last reduction's message is still kept.
-            micro_batches (`int`): Of a step. In the only one, sharded weights that stay gathered go when gradients
-                have come, and gradients that are whole at rest are in the state already.
-        """
-        changing = np.maximum(
-            self.recomputed_bytes + self.made_gradient_bytes, self.whole_gradient_bytes - self.released_bytes
-        )
-        released, gone = self.released_bytes, 0
-        kept = self.kept_bytes if micro_batches > 1 else self.first_kept_bytes
-        if alone:
-            kept = np.maximum(kept, self.head_kept_bytes)
-        if micro_batches == 1:
-            gone = self._gathered_shards
-            at_rest = np.where(self.reduction_bytes > 0, 0, self.gradient_bytes - self.shared_bytes(1))
-            changing, released = changing - at_rest, released + gone
-        passing = self.working_bytes + np.maximum(0, changing) + np.maximum(0, kept - gone)
-        others = (stages - 1) * self.other_kept_bytes
-        return np.ceil(np.maximum(passing, self.reducing_bytes - released) + others).astype(np.int64)
-
-    def shared_bytes(self, micro_batches: int) -> np.ndarray:
-        """Of state and activations of one micro-batch, what is first the one and then the other.
-
-        In the last backward gradients take the place of activations, layer by layer; if it is the only one, of sharded
-        weights that stayed gathered too.
-        """
-        goes = self.activation_bytes + (self._gathered_shards if micro_batches == 1 else 0)
-        return np.minimum(self.gradient_bytes, goes)
-
-    @property
-    def _gathered_shards(self) -> np.ndarray:
-        """Copies of replicated weights stay until the whole backward has ended."""
-        return np.where(self.reduction_bytes > 0, self.gathered_bytes, 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Pass:
-    """Of a layer or an end what sharding has no part in: computing and collectives of regions, and bytes.
-
-    What the head works with has its weight's gradient, from the forward on: the backward scales it.
-    """
-
-    forward_ms: float
-    backward_ms: float
-    region_forward_ms: float
-    region_backward_ms: float
-    saved_bytes: float
-    working_bytes: float
-    recomputed_bytes: float = 0.0
-    released_bytes: float = 0.0
-
-
-class _Distinct:
-    """What strategies have, of which many have the same."""
-
-    def __init__(self):
-        self._places: dict[Any, int] = {}
-        self._ones: list[_Pass | WeightCosts] = []
-        self._of: list[int] = []
-
-    def add(self, key: Any, make: Callable[..., _Pass | WeightCosts], *given: Any) -> None:
-        """The next strategy's: what `make` makes of what is given, or made for the key before."""
-        place = self._places.get(key)
-        if place is None:
-            place = self._places[key] = len(self._ones)
-            self._ones.append(make(*given))
-        self._of.append(place)
-
-    def arrays(self) -> _Pass | WeightCosts:
-        """(S,) of each field."""
-        kind = type(self._ones[0])
-        names = kind.__annotations__
-        return kind(**{name: np.array([getattr(one, name) for one in self._ones], float)[self._of] for name in names})
 
 
 def _weights_key(strategy: LayerStrategy | VocabularyStrategy) -> tuple:
@@ -239,20 +107,20 @@ class CostModel:
 
     def layer(self, kind: int, strategies: Sequence[LayerStrategy]) -> Costs:
         """Costs of a layer of `kind` under each of the strategies."""
-        layer, passes, weights = self.model.kinds[kind], _Distinct(), _Distinct()
+        layer, passes, weights = self.model.kinds[kind], Distinct(), Distinct()
         for strategy in strategies:
             key = (strategy.tensor, strategy.megatron_sp, strategy.ulysses, strategy.recompute)
             passes.add(key, self._pass, layer, strategy)
             weights.add(_weights_key(strategy), self._weights, layer, strategy)
         return self._units(passes.arrays(), weights.arrays(), strategies, "layer")
 
-    def _pass(self, layer: LayerProfile, strategy: LayerStrategy) -> _Pass:
+    def _pass(self, layer: LayerProfile, strategy: LayerStrategy) -> Pass:
         forward, backward = self._computing(layer, strategy)
         if strategy.recompute == "full":
             backward += forward
         region_forward, region_backward = self._regions(layer, strategy)
         saved, working, recomputed = self._activations(layer, strategy)
-        return _Pass(
+        return Pass(
             forward_ms=forward,
             backward_ms=backward,
             region_forward_ms=region_forward,
@@ -265,7 +133,7 @@ class CostModel:
 
     def _units(
         self,
-        passed: _Pass,
+        passed: Pass,
         weights: WeightCosts,
         strategies: Sequence[LayerStrategy | VocabularyStrategy],
         part: str,
@@ -369,13 +237,13 @@ class CostModel:
 
     def end(self, end: EndProfile, strategies: Sequence[VocabularyStrategy], part: str) -> Costs:
         """Costs of an end, which is the "embedding", the "head" or both of one stage, "tied", under each strategy."""
-        passes, weights = _Distinct(), _Distinct()
+        passes, weights = Distinct(), Distinct()
         for strategy in strategies:
             passes.add(strategy.tensor, self._pass_end, end, strategy.tensor, part != "embedding")
             weights.add(_weights_key(strategy), self._weights, end, strategy)
         return self._units(passes.arrays(), weights.arrays(), strategies, part)
 
-    def _pass_end(self, end: EndProfile, tensor: int, is_head: bool) -> _Pass:
+    def _pass_end(self, end: EndProfile, tensor: int, is_head: bool) -> Pass:
         split, workload = vocabulary_split(tensor, self.ranks, self.rows), self.workload
         kept = split.tokens(0, self.rows, workload.length)
         tokens = split.tokens(0, self.rows, workload.computed_length)
@@ -393,7 +261,7 @@ class CostModel:
         results = max(kept * end.working_bytes.get(tensor, 0.0), chunk)
         if is_head and self.late_head:  # of three products of its size, the logits are one
             forward, backward = forward / 3, backward + forward
-        return _Pass(
+        return Pass(
             forward_ms=forward,
             backward_ms=backward,
             region_forward_ms=regions[0],

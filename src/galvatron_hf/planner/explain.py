@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from galvatron_hf.plan import ParallelPlan
-from galvatron_hf.planner.cost import CostModel, Costs, Workload, layer_split, vocabulary_split
+from galvatron_hf.planner.cost import CostModel, Workload, layer_split, vocabulary_split
 from galvatron_hf.planner.moves import Split
 from galvatron_hf.planner.search import GIB, Estimate, estimate_plan
 from galvatron_hf.planner.step_shape import StepShape
+from galvatron_hf.planner.strategy_costs import Costs
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import ModelProfile
 

@@ -11,10 +11,11 @@ import numpy as np
 
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Stage, VocabularyStrategy
 from galvatron_hf.planner.branch import Branch, Choice, Options
-from galvatron_hf.planner.cost import CostModel, Costs, Workload, layer_split, vocabulary_split
+from galvatron_hf.planner.cost import CostModel, Workload, layer_split, vocabulary_split
 from galvatron_hf.planner.moves import Split
 from galvatron_hf.planner.pareto import nondominated
 from galvatron_hf.planner.step_shape import StepShape
+from galvatron_hf.planner.strategy_costs import Costs
 
 
 PICOSECONDS = 10**9  # in a millisecond

@@ -57,7 +57,12 @@ class StepShape:
 
         In one round of micro-batches a stage has had all of them back before the one before it has the first.
         """
-        return self.rounds if in_a_round(self.pipeline, self.micro_batches) < self.micro_batches else 1
+        return 1 if self._one_round else self.rounds
+
+    @property
+    def _one_round(self) -> bool:
+        """Whether all micro-batches go through a stage before any goes through the rank list's next one."""
+        return in_a_round(self.pipeline, self.micro_batches) == self.micro_batches
 
     def in_flight(self) -> np.ndarray:
         """(p,) micro-batches whose activations a rank list keeps at most, each counted in every stage that has it."""
@@ -107,8 +112,7 @@ class StepShape:
 
         Of all if every micro-batch goes forward in all of them first; of all but the last, if in one round of each.
         """
-        one_round = self.micro_batches < 2 * self.pipeline
-        return np.where(self.in_flight() == self.passes, self.rounds, (self.rounds - 1) * one_round)
+        return np.where(self.in_flight() == self.passes, self.rounds, (self.rounds - 1) * self._one_round)
 
     def received(self) -> np.ndarray:
         """(p, p) how often each rank list receives hidden states of a micro-batch, or their gradient, from each.

@@ -24,7 +24,7 @@ class WeightCosts:
         gather_ms, reduce_ms (`float`): of each forward or backward, and of each backward.
         gather_once_ms, copies_ms (`float`): of a step: weights that stay, and the sum of copies' gradients.
         state_bytes, gathered_bytes, reduction_bytes, whole_gradient_bytes, made_gradient_bytes (`int`): as in
-            [`~planner.cost.Costs`].
+            [`~planner.strategy_costs.Costs`].
         passing_bytes (`int`): of the unit's weights where they are gathered for each use.
         largest_bytes (`int`): of its largest weight.
     """
