@@ -3,6 +3,7 @@
 """The plan that is found is the cheapest of all plans, costs what an estimate says of it, and beats Galvatron's."""
 
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -245,6 +246,23 @@ def test_messages_within_a_node_are_priced_as_such():
     between = hardware.ms("send", 2, 2, two.boundary_bytes)
     halves = replace(shape, pipeline=2)
     assert two.received_ms(halves.received()) == pytest.approx([between, between])
+
+
+@pytest.mark.parametrize("sharding", ["replicate", "zero2", "zero3"])
+def test_the_sum_of_copies_of_shards_hides_behind_nothing_where_computing_hides_nothing(sharding):
+    """It follows the reduction of each unit, of which the backward waits for the end; DDP's begins beside the rest."""
+    hardware = replace(random_hardware(0, world_size=4, memory_bytes=1 << 40), exposed_sync=0.25)
+    stretch = {"synchronization": 2.0, "weights": 3.0}
+    model = replace(random_model(0, layers=4), stretch=stretch)
+    shards = 1 if sharding == "replicate" else 2
+    strategy = LayerStrategy(sharding=sharding, shard_degree=None if sharding == "replicate" else shards)
+    sizes = [4 * math.prod(weight.shape) // shards for weight in model.kinds[0].weights]
+    reduced = hardware.ms("all_reduce", 4 // shards, shards, sum(sizes))
+    expected = 0.25 * 2.0 * reduced if sharding == "replicate" else 3.0 * reduced
+    if sharding == "zero2":
+        expected += 3.0 * hardware.ms("all_gather", shards, 1, sum(sizes))
+    (found,) = CostModel(hardware, model, workload(8), 4, 4).layer(0, [strategy]).sync_ms
+    assert found == pytest.approx(expected)
 
 
 def test_a_result_explains_itself():

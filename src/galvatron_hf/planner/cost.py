@@ -156,7 +156,9 @@ class CostModel:
             forward_ms=forward,
             backward_ms=backward,
             communication_ms=np.maximum(0.0, forward + backward - computing),
-            sync_ms=weights.gather_once_ms + self._exposed(passed.backward_ms, weights.copies_ms),
+            sync_ms=weights.gather_once_ms
+            + self._exposed(passed.backward_ms, weights.copies_ms, self.hardware.exposed_sync)
+            + self._exposed(passed.backward_ms, weights.shard_copies_ms, 1.0),
             update_ms=weights.elements * model.optimizer_ms_per_element
             + weights.count * model.optimizer_ms_per_weight,
             state_bytes=weights.state_bytes + tied * (weights.passing_bytes + whole),
@@ -300,10 +302,10 @@ class CostModel:
             return computing + communicating
         return np.maximum(computing, communicating) + (slowdown - 1) * np.minimum(computing, communicating)
 
-    def _exposed(self, computing: np.ndarray, communicating: np.ndarray) -> np.ndarray:
-        """Of a sum of gradients that begins during the backward."""
+    def _exposed(self, computing: np.ndarray, communicating: np.ndarray, share: float) -> np.ndarray:
+        """Of a sum of gradients that begins during the backward; `share` of it where nothing is hidden by measure."""
         if self.hardware.overlap_slowdown is None:
-            return self.hardware.exposed_sync * communicating
+            return share * communicating
         return self._beside(computing, communicating) - computing
 
     # ---- Between layers and stages ----

@@ -22,7 +22,9 @@ class WeightCosts:
     Attributes:
         count, elements (`int`): weights, and what the rank holds of them.
         gather_ms, reduce_ms (`float`): of each forward or backward, and of each backward.
-        gather_once_ms, copies_ms (`float`): of a step: weights that stay, and the sum of copies' gradients.
+        gather_once_ms (`float`): of a step, of weights that stay.
+        copies_ms, shard_copies_ms (`float`): of a step, the sum of gradients of copies: of whole weights, which may
+            begin while others are still to come, and of shards, which follows each unit's reduction at once.
         state_bytes, gathered_bytes, reduction_bytes, whole_gradient_bytes, made_gradient_bytes (`int`): as in
             [`~planner.strategy_costs.Costs`].
         passing_bytes (`int`): of the unit's weights where they are gathered for each use.
@@ -35,6 +37,7 @@ class WeightCosts:
     reduce_ms: float
     gather_once_ms: float
     copies_ms: float
+    shard_copies_ms: float
     state_bytes: int
     gathered_bytes: int
     reduction_bytes: int
@@ -66,8 +69,9 @@ def weight_costs(
     elements = sum(weight.shard_elements(tensor, 0, shards) for weight in weights)
     gather = ms("all_gather", shards, tensor, elements * element, "weights")
     reduce = ms("reduce_scatter", shards, tensor, shards * elements * reduced, "weights")
-    copied = ms("all_reduce", copies, tensor * shards, elements * reduced, "synchronization")
     whole, casts, replicated = shards * elements, element < 4, strategy.sharding == "replicate"
+    factor = "synchronization" if replicated else "weights"
+    copied = ms("all_reduce", copies, tensor * shards, elements * reduced, factor)
     kept = {"replicate": whole if casts else 0, "zero2": whole, "zero3": 0}[strategy.sharding]
     largest = max((weight.shard_elements(tensor, 0, 1) for weight in weights), default=0)
     return WeightCosts(
@@ -76,7 +80,8 @@ def weight_costs(
         gather_ms=gather if strategy.sharding == "zero3" else 0.0,
         reduce_ms=0.0 if replicated else reduce,
         gather_once_ms=gather if strategy.sharding == "zero2" else 0.0,
-        copies_ms=copied,
+        copies_ms=copied if replicated else 0.0,
+        shard_copies_ms=0.0 if replicated else copied,
         state_bytes=elements * (STATE_BYTES + GRADIENT_BYTES) + kept * element,
         gathered_bytes=kept * element,
         reduction_bytes=0 if replicated else whole * reduced,

@@ -136,12 +136,12 @@ def _plans(small: PreTrainedModel, work: Workload) -> list[ParallelPlan]:
         dict(sharding="replicate", ulysses=world_size),
         dict(sharding="replicate", tensor=world_size),
         dict(sharding="replicate", pipeline=2, micro_batches=4),
+        dict(sharding="replicate", pipeline=4, micro_batches=4),
         dict(sharding="replicate", micro_batches=2),
         dict(sharding="zero2", ulysses=2, micro_batches=2, recompute="full"),
         dict(sharding="zero3", tensor=2, megatron_sp=True),
         dict(sharding="zero2", tensor=2, micro_batches=2),
         dict(sharding="replicate", pipeline=2, ulysses=2, micro_batches=2, recompute="full"),
-        dict(sharding="replicate", pipeline=4, micro_batches=4),
         dict(sharding="zero3", recompute="full", micro_batches=2),
     ]
     plans = []
