@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from transformers import default_data_collator
@@ -22,10 +24,11 @@ from trl.trainer import sft_trainer
 
 from galvatron_hf import GalvatronTrainer
 from galvatron_hf.data.packing import pack
-from galvatron_hf.data.placement import Placement
+from galvatron_hf.data.placement import PLANNERS, Placement
 from galvatron_hf.data.plan_ahead import PlanAhead
 from galvatron_hf.parallel.documents import Documents
 from galvatron_hf.trainer import packing
+from galvatron_hf.trainer.sequence_cost import estimated_cost
 from oracle import PAD, Case, Stream, check_cases
 from packing_runs import (
     KEYS,
@@ -42,7 +45,7 @@ from packing_runs import (
 )
 from plans import mixed_plans, pipeline_plans, pipeline_plans_on_eight, uniform, uniform_plans
 from tiny_models import FAMILIES, VOCABULARY
-from trainer_runs import assert_same_steps, on_ranks, trainer
+from trainer_runs import Run, assert_same_steps, on_ranks, run, trainer
 
 
 def case(plan, packing: dict[str, Any] | None = None, **options: Any) -> Case:
@@ -226,6 +229,38 @@ def test_what_is_logged(tmp_path, data, chooses, hidden):
         assert log["predicted_imbalance"] >= 1.0
         assert log["useful_tokens_per_second"] > 0 and log["planner_ms"] > 0
     assert "cut_sequences" not in logs[-1]
+
+
+def test_the_planner_is_the_one_that_was_asked_for(tmp_path):
+    """Differencing ends at 80 to 72 tokens where 77 to 75 is possible; the losses are the same."""
+    lengths, options = (40, 35, 30, 25, 20, 2), dict(max_steps=1, per_device_train_batch_size=3)
+    options |= STATIC | dict(gradient_accumulation_steps=1, full_determinism=True)
+    whole = rows(1, shortest=40)[0]
+    dataset = [{name: value[:length] for name, value in whole.items()} for length in lengths]
+
+    def work() -> list[Run]:
+        return [
+            run(
+                tmp_path / planner,
+                uniform(2),
+                train_dataset=dataset,
+                options=options | dict(placement_planner=planner),
+                then=lambda made: estimated_cost(made.model.config).sequence.of(lengths),
+            )
+            for planner in PLANNERS
+        ]
+
+    found = on_ranks(work, 2)[0]
+    imbalance = {
+        planner: of_one.logs[0]["predicted_imbalance"] for planner, of_one in zip(PLANNERS, found, strict=True)
+    }
+    costs = found[0].result
+    loads = [sum(costs[np.array(on_first, bool)]) for on_first in itertools.product((0, 1), repeat=len(lengths))]
+    assert imbalance["exact"] == pytest.approx(2 * min(max(load, sum(costs) - load) for load in loads) / sum(costs))
+    assert imbalance["exact"] <= imbalance["longest_first"] < 1.02
+    assert imbalance["karmarkar_karp"] > 1.04
+    for other in found[1:]:
+        assert_same_steps(other, found[0])
 
 
 def test_a_bad_number_is_traced_to_the_document_that_has_it(tmp_path):

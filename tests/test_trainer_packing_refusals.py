@@ -203,6 +203,10 @@ def test_static_packing_without_a_plan_is_refused(tmp_path):
             "max_tokens_per_rank 0 is no number of tokens; use a positive integer, or leave",
         ),
         (dict(pack_to_multiple_of=-8), "pack_to_multiple_of -8 is no number of tokens"),
+        (
+            dict(placement_planner="best"),
+            "placement_planner 'best' is none of longest_first, karmarkar_karp, exact; use one of these.",
+        ),
     ],
 )
 def test_arguments_are_checked(tmp_path, options, message):

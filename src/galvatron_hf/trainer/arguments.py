@@ -15,6 +15,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from galvatron_hf.data.packing import LONG_SEQUENCES
+from galvatron_hf.data.placement import PLANNERS
 from galvatron_hf.plan import ParallelPlan, Precision
 
 
@@ -78,6 +79,10 @@ class GalvatronTrainingArguments(TrainingArguments):
         pack_to_multiple_of (`int`, *optional*):
             Packs are filled up to a multiple of so many tokens, so that few shapes occur; by default 64 on a GPU, 1 on
             the CPU.
+        placement_planner (`str`, *optional*, defaults to `"longest_first"`):
+            How places are found for packed documents: "longest_first" also starts from Karmarkar-Karp's, takes the
+            better one and improves it, "karmarkar_karp" stays with that, "exact" solves small cases to the end. A step
+            for which the planner finds nothing keeps the sampler's order, with a warning.
         model_init_kwargs (`dict` or `str`, *optional*):
             For a model that is given by its name: the keyword arguments of `from_pretrained`, such as `dtype`,
             `revision` and `attn_implementation`; a dictionary or JSON.
@@ -130,6 +135,10 @@ class GalvatronTrainingArguments(TrainingArguments):
     )
     pack_to_multiple_of: int | None = field(
         default=None, metadata={"help": "Packs are filled up to a multiple of so many tokens."}
+    )
+    placement_planner: str = field(
+        default="longest_first",
+        metadata={"help": "How places are found for packed documents.", "choices": list(PLANNERS)},
     )
     model_init_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Keyword arguments of from_pretrained for a model given by its name, as JSON."}
@@ -285,9 +294,11 @@ def _own_refusals(args: TrainingArguments) -> Iterator[str]:
 
 
 def _packing_refusals(args: TrainingArguments) -> Iterator[str]:
-    options = {"packing": packing_mode(args), "long_sequences": getattr(args, "long_sequences", LONG_SEQUENCES[0])}
-    for name, known in (("packing", PACKING_MODES), ("long_sequences", LONG_SEQUENCES)):
-        value = options[name]
+    for name, value, known in (
+        ("packing", packing_mode(args), PACKING_MODES),
+        ("long_sequences", getattr(args, "long_sequences", LONG_SEQUENCES[0]), LONG_SEQUENCES),
+        ("placement_planner", getattr(args, "placement_planner", PLANNERS[0]), PLANNERS),
+    ):
         if value not in known:
             yield f"{name} {value!r} is none of {', '.join(known)}; use one of these."
     memory = getattr(args, "memory_gib", None)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import TrainingArguments
 
-from galvatron_hf.data.placement import Placement, in_order, place
+from galvatron_hf.data.placement import PLANNERS, Placement, in_order, place
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.schedule import PipelineShape, orders
@@ -28,6 +28,7 @@ class Placer:
         rows_of_pack (`int`): rows that a data rank has of the plan's padded micro-batches.
         longest_row (`int`): tokens of the training set's longest row; 0 where that is not known.
         cost ([`StepCost`]): of documents and micro-batches.
+        planner (`str`): of [`~data.placement.place`].
     """
 
     plan: ParallelPlan
@@ -37,6 +38,7 @@ class Placer:
     rows_of_pack: int
     longest_row: int
     cost: StepCost
+    planner: str
 
     @classmethod
     def of(cls, parallel: ParallelModel, args: TrainingArguments, cost: StepCost, known: np.ndarray) -> Placer:
@@ -61,6 +63,7 @@ class Placer:
             rows_of_pack=-(-rows // shares),
             longest_row=int(known.max(initial=0)),
             cost=cost,
+            planner=getattr(args, "placement_planner", PLANNERS[0]),
         )
 
     def capacity(self, lengths: np.ndarray) -> int:
@@ -80,6 +83,7 @@ class Placer:
             max_tokens=max_tokens or self.capacity(lengths),
             overhead=self.cost.overhead,
             stages=len(self.plan.rank_lists),
+            planner=self.planner,
             allowed=lambda count: orders(shape, count),
         )
 
