@@ -256,7 +256,8 @@ def test_the_planner_is_the_one_that_was_asked_for(tmp_path):
     }
     costs = found[0].result
     loads = [sum(costs[np.array(on_first, bool)]) for on_first in itertools.product((0, 1), repeat=len(lengths))]
-    assert imbalance["exact"] == pytest.approx(2 * min(max(load, sum(costs) - load) for load in loads) / sum(costs))
+    best = 2 * min(max(load, sum(costs) - load) for load in loads) / sum(costs)
+    assert imbalance["exact"] == pytest.approx(best, abs=1e-4)  # as it is logged
     assert imbalance["exact"] <= imbalance["longest_first"] < 1.02
     assert imbalance["karmarkar_karp"] > 1.04
     for other in found[1:]:
