@@ -347,6 +347,10 @@ def test_a_fit_finds_the_coefficients_and_none_below_zero():
         (lambda: place([5, 0], 1, COST, max_tokens=8), "a sequence of 0 tokens"),
         (lambda: place([[5]], 1, COST, max_tokens=8), r"shape \(1, 1\)"),
         (lambda: place(LENGTHS, 8, COST, max_tokens=None, planner="exact"), "4000 sequences for 8 bins"),
+        (
+            lambda: place(LENGTHS[:24], 4, COST, max_tokens=4096, planner="exact", effort=2000),
+            "24 sequences for .* within .* nodes",
+        ),
         (lambda: SequenceCost(per_token=-1.0, per_token_squared=0.0, per_sequence=0.0), "per_token=-1.0"),
         (
             lambda: SequenceCost(per_token=0.0, per_token_squared=float("inf"), per_sequence=0.0),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from unittest import mock
 
+import datasets
 import pytest
 import torch
 from transformers import Trainer
@@ -65,7 +66,8 @@ def test_long_sequences_are_refused_truncated_or_split(tmp_path):
 def test_long_rows_are_refused_before_a_step_where_lengths_are_known(tmp_path):
     def work() -> str:
         try:
-            trainer(tmp_path, REPLICATE, train_dataset=arrow(), options=STATIC | dict(max_tokens_per_rank=16)).train()
+            data = dict(train_dataset=arrow(), data_collator=DataCollatorForSeq2Seq(tokenizer()))
+            trainer(tmp_path, REPLICATE, options=STATIC | dict(max_tokens_per_rank=16), **data).train()
         except (ValueError, RuntimeError) as error:
             return str(error)
         return "no error"
@@ -107,7 +109,9 @@ def test_a_bound_that_packs_cannot_fill_is_refused(tmp_path):
 
 
 def test_a_planner_that_fails_leaves_the_samplers_order(tmp_path):
-    wanted = plain_run(tmp_path / "plain", train_dataset=rows)
+    data = dict(train_dataset=rows(), eval_dataset=rows(13, seed=2), then=lambda made: made.evaluate())
+    alone = dict(prediction_loss_only=True, gradient_accumulation_steps=1)
+    wanted = run(tmp_path / "plain", options=alone, trainer_class=Trainer, **data)
 
     def work() -> tuple[Run, list[str]]:
         def fails(*args, **options):
@@ -115,13 +119,64 @@ def test_a_planner_that_fails_leaves_the_samplers_order(tmp_path):
 
         messages: list[str] = []
         steps_ahead.logger.warning = lambda message, *args: messages.append(message)
+        packing.logger.warning_once = messages.append
         placing.place = fails
-        return run(tmp_path / "run", MIXED, train_dataset=rows(), options=STATIC), messages
+        return run(tmp_path / "run", MIXED, options=STATIC | dict(prediction_loss_only=True), **data), messages
 
     results = on_ranks(work)
     assert_same_steps(results[0][0], wanted)
-    assert len(results[0][1]) == 6 and "KeyError: 'no plan'" in results[0][1][0]
+    evaluated = wanted.result["eval_loss"]
+    assert all(of_rank.result["eval_loss"] == pytest.approx(evaluated, rel=1e-5) for of_rank, _ in results)
+    *steps, evaluation = results[0][1][:7]
+    assert all(text.startswith("This step's") and "KeyError: 'no plan'" in text for text in steps)
+    assert evaluation.startswith("Rows of an evaluation stay in order") and "KeyError: 'no plan'" in evaluation
     assert all(messages == [] for _, messages in results[1:])
+
+
+def test_steps_that_are_too_large_for_the_exact_planner_are_placed_by_the_default(tmp_path):
+    """In training and evaluation, and said once."""
+
+    def work() -> tuple[list[dict], list[str]]:
+        messages: list[str] = []
+        placing.logger.warning_once = messages.append
+        found = []
+        for planner in ("longest_first", "exact"):
+            options = dict(per_device_train_batch_size=64, gradient_accumulation_steps=1, max_steps=1)
+            options |= STATIC | dict(full_determinism=True, placement_planner=planner, prediction_loss_only=True)
+            more = dict(train_dataset=rows(256), eval_dataset=rows(256, seed=2), options=options)
+            seen = run(tmp_path / planner, REPLICATE, then=lambda made: made.evaluate(), **more)
+            log = seen.logs[0]
+            found.append((log["loss"], log["predicted_imbalance"], seen.result["eval_loss"]))
+        return found, messages
+
+    found, messages = on_ranks(work)[0]
+    assert found[0] == found[1]
+    assert all("is too large for placement_planner='exact': 'longest_first' places it" in text for text in messages)
+    assert {text.split()[3] for text in messages} == {"256", "32"}
+
+
+def test_a_dataset_that_knows_no_length_of_its_rows_is_planned_as_it_is_read(tmp_path):
+    """A column of zeros, and rows that the collator reads by itself."""
+    whole = rows()
+
+    def collator(few: list[dict]) -> dict[str, torch.Tensor]:
+        return collate([whole[row["index"]] for row in few])
+
+    known = [{"index": index, "length": 0} for index in range(len(whole))]
+    data = dict(train_dataset=datasets.Dataset.from_list(known), data_collator=lambda: collator)
+    options = dict(remove_unused_columns=False)
+    seen = runs_of(REPLICATE, tmp_path, {"ours": data | dict(options=STATIC | options)})["ours"]
+    assert_same_steps(seen, plain_run(tmp_path / "plain", options=options, **data))
+
+
+def test_rows_that_a_collator_cuts_are_not_refused_by_their_length(tmp_path):
+    def collator(few: list[dict]) -> dict[str, torch.Tensor]:
+        return collate([{name: value[:16] for name, value in row.items()} for row in few])
+
+    options = STATIC | dict(max_tokens_per_rank=16)
+    data = dict(train_dataset=rows, data_collator=lambda: collator)
+    seen = runs_of(REPLICATE, tmp_path, {"ours": data | dict(options=options)})["ours"]
+    assert_same_steps(seen, plain_run(tmp_path / "plain", **data))
 
 
 REFUSED = {

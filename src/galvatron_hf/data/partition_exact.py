@@ -12,27 +12,39 @@ from galvatron_hf.data.partition import Bins, Items
 
 
 _LARGEST = 1500  # choices of a bin for an item; beyond, the search may not end in reasonable time
+_SOLVED, _INFEASIBLE = 0, 2  # of scipy.optimize.milp
 
 
-def solve(items: Items, bins: Bins, *, overhead: float = 0.0, least_groups: int = 1) -> np.ndarray | None:
+class TooLargeError(ValueError):
+    """A case that is too large to be solved to the end."""
+
+
+def solve(
+    items: Items, bins: Bins, *, overhead: float = 0.0, least_groups: int = 1, effort: int | None = None
+) -> np.ndarray | None:
     """
     Minimises the sum over groups of the most loaded bin, and `overhead` for each group used beyond the fewest.
 
     Variables are, in this order: whether item i is in bin b [n * bins], the peak of each group, whether it is used.
     Groups stand by falling peak, which leaves one of their equal permutations.
 
+    Args:
+        effort (`int`, *optional*): Nodes of the search times items times bins, after which it is given up; a clock
+            would give one placement here and another there.
+
     Returns:
         The assignment, whose first groups are the used ones, or `None` when the items do not fit.
 
     Raises:
-        ValueError: when there are too many items and bins.
+        TooLargeError: when there are too many items and bins, or the search does not come to an end.
     """
     n, width, groups = len(items), bins.count, bins.groups
     if n * width > _LARGEST:
-        raise ValueError(
+        raise TooLargeError(
             f"{n} sequences for {width} bins: planner='exact' is for small cases, up to {_LARGEST} as a product; use "
             "planner='longest_first'."
         )
+    nodes = None if effort is None else max(1, effort // (n * width or 1))
     scale = items.costs.max(initial=0) or 1.0
     costs = items.costs / scale
     chosen = np.arange(n * width).reshape(n, width)
@@ -70,8 +82,13 @@ def solve(items: Items, bins: Bins, *, overhead: float = 0.0, least_groups: int 
         constraints=scipy.optimize.LinearConstraint(rows.tocsr(), low, high),
         integrality=np.where(np.isin(np.arange(total), peak), 0, 1),
         bounds=scipy.optimize.Bounds(np.zeros(total), upper),
-        options={"mip_rel_gap": 1e-9},
+        options={"mip_rel_gap": 1e-9} | ({} if nodes is None else {"node_limit": nodes}),
     )
+    if nodes is not None and result.status not in (_SOLVED, _INFEASIBLE):
+        raise TooLargeError(
+            f"{n} sequences for {width} bins: planner='exact' did not come to an end within {nodes} nodes; use "
+            "planner='longest_first'."
+        )
     if result.x is None:
         return None
     return result.x[chosen].argmax(axis=1).astype(np.int64)

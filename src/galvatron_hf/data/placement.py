@@ -72,6 +72,7 @@ def place(
     least_micro_batches: int = 1,
     allowed: Callable[[int], bool] | None = None,
     planner: str = "longest_first",
+    effort: int | None = None,
 ) -> Placement:
     """
     Places every sequence once so that the step is short.
@@ -90,10 +91,12 @@ def place(
         allowed (`Callable`, *optional*): Whether it can run so many; there is always a larger number that it can.
         planner (`str`): "longest_first" (longest first and Karmarkar-Karp, then local search from there, so never
             worse than either), "karmarkar_karp", or "exact" (HiGHS; small cases only).
+        effort (`int`, *optional*): How long "exact" may search before it gives up: nodes of a search times sequences
+            times bins. Without a bound two dozen sequences may take minutes.
 
     Raises:
-        ValueError: for a sequence longer than `max_tokens`, an unknown planner, numbers out of range, or a case too
-            large for "exact".
+        ValueError: for a sequence longer than `max_tokens`, an unknown planner, or numbers out of range.
+        partition_exact.TooLargeError: a ValueError, for a case too large for "exact".
     """
     lengths = _checked(lengths, ranks, max_tokens, least_micro_batches)
     if planner not in PLANNERS:
@@ -112,7 +115,7 @@ def place(
     )
     micro_batches, assignment = step.search(planner)
     if planner == "exact":
-        micro_batches, assignment = step.solve(micro_batches, assignment)
+        micro_batches, assignment = step.solve(micro_batches, assignment, effort)
     return _placement(order, assignment, micro_batches, ranks, step.at_least)
 
 
@@ -215,7 +218,7 @@ class _Step:
                 break
         return best[1:]
 
-    def solve(self, micro_batches: int, assignment: np.ndarray) -> tuple[int, np.ndarray]:
+    def solve(self, micro_batches: int, assignment: np.ndarray, effort: int | None) -> tuple[int, np.ndarray]:
         """The best there is, where `assignment` is what a heuristic found."""
         best = self.seconds(micro_batches, self.bins(micro_batches).peaks(self.items, assignment))
         if self.stages == 1:
@@ -229,7 +232,8 @@ class _Step:
             bins = self.bins(count)
             if self.bound(self.least if self.stages == 1 else count) >= best:
                 continue
-            found = partition_exact.solve(self.items, bins, overhead=self.overhead, least_groups=self.least)
+            limits = dict(least_groups=self.least, effort=effort)
+            found = partition_exact.solve(self.items, bins, overhead=self.overhead, **limits)
             if found is None:
                 continue
             used = count if self.stages > 1 else max(self.least, int(found.max(initial=0)) // self.ranks + 1)

@@ -72,9 +72,9 @@ class PlanAhead:
     def _plan_next(self, lengths: Callable[[], np.ndarray | None]) -> tuple[np.ndarray, Planned] | None:
         try:
             expected = lengths()
-        except Exception:  # whatever a dataset raises: the lengths are known when its rows are read
-            expected = None
-        return None if expected is None else (expected, self._planned(expected))
+            return None if expected is None else (expected, self._planned(expected))
+        except Exception:  # whatever a dataset raises or says: the lengths are known when its rows are read
+            return None
 
     def _planned(self, lengths: np.ndarray) -> Planned:
         began, failure = time.perf_counter(), None

@@ -128,7 +128,10 @@ class PackingMixin:
         self._ahead, self._rows = None, None
 
     def _check_lengths(self) -> None:
+        """Before the first step, where rows have the tokens that the collator gives: others may cut them."""
         lengths, bound = self._known_lengths(), self._placer().bound
+        if not only_pads(self.data_collator):
+            return
         if bound is not None and self._long_sequences == "error" and (lengths > bound).any():
             row = int(lengths.argmax())
             raise ValueError(
@@ -276,7 +279,14 @@ class PackingMixin:
 
     def _place_evaluation(self, lengths: np.ndarray) -> Placement:
         placer = self._placer()
-        return placer.place(lengths, max(placer.capacity(lengths), int(lengths.max())))
+        most = max(placer.capacity(lengths), int(lengths.max()))
+        try:
+            return placer.place(lengths, most)
+        except Exception as error:  # as in a step of training
+            logger.warning_once(
+                f"Rows of an evaluation stay in order: the planner failed ({type(error).__name__}: {error})."
+            )
+            return placer.in_order(lengths, most)
 
     # ---- What is said of it ----
 

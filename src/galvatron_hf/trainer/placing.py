@@ -4,16 +4,23 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
 from transformers import TrainingArguments
+from transformers.utils import logging
 
+from galvatron_hf.data.partition_exact import TooLargeError
 from galvatron_hf.data.placement import PLANNERS, Placement, in_order, place
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.schedule import PipelineShape, orders
 from galvatron_hf.trainer.sequence_cost import StepCost
+
+
+logger = logging.get_logger(__name__)
+EXACT_EFFORT = 50_000  # seconds at most: a step waits for a placement that the one before it did not hide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,26 +77,34 @@ class Placer:
         """Tokens of a pack at most: by default what the plan's padded micro-batches of the longest rows would have."""
         if self.bound is not None:
             return self.bound
-        longest = max(int(lengths.max()), self.longest_row)
+        longest = max(int(lengths.max(initial=0)), self.longest_row)
         return -(-self.rows_of_pack * longest // self.multiple) * self.multiple
 
     def place(self, lengths: np.ndarray, max_tokens: int | None = None) -> Placement:
         """By cost, into as many micro-batches as the plan's schedule can run."""
         shape = PipelineShape.of(self.plan)
-        return place(
+        find = functools.partial(
+            place,
             lengths,
             self.packs,
             self.cost.sequence,
             max_tokens=max_tokens or self.capacity(lengths),
             overhead=self.cost.overhead,
             stages=len(self.plan.rank_lists),
-            planner=self.planner,
             allowed=lambda count: orders(shape, count),
         )
+        try:
+            return find(planner=self.planner, effort=EXACT_EFFORT)
+        except TooLargeError:
+            logger.warning_once(
+                f"A step of {len(lengths)} documents is too large for placement_planner='exact': 'longest_first' "
+                "places it, and others like it."
+            )
+            return find()
 
-    def in_order(self, lengths: np.ndarray) -> Placement:
+    def in_order(self, lengths: np.ndarray, max_tokens: int | None = None) -> Placement:
         """In the sampler's order."""
-        return in_order(lengths, self.packs, max_tokens=self.capacity(lengths))
+        return in_order(lengths, self.packs, max_tokens=max_tokens or self.capacity(lengths))
 
     def imbalance(self, placement: Placement, lengths: np.ndarray) -> float:
         """Slowest rank over the mean, as the cost model has it."""
