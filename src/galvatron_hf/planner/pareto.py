@@ -21,11 +21,10 @@ def nondominated(values: np.ndarray, block: int = 256) -> np.ndarray:
     for begin in range(0, count, block):
         part, names = rows[begin : begin + block], order[begin : begin + block]
         if len(kept):
-            free = ~(kept[:, None, 1:] <= part[None, :, 1:]).all(axis=2).any(axis=0)
+            free = ~_at_most(kept[:, 1:], part[:, 1:]).any(axis=0)
             part, names = part[free], names[free]
         # In order of the first column, a row can only be dominated by an earlier one.
-        earlier = (part[:, None, 1:] <= part[None, :, 1:]).all(axis=2)
-        free = ~np.triu(earlier, 1).any(axis=0)
+        free = ~np.triu(_at_most(part[:, 1:], part[:, 1:]), 1).any(axis=0)
         kept = np.concatenate([kept, part[free]])
         indices.append(names[free])
     return np.concatenate(indices)
@@ -35,9 +34,17 @@ def dominated(values: np.ndarray, by: np.ndarray, *, strictly: bool, block: int 
     """(N,) whether some row of `by` is at most equal in every column, and `strictly` less in one."""
     found = np.zeros(len(values), dtype=bool)
     for begin in range(0, len(by), block):
-        rows = by[begin : begin + block, None]
-        better = (rows <= values).all(axis=2)
+        rows = by[begin : begin + block]
+        better = _at_most(rows, values)
         if strictly:
-            better &= (rows < values).any(axis=2)
+            better &= ~_at_most(values, rows).T
         found |= better.any(axis=0)
+    return found
+
+
+def _at_most(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """(M, N) whether each of M rows is at most equal to each of N others in every column."""
+    found = np.ones((len(rows), len(others)), dtype=bool)
+    for ours, theirs in zip(np.ascontiguousarray(rows.T), np.ascontiguousarray(others.T), strict=True):
+        found &= ours[:, None] <= theirs
     return found
