@@ -10,9 +10,14 @@ import numpy as np
 from galvatron_hf.model_shape import WeightShape
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy
 from galvatron_hf.planner.cost import Workload
-from galvatron_hf.planner.space import Limits, layer_strategies, powers, vocabulary_strategies
+from galvatron_hf.planner.space import Limits, layer_strategies, vocabulary_strategies
 from galvatron_hf.profiler.hardware_profile import KINDS, HardwareProfile, Link
 from galvatron_hf.profiler.model_profile import STRETCHES, EndProfile, LayerProfile, ModelProfile, TimeFit, Times
+
+
+def powers(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most`."""
+    return [1 << exponent for exponent in range(max(most, 0).bit_length())]
 
 
 def random_hardware(seed: int, *, world_size: int, memory_bytes: int) -> HardwareProfile:
@@ -111,11 +116,13 @@ def workload(rows: int, length: int = 8) -> Workload:
 
 
 def every_plan(hardware: HardwareProfile, model: ModelProfile, rows: int, limits: Limits) -> Iterator[ParallelPlan]:
-    """All plans of the space, by plain enumeration: any number of micro-batches, any cut, two like rounds or one."""
+    """All plans of the space, by plain enumeration: any number of micro-batches, any cut, up to three like rounds."""
     world, layers = hardware.world_size, len(model.layers)
-    for pipeline, rounds in itertools.product(powers(min(world, layers)), (1, 2)):
+    for pipeline, rounds in itertools.product(range(1, 1 + min(world, layers)), range(1, 1 + min(limits.rounds, 3))):
         share = layers // rounds
         alike = model.layers == model.layers[:share] * rounds
+        if world % pipeline:
+            continue
         if limits.pipeline and pipeline not in limits.pipeline or rounds > 1 and (pipeline == 1 or not alike):
             continue
         ranks = world // pipeline

@@ -4,6 +4,7 @@
 
 import json
 import math
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from branches import random_branch
 from galvatron_hf.cli.main import main
-from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy
+from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, SequenceGroups, Stage, VocabularyStrategy
 from galvatron_hf.planner.alternatives import alternatives
 from galvatron_hf.planner.cost import CostModel, Workload, largest_move
 from galvatron_hf.planner.cut_bounds import least_memory
@@ -48,6 +49,10 @@ CASES = [
     (2, 4, 5, 1, False, Limits(sequence=(), sharding=("replicate",), pipeline=(2,))),
     (2, 4, 2, 2, True, Limits(sequence=(), sharding=("replicate",), pipeline=(2,))),
     (4, 4, 3, 1, False, Limits(sequence=("megatron",), sharding=("zero3",), recompute=("none",), pipeline=(2,))),
+    # three rounds of them; numbers of ranks that are no powers of two, with fewer rows than ranks
+    (2, 6, 4, 1, False, Limits(sequence=(), sharding=("replicate",), pipeline=(2,))),
+    (3, 3, 2, 1, False, Limits(sequence=(), sharding=("replicate", "zero3"))),
+    (6, 2, 4, 1, False, Limits(sequence=("none",), sharding=("zero2",), recompute=("none",))),
 ]
 
 
@@ -265,6 +270,36 @@ def test_the_sum_of_copies_of_shards_hides_behind_nothing_where_computing_hides_
     assert found == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_shards_of_a_single_piece_are_priced_as_whole_weights(seed):
+    """Nothing is cut then, and what is in no search may not be cheaper than what is."""
+    model, hardware = random_model(seed, layers=3), random_hardware(seed, world_size=4, memory_bytes=1 << 40)
+    whole = estimate_plan(hardware, model, workload(8), ParallelPlan.uniform(4, 3, sharding="replicate"))
+    for sharding in ("zero2", "zero3"):
+        cut = ParallelPlan.uniform(4, 3, sharding=sharding, shard_degree=1)
+        assert estimate_plan(hardware, model, workload(8), cut).step_ms == whole.step_ms
+
+
+@pytest.mark.parametrize("layers, ranks, rows", [(8, 6, 2), (8, 12, 5), (4, 9, 8), (7, 7, 3)])
+def test_devices_that_are_no_power_of_two_have_plans(layers, ranks, rows):
+    model, hardware = random_model(1, layers=layers), random_hardware(1, world_size=ranks, memory_bytes=1 << 40)
+    best = search_plan(hardware, model, workload(rows)).best
+    for pipeline in (degree for degree in range(1, layers + 1) if ranks % degree == 0):
+        for sharding in ("replicate", "zero2", "zero3"):
+            plan = ParallelPlan.uniform(ranks, layers, pipeline=pipeline, micro_batches=rows, sharding=sharding)
+            assert best.step_ms <= estimate_plan(hardware, model, workload(rows), plan).step_ms
+
+
+def test_memory_that_is_advised_is_enough():
+    hardware = random_hardware(0, world_size=4, memory_bytes=1 << 40)
+    for least in (14014696704, 14495514624, 51539607552, 123456789, 4321):
+        result = replace(
+            search_plan(hardware, random_model(0, layers=2), workload(4), memory_bytes=1), least_memory_bytes=least
+        )
+        advised = re.search(r"the least is ([0-9.]+) GiB", result.nothing_fits).group(1)
+        assert least <= float(advised) * 2**30 < 1.01 * least + 8
+
+
 def test_a_result_explains_itself():
     hardware, model = random_hardware(1, world_size=4, memory_bytes=1 << 40), random_model(1, layers=4)
     result = search_plan(hardware, model, workload(8))
@@ -274,7 +309,7 @@ def test_a_result_explains_itself():
     for other in alternatives(hardware, model, workload(8), memory_bytes=hardware.memory_bytes):
         assert f"{other.best.step_ms / result.best.step_ms:.2f}x as long" in text
     none = search_plan(hardware, model, workload(8), memory_bytes=1)
-    with pytest.raises(ValueError, match="No plan fits 0.00 GiB a device: the least is"):
+    with pytest.raises(ValueError, match="No plan fits 0.000.* GiB a device: the least is"):
         none.explain()
     tight = search_plan(hardware, model, workload(8), memory_bytes=max(result.best.memory_bytes)).explain(
         compare=False
@@ -294,6 +329,17 @@ def test_plans_without_a_price_are_refused():
     unknown = ParallelPlan(world_size=4, stacks={"decoder": 4}, layers=(LayerStrategy(tensor=4),) * 4)
     with pytest.raises(ValueError, match="says nothing of degree .*; profile the model with it."):
         estimate_plan(hardware, model, workload(8), unknown)
+    with pytest.raises(ValueError, match="for 2 devices and the hardware profile has 4; make a plan for 4"):
+        estimate_plan(hardware, model, workload(8), ParallelPlan.uniform(2, 4))
+    for name in ("context", "expert"):
+        with pytest.raises(ValueError, match=f"{name}=2 has no price yet; give a plan with {name}=1."):
+            estimate_plan(hardware, model, workload(8), ParallelPlan.uniform(4, 4, **{name: 2}))
+    grouped = replace(ParallelPlan.uniform(4, 4), sequence_groups=SequenceGroups(max_tokens_per_rank=8, max_degree=2))
+    with pytest.raises(ValueError, match="sequence_groups have no price yet; give a plan without them."):
+        estimate_plan(hardware, model, workload(8), grouped)
+    strided = [Stage(ranks=(0, 2), layers=(0, 2)), Stage(ranks=(1, 3), layers=(2, 4))]
+    with pytest.raises(ValueError, match="have no price yet; give them consecutive ranks, from 0 on."):
+        estimate_plan(hardware, model, workload(8), replace(ParallelPlan.uniform(4, 4), stages=tuple(strided)))
     late = ParallelPlan.uniform(4, 4, pipeline=2, micro_batches=4, schedule="zero_bubble", sharding="zero2")
     with pytest.raises(ValueError, match="schedule 'zero_bubble' has no price yet"):
         estimate_plan(hardware, model, workload(8), late)
@@ -335,6 +381,8 @@ def interleaved(first: LayerStrategy, second: LayerStrategy, micro_batches: int 
 def test_limits_without_a_plan_are_told():
     hardware, model = random_hardware(0, world_size=4, memory_bytes=1 << 40), random_model(0, layers=4)
     with pytest.raises(ValueError, match="No plan for 4 devices and 8 rows is within the limits"):
+        search_plan(hardware, model, workload(8), limits=Limits(sharding=(), pipeline=(1,)))
+    with pytest.raises(ValueError, match=r"pipeline=\(3,\): 4 devices and 4 layers .* use one of 1, 2, 4."):
         search_plan(hardware, model, workload(8), limits=Limits(pipeline=(3,)))
 
 
@@ -358,6 +406,39 @@ def test_search_and_estimate_print_the_same_of_a_plan(capsys, tmp_path):
     )
     theirs = json.loads(capsys.readouterr().out)
     assert theirs["step_ms"] > found["step_ms"] and len(theirs["memory_bytes"]) == 2
+
+
+def test_a_plan_of_other_number_formats_is_priced_with_a_word(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    ParallelPlan.uniform(8, 32, precision=Precision(compute="bf16", master="bf16")).to_json(path)
+    assert main(["estimate", *FLAGS, "--json", "--plan", str(path)]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["step_ms"] > 0
+    assert '"master": "bf16"' in printed.err and "it is priced in" in printed.err
+
+
+@pytest.mark.parametrize("path, reason", [("", "is a folder"), ("none/plan.json", "is in no folder that exists")])
+def test_an_output_that_cannot_be_written_is_refused_before_the_search(capsys, tmp_path, path, reason):
+    with pytest.raises(SystemExit) as stopped:
+        main(["search", *FLAGS, "--output", str(tmp_path / path)])
+    assert stopped.value.code == 2 and reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "given, reason",
+    [
+        ({"hidden_size": "x"}, "has no configuration that transformers knows"),
+        ({"num_attention_heads": 3, "hidden_size": 64}, "has no configuration that transformers knows"),
+        ({"num_hidden_layers": 0}, "The model has no layers"),
+    ],
+)
+def test_a_configuration_that_makes_no_model_is_told_in_a_sentence(capsys, tmp_path, given, reason):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 1, **given}))
+    flags = ["--model", str(path), "--cluster", "h100", "--seq-length", "64", "--global-batch", "8"]
+    assert main(["search", *flags]) == 1
+    printed = capsys.readouterr().err
+    assert reason in printed and "Traceback" not in printed
 
 
 def test_explain_holds_a_plan_against_the_fastest(capsys):
@@ -388,8 +469,12 @@ def test_the_tables_name_what_was_assumed(capsys):
         (["--global-batch", "8", "--seq-length", "128", "--cluster", "h100"], "The model is not known"),
         (["--global-batch", "8", "--seq-length", "128"], "The cluster is not known"),
         (["--global-batch", "0", "--seq-length", "128"], "count from 1"),
-        ([*FLAGS, "--rounds", "0"], "--rounds 0 is no power of two: give 1, 2, 4 or more."),
-        ([*FLAGS, "--rounds", "3"], "--rounds 3 is no power of two"),
+        ([*FLAGS, "--rounds", "0"], "--rounds 0 counts stages of a device: give 1 or more."),
+        ([*FLAGS, "--max-tensor", "0"], "tensor is 0, which is outside"),
+        ([*FLAGS, "--pipeline", "3"], "pipeline=(3,): 8 devices and 32 layers make no pipeline of such a degree"),
+        ([*FLAGS, "--micro-batches", "99"], "micro_batches=(99,): a step of 64 rows has at most 64"),
+        ([*FLAGS, "--micro-batches", "0"], "micro_batches is 0, which is outside"),
+        ([*FLAGS, "--global-batch", str(10**10)], "--global-batch 10000000000 is above"),
     ],
 )
 def test_flags_that_do_not_fit_are_told_in_a_sentence(capsys, flags, sentence):

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from galvatron_hf.cli.files import output_file
+
 
 if TYPE_CHECKING:
     from galvatron_hf.profiler.hardware_profile import HardwareProfile, Link
@@ -29,7 +31,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         description="Measure links, matrix products and memory. Launch it like training, for example with "
         "`torchrun --nproc_per_node 4 --no-python galvatron profile-hardware`; by itself it measures one process.",
     )
-    parser.add_argument("--output", metavar="FILE", help="write the profile here, as JSON")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="write the profile here, as JSON")
     parser.add_argument("--json", action="store_true", help="print the profile as JSON and not as a table")
     parser.add_argument("--sizes", metavar="SIZE,...", help="bytes of the messages to time, such as 64KiB,1MiB,16MiB")
     parser.add_argument(

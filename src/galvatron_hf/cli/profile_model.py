@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from galvatron_hf.cli.files import output_file
 from galvatron_hf.cli.profile_hardware import launched_ranks
 
 
@@ -37,7 +38,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         "--max-degree", type=int, metavar="N", help="most tensor and Ulysses ranks (default: the world)"
     )
     parser.add_argument("--seconds", type=float, metavar="S", default=30.0, help="to measure for (default: 30)")
-    parser.add_argument("--output", metavar="FILE", help="write the profile here, as JSON")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="write the profile here, as JSON")
     parser.add_argument("--json", action="store_true", help="print the profile as JSON and not as tables")
     parser.set_defaults(run=run)
 

@@ -10,10 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+
+from galvatron_hf.cli.files import output_file
 
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from galvatron_hf.profiler.model_profile import ModelProfile
 
 GIB = 1 << 30
+_MOST_ROWS = 1 << 20
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
@@ -36,7 +40,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         "nothing is run: give a preset (--cluster) or profiles of what was measured.",
     )
     _add_case(search)
-    search.add_argument("--output", metavar="FILE", help="write the plan here, as JSON")
+    search.add_argument("--output", type=output_file, metavar="FILE", help="write the plan here, as JSON")
     search.add_argument("--max-tensor", type=int, metavar="N", help="largest tensor degree (default: any)")
     search.add_argument("--pipeline", type=int, nargs="+", metavar="N", help="pipeline degrees to look at")
     search.add_argument("--micro-batches", type=int, nargs="+", metavar="N", help="numbers of them to look at")
@@ -71,7 +75,9 @@ def _add_case(parser: argparse.ArgumentParser) -> None:
     profiles.add_argument(
         "--hardware-profile", metavar="FILE", help="of `galvatron profile-hardware`, instead of --cluster"
     )
-    profiles.add_argument("--galvatron-profiles", metavar="DIR", help="model/ and hardware/ as Galvatron writes them")
+    profiles.add_argument(
+        "--galvatron-profiles", metavar="DIR", help="model/ and hardware/ as Galvatron writes them, under Megatron-SP"
+    )
     profiles.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (default: 1)")
     profiles.add_argument("--devices-per-node", type=int, default=8, metavar="N", help="of each (default: 8)")
     profiles.add_argument("--memory-gib", type=float, metavar="X", help="of a device (default: what the device has)")
@@ -90,7 +96,7 @@ def _add_rounds(parser: argparse.ArgumentParser) -> None:
         "--rounds",
         type=int,
         metavar="N",
-        help="most interleaved stages of a pipeline on a device, a power of two (default: 4; 1, which are none, with "
+        help="most interleaved stages of a pipeline on a device (default: 4; 1, which are none, with "
         "--galvatron-profiles, because Galvatron has no such plans)",
     )
 
@@ -141,6 +147,7 @@ def run_estimate(given: argparse.Namespace) -> int:
 
     hardware, model, workload, budget = read_case(given)
     plan = read_plan(given.plan, hardware.world_size)
+    _warn_of_precision(plan, workload)
     found = explain_plan(hardware, model, workload, plan)
     if given.json:
         said = {"search_seconds": 0.0, "memory_budget_bytes": budget, "step_ms_by_kind": found.step_ms()}
@@ -160,6 +167,7 @@ def run_explain(given: argparse.Namespace) -> int:
 
     hardware, model, workload, budget = read_case(given)
     plan = read_plan(given.plan, hardware.world_size)
+    _warn_of_precision(plan, workload)
     found = explain_plan(hardware, model, workload, plan)
     limits = Limits(rounds=rounds_of(given))
     result = search_plan(hardware, model, workload, memory_bytes=budget, limits=limits, progress=True)
@@ -208,6 +216,8 @@ def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile,
 
     if min(given.global_batch, given.seq_length, given.nodes, given.devices_per_node) < 1:
         raise ValueError("--global-batch, --seq-length, --nodes and --devices-per-node count from 1: give more.")
+    if given.global_batch > _MOST_ROWS:
+        raise ValueError(f"--global-batch {given.global_batch} is above {_MOST_ROWS}: give the rows of one step.")
     if given.memory_gib is not None and not 0 < given.memory_gib < 2**20:
         raise ValueError(f"--memory-gib {given.memory_gib} is no memory of a device: give GiB, such as 80.")
     hardware, model = _galvatron(given) if given.galvatron_profiles is not None else _profiles(given)
@@ -231,8 +241,8 @@ def rounds_of(given: argparse.Namespace) -> int:
 
     if given.rounds is None:
         return 1 if given.galvatron_profiles is not None else Limits.rounds
-    if given.rounds < 1 or given.rounds & (given.rounds - 1):
-        raise ValueError(f"--rounds {given.rounds} is no power of two: give 1, 2, 4 or more.")
+    if given.rounds < 1:
+        raise ValueError(f"--rounds {given.rounds} counts stages of a device: give 1 or more.")
     return given.rounds
 
 
@@ -282,6 +292,13 @@ def read_plan(path: str, world_size: int) -> ParallelPlan:
 
     raw = read_object(path)
     return ParallelPlan.from_galvatron(raw, world_size) if "pp_deg" in raw else ParallelPlan.from_json(raw)
+
+
+def _warn_of_precision(plan: ParallelPlan, workload: Workload) -> None:
+    """Says on standard error where the price is in other number formats than the plan's own."""
+    if plan.precision not in (None, workload.precision):
+        own, priced_in = (json.dumps(asdict(precision)) for precision in (plan.precision, workload.precision))
+        print(f"The plan's precision is {own}; it is priced in {priced_in}.", file=sys.stderr)
 
 
 def _show(result: SearchResult, compare: bool, case: tuple[HardwareProfile, ModelProfile, Workload]) -> None:

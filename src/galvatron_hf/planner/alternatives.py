@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from galvatron_hf.planner.cost import Workload
 from galvatron_hf.planner.search import Estimate, search_plan
-from galvatron_hf.planner.space import Limits, powers
+from galvatron_hf.planner.space import Limits
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import ModelProfile
 
@@ -42,12 +42,11 @@ def alternatives(
     interleaved stages on a rank list. With `progress` each search shows a bar.
     """
     plain = Limits(tensor=1, sequence=(), hybrid_sharding=False, pipeline=(1,))
-    stages = tuple(powers(min(hardware.world_size, len(model.layers))))
     kinds = {
         "DDP": replace(plain, sharding=("replicate",)),
         "ZeRO-3": replace(plain, sharding=("zero3",)),
         "Megatron TP + PP": Limits(
-            sequence=("megatron",), sharding=("replicate",), hybrid_sharding=False, pipeline=stages, rounds=rounds
+            sequence=("megatron",), sharding=("replicate",), hybrid_sharding=False, rounds=rounds
         ),
         "ZeRO-3 + Ulysses": replace(plain, sequence=("ulysses",), sharding=("zero3",)),
     }

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,12 +16,13 @@ import numpy as np
 
 from galvatron_hf.pipeline_shape import PipelineShape, orders
 from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.plan_checks import divisors
 from galvatron_hf.planner.branch import Choice, Score, score
 from galvatron_hf.planner.cost import CostModel, Workload
 from galvatron_hf.planner.cut_bounds import CutBounds, least_memory
 from galvatron_hf.planner.exact import solve
 from galvatron_hf.planner.problem import PICOSECONDS, Draft, Prices, Problem
-from galvatron_hf.planner.space import Limits, layer_strategies, powers, schedules, vocabulary_strategies
+from galvatron_hf.planner.space import Limits, layer_strategies, schedules, vocabulary_strategies
 from galvatron_hf.planner.step_shape import StepShape
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model_profile import ModelProfile
@@ -115,10 +117,15 @@ class SearchResult:
     def nothing_fits(self) -> str:
         """Why there is no best plan, in a sentence."""
         return (
-            f"No plan fits {self.memory_bytes / GIB:.2f} GiB a device: the least is "
-            f"{self.least_memory_bytes / GIB:.2f} GiB; allow so much, more devices, shorter rows or a smaller global "
-            "batch."
+            f"No plan fits {gib(self.memory_bytes)} GiB a device: the least is {gib(self.least_memory_bytes)} GiB; "
+            "allow so much, more devices, shorter rows or a smaller global batch."
         )
+
+
+def gib(size: int) -> str:
+    """GiB, rounded up to two decimals or three digits, so that whoever allows as much allows `size` bytes."""
+    digits = max(2, 2 - math.floor(math.log10(max(size, 1) / GIB)))
+    return f"{math.ceil(size * 10**digits / GIB) / 10**digits:.{digits}f}"
 
 
 def search_plan(
@@ -139,11 +146,15 @@ def search_plan(
         memory_bytes (`int`, *optional*): Budget of a rank; None is the device's memory.
         limits ([`Limits`], *optional*): Of the space.
         progress (`bool`, defaults to `False`): Whether the first rank shows a bar.
+
+    Raises:
+        ValueError: for limits within which there is no plan.
     """
     begun = time.perf_counter()
     limits = limits or Limits()
     budget = hardware.memory_bytes if memory_bytes is None else memory_bytes
     world = hardware.world_size
+    _check_limits(limits, world, len(model.layers), workload.rows)
     drafts = list(_drafts(hardware, model, workload, limits))
     if not drafts:
         raise ValueError(
@@ -207,10 +218,12 @@ def estimate_plan(hardware: HardwareProfile, model: ModelProfile, workload: Work
     Raises:
         ValueError: for a plan that the cost model cannot price.
     """
-    if plan.schedule == "zero_bubble" and len(plan.stages) > 1:
-        raise ValueError("schedule 'zero_bubble' has no price yet; give a plan with '1f1b', 'interleaved' or 'gpipe'.")
-    if len({len(stage.ranks) for stage in plan.stages}) > 1:
-        raise ValueError("stages of unequal size have no price yet; give each the same number of ranks.")
+    if plan.world_size != hardware.world_size:
+        raise ValueError(
+            f"The plan is for {plan.world_size} devices and the hardware profile has {hardware.world_size}; make a "
+            f"plan for {hardware.world_size}, or profile {plan.world_size}."
+        )
+    _check_priced(plan)
     if plan.num_layers != len(model.layers):
         raise ValueError(
             f"The plan has {plan.num_layers} layers and the model {len(model.layers)}; make a plan for "
@@ -225,6 +238,24 @@ def estimate_plan(hardware: HardwareProfile, model: ModelProfile, workload: Work
     bounds = (0, *(stage.layers[1] for stage in plan.stages[: shape.pipeline]))
     options = tuple(strategies.index(layer) for layer in plan.layers[: len(draft.kinds)])
     return _estimate(problem, Choice(bounds=bounds, options=options, start=0, finish=0), workload, model, plan)
+
+
+def _check_priced(plan: ParallelPlan) -> None:
+    """Raises ValueError for what a plan may say and the cost model does not know."""
+    if plan.schedule == "zero_bubble" and len(plan.stages) > 1:
+        raise ValueError("schedule 'zero_bubble' has no price yet; give a plan with '1f1b', 'interleaved' or 'gpipe'.")
+    if len({len(stage.ranks) for stage in plan.stages}) > 1:
+        raise ValueError("stages of unequal size have no price yet; give each the same number of ranks.")
+    if list(itertools.chain(*plan.rank_lists)) != list(range(plan.world_size)):
+        raise ValueError(
+            f"stages on the ranks {plan.rank_lists} have no price yet; give them consecutive ranks, from 0 on."
+        )
+    for name in ("context", "expert"):
+        degree = max(getattr(layer, name) for layer in plan.layers)
+        if degree > 1:
+            raise ValueError(f"{name}={degree} has no price yet; give a plan with {name}=1.")
+    if plan.sequence_groups is not None:
+        raise ValueError("sequence_groups have no price yet; give a plan without them.")
 
 
 def _check_rounds(plan: ParallelPlan, shape: StepShape, model: ModelProfile) -> None:
@@ -253,11 +284,30 @@ def _check_rounds(plan: ParallelPlan, shape: StepShape, model: ModelProfile) -> 
         )
 
 
+def _pipelines(world: int, layers: int) -> list[int]:
+    """Degrees that give every rank list equally many ranks, and a layer."""
+    return [degree for degree in divisors(world) if degree <= layers]
+
+
+def _check_limits(limits: Limits, world: int, layers: int, rows: int) -> None:
+    """Raises ValueError where a single limit leaves no plan."""
+    degrees = _pipelines(world, layers)
+    if limits.pipeline is not None and not set(limits.pipeline) & set(degrees):
+        raise ValueError(
+            f"pipeline={limits.pipeline}: {world} devices and {layers} layers make no pipeline of such a degree; use "
+            f"one of {', '.join(map(str, degrees))}."
+        )
+    if limits.micro_batches is not None and min(limits.micro_batches, default=rows + 1) > rows:
+        raise ValueError(
+            f"micro_batches={limits.micro_batches}: a step of {rows} rows has at most {rows}; use fewer of them."
+        )
+
+
 def _drafts(hardware: HardwareProfile, model: ModelProfile, workload: Workload, limits: Limits) -> Iterator[Draft]:
     """Every way to cut the step, with the strategies that its stages and micro-batches allow."""
     world = hardware.world_size
-    for pipeline in powers(min(world, len(model.layers))):
-        if world % pipeline or (limits.pipeline is not None and pipeline not in limits.pipeline):
+    for pipeline in _pipelines(world, len(model.layers)):
+        if limits.pipeline is not None and pipeline not in limits.pipeline:
             continue
         ranks = world // pipeline
         endings = _ends(vocabulary_strategies(ranks, model, limits), model.tied)
@@ -295,7 +345,7 @@ def micro_batchings(rows: int) -> list[tuple[int, range]]:
 
 def _row_counts(rows: int, ranks: int) -> list[int]:
     """Rows with those that are added: none, or up to a data degree that is larger."""
-    return [rows] + [degree for degree in powers(ranks) if degree > rows]
+    return [rows] + [degree for degree in divisors(ranks) if degree > rows]
 
 
 def _ends(vocabulary: list, tied: bool) -> list[list]:

@@ -4,21 +4,24 @@
 
 First the ranks are shared out to tensor, Ulysses and data parallelism (context and expert degrees, which
 [`~galvatron_hf.plan.LayerStrategy`] has too, stay 1 until they run), then positions are split over the tensor ranks or
-not, then weights are sharded or copied, then activations are kept or computed again. Degrees are powers of two.
-Pipelines are 1F1B, or interleaved in rounds that are alike, of at least as many micro-batches as rank lists: GPipe
-takes no less time and keeps all of a step's activations, the zero-bubble schedules have no price yet.
+not, then weights are sharded or copied, then activations are kept or computed again. Tensor and Ulysses degrees are
+those of the model profile, powers of two; all other degrees are any that divide what they share out. Pipelines are
+1F1B, or interleaved in rounds that are alike, of at least as many micro-batches as rank lists: GPipe takes no less
+time and keeps all of a step's activations, the zero-bubble schedules have no price yet.
 Source: Galvatron (arXiv 2211.13878), section 3.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from galvatron_hf.model_shape import WeightShape
 from galvatron_hf.pipeline_shape import PipelineShape, in_a_round, orders
 from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
+from galvatron_hf.plan_checks import check_int, divisors
 from galvatron_hf.profiler.model_profile import ModelProfile
 
 
@@ -35,6 +38,9 @@ class Limits:
         recompute (`tuple[str, ...]`): Of "none" and "full".
         pipeline, micro_batches (`tuple[int, ...]`, *optional*): Degrees and counts; None allows all.
         rounds (`int`): Most stages that a rank list of a pipeline has; more than 1 are interleaved.
+
+    Raises:
+        ValueError: for degrees and counts below 1.
     """
 
     tensor: int | None = None
@@ -46,10 +52,13 @@ class Limits:
     micro_batches: tuple[int, ...] | None = None
     rounds: int = 4
 
-
-def powers(most: int) -> list[int]:
-    """1, 2, 4, ... up to `most`."""
-    return [1 << exponent for exponent in range(max(most, 0).bit_length())]
+    def __post_init__(self):
+        given = {"tensor": (self.tensor,), "rounds": (self.rounds,)}
+        given |= {"pipeline": self.pipeline or (None,), "micro_batches": self.micro_batches or (None,)}
+        for name, values in given.items():
+            for value in values:
+                if value is not None:
+                    check_int(name, value, high=sys.maxsize)
 
 
 def schedules(
@@ -74,7 +83,7 @@ def schedules(
     enough = [count for count in counts if count >= pipeline]
     for count in sorted({counts[0], *enough[:1]}):
         yield "1f1b", 1, count
-    for rounds in powers(min(limits.rounds, len(layers) // pipeline))[1:] if pipeline > 1 else []:
+    for rounds in range(2, 1 + min(limits.rounds, len(layers) // pipeline)) if pipeline > 1 else ():
         alike = tuple(layers[: len(layers) // rounds]) * rounds == tuple(layers)
         shape, least = PipelineShape(schedule="interleaved", places=tuple(range(pipeline)) * rounds), math.inf
         for count in enough if alike else []:
@@ -149,6 +158,5 @@ def _all_shardings(ranks: int, limits: Limits) -> Iterator[tuple[str, int | None
             continue
         yield sharding, None
         if limits.hybrid_sharding:
-            for degree in powers(ranks // 2)[1:]:
-                if ranks % degree == 0:
-                    yield sharding, degree
+            for degree in divisors(ranks)[1:-1]:
+                yield sharding, degree

@@ -70,7 +70,7 @@ def weight_costs(
     gather = ms("all_gather", shards, tensor, elements * element, "weights")
     reduce = ms("reduce_scatter", shards, tensor, shards * elements * reduced, "weights")
     whole, casts, replicated = shards * elements, element < 4, strategy.sharding == "replicate"
-    factor = "synchronization" if replicated else "weights"
+    factor = "synchronization" if shards == 1 else "weights"
     copied = ms("all_reduce", copies, tensor * shards, elements * reduced, factor)
     kept = {"replicate": whole if casts else 0, "zero2": whole, "zero3": 0}[strategy.sharding]
     largest = max((weight.shard_elements(tensor, 0, 1) for weight in weights), default=0)
@@ -80,8 +80,8 @@ def weight_costs(
         gather_ms=gather if strategy.sharding == "zero3" else 0.0,
         reduce_ms=0.0 if replicated else reduce,
         gather_once_ms=gather if strategy.sharding == "zero2" else 0.0,
-        copies_ms=copied if replicated else 0.0,
-        shard_copies_ms=0.0 if replicated else copied,
+        copies_ms=copied if shards == 1 else 0.0,
+        shard_copies_ms=0.0 if shards == 1 else copied,
         state_bytes=elements * (STATE_BYTES + GRADIENT_BYTES) + kept * element,
         gathered_bytes=kept * element,
         reduction_bytes=0 if replicated else whole * reduced,

@@ -57,6 +57,8 @@ def layer_kinds(model: PreTrainedModel) -> tuple[int, ...]:
     for index, layer in enumerate(model.base_model.get_submodule(adapter.layers)):
         key = (None if types is None else types[index], *_settings(layer))
         kinds.append(seen.setdefault(key, len(seen)))
+    if not kinds:
+        raise ValueError("The model has no layers, and there is nothing to plan; give it some.")
     return tuple(kinds)
 
 

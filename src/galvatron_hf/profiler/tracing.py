@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
@@ -140,7 +141,7 @@ def read_config(source: PreTrainedConfig | str | os.PathLike) -> PreTrainedConfi
         raise ValueError(f"{str(source)!r} is no folder and no file: give a folder with a config.json, or the file.")
     try:
         return AutoConfig.from_pretrained(source, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         problem = " ".join(str(error).split())[:120]
         raise ValueError(
             f"{str(source)!r} has no configuration that transformers knows ({problem}); give a config.json."
