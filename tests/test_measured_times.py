@@ -58,7 +58,8 @@ def test_links_of_a_synthetic_machine_are_recovered(monkeypatch):
         repetition[0] = 0
         # 28 trials: the third call is another one's in each repetition, and all have one disturbed of three
         return [
-            dataclasses.astuple(link) for link in measure_links(CPU, (4096, 1 << 20), 3, 10.0, 1e6, lambda what: None)
+            dataclasses.astuple(link)
+            for link in measure_links(CPU, 4, (4096, 1 << 20), 3, 10.0, 1e6, lambda what: None)
         ]
 
     found = run_ranks(fitted, 4)

@@ -290,6 +290,23 @@ def test_devices_that_are_no_power_of_two_have_plans(layers, ranks, rows):
             assert best.step_ms <= estimate_plan(hardware, model, workload(rows), plan).step_ms
 
 
+@pytest.mark.parametrize("nodes, devices", [(1, 3), (3, 1), (1, 5), (7, 1), (3, 3), (3, 4), (5, 2)])
+def test_every_preset_has_what_pipelines_of_any_degree_send(nodes, devices):
+    hardware, ranks = HardwareProfile.preset("h100", nodes, devices), nodes * devices
+    for stride in range(1, ranks):
+        link = hardware.link("send", 2, stride)
+        alike = [
+            one
+            for one in hardware.links
+            if one.kind == "send" and (2 * one.stride > devices) == (2 * stride > devices)
+        ]
+        assert (link.latency_ms, link.bytes_per_s) in {(one.latency_ms, one.bytes_per_s) for one in alike}
+    model, work = random_model(0, layers=ranks), workload(2 * ranks)
+    deep = ParallelPlan.uniform(ranks, ranks, pipeline=ranks, micro_batches=2 * ranks, sharding="replicate")
+    best = search_plan(hardware, model, work, limits=Limits(sequence=(), sharding=("replicate",))).best
+    assert best.step_ms <= estimate_plan(hardware, model, work, deep).step_ms
+
+
 def test_memory_that_is_advised_is_enough():
     hardware = random_hardware(0, world_size=4, memory_bytes=1 << 40)
     for least in (14014696704, 14495514624, 51539607552, 123456789, 4321):

@@ -66,7 +66,9 @@ def read_object(source: Any, what: str = "plan") -> dict[str, Any]:
         parsed = json.loads(text, object_pairs_hook=_unique_names, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise ValueError(f"the {what} is not JSON ({error.msg.lower()} at {where}): correct it there") from None
+        raise ValueError(
+            f"the {what} is not JSON ({error.msg.lower().removesuffix(' at')} at {where}): correct it there"
+        ) from None
     except RecursionError:
         raise ValueError(f"the {what} is nested too deeply to be read: flatten it") from None
     except _Refused as error:

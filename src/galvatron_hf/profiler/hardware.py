@@ -68,7 +68,7 @@ def profile_hardware(
     device = torch.device(device) if device is not None else default_device()
     nodes, devices_per_node = nodes_of(local_world_size)
     sweep = _Sweep.of(device, sizes, repetitions, seconds)
-    measured = _measured(device, sweep, nodes * devices_per_node, progress)
+    measured = _measured(device, sweep, nodes, devices_per_node, progress)
     slowdowns = measured.pop("slowdowns")
     made = machine(device) | _measurement(begun, str(sweep), slowdowns)
     overlaps = bool(slowdowns) and made["backend"] == "nccl"
@@ -108,21 +108,24 @@ class _Sweep:
         sizes = ", ".join(map(str, self.sizes))
         return f"{self.repetitions} x {sizes} bytes at most, up to {self.window_ms:g} ms each"
 
-    def steps(self, world_size: int) -> int:
+    def steps(self, world_size: int, devices_per_node: int) -> int:
         """Of a progress bar."""
         overlaps = (world_size > 1) * self.repetitions
-        return _NUMBER_FORMATS + overlaps + count_steps(world_size, self.sizes, self.repetitions)
+        return _NUMBER_FORMATS + overlaps + count_steps(world_size, devices_per_node, self.sizes, self.repetitions)
 
 
-def _measured(device: torch.device, sweep: _Sweep, world_size: int, progress: bool) -> dict[str, Any]:
+def _measured(
+    device: torch.device, sweep: _Sweep, nodes: int, devices_per_node: int, progress: bool
+) -> dict[str, Any]:
     """Rates, links and the time of an empty step, by their names in a profile, and `slowdowns`; collective."""
-    repetitions, window_ms = sweep.repetitions, sweep.window_ms
-    with progress_bar(sweep.steps(world_size), progress and is_rank_0()) as step:
+    repetitions, window_ms, world_size = sweep.repetitions, sweep.window_ms, nodes * devices_per_node
+    with progress_bar(sweep.steps(world_size, devices_per_node), progress and is_rank_0()) as step:
         found = {"flops_per_s": measure_flops(device, repetitions, window_ms, step), "links": (), "slowdowns": {}}
         if world_size > 1:
             found["slowdowns"] = measure_overlap(device, repetitions, max(window_ms, _OVERLAP_MS), step)
             found["step_ms"] = measure_step(device, repetitions)
-            found["links"] = measure_links(device, sweep.sizes, repetitions, window_ms, sweep.seconds, step)
+            sizes, seconds = sweep.sizes, sweep.seconds
+            found["links"] = measure_links(device, devices_per_node, sizes, repetitions, window_ms, seconds, step)
     return found
 
 

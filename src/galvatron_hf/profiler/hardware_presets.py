@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from galvatron_hf.plan_checks import MAX_RANKS, check_choice, check_int
-from galvatron_hf.profiler.hardware_profile import KINDS, HardwareProfile, Link, arrangements
+from galvatron_hf.profiler.hardware_profile import HardwareProfile, Link, arrangements_by_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ PRESETS = tuple(_DEVICES)
 
 def preset(name: str, nodes: int, devices_per_node: int) -> HardwareProfile:
     """
-    A cluster of devices of one kind, with a link for every arrangement of [`arrangements`].
+    A cluster of devices of one kind, with a link of each of [`arrangements_by_kind`].
 
     Args:
         name (`str`): one of `PRESETS`.
@@ -121,9 +121,8 @@ def preset(name: str, nodes: int, devices_per_node: int) -> HardwareProfile:
     device = _DEVICES[name]
     links = [
         _link(device, kind, ranks, stride, devices_per_node)
-        for ranks, stride in arrangements(nodes * devices_per_node)
-        for kind in KINDS
-        if kind != "send" or ranks == 2
+        for (ranks, stride), kinds in arrangements_by_kind(nodes * devices_per_node, devices_per_node).items()
+        for kind in kinds
     ]
     return HardwareProfile(
         name=f"{nodes} x {devices_per_node} {name}",

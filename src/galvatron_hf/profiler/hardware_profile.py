@@ -55,6 +55,20 @@ def arrangements(world_size: int) -> Iterator[tuple[int, int]]:
         stride *= 2
 
 
+def arrangements_by_kind(world_size: int, devices_per_node: int) -> dict[tuple[int, int], tuple[str, ...]]:
+    """
+    The kinds of collective of each (ranks, stride): all over [`arrangements`], and sends between pairs.
+
+    Pipelines of any degree send, so that pairs need not tile the world: their strides are the powers of two below it,
+    and that from node to node.
+    """
+    found = dict.fromkeys(arrangements(world_size), KINDS[:-1])
+    strides = {1 << exponent for exponent in range((world_size - 1).bit_length())} | {devices_per_node}
+    for stride in sorted(stride for stride in strides if stride < world_size):
+        found[2, stride] = (*found.get((2, stride), ()), "send")
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """One kind of collective between ranks of one arrangement.

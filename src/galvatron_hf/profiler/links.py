@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from scipy.optimize import isotonic_regression
 
-from galvatron_hf.profiler.hardware_profile import KINDS, Link, arrangements
+from galvatron_hf.profiler.hardware_profile import Link, arrangements_by_kind
 from galvatron_hf.progress import Step
 
 
@@ -115,13 +115,20 @@ class Between:
 
 
 def measure_links(
-    device: torch.device, sizes: Sequence[int], repetitions: int, window_ms: float, seconds: float, step: Step
+    device: torch.device,
+    devices_per_node: int,
+    sizes: Sequence[int],
+    repetitions: int,
+    window_ms: float,
+    seconds: float,
+    step: Step,
 ) -> tuple[Link, ...]:
     """
     Times and fits every kind of collective over every arrangement of the world; collective.
 
     Args:
         device (`torch.device`): where the messages are.
+        devices_per_node (`int`): ranks of a node.
         sizes (`Sequence[int]`): bytes of the whole message, which is an all-gather's result and any other's input.
         repetitions (`int`): measurements of each; they are interleaved, and the median counts.
         window_ms (`float`): how long a measurement lasts, by repeating short calls; less if time is short.
@@ -132,10 +139,11 @@ def measure_links(
         `tuple[Link, ...]`: equal on every rank; a measurement is as long as on the rank that took longest.
     """
     begun = time.perf_counter()
-    groups = {shape: _own_group(*shape) for shape in arrangements(dist.get_world_size())}
+    kinds = arrangements_by_kind(dist.get_world_size(), devices_per_node)
+    groups = {shape: _own_group(*shape) for shape in kinds}
     # What a trial sends is the beginning of one buffer, whatever it holds.
     buffer = torch.ones(max(_rounded(max(sizes), ranks) for ranks, _ in groups) // _ELEMENT, device=device)
-    trials = [trial for shape, group in groups.items() for trial in _trials(shape, group, buffer, sizes)]
+    trials = [trial for shape in kinds for trial in _trials(shape, kinds[shape], groups[shape], buffer, sizes)]
     window_ms = min(window_ms, 1e3 * seconds / (repetitions * len(trials)))
     between = Between(device)
     between.measure(_BASELINE_WINDOWS * window_ms)
@@ -151,7 +159,8 @@ def measure_links(
             trial.ms.append(_measured(trial, device, between))
     table = torch.tensor([slowest(trial.ms, device) for trial in trials], dtype=torch.float64)
     for group in groups.values():
-        dist.destroy_process_group(group)
+        if group is not None:
+            dist.destroy_process_group(group)
     sweeps: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
     for trial, ms in zip(trials, table.median(dim=1).values.tolist(), strict=True):
         sweeps.setdefault((trial.kind, trial.ranks, trial.stride), []).append((trial.size, ms))
@@ -190,10 +199,9 @@ def measure_step(device: torch.device, repetitions: int) -> float:
     return statistics.median(slowest(times[1:], device))
 
 
-def count_steps(world_size: int, sizes: Sequence[int], repetitions: int) -> int:
+def count_steps(world_size: int, devices_per_node: int, sizes: Sequence[int], repetitions: int) -> int:
     """How often [`measure_links`] calls `step`."""
-    shapes = list(arrangements(world_size))
-    sweeps = len(shapes) * (len(KINDS) - 1) + sum(ranks == 2 for ranks, _ in shapes)
+    sweeps = sum(map(len, arrangements_by_kind(world_size, devices_per_node).values()))
     return sweeps * len(set(sizes)) * (repetitions + 1)
 
 
@@ -229,8 +237,8 @@ def _measured(trial: Trial, device: torch.device, between: Between) -> float:
     return max(taken / trial.calls / trial.transfers, _LEAST_MS)
 
 
-def _own_group(ranks: int, stride: int) -> dist.ProcessGroup:
-    """This rank's group of an arrangement.
+def _own_group(ranks: int, stride: int) -> dist.ProcessGroup | None:
+    """This rank's group of an arrangement; None for a rank that is left over.
 
     All ranks make all of its groups: those that only their members make have names that say their ranks and nothing
     else, and the next group of that name finds in the store what the first has left there.
@@ -239,19 +247,23 @@ def _own_group(ranks: int, stride: int) -> dist.ProcessGroup:
     for start in range(0, dist.get_world_size(), ranks * stride):
         for first in range(start, start + stride):
             members = list(range(first, first + ranks * stride, stride))
+            if members[-1] >= dist.get_world_size():
+                continue
             group = dist.new_group(members)
             own = group if dist.get_rank() in members else own
     return own
 
 
 def _trials(
-    shape: tuple[int, int], group: dist.ProcessGroup, buffer: torch.Tensor, sizes: Sequence[int]
+    shape: tuple[int, int],
+    kinds: Sequence[str],
+    group: dist.ProcessGroup | None,
+    buffer: torch.Tensor,
+    sizes: Sequence[int],
 ) -> Iterator[Trial]:
     ranks, stride = shape
     for whole in sorted({_rounded(size, ranks) for size in sizes}):
-        for kind in KINDS:
-            if kind == "send" and ranks != 2:
-                continue
+        for kind in kinds:
             size = whole // ranks if kind == "all_gather" else whole
             yield Trial(
                 kind=kind,
@@ -269,7 +281,9 @@ def _rounded(size: int, ranks: int) -> int:
     return -(-size // unit) * unit
 
 
-def _call(kind: str, message: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
+def _call(kind: str, message: torch.Tensor, group: dist.ProcessGroup | None) -> Callable[[], None]:
+    if group is None:
+        return lambda: None
     name, ranks = group.group_name, group.size()
     if kind == "send":
         return lambda: _ping_pong(message, group)
