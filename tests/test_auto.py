@@ -85,8 +85,12 @@ def constrained(folder: Path) -> dict:
     after = torch.get_rng_state(), np.random.get_state()[2], random.getstate()
     evaluated = trainer(folder / "evaluated", "auto", train_dataset=None, eval_dataset=Rows(4))
     evaluated.evaluate()
+    recomputed = {layer.recompute for layer in recompute.plan_for(recompute.model).layers}
+    recompute.args.memory_gib = 1e-6
+    with pytest.raises(ValueError, match="No plan fits"):
+        recompute.plan_for(recompute.model)  # what was found for another budget does not stay
     return dict(
-        recompute={layer.recompute for layer in recompute.plan_for(recompute.model).layers},
+        recompute=recomputed,
         stages=own._limits().pipeline,
         refused=str(refused.value),
         evaluated=evaluated.parallel.plan,

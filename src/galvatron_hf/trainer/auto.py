@@ -67,7 +67,7 @@ class AutoPlanMixin:
         """The fastest plan for this machine, model and batch; collective."""
         if self.train_dataset is None:
             return self._plan_without_search(model)
-        key = config_digest(model), self._rows_of_step(), self._precision(model)
+        key = self._searched_for(model)
         if self._searched is None or self._searched[0] != key:
             state = random_state()
             try:
@@ -75,6 +75,12 @@ class AutoPlanMixin:
             finally:
                 restore_random_state(state)  # models were made and dropout ran: training is not to draw anything else
         return self._searched[1]
+
+    def _searched_for(self, model: nn.Module) -> tuple:
+        """What a search goes by; while it stays, so does the plan that was found."""
+        budget, tokens = (getattr(self.args, name, None) for name in ("memory_gib", "max_tokens_per_rank"))
+        batch = self._rows_of_step(), id(self.train_dataset), self._packing, tokens
+        return config_digest(model), self._precision(model), batch, self._limits(), budget
 
     def _plan_without_search(self, model: nn.Module) -> ParallelPlan:
         """ZeRO-3, which needs the least memory of what is simple."""
