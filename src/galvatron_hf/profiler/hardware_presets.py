@@ -31,10 +31,17 @@ class _Device:
 
 
 _SHARE = 230 / 312
-_SHARE_SOURCE = "times 0.74, the share of 312 that large fp16 products reach on an A100 (mli/transformers-benchmarks)"
+_SHARE_SOURCE = (
+    "times 0.74, the share of 312 that large fp16 products reach on an A100 (mli/transformers-benchmarks), carried "
+    "over to other formats and devices"
+)
 _NVLINK_MS = 0.010, "10 us a step: networks[0].latency of systems/a100_80g.json, calculon-ai/calculon"
 _INFINIBAND_MS = 0.020, "20 us a step: networks[1].latency of systems/a100_80g.json, calculon-ai/calculon"
-_OVERLAP = 1.126, "1.1256 on A100-class devices: hardware_configs/overlap_coefficient.json, PKU-DAIR/Hetu-Galvatron"
+_OVERLAP = (
+    1.126,
+    "1.1256 on A100-class devices, carried over to others: hardware_configs/overlap_coefficient.json, "
+    "PKU-DAIR/Hetu-Galvatron",
+)
 _NDR = 47e9, "NDR 400 Gb/s adapter per device: 46-48 GB/s, NVIDIA/nccl-tests#290"
 _HOPPER_NVLINK = 370e9, "NVLink 4, 450 GB/s each way: busbw 370 GB/s without SHARP, NVIDIA/nccl-tests#212"
 _HOPPER_FLOPS = (
@@ -81,7 +88,10 @@ _DEVICES = {
             {"fp32": 82.6e12 * _SHARE, "bf16": 165.2e12 * _SHARE},
             f"NVIDIA Ada white paper: 82.6 (fp32) and 165.2 (bf16 with fp32 sums) TFLOP/s {_SHARE_SOURCE}",
         ),
-        inside_bytes_per_s=(10e9, "PCIe without P2P: 10 GB/s between sockets, NCCL's log in NVIDIA/nccl-tests#307"),
+        inside_bytes_per_s=(
+            10e9,
+            "PCIe without P2P, every pair as slow as between sockets: 10 GB/s, NCCL's log in NVIDIA/nccl-tests#307",
+        ),
         across_bytes_per_s=(1.25e9, "guessed: 10 Gb/s Ethernet per device"),
         inside_ms=(0.014, "42 us for 8 bytes over 8 devices: NVIDIA/nccl#1530"),
         across_ms=(0.050, "guessed: 50 us a step over TCP"),
