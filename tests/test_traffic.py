@@ -232,8 +232,8 @@ def test_the_planner_imports_no_runtime():
             elif isinstance(node, ast.ImportFrom):
                 imported.add(node.module if node.level == 0 else "." * node.level)
     ours = {name for name in imported if name.split(".")[0] not in sys.stdlib_module_names}
-    # These are values, and bars; they import neither torch nor the runtime when they are imported.
-    others = (*PROFILES, "galvatron_hf.pipeline_shape", "galvatron_hf.progress")
+    # These are values, checks and bars; they import neither torch nor the runtime when they are imported.
+    others = (*PROFILES, "galvatron_hf.pipeline_shape", "galvatron_hf.plan_checks", "galvatron_hf.progress")
     allowed = {"numpy", "rich.console", "rich.table", "galvatron_hf.plan", "galvatron_hf.model_shape", *others}
     assert ours and all(name in allowed or name.startswith("galvatron_hf.planner.") for name in ours)
     for module in others:
