@@ -68,9 +68,10 @@ def test_a_profile_of_another_world_is_not_used(tmp_path, counted, caplog):
     assert "nodes x devices 2 x 1 and not 1 x 1" in _warned(caplog)
 
 
-def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path, caplog):
+@pytest.mark.parametrize("name", ["file", "x" * 300])  # no folder, and a name no file system takes
+def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path, caplog, name):
     (tmp_path / "file").touch()
-    assert load_or_profile_hardware(tmp_path / "file", **QUICK).world_size == 1
+    assert load_or_profile_hardware(tmp_path / name, **QUICK).world_size == 1
     assert "cannot be kept in" in _warned(caplog)
 
 

@@ -90,7 +90,7 @@ def _load_or_make(
     """The profile of a file of rank 0 if its circumstances are those expected; else a new one, which is kept there."""
 
     def usable() -> str | None:
-        if not path.exists():
+        if not os.path.exists(path):  # a folder that may not be entered has none either
             return None
         try:
             profile = kind.from_json(path)
