@@ -10,10 +10,10 @@ Four ranks have a share of a core each (see cpu_quota.py), which this script giv
 they sit two by two in network namespaces behind a slow link (see two_hosts.py). It profiles the machine and the model
 there, as training with `parallel_plan="auto"` does, draws different plans from the search's space (pipelines are half
 of them), writes what it predicts of each to OUTPUT/predictions-SHAPE.json, and only then trains under each, in turns:
-`--together` runs at a time take `--steps` steps each, `--rounds` times around, and the first step of a turn, which
-finds cold caches and no memory of its own, does not count. The first run of each lot is there twice: how far the two
-are apart is the spread of any figure (A/A). Memory is the peak of the allocator on the rank of a rank list that has
-most, in a step after the first.
+`--together` runs at a time take `--steps` steps each, `--rounds` times around, and the first two steps of a turn,
+which find cold caches and no memory of their own, do not count. The first run of each lot is there twice: how far the
+two are apart is the spread of any figure (A/A). Memory is the peak of the allocator on the rank of a rank list that
+has most, in a step after the first.
 
 A virtual machine's cores are faster at some times than at others, by a fifth within minutes where this was written. So
 all ranks do a fixed piece of work (matrix products, and sums of vectors) before and after profiling and before every

@@ -29,6 +29,10 @@ from galvatron_hf.trainer.auto import CALIBRATION_SECONDS
 from galvatron_hf.trainer.calibration import calibrated
 
 
+# Of a turn: what stood still takes a sixth longer in its first step, and a thirtieth longer in its second.
+COLD_STEPS = 2
+
+
 def pace() -> float:
     """Seconds of a fixed piece of work on all ranks at once, those of the slowest; a short run before it warms up."""
     matrix, vector = torch.full((384, 384), 1e-3), torch.zeros(1 << 20)
@@ -129,8 +133,15 @@ def _measure(
             for world in worlds:
                 world.abandon()
             raise
-    seconds = [[seconds for turn in of_one for seconds in turn.step_seconds[1:]] for of_one in turns]
+    seconds = [[seconds for turn in of_one for seconds in turn.step_seconds[COLD_STEPS:]] for of_one in turns]
     return seconds, endings, statistics.median(paces)
+
+
+def _steps_of_turn(text: str) -> int:
+    steps = int(text)
+    if steps <= COLD_STEPS:
+        raise argparse.ArgumentTypeError(f"{steps} steps a turn leave none that counts; give {COLD_STEPS + 1} or more")
+    return steps
 
 
 def parser_of_runs(description: str, *, plans: int, shapes: tuple[str, ...]) -> argparse.ArgumentParser:
@@ -145,7 +156,9 @@ def parser_of_runs(description: str, *, plans: int, shapes: tuple[str, ...]) -> 
     parser.add_argument("--period_ms", type=float, default=10.0, help="in which each rank gets its share once")
     parser.add_argument("--mbit", type=float, default=400.0, help="a second, between two hosts")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="of a turn, the first of which does not count")
+    parser.add_argument(
+        "--steps", type=_steps_of_turn, default=5, help=f"of a turn, of which the first {COLD_STEPS} do not count"
+    )
     parser.add_argument("--warmup", type=int, default=3, help="steps before the first round")
     parser.add_argument("--together", type=int, default=7, help="plans that take turns")
     parser.add_argument("--output", type=Path, default=Path("output"), help="folder for predictions")
