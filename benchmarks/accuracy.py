@@ -6,14 +6,14 @@
     ... --shapes 384x6x6x2x1024x3000x192x8 --share 0.4 --plans 30 --seed 7
     ... --hosts 2 --mbit 400
 
-Four ranks have a share of a core each (see cpu_quota.py), which this script gives and takes away; with `--hosts 2`
-they sit two by two in network namespaces behind a slow link (see two_hosts.py). It profiles the machine and the model
-there, as training with `parallel_plan="auto"` does, draws different plans from the search's space (pipelines are half
-of them), writes what it predicts of each to OUTPUT/predictions-SHAPE.json, and only then trains under each, in turns:
-`--together` runs at a time take `--steps` steps each, `--rounds` times around, and the first two steps of a turn,
-which find cold caches and no memory of their own, do not count. The first run of each lot is there twice: how far the
-two are apart is the spread of any figure (A/A). Memory is the peak of the allocator on the rank of a rank list that
-has most, in a step after the first.
+Four ranks have a share of a core each (see cpu_quota.py) and a network namespace (see hosts.py), which this script
+gives and takes away; with `--hosts 2` they sit two by two in namespaces with a slow link between them. It profiles the
+machine and the model there, as training with `parallel_plan="auto"` does, draws different plans from the search's
+space (pipelines are half of them), writes what it predicts of each to OUTPUT/predictions-SHAPE.json, and only then
+trains under each, in turns: `--together` runs at a time take `--steps` steps each, `--rounds` times around, and the
+first two steps of a turn, which find cold caches and no memory of their own, do not count. The first run of each lot
+is there twice: how far the two are apart is the spread of any figure (A/A). Memory is the peak of the allocator on the
+rank of a rank list that has most, in a step after the first.
 
 A virtual machine's cores are faster at some times than at others, by a fifth within minutes where this was written. So
 all ranks do a fixed piece of work (matrix products, and sums of vectors) before and after profiling and before every
@@ -37,9 +37,10 @@ from dataclasses import dataclass
 import torch
 from cpu_quota import QuotaError, cpu_quotas
 from drawn_plans import Shape, brief, draw_plans
+from free_pages import pages_kept
+from hosts import HostError, one_host, two_hosts
 from plan_runs import measure, parser_of_runs, profiles
 from turns import Seat, on_ranks
-from two_hosts import HostError, two_hosts
 
 from galvatron_hf import ParallelPlan
 from galvatron_hf.planner.search import estimate_plan
@@ -142,9 +143,11 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     cases: list[Case] = []
     with contextlib.ExitStack() as stack:
-        seats = stack.enter_context(cpu_quotas("galvatron-accuracy", options.ranks, options.share, options.period_ms))
-        if options.hosts == 2:
-            seats = stack.enter_context(two_hosts(seats, options.mbit))
+        stack.enter_context(pages_kept())
+        quotas = cpu_quotas("galvatron-accuracy", options.ranks, options.share, options.period_ms)
+        shares = stack.enter_context(quotas)
+        hosts = one_host(shares) if options.hosts == 1 else two_hosts(shares, options.mbit)
+        seats = stack.enter_context(hosts)
         for shape in options.shapes:
             found = compare(shape, seats, options)
             print(summary(found))

@@ -29,9 +29,10 @@ from pathlib import Path
 import torch
 from cpu_quota import QuotaError, cpu_quotas
 from drawn_plans import Shape, brief, draw_plans
+from free_pages import pages_kept
+from hosts import HostError, one_host, two_hosts
 from plan_runs import measure, parser_of_runs, profiles
 from turns import Seat, on_ranks
-from two_hosts import HostError, two_hosts
 
 from galvatron_hf import ParallelPlan
 from galvatron_hf.planner.alternatives import alternatives
@@ -126,10 +127,11 @@ def main() -> None:
         picked = {}
         for place in options.places:
             with contextlib.ExitStack() as stack:
+                stack.enter_context(pages_kept())
                 quotas = cpu_quotas("galvatron-regret", options.ranks, options.share, options.period_ms)
-                seats = stack.enter_context(quotas)
-                if place == "hosts":
-                    seats = stack.enter_context(two_hosts(seats, options.mbit))
+                shares = stack.enter_context(quotas)
+                hosts = one_host(shares) if place == "local" else two_hosts(shares, options.mbit)
+                seats = stack.enter_context(hosts)
                 picked[place], ratios[place, str(shape)] = compare(place, shape, seats, options)
                 for other, one in picked.items():
                     if other != place and replace(one.plan, meta={}) != replace(picked[place].plan, meta={}):

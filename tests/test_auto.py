@@ -186,22 +186,26 @@ def test_whole_steps_have_stretched_the_profile(ranks, tmp_path):
 def test_factors_bring_the_parts_to_what_was_measured():
     """Of twelve plans; a part that no plan has, and one that is next to nothing, keep the factor 1.
 
-    Times that are sums of parts have their factors in closed form: a ridge regression toward 1.
+    Times that are sums of parts have their factors in closed form: a ridge regression toward 1, of the wait toward 0.
     """
     draw = np.random.default_rng(0)
-    parts = draw.uniform(0, 10, (12, len(STRETCHES)))
-    parts[:, 4], parts[:, 5] = 0.0, 1e-3
-    truth = np.array([1.1, 2.0, 0.5, 3.0, 2.0, 4.0])
-    measured = 5 + parts @ truth
-    found, off = fitted_factors(lambda factors: 5 + parts @ factors, measured)
-    shares, wanted = parts / measured[:, None] / NOISE, (measured - 5 - parts.sum(axis=1)) / measured / NOISE
-    prior = np.eye(len(STRETCHES)) / SPREAD**2
-    closed = 1 + np.linalg.solve(shares.T @ shares + prior, shares.T @ wanted)
-    assert np.allclose(found, closed, rtol=1e-3) and np.allclose(closed[:4], truth[:4], rtol=0.05)
-    assert np.allclose(found[4:], 1.0, atol=0.01)
+    parts, counts = draw.uniform(0, 10, (12, len(STRETCHES))), draw.integers(0, 8, 12)
+    parts[:, 3], parts[:, 4] = 0.0, 1e-3
+    truth, wait = np.array([1.1, 2.0, 3.0, 2.0, 4.0]), 0.75
+    measured = 5 + parts @ truth + counts * wait
+    found, waiting, off = fitted_factors(lambda factors, wait: 5 + parts @ factors + counts * wait, measured)
+    columns = np.column_stack([parts, counts]) / measured[:, None] / NOISE
+    wanted = (measured - 5 - parts.sum(axis=1)) / measured / NOISE
+    prior = np.eye(len(STRETCHES) + 1) / SPREAD**2
+    closed = np.append(np.ones(len(STRETCHES)), 0.0) + np.linalg.solve(columns.T @ columns + prior, columns.T @ wanted)
+    assert np.allclose([*found, waiting], closed, rtol=2e-3)
+    assert np.allclose(closed[:3], truth[:3], rtol=0.05) and closed[-1] == pytest.approx(wait, rel=0.05)
+    assert np.allclose(found[3:], 1.0, atol=0.01)
     assert off < 0.005
-    found, _ = fitted_factors(lambda factors: parts @ factors, parts @ (100 * truth))
-    assert np.allclose(found[:4], MOST, rtol=1e-3)
+    found, _, _ = fitted_factors(lambda factors, wait: parts @ factors, parts @ (100 * truth))
+    assert np.allclose(found[:3], MOST, rtol=1e-3)
+    _, waiting, _ = fitted_factors(lambda factors, wait: 10 + counts * wait, np.full(12, 9.0))
+    assert waiting == pytest.approx(0.0, abs=0.01)  # nobody waits for less than nothing
 
 
 def test_simple_plans_are_tried_twice_and_one_of_them_at_least():
@@ -225,7 +229,7 @@ def tried_plans(seconds: float) -> tuple[list[str], list[float]]:
 
     def fitted(predicted, measured):
         seen.extend(measured.tolist())
-        return (1.0,) * len(STRETCHES), 0.0
+        return (1.0,) * len(STRETCHES), 0.0, 0.0
 
     model, hardware = FAMILIES["llama"].build(), HardwareProfile.preset("cpu", 1, 2)
     profile = ModelProfile.from_config(model.config, hardware, "fp32", length=32, max_degree=2)

@@ -221,10 +221,11 @@ def small_config() -> LlamaConfig:
 def test_what_training_has_measured_is_kept_in_json():
     profile = ModelProfile.from_config(small_config(), CLUSTER, "fp32")
     stretch = {name: 1.0 + 0.25 * index for index, name in enumerate(STRETCHES)}
-    measured = replace(profile, stretch=stretch, optimizer_ms_per_weight=0.125, optimizer_ms_per_element=2.0**-20)
+    update = dict(optimizer_ms_per_weight=0.125, optimizer_ms_per_element=2.0**-20)
+    measured = replace(profile, stretch=stretch, waiting_ms=0.75, **update)
     again = ModelProfile.from_json(measured.to_json())
     assert again == measured != profile
-    assert (again.stretch, again.optimizer_ms_per_weight) == (stretch, 0.125)
+    assert (again.stretch, again.waiting_ms, again.optimizer_ms_per_weight) == (stretch, 0.75, 0.125)
 
 
 def quick(dtype: str = "fp32", **options) -> ModelProfile:

@@ -223,7 +223,7 @@ def test_a_head_that_waits_keeps_its_input_and_computes_the_logits_again():
     for each in (at_once, late):
         assert each.activation_bytes == light.activation_bytes
         for count in (1, 2):
-            needs = dict(alone=True, stages=1, micro_batches=count)
+            needs = dict(alone=True, stages=1, micro_batches=count, one_layer=False)
             assert each.working(**needs) == light.working(**needs) + 5000
     assert late.forward_ms == pytest.approx(at_once.forward_ms / 3)
     assert late.backward_ms == pytest.approx(at_once.backward_ms + at_once.forward_ms)
@@ -251,6 +251,39 @@ def test_messages_within_a_node_are_priced_as_such():
     between = hardware.ms("send", 2, 2, two.boundary_bytes)
     halves = replace(shape, pipeline=2)
     assert two.received_ms(halves.received()) == pytest.approx([between, between])
+
+
+def test_ranks_wait_before_each_collective_of_activations_and_weights():
+    """Not before sums of copies, which are one message of many layers, nor where there is nobody to wait for."""
+    hardware, model = random_hardware(0, world_size=4, memory_bytes=1 << 40), random_model(0, layers=4)
+    patient = replace(model, waiting_ms=0.5)
+    strategies = [
+        LayerStrategy(sharding="replicate"),
+        LayerStrategy(sharding="zero3"),
+        LayerStrategy(sharding="replicate", ulysses=2),
+        LayerStrategy(sharding="replicate", ulysses=2, recompute="full"),
+    ]
+    at_once, late = (CostModel(hardware, one, workload(8), 4, 4).layer(0, strategies) for one in (model, patient))
+    more = late.forward_ms + late.backward_ms - at_once.forward_ms - at_once.backward_ms
+    # Gathered twice and reduced once; queries, keys, values and results, forward and backward, and forward again.
+    assert more == pytest.approx([0.0, 0.5 * 3, 0.5 * 8, 0.5 * 12])
+    assert late.sync_ms == pytest.approx(at_once.sync_ms)
+
+
+@pytest.mark.parametrize("sharding", ["zero2", "zero3"])
+def test_the_only_layer_of_a_stage_has_no_next_one_in_memory(sharding):
+    """Nor has the only micro-batch of a step gradients of layers that come later in its backward."""
+    hardware, model = random_hardware(0, world_size=4, memory_bytes=1 << 40), random_model(0, layers=4)
+    layer = CostModel(hardware, model, workload(8), 4, 4).layer(0, [LayerStrategy(sharding=sharding)])
+    weights = 4 * sum(math.prod(weight.shape) for weight in model.kinds[0].weights)
+    ahead = weights if sharding == "zero3" else 0
+
+    def working(**given) -> int:
+        return int(layer.working(alone=False, stages=1, **given)[0])
+
+    assert working(micro_batches=2, one_layer=False) - working(micro_batches=2, one_layer=True) == ahead
+    assert working(micro_batches=1, one_layer=False) - working(micro_batches=1, one_layer=True) <= ahead
+    assert working(micro_batches=1, one_layer=False) <= working(micro_batches=2, one_layer=False)
 
 
 @pytest.mark.parametrize("sharding", ["replicate", "zero2", "zero3"])

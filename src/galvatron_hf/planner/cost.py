@@ -166,11 +166,13 @@ class CostModel:
             gathered_bytes=weights.gathered_bytes,
             activation_bytes=passed.saved_bytes,
             working_bytes=passed.working_bytes + weights.passing_bytes * (2 * is_layer + is_head - tied),
+            next_bytes=weights.passing_bytes * is_layer,
             recomputed_bytes=passed.recomputed_bytes + whole * is_head,
             released_bytes=passed.released_bytes,
             made_gradient_bytes=none if is_head else weights.made_gradient_bytes,
             whole_gradient_bytes=np.maximum(whole, weights.largest_bytes) if is_head else whole,
             reduction_bytes=reduced,
+            reduced_bytes=np.where(reduced > 0, weights.elements * GRADIENT_BYTES, 0.0) * is_layer,
             reducing_bytes=whole + reduced + weights.passing_bytes * is_layer,
             kept_bytes=before,
             first_kept_bytes=none if is_head else before,
@@ -323,8 +325,9 @@ class CostModel:
 
     def _ms(self, kind: str, ranks: int, stride: int, size: float, factor: str = "communication") -> float:
         """Of a collective in a step of training."""
-        factor = "exchange" if kind == "all_to_all" else factor
-        return self.stretch[factor] * float(self.hardware.ms(kind, ranks, stride, size))
+        waits = ranks > 1 and factor in ("communication", "weights")
+        waiting = self.model.waiting_ms if waits else 0.0
+        return waiting + self.stretch[factor] * float(self.hardware.ms(kind, ranks, stride, size))
 
     def later_stage_ms(self) -> float:
         """Of one micro-batch, what every stage makes for its layers anew (positions, rotary embeddings)."""

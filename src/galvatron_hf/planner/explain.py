@@ -176,7 +176,8 @@ def _stage(costs: CostModel, plan: ParallelPlan, index: int, shape: StepShape) -
     else:
         layout = moved(*(opened or [boundary]), *splits, *(closed or [boundary]))
     communication = total("communication_ms")
-    needs = dict(alone=alone, stages=shape.stages_at_work, micro_batches=count)
+    one_layer = plan.num_layers == shape.rounds * shape.pipeline
+    needs = dict(alone=alone, stages=shape.stages_at_work, micro_batches=count, one_layer=one_layer)
     share = plan.num_layers // shape.rounds
     return StageParts(
         layers=tuple(tuple(number * share + layer for layer in stage.layers) for number in range(shape.rounds)),

@@ -260,13 +260,15 @@ class _Numbers:
         passed = picoseconds(costs.forward_ms + costs.backward_ms)
         once = rounds * (picoseconds(costs.sync_ms) + picoseconds(costs.update_ms))
         shape, alone = self.shape, self.shape.pipeline == 1
+        one_layer = len(self.costs.model.layers) == shape.rounds * shape.pipeline
+        needs = dict(stages=shape.stages_at_work, micro_batches=shape.micro_batches, one_layer=one_layer)
         return {
             "a": passed + (again * passed + once) * alone,
             "b": (again * passed + once) * (not alone),
             "state": rounds * np.ceil(costs.state_bytes).astype(np.int64),
             "activation": np.ceil(costs.activation_bytes).astype(np.int64),
             "shared": np.floor(costs.shared_bytes(shape.micro_batches)).astype(np.int64),
-            "working": costs.working(alone=alone, stages=shape.stages_at_work, micro_batches=shape.micro_batches),
+            "working": costs.working(alone=alone, **needs),
         }
 
     def ends(self, parts: list[Costs], flight: int, layout: np.ndarray, splits: list[Split]) -> Options:

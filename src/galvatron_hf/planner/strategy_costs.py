@@ -32,6 +32,7 @@ class Costs:
         activation_bytes: kept of one micro-batch from its forward to its backward.
         working_bytes: needed beside these while the layer runs: intermediate results, weights that are gathered for
             it, and the message with the next one's.
+        next_bytes: of the working memory, the next layer's weights.
         recomputed_bytes: activations that its backward brings back; of the head, logits and the message with its
             weight.
         released_bytes: of the activations, those that are gone when its backward has ended.
@@ -39,7 +40,8 @@ class Costs:
         whole_gradient_bytes: of gradients that are reduced after each backward, until they are; of the head, of the
             gradient that its backward scales.
         reduction_bytes: of gradients as they are sent to be reduced.
-        reducing_bytes: needed beside the state while they are.
+        reduced_bytes: of a layer's gradients at rest, where they are what the reduction leaves.
+        reducing_bytes: needed beside the state while they are, with the next layer's weights.
         kept_bytes: of the message of the reduction before it, which stays until this one.
         first_kept_bytes: the same in a step's first backward.
         head_kept_bytes: the same behind the head, for the last layer.
@@ -56,18 +58,20 @@ class Costs:
     gathered_bytes: np.ndarray
     activation_bytes: np.ndarray
     working_bytes: np.ndarray
+    next_bytes: np.ndarray
     recomputed_bytes: np.ndarray
     released_bytes: np.ndarray
     made_gradient_bytes: np.ndarray
     whole_gradient_bytes: np.ndarray
     reduction_bytes: np.ndarray
+    reduced_bytes: np.ndarray
     reducing_bytes: np.ndarray
     kept_bytes: np.ndarray
     first_kept_bytes: np.ndarray
     head_kept_bytes: np.ndarray
     other_kept_bytes: np.ndarray
 
-    def working(self, *, alone: bool, stages: int, micro_batches: int) -> np.ndarray:
+    def working(self, *, alone: bool, stages: int, micro_batches: int, one_layer: bool) -> np.ndarray:
         """(S,) bytes needed beside state and activations while the layer runs.
 
         A backward begins with what was recomputed and a first gradient, and ends with all gradients that are to be
@@ -77,12 +81,14 @@ class Costs:
             alone (`bool`): Whether there is one stage, which has the head.
             stages (`int`): Of the rank, whose last reduction's message is still kept.
             micro_batches (`int`): Of a step. In the only one, sharded weights that stay gathered go when gradients
-                have come, and gradients that are whole at rest are in the state already.
+                have come, gradients that are whole at rest are in the state already, and those that a reduction leaves
+                are not there before it: neither the layer's nor, if there is one, those of the backward's next.
+            one_layer (`bool`): Whether each stage has one layer, and thus none a next one.
         """
         changing = np.maximum(
             self.recomputed_bytes + self.made_gradient_bytes, self.whole_gradient_bytes - self.released_bytes
         )
-        released, gone = self.released_bytes, 0
+        released, gone, absent = self.released_bytes, 0, 0
         kept = self.kept_bytes if micro_batches > 1 else self.first_kept_bytes
         if alone:
             kept = np.maximum(kept, self.head_kept_bytes)
@@ -90,9 +96,11 @@ class Costs:
             gone = self._gathered_shards
             at_rest = np.where(self.reduction_bytes > 0, 0, self.gradient_bytes - self.shared_bytes(1))
             changing, released = changing - at_rest, released + gone
-        passing = self.working_bytes + np.maximum(0, changing) + np.maximum(0, kept - gone)
+            absent = np.maximum(0, self.reduced_bytes - self.shared_bytes(1))
+        ahead = (0 if one_layer else np.maximum(0, self.next_bytes - absent)) - self.next_bytes
+        passing = self.working_bytes + ahead - absent + np.maximum(0, changing) + np.maximum(0, kept - gone)
         others = (stages - 1) * self.other_kept_bytes
-        return np.ceil(np.maximum(passing, self.reducing_bytes - released) + others).astype(np.int64)
+        return np.ceil(np.maximum(passing, self.reducing_bytes + ahead - released) + others).astype(np.int64)
 
     def shared_bytes(self, micro_batches: int) -> np.ndarray:
         """Of state and activations of one micro-batch, what is first the one and then the other.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from galvatron_hf.parallel.allocator import keep_freed_memory
 from galvatron_hf.parallel.rank_objects import gather_objects, is_rank_0
 from galvatron_hf.profiler.compute import measure_flops, measure_overlap
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
@@ -66,6 +67,8 @@ def profile_hardware(
     """
     begun = time.perf_counter()
     device = torch.device(device) if device is not None else default_device()
+    if device.type == "cpu":
+        keep_freed_memory()  # as training does: else long messages take what their new pages take
     nodes, devices_per_node = nodes_of(local_world_size)
     sweep = _Sweep.of(device, sizes, repetitions, seconds)
     measured = _measured(device, sweep, nodes, devices_per_node, progress)

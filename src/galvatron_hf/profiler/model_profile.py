@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-STRETCHES = ("computing", "communication", "exchange", "synchronization", "weights", "sending")
+STRETCHES = ("computing", "communication", "synchronization", "weights", "sending")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +122,11 @@ class ModelProfile:
         optimizer_ms_per_element, optimizer_ms_per_weight (`float`): of an update, with the norm of the gradients and
             their clipping, for each element of a rank and for each weight, however small.
         stretch (`Mapping[str, float]`): what whole steps of training take over the sum of their parts, where that was
-            measured: of "computing"; of what is sent by "communication" (tensor ranks), "exchange" (all-to-alls),
-            "synchronization" (of copies), "weights" (gathered, and their gradients scattered) and "sending" (between
-            stages).
+            measured: of "computing"; of what is sent by "communication" (of activations, by tensor and Ulysses ranks
+            and changes of layout), "synchronization" (of copies), "weights" (gathered, and their gradients scattered)
+            and "sending" (between stages).
+        waiting_ms (`float`): that ranks wait for each other, beside this, before each collective of activations or
+            weights, where that was measured.
         assumed, made (`Mapping[str, str]`): as in [`~profiler.hardware_profile.HardwareProfile`].
     """
 
@@ -143,6 +145,7 @@ class ModelProfile:
     optimizer_ms_per_element: float = 0.0
     optimizer_ms_per_weight: float = 0.0
     stretch: Mapping[str, float] = field(default_factory=dict)
+    waiting_ms: float = 0.0
     assumed: Mapping[str, str] = field(default_factory=dict)
     made: Mapping[str, str] = field(default_factory=dict)
 

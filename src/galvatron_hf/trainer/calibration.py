@@ -4,7 +4,8 @@
 
 Between two collectives ranks do not keep exactly the same pace, and each collective waits for the slowest; kernels
 find cold caches; a collective meets others on its way. A few simple plans of a model with few layers are trained for
-some steps on the real ranks; the factors that bring the cost model nearest to them are kept in the profile.
+some steps on the real ranks; the factors, and the wait before each collective of activations or weights, that bring
+the cost model nearest to them are kept in the profile.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ LAYERS = 4  # of each kind, at most
 PASSES, WARM_UP, ROUNDS = 2, 2, 4  # through all plans; steps of a plan in each, not counted and counted
 MEMORY_SHARE = 0.5  # of a device's, that such a plan may take
 LEAST, MOST = 0.25, 8.0  # factors beyond these are a disturbance and no property
-NOISE, SPREAD = 0.04, 1.0  # of a measured step, of itself; of factors
+NOISE, SPREAD = 0.04, 1.0  # of a measured step, of itself; of factors, and of the wait in milliseconds
 
 
 def calibrated(
@@ -91,39 +92,46 @@ def calibrated(
     if not measured:
         return profile
 
-    def predicted(factors: np.ndarray) -> np.ndarray:
-        stretched = replace(few, stretch=dict(zip(STRETCHES, factors.tolist(), strict=True)))
+    def predicted(factors: np.ndarray, waiting_ms: float) -> np.ndarray:
+        stretched = replace(few, stretch=dict(zip(STRETCHES, factors.tolist(), strict=True)), waiting_ms=waiting_ms)
         return np.array([estimate_plan(hardware, stretched, work, plan).step_ms for plan in plans[: len(measured)]])
 
-    factors, off = from_rank_0(lambda: fitted_factors(predicted, np.array(measured)))
+    factors, waiting_ms, off = from_rank_0(lambda: fitted_factors(predicted, np.array(measured)))
     made = dict(profile.made) | {"whole steps": f"of {len(measured)} plans, {100 * off:.1f}% off in the median"}
-    return replace(profile, stretch=dict(zip(STRETCHES, factors, strict=True)), made=made)
+    stretch = dict(zip(STRETCHES, factors, strict=True))
+    return replace(profile, stretch=stretch, waiting_ms=waiting_ms, made=made)
 
 
 def fitted_factors(
-    predicted: Callable[[np.ndarray], np.ndarray], measured: np.ndarray
-) -> tuple[tuple[float, ...], float]:
+    predicted: Callable[[np.ndarray, float], np.ndarray], measured: np.ndarray
+) -> tuple[tuple[float, ...], float, float]:
     """
-    The factors, in the order of `STRETCHES`, that bring predictions nearest to what was measured.
+    The factors, in the order of `STRETCHES`, and the wait that bring predictions nearest to what was measured.
 
-    A measurement is known to `NOISE` of itself, and a factor is 1 give or take `SPREAD` as long as no plan says
-    otherwise: what is a small part of every plan keeps the figure that was measured by itself.
+    A measurement is known to `NOISE` of itself. A factor is 1, and the wait 0 ms, give or take `SPREAD` as long as no
+    plan says otherwise: what is a small part of every plan keeps the figure that was measured by itself.
 
     Args:
-        predicted (`Callable`): Milliseconds [n] of the plans under factors [m].
+        predicted (`Callable`): Milliseconds [n] of the plans under factors [m] and a wait in milliseconds.
         measured (`np.ndarray`): Milliseconds [n].
 
     Returns:
-        `tuple`: The factors, and the median of the relative errors that are left.
+        `tuple`: The factors, the wait in milliseconds, and the median of the relative errors that are left.
     """
+    usual = np.array([1.0] * len(STRETCHES) + [0.0])
+    bounds = np.array([(LEAST, MOST)] * len(STRETCHES) + [(0.0, np.inf)]).T
 
-    def residuals(factors: np.ndarray) -> np.ndarray:
-        return np.concatenate([(predicted(factors) / measured - 1) / NOISE, (factors - 1) / SPREAD])
+    def errors(found: np.ndarray) -> np.ndarray:
+        return predicted(found[:-1], float(found[-1])) / measured - 1
+
+    def residuals(found: np.ndarray) -> np.ndarray:
+        return np.concatenate([errors(found) / NOISE, (found - usual) / SPREAD])
 
     # Prices have kinks, where another stage becomes the slowest: differences are taken over a thousandth.
-    start = np.ones(len(STRETCHES))
-    found = least_squares(residuals, start, bounds=(LEAST, MOST), diff_step=1e-3, xtol=1e-3, ftol=1e-4).x
-    return tuple(found.tolist()), float(np.median(np.abs(predicted(found) / measured - 1)))
+    start = np.ones_like(usual)
+    found = least_squares(residuals, start, bounds=bounds, diff_step=1e-3, xtol=1e-3, ftol=1e-4).x
+    *factors, waiting_ms = found.tolist()
+    return tuple(factors), waiting_ms, float(np.median(np.abs(errors(found))))
 
 
 def _plans(small: PreTrainedModel, work: Workload) -> list[ParallelPlan]:

@@ -1,6 +1,11 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Two hosts with a slow link between them on one Linux machine: network namespaces and a throttled veth pair."""
+"""Hosts on one Linux machine, as network namespaces: one, or two and a slow link (a throttled veth pair) between.
+
+One host has a namespace for its congestion control. BBR, which some machines use throughout, stops a connection that
+was busy for ten seconds, or slept, for 0.2 s to see how short its round trip can be: in steps of a second that is all
+noise, and no interconnect of devices does so. In a namespace TCP Reno can be had without a change to the machine.
+"""
 
 import contextlib
 import ctypes
@@ -14,6 +19,9 @@ from cpu_quota import CpuQuota
 
 
 CLONE_NEWNET = 0x40000000  # of <sched.h>
+# Of a namespace's TCP: nothing that depends on how long a connection has stood still, and no connection that takes the
+# port at which a rank will listen, which is one that was free outside.
+TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0", "ip_local_port_range": "16384 32767"}
 
 
 class HostError(RuntimeError):
@@ -49,6 +57,22 @@ class HostSeat:
 
 
 @contextlib.contextmanager
+def one_host(quotas: Sequence[CpuQuota]) -> Iterator[list[HostSeat]]:
+    """
+    Seats for as many ranks on one host; removed behind the body however it ends.
+
+    Args:
+        quotas (`Sequence[CpuQuota]`): of the ranks.
+
+    Raises:
+        HostError: if this user may not make namespaces, or the tool for it is not there.
+    """
+    with _namespaces(1, tools=("ip",)) as (name,):
+        place = dict(host=0, namespace=name, interface="lo", address="127.0.0.1")
+        yield [HostSeat(quota=quota, **place) for quota in quotas]
+
+
+@contextlib.contextmanager
 def two_hosts(quotas: Sequence[CpuQuota], mbit: float) -> Iterator[list[HostSeat]]:
     """
     Seats for as many ranks, the first half on one host; removed behind the body however it ends.
@@ -60,37 +84,17 @@ def two_hosts(quotas: Sequence[CpuQuota], mbit: float) -> Iterator[list[HostSeat
     Raises:
         HostError: if this user may not make namespaces, or the tools for it are not there.
     """
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if missing:
-        raise HostError(f"Two hosts need the tools ip and tc, and {missing[0]} is not installed; install iproute2.")
     own = os.getpid() % 100_000
-    names = [f"galvatron{own}-{host}" for host in range(2)]
     links = [f"gv{own}-{host}" for host in range(2)]
     network = f"10.{64 + own % 64}.{own // 64 % 250}"
     addresses = [f"{network}.{host + 1}" for host in range(2)]
-    try:
-        for name in names:
-            _run("ip", "netns", "add", name)
-        _run(
-            "ip",
-            "link",
-            "add",
-            links[0],
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            links[1],
-            "netns",
-            names[1],
-        )
+    with _namespaces(2, tools=("ip", "tc")) as names:
+        ends = [("netns", name) for name in names]
+        _run("ip", "link", "add", links[0], *ends[0], "type", "veth", "peer", "name", links[1], *ends[1])
         for name, link, address in zip(names, links, addresses, strict=True):
             inside = ("ip", "-n", name)
             _run(*inside, "addr", "add", f"{address}/24", "dev", link)
             _run(*inside, "link", "set", link, "up")
-            _run(*inside, "link", "set", "lo", "up")
             shape = ("rate", f"{mbit:g}mbit", "burst", "256kb", "latency", "50ms")
             _run("tc", "-n", name, "qdisc", "add", "dev", link, "root", "tbf", *shape)
         half = len(quotas) // 2
@@ -98,6 +102,24 @@ def two_hosts(quotas: Sequence[CpuQuota], mbit: float) -> Iterator[list[HostSeat
             HostSeat(quota=quota, host=host, namespace=names[host], interface=links[host], address=addresses[host])
             for host, quota in ((rank // half, quota) for rank, quota in enumerate(quotas))
         ]
+
+
+@contextlib.contextmanager
+def _namespaces(count: int, tools: Sequence[str]) -> Iterator[list[str]]:
+    """Names of network namespaces with a loopback and the TCP that hosts have."""
+    missing = [tool for tool in tools if shutil.which(tool) is None]
+    if missing:
+        raise HostError(
+            f"Hosts need the tools {' and '.join(tools)}, and {missing[0]} is not installed; install iproute2."
+        )
+    names = [f"galvatron{os.getpid() % 100_000}-{host}" for host in range(count)]
+    try:
+        for name in names:
+            _run("ip", "netns", "add", name)
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+            for setting, value in TCP.items():
+                _run("ip", "netns", "exec", name, "sh", "-c", f"echo {value} > /proc/sys/net/ipv4/{setting}")
+        yield names
     finally:
         for name in names:
             subprocess.run(("ip", "netns", "del", name), capture_output=True)
@@ -107,6 +129,6 @@ def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise HostError(
-            f"Two hosts cannot be made here: {' '.join(command)} says {done.stderr.strip()!r}; run as root on Linux "
-            "with network namespaces."
+            f"Hosts cannot be made here: {' '.join(command)} says {done.stderr.strip()!r}; run as root on Linux with "
+            "network namespaces."
         )
