@@ -40,6 +40,7 @@ MOST_TOKENS = 4096  # of a rank in a step
 LAYERS = 4  # of each kind, at most
 # Where CPUs are shared, single steps of a plan are a tenth apart; the first two are slower than all that follow.
 PASSES, WARM_UP, ROUNDS = 2, 2, 4  # through all plans; steps of a plan in each, not counted and counted
+MICRO_BATCHES = 8  # where waits before messages are to be many
 MEMORY_SHARE = 0.5  # of a device's, that such a plan may take
 LEAST, MOST = 0.25, 8.0  # factors beyond these are a disturbance and no property
 NOISE, SPREAD = 0.04, 1.0  # of a measured step, of itself; of factors, and of the wait in milliseconds
@@ -137,19 +138,19 @@ def fitted_factors(
 def _plans(small: PreTrainedModel, work: Workload) -> list[ParallelPlan]:
     """Simple plans that stress one thing each."""
     world_size, layers = dist.get_world_size(), len(layer_kinds(small))
-    adapter = adapter_for(small)
+    adapter, many = adapter_for(small), min(MICRO_BATCHES, work.rows)
     kinds = [  # those without which a factor would be unknown come first
         dict(sharding="replicate"),
         dict(sharding="zero3"),
         dict(sharding="replicate", ulysses=world_size),
         dict(sharding="replicate", tensor=world_size),
         dict(sharding="replicate", pipeline=2, micro_batches=4),
-        dict(sharding="replicate", pipeline=4, micro_batches=4),
+        dict(sharding="replicate", pipeline=4, micro_batches=many),
         dict(sharding="replicate", micro_batches=2),
         dict(sharding="zero2", ulysses=2, micro_batches=2, recompute="full"),
         dict(sharding="zero3", tensor=2, megatron_sp=True),
         dict(sharding="zero2", tensor=2, micro_batches=2),
-        dict(sharding="replicate", pipeline=2, ulysses=2, micro_batches=2, recompute="full"),
+        dict(sharding="replicate", pipeline=2, ulysses=2, micro_batches=many, recompute="full"),
         dict(sharding="zero3", recompute="full", micro_batches=2),
     ]
     plans = []
