@@ -16,9 +16,9 @@ is there twice: how far the two are apart is the spread of any figure (A/A). Mem
 rank of a rank list that has most, in a step after the first.
 
 A virtual machine's cores are faster at some times than at others, by a fifth within minutes where this was written. So
-all ranks do a fixed piece of work (matrix products, and sums of vectors) before and after profiling and before every
-round; what it takes beside the rounds, over what it took beside the profile, is printed as the machine's drift, and
-the errors once more with the predictions stretched by it.
+all ranks do fixed pieces of work (matrix products, and sums of vectors) before, between and after the parts of
+profiling and before every other turn; what one takes beside the turns, over what it took beside the profile, is
+printed as the machine's drift, and the errors once more with the predictions stretched by it.
 
 A shape is HIDDENxLAYERSxHEADSxKV_HEADSxINTERMEDIATExVOCABULARYxLENGTHxROWS; rows are those of a step.
 

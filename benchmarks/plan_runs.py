@@ -31,33 +31,42 @@ from galvatron_hf.trainer.calibration import calibrated
 
 # Of a turn: what stood still takes a sixth longer in its first step, and a thirtieth longer in its second.
 COLD_STEPS = 2
+PIECES = 9  # of work that tell the machine's pace
 
 
 def pace() -> float:
-    """Seconds of a fixed piece of work on all ranks at once, those of the slowest; a short run before it warms up."""
+    """Seconds of a fixed piece of work on all ranks at once, those of the slowest: the median of several pieces.
+
+    One piece is a thirtieth off, and a quarter at times, where this was written; a first one warms up.
+    """
     matrix, vector = torch.full((384, 384), 1e-3), torch.zeros(1 << 20)
-    for repetitions in (15, 150):
+    found = []
+    for _ in range(1 + PIECES):
         dist.barrier()
         began = time.perf_counter()
-        for _ in range(repetitions):
+        for _ in range(75):
             torch.mm(matrix, matrix)
             vector.add_(1.0)
-    seconds = torch.tensor(time.perf_counter() - began)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return float(seconds)
+        seconds = torch.tensor(time.perf_counter() - began)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        found.append(float(seconds))
+    return statistics.median(found[1:])
 
 
 def profiles(shape: Shape) -> tuple[str, str, float]:
-    """Of machine and model, as JSON, and the machine's pace; on every rank."""
-    before = pace()
+    """Of machine and model, as JSON, and the machine's pace meanwhile; on every rank."""
+    paces = [pace()]
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     hardware = profile_hardware(local_world_size=local, device="cpu")
+    paces.append(pace())
     tokens = shape.rows * shape.length
     whole = shape.model()
     model = profile_model(whole, device="cpu", tokens=tokens, length=shape.length, packed=False)
+    paces.append(pace())
     cpu, steps = torch.device("cpu"), dict(rows=shape.rows, length=shape.length)
     model = calibrated(model, whole, hardware, device=cpu, seconds=CALIBRATION_SECONDS, **steps)
-    return hardware.to_json(), model.to_json(), (before + pace()) / 2
+    paces.append(pace())
+    return hardware.to_json(), model.to_json(), statistics.median(paces)
 
 
 class Rows(Dataset):
@@ -124,9 +133,10 @@ def _measure(
             turns: list[list[Turn]] = [[] for _ in worlds]
             paces = []
             for number in range(options.rounds):
-                paces.append(on_ranks(seats, pace))
-                for index in range(len(worlds)):
-                    index = (index + number) % len(worlds)
+                for place in range(len(worlds)):
+                    if place % 2 == 0:
+                        paces.append(on_ranks(seats, pace))
+                    index = (place + number) % len(worlds)
                     turns[index].append(worlds[index].turn())
             endings = [world.finish() for world in worlds]
         except RuntimeError:

@@ -44,7 +44,7 @@ SAMPLED_ROWS = 64  # of a dataset whose lengths are not known
 SAMPLED_BATCHES = 256
 MOST_TOKENS = 4096  # of a micro-batch that is timed
 # For measuring the machine, the parts of the model and whole steps, about, where they are not known yet.
-HARDWARE_SECONDS, MODEL_SECONDS, CALIBRATION_SECONDS = 40.0, 30.0, 180.0
+HARDWARE_SECONDS, MODEL_SECONDS, CALIBRATION_SECONDS = 40.0, 30.0, 240.0
 GPU_SHARE = 0.92  # of a GPU's memory: the rest is the driver's, NCCL's, and lost between allocations
 
 

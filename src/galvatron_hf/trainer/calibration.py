@@ -38,8 +38,9 @@ from galvatron_hf.progress import progress_bar
 
 MOST_TOKENS = 4096  # of a rank in a step
 LAYERS = 4  # of each kind, at most
-# Where CPUs are shared, single steps of a plan are a tenth apart; the first two are slower than all that follow.
-PASSES, WARM_UP, ROUNDS = 2, 2, 4  # through all plans; steps of a plan in each, not counted and counted
+# Where CPUs are shared, single steps of a plan are a tenth apart, and so are minutes: of three passes, one that met a
+# slow minute is outvoted. The first two steps are slower than all that follow.
+PASSES, WARM_UP, ROUNDS = 3, 2, 4  # through all plans; steps of a plan in each, not counted and counted
 MICRO_BATCHES = 8  # where waits before messages are to be many
 MEMORY_SHARE = 0.5  # of a device's, that such a plan may take
 LEAST, MOST = 0.25, 8.0  # factors beyond these are a disturbance and no property
@@ -151,7 +152,7 @@ def _plans(small: PreTrainedModel, work: Workload) -> list[ParallelPlan]:
         dict(sharding="zero3", tensor=2, megatron_sp=True),
         dict(sharding="zero2", tensor=2, micro_batches=2),
         dict(sharding="replicate", pipeline=2, ulysses=2, micro_batches=many, recompute="full"),
-        dict(sharding="zero3", recompute="full", micro_batches=2),
+        dict(sharding="zero3", shard_degree=2, recompute="full", micro_batches=2),
     ]
     plans = []
     for kind in kinds:
