@@ -218,6 +218,20 @@ def test_simple_plans_are_tried_three_times_and_one_of_them_at_least():
         assert (tried_at_once, measured_at_once) == (tried[:1], [10.0])
 
 
+def test_calibration_has_plans_with_many_exchanges_and_one_that_is_sharded_in_pairs(monkeypatch):
+    """What two Ulysses ranks wait for, and what copies of shards cost, shows in no other plan."""
+    small = FAMILIES["llama"].build()
+    monkeypatch.setattr(calibration.dist, "get_world_size", lambda: 4)
+    for rows, most in ((16, 8), (6, 6)):
+        work = Workload(rows=rows, length=32, precision=Precision(compute="fp32"))
+        plans = calibration._plans(small, work)
+        assert max(plan.micro_batches for plan in plans) == most
+        (exchanging,) = (plan for plan in plans if plan.layers[0].ulysses > 1 and len(plan.stages) > 1)
+        assert exchanging.micro_batches == most
+        (paired,) = (plan for plan in plans if plan.layers[0].shard_degree not in (None, 4))
+        assert (paired.layers[0].sharding, paired.layers[0].shard_degree) == ("zero3", 2)
+
+
 def tried_plans(seconds: float) -> tuple[list[str], list[float]]:
     """What calibration tries where steps take 10, 90 and 12 ms in its passes, and what it makes of that."""
     tried, seen = [], []
