@@ -40,6 +40,7 @@ from drawn_plans import Shape, brief, draw_plans
 from free_pages import pages_kept
 from hosts import HostError, one_host, two_hosts
 from plan_runs import measure, parser_of_runs, profiles
+from short_ticks import short_ticks
 from turns import Seat, on_ranks
 
 from galvatron_hf import ParallelPlan
@@ -144,6 +145,7 @@ def main() -> None:
     cases: list[Case] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(pages_kept())
+        stack.enter_context(short_ticks())
         quotas = cpu_quotas("galvatron-accuracy", options.ranks, options.share, options.period_ms)
         shares = stack.enter_context(quotas)
         hosts = one_host(shares) if options.hosts == 1 else two_hosts(shares, options.mbit)

@@ -37,7 +37,7 @@ PIECES = 9  # of work that tell the machine's pace
 def pace() -> float:
     """Seconds of a fixed piece of work on all ranks at once, those of the slowest: the median of several pieces.
 
-    One piece is a thirtieth off, and a quarter at times, where this was written; a first one warms up.
+    Single pieces of twice the length were a thirtieth off, and a quarter at times. One more warms up.
     """
     matrix, vector = torch.full((384, 384), 1e-3), torch.zeros(1 << 20)
     found = []
@@ -163,7 +163,7 @@ def parser_of_runs(description: str, *, plans: int, shapes: tuple[str, ...]) -> 
     parser.add_argument("--seed", type=int, default=0, help="of the drawing")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--share", type=float, default=0.5, help="of a core, for each rank")
-    parser.add_argument("--period_ms", type=float, default=10.0, help="in which each rank gets its share once")
+    parser.add_argument("--period_ms", type=float, default=4.0, help="in which each rank gets its share once")
     parser.add_argument("--mbit", type=float, default=400.0, help="a second, between two hosts")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(

@@ -32,6 +32,7 @@ from drawn_plans import Shape, brief, draw_plans
 from free_pages import pages_kept
 from hosts import HostError, one_host, two_hosts
 from plan_runs import measure, parser_of_runs, profiles
+from short_ticks import short_ticks
 from turns import Seat, on_ranks
 
 from galvatron_hf import ParallelPlan
@@ -128,6 +129,7 @@ def main() -> None:
         for place in options.places:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(pages_kept())
+                stack.enter_context(short_ticks())
                 quotas = cpu_quotas("galvatron-regret", options.ranks, options.share, options.period_ms)
                 shares = stack.enter_context(quotas)
                 hosts = one_host(shares) if place == "local" else two_hosts(shares, options.mbit)
