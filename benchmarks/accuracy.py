@@ -35,12 +35,10 @@ import sys
 from dataclasses import dataclass
 
 import torch
-from cpu_quota import QuotaError, cpu_quotas
+from cpu_quota import QuotaError
 from drawn_plans import Shape, brief, draw_plans
-from free_pages import pages_kept
 from hosts import HostError, one_host, two_hosts
-from plan_runs import measure, parser_of_runs, profiles
-from short_ticks import short_ticks
+from plan_runs import devices, measure, parser_of_runs, profiles
 from turns import Seat, on_ranks
 
 from galvatron_hf import ParallelPlan
@@ -144,10 +142,7 @@ def main() -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     cases: list[Case] = []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(pages_kept())
-        stack.enter_context(short_ticks())
-        quotas = cpu_quotas("galvatron-accuracy", options.ranks, options.share, options.period_ms)
-        shares = stack.enter_context(quotas)
+        shares = stack.enter_context(devices("galvatron-accuracy", options))
         hosts = one_host(shares) if options.hosts == 1 else two_hosts(shares, options.mbit)
         seats = stack.enter_context(hosts)
         for shape in options.shapes:

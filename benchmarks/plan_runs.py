@@ -7,17 +7,22 @@ A virtual machine's cores are faster at some times than at others, by a fifth wi
 """
 
 import argparse
+import contextlib
 import functools
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # noqa: F401  the first backward imports it: once here, not in each rank
+from cpu_quota import CpuQuota, cpu_quotas
 from drawn_plans import Shape
+from free_pages import pages_kept
+from short_ticks import short_ticks
 from torch.utils.data import Dataset
 from transformers import PrinterCallback
 from turns import Ending, Seat, Turn, World, on_ranks
@@ -32,6 +37,26 @@ from galvatron_hf.trainer.calibration import calibrated
 # Of a turn: what stood still takes a sixth longer in its first step, and a thirtieth longer in its second.
 COLD_STEPS = 2
 PIECES = 9  # of work that tell the machine's pace
+# Of a core, what ticks and the kernel's own work leave. Quotas of all of it cannot be had by all ranks at once: one
+# that computes while others wait would be a thirtieth faster than all of them together.
+LEFT = 0.96
+PERIOD_MS, LEAST_QUOTA_MS = 4.0, 1.0  # of a quota: at least, and what a kernel takes
+
+
+@contextlib.contextmanager
+def devices(name: str, options: argparse.Namespace) -> Iterator[list[CpuQuota]]:
+    """A share of a core for each rank, as even a flow of time as can be had; given back behind the body.
+
+    Raises:
+        QuotaError: if this user may not give shares.
+    """
+    share = LEFT * options.share
+    period_ms = options.period_ms or max(PERIOD_MS, LEAST_QUOTA_MS / share)
+    with pages_kept(), short_ticks() as ticking, cpu_quotas(name, options.ranks, share, period_ms) as quotas:
+        if not ticking:
+            print("The kernel looks at quotas at its own ticks only, because this user may not have processes that")
+            print("come before all others (CAP_SYS_NICE): exchanges wait longer than they would on devices.")
+        yield quotas
 
 
 def pace() -> float:
@@ -162,8 +187,10 @@ def parser_of_runs(description: str, *, plans: int, shapes: tuple[str, ...]) -> 
     parser.add_argument("--plans", type=int, default=plans, help="that are drawn")
     parser.add_argument("--seed", type=int, default=0, help="of the drawing")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--share", type=float, default=0.5, help="of a core, for each rank")
-    parser.add_argument("--period_ms", type=float, default=4.0, help="in which each rank gets its share once")
+    parser.add_argument("--share", type=float, default=0.5, help="of what is left of a core, for each rank")
+    parser.add_argument(
+        "--period_ms", type=float, help=f"in which each rank gets its share once ({PERIOD_MS:g}, or more for 1 ms)"
+    )
     parser.add_argument("--mbit", type=float, default=400.0, help="a second, between two hosts")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(

@@ -27,12 +27,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from cpu_quota import QuotaError, cpu_quotas
+from cpu_quota import QuotaError
 from drawn_plans import Shape, brief, draw_plans
-from free_pages import pages_kept
 from hosts import HostError, one_host, two_hosts
-from plan_runs import measure, parser_of_runs, profiles
-from short_ticks import short_ticks
+from plan_runs import devices, measure, parser_of_runs, profiles
 from turns import Seat, on_ranks
 
 from galvatron_hf import ParallelPlan
@@ -128,10 +126,7 @@ def main() -> None:
         picked = {}
         for place in options.places:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(pages_kept())
-                stack.enter_context(short_ticks())
-                quotas = cpu_quotas("galvatron-regret", options.ranks, options.share, options.period_ms)
-                shares = stack.enter_context(quotas)
+                shares = stack.enter_context(devices("galvatron-regret", options))
                 hosts = one_host(shares) if place == "local" else two_hosts(shares, options.mbit)
                 seats = stack.enter_context(hosts)
                 picked[place], ratios[place, str(shape)] = compare(place, shape, seats, options)

@@ -14,7 +14,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import short_ticks as ticks  # noqa: E402
-from cpu_quota import QuotaError  # noqa: E402
 
 
 def tickers() -> dict[int, int]:
@@ -27,16 +26,17 @@ def tickers() -> dict[int, int]:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has processes that come before others")
 def test_a_process_on_each_core_comes_before_others_and_goes_however_the_body_ends():
     before = tickers()
-    with pytest.raises(KeyboardInterrupt), ticks.short_ticks():
-        ticking = {pid: kind for pid, kind in tickers().items() if pid not in before}
-        assert set(ticking.values()) == {os.SCHED_FIFO}
-        cores = sorted(core for pid in ticking for core in os.sched_getaffinity(pid))
+    with pytest.raises(KeyboardInterrupt), ticks.short_ticks() as ticking:
+        assert ticking
+        started = {pid: kind for pid, kind in tickers().items() if pid not in before}
+        assert set(started.values()) == {os.SCHED_FIFO}
+        cores = sorted(core for pid in started for core in os.sched_getaffinity(pid))
         assert cores == sorted(os.sched_getaffinity(0))
         raise KeyboardInterrupt
     assert tickers() == before
 
 
-def test_a_user_who_may_not_have_such_processes_is_told_so(monkeypatch, capfd):
+def test_a_user_who_may_not_have_such_processes_has_the_kernels_own_ticks(monkeypatch, capfd):
     def refused(*unused):
         raise PermissionError
 
@@ -49,6 +49,6 @@ def test_a_user_who_may_not_have_such_processes_is_told_so(monkeypatch, capfd):
 
     before = tickers()
     monkeypatch.setattr(sys, "executable", shutil.which("true"))
-    with pytest.raises(QuotaError, match="run as root, or with CAP_SYS_NICE"), ticks.short_ticks():
-        raise AssertionError("the body ran without ticks")
+    with ticks.short_ticks() as ticking:
+        assert not ticking
     assert tickers() == before
