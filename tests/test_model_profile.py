@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config, LlamaConfig, PreTrainedModel
 
 from equivalence import single_stage
 from galvatron_hf.cli.main import main
@@ -40,6 +41,7 @@ from tiny_models import FAMILIES, LAYERS, VOCABULARY
 
 GALVATRON = Path(__file__).parent / "data" / "galvatron_profiles"
 TOKENS = 128
+aten = torch.ops.aten
 STRATEGIES = {
     "tensor": LayerStrategy(tensor=4),
     "megatron_sp_ulysses": LayerStrategy(tensor=2, megatron_sp=True, ulysses=2),
@@ -153,9 +155,38 @@ def test_flops_are_the_closed_form_of_llama(tensor):
     [layer] = counts.layers(LayerStrategy(tensor=tensor), TOKENS, TOKENS)
     assert layer.forward.flops == products + 2 * scores
     assert layer.backward.flops == 2 * products + 5 * scores  # the kernel makes the scores once more
+    assert layer.last_forward.flops == 2 * TOKENS * hidden * intermediate // tensor  # saves nothing behind its input
     head = counts.ends(tensor, 1024)["head"]
     # The gradients are made on the way forward, so that its logits need not be kept.
     assert (head.forward.flops, head.backward.flops) == (3 * 2 * 1024 * hidden * 256 // tensor, 0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_recomputing_leaves_out_what_comes_behind_the_last_saved_tensor(family):
+    """What PyTorch's checkpoints do of matrix products, and what the counts say of a layer."""
+
+    def build() -> PreTrainedModel:
+        return FAMILIES[family].build(max_position_embeddings=TOKENS, use_cache=False)
+
+    def products() -> list[int]:
+        found = []
+        for recompute in ("none", "full"):
+            plan = single_stage((LayerStrategy(recompute=recompute),) * LAYERS, 1)
+            with FlopCounterMode(display=False) as counter:
+                parallelize(build(), plan).forward_backward(batch_of(packed=False))
+            flops = counter.get_flop_counts()["Global"]
+            found.append(sum(flops.get(operation, 0) for operation in (aten.mm, aten.addmm)))
+        return found
+
+    [(without, recomputed)] = run_ranks(products, 1)
+    model, path = build(), {"llama": "layers.0.mlp.down_proj", "gpt2": "h.0.mlp.c_proj", "gemma2": None}[family]
+    left_out = (
+        0 if path is None else model.base_model.get_submodule(path).weight.numel()
+    )  # Gemma2 normalises its output
+    layer = sum(weight.numel() for name, weight in model.named_parameters() if ".0." in name and weight.ndim == 2)
+    assert recomputed - without == 2 * TOKENS * LAYERS * (layer - left_out)
+    counts = CountedModel(model, torch.float32, TOKENS, packed=False).layers(LayerStrategy(), TOKENS, TOKENS)
+    assert {layer.last_forward.flops for layer in counts} == {2 * TOKENS * left_out}
 
 
 def test_most_bytes_alive_are_counted_step_by_step():
@@ -241,6 +272,8 @@ def test_every_part_is_measured_for_every_degree(dtype, packed):
         for times in part.times.values():
             assert times.forward.ms(128, 128**2) > 0 and times.backward.ms(128, 128**2) > 0
             assert 0 <= times.outside_forward <= times.forward.per_token
+    for times in profile.kinds[0].times.values():
+        assert 0 <= times.last_forward <= times.forward.per_token
     assert set(profile.kinds[0].saved_bytes) == set(profile.kinds[0].working_bytes)
     assert {(4, True, 1), (2, True, 2), (2, False, 1), (1, False, 4)} <= set(profile.kinds[0].saved_bytes)
     assert profile.optimizer_ms_per_element > 0 and not profile.assumed

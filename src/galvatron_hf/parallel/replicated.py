@@ -159,7 +159,8 @@ class ReplicatedUnit:
         owners = [weight for weight in self.weights if weight.summed is not None]
         if self.group is None or not owners or self._running is not None:
             return
-        sums = torch.cat([weight.summed.flatten() for weight in owners])
+        flat = [weight.summed.flatten() for weight in owners]
+        sums = torch.cat(flat) if len(flat) > 1 else flat[0]  # an embedding needs no second copy of its gradient
         pieces = sums.split([weight.summed.numel() for weight in owners])
         for weight, piece in zip(owners, pieces, strict=True):
             weight.summed = piece.view(weight.summed.shape)

@@ -116,8 +116,6 @@ class CostModel:
 
     def _pass(self, layer: LayerProfile, strategy: LayerStrategy) -> Pass:
         forward, backward = self._computing(layer, strategy)
-        if strategy.recompute == "full":
-            backward += forward
         region_forward, region_backward = self._regions(layer, strategy)
         saved, working, recomputed = self._activations(layer, strategy)
         return Pass(
@@ -152,6 +150,9 @@ class CostModel:
         tensor, none = np.array([strategy.tensor for strategy in strategies]), np.zeros(len(strategies))
         layer, head = (np.where(reduced > 0, size / tensor, 0.0) for size in self._messages)
         before = layer if part == "embedding" else reduced
+        comes = weights.elements * GRADIENT_BYTES
+        goes = passed.saved_bytes + np.where(reduced > 0, weights.gathered_bytes, 0.0)
+        own = {"embedding": comes - goes, "head": goes - comes}.get(part, none)
         return Costs(
             forward_ms=forward,
             backward_ms=backward,
@@ -162,7 +163,7 @@ class CostModel:
             update_ms=weights.elements * model.optimizer_ms_per_element
             + weights.count * model.optimizer_ms_per_weight,
             state_bytes=weights.state_bytes + tied * (weights.passing_bytes + whole),
-            gradient_bytes=weights.elements * GRADIENT_BYTES,
+            gradient_bytes=comes,
             gathered_bytes=weights.gathered_bytes,
             activation_bytes=passed.saved_bytes,
             working_bytes=passed.working_bytes + weights.passing_bytes * (2 * is_layer + is_head - tied),
@@ -171,13 +172,15 @@ class CostModel:
             released_bytes=passed.released_bytes,
             made_gradient_bytes=none if is_head else weights.made_gradient_bytes,
             whole_gradient_bytes=np.maximum(whole, weights.largest_bytes) if is_head else whole,
+            joined_bytes=weights.joined_bytes,
             reduction_bytes=reduced,
-            reduced_bytes=np.where(reduced > 0, weights.elements * GRADIENT_BYTES, 0.0) * is_layer,
+            reduced_bytes=np.where(reduced > 0, comes, 0.0) * is_layer,
             reducing_bytes=whole + reduced + weights.passing_bytes * is_layer,
             kept_bytes=before,
             first_kept_bytes=none if is_head else before,
             head_kept_bytes=head * is_layer,
             other_kept_bytes=reduced if is_layer else layer,
+            own_bytes=np.maximum(0.0, own),
         )
 
     def _tokens(self, strategy: LayerStrategy, length: int) -> tuple[int, int, int]:
@@ -187,12 +190,18 @@ class CostModel:
         return shared, region, -(-region // strategy.tensor) if strategy.megatron_sp else region
 
     def _computing(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
+        """Forward and backward; PyTorch's recomputing, in the backward, ends with the last tensor that is saved."""
         _, region, between = self._tokens(strategy, self.workload.computed_length)
         times, rows = _at(layer.times, strategy.tensor), -(-self.rows // strategy.data_degree(self.ranks))
         squares = rows * self.workload.computed_square / strategy.ulysses
         pairs = ((times.forward, times.outside_forward), (times.backward, times.outside_backward))
         stretch = self.stretch["computing"]
-        return tuple(stretch * (fit.ms(region, squares) - outside * (region - between)) for fit, outside in pairs)
+        forward, backward = (
+            stretch * (fit.ms(region, squares) - outside * (region - between)) for fit, outside in pairs
+        )
+        if strategy.recompute == "full":
+            backward += forward - stretch * times.last_forward * region
+        return forward, backward
 
     def _regions(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
         """Tensor and Ulysses collectives and gradients that tensor ranks share, in forward and backward."""

@@ -188,7 +188,7 @@ def _stage(costs: CostModel, plan: ParallelPlan, index: int, shape: StepShape) -
         update_ms=total("update_ms"),
         state_bytes=sum(part.state_bytes for part in parts),
         activation_bytes=sum(part.activation_bytes for part in parts),
-        working_bytes=max(int(part.costs.working(**needs)[0]) for part in parts),
+        working_bytes=max(int(part.costs.working(**needs)[0]) + part.own_bytes for part in parts),
         boundary_bytes=int(shape.boundary_copies()[index]) * costs.boundary_bytes,
     )
 
@@ -210,7 +210,11 @@ class _Part:
     def state_bytes(self) -> int:
         """With what is first activations and then gradients counted once."""
         shared = self.at_once * int(self.costs.shared_bytes(self.micro_batches)[0])
-        return self.rounds * int(np.ceil(self.costs.state_bytes[0])) - shared
+        return self.rounds * int(np.ceil(self.costs.state_bytes[0])) - shared - self.own_bytes
+
+    @property
+    def own_bytes(self) -> int:
+        return int(self.costs.own(self.micro_batches)[0])
 
     @property
     def activation_bytes(self) -> int:

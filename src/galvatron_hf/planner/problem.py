@@ -272,15 +272,19 @@ class _Numbers:
         }
 
     def ends(self, parts: list[Costs], flight: int, layout: np.ndarray, splits: list[Split]) -> Options:
-        """Options of the embedding, the head, both as one, or of nothing, of which so many are in flight."""
+        """Options of the embedding, the head, both as one, or of nothing, of which so many are in flight.
+
+        What an end needs only while it runs itself stands beside its working memory, not beside the layers'.
+        """
         zeros = np.zeros(len(layout), dtype=np.int64)
         a, b, memory, working = zeros, zeros, zeros, zeros
-        at_once = flight == self.shape.micro_batches
+        count = self.shape.micro_batches
+        at_once = flight == count
         for part in parts:
-            columns = self._columns(part)
+            columns, own = self._columns(part), part.own(count)
             a, b = a + columns["a"], b + columns["b"]
-            memory = memory + columns["state"] + flight * columns["activation"] - at_once * columns["shared"]
-            working = np.maximum(working, columns["working"])
+            memory = memory + columns["state"] + flight * columns["activation"] - at_once * columns["shared"] - own
+            working = np.maximum(working, columns["working"] + own)
         if self.shape.rounds > 1:  # every round begins and ends with the layout in which stages hand on
             moved = picoseconds([self.costs.move_ms(splits[index], self.costs.boundary()) for index in layout])
             a, b, layout = a + moved, b + (self.shape.micro_batches - 1) * moved, zeros

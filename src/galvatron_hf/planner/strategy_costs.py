@@ -39,6 +39,7 @@ class Costs:
         made_gradient_bytes: of one weight's gradient, before it joins the others.
         whole_gradient_bytes: of gradients that are reduced after each backward, until they are; of the head, of the
             gradient that its backward scales.
+        joined_bytes: of all gradients of copies, which are joined to be summed when the last has come.
         reduction_bytes: of gradients as they are sent to be reduced.
         reduced_bytes: of a layer's gradients at rest, where they are what the reduction leaves.
         reducing_bytes: needed beside the state while they are, with the next layer's weights.
@@ -46,6 +47,8 @@ class Costs:
         first_kept_bytes: the same in a step's first backward.
         head_kept_bytes: the same behind the head, for the last layer.
         other_kept_bytes: of a layer's message, on another stage of the rank.
+        own_bytes: of a step's only micro-batch, what is not there while layers run: an embedding's gradient comes when
+            they all have theirs, and a head's activations and gathered shards are gone before.
     """
 
     forward_ms: np.ndarray
@@ -63,6 +66,7 @@ class Costs:
     released_bytes: np.ndarray
     made_gradient_bytes: np.ndarray
     whole_gradient_bytes: np.ndarray
+    joined_bytes: np.ndarray
     reduction_bytes: np.ndarray
     reduced_bytes: np.ndarray
     reducing_bytes: np.ndarray
@@ -70,6 +74,7 @@ class Costs:
     first_kept_bytes: np.ndarray
     head_kept_bytes: np.ndarray
     other_kept_bytes: np.ndarray
+    own_bytes: np.ndarray
 
     def working(self, *, alone: bool, stages: int, micro_batches: int, one_layer: bool) -> np.ndarray:
         """(S,) bytes needed beside state and activations while the layer runs.
@@ -100,7 +105,9 @@ class Costs:
         ahead = (0 if one_layer else np.maximum(0, self.next_bytes - absent)) - self.next_bytes
         passing = self.working_bytes + ahead - absent + np.maximum(0, changing) + np.maximum(0, kept - gone)
         others = (stages - 1) * self.other_kept_bytes
-        return np.ceil(np.maximum(passing, self.reducing_bytes + ahead - released) + others).astype(np.int64)
+        joining = self.joined_bytes - self.released_bytes + (self.shared_bytes(1) if micro_batches == 1 else 0)
+        ending = np.maximum(self.reducing_bytes + ahead - released, joining)
+        return np.ceil(np.maximum(passing, ending) + others).astype(np.int64)
 
     def shared_bytes(self, micro_batches: int) -> np.ndarray:
         """Of state and activations of one micro-batch, what is first the one and then the other.
@@ -110,6 +117,10 @@ class Costs:
         """
         goes = self.activation_bytes + (self._gathered_shards if micro_batches == 1 else 0)
         return np.minimum(self.gradient_bytes, goes)
+
+    def own(self, micro_batches: int) -> np.ndarray:
+        """(S,) bytes of state and activations that are there only while an end itself runs; 0 of layers."""
+        return np.floor(self.own_bytes).astype(np.int64) * (micro_batches == 1)
 
     @property
     def _gathered_shards(self) -> np.ndarray:

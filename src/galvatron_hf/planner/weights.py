@@ -27,6 +27,7 @@ class WeightCosts:
             begin while others are still to come, and of shards, which follows each unit's reduction at once.
         state_bytes, gathered_bytes, reduction_bytes, whole_gradient_bytes, made_gradient_bytes (`int`): as in
             [`~planner.strategy_costs.Costs`].
+        joined_bytes (`int`): of gradients of copies, as they are joined to be summed at once.
         passing_bytes (`int`): of the unit's weights where they are gathered for each use.
         largest_bytes (`int`): of its largest weight.
     """
@@ -43,6 +44,7 @@ class WeightCosts:
     reduction_bytes: int
     whole_gradient_bytes: int
     made_gradient_bytes: int
+    joined_bytes: int
     passing_bytes: int
     largest_bytes: int
 
@@ -88,6 +90,7 @@ def weight_costs(
         whole_gradient_bytes=0 if replicated else whole * element,
         # One that is whole at rest is cast before it joins the others.
         made_gradient_bytes=largest * (element + (reduced if replicated and casts else 0)),
+        joined_bytes=whole * reduced if shards == 1 < copies and len(weights) > 1 else 0,
         passing_bytes=whole * element if strategy.sharding == "zero3" else 0,
         largest_bytes=largest * element,
     )

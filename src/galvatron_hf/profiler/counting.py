@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +64,7 @@ class Counts:
 
     Attributes:
         forward, backward ([`Work`]): of the passes.
+        last_forward ([`Work`]): of the forward, what comes behind the last tensor that autograd keeps.
         saved_bytes (`int`): that autograd keeps from the forward to the backward, storage by storage, without weights
             and without what all parts share.
         forward_peak_bytes, backward_peak_bytes (`int`): most bytes alive at once while either runs, with the part's
@@ -72,6 +73,7 @@ class Counts:
 
     forward: Work
     backward: Work
+    last_forward: Work
     saved_bytes: int
     forward_peak_bytes: int
     backward_peak_bytes: int
@@ -146,13 +148,14 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 class _Saved:
-    """Storages that autograd keeps, without those of `excluded`."""
+    """Storages that autograd keeps, without those of `excluded`; `kept` is called whenever it keeps anything."""
 
-    def __init__(self, excluded: Iterable[torch.Tensor]):
-        self.excluded = {_key(tensor) for tensor in excluded}
+    def __init__(self, excluded: Iterable[torch.Tensor], kept: Callable[[], None]):
+        self.excluded, self.kept = {_key(tensor) for tensor in excluded}, kept
         self.storages: dict[int, torch.UntypedStorage] = {}
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.kept()
         if _key(tensor) not in self.excluded:
             self.storages[_key(tensor)] = tensor.untyped_storage()
         return tensor
@@ -162,9 +165,14 @@ class _Saved:
         return sum(storage.nbytes() for storage in self.storages.values())
 
 
-def saved_tensors(part: Part) -> tuple[torch.Tensor, int]:
-    """Runs the forward; its output, and the bytes that autograd keeps for the backward."""
-    saved = _Saved([*part.parameters(), *part.shared])
+def saved_tensors(part: Part, kept: Callable[[], None] = lambda: None) -> tuple[torch.Tensor, int]:
+    """Runs the forward; its output, and the bytes that autograd keeps for the backward.
+
+    Args:
+        part ([`Part`]): What runs.
+        kept (`Callable`, *optional*): Called before anything is kept, a weight too.
+    """
+    saved = _Saved([*part.parameters(), *part.shared], kept)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
         output = part.run()
     size = saved.nbytes
@@ -183,7 +191,13 @@ def count(part: Part) -> Counts:
         if part.input is not None:
             counter.note(part.input)
         with counter:
-            output, saved_bytes = saved_tensors(part)
+            until = counter.work
+
+            def note_work() -> None:
+                nonlocal until
+                until = counter.work
+
+            output, saved_bytes = saved_tensors(part, note_work)
             forward, between = counter.work, counter.moment
             output.backward(torch.ones_like(output))
             end = counter.moment
@@ -194,6 +208,7 @@ def count(part: Part) -> Counts:
     return Counts(
         forward=forward,
         backward=counter.work - forward,
+        last_forward=forward - until,
         saved_bytes=saved_bytes,
         forward_peak_bytes=counter.peak_bytes(0, between),
         backward_peak_bytes=counter.peak_bytes(between, end),

@@ -173,6 +173,7 @@ def _part_times(found: dict[Key, tuple[float, float]], counted: CountedModel, ti
     for kind in kinds:
         outside = found["outside", kind]
         for tensor in timer.degrees:
+            last = found["last", kind, tensor][0]
             points = {key[3:]: times for key, times in found.items() if key[:3] == ("layer", kind, tensor)}
             forward, backward = (_fit(list(points), [ms[way] for ms in points.values()]) for way in (0, 1))
             layers[kind][tensor] = Times(
@@ -180,6 +181,7 @@ def _part_times(found: dict[Key, tuple[float, float]], counted: CountedModel, ti
                 backward=backward,
                 outside_forward=min(outside[0] / tokens, forward.per_token),
                 outside_backward=min(outside[1] / tokens, backward.per_token),
+                last_forward=min(last / tokens, forward.per_token),
             )
     ends: dict[str, dict[int, Times]] = {"embedding": {}, "head": {}}
     for name, tensor in ((name, tensor) for name in ends for tensor in timer.end_degrees):

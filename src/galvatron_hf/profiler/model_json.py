@@ -182,15 +182,15 @@ def _read_weight(where: str, given: Any) -> WeightShape:
 
 
 def _read_times(where: str, given: Any) -> dict[int, Times]:
-    outside = ("outside_forward", "outside_backward")
+    shares = ("outside_forward", "outside_backward", "last_forward")
     found = {}
     for place, entry in _each(where, given, lambda place, entry: (place, entry)):
-        check_fields(place, entry, ("tensor", "forward", "backward", *outside), ("tensor", "forward", "backward"))
+        check_fields(place, entry, ("tensor", "forward", "backward", *shares), ("tensor", "forward", "backward"))
         check_int(f"{place}.tensor", entry["tensor"], high=_MAX)
-        for name in outside:
+        for name in shares:
             check_number(f"{place}.{name}", entry.get(name, 0.0))
         fits = {name: _read_fit(f"{place}.{name}", entry[name]) for name in ("forward", "backward")}
-        found[entry["tensor"]] = Times(**fits, **{name: entry[name] for name in outside if name in entry})
+        found[entry["tensor"]] = Times(**fits, **{name: entry[name] for name in shares if name in entry})
     return found
 
 

@@ -50,12 +50,15 @@ class Times:
         forward, backward ([`TimeFit`]): of one module on one device. The backward has no recomputation in it.
         outside_forward, outside_backward (`float`): of their `per_token`, what is spent outside tensor regions (norms,
             residuals), and so is divided among tensor ranks under Megatron-SP.
+        last_forward (`float`): of the forward's `per_token`, what comes behind the last tensor that is saved for the
+            backward (of most layers, their last matrix product). Recomputing leaves it out.
     """
 
     forward: TimeFit
     backward: TimeFit
     outside_forward: float = 0.0
     outside_backward: float = 0.0
+    last_forward: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

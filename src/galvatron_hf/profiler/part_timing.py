@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections import Counter
@@ -158,6 +159,7 @@ class PartTimer:
             parts = self._parts(LayerStrategy(tensor=tensor))
             for tokens, length in self.points():
                 jobs += self._layer_jobs(parts, tensor, tokens, length)
+            jobs += self._last_jobs(parts, tensor)
             if tensor == 1:
                 jobs += self._outside_jobs(parts)
         for tensor in self.end_degrees:
@@ -179,6 +181,26 @@ class PartTimer:
         layers = parts.layers(parts.micro_batch(tokens, length))
         keys = (("layer", kind, tensor, tokens, length) for kind in range(len(layers)))
         return [self._job(key, part, self.copies) for key, part in zip(keys, layers, strict=True)]
+
+    def _last_jobs(self, parts: LoneParts, tensor: int) -> list[_Job]:
+        """What a layer's forward does behind the last tensor that it saves for the backward."""
+
+        def run(part: Part) -> tuple[float, float]:
+            last = self.clock.now()
+
+            def note_time(tensor: torch.Tensor) -> torch.Tensor:
+                nonlocal last
+                last = self.clock.now()
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(note_time, lambda tensor: tensor):
+                output = part.run()
+            ended = self.clock.now()
+            del output
+            return ended - last, 0.0
+
+        layers = parts.layers(parts.micro_batch(*self.points()[0]))
+        return [_Job(key=("last", kind, tensor), run=functools.partial(run, part)) for kind, part in enumerate(layers)]
 
     def _outside_jobs(self, parts: LoneParts) -> list[_Job]:
         jobs = []

@@ -310,6 +310,7 @@ class CountedModel:
                     backward=backward,
                     outside_forward=speed.ms(outside.forward) / self.length,
                     outside_backward=speed.ms(outside.backward) / self.length,
+                    last_forward=speed.ms(whole[kind].last_forward) / self.length,
                 )
         ends = {tensor: self._end_times(tensor, speed) for tensor in self.end_degrees(max_degree)}
         return PartTimes(
