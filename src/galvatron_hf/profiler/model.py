@@ -165,7 +165,7 @@ def _default_degree() -> int:
     return dist.get_world_size() if dist.is_initialized() else 8
 
 
-def _part_times(found: dict[Key, tuple[float, float]], counted: CountedModel, timer: PartTimer) -> PartTimes:
+def _part_times(found: dict[Key, tuple[float, ...]], counted: CountedModel, timer: PartTimer) -> PartTimes:
     """The lines through what was measured."""
     kinds = range(counted.small.base_model.config.num_hidden_layers)
     tokens = timer.points()[0][0]
@@ -173,7 +173,7 @@ def _part_times(found: dict[Key, tuple[float, float]], counted: CountedModel, ti
     for kind in kinds:
         outside = found["outside", kind]
         for tensor in timer.degrees:
-            last = found["last", kind, tensor][0]
+            last = found["layer", kind, tensor, *timer.points()[0]][2]
             points = {key[3:]: times for key, times in found.items() if key[:3] == ("layer", kind, tensor)}
             forward, backward = (_fit(list(points), [ms[way] for ms in points.values()]) for way in (0, 1))
             layers[kind][tensor] = Times(

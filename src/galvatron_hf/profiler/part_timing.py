@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections import Counter
@@ -38,10 +37,16 @@ Key = tuple  # what is timed: ("layer", kind, tensor, tokens, length), ("head", 
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """Something to time; `run` gives the milliseconds of forward and backward."""
+    """Something to time.
+
+    Attributes:
+        key (`tuple`): what it is.
+        run (`Callable`): gives the milliseconds of forward and backward; if it was asked for, also of what the forward
+            does behind the last tensor that it saves for the backward.
+    """
 
     key: Key
-    run: Callable[[], tuple[float, float]]
+    run: Callable[[], tuple[float, ...]]
 
 
 class _Clock:
@@ -61,6 +66,18 @@ class _Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return 1e3 * (time.process_time() if self.shared else time.perf_counter())
+
+    def mark(self) -> torch.cuda.Event | float:
+        """This moment of the device; no GPU is waited for."""
+        if self.device.type != "cuda":
+            return self.now()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, mark: torch.cuda.Event | float, later: torch.cuda.Event | float) -> float:
+        """Milliseconds; a GPU has to be through."""
+        return later - mark if self.device.type != "cuda" else mark.elapsed_time(later)
 
     def __enter__(self) -> _Clock:
         self._began = time.perf_counter(), time.process_time()
@@ -95,11 +112,11 @@ class PartTimer:
         self.copies = _copies(counted.small, layer_kinds(model))
         self.small = one_of_each(model, self.copies)
 
-    def run(self, seconds: float, progress: bool) -> tuple[dict[Key, tuple[float, float]], float]:
-        """Forward and backward ms of everything, and how much longer than the CPU's time they are."""
+    def run(self, seconds: float, progress: bool) -> tuple[dict[Key, tuple[float, ...]], float]:
+        """What the jobs give, by key, and how much longer than the CPU's time it is."""
         self._shrink(seconds)
         jobs = self._jobs()
-        samples: dict[Key, list[tuple[float, float]]] = {job.key: [] for job in jobs}
+        samples: dict[Key, list[tuple[float, ...]]] = {job.key: [] for job in jobs}
         for job in jobs:
             job.run()  # the first one sets things up
         gather_objects(None)  # ranks begin together
@@ -129,7 +146,7 @@ class PartTimer:
         for job in jobs:
             job.run()
         with self.clock:
-            once = sum(sum(job.run()) for job in jobs) * 1e-3
+            once = sum(sum(job.run()[:2]) for job in jobs) * 1e-3
         once *= self.clock.stretch
         once = max(gather_objects(once))
         shares = sum(1 / degree for degree in self.degrees)
@@ -159,7 +176,6 @@ class PartTimer:
             parts = self._parts(LayerStrategy(tensor=tensor))
             for tokens, length in self.points():
                 jobs += self._layer_jobs(parts, tensor, tokens, length)
-            jobs += self._last_jobs(parts, tensor)
             if tensor == 1:
                 jobs += self._outside_jobs(parts)
         for tensor in self.end_degrees:
@@ -180,27 +196,8 @@ class PartTimer:
     def _layer_jobs(self, parts: LoneParts, tensor: int, tokens: int, length: int) -> list[_Job]:
         layers = parts.layers(parts.micro_batch(tokens, length))
         keys = (("layer", kind, tensor, tokens, length) for kind in range(len(layers)))
-        return [self._job(key, part, self.copies) for key, part in zip(keys, layers, strict=True)]
-
-    def _last_jobs(self, parts: LoneParts, tensor: int) -> list[_Job]:
-        """What a layer's forward does behind the last tensor that it saves for the backward."""
-
-        def run(part: Part) -> tuple[float, float]:
-            last = self.clock.now()
-
-            def note_time(tensor: torch.Tensor) -> torch.Tensor:
-                nonlocal last
-                last = self.clock.now()
-                return tensor
-
-            with torch.autograd.graph.saved_tensors_hooks(note_time, lambda tensor: tensor):
-                output = part.run()
-            ended = self.clock.now()
-            del output
-            return ended - last, 0.0
-
-        layers = parts.layers(parts.micro_batch(*self.points()[0]))
-        return [_Job(key=("last", kind, tensor), run=functools.partial(run, part)) for kind, part in enumerate(layers)]
+        last = (tokens, length) == self.points()[0]
+        return [self._job(key, part, self.copies, last) for key, part in zip(keys, layers, strict=True)]
 
     def _outside_jobs(self, parts: LoneParts) -> list[_Job]:
         jobs = []
@@ -221,19 +218,33 @@ class PartTimer:
         pair = {"embedding": parts.embedding(batch), "head": parts.head(batch)}
         return [self._job((name, tensor, tokens), part) for name, part in pair.items()]
 
-    def _job(self, key: Key, part: Part, copies: int = 1) -> _Job:
-        def run() -> tuple[float, float]:
+    def _job(self, key: Key, part: Part, copies: int = 1, last: bool = False) -> _Job:
+        def run() -> tuple[float, ...]:
             began = self.clock.now()
-            output = part.run()
+            output, behind = self._marked(part) if last else (part.run(), None)
             between = self.clock.now()
             gradient = torch.ones_like(output)
             ready = self.clock.now()
             output.backward(gradient)
             ended = self.clock.now()
             part.forget_gradients()
-            return (between - began) / copies, (ended - ready) / copies
+            times = (between - began) / copies, (ended - ready) / copies
+            return times if behind is None else (*times, self.clock.between(*behind))
 
         return _Job(key=key, run=run)
+
+    def _marked(self, part: Part) -> tuple[torch.Tensor, tuple]:
+        """The forward's output, and the moments of the last tensor that it saved and of its end."""
+        saved = self.clock.mark()
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal saved
+            saved = self.clock.mark()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = part.run()
+        return output, (saved, self.clock.mark())
 
     def _optimizer_job(self, elements: int) -> _Job:
         """The norm of gradients, their clipping and an update; of DTensors where ranks are several."""
@@ -263,7 +274,7 @@ class PartTimer:
         return torch.nn.Parameter(DTensor.from_local(tensor, self._mesh, [Replicate()], run_check=False))
 
 
-def optimizer_ms(found: dict[Key, tuple[float, float]]) -> tuple[float, float]:
+def optimizer_ms(found: dict[Key, tuple[float, ...]]) -> tuple[float, float]:
     """Milliseconds for each element, and for each weight, of an update."""
     few, many = (found["adam", elements][0] for elements in ADAM_ELEMENTS)
     each = max(0.0, (many - few) / (ADAM_ELEMENTS[1] - ADAM_ELEMENTS[0]))
