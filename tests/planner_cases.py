@@ -107,6 +107,7 @@ def random_model(seed: int, *, layers: int, kinds: int = 1, tied: bool = False, 
         tied=tied,
         optimizer_ms_per_element=float(draw.uniform(0, 0.01)),
         optimizer_ms_per_weight=float(draw.uniform(0, 0.1)),
+        adding_ms_per_element=float(draw.uniform(0, 0.01)),
         stretch=dict(zip(STRETCHES, draw.uniform(0.5, 2, len(STRETCHES)).tolist(), strict=True)) if seed % 2 else {},
         waiting_ms=float(draw.uniform(0, 0.1)) if seed % 2 else 0.0,
     )

@@ -252,7 +252,7 @@ def small_config() -> LlamaConfig:
 def test_what_training_has_measured_is_kept_in_json():
     profile = ModelProfile.from_config(small_config(), CLUSTER, "fp32")
     stretch = {name: 1.0 + 0.25 * index for index, name in enumerate(STRETCHES)}
-    update = dict(optimizer_ms_per_weight=0.125, optimizer_ms_per_element=2.0**-20)
+    update = dict(optimizer_ms_per_weight=0.125, optimizer_ms_per_element=2.0**-20, adding_ms_per_element=2.0**-22)
     measured = replace(profile, stretch=stretch, waiting_ms=0.75, **update)
     again = ModelProfile.from_json(measured.to_json())
     assert again == measured != profile
@@ -276,7 +276,7 @@ def test_every_part_is_measured_for_every_degree(dtype, packed):
         assert 0 <= times.last_forward <= times.forward.per_token
     assert set(profile.kinds[0].saved_bytes) == set(profile.kinds[0].working_bytes)
     assert {(4, True, 1), (2, True, 2), (2, False, 1), (1, False, 4)} <= set(profile.kinds[0].saved_bytes)
-    assert profile.optimizer_ms_per_element > 0 and not profile.assumed
+    assert profile.optimizer_ms_per_element > 0 < profile.adding_ms_per_element and not profile.assumed
     assert ModelProfile.from_json(profile.to_json()) == profile
 
 

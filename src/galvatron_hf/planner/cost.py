@@ -162,6 +162,7 @@ class CostModel:
             + self._exposed(passed.backward_ms, weights.shard_copies_ms, 1.0),
             update_ms=weights.elements * model.optimizer_ms_per_element
             + weights.count * model.optimizer_ms_per_weight,
+            adding_ms=weights.elements * model.adding_ms_per_element,
             state_bytes=weights.state_bytes + tied * (weights.passing_bytes + whole),
             gradient_bytes=comes,
             gathered_bytes=weights.gathered_bytes,

@@ -32,7 +32,8 @@ class StageParts:
         layers (`tuple[tuple[int, int], ...]`): half-open ranges, one of each round.
         computing_ms, communication_ms, layout_ms (`float`): of a micro-batch, forward and backward: kernels, what they
             wait for, and changes of layout with the sends between stages.
-        sync_ms, update_ms (`float`): once in a step: what no computing hides, and the optimizer.
+        sync_ms, update_ms (`float`): once in a step: what no computing hides, and the optimizer with adding up
+            gradients.
         state_bytes, activation_bytes, working_bytes, boundary_bytes (`int`): weights with gradients and optimizer
             state; of all micro-batches in flight; of the layer or end that needs most; of sends between stages.
     """
@@ -185,7 +186,7 @@ def _stage(costs: CostModel, plan: ParallelPlan, index: int, shape: StepShape) -
         communication_ms=communication,
         layout_ms=layout + received_ms,
         sync_ms=total("sync_ms"),
-        update_ms=total("update_ms"),
+        update_ms=float(sum(part.rounds * part.costs.updating_ms(count)[0] for part in parts)),
         state_bytes=sum(part.state_bytes for part in parts),
         activation_bytes=sum(part.activation_bytes for part in parts),
         working_bytes=max(int(part.costs.working(**needs)[0]) + part.own_bytes for part in parts),

@@ -258,7 +258,8 @@ class _Numbers:
         """
         again = rounds * self.shape.micro_batches - 1
         passed = picoseconds(costs.forward_ms + costs.backward_ms)
-        once = rounds * (picoseconds(costs.sync_ms) + picoseconds(costs.update_ms))
+        count = self.shape.micro_batches
+        once = rounds * (picoseconds(costs.sync_ms) + picoseconds(costs.updating_ms(count)))
         shape, alone = self.shape, self.shape.pipeline == 1
         one_layer = len(self.costs.model.layers) == shape.rounds * shape.pipeline
         needs = dict(stages=shape.stages_at_work, micro_batches=shape.micro_batches, one_layer=one_layer)

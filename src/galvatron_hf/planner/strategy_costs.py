@@ -26,6 +26,7 @@ class Costs:
         communication_ms: of these two, what is not computing.
         sync_ms: once in a step, before the update.
         update_ms: of the optimizer, once in a step.
+        adding_ms: of adding a micro-batch's gradients to those before.
         state_bytes: weights, gradients and optimizer state, and weights that stay gathered.
         gradient_bytes: of the state, gradients at rest.
         gathered_bytes: of the state, weights that stay gathered until their last backward.
@@ -56,6 +57,7 @@ class Costs:
     communication_ms: np.ndarray
     sync_ms: np.ndarray
     update_ms: np.ndarray
+    adding_ms: np.ndarray
     state_bytes: np.ndarray
     gradient_bytes: np.ndarray
     gathered_bytes: np.ndarray
@@ -75,6 +77,10 @@ class Costs:
     head_kept_bytes: np.ndarray
     other_kept_bytes: np.ndarray
     own_bytes: np.ndarray
+
+    def updating_ms(self, micro_batches: int) -> np.ndarray:
+        """(S,) of the optimizer, and of adding up the gradients that it needs."""
+        return self.update_ms + (micro_batches - 1) * self.adding_ms
 
     def working(self, *, alone: bool, stages: int, micro_batches: int, one_layer: bool) -> np.ndarray:
         """(S,) bytes needed beside state and activations while the layer runs.

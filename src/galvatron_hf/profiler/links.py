@@ -30,6 +30,7 @@ _WARM_UP = 3
 _MOST_CALLS = 200
 _PRODUCT_SIDE = {"cpu": 256, "cuda": 2048}
 _BETWEEN_MS = {"cpu": 2.0, "cuda": 0.5}  # of computing before each call, on a device of its own
+_GOLDEN = 0.618034  # multiples of which fill an interval evenly
 _BASELINE_WINDOWS = 20  # that the computing by itself is timed for
 _LEAST_MS = 1e-3  # of a call that is lost in the noise of the computing beside it
 
@@ -58,7 +59,9 @@ class Trial:
 
 
 class Between:
-    """What a rank computes between two messages.
+    """What a rank computes between two messages: not always the same, but the same on all ranks.
+
+    Ranks that get their CPU in pieces, and always compute as much, fall into step, and then no one waits for another.
 
     A CPU is faster at some times than at others, and a rank with a quota gets its share in pieces: what the computing
     beside messages takes is therefore the CPU's own time for it, times what such time takes by itself on the wall.
@@ -71,35 +74,40 @@ class Between:
     """
 
     def __init__(self, device: torch.device):
-        self.device, self.products, self.ms = device, 1, 0.0
-        self._runs, self._cpu_seconds, self._stretch = 0, 0.0, 1.0
+        self.device, self.products, self.ms = device, 1.0, 0.0
+        self._runs = self._done = 0  # runs and products
+        self._cpu_seconds, self._stretch = 0.0, 1.0
         side = _PRODUCT_SIDE[device.type]
         self._left, self._right = (torch.full((side, side), 0.5, device=device) for _ in range(2))
         self._result = torch.empty_like(self._left)
         self.run()
         began = time.process_time()
+        self.begin()
         for _ in range(_WARM_UP):
             self.run()
         finish(device)
-        (once,) = slowest([1e3 * (time.process_time() - began) / _WARM_UP], device)
-        self.products = max(1, round(_BETWEEN_MS[device.type] / once))
+        (once,) = slowest([1e3 * (time.process_time() - began) / self._done], device)
+        self.products = max(1.0, _BETWEEN_MS[device.type] / once)
 
     def run(self) -> None:
         began = time.thread_time()
-        for _ in range(self.products):
+        self._runs += 1
+        # From a half to one and a half times as much, evenly spread in any row of runs.
+        count = max(1, round(self.products * (0.5 + self._runs * _GOLDEN % 1)))
+        for _ in range(count):
             torch.mm(self._left, self._right, out=self._result)
         self._cpu_seconds += time.thread_time() - began
-        self._runs += 1
+        self._done += count
 
     def begin(self) -> None:
         """From here on `taken_ms` counts."""
-        self._runs, self._cpu_seconds = 0, 0.0
+        self._runs, self._done, self._cpu_seconds = 0, 0, 0.0
 
     def taken_ms(self) -> float:
         """What all runs since `begin` take by themselves."""
         if self.device.type == "cpu":
             return 1e3 * self._stretch * self._cpu_seconds
-        return self._runs * self.ms
+        return self._done * self.ms / self.products
 
     def measure(self, window_ms: float) -> None:
         """Times it on all ranks at once; collective."""
@@ -111,7 +119,7 @@ class Between:
             finish(self.device)
         seconds = time.perf_counter() - began
         self._stretch = seconds / max(self._cpu_seconds, 1e-9)
-        (self.ms,) = slowest([1e3 * seconds / self._runs], self.device)
+        (self.ms,) = slowest([1e3 * seconds * self.products / self._done], self.device)
 
 
 def measure_links(

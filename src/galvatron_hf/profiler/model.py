@@ -24,7 +24,7 @@ from galvatron_hf.parallel.sharding import DTYPES
 from galvatron_hf.plan_checks import check_choice, check_int, check_number
 from galvatron_hf.profiler.hardware import machine
 from galvatron_hf.profiler.model_profile import ModelProfile, TimeFit, Times
-from galvatron_hf.profiler.part_timing import Key, PartTimer, optimizer_ms
+from galvatron_hf.profiler.part_timing import Key, PartTimer, adding_ms, optimizer_ms
 from galvatron_hf.profiler.tracing import CountedModel, PartTimes, describe, positions, profile_of
 
 
@@ -118,6 +118,7 @@ def _profile(
             _part_times(found, counted, timer),
             max_degree=max_degree,
             optimizer_ms=optimizer_ms(found),
+            adding_ms=adding_ms(found),
             assumed={},
             made=made,
         )

@@ -92,7 +92,7 @@ def read_profile(source: str | os.PathLike | Mapping[str, Any]) -> ModelProfile:
     check_bool("tied", given["tied"])
     if given.get("max_length") is not None:
         check_int("max_length", given["max_length"], high=_MAX)
-    for name in ("optimizer_ms_per_element", "optimizer_ms_per_weight", "waiting_ms"):
+    for name in ("optimizer_ms_per_element", "optimizer_ms_per_weight", "adding_ms_per_element", "waiting_ms"):
         check_number(name, given.get(name, 0.0))
     stretch = given.get("stretch", {})
     check_fields("stretch", stretch, STRETCHES)

@@ -124,6 +124,8 @@ class ModelProfile:
         max_length (`int`, *optional*): positions that the model has.
         optimizer_ms_per_element, optimizer_ms_per_weight (`float`): of an update, with the norm of the gradients and
             their clipping, for each element of a rank and for each weight, however small.
+        adding_ms_per_element (`float`): of adding a micro-batch's gradients to those before, for each element of a
+            rank.
         stretch (`Mapping[str, float]`): what whole steps of training take over the sum of their parts, where that was
             measured: of "computing"; of what is sent by "communication" (of activations, by tensor and Ulysses ranks
             and changes of layout), "synchronization" (of copies), "weights" (gathered, and their gradients scattered)
@@ -147,6 +149,7 @@ class ModelProfile:
     max_length: int | None = None
     optimizer_ms_per_element: float = 0.0
     optimizer_ms_per_weight: float = 0.0
+    adding_ms_per_element: float = 0.0
     stretch: Mapping[str, float] = field(default_factory=dict)
     waiting_ms: float = 0.0
     assumed: Mapping[str, str] = field(default_factory=dict)

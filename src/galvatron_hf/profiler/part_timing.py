@@ -28,8 +28,8 @@ from galvatron_hf.progress import progress_bar
 
 LEAST_TOKENS = 128
 ADAM_WEIGHTS = 32
-ADAM_ELEMENTS = 1 << 12, 1 << 22  # of all these weights
 MOST_COPIES, UNCACHED_ELEMENTS = 4, 1 << 24
+ADAM_ELEMENTS = 1 << 12, UNCACHED_ELEMENTS  # of all these weights
 REPETITIONS = range(3, 16)  # as many as there is time for
 
 Key = tuple  # what is timed: ("layer", kind, tensor, tokens, length), ("head", tensor, tokens)...
@@ -247,7 +247,10 @@ class PartTimer:
         return output, (saved, self.clock.mark())
 
     def _optimizer_job(self, elements: int) -> _Job:
-        """The norm of gradients, their clipping and an update; of DTensors where ranks are several."""
+        """The norm of gradients, their clipping and an update; of DTensors where ranks are several.
+
+        What stands for the backward is adding up gradients, as those of a further micro-batch are.
+        """
         weights = [
             self._at_rest(torch.zeros(elements // ADAM_WEIGHTS, device=self.device)) for _ in range(ADAM_WEIGHTS)
         ]
@@ -262,7 +265,11 @@ class PartTimer:
             for gradient in gradients:
                 gradient.mul_((1e-3 / (norm + 1e-6)).clamp(max=1.0))
             optimizer.step()
-            return self.clock.now() - began, 0.0
+            updated = self.clock.now()
+            with torch.no_grad():
+                for gradient, weight in zip(gradients, weights, strict=True):
+                    gradient.add_(local_tensor(weight))
+            return updated - began, self.clock.now() - updated
 
         return _Job(key=("adam", elements), run=run)
 
@@ -279,6 +286,12 @@ def optimizer_ms(found: dict[Key, tuple[float, ...]]) -> tuple[float, float]:
     few, many = (found["adam", elements][0] for elements in ADAM_ELEMENTS)
     each = max(0.0, (many - few) / (ADAM_ELEMENTS[1] - ADAM_ELEMENTS[0]))
     return each, max(0.0, few - each * ADAM_ELEMENTS[0]) / ADAM_WEIGHTS
+
+
+def adding_ms(found: dict[Key, tuple[float, ...]]) -> float:
+    """Milliseconds for each element of gradients that are added to others."""
+    few, many = (found["adam", elements][1] for elements in ADAM_ELEMENTS)
+    return max(0.0, (many - few) / (ADAM_ELEMENTS[1] - ADAM_ELEMENTS[0]))
 
 
 def _copies(small: PreTrainedModel, kinds: Sequence[int]) -> int:

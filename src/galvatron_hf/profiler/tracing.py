@@ -34,6 +34,7 @@ BANDWIDTHS = {"a100": 2.04e12, "h100": 3.35e12, "h200": 4.8e12, "4090": 1.01e12}
 FLOPS_PER_BYTE = {"gpu": 200.0, "cpu": 20.0}
 CPU_FLOPS = 1e13  # no core reaches as many a second
 ADAM_BYTES = 7 * 4  # AdamW reads a weight, its gradient and two moments, and writes all but the gradient, in fp32
+ADDING_BYTES = 3 * 4  # of a sum of two gradients in fp32
 
 END_TOKENS = (CHUNK_TOKENS, 2 * CHUNK_TOKENS)  # of the traces of embedding and head
 
@@ -117,6 +118,7 @@ def _counted_profile(
         times,
         max_degree=max_degree,
         optimizer_ms=(ADAM_BYTES / speed.bytes_per_ms, 0.0),
+        adding_ms=ADDING_BYTES / speed.bytes_per_ms,
         assumed=assumed,
         made=describe(length, packed),
     )
@@ -165,10 +167,14 @@ def profile_of(
     *,
     max_degree: int,
     optimizer_ms: tuple[float, float],
+    adding_ms: float,
     assumed: dict[str, str],
     made: dict[str, str],
 ) -> ModelProfile:
-    """Puts a profile together from counted bytes and times of either origin; `optimizer_ms` by element and weight."""
+    """Puts a profile together from counted bytes and times of either origin.
+
+    Of an update `optimizer_ms` is by element and by weight, of adding gradients `adding_ms` by element.
+    """
     shape, kinds = model_shape(model, counts.small), layer_kinds(model)
     bytes_of = counts.layer_bytes(max_degree)
     ends = counts.end_bytes(sorted(times.embedding))
@@ -197,6 +203,7 @@ def profile_of(
         max_length=positions(model),
         optimizer_ms_per_element=optimizer_ms[0],
         optimizer_ms_per_weight=optimizer_ms[1],
+        adding_ms_per_element=adding_ms,
         assumed=assumed,
         made=made,
     )
