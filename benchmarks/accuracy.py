@@ -6,9 +6,9 @@
     ... --shapes 384x6x6x2x1024x3000x192x8 --share 0.4 --plans 30 --seed 7
     ... --hosts 2 --mbit 400
 
-Four ranks have a share of a core each (see cpu_quota.py), in turns of a millisecond (see short_ticks.py), and a network
-namespace (see hosts.py), all of which this script gives and takes away; with `--hosts 2` they sit two by two in
-namespaces with a slow link between them. It profiles the machine and the model there, as training with
+Four ranks have a share of a core each (see cpu_quota.py), in turns of a millisecond (see short_ticks.py), and a
+network namespace (see hosts.py), all of which this script gives and takes away; with `--hosts 2` they sit two by two
+in namespaces with a slow link between them. It profiles the machine and the model there, as training with
 `parallel_plan="auto"` does, draws different plans from the search's space (pipelines are half of them), writes what it
 predicts of each to OUTPUT/predictions-SHAPE.json, and only then trains under each, in turns: `--together` runs at a
 time take `--steps` steps each, `--rounds` times around, and the first two steps of a turn, which find cold caches and
