@@ -3,7 +3,7 @@
 """Small machines and models with random figures, and every plan that there is for them."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -49,6 +49,23 @@ def random_hardware(seed: int, *, world_size: int, memory_bytes: int) -> Hardwar
     )
 
 
+def random_times(draw: np.random.Generator, degrees: Sequence[int], scale: float) -> dict[int, Times]:
+    """By tensor degree."""
+    found = {}
+    for tensor in degrees:
+        forward, backward = (
+            TimeFit(
+                per_token=float(draw.uniform(0.5, 1.5)) * scale * factor / tensor,
+                per_square=float(draw.uniform(0.0, 0.01)),
+                fixed=float(draw.uniform(0.0, 0.5)),
+            )
+            for factor in (1, 2)
+        )
+        outside, last = (float(draw.uniform(0.0, 0.2)) * scale / tensor for _ in range(2))
+        found[tensor] = Times(forward=forward, backward=backward, outside_forward=outside, last_forward=last)
+    return found
+
+
 def random_model(seed: int, *, layers: int, kinds: int = 1, tied: bool = False, degree: int = 2) -> ModelProfile:
     """Of 8 features, with figures for tensor and Ulysses up to `degree`."""
     draw = np.random.default_rng(seed)
@@ -61,25 +78,10 @@ def random_model(seed: int, *, layers: int, kinds: int = 1, tied: bool = False, 
         if tensor * ulysses <= degree
     ]
 
-    def times(scale: float) -> dict[int, Times]:
-        found = {}
-        for tensor in degrees:
-            forward, backward = (
-                TimeFit(
-                    per_token=float(draw.uniform(0.5, 1.5)) * scale * factor / tensor,
-                    per_square=float(draw.uniform(0.0, 0.01)),
-                    fixed=float(draw.uniform(0.0, 0.5)),
-                )
-                for factor in (1, 2)
-            )
-            outside = float(draw.uniform(0.0, 0.2)) * scale / tensor
-            found[tensor] = Times(forward=forward, backward=backward, outside_forward=outside)
-        return found
-
     def end(rows: int) -> EndProfile:
         return EndProfile(
             weights=(WeightShape(shape=(rows, 8), cut=0),),
-            times=times(0.2),
+            times=random_times(draw, degrees, 0.2),
             saved_bytes={tensor: float(draw.integers(8, 64)) for tensor in degrees},
             working_bytes={tensor: float(draw.integers(8, 256)) for tensor in degrees},
         )
@@ -87,7 +89,7 @@ def random_model(seed: int, *, layers: int, kinds: int = 1, tied: bool = False, 
     profiles = [
         LayerProfile(
             weights=(WeightShape(shape=(32, 8), cut=0), WeightShape(shape=(8, 32), cut=1), WeightShape(shape=(8,))),
-            times=times(1.0),
+            times=random_times(draw, degrees, 1.0),
             saved_bytes={key: float(draw.integers(100, 300)) / key[0] for key in strategies},
             working_bytes={key: float(draw.integers(0, 100)) for key in strategies},
         )

@@ -51,7 +51,9 @@ def test_a_corrupt_cache_is_measured_anew_and_said(tmp_path, counted, caplog, te
     assert HardwareProfile.from_json(tmp_path / "hardware.json") == profile
 
 
-@pytest.mark.parametrize("name", ["hosts", "devices", "cores", "threads", "torch", "galvatron_hf", "backend"])
+@pytest.mark.parametrize(
+    "name", ["hosts", "devices", "cores", "threads", "torch", "galvatron_hf", "backend", "method"]
+)
 def test_a_profile_of_another_machine_is_not_used(tmp_path, counted, caplog, name):
     own = profile_hardware(**QUICK)
     other = dataclasses.replace(own, made=own.made | {name: "another"})

@@ -3,15 +3,17 @@
 """What is made of measured times, on clocks and CPUs that are made up: windows, overlap, medians and fits of links."""
 
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from galvatron_hf.profiler import compute, hardware, links
+from galvatron_hf.profiler import compute, hardware, links, part_timing
 from galvatron_hf.profiler.hardware_profile import wire_share
 from galvatron_hf.profiler.links import measure_links
+from galvatron_hf.profiler.parts import Part
 from ranks import run_ranks
 
 
@@ -113,6 +115,61 @@ def test_a_cpu_that_became_slower_does_not_make_messages_longer(monkeypatch):
         kind="all_reduce", ranks=2, stride=1, size=8, call=lambda: wall.__setitem__(0, wall[0] + 7e-3), calls=5
     )
     assert links._measured(trial, CPU, between) == pytest.approx(7.0)
+
+
+@pytest.mark.parametrize(
+    ("pages", "expected"),
+    [
+        ((0, 0, 0, 0, 0), 3.0),
+        ((4096, 0, 7, 4096, 8), 3.0),  # of 2, 3 and 5
+        ((9, 8, 4096, 4096, 4096), 2.0),
+        ((4096, 1024, 9, 4096, 9), 4.0),  # where all were new, 3 and 5 used the fewest
+    ],
+)
+def test_a_message_whose_memory_was_new_does_not_count(pages, expected):
+    assert links._typical([1.0, 2.0, 3.0, 4.0, 5.0], pages) == expected
+
+
+def test_a_measurement_knows_how_much_memory_was_new_on_any_rank(monkeypatch):
+    """One rank has new memory in every other measurement, which then takes ten times as long on all."""
+
+    def fitted():
+        pages, done = [0], [0]
+
+        def measured(trial, device, between):
+            done[0] += 1
+            is_new = done[0] % 2 == 0
+            if dist.get_rank() == 2 and is_new:
+                pages[0] += 9 * trial.calls
+            return (10.0 if is_new else 1.0) * (1 + trial.size / 4096)
+
+        monkeypatch.setattr(links, "_measured", measured)
+        monkeypatch.setattr(links, "_new_pages", lambda: pages[0])
+        # 12 trials for each of 3 rounds of warming up, and 5 measurements: new ones are the same trials' each time
+        # unless their number is odd, so that one call more is made between any two rounds.
+        monkeypatch.setattr(links.Between, "measure", lambda self, ms: done.__setitem__(0, done[0] + 1))
+        found = measure_links(CPU, 3, (4096, 1 << 20), 5, 10.0, 1e6, lambda what: None)
+        return [ms for link in found for size, ms in link.points if size == 1 << 20]
+
+    for found in run_ranks(fitted, 3):
+        assert found and found == pytest.approx([257.0] * len(found))
+
+
+def test_the_end_of_a_forward_is_timed_from_the_last_tensor_that_it_saves():
+    now, given = [0.0], torch.ones(4, requires_grad=True)
+
+    def forward(saving: bool) -> torch.Tensor:
+        now[0] += 1.0
+        first = given.exp() if saving else given + 1
+        now[0] += 3.0
+        return first * 2  # keeps nothing
+
+    timer = object.__new__(part_timing.PartTimer)
+    timer.clock = SimpleNamespace(now=lambda: now[0], mark=lambda: now[0], between=lambda mark, later: later - mark)
+    for saving, behind in ((True, 3.0), (False, 4.0)):
+        part = Part(run=functools.partial(forward, saving), input=given, modules=())
+        assert timer._job("layer", part, last=True).run() == (4.0, 0.0, behind)
+        assert timer._job("layer", part, copies=2).run() == (2.0, 0.0)
 
 
 def test_no_longer_message_takes_less():

@@ -27,6 +27,7 @@ from equivalence import (
 )
 from galvatron_hf.parallel.apply import parallelize
 from galvatron_hf.parallel.mesh import WorldMesh
+from galvatron_hf.parallel.replicated import ReplicatedUnit
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
 from plans import mixed_plans, uniform, uniform_plans, untied_plans
 from ranks import run_ranks
@@ -302,3 +303,26 @@ def test_micro_batches_accumulate_under_every_sharding():
         plan = uniform(2, sharding=sharding, embedding=VocabularyStrategy(sharding=sharding))
         cases[sharding] = oracle, dataclasses.replace(plan, micro_batches=3)
     check_cases(2, cases)
+
+
+def test_gradients_of_a_replicated_unit_of_one_weight_are_summed_where_they_are(monkeypatch):
+    """An embedding's gradient is not copied for its sum; those of a layer's weights are joined in one message."""
+    oracle, summed = oracle_of("llama"), {}
+    start = ReplicatedUnit._start
+
+    def noting_storages(unit: ReplicatedUnit) -> None:
+        before = [weight.summed.data_ptr() for weight in unit.weights]
+        start(unit)
+        after = [weight.summed.untyped_storage().data_ptr() for weight in unit.weights]
+        summed.setdefault(len(unit.weights), []).append((before, after))
+
+    monkeypatch.setattr(ReplicatedUnit, "_start", noting_storages)
+
+    def work():
+        parallel = parallelize(copy.deepcopy(oracle.model), uniform_plans(2)["replicate"])
+        parallel.forward_backward(oracle.batch)
+        return summed
+
+    for found in run_ranks(work, 2):
+        assert found[1] and all(before == after for before, after in found.pop(1))
+        assert found and all(len(set(after)) == 1 for units in found.values() for _, after in units)

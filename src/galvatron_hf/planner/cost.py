@@ -150,9 +150,7 @@ class CostModel:
         tensor, none = np.array([strategy.tensor for strategy in strategies]), np.zeros(len(strategies))
         layer, head = (np.where(reduced > 0, size / tensor, 0.0) for size in self._messages)
         before = layer if part == "embedding" else reduced
-        comes = weights.elements * GRADIENT_BYTES
-        goes = passed.saved_bytes + np.where(reduced > 0, weights.gathered_bytes, 0.0)
-        own = {"embedding": comes - goes, "head": goes - comes}.get(part, none)
+        gradient = weights.elements * GRADIENT_BYTES
         return Costs(
             forward_ms=forward,
             backward_ms=backward,
@@ -164,7 +162,7 @@ class CostModel:
             + weights.count * model.optimizer_ms_per_weight,
             adding_ms=weights.elements * model.adding_ms_per_element,
             state_bytes=weights.state_bytes + tied * (weights.passing_bytes + whole),
-            gradient_bytes=comes,
+            gradient_bytes=gradient,
             gathered_bytes=weights.gathered_bytes,
             activation_bytes=passed.saved_bytes,
             working_bytes=passed.working_bytes + weights.passing_bytes * (2 * is_layer + is_head - tied),
@@ -175,13 +173,13 @@ class CostModel:
             whole_gradient_bytes=np.maximum(whole, weights.largest_bytes) if is_head else whole,
             joined_bytes=weights.joined_bytes,
             reduction_bytes=reduced,
-            reduced_bytes=np.where(reduced > 0, comes, 0.0) * is_layer,
+            reduced_bytes=np.where(reduced > 0, gradient, 0.0) * is_layer,
             reducing_bytes=whole + reduced + weights.passing_bytes * is_layer,
             kept_bytes=before,
             first_kept_bytes=none if is_head else before,
             head_kept_bytes=head * is_layer,
             other_kept_bytes=reduced if is_layer else layer,
-            own_bytes=np.maximum(0.0, own),
+            part=part,
         )
 
     def _tokens(self, strategy: LayerStrategy, length: int) -> tuple[int, int, int]:

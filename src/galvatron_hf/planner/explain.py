@@ -215,7 +215,7 @@ class _Part:
 
     @property
     def own_bytes(self) -> int:
-        return int(self.costs.own(self.micro_batches)[0])
+        return int(self.costs.own_bytes(self.micro_batches)[0])
 
     @property
     def activation_bytes(self) -> int:

@@ -282,7 +282,7 @@ class _Numbers:
         count = self.shape.micro_batches
         at_once = flight == count
         for part in parts:
-            columns, own = self._columns(part), part.own(count)
+            columns, own = self._columns(part), part.own_bytes(count)
             a, b = a + columns["a"], b + columns["b"]
             memory = memory + columns["state"] + flight * columns["activation"] - at_once * columns["shared"] - own
             working = np.maximum(working, columns["working"] + own)

@@ -48,8 +48,7 @@ class Costs:
         first_kept_bytes: the same in a step's first backward.
         head_kept_bytes: the same behind the head, for the last layer.
         other_kept_bytes: of a layer's message, on another stage of the rank.
-        own_bytes: of a step's only micro-batch, what is not there while layers run: an embedding's gradient comes when
-            they all have theirs, and a head's activations and gathered shards are gone before.
+        part: "layer", "embedding", "head", or "tied", both ends as one.
     """
 
     forward_ms: np.ndarray
@@ -76,7 +75,7 @@ class Costs:
     first_kept_bytes: np.ndarray
     head_kept_bytes: np.ndarray
     other_kept_bytes: np.ndarray
-    own_bytes: np.ndarray
+    part: str
 
     def updating_ms(self, micro_batches: int) -> np.ndarray:
         """(S,) of the optimizer, and of adding up the gradients that it needs."""
@@ -121,12 +120,22 @@ class Costs:
         In the last backward gradients take the place of activations, layer by layer; if it is the only one, of sharded
         weights that stayed gathered too.
         """
-        goes = self.activation_bytes + (self._gathered_shards if micro_batches == 1 else 0)
-        return np.minimum(self.gradient_bytes, goes)
+        return np.minimum(self.gradient_bytes, self._gone_bytes(micro_batches))
 
-    def own(self, micro_batches: int) -> np.ndarray:
-        """(S,) bytes of state and activations that are there only while an end itself runs; 0 of layers."""
-        return np.floor(self.own_bytes).astype(np.int64) * (micro_batches == 1)
+    def own_bytes(self, micro_batches: int) -> np.ndarray:
+        """(S,) of an end's state and activations, what is there only while it runs itself.
+
+        In a step's only backward an embedding's gradient comes when all layers have theirs, and what a head's gradient
+        leaves of the place of its activations and gathered shards is free before layers begin.
+        """
+        if micro_batches > 1 or self.part not in ("embedding", "head"):
+            return np.zeros(len(self.gradient_bytes), dtype=np.int64)
+        held = self.gradient_bytes if self.part == "embedding" else self._gone_bytes(1)
+        return np.floor(held - self.shared_bytes(1)).astype(np.int64)
+
+    def _gone_bytes(self, micro_batches: int) -> np.ndarray:
+        """Of state and activations of one micro-batch, what the last backward leaves nothing of."""
+        return self.activation_bytes + (self._gathered_shards if micro_batches == 1 else 0)
 
     @property
     def _gathered_shards(self) -> np.ndarray:

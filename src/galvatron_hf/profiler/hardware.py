@@ -27,6 +27,7 @@ SIZES = {
     "cpu": (4 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20),
     "cuda": (64 << 10, 512 << 10, 4 << 20, 16 << 20, 64 << 20, 256 << 20),
 }
+METHOD = "2"  # of measuring machines, models and whole steps: the next number makes all kept profiles stale
 _WINDOW_MS = {"cpu": 60.0, "cuda": 10.0}
 _PERIODS, _FEWEST_PERIODS, _PERIODS_MS = 15, 2, 150.0  # of a quota: so many, within the time that there is
 _OVERLAP_MS = 50.0
@@ -133,12 +134,13 @@ def _measured(
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """What tells this machine from others, as a profile's `made` has it; collective, and the same on every rank."""
+    """What tells this machine from others, and how it is measured, as a profile's `made` has it; collective, and the
+    same on every rank."""
     ranks = gather_objects(identity(device))
     merged = {f"{name}s": ", ".join(sorted({rank.pop(name) for rank in ranks})) for name in ("host", "device")}
     for name in ranks[0]:
         merged[name] = ", ".join(sorted({rank[name] for rank in ranks}))
-    return merged | {"backend": _backend(device)}
+    return merged | {"backend": _backend(device), "method": METHOD}
 
 
 def _window_ms(device: torch.device) -> float:

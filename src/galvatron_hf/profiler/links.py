@@ -10,6 +10,8 @@ the last one is part of what communicating costs.
 
 from __future__ import annotations
 
+import itertools
+import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +30,9 @@ _functional = torch.ops._c10d_functional
 _ELEMENT = 4  # bytes of fp32
 _WARM_UP = 3
 _MOST_CALLS = 200
+_FEW_PAGES = 8.0  # that a call uses for the first time, in a measurement that counts
 _PRODUCT_SIDE = {"cpu": 256, "cuda": 2048}
 _BETWEEN_MS = {"cpu": 2.0, "cuda": 0.5}  # of computing before each call, on a device of its own
-_GOLDEN = 0.618034  # multiples of which fill an interval evenly
 _BASELINE_WINDOWS = 20  # that the computing by itself is timed for
 _LEAST_MS = 1e-3  # of a call that is lost in the noise of the computing beside it
 
@@ -46,6 +48,7 @@ class Trial:
         transfers (`int`): messages one behind the other in a call.
         calls (`int`): made in a measurement, one behind the other.
         ms (`list[float]`): of one message, by measurement.
+        pages (`list[float]`): of memory that a call used for the first time, by measurement.
     """
 
     kind: str
@@ -56,12 +59,11 @@ class Trial:
     transfers: int = 1
     calls: int = 1
     ms: list[float] = field(default_factory=list)
+    pages: list[float] = field(default_factory=list)
 
 
 class Between:
-    """What a rank computes between two messages: not always the same, but the same on all ranks.
-
-    Ranks that get their CPU in pieces, and always compute as much, fall into step, and then no one waits for another.
+    """What a rank computes between two messages.
 
     A CPU is faster at some times than at others, and a rank with a quota gets its share in pieces: what the computing
     beside messages takes is therefore the CPU's own time for it, times what such time takes by itself on the wall.
@@ -74,40 +76,35 @@ class Between:
     """
 
     def __init__(self, device: torch.device):
-        self.device, self.products, self.ms = device, 1.0, 0.0
-        self._runs = self._done = 0  # runs and products
-        self._cpu_seconds, self._stretch = 0.0, 1.0
+        self.device, self.products, self.ms = device, 1, 0.0
+        self._runs, self._cpu_seconds, self._stretch = 0, 0.0, 1.0
         side = _PRODUCT_SIDE[device.type]
         self._left, self._right = (torch.full((side, side), 0.5, device=device) for _ in range(2))
         self._result = torch.empty_like(self._left)
         self.run()
         began = time.process_time()
-        self.begin()
         for _ in range(_WARM_UP):
             self.run()
         finish(device)
-        (once,) = slowest([1e3 * (time.process_time() - began) / self._done], device)
-        self.products = max(1.0, _BETWEEN_MS[device.type] / once)
+        (once,) = slowest([1e3 * (time.process_time() - began) / _WARM_UP], device)
+        self.products = max(1, round(_BETWEEN_MS[device.type] / once))
 
     def run(self) -> None:
         began = time.thread_time()
-        self._runs += 1
-        # From a half to one and a half times as much, evenly spread in any row of runs.
-        count = max(1, round(self.products * (0.5 + self._runs * _GOLDEN % 1)))
-        for _ in range(count):
+        for _ in range(self.products):
             torch.mm(self._left, self._right, out=self._result)
         self._cpu_seconds += time.thread_time() - began
-        self._done += count
+        self._runs += 1
 
     def begin(self) -> None:
         """From here on `taken_ms` counts."""
-        self._runs, self._done, self._cpu_seconds = 0, 0, 0.0
+        self._runs, self._cpu_seconds = 0, 0.0
 
     def taken_ms(self) -> float:
         """What all runs since `begin` take by themselves."""
         if self.device.type == "cpu":
             return 1e3 * self._stretch * self._cpu_seconds
-        return self._done * self.ms / self.products
+        return self._runs * self.ms
 
     def measure(self, window_ms: float) -> None:
         """Times it on all ranks at once; collective."""
@@ -119,7 +116,7 @@ class Between:
             finish(self.device)
         seconds = time.perf_counter() - began
         self._stretch = seconds / max(self._cpu_seconds, 1e-9)
-        (self.ms,) = slowest([1e3 * seconds * self.products / self._done], self.device)
+        (self.ms,) = slowest([1e3 * seconds / self._runs], self.device)
 
 
 def measure_links(
@@ -138,10 +135,11 @@ def measure_links(
         device (`torch.device`): where the messages are.
         devices_per_node (`int`): ranks of a node.
         sizes (`Sequence[int]`): bytes of the whole message, which is an all-gather's result and any other's input.
-        repetitions (`int`): measurements of each; they are interleaved, and the median counts.
+        repetitions (`int`): measurements of each; they are interleaved, and the median counts of those
+            for which the kernel had no memory to give.
         window_ms (`float`): how long a measurement lasts, by repeating short calls; less if time is short.
         seconds (`float`): after which, about, it ends with fewer repetitions; one is always done.
-        step (`Callable`): told what was done, once for each trial and repetition and once for its warm-up.
+        step (`Callable`): told what was done, once for each trial in each round of warming up and each repetition.
 
     Returns:
         `tuple[Link, ...]`: equal on every rank; a measurement is as long as on the rank that took longest.
@@ -164,13 +162,15 @@ def measure_links(
         between.measure(_BASELINE_WINDOWS * window_ms)
         for trial in trials:
             step("timing links")
+            before = _new_pages()
             trial.ms.append(_measured(trial, device, between))
-    table = torch.tensor([slowest(trial.ms, device) for trial in trials], dtype=torch.float64)
+            trial.pages.append((_new_pages() - before) / trial.calls)
+    times = [_typical(slowest(trial.ms, device), slowest(trial.pages, device)) for trial in trials]
     for group in groups.values():
         if group is not None:
             dist.destroy_process_group(group)
     sweeps: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
-    for trial, ms in zip(trials, table.median(dim=1).values.tolist(), strict=True):
+    for trial, ms in zip(trials, times, strict=True):
         sweeps.setdefault((trial.kind, trial.ranks, trial.stride), []).append((trial.size, ms))
     return tuple(Link.fitted(*arrangement, _rising(points)) for arrangement, points in sweeps.items())
 
@@ -184,12 +184,29 @@ def _rising(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 def _warm_up(trials: Sequence[Trial], device: torch.device, between: Between, window_ms: float, step: Step) -> None:
     """Connects the ranks, and chooses how many calls fill a window."""
-    estimates = []
-    for trial in trials:
+    taken = []
+    for _, trial in itertools.product(range(_WARM_UP), trials):
         step("warming up")
-        estimates.append(min(_measured(trial, device, between) for _ in range(_WARM_UP)) * trial.transfers)
+        taken.append(_measured(trial, device, between) * trial.transfers)
+    estimates = [min(taken[index :: len(trials)]) for index in range(len(trials))]
     for trial, estimate in zip(trials, slowest(estimates, device), strict=True):
         trial.calls = max(1, min(_MOST_CALLS, round(window_ms / (estimate + between.ms))))
+
+
+def _typical(ms: Sequence[float], pages: Sequence[float]) -> float:
+    """The median of measurements that had the memory they needed; where none had, of what had most of it.
+
+    What a call uses can be new to the process long after the first one: gloo's threads take turns, and have memory of
+    their own. On a virtual machine a page that is used for the first time costs up to 60 microseconds, all those of a
+    message ten times what the message does, and a step of training has been through that after a few.
+    """
+    most = max(_FEW_PAGES, min(pages))
+    return statistics.median(one for one, new in zip(ms, pages, strict=True) if new <= most)
+
+
+def _new_pages() -> int:
+    """Pages of memory that this process has used, each counted when it was used for the first time."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def measure_step(device: torch.device, repetitions: int) -> float:
@@ -210,7 +227,7 @@ def measure_step(device: torch.device, repetitions: int) -> float:
 def count_steps(world_size: int, devices_per_node: int, sizes: Sequence[int], repetitions: int) -> int:
     """How often [`measure_links`] calls `step`."""
     sweeps = sum(map(len, arrangements_by_kind(world_size, devices_per_node).values()))
-    return sweeps * len(set(sizes)) * (repetitions + 1)
+    return sweeps * len(set(sizes)) * (_WARM_UP + repetitions)
 
 
 def synchronize(device: torch.device) -> None:

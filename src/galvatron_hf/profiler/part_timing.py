@@ -41,8 +41,8 @@ class _Job:
 
     Attributes:
         key (`tuple`): what it is.
-        run (`Callable`): gives the milliseconds of forward and backward; if it was asked for, also of what the forward
-            does behind the last tensor that it saves for the backward.
+        run (`Callable`): gives milliseconds: of forward and backward, and, of a layer's largest micro-batch, of what
+            the forward does behind the last tensor that it saves; of "adam", of an update and of a sum of gradients.
     """
 
     key: Key
@@ -247,10 +247,8 @@ class PartTimer:
         return output, (saved, self.clock.mark())
 
     def _optimizer_job(self, elements: int) -> _Job:
-        """The norm of gradients, their clipping and an update; of DTensors where ranks are several.
-
-        What stands for the backward is adding up gradients, as those of a further micro-batch are.
-        """
+        """The norm of gradients, their clipping and an update, and a sum of gradients; of DTensors where ranks are
+        several."""
         weights = [
             self._at_rest(torch.zeros(elements // ADAM_WEIGHTS, device=self.device)) for _ in range(ADAM_WEIGHTS)
         ]

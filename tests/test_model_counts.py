@@ -1,0 +1,195 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""What is counted of a model's parts: shapes and bytes are the real runtime's, FLOPs the closed form."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, PreTrainedModel
+
+from equivalence import single_stage
+from galvatron_hf.model_shape import ModelShape
+from galvatron_hf.parallel.apply import parallelize
+from galvatron_hf.parallel.documents import Documents
+from galvatron_hf.parallel.memory import LayerShape, saved_activation_bytes
+from galvatron_hf.plan import LayerStrategy
+from galvatron_hf.profiler.counting import count
+from galvatron_hf.profiler.parts import Part, empty_model, layer_kinds
+from galvatron_hf.profiler.real_shapes import model_shape
+from galvatron_hf.profiler.tracing import CountedModel
+from ranks import run_ranks
+from test_memory import measure_saved
+from tiny_models import FAMILIES, LAYERS, VOCABULARY
+
+
+TOKENS = 128
+STRATEGIES = {
+    "tensor": LayerStrategy(tensor=4),
+    "megatron_sp_ulysses": LayerStrategy(tensor=2, megatron_sp=True, ulysses=2),
+    "ulysses": LayerStrategy(ulysses=4),
+}
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shapes_hold_every_parameter_of_the_model_once(family):
+    model = FAMILIES[family].build()
+    shape = model_shape(model)
+    weights = [*shape.embedding, *shape.final_norm, *shape.head, *(w for layer in shape.layers for w in layer)]
+    assert sum(math.prod(weight.shape) for weight in weights) == model.num_parameters()
+    assert len(shape.layers) == LAYERS
+    assert shape.tied == (model.get_output_embeddings().weight is model.get_input_embeddings().weight)
+    # Families that normalise what their MLP leaves, by their own description.
+    assert shape.saves_after_last_region == (family in ("gemma2", "gemma3", "olmo2"))
+
+
+def test_layers_of_one_kind_are_found_by_shape_and_settings():
+    assert layer_kinds(FAMILIES["llama"].build()) == (0, 0, 0, 0)
+    assert layer_kinds(FAMILIES["smollm3"].build()) == (0, 1, 0, 1)  # every other layer has rotary embeddings
+    assert layer_kinds(FAMILIES["gemma2"].build()) == (0, 1, 0, 1)  # sliding windows alternate
+    model = FAMILIES["llama"].build()
+    model.model.layers[2].mlp.gate_proj = torch.nn.Linear(32, 24, bias=False)
+    assert layer_kinds(model) == (0, 0, 1, 0)
+
+
+def test_shapes_of_a_model_without_memory_are_those_of_the_closed_form():
+    heads = dict(num_attention_heads=8, num_key_value_heads=2, head_dim=4)
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=40, num_hidden_layers=3, tie_word_embeddings=True, **heads
+    )
+    expected = ModelShape.llama(
+        vocab=97, hidden=32, intermediate=40, layers=3, heads=8, kv_heads=2, head_dim=4, tied=True
+    )
+    found = model_shape(empty_model(config))
+    assert sorted(map(str, found.layers[2])) == sorted(map(str, expected.layers[2]))
+    assert (found.embedding, found.head, found.final_norm) == (expected.embedding, expected.head, expected.final_norm)
+
+
+def batch_of(packed: bool) -> dict:
+    """One document of `TOKENS` tokens, packed or as a row."""
+    ids = torch.randint(0, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    if not packed:
+        return {"input_ids": ids, "labels": ids}
+    documents = Documents(bounds=(0, TOKENS), cuts=(0, TOKENS))
+    return {
+        "input_ids": ids,
+        "shift_labels": ids,
+        "position_ids": torch.arange(TOKENS)[None],
+        "documents": documents,
+    }
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_saved_bytes_are_those_of_the_runtime_on_real_ranks(packed):
+    families = ("llama", "llama_one_kv_head", "qwen3", "phi3")
+    models = {family: FAMILIES[family].build(max_position_embeddings=TOKENS) for family in families}
+
+    def work() -> dict[tuple[str, str], int]:
+        found = {}
+        for family, model in models.items():
+            for name, strategy in STRATEGIES.items():
+                torch.manual_seed(0)
+                built = FAMILIES[family].build(max_position_embeddings=TOKENS)
+                parallel = parallelize(built, single_stage((strategy,) * LAYERS, 4))
+                found[family, name] = measure_saved(parallel, 1, batch_of(packed))
+        return found
+
+    counted = {}
+    for family, model in models.items():
+        counts = CountedModel(model, torch.float32, TOKENS, packed)
+        for name, strategy in STRATEGIES.items():
+            counted[family, name] = counts.layers(strategy, TOKENS, TOKENS)[0].saved_bytes
+    for found in run_ranks(work, 4, timeout=180.0):
+        assert found == counted
+
+
+def test_saved_bytes_are_the_closed_form_of_llama():
+    counts = CountedModel(FAMILIES["llama"].build(num_key_value_heads=8), torch.float32, TOKENS, packed=False)
+    shape = LayerShape(hidden=32, intermediate=40, heads=8, key_value_heads=8, head_dim=4)
+    strategies = list(counts.strategies(8))
+    assert len(strategies) == 16
+    for strategy in strategies:
+        found = counts.layers(strategy, TOKENS, TOKENS)[0].saved_bytes
+        assert found == saved_activation_bytes(shape, strategy, TOKENS), strategy
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 8])
+def test_flops_are_the_closed_form_of_llama(tensor):
+    hidden, intermediate, heads, dim = 64, 96, 8, 16
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=dim,
+    )
+    counts = CountedModel(empty_model(config), torch.bfloat16, TOKENS, packed=True)
+    products = 2 * TOKENS * (4 * hidden * heads * dim + 3 * hidden * intermediate) // tensor
+    scores = TOKENS**2 * heads * dim // tensor  # one of both products, without what the causal mask leaves out
+    [layer] = counts.layers(LayerStrategy(tensor=tensor), TOKENS, TOKENS)
+    assert layer.forward.flops == products + 2 * scores
+    assert layer.backward.flops == 2 * products + 5 * scores  # the kernel makes the scores once more
+    assert layer.last_forward.flops == 2 * TOKENS * hidden * intermediate // tensor  # saves nothing behind its input
+    head = counts.ends(tensor, 1024)["head"]
+    # The gradients are made on the way forward, so that its logits need not be kept.
+    assert (head.forward.flops, head.backward.flops) == (3 * 2 * 1024 * hidden * 256 // tensor, 0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_recomputing_leaves_out_what_comes_behind_the_last_saved_tensor(family):
+    """What PyTorch's checkpoints do of matrix products, and what the counts say of a layer."""
+
+    def build() -> PreTrainedModel:
+        return FAMILIES[family].build(max_position_embeddings=TOKENS, use_cache=False)
+
+    def products() -> list[int]:
+        found = []
+        for recompute in ("none", "full"):
+            plan = single_stage((LayerStrategy(recompute=recompute),) * LAYERS, 1)
+            with FlopCounterMode(display=False) as counter:
+                parallelize(build(), plan).forward_backward(batch_of(packed=False))
+            flops = counter.get_flop_counts()["Global"]
+            found.append(sum(flops.get(operation, 0) for operation in (aten.mm, aten.addmm)))
+        return found
+
+    [(without, recomputed)] = run_ranks(products, 1)
+    model, path = build(), {"llama": "layers.0.mlp.down_proj", "gpt2": "h.0.mlp.c_proj", "gemma2": None}[family]
+    # Gemma2 normalises what its last product gives, and saves it.
+    left_out = 0 if path is None else model.base_model.get_submodule(path).weight.numel()
+    layer = sum(weight.numel() for name, weight in model.named_parameters() if ".0." in name and weight.ndim == 2)
+    assert recomputed - without == 2 * TOKENS * LAYERS * (layer - left_out)
+    counts = CountedModel(model, torch.float32, TOKENS, packed=False).layers(LayerStrategy(), TOKENS, TOKENS)
+    assert {layer.last_forward.flops for layer in counts} == {2 * TOKENS * left_out}
+
+
+def test_most_bytes_alive_are_counted_step_by_step():
+    given = torch.zeros(1000, requires_grad=True)
+    counts = count(Part(run=lambda: given.exp().sin(), input=given, modules=()))
+    assert counts.saved_bytes == 4000  # what exp left: its own result, and sin's input
+    # The input, both results, the gradient that comes, the cosine, and their product.
+    assert counts.backward_peak_bytes == 6 * 4000
+    assert counts.forward_peak_bytes == 3 * 4000
+    assert counts.forward.moved_bytes == 2 * 2 * 4000
+
+
+def test_the_head_keeps_its_weight_gradient_and_works_on_a_chunk():
+    counts = CountedModel(FAMILIES["llama"].build(), torch.float32, TOKENS, packed=True)
+    ends = counts.end_bytes([1])["head"]
+    hidden, token = 32, 4
+    # The norm keeps its input, what it normalised and the root; the loss keeps the gradient of its input.
+    assert ends["saved_bytes"][1] == token * (3 * hidden + 1)
+    assert ends["saved_fixed_bytes"][1] == token * hidden * VOCABULARY
+    logits = token * 1024 * VOCABULARY
+    assert logits < ends["working_fixed_bytes"][1] < 4 * logits
+    assert token * hidden < ends["working_bytes"][1] < 8 * token * hidden
