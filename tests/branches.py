@@ -17,9 +17,13 @@ from galvatron_hf.planner.branch import Branch, Choice, Options, score
 def random_branch(
     seed: int, *, layers: int, stages: int, options: int, layouts: int = 2, kinds: int = 1, tightness: float = 0.5
 ) -> Branch:
-    """Faster options need more memory, as a rule; `tightness` 0 asks for the least memory, 1 for the most."""
+    """Faster options need more memory, as a rule; `tightness` 0 asks for the least memory, 1 for the most.
+
+    Of every choice B is at least as many times A as micro-batches go ahead of a first gradient.
+    """
     draw = np.random.default_rng(seed)
     speed = draw.integers(5, 40, (kinds, options))
+    a, stage_a = speed + draw.integers(0, 30, (kinds, options)), draw.integers(0, 9, stages)
     state = 400 // speed + draw.integers(0, 20, (kinds, options))
     activation = 200 // speed + draw.integers(0, 10, (kinds, options))
     shared = (draw.random((kinds, options)) * np.minimum(state, activation)).astype(np.int64)
@@ -27,41 +31,41 @@ def random_branch(
     in_flight = np.arange(stages, 0, -1)
     order = np.sort(draw.integers(0, kinds, layers)) if draw.random() < 0.5 else draw.integers(0, kinds, layers)
     moves = [draw.integers(0, 12, (layouts, layouts)) * (1 - np.eye(layouts, dtype=np.int64)) for _ in range(2)]
-    micro_batches = int(draw.integers(1, 2 * stages + 3))
-    ahead = np.arange(stages - 1, -1, -1) * (micro_batches >= stages)
+    ahead = np.arange(stages - 1, -1, -1) * int(draw.random() < 0.7)
+    most_ahead = int(ahead.max())
     least = (state + in_flight[:, None, None] * activation).min() * layers / stages
     most = (state + in_flight[:, None, None] * activation).max() * layers / stages
     return Branch(
         kinds=order,
-        a=speed + draw.integers(0, 30, (kinds, options)),
-        b=speed * draw.integers(1, 5),
+        a=a,
+        b=most_ahead * a + speed * draw.integers(0, 5),
         state=state,
         activation=activation,
         working=draw.integers(0, 40, (kinds, options)),
         allowed=draw.random((kinds, options)) < 0.9,
         layout=draw.integers(0, layouts, options),
         move_a=moves[0],
-        move_b=moves[1],
+        move_b=most_ahead * moves[0] + moves[1],
         boundary=int(draw.integers(0, layouts)),
         in_flight=in_flight,
         shared=shared,
         at_once=draw.random(stages) < 0.3,
-        stage_a=draw.integers(0, 9, stages),
-        stage_b=draw.integers(0, 9, stages),
+        stage_a=stage_a,
+        stage_b=most_ahead * stage_a + draw.integers(0, 9, stages),
         stage_memory=draw.integers(0, 20, stages),
-        starts=_ends(draw, ends[0], layouts),
-        finishes=_ends(draw, ends[1], layouts),
+        starts=_ends(draw, ends[0], layouts, most_ahead),
+        finishes=_ends(draw, ends[1], layouts, most_ahead),
         budget=int(least + tightness * (most - least)) + 60,
-        micro_batches=micro_batches,
         ahead=ahead,
     )
 
 
-def _ends(draw: np.random.Generator, count: int, layouts: int) -> Options:
+def _ends(draw: np.random.Generator, count: int, layouts: int, most_ahead: int) -> Options:
     sizes = (count,)
+    a = draw.integers(0, 30, sizes)
     return Options(
-        a=draw.integers(0, 30, sizes),
-        b=draw.integers(0, 30, sizes),
+        a=a,
+        b=most_ahead * a + draw.integers(0, 30, sizes),
         memory=draw.integers(0, 30, sizes),
         working=draw.integers(0, 60, sizes),
         layout=draw.integers(0, layouts, sizes),
@@ -205,18 +209,17 @@ def _add_memory(program: _Program, arcs: dict[int, _Arc], branch: Branch) -> Non
 
 
 def _add_paths(program: _Program, arcs: dict[int, _Arc], branch: Branch) -> None:
-    """The cost is at least that of both paths through every stage.
+    """The cost is at least that of the three paths through every stage.
 
-    With fewer micro-batches than stages both are the sum of A and the stage's B.
+    Where no micro-batches go ahead all are the sum of A and the stage's B.
     """
-    longest, last = program.variable(1.0, integral=False), branch.stages - 1
-    few = branch.micro_batches < branch.stages
-    for stage in range(branch.stages):
-        waiting = 1.0 if few or last == 0 else 1 - (last - stage) / (branch.micro_batches - 1)
-        for share, behind in ((1.0, 0), (waiting, 1 if few else 2)):
-            times = [1 if one <= stage else behind for one in range(branch.stages)]
+    longest = program.variable(1.0, integral=False)
+    for stage, ahead in enumerate(branch.ahead.tolist()):
+        for less, behind in ((0, 0), (ahead / 3, 1), (ahead, 2)) if branch.ahead.any() else ((0, 1),):
+            times = [1 if one < stage else behind for one in range(branch.stages)]
+            times[stage] = 1 - less
             row = {variable: times[arc.stage] * arc.a for variable, arc in arcs.items()}
             for variable, arc in arcs.items():
-                row[variable] += share * arc.b * (arc.stage == stage)
-            constant = share * branch.stage_b[stage] + np.dot(times, branch.stage_a)
+                row[variable] += arc.b * (arc.stage == stage)
+            constant = branch.stage_b[stage] + np.dot(times, branch.stage_a)
             program.constrain({**row, longest: -1.0}, -np.inf, -constant)

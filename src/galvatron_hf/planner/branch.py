@@ -10,14 +10,16 @@ working memories:
     memory_i = stage + sum of (state + in flight * activation - at once * shared) + largest working memory  <= budget
     minimise the largest, over stages i, of
         sum of A_j up to j = i  +  B_i
-        sum of A_j up to j = i  +  w_i B_i  +  2 sum of A_j behind i        w_i = (m - 1 - k_i) / (m - 1)
+        sum of A_j up to j = i  +  B_i - k_i A_i / 3  +  sum of A_j behind i
+        sum of A_j up to j = i  +  B_i - k_i A_i      +  2 sum of A_j behind i
 
 A is what one of the m micro-batches takes on a stage, and B what the others do, and what follows once behind the last.
 These are the paths of 1F1B through its slowest stage, in which k_i = p - 1 - i micro-batches go forward before the
-first comes back. Either those behind it are so quick that it never waits for them, or it waits for its first gradient
-while they work, and for the last one again, and has k_i micro-batches less to do beside that. Of stages that are alike
-both are the pipeline's `sum A + max B`, which counts too much where one is much slower than those behind it. Of GPipe,
-and with fewer micro-batches than stages, the cost is that sum: no k, and the A behind i counts once.
+first comes back. Those behind it may be so quick that it never waits for them. It may wait for its first gradient
+while they work, and have k_i forwards, taken to be a third of A each, less to do behind that. Or it waits for its last
+one too, while k_i micro-batches come back. Of stages that are alike the longest of the three is the pipeline's
+`sum A + max B`, which counts too much where one is much slower than those behind it. Of GPipe, and with fewer
+micro-batches than stages, the cost is that sum: no k, and the A behind i counts once.
 
 Costs are integers (picoseconds), memory is bytes: sums are exact in any order, so that equal plans cost the same.
 """
@@ -25,9 +27,11 @@ Costs are integers (picoseconds), memory is bytes: sums are exact in any order, 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
+
+
+Numbers = np.ndarray | int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +67,7 @@ class Branch:
         stage_a, stage_b, stage_memory (`np.ndarray`): (p,) of each stage, whatever its layers.
         starts, finishes ([`Options`]): of the embedding, in the first stage, and of the head, in the last.
         budget (`int`): bytes of a rank.
-        micro_batches (`int`): m.
-        ahead (`np.ndarray`): (p,) k.
+        ahead (`np.ndarray`): (p,) k; B is at least so many times A.
     """
 
     kinds: np.ndarray
@@ -87,7 +90,6 @@ class Branch:
     starts: Options
     finishes: Options
     budget: int
-    micro_batches: int
     ahead: np.ndarray
 
     @property
@@ -100,21 +102,27 @@ class Branch:
         """L."""
         return len(self.kinds)
 
-    @cached_property
-    def shares(self) -> tuple[np.ndarray, int]:
-        """(p,) and one number: how many of how many parts of B a stage does while it does not wait, w."""
-        others = max(1, self.micro_batches - 1)
-        return others - self.ahead, others
-
     @property
-    def waits(self) -> int:
-        """How often a stage waits for all that are behind it."""
-        return 2 if self.ahead.any() else 1
+    def waits(self) -> tuple[int, ...]:
+        """How often a stage waits for all that are behind it, by path."""
+        return (0, 1, 2) if self.ahead.any() else (0, 1, 1)
 
-    def beside_waiting(self, stage: int, b: np.ndarray | int) -> np.ndarray | int:
-        """w B, rounded up."""
-        parts, whole = self.shares
-        return -(-b * int(parts[stage]) // whole)
+    def paths(self, stage: int, a: Numbers, b: Numbers) -> tuple[Numbers, ...]:
+        """What a stage of so much A and B has of each path itself; fractions are rounded up."""
+        ahead = int(self.ahead[stage]) * a
+        return a + b, a + b - ahead // 3, a + b - ahead
+
+    def beside_waiting(self, ahead: int) -> Branch:
+        """With B less so many times A, of which and A all paths of a stage with this k are sums of multiples."""
+        starts, finishes = (replace(one, b=one.b - ahead * one.a) for one in (self.starts, self.finishes))
+        return replace(
+            self,
+            b=self.b - ahead * self.a,
+            move_b=self.move_b - ahead * self.move_a,
+            stage_b=self.stage_b - ahead * self.stage_a,
+            starts=starts,
+            finishes=finishes,
+        )
 
     def detours(self) -> tuple[np.ndarray, np.ndarray]:
         """(Y, Y, 2) how much more A and B it costs, at most, to come to the first layout, or to go on from it, than
@@ -128,12 +136,14 @@ class Branch:
         One goes if another one, even if that is in another layout with the costliest moves there and back, costs no
         more and needs no more memory in any layer.
         """
-        extra = sum(self.detours())
+        waiting = self.beside_waiting(int(self.ahead.max()))
+        extra = sum(waiting.detours())
         columns = ("state", "activation", "least", "working")
         kept = np.ones(len(self.layout), dtype=bool)
         for option in range(len(kept)):
             more = extra[self.layout, self.layout[option]]
-            better = (self.a + more[:, 0] <= self.a[:, [option]]) & (self.b + more[:, 1] <= self.b[:, [option]])
+            better = self.a + more[:, 0] <= self.a[:, [option]]
+            better &= waiting.b + more[:, 1] <= waiting.b[:, [option]]
             for name in columns:
                 column = getattr(self, name)
                 better &= column <= column[:, [option]]
@@ -215,9 +225,9 @@ def score(branch: Branch, choice: Choice) -> Score:
         a.append(cost_a)
         b.append(cost_b)
         memory.append(held + working)
-    paths = []
-    for stage in range(branch.stages):
-        first, behind = sum(a[: stage + 1]), sum(a[stage + 1 :])
-        paths.append(first + b[stage])
-        paths.append(first + branch.beside_waiting(stage, b[stage]) + branch.waits * behind)
-    return Score(a=tuple(a), b=tuple(b), memory=tuple(memory), cost=max(paths))
+    cost = max(
+        sum(a[:stage]) + own + waits * sum(a[stage + 1 :])
+        for stage in range(branch.stages)
+        for own, waits in zip(branch.paths(stage, a[stage], b[stage]), branch.waits, strict=True)
+    )
+    return Score(a=tuple(a), b=tuple(b), memory=tuple(memory), cost=cost)

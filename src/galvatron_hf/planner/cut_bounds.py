@@ -10,33 +10,34 @@ import numpy as np
 
 from galvatron_hf.planner.branch import Branch
 from galvatron_hf.planner.pareto import nondominated
-from galvatron_hf.planner.stage_bounds import TOTAL, A, Objective, StageBounds
+from galvatron_hf.planner.stage_bounds import TOTAL, WAITING, A, Objective, StageBounds
 
 
-NO_STAGES = np.array([[0, -(1 << 60), -(1 << 60)]])  # their triple: no path, in picoseconds
+NO_STAGES = np.array([[0, *[-(1 << 60)] * 3]])  # their row: no path, in picoseconds
 
 
 class CutBounds:
     """
     Bounds for every cut of the layers into stages.
 
-    A run of stages has a triple, each from below: the sum of their A, the cost of the longest path that ends with its
-    slowest stage, and of the longest that waits for what is behind it (see `branch.py`). Triples of neighbouring runs
-    make that of both; over all cuts, triples that are not dominated are enough.
+    A run of stages has a row of four figures, each from below: the sum of their A, and what the longest path of each
+    kind costs (see `branch.py`): through its slowest stage without a wait, with one, and with two for all behind it.
+    Rows of neighbouring runs make that of both; over all cuts, rows that are not dominated are enough.
 
     Args:
         branch ([`Branch`]): The problem.
 
     Attributes:
+        objectives (`tuple[Objective, ...]`): of stages, that are bounded.
         bound (`float`): no solution costs less.
     """
 
     def __init__(self, branch: Branch):
         self.branch, self.stages = branch, StageBounds(branch)
-        parts, whole = branch.shares
-        self._shares = parts / whole
+        # Of one stage there is nothing but the total; where no micro-batches go ahead, no other path.
+        self.objectives = (TOTAL,) if branch.stages == 1 else (TOTAL, A, WAITING) if branch.ahead.any() else (TOTAL, A)
         self._lower = {
-            first: {objective: self.stages.lower(objective, first) for objective in (A, TOTAL)}
+            first: {objective: self.stages.lower(objective, first) for objective in self.objectives}
             for first in self.stages.classes
         }
         self._hopeless = least_memory(branch) > branch.budget
@@ -46,14 +47,14 @@ class CutBounds:
     def _whole(self) -> float:
         if self._hopeless:
             return np.inf
-        triples = self._before[-1].get(self.branch.layers)
-        return np.inf if triples is None else float(triples[:, 1:].max(axis=1).min())
+        rows = self._before[-1].get(self.branch.layers)
+        return np.inf if rows is None else float(rows[:, 1:].max(axis=1).min())
 
     def stage(self, stage: int, place: int, count: int) -> np.ndarray:
-        """(3,) at least A, A + B and A + w B of `count` layers from `place` on; infinite where nothing fits."""
-        lower, share = self._lower[self._firsts[place]], self._shares[stage]
-        first, total = lower[A][stage, count], lower[TOTAL][stage, count]
-        return np.array([first, total, first + share * (total - first) if np.isfinite(total) else np.inf])
+        """(4,) at least A, and of each path, of `count` layers from `place` on; infinite where nothing fits."""
+        lower = self._lower[self._firsts[place]]
+        first, total, waiting = (lower.get(one, lower[TOTAL])[stage, count] for one in (A, TOTAL, WAITING))
+        return np.array([first, total, (2 * total + waiting) / 3, waiting])
 
     def improve(self, limit: float) -> None:
         """Better prices for every stage and number of layers that some solution within the limit can have."""
@@ -62,7 +63,7 @@ class CutBounds:
             if not found:
                 continue
             stages, counts = np.array(sorted(found)).T
-            for objective in (A, TOTAL):
+            for objective in self.objectives:
                 self._lower[first][objective][stages, counts] = self.stages.refine(objective, first, stages, counts)
         for name in ("_before", "_behind"):
             self.__dict__.pop(name, None)
@@ -84,19 +85,21 @@ class CutBounds:
         return found
 
     def others(self, stage: int, place: int, count: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Triples (N, 3) of the stages before and (M, 3) of those behind, for the best cuts; None where one has
-        none."""
+        """Rows (N, 4) of the stages before and (M, 4) of those behind, for the best cuts; None where one has none."""
         before, behind = self._before[stage].get(place), self._behind[stage + 1].get(place + count)
         return None if before is None or behind is None else (before, behind)
 
     def room(self, objective: Objective, limit: float, before: np.ndarray, behind: np.ndarray) -> float:
         """What a stage between two such runs can have of an objective at most, within the limit."""
         waits = self.branch.waits
-        if objective == TOTAL:
-            return limit - float(before[:, 0].min())
-        ahead = limit - before[:, None, 0] - behind[None, :, 1:].max(axis=2)
-        waiting = (limit - before[:, None, 2]) / waits - behind[None, :, 0]
-        return float(np.minimum(ahead, waiting).max())
+        if objective in (TOTAL, WAITING):
+            times = waits[0] if objective == TOTAL else waits[-1]
+            return limit - float(before[:, 0].min() + times * behind[:, 0].min())
+        most = limit - before[:, None, 0] - behind[None, :, 1:].max(axis=2)
+        for path, times in enumerate(waits, start=1):
+            if times:
+                most = np.minimum(most, (limit - before[:, None, path]) / times - behind[None, :, 0])
+        return float(most.max())
 
     def _counts(self, stage: int, place: int) -> range:
         """Numbers of layers that a stage can have, all others having one at least."""
@@ -107,21 +110,21 @@ class CutBounds:
 
     @cached_property
     def _before(self) -> list[dict[int, np.ndarray]]:
-        """By number of stages and of their layers, the triples of these stages."""
+        """By number of stages and of their layers, the rows of these stages."""
         fronts = [{0: NO_STAGES}]
         for stage in range(self.branch.stages):
             found: dict[int, list[np.ndarray]] = {}
-            for place, triples in fronts[-1].items():
+            for place, rows in fronts[-1].items():
                 for count in self._counts(stage, place):
                     own = self.stage(stage, place, count)[None]
                     if np.isfinite(own).all():
-                        found.setdefault(place + count, []).append(self._joined(triples, own))
+                        found.setdefault(place + count, []).append(self._joined(rows, own))
             fronts.append({end: _front(np.concatenate(parts)) for end, parts in found.items()})
         return fronts
 
     @cached_property
     def _behind(self) -> list[dict[int, np.ndarray]]:
-        """By stage and layer, the triples of this and all later stages from that layer on."""
+        """By stage and layer, the rows of this and all later stages from that layer on."""
         fronts: list[dict[int, np.ndarray]] = [{self.branch.layers: NO_STAGES}]
         for stage in range(self.branch.stages - 1, -1, -1):
             found: dict[int, np.ndarray] = {}
@@ -141,17 +144,15 @@ class CutBounds:
         return joined(one, other, self.branch.waits)
 
 
-def joined(one: np.ndarray, other: np.ndarray, waits: int) -> np.ndarray:
-    """(N * M, 3) of (N, 3) runs of stages, each with every one of (M, 3) behind it."""
+def joined(one: np.ndarray, other: np.ndarray, waits: tuple[int, ...]) -> np.ndarray:
+    """(N * M, 4) of (N, 4) runs of stages, each with every one of (M, 4) behind it."""
     one, other = one[:, None], other[None]
-    sums = one[..., 0] + other[..., 0]
-    through = np.maximum(one[..., 1], one[..., 0] + other[..., 1])
-    waiting = np.maximum(one[..., 2] + waits * other[..., 0], one[..., 0] + other[..., 2])
-    return np.stack([sums, through, waiting], axis=2).reshape(-1, 3)
+    paths = np.maximum(one[..., 1:] + np.array(waits) * other[..., :1], one[..., :1] + other[..., 1:])
+    return np.concatenate([one[..., :1] + other[..., :1], paths], axis=2).reshape(-1, 1 + len(waits))
 
 
-def _front(triples: np.ndarray) -> np.ndarray:
-    return triples[nondominated(triples)]
+def _front(rows: np.ndarray) -> np.ndarray:
+    return rows[nondominated(rows)]
 
 
 def least_memory(branch: Branch) -> float:

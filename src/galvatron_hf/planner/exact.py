@@ -17,7 +17,7 @@ import numpy as np
 from galvatron_hf.planner.branch import Branch, Choice
 from galvatron_hf.planner.cut_bounds import NO_STAGES, CutBounds, joined
 from galvatron_hf.planner.pareto import dominated, nondominated
-from galvatron_hf.planner.stage_bounds import TOTAL, A, Distances, Objective
+from galvatron_hf.planner.stage_bounds import Distances, Objective
 
 
 # Of the bound: within so much of it a solution is looked for, one limit after the other.
@@ -77,7 +77,11 @@ def solve(branch: Branch, limit: float = np.inf, bounds: CutBounds | None = None
 
 @dataclass(frozen=True, kw_only=True)
 class Labels:
-    """N partial stages after the same number of layers: `values` (N, 3), and how each came about."""
+    """
+    N partial stages after the same number of layers: `values` (N, 3), and how each came about.
+
+    Values are A, B without the stage's k times A, and memory: more of any of them is worse on every path.
+    """
 
     values: np.ndarray
     layout: np.ndarray
@@ -126,8 +130,9 @@ class ExactSearch:
         self.branch, self.bounds = branch, bounds
         self.states = 0
         self._beam: int | None = None
-        self._moves = np.stack([branch.move_a, branch.move_b], axis=2)
-        self._detour = branch.detours()[1]
+        self._of_stages = [branch.beside_waiting(int(ahead)) for ahead in branch.ahead]
+        self._moves = [np.stack([one.move_a, one.move_b], axis=2) for one in self._of_stages]
+        self._detours = [one.detours()[1] for one in self._of_stages]
 
     def best(self, limit: float, beam: int | None = None) -> tuple[int, Choice] | None:
         """
@@ -156,7 +161,7 @@ class ExactSearch:
     def _task(self, stage: int, first: int, count: int, places: list[int], limit: float) -> _Task:
         others = [self.bounds.others(stage, place, count) for place in places]
         distances = []
-        for objective in (TOTAL, A):
+        for objective in self.bounds.objectives:
             most = max(self.bounds.room(objective, limit, *runs) for runs in others)
             distances.append((objective, Distances.of(self.bounds.stages, objective, first, stage, count), most))
         return _Task(stage=stage, first=first, count=count, distances=tuple(distances))
@@ -181,7 +186,8 @@ class ExactSearch:
             if not len(labels):
                 return None
             run.steps.append(labels)
-        run.ends = self._finished(labels, allowance) if task.stage == branch.stages - 1 else self._closed(labels)
+        last = task.stage == branch.stages - 1
+        run.ends = self._finished(labels, allowance) if last else self._closed(labels, task.stage)
         return run
 
     def _worthwhile(self, task: _Task, room: int) -> dict[int, np.ndarray]:
@@ -190,7 +196,7 @@ class ExactSearch:
         kinds = branch.kinds[task.first : task.first + task.count]
         keep = {int(kind): branch.allowed[kind].copy() for kind in np.unique(kinds)}
         for objective, distances, most in task.distances:
-            moves = self.bounds.stages.moves(objective)
+            moves = self.bounds.stages.moves(objective, np.array([task.stage]))[0]
             reached = (distances.before[:-1, room, :, None] + moves).min(axis=1)  # (n, Y)
             through = reached + distances.behind[1:, room]
             for kind in keep:
@@ -199,7 +205,7 @@ class ExactSearch:
         return {kind: np.nonzero(kept)[0] for kind, kept in keep.items()}
 
     def _opened(self, stage: int, allowance: int) -> Labels:
-        branch = self.branch
+        branch = self._of_stages[stage]
         constant = np.array([branch.stage_a[stage], branch.stage_b[stage], branch.stage_memory[stage] + allowance])
         if stage > 0:
             one = np.zeros(1, dtype=np.int64)
@@ -211,23 +217,24 @@ class ExactSearch:
 
     def _extended(self, labels: Labels, task: _Task, room: int, done: int, kind: int, options: np.ndarray) -> Labels:
         """One more layer of `kind`, the `done`-th."""
-        branch = self.branch
+        branch, ahead = self._of_stages[task.stage], self.branch.ahead[task.stage]
         if not len(options) or not len(labels):
             return _none()
         layout = branch.layout[options]
         added = np.stack([branch.a[kind], branch.b[kind], branch.memory(task.stage)[kind]], axis=1)[options]
         values = labels.values[:, None] + added
-        values[:, :, :2] += self._moves[labels.layout[:, None], layout[None]]
+        values[:, :, :2] += self._moves[task.stage][labels.layout[:, None], layout[None]]
         values = values.reshape(-1, 3)
         layout = np.tile(layout, len(labels))
         good, bound = values[:, 2] <= branch.budget, np.zeros(len(values))
         for objective, distances, most in task.distances:
-            cost = values[:, 0] + objective.of_b * values[:, 1]
+            again = objective.of_b * ahead * (not objective.waiting)  # of A, which these values have not in B
+            cost = (objective.of_a + again) * values[:, 0] + objective.of_b * values[:, 1]
             least = cost + distances.price * (values[:, 2] - branch.budget) + distances.behind[done, room][layout]
             good &= least <= most
             bound = np.maximum(bound, least)
         kept = np.nonzero(good)[0]
-        kept = kept[self._best_of_layouts(values[kept], layout[kept])]
+        kept = kept[_best_of_layouts(values[kept], layout[kept], self._detours[task.stage])]
         if self._beam is not None and len(kept) > self._beam:
             kept = np.sort(kept[np.argsort(bound[kept], kind="stable")[: self._beam]])
         self.states += len(kept)
@@ -238,34 +245,16 @@ class ExactSearch:
             parent=kept // len(options),
         )
 
-    def _best_of_layouts(self, values: np.ndarray, layout: np.ndarray) -> np.ndarray:
-        """Indices of what nothing dominates, in its own layout or after the costliest detour from another."""
-        own = [np.nonzero(layout == one)[0] for one in np.unique(layout)]
-        own = [members[nondominated(values[members])] for members in own]
-        kept = []
-        for members in own:
-            free = np.ones(len(members), dtype=bool)
-            for others in own:
-                if others is members or not free.any():
-                    continue
-                one, other = layout[others[0]], layout[members[0]]
-                shifted = values[others].copy()
-                shifted[:, :2] += self._detour[one, other]
-                # Two that dominate each other are equal, and the lower layout stays.
-                free &= ~dominated(values[members], shifted, strictly=bool(one > other))
-            kept.append(members[free])
-        return np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *kept]))
-
-    def _closed(self, labels: Labels) -> Labels:
-        values = labels.values[:, :2] + self._moves[labels.layout, self.branch.boundary]
+    def _closed(self, labels: Labels, stage: int) -> Labels:
+        values = labels.values[:, :2] + self._moves[stage][labels.layout, self.branch.boundary]
         kept = nondominated(values)
         return Labels(values=values[kept], layout=labels.layout[kept], option=np.full(len(kept), -1), parent=kept)
 
     def _finished(self, labels: Labels, allowance: int) -> Labels:
-        branch, finishes = self.branch, self.branch.finishes
+        branch, finishes = self._of_stages[-1], self._of_stages[-1].finishes
         ends = np.stack([finishes.a, finishes.b, finishes.memory], axis=1)
         values = labels.values[:, None] + ends
-        values[:, :, :2] += self._moves[labels.layout[:, None], finishes.layout]
+        values[:, :, :2] += self._moves[-1][labels.layout[:, None], finishes.layout]
         values = values.reshape(-1, 3)
         allowed = np.tile(finishes.working <= allowance, len(labels))
         fits = np.nonzero(allowed & (values[:, 2] <= branch.budget))[0]
@@ -280,28 +269,28 @@ class ExactSearch:
     # ---- All stages ----
 
     def _join(self, runs: dict[tuple[int, int], list[tuple[int, _Run]]], limit: float) -> tuple[int, Choice] | None:
-        """Stages one behind the other: at each layer the triples (see [`CutBounds`]) that are not dominated."""
+        """Stages one behind the other: at each layer the rows (see [`CutBounds`]) that are not dominated."""
         branch = self.branch
-        # triples (N, 3); of each, its stages so far as (run, place, count, index of the closed label)
+        # rows (N, 4); of each, its stages so far as (run, place, count, index of the closed label)
         fronts: dict[int, tuple[np.ndarray, list]] = {0: (NO_STAGES, [()])}
         for stage in range(branch.stages):
             found: dict[int, list[tuple[np.ndarray, list]]] = {}
-            for place, (triples, history) in fronts.items():
+            for place, (rows, history) in fronts.items():
                 for count, run in runs.get((stage, place), []):
                     a, b = run.ends.values.T
-                    own = np.stack([a, a + b, a + branch.beside_waiting(stage, b)], axis=1)
-                    longer = joined(triples, own, branch.waits)
+                    own = np.stack([a, *branch.paths(stage, a, b + branch.ahead[stage] * a)], axis=1)
+                    longer = joined(rows, own, branch.waits)
                     kept = nondominated(longer)
                     kept = kept[longer[kept, 1:].max(axis=1) <= limit]
                     width = len(run.ends)
                     then = [(*history[index // width], (run, place, count, int(index % width))) for index in kept]
                     found.setdefault(place + count, []).append((longer[kept], then))
             fronts = {end: _merged(parts) for end, parts in found.items()}
-        triples, history = fronts.get(branch.layers, (np.zeros((0, 3)), []))
-        if not len(triples):
+        rows, history = fronts.get(branch.layers, (np.zeros((0, 4)), []))
+        if not len(rows):
             return None
-        totals = triples[:, 1:].max(axis=1)
-        best = int(np.lexsort((triples[:, 0], totals))[0])
+        totals = rows[:, 1:].max(axis=1)
+        best = int(np.lexsort((rows[:, 0], totals))[0])
         return int(totals[best]), _traced(history[best])
 
 
@@ -317,6 +306,25 @@ def _traced(history: tuple) -> Choice:
         options += reversed(own)
         bounds.append(place + count)
     return Choice(bounds=tuple(bounds), options=tuple(options), start=start, finish=finish)
+
+
+def _best_of_layouts(values: np.ndarray, layout: np.ndarray, detour: np.ndarray) -> np.ndarray:
+    """Indices of what nothing dominates, in its own layout or after the costliest detour (Y, Y, 2) from another."""
+    own = [np.nonzero(layout == one)[0] for one in np.unique(layout)]
+    own = [members[nondominated(values[members])] for members in own]
+    kept = []
+    for members in own:
+        free = np.ones(len(members), dtype=bool)
+        for others in own:
+            if others is members or not free.any():
+                continue
+            one, other = layout[others[0]], layout[members[0]]
+            shifted = values[others].copy()
+            shifted[:, :2] += detour[one, other]
+            # Two that dominate each other are equal, and the lower layout stays.
+            free &= ~dominated(values[members], shifted, strictly=bool(one > other))
+        kept.append(members[free])
+    return np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *kept]))
 
 
 def _none() -> Labels:

@@ -180,13 +180,14 @@ class Draft:
             prune (`bool`): Whether to leave out strategies without which the best plan is as good. A plan that is only
                 to be priced keeps all.
         """
-        shape, prices, costs, stages = self.shape, self.prices, self.prices.costs, self.shape.pipeline
+        shape, prices, costs = self.shape, self.prices, self.prices.costs
         starts, finishes, embeddings, heads = self._starts, self._finishes, prices.embeddings, prices.heads
         if prune:
-            (embeddings, starts), (heads, finishes) = _pruned(embeddings, starts), _pruned(heads, finishes)
+            ahead = int(shape.ahead().max())
+            embeddings, starts = _pruned(embeddings, starts, ahead)
+            heads, finishes = _pruned(heads, finishes, ahead)
         move_a, move_b = _Numbers(costs, shape).moves(prices.splits)
         passed, first = self._of_stages()
-        once = (np.arange(stages) == 0) * picoseconds(costs.hardware.step_ms)
         branch = Branch(
             kinds=self.kinds,
             allowed=np.ones(self._columns["a"].shape, dtype=bool),
@@ -195,19 +196,19 @@ class Draft:
             boundary=0,
             in_flight=shape.in_flight(),
             at_once=shape.at_once(),
-            stage_a=first + once,
-            stage_b=shape.micro_batches * passed - first,
+            stage_a=first,
+            stage_b=shape.micro_batches * passed - first + picoseconds(costs.hardware.step_ms),
             stage_memory=shape.boundary_copies() * costs.boundary_bytes,
             starts=starts,
             finishes=finishes,
             budget=budget,
-            micro_batches=shape.micro_batches,
             ahead=shape.ahead(),
             **self._columns,
         )
         kept = np.arange(len(prices.strategies))
         if prune:
-            columns = (branch.a, branch.b, branch.state, branch.activation, branch.least, branch.working)
+            waiting = branch.b - ahead * branch.a
+            columns = (branch.a, waiting, branch.state, branch.activation, branch.least, branch.working)
             kept = _kept(np.concatenate(columns), branch)
             branch = branch.restricted(kept)
             worth = np.nonzero(branch.worth_having())[0]
@@ -228,8 +229,11 @@ def _kept(columns: np.ndarray, options: Branch | Options) -> np.ndarray:
     return np.sort(np.concatenate([members[nondominated(columns.T[members])] for members in found]))
 
 
-def _pruned(strategies: list[VocabularyStrategy], options: Options) -> tuple[list[VocabularyStrategy], Options]:
-    kept = _kept(np.stack([options.a, options.b, options.memory, options.working]), options)
+def _pruned(
+    strategies: list[VocabularyStrategy], options: Options, ahead: int
+) -> tuple[list[VocabularyStrategy], Options]:
+    waiting = options.b - ahead * options.a
+    kept = _kept(np.stack([options.a, waiting, options.memory, options.working]), options)
     names = ("a", "b", "memory", "working", "layout")
     return [strategies[index] for index in kept], Options(**{name: getattr(options, name)[kept] for name in names})
 

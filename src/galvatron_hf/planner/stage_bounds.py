@@ -25,13 +25,19 @@ FINER, ROUNDS = 7, 4
 
 @dataclass(frozen=True)
 class Objective:
-    """`of_a` A + `of_b` B: what of a stage is bounded."""
+    """What of a stage is bounded: `of_a` A + `of_b` B, `waiting` without its k times A (see `branch.py`)."""
 
     of_a: int
     of_b: int
+    waiting: bool = False
+
+    def weights(self, branch: Branch, stages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(Q,) and (Q,) of A and B in each of the stages."""
+        ahead = branch.ahead[stages]
+        return self.of_a - self.waiting * ahead, np.full(ahead.shape, self.of_b)
 
 
-A, TOTAL, MEMORY = Objective(1, 0), Objective(1, 1), Objective(0, 0)
+A, TOTAL, WAITING, MEMORY = Objective(1, 0), Objective(1, 1), Objective(1, 1, waiting=True), Objective(0, 0)
 
 
 class StageBounds:
@@ -121,8 +127,8 @@ class StageBounds:
     def costs(self, objective: Objective, stages: np.ndarray, prices: np.ndarray) -> np.ndarray:
         """(Q, W, K, S) of a layer, infinite where it is not allowed."""
         branch = self.branch
-        memory = branch.memory(stages)
-        costs = objective.of_a * branch.a + objective.of_b * branch.b + prices[:, None, None] * memory
+        of_a, of_b = (weights[:, None, None] for weights in objective.weights(branch, stages))
+        costs = of_a * branch.a + of_b * branch.b + prices[:, None, None] * branch.memory(stages)
         within = branch.allowed & (branch.working <= self.allowances[:, None, None])
         return np.where(within, costs[:, None], np.inf)
 
@@ -136,21 +142,23 @@ class StageBounds:
                 found[..., layout] = costs[..., members].min(axis=3)
         return found
 
-    def moves(self, objective: Objective) -> np.ndarray:
-        """(Y, Y) of a change of layout."""
-        return objective.of_a * self.branch.move_a + objective.of_b * self.branch.move_b
+    def moves(self, objective: Objective, stages: np.ndarray) -> np.ndarray:
+        """(Q, Y, Y) of a change of layout."""
+        of_a, of_b = (weights[:, None, None] for weights in objective.weights(self.branch, stages))
+        return of_a * self.branch.move_a + of_b * self.branch.move_b
 
     def opened(self, objective: Objective, stages: np.ndarray, prices: np.ndarray) -> np.ndarray:
         """(Q, W, Y) before a stage's first layer."""
         branch = self.branch
         held = branch.stage_memory[stages, None] + self.allowances - branch.budget
-        fixed = objective.of_a * branch.stage_a[stages] + objective.of_b * branch.stage_b[stages]
+        of_a, of_b = objective.weights(branch, stages)
+        fixed = of_a * branch.stage_a[stages] + of_b * branch.stage_b[stages]
         constants = fixed[:, None] + prices[:, None] * held  # (Q, W)
         found = np.full((len(stages), len(self.allowances), branch.move_a.shape[0]), np.inf)
         found[:, :, branch.boundary] = np.where(stages[:, None] > 0, constants, np.inf)
         starts = branch.starts
         for index in np.nonzero(stages == 0)[0]:
-            costs = objective.of_a * starts.a + objective.of_b * starts.b + prices[index] * starts.memory
+            costs = of_a[index] * starts.a + of_b[index] * starts.b + prices[index] * starts.memory
             allowed = np.where(starts.working <= self.allowances[:, None], costs, np.inf)  # (W, starts)
             for start, layout in enumerate(starts.layout):
                 least = constants[index] + allowed[:, start]
@@ -160,27 +168,36 @@ class StageBounds:
     def closing(self, objective: Objective, stages: np.ndarray, prices: np.ndarray) -> np.ndarray:
         """(Q, W, Y) after a stage's last layer."""
         branch, finishes = self.branch, self.branch.finishes
-        moves = self.moves(objective)
-        found = np.broadcast_to(moves[:, branch.boundary], (len(stages), len(self.allowances), len(moves))).copy()
-        found = found.astype(float)
+        moves, (of_a, of_b) = self.moves(objective, stages), objective.weights(branch, stages)
+        found = np.repeat(moves[:, None, :, branch.boundary], len(self.allowances), axis=1).astype(float)
         for index in np.nonzero(stages == branch.stages - 1)[0]:
-            costs = objective.of_a * finishes.a + objective.of_b * finishes.b + prices[index] * finishes.memory
+            costs = of_a[index] * finishes.a + of_b[index] * finishes.b + prices[index] * finishes.memory
             allowed = np.where(finishes.working <= self.allowances[:, None], costs, np.inf)  # (W, finishes)
-            found[index] = (moves[:, finishes.layout] + allowed[:, None]).min(axis=2)
+            found[index] = (moves[index][:, finishes.layout] + allowed[:, None]).min(axis=2)
         return found
 
     def forward(
         self, objective: Objective, first: int, stages: np.ndarray, prices: np.ndarray, longest: int
     ) -> np.ndarray:
         """(Q, longest + 1) least of cost + price (memory - budget), by number of layers."""
-        kinds, moves = self.branch.kinds, self.moves(objective)
-        by_layout = self.by_layout(self.costs(objective, stages, prices))
-        here, closing = self.opened(objective, stages, prices), self.closing(objective, stages, prices)
-        found = np.full((len(stages), longest + 1), np.inf)
+        kinds, found = self.branch.kinds, np.full((len(stages), longest + 1), np.inf)
+        # The long axes come last, (..., W, Q): along them the many small steps are quick.
+        moves = np.ascontiguousarray(self.moves(objective, stages).transpose(1, 2, 0)[:, :, None])
+        by_layout = np.ascontiguousarray(self.by_layout(self.costs(objective, stages, prices)).transpose(2, 3, 1, 0))
+        here = np.ascontiguousarray(self.opened(objective, stages, prices).transpose(2, 1, 0))
+        closing = np.ascontiguousarray(self.closing(objective, stages, prices).transpose(2, 1, 0))
         for count in range(1, min(longest, len(kinds) - first) + 1):
-            here = (here[..., None] + moves).min(axis=2) + by_layout[:, :, kinds[first + count - 1]]
-            found[:, count] = (here + closing).min(axis=(1, 2))
+            here = _moved(here, moves) + by_layout[kinds[first + count - 1]]
+            found[:, count] = (here + closing).min(axis=(0, 1))
         return found
+
+
+def _moved(here: np.ndarray, moves: np.ndarray) -> np.ndarray:
+    """The least of (Y, W, Q) in each layout behind moves (Y, Y, 1, Q) from each to each."""
+    found = here[0] + moves[0]
+    for before, move in zip(here[1:], moves[1:], strict=True):
+        np.minimum(found, before + move, out=found)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +220,8 @@ class Distances:
     def of(cls, bounds: StageBounds, objective: Objective, first: int, stage: int, count: int) -> Distances:
         """With the best price that is known."""
         price = bounds.price(objective, first, stage, count)
-        stages, prices, moves = np.array([stage]), np.array([price]), bounds.moves(objective)
+        stages, prices = np.array([stage]), np.array([price])
+        moves = bounds.moves(objective, stages)[0]
         costs = bounds.costs(objective, stages, prices)
         by_layout = bounds.by_layout(costs)[0]  # (W, K, Y)
         kinds = bounds.branch.kinds[first : first + count]

@@ -96,14 +96,14 @@ class StepShape:
         """A step of 1F1B over the time of one micro-batch on all stages, under the best cut there could be.
 
         With x_i of that time on stage i, m x_i on the whole at least, and S_i behind stage i, the paths of `branch.py`
-        say that T = 1 + t needs x_i <= (t + S_i) / (m - 1) and (m - 1 - k_i) x_i <= t - S_i. From the last stage on,
-        as much as that allows is best for all before it.
+        say that T = 1 + t needs (m - 1) x_i <= t + S_i, (m - 1 - k_i / 3) x_i <= t and (m - 1 - k_i) x_i <= t - S_i.
+        From the last stage on, as much as that allows is best for all before it.
         """
         others, behind = self.micro_batches - 1, 0.0
         if not self.ahead().any():
             return 1 + others / self.pipeline
         for ahead in reversed(self.ahead().tolist()):
-            most = (1 + behind) / others
+            most = min((1 + behind) / others, 1 / (others - ahead / 3))
             behind += most if ahead == others else min(most, (1 - behind) / (others - ahead))
         return 1 + 1 / behind
 
