@@ -10,7 +10,7 @@ import pytest
 from galvatron_hf import ParallelPlan
 from galvatron_hf.plan import Precision
 from galvatron_hf.planner.search import Estimate, estimate_plan
-from galvatron_hf.profiler.model_profile import EndProfile, LayerProfile, ModelProfile
+from galvatron_hf.profiler.model_profile import EndProfile, LayerProfile, ModelProfile, WeightShape
 from planner_cases import random_hardware, random_model, workload
 
 
@@ -50,3 +50,22 @@ def test_gradients_of_all_but_the_first_micro_batch_are_added(pipeline, micro_ba
         for one in (model, adding)
     )
     assert added - without == pytest.approx((micro_batches - 1) * 1e3 * most, rel=1e-3)
+
+
+def test_gradients_of_copies_stand_twice_while_they_are_joined():
+    """Of one layer at a time, if it has several weights; nothing else is there beside the state."""
+
+    def empty(part, **changes):
+        nothing = {name: dict.fromkeys(getattr(part, name), 0.0) for name in ("saved_bytes", "working_bytes")}
+        return replace(part, **nothing, **changes)
+
+    model = random_model(0, layers=LAYERS)
+    ends = dict(embedding=empty(model.embedding), head=empty(model.head))
+    weights = WeightShape(shape=(64, 8), cut=0), WeightShape(shape=(8, 64), cut=1)
+    for count in (1, 2):
+        layer = empty(model.kinds[0], weights=weights[:count])
+        one = replace(model, kinds=(layer,), **ends)
+        [memory] = estimate(one, ranks=2, sharding="replicate", micro_batches=2).memory_bytes
+        state = 16 * (LAYERS * elements(layer) + 2 * elements(model.head))  # weights, gradients and both moments
+        # Of one weight: what the embedding's gradient takes before it is added to the one that is there.
+        assert memory - state == 4 * (elements(layer) if count > 1 else elements(model.embedding))
