@@ -16,10 +16,11 @@ no memory of their own, do not count. The first run of each lot is there twice: 
 of any figure (A/A). Memory is the peak of the allocator on the rank of a rank list that has most, in a step after the
 first.
 
-A virtual machine's cores are faster at some times than at others, by a fifth within minutes where this was written. So
-all ranks do fixed pieces of work (matrix products, and sums of vectors) before, between and after the parts of
-profiling and before every other turn; what one takes beside the turns, over what it took beside the profile, is
-printed as the machine's drift, and the errors once more with the predictions stretched by it.
+A virtual machine's cores are slower whenever its host has others work beside it, by up to two and a half times for
+seconds where this was written. So each core is watched (see core_watch.py): a turn waits for quiet cores, steps during
+which one was slower than usual do not count, and turns go on, up to three times as many, until half as many steps as
+asked for did. How much slower than usual the cores were in the steps that count, over that in the profile, is printed
+as the machine's drift, and the errors once more with the predictions stretched by it.
 
 A shape is HIDDENxLAYERSxHEADSxKV_HEADSxINTERMEDIATExVOCABULARYxLENGTHxROWS; rows are those of a step.
 
@@ -28,7 +29,6 @@ Evidence tier: measured on devices emulated by CPU quotas (gloo).
 
 import argparse
 import contextlib
-import functools
 import json
 import signal
 import statistics
@@ -36,16 +36,15 @@ import sys
 from dataclasses import dataclass
 
 import torch
+from core_watch import CoreWatch, core_watch
 from cpu_quota import QuotaError
 from drawn_plans import Shape, brief, draw_plans
 from hosts import HostError, one_host, two_hosts
-from plan_runs import devices, measure, parser_of_runs, profiles
-from turns import Seat, on_ranks
+from plan_runs import devices, measure, parser_of_runs, profiled
+from turns import Seat
 
 from galvatron_hf import ParallelPlan
 from galvatron_hf.planner.search import estimate_plan
-from galvatron_hf.profiler.hardware_profile import HardwareProfile
-from galvatron_hf.profiler.model_profile import ModelProfile
 
 
 SHAPES = ("256x8x8x4x704x2048x128x8", "512x4x8x2x1408x4096x128x8")
@@ -75,10 +74,9 @@ class Case:
         return self.predicted_bytes / self.measured_bytes - 1
 
 
-def compare(shape: Shape, seats: list[Seat], options: argparse.Namespace) -> list[Case]:
+def compare(shape: Shape, seats: list[Seat], options: argparse.Namespace, watch: CoreWatch) -> list[Case]:
     """Predicts, measures, prints."""
-    hardware_json, model_json, base = on_ranks(seats, functools.partial(profiles, shape))
-    hardware, model = HardwareProfile.from_json(hardware_json), ModelProfile.from_json(model_json)
+    hardware, model, slowdown = profiled(shape, seats, watch)
     hardware.to_json(options.output / "hardware.json")
     model.to_json(options.output / f"model-{shape}.json")
     plans = draw_plans(len(seats), model, shape, options.plans, options.seed)
@@ -90,30 +88,35 @@ def compare(shape: Shape, seats: list[Seat], options: argparse.Namespace) -> lis
     cases: list[Case] = []
     for start in range(0, len(noted), options.together):
         lot = noted[start : start + options.together]
-        seconds, endings, beside = measure([*lot, lot[0]], shape, seats, options)
-        medians = [1e3 * statistics.median(of_one) for of_one in seconds]
-        for plan, ms, ending in zip(lot, medians, endings, strict=False):
-            outcome = ending.outcome
+        runs = measure([*lot, lot[0]], shape, seats, options, watch)
+        for plan, run in zip(lot, runs, strict=False):
+            outcome = run.ending.outcome
             # The stage that needs most decides whether a plan fits.
             pairs = zip(outcome.predicted_bytes, outcome.measured_bytes, strict=True)
             predicted, measured = max(pairs, key=lambda pair: pair[1])
             case = Case(
                 plan=plan,
                 predicted_ms=outcome.predicted_ms,
-                measured_ms=ms,
+                measured_ms=1e3 * run.seconds,
                 predicted_bytes=predicted,
                 measured_bytes=measured,
-                drift=beside / base,
+                drift=run.slowdown / slowdown,
             )
             cases.append(case)
             print(
-                f"{case.predicted_ms:8.1f} {ms:8.1f} ms {100 * case.time_error:+6.1f}% "
+                f"{case.predicted_ms:8.1f} {case.measured_ms:8.1f} ms {100 * case.time_error:+6.1f}% "
                 f"({100 * case.stretched_error:+6.1f}%)  "
                 f"{predicted / 2**20:7.1f} {measured / 2**20:7.1f} MiB {100 * case.memory_error:+5.1f}%  "
                 f"{brief(plan)}",
                 flush=True,
             )
-        print(f"   A/A {medians[-1] / medians[0]:.3f}, drift {beside / base:.3f}", flush=True)
+        drift = statistics.median(run.slowdown for run in runs) / slowdown
+        counted, left_out = sum(len(run.steps) for run in runs), sum(run.left_out for run in runs)
+        print(
+            f"   A/A {runs[-1].seconds / runs[0].seconds:.3f}, drift {drift:.3f}, {left_out} of {counted + left_out} "
+            "steps do not count",
+            flush=True,
+        )
     return cases
 
 
@@ -145,9 +148,9 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         shares = stack.enter_context(devices("galvatron-accuracy", options))
         hosts = one_host(shares) if options.hosts == 1 else two_hosts(shares, options.mbit)
-        seats = stack.enter_context(hosts)
+        seats, watch = stack.enter_context(hosts), stack.enter_context(core_watch())
         for shape in options.shapes:
-            found = compare(shape, seats, options)
+            found = compare(shape, seats, options, watch)
             print(summary(found))
             cases += found
     if len(options.shapes) > 1:

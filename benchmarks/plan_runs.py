@@ -1,10 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles of machine and model where ranks sit, and plans that train there in turns.
-
-A virtual machine's cores are faster at some times than at others, by a fifth within minutes where this was written:
-`pace` is a fixed piece of work by which two moments can be compared.
-"""
+"""Profiles of machine and model where ranks sit, and plans that train there in turns, while nobody slows the cores."""
 
 import argparse
 import contextlib
@@ -14,11 +10,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # noqa: F401  the first backward imports it: once here, not in each rank
+from core_watch import QUIET, CoreWatch
 from cpu_quota import CpuQuota, cpu_quotas
 from drawn_plans import Shape
 from free_pages import pages_kept
@@ -29,14 +27,17 @@ from turns import Ending, Seat, Turn, World, on_ranks
 
 from galvatron_hf import GalvatronTrainer, GalvatronTrainingArguments, ParallelPlan
 from galvatron_hf.profiler.hardware import profile_hardware
+from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model import profile_model
+from galvatron_hf.profiler.model_profile import ModelProfile
 from galvatron_hf.trainer.auto import CALIBRATION_SECONDS
 from galvatron_hf.trainer.calibration import calibrated
 
 
 # Of a turn: what stood still takes a sixth longer in its first step, and a thirtieth longer in its second.
 COLD_STEPS = 2
-PIECES = 9  # of work that tell the machine's pace
+MOST_ROUNDS = 3  # times as many as asked for, until half as many steps as asked for found quiet cores
+PROFILES, DISTURBED = 2, 1.05  # most that are made until one found cores that were slowed down less, in the mean
 # Of a core, what ticks and the kernel's own work leave. Quotas of all of it cannot be had by all ranks at once: one
 # that computes while others wait would be a thirtieth faster than all of them together.
 LEFT = 0.96
@@ -59,39 +60,35 @@ def devices(name: str, options: argparse.Namespace) -> Iterator[list[CpuQuota]]:
         yield quotas
 
 
-def pace() -> float:
-    """Seconds of a fixed piece of work on all ranks at once, those of the slowest: the median of several pieces.
+def profiled(shape: Shape, seats: list[Seat], watch: CoreWatch) -> tuple[HardwareProfile, ModelProfile, float]:
+    """Profiles of machine and model, and how much slower than usual the cores were meanwhile.
 
-    Single pieces of twice the length were a thirtieth off, and a quarter at times. One more warms up.
+    If that is much they are made again, and those that were disturbed less count.
     """
-    matrix, vector = torch.full((384, 384), 1e-3), torch.zeros(1 << 20)
     found = []
-    for _ in range(1 + PIECES):
-        dist.barrier()
-        began = time.perf_counter()
-        for _ in range(75):
-            torch.mm(matrix, matrix)
-            vector.add_(1.0)
-        seconds = torch.tensor(time.perf_counter() - began)
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        found.append(float(seconds))
-    return statistics.median(found[1:])
+    while len(found) < PROFILES and not (found and found[-1][0] < DISTURBED):
+        begun = time.perf_counter()
+        made = on_ranks(seats, functools.partial(_profiles, shape, watch))
+        found.append((watch.slowdown(begun, time.perf_counter()), made))
+        print(f"\nprofiled with cores {found[-1][0]:.3f} times as slow as usual", flush=True)
+    slowdown, (hardware, model) = min(found)
+    return HardwareProfile.from_json(hardware), ModelProfile.from_json(model), slowdown
 
 
-def profiles(shape: Shape) -> tuple[str, str, float]:
-    """Of machine and model, as JSON, and the machine's pace meanwhile; on every rank."""
-    paces = [pace()]
-    local = int(os.environ["LOCAL_WORLD_SIZE"])
+def _profiles(shape: Shape, watch: CoreWatch) -> tuple[str, str]:
+    """Of machine and model, as JSON; on every rank."""
+    local, cpu, whole = int(os.environ["LOCAL_WORLD_SIZE"]), torch.device("cpu"), shape.model()
+    tokens, steps = shape.rows * shape.length, dict(rows=shape.rows, length=shape.length)
+    watch.wait_for_quiet()
+    dist.barrier()
     hardware = profile_hardware(local_world_size=local, device="cpu")
-    paces.append(pace())
-    tokens = shape.rows * shape.length
-    whole = shape.model()
+    watch.wait_for_quiet()
+    dist.barrier()
     model = profile_model(whole, device="cpu", tokens=tokens, length=shape.length, packed=False)
-    paces.append(pace())
-    cpu, steps = torch.device("cpu"), dict(rows=shape.rows, length=shape.length)
+    watch.wait_for_quiet()
+    dist.barrier()
     model = calibrated(model, whole, hardware, device=cpu, seconds=CALIBRATION_SECONDS, **steps)
-    paces.append(pace())
-    return hardware.to_json(), model.to_json(), statistics.median(paces)
+    return hardware.to_json(), model.to_json()
 
 
 class Rows(Dataset):
@@ -130,46 +127,94 @@ def make_trainer(plan: ParallelPlan, shape: Shape, world: int, steps: int, folde
     return trainer, []
 
 
-def measure(
-    plans: list[ParallelPlan], shape: Shape, seats: list[Seat], options: argparse.Namespace
-) -> tuple[list[list[float]], list[Ending], float]:
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What was measured of one plan.
+
+    Attributes:
+        steps (`list[Step]`): That count, in order.
+        left_out (`int`): How many found cores that were slower than usual.
+        ending ([`Ending`]): What its ranks reported.
     """
-    Seconds of each step of each plan, what its ranks reported, and the machine's pace meanwhile.
+
+    steps: list["Step"]
+    left_out: int
+    ending: Ending
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, in the median."""
+        return statistics.median(step.seconds for step in self.steps)
+
+    @property
+    def slowdown(self) -> float:
+        """Of the cores in these steps, in the median."""
+        return statistics.median(step.slowdown for step in self.steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Seconds of a step, and how much slower than usual the cores were."""
+
+    seconds: float
+    slowdown: float
+
+
+def measure(
+    plans: list[ParallelPlan], shape: Shape, seats: list[Seat], options: argparse.Namespace, watch: CoreWatch
+) -> list[Run]:
+    """
+    Trains under all plans in turns.
 
     A rank of gloo crashes at times, in its loop of events; all plans are then measured again, once.
     """
     try:
-        return _measure(plans, shape, seats, options)
+        return _measure(plans, shape, seats, options, watch)
     except RuntimeError as error:
         print(f"   once more, because {error}", flush=True)
-        return _measure(plans, shape, seats, options)
+        return _measure(plans, shape, seats, options, watch)
 
 
 def _measure(
-    plans: list[ParallelPlan], shape: Shape, seats: list[Seat], options: argparse.Namespace
-) -> tuple[list[list[float]], list[Ending], float]:
-    last = options.warmup + options.rounds * options.steps
+    plans: list[ParallelPlan], shape: Shape, seats: list[Seat], options: argparse.Namespace, watch: CoreWatch
+) -> list[Run]:
+    last = options.warmup + MOST_ROUNDS * options.rounds * options.steps
+    enough = -(-options.rounds * (options.steps - COLD_STEPS) // 2)
     worlds: list[World] = []
     with tempfile.TemporaryDirectory() as folder:
         make = functools.partial(make_trainer, shape=shape, world=len(seats), steps=last, folder=folder)
         try:
             for plan in plans:
                 worlds.append(World(functools.partial(make, plan), seats, options.warmup, options.steps))
-            turns: list[list[Turn]] = [[] for _ in worlds]
-            paces = []
-            for number in range(options.rounds):
-                for place in range(len(worlds)):
-                    if place % 2 == 0:
-                        paces.append(on_ranks(seats, pace))
-                    index = (place + number) % len(worlds)
-                    turns[index].append(worlds[index].turn())
+            steps: list[list[Step]] = [[] for _ in worlds]
+            for number in range(MOST_ROUNDS * options.rounds):
+                order = [(place + number) % len(worlds) for place in range(len(worlds))]
+                for index in order:
+                    if number < options.rounds or len(quiet(steps[index])) < enough:
+                        watch.wait_for_quiet()
+                        steps[index] += _steps(worlds[index].turn(), watch)
             endings = [world.finish() for world in worlds]
         except RuntimeError:
             for world in worlds:
                 world.abandon()
             raise
-    seconds = [[seconds for turn in of_one for seconds in turn.step_seconds[COLD_STEPS:]] for of_one in turns]
-    return seconds, endings, statistics.median(paces)
+    runs = []
+    for of_one, ending in zip(steps, endings, strict=True):
+        # Where there was no quiet, those that were slowed down least.
+        counted = quiet(of_one)
+        if len(counted) < enough:
+            counted = sorted(of_one, key=lambda step: step.slowdown)[:enough]
+        runs.append(Run(steps=counted, left_out=len(of_one) - len(counted), ending=ending))
+    return runs
+
+
+def _steps(turn: Turn, watch: CoreWatch) -> list[Step]:
+    return [Step(seconds=end - begin, slowdown=watch.slowdown(begin, end)) for begin, end in turn.steps[COLD_STEPS:]]
+
+
+def quiet(steps: list[Step]) -> list[Step]:
+    """Those during which all cores were about as fast as usual."""
+    return [step for step in steps if step.slowdown < QUIET]
 
 
 def _steps_of_turn(text: str) -> int:

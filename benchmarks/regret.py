@@ -19,25 +19,22 @@ Evidence tier: measured on devices emulated by CPU quotas (gloo), the link by a 
 
 import argparse
 import contextlib
-import functools
 import signal
-import statistics
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from core_watch import CoreWatch, core_watch
 from cpu_quota import QuotaError
 from drawn_plans import Shape, brief, draw_plans
 from hosts import HostError, one_host, two_hosts
-from plan_runs import devices, measure, parser_of_runs, profiles
-from turns import Seat, on_ranks
+from plan_runs import devices, measure, parser_of_runs, profiled
+from turns import Seat
 
 from galvatron_hf import ParallelPlan
 from galvatron_hf.planner.alternatives import alternatives
 from galvatron_hf.planner.search import estimate_plan, search_plan
-from galvatron_hf.profiler.hardware_profile import HardwareProfile
-from galvatron_hf.profiler.model_profile import ModelProfile
 
 
 SHAPE = "256x8x8x4x704x2048x128x8"
@@ -58,10 +55,9 @@ class Candidate:
     speed: float = 1.0
 
 
-def candidates(shape: Shape, seats: list[Seat], options: argparse.Namespace) -> list[Candidate]:
+def candidates(shape: Shape, seats: list[Seat], options: argparse.Namespace, watch: CoreWatch) -> list[Candidate]:
     """The picked plan first, then the well-known ones, then drawn ones."""
-    hardware_json, model_json, _ = on_ranks(seats, functools.partial(profiles, shape))
-    hardware, model = HardwareProfile.from_json(hardware_json), ModelProfile.from_json(model_json)
+    hardware, model, _ = profiled(shape, seats, watch)
     workload = shape.workload()
     result = search_plan(hardware, model, workload)
     found = [("auto", result.best.plan)]
@@ -78,16 +74,20 @@ def candidates(shape: Shape, seats: list[Seat], options: argparse.Namespace) -> 
 
 
 def time_all(
-    ones: list[Candidate], picked: Candidate, shape: Shape, seats: list[Seat], options: argparse.Namespace
+    ones: list[Candidate],
+    picked: Candidate,
+    shape: Shape,
+    seats: list[Seat],
+    options: argparse.Namespace,
+    watch: CoreWatch,
 ) -> list[Candidate]:
     """Each with its speed beside the picked plan's."""
     timed = []
     for start in range(0, len(ones), options.together - 1):
         lot = ones[start : start + options.together - 1]
-        seconds, _, _ = measure([picked.plan, *(one.plan for one in lot)], shape, seats, options)
-        base = statistics.median(seconds[0])
-        for one, own in zip(lot, seconds[1:], strict=True):
-            ms, speed = 1e3 * statistics.median(own), base / statistics.median(own)
+        base, *runs = measure([picked.plan, *(one.plan for one in lot)], shape, seats, options, watch)
+        for one, run in zip(lot, runs, strict=True):
+            ms, speed = 1e3 * run.seconds, base.seconds / run.seconds
             timed.append(replace(one, speed=speed))
             predicted = one.plan.meta["predicted"]["step_ms"]
             print(
@@ -96,14 +96,16 @@ def time_all(
     return timed
 
 
-def compare(place: str, shape: Shape, seats: list[Seat], options: argparse.Namespace) -> tuple[Candidate, float]:
+def compare(
+    place: str, shape: Shape, seats: list[Seat], options: argparse.Namespace, watch: CoreWatch
+) -> tuple[Candidate, float]:
     """Sweeps one place; the picked plan, and its speed over the best one's."""
-    picked, *others = candidates(shape, seats, options)
+    picked, *others = candidates(shape, seats, options, watch)
     print(f"\n{place}, {shape}: auto picks {brief(picked.plan)}; speeds beside it", flush=True)
-    timed = sorted(time_all(others, picked, shape, seats, options), key=lambda one: -one.speed)
+    timed = sorted(time_all(others, picked, shape, seats, options, watch), key=lambda one: -one.speed)
     again = argparse.Namespace(**vars(options) | {"rounds": 2 * options.rounds})
     print(f" the best {BEST} once more, and the picked plan beside itself (A/A)")
-    best = time_all([*timed[:BEST], replace(picked, name="auto again")], picked, shape, seats, again)
+    best = time_all([*timed[:BEST], replace(picked, name="auto again")], picked, shape, seats, again, watch)
     ratio = 1 / max(1.0, *(one.speed for one in best[:-1]))
     print(
         f"{place}: auto reaches {ratio:.3f} of the best of {len(timed) + 1} plans, {1 / timed[-1].speed:.2f} times "
@@ -128,12 +130,12 @@ def main() -> None:
             with contextlib.ExitStack() as stack:
                 shares = stack.enter_context(devices("galvatron-regret", options))
                 hosts = one_host(shares) if place == "local" else two_hosts(shares, options.mbit)
-                seats = stack.enter_context(hosts)
-                picked[place], ratios[place, str(shape)] = compare(place, shape, seats, options)
+                seats, watch = stack.enter_context(hosts), stack.enter_context(core_watch())
+                picked[place], ratios[place, str(shape)] = compare(place, shape, seats, options, watch)
                 for other, one in picked.items():
                     if other != place and replace(one.plan, meta={}) != replace(picked[place].plan, meta={}):
                         print(f" what auto picks at {other!r}, here:")
-                        time_all([replace(one, name=other)], picked[place], shape, seats, options)
+                        time_all([replace(one, name=other)], picked[place], shape, seats, options, watch)
     print("\n" + "\n".join(f"{place} {shape}: {ratio:.3f}" for (place, shape), ratio in ratios.items()))
     print("tier: measured on devices emulated by CPU quotas, the link by a token bucket")
 

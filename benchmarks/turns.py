@@ -46,13 +46,23 @@ class Turn:
 
     Attributes:
         seconds (`float`): from the word to go until the last rank was through.
-        step_seconds (`list[float]`): those of each step, as rank 0 saw them.
+        times (`list[float]`): when it began and when each step ended, as rank 0 saw it (`time.perf_counter`).
         tokens (`list[int]`): useful ones of each step, of all ranks.
     """
 
     seconds: float
-    step_seconds: list[float]
+    times: list[float]
     tokens: list[int]
+
+    @property
+    def steps(self) -> list[tuple[float, float]]:
+        """When each step began and ended."""
+        return list(zip(self.times[:-1], self.times[1:], strict=True))
+
+    @property
+    def step_seconds(self) -> list[float]:
+        """Those of each step."""
+        return [end - begin for begin, end in self.steps]
 
     @property
     def speed(self) -> float:
@@ -121,12 +131,12 @@ class World:
         seconds = time.perf_counter() - begun
         self._signal(signal.SIGSTOP)
         tokens = [sum(of_ranks) for of_ranks in zip(*(own for _, own in reports), strict=True)]
-        return Turn(seconds=seconds, step_seconds=reports[0][0], tokens=tokens)
+        return Turn(seconds=seconds, times=reports[0][0], tokens=tokens)
 
     def finish(self) -> Ending:
-        """Lets the run end, after its last turn."""
+        """Lets the run end, however many turns it could still have."""
         self._signal(signal.SIGCONT)
-        ending = self._say_and_hear()[0]
+        ending = self._say_and_hear("end")[0]
         self._say("leave")  # rank 0 hosts the store: none leaves before all are done
         for process in self.processes:
             process.join()
@@ -143,8 +153,8 @@ class World:
             if process.exitcode is None:
                 os.kill(process.pid, number)
 
-    def _say_and_hear(self) -> list:
-        self._say("go")
+    def _say_and_hear(self, word: str = "go") -> list:
+        self._say(word)
         return self._hear()
 
     def _say(self, word: str) -> None:
@@ -175,27 +185,28 @@ class TakesTurns(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self.ended.append(time.perf_counter())
         done = state.global_step - self.warmup
-        if done >= 0 and done % self.steps == 0:
-            self._sleep(state.global_step, state.max_steps)
+        if done >= 0 and done % self.steps == 0 and self._sleep(state.global_step, state.max_steps) == "end":
+            control.should_training_stop = True
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in logs:
             self.losses.append(logs["loss"])
             self.logged = logs
 
-    def _sleep(self, step: int, last: int) -> None:
+    def _sleep(self, step: int, last: int) -> str:
+        """Returns the word that ends it."""
         if self.profile is not None:
             self.profile.stop()
         # The collator may be batches ahead of the steps; a rank that collates none trains on what others read.
         tokens = self.tokens + [0] * (step - len(self.tokens))
         times = [self.woken, *self.ended[-self.steps :]]
-        seconds = [end - begin for begin, end in zip(times, times[1:], strict=False)]
         ctypes.CDLL(None).malloc_trim(0)  # so that sleepers hold no more memory than their weights and moments
-        self.connection.send((seconds, tokens[step - self.steps : step] if step > self.warmup else []))
-        self.connection.recv()
+        self.connection.send((times, tokens[step - self.steps : step] if step > self.warmup else []))
+        word = self.connection.recv()
         if self.profile is not None and step < last:
             self.profile.start()
         self.woken = time.perf_counter()
+        return word
 
     def ending(self) -> Ending:
         profile = "" if self.profile is None else self.profile.table()
