@@ -57,6 +57,7 @@ def random_branch(
         finishes=_ends(draw, ends[1], layouts, most_ahead),
         budget=int(least + tightness * (most - least)) + 60,
         ahead=ahead,
+        waits=(int(draw.random() < 0.2), 1, 2) if most_ahead else (1, 1, 1),
     )
 
 
@@ -209,13 +210,10 @@ def _add_memory(program: _Program, arcs: dict[int, _Arc], branch: Branch) -> Non
 
 
 def _add_paths(program: _Program, arcs: dict[int, _Arc], branch: Branch) -> None:
-    """The cost is at least that of the three paths through every stage.
-
-    Where no micro-batches go ahead all are the sum of A and the stage's B.
-    """
+    """The cost is at least that of the three paths through every stage."""
     longest = program.variable(1.0, integral=False)
     for stage, ahead in enumerate(branch.ahead.tolist()):
-        for less, behind in ((0, 0), (ahead / 3, 1), (ahead, 2)) if branch.ahead.any() else ((0, 1),):
+        for less, behind in zip((0, ahead / 3, ahead), branch.waits, strict=True):
             times = [1 if one < stage else behind for one in range(branch.stages)]
             times[stage] = 1 - less
             row = {variable: times[arc.stage] * arc.a for variable, arc in arcs.items()}

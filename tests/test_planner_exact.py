@@ -33,7 +33,7 @@ def test_the_search_finds_what_enumeration_finds(sizes):
         if best is not None:
             again = score(branch, found.choice)
             assert again.cost == best and max(again.memory) <= branch.budget
-            assert found.bound <= best + 1e-6  # a sum of floating-point numbers
+            assert found.bound <= best
 
 
 @pytest.mark.parametrize("stages, layers", [(1, 10), (2, 9), (3, 8)])
@@ -49,9 +49,9 @@ def test_the_bound_of_all_cuts_is_below_the_best():
         branch = random_branch(seed, layers=5, stages=1 + seed % 3, options=3, kinds=1 + seed % 2, tightness=0.2)
         best, bounds = brute_force(branch), CutBounds(branch)
         if best is not None:
-            assert bounds.bound <= best + 1e-6
+            assert bounds.bound <= best
             bounds.improve(best)
-            assert bounds.bound <= best + 1e-6
+            assert bounds.bound <= best
 
 
 def test_a_limit_below_the_best_finds_nothing_and_one_at_it_finds_it():
@@ -59,5 +59,5 @@ def test_a_limit_below_the_best_finds_nothing_and_one_at_it_finds_it():
         branch = random_branch(seed, layers=4, stages=2, options=3, tightness=0.3)
         best = brute_force(branch)
         if best is not None:
-            assert solve(branch, limit=best - 2).cost is None
+            assert solve(branch, limit=best - 1).cost is None
             assert solve(branch, limit=best).cost == best

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan that is found is the cheapest of all plans, costs what an estimate says of it, and beats Galvatron's."""
 
+import itertools
 import json
 import math
 import re
@@ -23,9 +24,9 @@ from galvatron_hf.planner.explain import explain_plan
 from galvatron_hf.planner.moves import Split, move
 from galvatron_hf.planner.pareto import dominated, nondominated
 from galvatron_hf.planner.search import estimate_plan, micro_batchings, search_plan
-from galvatron_hf.planner.space import Limits
+from galvatron_hf.planner.space import Limits, layer_strategies
 from galvatron_hf.planner.step_shape import StepShape
-from galvatron_hf.profiler.hardware_profile import HardwareProfile
+from galvatron_hf.profiler.hardware_profile import HardwareProfile, Link
 from galvatron_hf.profiler.model_profile import ModelProfile
 from planner_cases import every_plan, random_hardware, random_model, workload
 
@@ -72,6 +73,59 @@ def test_no_plan_of_the_space_is_faster_than_the_one_found(world, layers, rows, 
             assert (again.step_ms, again.memory_bytes) == (found.best.step_ms, found.best.memory_bytes)
         too_little = search_plan(hardware, model, work, memory_bytes=needed[0] - 1, limits=limits)
         assert too_little.best is None and too_little.least_memory_bytes == needed[0]
+
+
+def with_quick_exchanges(hardware: HardwareProfile, ranks: int) -> HardwareProfile:
+    """All-to-alls take no time over so many ranks, and long over others."""
+    places = [(n, s) for n in range(2, 13) for s in range(1, 13) if (n - 1) * s < hardware.world_size]
+    links = [
+        Link(kind="all_to_all", ranks=n, stride=s, latency_ms=0.01 if n == ranks else 60.0, bytes_per_s=1e9)
+        for n, s in places
+    ]
+    return replace(hardware, links=(*(link for link in hardware.links if link.kind != "all_to_all"), *links))
+
+
+@pytest.mark.parametrize("world, rows, ranks", [(12, 5, 4), (12, 3, 4), (12, 5, 3), (8, 3, 2), (8, 5, 4)])
+def test_rows_are_added_for_nobody_but_a_layer_that_has_as_many_data_ranks(world, rows, ranks):
+    """With them hidden states can lie in another way, with which a plan that does not have them seemed quicker."""
+    model, work = random_model(0, layers=3, degree=4), workload(rows)
+    hardware = with_quick_exchanges(random_hardware(0, world_size=world, memory_bytes=1 << 40), ranks)
+    of_layers = dict(tensor=1, sequence=("ulysses",), sharding=("replicate",), recompute=("none",))
+    limits = Limits(**of_layers, pipeline=(1,), micro_batches=(1,))
+    plan = ParallelPlan.uniform(world, 3, sharding="replicate", precision=work.precision)
+    strategies = [one for one, _ in layer_strategies(world, model, limits)]
+    plans = [replace(plan, layers=layers) for layers in itertools.product(strategies, repeat=3)]
+    every = [estimate_plan(hardware, model, work, one) for one in plans]
+    needed = sorted(max(estimate.memory_bytes) for estimate in every)
+    for budget in (needed[0], needed[len(needed) // 3], needed[-1]):
+        found = search_plan(hardware, model, work, memory_bytes=budget, limits=limits).best
+        fitting = [estimate.step_ms for estimate in every if max(estimate.memory_bytes) <= budget]
+        again = estimate_plan(hardware, model, work, found.plan)
+        assert found.step_ms == min(fitting) and (again.step_ms, again.memory_bytes) == (
+            min(fitting),
+            found.memory_bytes,
+        )
+    too_little = search_plan(hardware, model, work, memory_bytes=needed[0] - 1, limits=limits)
+    assert too_little.best is None and too_little.least_memory_bytes == needed[0]
+
+
+@pytest.mark.parametrize("world, layers, rows", [(2, 3, 3), (4, 4, 2)])
+def test_the_best_plan_of_one_strategy_is_the_best_of_those(world, layers, rows):
+    limits = replace(FEW, sharding=("zero3",), recompute=("none",), alike=True)
+    for seed in range(3):
+        model = random_model(seed, layers=layers)
+        hardware = random_hardware(seed, world_size=world, memory_bytes=1 << 40)
+        plans = [one for one in every_plan(hardware, model, rows, limits) if len(set(one.layers)) == 1]
+        best = min(estimate_plan(hardware, model, workload(rows), one).step_ms for one in plans)
+        assert search_plan(hardware, model, workload(rows), limits=limits).best.step_ms == best
+
+
+def test_the_rank_that_has_most_tokens_has_as_many_as_its_split_says():
+    for data, positions, replicas in itertools.product((1, 2, 3, 4, 8), (1, 2, 3), (1, 2)):
+        split = Split(data, positions, replicas)
+        for rows, length in itertools.product(range(1, 14), (1, 5, 8, 9)):
+            tokens = [split.tokens(index, rows, length) for index in range(split.ranks)]
+            assert split.most_tokens(rows, length) == max(tokens)
 
 
 def test_a_search_finds_the_same_plan_again():
@@ -187,7 +241,8 @@ def test_well_known_plans_are_not_faster():
     hardware, model, work, budget = _galvatron(1)
     best = search_plan(hardware, model, work, memory_bytes=budget, limits=GALVATRONS).best
     others = {other.name: other for other in alternatives(hardware, model, work, memory_bytes=budget, rounds=1)}
-    assert set(others) == {"DDP", "ZeRO-3", "Megatron TP + PP", "ZeRO-3 + Ulysses"}
+    assert set(others) == {"DDP", "ZeRO-3", "Megatron TP + PP", "ZeRO-3 + Ulysses", "one for all layers"}
+    assert len(set(others["one for all layers"].best.plan.layers)) == 1
     assert others["DDP"].best is None and others["DDP"].least_memory_bytes > budget
     for other in others.values():
         assert other.best is None or other.best.step_ms >= best.step_ms
@@ -480,15 +535,37 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_search(capsys, t
         ({"hidden_size": "x"}, "has no configuration that transformers knows"),
         ({"num_attention_heads": 3, "hidden_size": 64}, "has no configuration that transformers knows"),
         ({"num_hidden_layers": 0}, "The model has no layers"),
+        ({"num_attention_heads": 0}, "has no configuration that transformers knows"),
+        ({"num_key_value_heads": 0}, "no causal language model for a LlamaConfig (ZeroDivisionError"),
+        ({"hidden_act": "nope"}, "no causal language model for a LlamaConfig (KeyError"),
+        ({"rope_scaling": {"type": "nope", "factor": 2}}, "no causal language model for a LlamaConfig"),
+        ({"torch_dtype": "nope"}, "has no configuration that transformers knows"),
+        ({"pad_token_id": 99999}, "AssertionError"),
+        ({"num_key_value_heads": 3, "num_attention_heads": 4, "hidden_size": 32}, "does not run"),
+        ({"vocab_size": 0}, "has no elements"),
+        ({"intermediate_size": 0}, "has no elements"),
     ],
 )
 def test_a_configuration_that_makes_no_model_is_told_in_a_sentence(capsys, tmp_path, given, reason):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 1, **given}))
+    sizes = dict(hidden_size=64, intermediate_size=64, num_attention_heads=4, vocab_size=128)
+    path.write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 1, **sizes, **given}))
     flags = ["--model", str(path), "--cluster", "h100", "--seq-length", "64", "--global-batch", "8"]
     assert main(["search", *flags]) == 1
     printed = capsys.readouterr().err
     assert reason in printed and "Traceback" not in printed
+
+
+def test_flags_that_say_something_else_than_a_profile_are_refused(capsys, tmp_path):
+    HardwareProfile.preset("cpu", 1, 4).to_json(tmp_path / "hardware.json")
+    random_model(0, layers=2).to_json(tmp_path / "model.json")
+    profiles = [f"--{kind}-profile={tmp_path / kind}.json" for kind in ("hardware", "model")]
+    given = ["search", *profiles, "--seq-length", "8", "--global-batch", "4", "--json"]
+    for flag, value, own in (("nodes", "2", "1"), ("devices-per-node", "8", "4"), ("dtype", "bf16", "fp32")):
+        assert main([*given, f"--{flag}", value]) == 1
+        assert f"--{flag} {value}, but the profile is of {own}: " in capsys.readouterr().err
+    assert main([*given, "--nodes", "1", "--devices-per-node", "4", "--dtype", "fp32"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["world_size"] == 4
 
 
 def test_explain_holds_a_plan_against_the_fastest(capsys):

@@ -78,13 +78,13 @@ def _add_case(parser: argparse.ArgumentParser) -> None:
     profiles.add_argument(
         "--galvatron-profiles", metavar="DIR", help="model/ and hardware/ as Galvatron writes them, under Megatron-SP"
     )
-    profiles.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (default: 1)")
-    profiles.add_argument("--devices-per-node", type=int, default=8, metavar="N", help="of each (default: 8)")
+    profiles.add_argument("--nodes", type=int, metavar="N", help="machines (default: 1, or the profile's)")
+    profiles.add_argument("--devices-per-node", type=int, metavar="N", help="of each (default: 8, or the profile's)")
     profiles.add_argument("--memory-gib", type=float, metavar="X", help="of a device (default: what the device has)")
     work = parser.add_argument_group("what is computed")
     work.add_argument("--global-batch", type=int, required=True, metavar="N", help="rows of an optimizer step")
     work.add_argument("--seq-length", type=int, required=True, metavar="N", help="tokens of a row")
-    work.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"), help="of computing (default: bf16)")
+    work.add_argument("--dtype", choices=("bf16", "fp32"), help="of computing (default: bf16, or the model profile's)")
     work.add_argument(
         "--reduce-dtype", choices=("bf16", "fp32"), help="of summed gradients (default: fp32; bf16 as Galvatron does)"
     )
@@ -214,7 +214,8 @@ def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile,
     from galvatron_hf.plan import Precision
     from galvatron_hf.planner.cost import Workload
 
-    if min(given.global_batch, given.seq_length, given.nodes, given.devices_per_node) < 1:
+    sizes = (given.global_batch, given.seq_length, given.nodes, given.devices_per_node)
+    if min(size for size in sizes if size is not None) < 1:
         raise ValueError("--global-batch, --seq-length, --nodes and --devices-per-node count from 1: give more.")
     if given.global_batch > _MOST_ROWS:
         raise ValueError(f"--global-batch {given.global_batch} is above {_MOST_ROWS}: give the rows of one step.")
@@ -257,9 +258,9 @@ def _galvatron(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile
             name = flag.replace("_", "-")
             raise ValueError(f"--galvatron-profiles and --{name} both say what is known: give one of them.")
     folder = given.galvatron_profiles
-    size = (given.nodes, given.devices_per_node, int(given.memory_gib * GIB))
     links = os.path.join(folder, "hardware")
-    hardware = HardwareProfile.from_galvatron(links if os.path.isdir(links) else folder, *size)
+    where = links if os.path.isdir(links) else folder
+    hardware = HardwareProfile.from_galvatron(where, *_cluster_of(given), int(given.memory_gib * GIB))
     return hardware, ModelProfile.from_galvatron(folder, length=given.seq_length)
 
 
@@ -273,16 +274,33 @@ def _profiles(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]
     if (given.model is None) == (given.model_profile is None):
         raise ValueError("The model is not known: give one of --model, --model-profile, --galvatron-profiles.")
     if given.cluster is not None:
-        hardware = HardwareProfile.preset(given.cluster, given.nodes, given.devices_per_node)
+        hardware = HardwareProfile.preset(given.cluster, *_cluster_of(given))
     else:
         hardware = HardwareProfile.from_json(given.hardware_profile)
+        _check_same(given, nodes=hardware.nodes, devices_per_node=hardware.devices_per_node)
     if given.model_profile is not None:
-        return hardware, ModelProfile.from_json(given.model_profile)
+        model = ModelProfile.from_json(given.model_profile)
+        _check_same(given, dtype=model.dtype)
+        return hardware, model
     degrees = dict(max_degree=min(hardware.world_size, 8 if hardware.world_size <= 64 else 16))
     with at_work("tracing the model"):
         return hardware, ModelProfile.from_config(
-            given.model, hardware, given.dtype, length=given.seq_length, packed=False, **degrees
+            given.model, hardware, given.dtype or "bf16", length=given.seq_length, packed=False, **degrees
         )
+
+
+def _cluster_of(given: argparse.Namespace) -> tuple[int, int]:
+    """Nodes, and devices of each."""
+    return given.nodes or 1, given.devices_per_node or 8
+
+
+def _check_same(given: argparse.Namespace, **profiled: int | str) -> None:
+    """Raises ValueError for a flag that says something else than a profile."""
+    for name, value in profiled.items():
+        asked = getattr(given, name)
+        if asked not in (None, value):
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} {asked}, but the profile is of {value}: leave {flag} out, or profile that.")
 
 
 def read_plan(path: str, world_size: int) -> ParallelPlan:

@@ -36,10 +36,11 @@ def alternatives(
     rounds: int = Limits.rounds,
     progress: bool = False,
 ) -> list[Alternative]:
-    """DDP, ZeRO-3 and Megatron's tensor and pipeline parallelism, each with the best micro-batches and recompute.
+    """DDP, ZeRO-3 and Megatron's tensor and pipeline parallelism, each with the best micro-batches and recompute, and
+    the best plan whose layers all have one strategy.
 
-    A kind whose degrees this model and these ranks cannot have is left out. Megatron's pipelines have up to `rounds`
-    interleaved stages on a rank list. With `progress` each search shows a bar.
+    A kind whose degrees this model and these ranks cannot have is left out. Pipelines have up to `rounds` interleaved
+    stages on a rank list. With `progress` each search shows a bar.
     """
     plain = Limits(tensor=1, sequence=(), hybrid_sharding=False, pipeline=(1,))
     kinds = {
@@ -49,6 +50,7 @@ def alternatives(
             sequence=("megatron",), sharding=("replicate",), hybrid_sharding=False, rounds=rounds
         ),
         "ZeRO-3 + Ulysses": replace(plain, sequence=("ulysses",), sharding=("zero3",)),
+        "one for all layers": Limits(alike=True, rounds=rounds),
     }
     found = []
     for name, limits in kinds.items():

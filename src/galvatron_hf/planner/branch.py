@@ -18,8 +18,9 @@ These are the paths of 1F1B through its slowest stage, in which k_i = p - 1 - i 
 first comes back. Those behind it may be so quick that it never waits for them. It may wait for its first gradient
 while they work, and have k_i forwards, taken to be a third of A each, less to do behind that. Or it waits for its last
 one too, while k_i micro-batches come back. Of stages that are alike the longest of the three is the pipeline's
-`sum A + max B`, which counts too much where one is much slower than those behind it. Of GPipe, and with fewer
-micro-batches than stages, the cost is that sum: no k, and the A behind i counts once.
+`sum A + max B`, which counts too much where one is much slower than those behind it. Where stages are interleaved, and
+with fewer micro-batches than stages, the cost is that sum: no k, and the A behind i counts once. Of GPipe it is that
+sum too, or what 1F1B takes if that is more, because a stage waits for its gradients there as well.
 
 Costs are integers (picoseconds), memory is bytes: sums are exact in any order, so that equal plans cost the same.
 """
@@ -68,6 +69,7 @@ class Branch:
         starts, finishes ([`Options`]): of the embedding, in the first stage, and of the head, in the last.
         budget (`int`): bytes of a rank.
         ahead (`np.ndarray`): (p,) k; B is at least so many times A.
+        waits (`tuple[int, int, int]`): how often A of those behind a stage counts on each of its paths.
     """
 
     kinds: np.ndarray
@@ -91,6 +93,7 @@ class Branch:
     finishes: Options
     budget: int
     ahead: np.ndarray
+    waits: tuple[int, int, int]
 
     @property
     def stages(self) -> int:
@@ -101,11 +104,6 @@ class Branch:
     def layers(self) -> int:
         """L."""
         return len(self.kinds)
-
-    @property
-    def waits(self) -> tuple[int, ...]:
-        """How often a stage waits for all that are behind it, by path."""
-        return (0, 1, 2) if self.ahead.any() else (0, 1, 1)
 
     def paths(self, stage: int, a: Numbers, b: Numbers) -> tuple[Numbers, ...]:
         """What a stage of so much A and B has of each path itself; fractions are rounded up."""

@@ -257,8 +257,8 @@ class CostModel:
 
     def _pass_end(self, end: EndProfile, tensor: int, is_head: bool) -> Pass:
         split, workload = vocabulary_split(tensor, self.ranks, self.rows), self.workload
-        kept = split.tokens(0, self.rows, workload.length)
-        tokens = split.tokens(0, self.rows, workload.computed_length)
+        kept = split.most_tokens(self.rows, workload.length)
+        tokens = split.most_tokens(self.rows, workload.computed_length)
         times = _at(end.times, tensor)
         forward, backward = (
             self.stretch["computing"] * fit.ms(tokens, 0.0) for fit in (times.forward, times.backward)
@@ -347,11 +347,11 @@ class CostModel:
 
     @cached_property
     def boundary_bytes(self) -> int:
-        """Of the hidden states of the longest rows that one rank sends to the next stage."""
+        """Of the hidden states of the longest rows that the rank which has most sends to the next stage."""
         return self._boundary_bytes(self.workload.length)
 
     def _boundary_bytes(self, length: int) -> int:
-        return self.boundary().tokens(0, self.rows, length) * self.model.hidden * self.element
+        return self.boundary().most_tokens(self.rows, length) * self.model.hidden * self.element
 
     def received_ms(self, counts: np.ndarray) -> np.ndarray:
         """(p,) what rank lists that receive hidden states, or their gradient, (p, p) times from each other wait for.

@@ -48,7 +48,7 @@ class CutBounds:
         if self._hopeless:
             return np.inf
         rows = self._before[-1].get(self.branch.layers)
-        return np.inf if rows is None else float(rows[:, 1:].max(axis=1).min())
+        return np.inf if rows is None else below(float(rows[:, 1:].max(axis=1).min()))
 
     def stage(self, stage: int, place: int, count: int) -> np.ndarray:
         """(4,) at least A, and of each path, of `count` layers from `place` on; infinite where nothing fits."""
@@ -142,6 +142,11 @@ class CutBounds:
     def _joined(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
         """Of every run of one with every run of the other behind it."""
         return joined(one, other, self.branch.waits)
+
+
+def below(bound: float) -> float:
+    """A bound that is a sum of floating-point numbers, less what rounding may have added."""
+    return bound - 1e-9 * abs(bound) - 1.0
 
 
 def joined(one: np.ndarray, other: np.ndarray, waits: tuple[int, ...]) -> np.ndarray:

@@ -144,7 +144,7 @@ class ExactSearch:
                 found is a solution, but perhaps not the cheapest. None keeps all that can matter.
         """
         self._beam = beam
-        limit = limit + 1e-9 * abs(limit) + 1.0 if limit < np.inf else limit  # bounds are floating-point sums
+        most, limit = limit, limit + 1e-9 * abs(limit) + 1.0 if limit < np.inf else limit  # bounds have been rounded
         groups: dict[tuple[int, int, int], list[int]] = {}
         for stage, place, count in self.bounds.within(limit):
             groups.setdefault((stage, self.bounds.stages.class_of(place), count), []).append(place)
@@ -156,7 +156,7 @@ class ExactSearch:
                 if run is not None:
                     for place in places:
                         runs.setdefault((stage, place), []).append((count, run))
-        return self._join(runs, limit)
+        return self._join(runs, most)
 
     def _task(self, stage: int, first: int, count: int, places: list[int], limit: float) -> _Task:
         others = [self.bounds.others(stage, place, count) for place in places]

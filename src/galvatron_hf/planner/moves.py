@@ -51,6 +51,10 @@ class Split:
         (top, bottom), (left, right) = self.part(index, rows, length)
         return (bottom - top) * (right - left)
 
+    def most_tokens(self, rows: int, length: int) -> int:
+        """Rows times positions on the rank that has most."""
+        return -(-rows // self.data) * -(-length // self.positions)
+
 
 def _piece(index: int, pieces: int, size: int) -> Range:
     return index * size // pieces, (index + 1) * size // pieces

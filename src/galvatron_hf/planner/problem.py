@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Stage, VocabularyStrategy
 from galvatron_hf.planner.branch import Branch, Choice, Options
 from galvatron_hf.planner.cost import CostModel, Workload, layer_split, vocabulary_split
+from galvatron_hf.planner.cut_bounds import below
 from galvatron_hf.planner.moves import Split
 from galvatron_hf.planner.pareto import nondominated
 from galvatron_hf.planner.step_shape import StepShape
@@ -32,6 +34,7 @@ class Problem:
         ranks (`int`): of each stage.
         strategies (`list[LayerStrategy]`): by option.
         embeddings, heads (`list[VocabularyStrategy]`): by start and by finish.
+        added (`bool`): whether rows were added for a layer that has as many data ranks.
     """
 
     branch: Branch
@@ -40,6 +43,12 @@ class Problem:
     strategies: list[LayerStrategy]
     embeddings: list[VocabularyStrategy]
     heads: list[VocabularyStrategy]
+    added: bool
+
+    def is_priced(self, choice: Choice) -> bool:
+        """Whether the solution costs what its plan does; without a layer for which rows were added it has fewer."""
+        chosen = {self.strategies[option] for option in choice.options}
+        return not self.added or any(one.data_degree(self.ranks) == self.shape.rows for one in chosen)
 
     def plan(self, choice: Choice, workload: Workload, tied: bool) -> ParallelPlan:
         """The plan that a solution stands for."""
@@ -129,13 +138,16 @@ class Draft:
     Args:
         prices ([`Prices`]): Of the options.
         shape ([`StepShape`]): Of the step.
+        added (`bool`, defaults to `False`): Whether rows were added, so that a layer with as many data ranks has one
+            on each. The branch allows solutions without such a layer, but they are other plans: see `parts`.
 
     Attributes:
         bound (`float`): below the cost of every solution: each layer has its cheapest option, memory does not count.
     """
 
-    def __init__(self, prices: Prices, shape: StepShape):
-        self.prices, self.shape = prices, shape
+    def __init__(self, prices: Prices, shape: StepShape, *, added: bool = False):
+        self.prices, self.shape, self.added = prices, shape, added
+        self.strategies = prices.strategies
         layers = prices.costs.model.layers
         self.kinds = np.array(layers[: len(layers) // shape.rounds])
         numbers = _Numbers(prices.costs, shape)
@@ -153,7 +165,7 @@ class Draft:
 
         def least(of_a: float, of_b: float) -> float:
             layers = (of_a * self._columns["a"] + of_b * self._columns["b"]).min(axis=1)[kinds].sum()
-            return float(layers + sum((of_a * a + of_b * b).min() for a, b in rest))
+            return below(float(layers + sum((of_a * a + of_b * b).min() for a, b in rest)))
 
         if not self.shape.ahead().any():
             return least(1.0, 1 / stages)
@@ -203,9 +215,10 @@ class Draft:
             finishes=finishes,
             budget=budget,
             ahead=shape.ahead(),
+            waits=shape.waits(),
             **self._columns,
         )
-        kept = np.arange(len(prices.strategies))
+        kept = np.arange(len(self.strategies))
         if prune:
             waiting = branch.b - ahead * branch.a
             columns = (branch.a, waiting, branch.state, branch.activation, branch.least, branch.working)
@@ -217,10 +230,41 @@ class Draft:
             branch=branch,
             shape=shape,
             ranks=costs.ranks,
-            strategies=[prices.strategies[index] for index in kept],
+            strategies=[self.strategies[index] for index in kept],
             embeddings=embeddings,
             heads=heads,
+            added=self.added,
         )
+
+    def parts(self, budget: int) -> Iterator[Problem]:
+        """
+        Problems that together have just the plans for which the rows were added, one for each layer.
+
+        In it that layer is the first that has as many data ranks as there are rows.
+        """
+        whole = self.problem(budget, prune=False)
+        full = np.array([one.data_degree(whole.ranks) == self.shape.rows for one in whole.strategies])
+        columns = ("a", "b", "state", "activation", "shared", "working")
+        thrice = {name: np.tile(getattr(whole.branch, name), (3, 1)) for name in columns}  # before it, it, behind it
+        count = len(whole.branch.a)
+        allowed = np.repeat(np.stack([~full, full, np.ones_like(full)]), count, axis=0)
+        for first in range(len(self.kinds)):
+            place = 1 + np.sign(np.arange(len(self.kinds)) - first)
+            branch = replace(whole.branch, kinds=self.kinds + count * place, allowed=allowed, **thrice)
+            worth = np.nonzero(branch.worth_having())[0]
+            strategies = [whole.strategies[index] for index in worth]
+            yield replace(whole, branch=branch.restricted(worth), strategies=strategies)
+
+    def alike(self) -> Iterator[Draft]:
+        """The same with one strategy for all layers: one for each."""
+        for index, strategy in enumerate(self.strategies):
+            if self.added and strategy.data_degree(self.prices.costs.ranks) != self.shape.rows:
+                continue
+            one = copy.copy(self)
+            one.strategies, one.added = [strategy], False
+            one._columns = {name: column[..., [index]] for name, column in self._columns.items()}
+            one.bound = one._bound()
+            yield one
 
 
 def _kept(columns: np.ndarray, options: Branch | Options) -> np.ndarray:

@@ -188,26 +188,33 @@ def _best_first(
 
     A quick bound says when a problem's real bound is due, and that when it has to be solved.
     """
-    queue = [(draft.bound, index, None, None) for index, draft in enumerate(drafts)]
+    numbers = itertools.count()
+    queue = [(draft.bound, next(numbers), draft, None, None) for draft in drafts]
     heapq.heapify(queue)
     limit: float = np.inf
     found: dict[tuple, tuple[int, Problem, Choice]] = {}
     solved = states = 0
     while queue:
-        bound, index, problem, bounds = heapq.heappop(queue)
+        bound, _, draft, problem, bounds = heapq.heappop(queue)
         if bound > limit:
             break
         if problem is None:
-            problem = drafts[index].problem(budget)
+            problem = draft.problem(budget)
             bounds = CutBounds(problem.branch)
-            heapq.heappush(queue, (max(bound, bounds.bound), index, problem, bounds))
+            heapq.heappush(queue, (max(bound, bounds.bound), next(numbers), draft, problem, bounds))
             step("searching for a plan")
             continue
         solution = solve(problem.branch, limit, bounds)
         solved, states = solved + 1, states + solution.states
-        if solution.cost is not None:
+        if solution.cost is None:
+            continue
+        if problem.is_priced(solution.choice):
             limit, shape = solution.cost - 1, problem.shape
             found[shape.pipeline, shape.micro_batches, shape.rounds] = solution.cost, problem, solution.choice
+            continue
+        for part in draft.parts(budget):
+            bounds = CutBounds(part.branch)
+            heapq.heappush(queue, (max(solution.cost, bounds.bound), next(numbers), draft, part, bounds))
     return found, solved, states
 
 
@@ -329,12 +336,22 @@ def _drafts(hardware: HardwareProfile, model: ModelProfile, workload: Workload, 
                         shape = StepShape(
                             pipeline=pipeline, micro_batches=count, schedule=schedule, rows=filled, rounds=rounds
                         )
-                        yield Draft(prices, shape)
+                        draft = Draft(prices, shape, added=filled > rows)
+                        yield from draft.alike() if limits.alike else [draft]
 
 
 def _least_memory(drafts: list[Draft], budget: int) -> int:
     """Bytes of the smallest budget in which one of them has a solution."""
-    return int(min(least_memory(draft.problem(budget).branch) for draft in drafts))
+    found = np.inf
+    least = [least_memory(draft.problem(budget).branch) for draft in drafts]
+    for index in np.argsort(least, kind="stable"):
+        if least[index] >= found:
+            break
+        draft, own = drafts[index], least[index]
+        if draft.added:
+            own = min(least_memory(part.branch) for part in draft.parts(budget))
+        found = min(found, own)
+    return int(found)
 
 
 def micro_batchings(rows: int) -> list[tuple[int, range]]:

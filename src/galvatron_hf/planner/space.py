@@ -38,6 +38,7 @@ class Limits:
         recompute (`tuple[str, ...]`): Of "none" and "full".
         pipeline, micro_batches (`tuple[int, ...]`, *optional*): Degrees and counts; None allows all.
         rounds (`int`): Most stages that a rank list of a pipeline has; more than 1 are interleaved.
+        alike (`bool`): Whether all layers have the same strategy.
 
     Raises:
         ValueError: for degrees and counts below 1.
@@ -51,6 +52,7 @@ class Limits:
     pipeline: tuple[int, ...] | None = None
     micro_batches: tuple[int, ...] | None = None
     rounds: int = 4
+    alike: bool = False
 
     def __post_init__(self):
         given = {"tensor": (self.tensor,), "rounds": (self.rounds,)}

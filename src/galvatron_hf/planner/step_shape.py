@@ -87,10 +87,17 @@ class StepShape:
         return self.pipeline > 1 and self.ends_in_flight()[1] > 1
 
     def ahead(self) -> np.ndarray:
-        """(p,) micro-batches that go forward on a stage of 1F1B before its first one comes back; 0 if not all can."""
-        if self.schedule != "1f1b" or self.micro_batches < self.pipeline:
+        """(p,) micro-batches that go forward on a stage of 1F1B before its first one comes back; 0 if not all can.
+
+        Of GPipe, which has the same paths and a longer one (see `waits`), they are those of 1F1B.
+        """
+        if self.schedule == "interleaved" or self.micro_batches < self.pipeline:
             return np.zeros(self.pipeline, dtype=np.int64)
         return np.arange(self.pipeline - 1, -1, -1)
+
+    def waits(self) -> tuple[int, int, int]:
+        """How often what is behind a stage counts on each of its paths, see `branch.py`."""
+        return (0 if self.schedule == "1f1b" else 1, 1, 2) if self.ahead().any() else (1, 1, 1)
 
     def least_step(self) -> float:
         """A step of 1F1B over the time of one micro-batch on all stages, under the best cut there could be.

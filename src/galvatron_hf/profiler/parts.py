@@ -30,7 +30,7 @@ def empty_model(config: PreTrainedConfig, family: type[PreTrainedModel] | None =
     """The model of a configuration, with parameters on the meta device and buffers on the CPU.
 
     Raises:
-        ValueError: if transformers has no causal language model for the configuration.
+        ValueError: if transformers has no causal language model for the configuration, or one with an empty weight.
     """
     config = copy.deepcopy(config)
     with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False), no_init_weights():
@@ -39,11 +39,18 @@ def empty_model(config: PreTrainedConfig, family: type[PreTrainedModel] | None =
         else:
             try:
                 model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-            except ValueError as error:
+            except Exception as error:  # whatever a family says of odd sizes
+                problem = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
                 raise ValueError(
                     f"transformers has no causal language model for a {type(config).__name__} "
-                    f"({' '.join(str(error).split())[:80]}); give the configuration of one."
+                    f"({' '.join(problem.split())[:80]}); give the configuration of one."
                 ) from None
+    for name, weight in model.named_parameters():
+        if weight.numel() == 0:
+            raise ValueError(
+                f"The weight {name} has no elements, but the shape {tuple(weight.shape)}; give a configuration whose "
+                "sizes are 1 or more."
+            )
     model.tie_weights()  # making parameters empty has made two of a tied one
     return model.train()
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
@@ -96,8 +95,16 @@ def profile_from_config(
         "times": f"counted FLOPs at {efficiency:g} of the rate of matrix products and other operations' bytes at "
         f"{bandwidth / 1e9:,.0f} GB/s; nothing was measured",
     }
-    with torch.random.fork_rng(devices=[]):
-        return _counted_profile(model, dtype, speed, length, packed, max_degree, assumed)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return _counted_profile(model, dtype, speed, length, packed, max_degree, assumed)
+    except ValueError:
+        raise
+    except Exception as error:  # of sizes with which a family builds a model that cannot run
+        raise ValueError(
+            f"The model of this {type(config).__name__} does not run ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:80]}); give a configuration whose sizes fit together."
+        ) from error
 
 
 def _counted_profile(
@@ -143,7 +150,7 @@ def read_config(source: PreTrainedConfig | str | os.PathLike) -> PreTrainedConfi
         raise ValueError(f"{str(source)!r} is no folder and no file: give a folder with a config.json, or the file.")
     try:
         return AutoConfig.from_pretrained(source, local_files_only=True)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except Exception as error:  # whatever a configuration's class says of odd values
         problem = " ".join(str(error).split())[:120]
         raise ValueError(
             f"{str(source)!r} has no configuration that transformers knows ({problem}); give a config.json."
