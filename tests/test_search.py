@@ -568,6 +568,28 @@ def test_flags_that_say_something_else_than_a_profile_are_refused(capsys, tmp_pa
     assert json.loads(capsys.readouterr().out)["plan"]["world_size"] == 4
 
 
+def test_steps_of_no_time_and_of_too_much_are_refused(capsys, tmp_path):
+    HardwareProfile.preset("cpu", 1, 1).to_json(tmp_path / "hardware.json")
+    raw = json.loads(random_model(0, layers=2).to_json())
+    given = ["search", f"--hardware-profile={tmp_path}/hardware.json", f"--model-profile={tmp_path}/model.json"]
+    given += ["--seq-length", "8", "--global-batch", "4", "--json"]
+    for factor, reason in ((0.0, "no time at all"), (1e12, "A step is predicted to take"), (-1.0, "too small")):
+
+        def scaled(value, factor=factor):
+            if isinstance(value, list):
+                return [scaled(one) for one in value]
+            if not isinstance(value, dict):
+                return value
+            times = ("per_token", "per_square", "fixed", "optimizer_ms_per_element", "optimizer_ms_per_weight")
+            return {name: factor * one if name in times else scaled(one) for name, one in value.items()}
+
+        (tmp_path / "model.json").write_text(json.dumps(scaled(raw) | {"adding_ms_per_element": 0.0}))
+        assert main(given) == 1
+        assert reason in capsys.readouterr().err
+    assert main([*given[:-4], "9" * 31, *given[-3:]]) == 1
+    assert "is above 1073741824" in capsys.readouterr().err
+
+
 def test_explain_holds_a_plan_against_the_fastest(capsys):
     plan = DATA / "galvatron_plans" / "main_1x8_38GB_bsz64_chunk8.json"
     assert main(["explain", *FLAGS, "--plan", str(plan)]) == 0

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from galvatron_hf.cli.files import output_file
 from galvatron_hf.cli.profile_hardware import launched_ranks
+from galvatron_hf.plan_checks import check_int
 
 
 if TYPE_CHECKING:
@@ -28,7 +30,11 @@ def add_to(commands: argparse._SubParsersAction) -> None:
         "work and memory are counted, for devices that need not be there.",
     )
     parser.add_argument("--model", required=True, metavar="PATH", help="a folder with a config.json, or such a file")
-    parser.add_argument("--device", help='what is measured, "cpu" or "cuda" (default: the GPU if there is one)')
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help='what is measured, "cpu" or "cuda" (default: the GPU if there is one)',
+    )
     parser.add_argument("--cluster", metavar="NAME", help="count for this device instead, such as h100")
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"), help="of computing (default: bf16)")
     parser.add_argument("--tokens", type=int, metavar="N", help="of the largest micro-batch (default: 2048)")
@@ -45,6 +51,9 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Measures on every rank, or counts; rank 0 prints, and writes if asked to."""
+    for name in ("tokens", "seq_length", "max_degree"):
+        if getattr(given, name) is not None:
+            check_int(f"--{name.replace('_', '-')}", getattr(given, name), high=sys.maxsize)
     with launched_ranks(cpu=given.device == "cpu") as (rank, _):
         profile = _counted(given) if given.cluster is not None else _measured(given)
         if rank == 0:
@@ -74,10 +83,14 @@ def _counted(given: argparse.Namespace) -> ModelProfile:
 
 
 def _measured(given: argparse.Namespace) -> ModelProfile:
+    import torch
+
     from galvatron_hf.profiler.model import profile_model
     from galvatron_hf.profiler.parts import empty_model
     from galvatron_hf.profiler.tracing import read_config
 
+    if given.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda, but PyTorch finds no GPU here: give --device cpu, or --cluster to count.")
     return profile_model(
         empty_model(read_config(given.model)),
         dtype=given.dtype,

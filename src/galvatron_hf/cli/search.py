@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from galvatron_hf.profiler.model_profile import ModelProfile
 
 GIB = 1 << 30
-_MOST_ROWS = 1 << 20
+_MOST_ROWS, _MOST_TOKENS = 1 << 20, 1 << 30
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
@@ -219,6 +219,8 @@ def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile,
         raise ValueError("--global-batch, --seq-length, --nodes and --devices-per-node count from 1: give more.")
     if given.global_batch > _MOST_ROWS:
         raise ValueError(f"--global-batch {given.global_batch} is above {_MOST_ROWS}: give the rows of one step.")
+    if given.seq_length > _MOST_TOKENS:
+        raise ValueError(f"--seq-length {given.seq_length} is above {_MOST_TOKENS}: give the tokens of one row.")
     if given.memory_gib is not None and not 0 < given.memory_gib < 2**20:
         raise ValueError(f"--memory-gib {given.memory_gib} is no memory of a device: give GiB, such as 80.")
     hardware, model = _galvatron(given) if given.galvatron_profiles is not None else _profiles(given)

@@ -21,6 +21,7 @@ from galvatron_hf.planner.strategy_costs import Costs
 
 
 PICOSECONDS = 10**9  # in a millisecond
+MOST_MS = 4e9  # of a step, 46 days: 64 bits hold 106 days of picoseconds
 _NONE = ()  # weights that the other end has
 
 
@@ -282,8 +283,22 @@ def _pruned(
     return [strategies[index] for index in kept], Options(**{name: getattr(options, name)[kept] for name in names})
 
 
-def picoseconds(ms: np.ndarray | float) -> np.ndarray:
-    """Milliseconds as whole picoseconds."""
+def picoseconds(ms: np.ndarray | float, times: int = 1) -> np.ndarray:
+    """Milliseconds as whole picoseconds.
+
+    Args:
+        ms (`np.ndarray` or `float`): The milliseconds.
+        times (`int`, defaults to 1): How often they come in a step.
+
+    Raises:
+        ValueError: for a step that takes longer than integers can say.
+    """
+    step_ms = times * np.max(ms, initial=0.0)
+    if not step_ms <= MOST_MS:
+        raise ValueError(
+            f"A step is predicted to take {step_ms:.3g} ms or more, which is above {MOST_MS:.0e}; give shorter rows, "
+            "fewer of them, or profiles of this machine and model."
+        )
     return np.rint(np.asarray(ms, dtype=float) * PICOSECONDS).astype(np.int64)
 
 
@@ -305,8 +320,8 @@ class _Numbers:
         Of one stage nothing waits for another: what it costs in a step is all in A.
         """
         again = rounds * self.shape.micro_batches - 1
-        passed = picoseconds(costs.forward_ms + costs.backward_ms)
-        count = self.shape.micro_batches
+        count, passes = self.shape.micro_batches, self.shape.passes * len(self.costs.model.layers)
+        passed = picoseconds(costs.forward_ms + costs.backward_ms, passes)
         once = rounds * (picoseconds(costs.sync_ms) + picoseconds(costs.updating_ms(count)))
         shape, alone = self.shape, self.shape.pipeline == 1
         one_layer = len(self.costs.model.layers) == shape.rounds * shape.pipeline
@@ -341,6 +356,7 @@ class _Numbers:
 
     def moves(self, splits: list[Split]) -> tuple[np.ndarray, np.ndarray]:
         """(Y, Y) A and B of a change of layout."""
-        passed = picoseconds([[self.costs.move_ms(one, other) for other in splits] for one in splits])
+        passes = self.shape.passes * len(self.costs.model.layers)
+        passed = picoseconds([[self.costs.move_ms(one, other) for other in splits] for one in splits], passes)
         again = (self.shape.passes - 1) * passed
         return (passed + again, 0 * again) if self.shape.pipeline == 1 else (passed, again)

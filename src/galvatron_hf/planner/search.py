@@ -377,6 +377,8 @@ def _estimate(
     problem: Problem, choice: Choice, workload: Workload, model: ModelProfile, plan: ParallelPlan | None = None
 ) -> Estimate:
     found: Score = score(problem.branch, choice)
+    if found.cost <= 0:
+        raise ValueError("The profiles say that a step takes no time at all; profile the machine and the model.")
     step_ms = found.cost / PICOSECONDS
     return Estimate(
         plan=plan or problem.plan(choice, workload, model.tied),
