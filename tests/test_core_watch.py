@@ -49,7 +49,7 @@ def test_quiet_is_waited_for_but_not_for_ever(tmp_path):
     usual = [(now - 100 + at, 0.002) for at in range(90)]
     begun = time.perf_counter()
     watch_of(tmp_path, usual).wait_for_quiet(seconds=0.2, most=5.0)
-    assert 0.2 <= time.perf_counter() - begun < 2.0
+    assert 0.2 <= time.perf_counter() - begun < 5.0
     slow = [(now + 0.1 * at, 0.006) for at in range(50)]
     begun = time.perf_counter()
     watch_of(tmp_path, usual + slow).wait_for_quiet(seconds=0.2, most=1.0)
