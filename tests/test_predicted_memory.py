@@ -25,7 +25,7 @@ from trainer_runs import on_ranks, trainer
 
 RANKS, LAYERS, ROWS = 4, 4, 8
 INTERLEAVED = tuple(Stage(ranks=(2 * (i % 2), 2 * (i % 2) + 1), layers=(i, i + 1)) for i in range(LAYERS))
-# By the format that the model computes in: words of its vocabulary, whether both ends are tied, and tokens of a row.
+# Words of the model's vocabulary, whether both ends are tied, and tokens of a row.
 CASES = {
     "fp32": (
         (1000, False, 64),
@@ -45,6 +45,17 @@ CASES = {
             "zero2 pipeline": dict(sharding="zero2", pipeline=2, micro_batches=4),
             "zero2 pipeline, all in flight": dict(sharding="zero2", pipeline=2, micro_batches=2),
             "zero3 pipeline": dict(sharding="zero3", pipeline=2, micro_batches=4),
+        },
+    ),
+    "fp32, large ends": (
+        (8000, False, 256),
+        {
+            "replicated": dict(sharding="replicate"),
+            "replicated, recompute": dict(sharding="replicate", recompute="full"),
+            "zero2": dict(sharding="zero2"),
+            "zero2, recompute": dict(sharding="zero2", recompute="full"),
+            "zero3": dict(sharding="zero3"),
+            "tensor": dict(sharding="replicate", tensor=2),
         },
     ),
     "bf16": (
@@ -99,11 +110,11 @@ def train(plans: list[ParallelPlan], model: tuple[int, bool, int], folder: Path)
     return outcomes
 
 
-@pytest.mark.parametrize("compute", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_ranks_allocate_what_is_predicted(compute, tmp_path):
+@pytest.mark.parametrize("case", ["fp32", "fp32, large ends", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_ranks_allocate_what_is_predicted(case, tmp_path):
     """On every stage: within a tenth; on seven of eight within a twentieth; in the median within a fiftieth."""
-    given, options = CASES[compute]
-    length = given[-1]
+    given, options = CASES[case]
+    compute, length = case.split(",")[0], given[-1]
     hardware, profile = HardwareProfile.preset("cpu", 1, RANKS), llama(*given).config
     model = ModelProfile.from_config(profile, hardware, compute, length=length, packed=False, max_degree=RANKS)
     work, plans = Workload(rows=ROWS, length=length, precision=Precision(compute=compute)), []
