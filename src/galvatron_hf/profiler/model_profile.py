@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from galvatron_hf.model_shape import WeightShape
-from galvatron_hf.plan_checks import check_number
 from galvatron_hf.plan_json import write_file
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 
@@ -39,10 +38,6 @@ class TimeFit:
     fixed: float = 0.0
     error: float = 0.0
 
-    def __post_init__(self):
-        for name in ("per_token", "per_square", "fixed", "error"):
-            check_number(name, getattr(self, name))
-
     def ms(self, tokens: float, squares: float) -> float:
         """Of `tokens` tokens in documents whose squared lengths add up to `squares`."""
         return self.per_token * tokens + self.per_square * squares + self.fixed
@@ -64,10 +59,6 @@ class Times:
     outside_forward: float = 0.0
     outside_backward: float = 0.0
     last_forward: float = 0.0
-
-    def __post_init__(self):
-        for name in ("outside_forward", "outside_backward", "last_forward"):
-            check_number(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
