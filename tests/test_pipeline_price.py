@@ -95,7 +95,8 @@ def priced(
 def test_a_step_is_what_its_schedule_takes(stages):
     """1F1B of stages that differ by up to a half to 0.2%, by three times to 4% (2% too long).
 
-    GPipe never too short. With fewer micro-batches than stages the slowest is counted as if it were the first: up to a sixth too long.
+    GPipe never too short. With fewer micro-batches than stages the slowest is counted as if it were the first: up to a
+    sixth too long.
     """
     draw = np.random.default_rng(0)
     for micro_batches in (1, 2, 4, 8, 16):
