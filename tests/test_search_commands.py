@@ -1,0 +1,154 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""`galvatron search`, `estimate` and `explain`: what they print, and the sentence in which they refuse."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from galvatron_hf.cli.main import main
+from galvatron_hf.plan import ParallelPlan, Precision
+from galvatron_hf.profiler.hardware_profile import HardwareProfile
+from planner_cases import random_model
+
+
+DATA = Path(__file__).parent / "data"
+FLAGS = ["--galvatron-profiles", str(DATA / "galvatron_profiles"), "--nodes", "1", "--devices-per-node", "8"]
+FLAGS += ["--memory-gib", "38", "--global-batch", "64", "--seq-length", "2048"]
+
+
+def test_search_and_estimate_print_the_same_of_a_plan(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    assert main(["search", *FLAGS, "--json", "--output", str(path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert main(["estimate", *FLAGS, "--json", "--plan", str(path)]) == 0
+    again = json.loads(capsys.readouterr().out)
+    for key in ("samples_per_second", "step_ms", "memory_bytes", "plan"):
+        assert found[key] == again[key]
+    assert found["search_seconds"] > 0 and found["memory_quantum_bytes"] == 1
+    assert ParallelPlan.from_json(found["plan"]) == ParallelPlan.from_json(path)
+    assert (
+        main(["estimate", *FLAGS, "--json", "--plan", str(DATA / "galvatron_plans/main_1x8_38GB_bsz64_chunk8.json")])
+        == 0
+    )
+    theirs = json.loads(capsys.readouterr().out)
+    assert theirs["step_ms"] > found["step_ms"] and len(theirs["memory_bytes"]) == 2
+
+
+def test_a_plan_of_other_number_formats_is_priced_with_a_word(capsys, tmp_path):
+    path = tmp_path / "plan.json"
+    ParallelPlan.uniform(8, 32, precision=Precision(compute="bf16", master="bf16")).to_json(path)
+    assert main(["estimate", *FLAGS, "--json", "--plan", str(path)]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["step_ms"] > 0
+    assert '"master": "bf16"' in printed.err and "it is priced in" in printed.err
+
+
+@pytest.mark.parametrize("path, reason", [("", "is a folder"), ("none/plan.json", "is in no folder that exists")])
+def test_an_output_that_cannot_be_written_is_refused_before_the_search(capsys, tmp_path, path, reason):
+    with pytest.raises(SystemExit) as stopped:
+        main(["search", *FLAGS, "--output", str(tmp_path / path)])
+    assert stopped.value.code == 2 and reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "given, reason",
+    [
+        ({"hidden_size": "x"}, "has no configuration that transformers knows"),
+        ({"num_attention_heads": 3, "hidden_size": 64}, "has no configuration that transformers knows"),
+        ({"num_hidden_layers": 0}, "The model has no layers"),
+        ({"num_attention_heads": 0}, "has no configuration that transformers knows"),
+        ({"num_key_value_heads": 0}, "no causal language model for a LlamaConfig (ZeroDivisionError"),
+        ({"hidden_act": "nope"}, "no causal language model for a LlamaConfig (KeyError"),
+        ({"rope_scaling": {"type": "nope", "factor": 2}}, "no causal language model for a LlamaConfig"),
+        ({"torch_dtype": "nope"}, "has no configuration that transformers knows"),
+        ({"pad_token_id": 99999}, "AssertionError"),
+        ({"num_key_value_heads": 3, "num_attention_heads": 4, "hidden_size": 32}, "does not run"),
+        ({"vocab_size": 0}, "has no elements"),
+        ({"intermediate_size": 0}, "has no elements"),
+    ],
+)
+def test_a_configuration_that_makes_no_model_is_told_in_a_sentence(capsys, tmp_path, given, reason):
+    path = tmp_path / "config.json"
+    sizes = dict(hidden_size=64, intermediate_size=64, num_attention_heads=4, vocab_size=128)
+    path.write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 1, **sizes, **given}))
+    flags = ["--model", str(path), "--cluster", "h100", "--seq-length", "64", "--global-batch", "8"]
+    assert main(["search", *flags]) == 1
+    printed = capsys.readouterr().err
+    assert reason in printed and "Traceback" not in printed
+
+
+def test_flags_that_say_something_else_than_a_profile_are_refused(capsys, tmp_path):
+    HardwareProfile.preset("cpu", 1, 4).to_json(tmp_path / "hardware.json")
+    random_model(0, layers=2).to_json(tmp_path / "model.json")
+    profiles = [f"--{kind}-profile={tmp_path / kind}.json" for kind in ("hardware", "model")]
+    given = ["search", *profiles, "--seq-length", "8", "--global-batch", "4", "--json"]
+    for flag, value, own in (("nodes", "2", "1"), ("devices-per-node", "8", "4"), ("dtype", "bf16", "fp32")):
+        assert main([*given, f"--{flag}", value]) == 1
+        assert f"--{flag} {value}, but the profile is of {own}: " in capsys.readouterr().err
+    assert main([*given, "--nodes", "1", "--devices-per-node", "4", "--dtype", "fp32"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["world_size"] == 4
+
+
+def test_steps_of_no_time_and_of_too_much_are_refused(capsys, tmp_path):
+    HardwareProfile.preset("cpu", 1, 1).to_json(tmp_path / "hardware.json")
+    raw = json.loads(random_model(0, layers=2).to_json())
+    given = ["search", f"--hardware-profile={tmp_path}/hardware.json", f"--model-profile={tmp_path}/model.json"]
+    given += ["--seq-length", "8", "--global-batch", "4", "--json"]
+    for factor, reason in ((0.0, "no time at all"), (1e12, "A step is predicted to take"), (-1.0, "too small")):
+
+        def scaled(value, factor=factor):
+            if isinstance(value, list):
+                return [scaled(one) for one in value]
+            if not isinstance(value, dict):
+                return value
+            times = ("per_token", "per_square", "fixed", "optimizer_ms_per_element", "optimizer_ms_per_weight")
+            return {name: factor * one if name in times else scaled(one) for name, one in value.items()}
+
+        (tmp_path / "model.json").write_text(json.dumps(scaled(raw) | {"adding_ms_per_element": 0.0}))
+        assert main(given) == 1
+        assert reason in capsys.readouterr().err
+    assert main([*given[:-4], "9" * 31, *given[-3:]]) == 1
+    assert "is above 1073741824" in capsys.readouterr().err
+
+
+def test_explain_holds_a_plan_against_the_fastest(capsys):
+    plan = DATA / "galvatron_plans" / "main_1x8_38GB_bsz64_chunk8.json"
+    assert main(["explain", *FLAGS, "--plan", str(plan)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "the fastest" in printed and "bubble" in printed
+    assert main(["explain", *FLAGS, "--plan", str(plan), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["alternatives"]["the fastest"]["step_ms"] < found["step_ms"]
+    assert sum(found["step_ms_by_kind"].values()) == pytest.approx(found["step_ms"])
+    held = ("state_bytes", "activation_bytes", "working_bytes", "boundary_bytes")
+    assert [sum(stage[kind] for kind in held) for stage in found["stages"]] == found["memory_bytes"]
+
+
+def test_the_tables_name_what_was_assumed(capsys):
+    assert main(["search", *FLAGS, "--compare"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Predicted, not measured; assumed: backward" in printed and "does not fit" in printed
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (FLAGS[:-6] + ["--memory-gib", "3", "--global-batch", "64", "--seq-length", "2048"], "No plan fits 3.00 GiB"),
+        (FLAGS[:6] + FLAGS[8:], "do not tell a device's memory: give --memory-gib"),
+        ([*FLAGS, "--cluster", "h100"], "both say what is known: give one of them"),
+        (["--global-batch", "8", "--seq-length", "128", "--cluster", "h100"], "The model is not known"),
+        (["--global-batch", "8", "--seq-length", "128"], "The cluster is not known"),
+        (["--global-batch", "0", "--seq-length", "128"], "count from 1"),
+        ([*FLAGS, "--rounds", "0"], "--rounds 0 counts stages of a device: give 1 or more."),
+        ([*FLAGS, "--max-tensor", "0"], "tensor is 0, which is outside"),
+        ([*FLAGS, "--pipeline", "3"], "pipeline=(3,): 8 devices and 32 layers make no pipeline of such a degree"),
+        ([*FLAGS, "--micro-batches", "99"], "micro_batches=(99,): a step of 64 rows has at most 64"),
+        ([*FLAGS, "--micro-batches", "0"], "micro_batches is 0, which is outside"),
+        ([*FLAGS, "--global-batch", str(10**10)], "--global-batch 10000000000 is above"),
+    ],
+)
+def test_flags_that_do_not_fit_are_told_in_a_sentence(capsys, flags, sentence):
+    assert main(["search", *flags]) == 1
+    assert sentence in capsys.readouterr().err
