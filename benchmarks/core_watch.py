@@ -21,7 +21,7 @@ from pathlib import Path
 
 
 INTERVAL_S = 0.2
-PRODUCTS = 8  # of two matrices, in a piece of work
+PIECE_S = 0.001  # of CPU time, that a piece of work takes about
 QUIET = 1.15  # of the CPU time that a piece takes as a rule when nothing disturbs; pieces are up to a tenth apart then
 USUAL = 0.1  # quantile of all pieces of a core: its own speed, if it is quiet for a tenth of the time
 
@@ -103,13 +103,19 @@ def watch(core: int, file: Path) -> None:
     with contextlib.suppress(PermissionError):  # a piece that is interrupted finds other things in the caches
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     matrix = np.full((128, 128), 1e-3, dtype=np.float32)
+
+    def multiply(times: int) -> float:
+        begun = time.process_time()
+        for _ in range(times):
+            matrix @ matrix
+        return time.process_time() - begun
+
+    products = max(1, round(PIECE_S / min(multiply(1) for _ in range(100))))
     with file.open("w") as out:
         while os.getppid() == starter:
-            matrix @ matrix
-            begun = time.process_time()
-            for _ in range(PRODUCTS):
-                matrix @ matrix
-            out.write(f"{time.perf_counter():.3f} {time.process_time() - begun:.6f}\n")
+            multiply(max(1, products // 4))  # an idle core's caches are cold, and its clock is slow
+            seconds = multiply(products)
+            out.write(f"{time.perf_counter():.3f} {seconds:.6f}\n")
             out.flush()
             time.sleep(INTERVAL_S)
 
