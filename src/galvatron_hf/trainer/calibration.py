@@ -37,7 +37,7 @@ from galvatron_hf.progress import progress_bar
 
 
 MOST_TOKENS = 4096  # of a rank in a step
-LAYERS = 4  # of each kind, at most
+LAYERS = 8  # of each kind, at most: what a layer takes is then most of a step, and steps are longer than their noise
 # Where CPUs are shared, single steps of a plan are a tenth apart, and so are minutes: of three passes, one that met a
 # slow minute is outvoted. The first two steps are slower than all that follow.
 PASSES, WARM_UP, ROUNDS = 3, 2, 4  # through all plans; steps of a plan in each, not counted and counted
