@@ -62,7 +62,9 @@ def random_times(draw: np.random.Generator, degrees: Sequence[int], scale: float
             for factor in (1, 2)
         )
         outside, last = (float(draw.uniform(0.0, 0.2)) * scale / tensor for _ in range(2))
-        found[tensor] = Times(forward=forward, backward=backward, outside_forward=outside, last_forward=last)
+        found[tensor] = Times(
+            forward=forward, backward=backward, outside_forward=outside, last_forward=last, recompute_fixed=0.25
+        )
     return found
 
 

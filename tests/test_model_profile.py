@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, LlamaConfig
 
 from galvatron_hf.cli.main import main
 from galvatron_hf.model_shape import ModelShape
+from galvatron_hf.parallel import block
 from galvatron_hf.profiler.cache import load_or_profile_model
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
 from galvatron_hf.profiler.model import profile_model
@@ -102,6 +105,26 @@ def test_every_part_is_measured_for_every_degree(dtype, packed):
     assert {(4, True, 1), (2, True, 2), (2, False, 1), (1, False, 4)} <= set(profile.kinds[0].saved_bytes)
     assert profile.optimizer_ms_per_element > 0 < profile.adding_ms_per_element and not profile.assumed
     assert ModelProfile.from_json(profile.to_json()) == profile
+
+
+def test_bookkeeping_of_a_checkpoint_is_measured_for_each_layer(monkeypatch):
+    """Without what is done again; a checkpoint that takes 20 ms longer says so."""
+
+    def slow(*args, **kwargs):
+        until = time.process_time() + 0.02
+        while time.process_time() < until:
+            pass
+        return checkpoint(*args, **kwargs)
+
+    def measured() -> float:
+        profile = quick(max_degree=2)
+        one, two = (profile.kinds[0].times[tensor].recompute_fixed for tensor in (1, 2))
+        assert one == two
+        return one / float(profile.made["stretch of CPU time"])
+
+    usual = measured()
+    monkeypatch.setattr(block, "checkpoint", slow)
+    assert usual < 10 and measured() - usual == pytest.approx(20, rel=0.1)
 
 
 def test_measuring_leaves_the_model_and_the_random_numbers_alone():

@@ -199,7 +199,7 @@ class CostModel:
             stretch * (fit.ms(region, squares) - outside * (region - between)) for fit, outside in pairs
         )
         if strategy.recompute == "full":
-            backward += forward - stretch * times.last_forward * region
+            backward += forward + stretch * (times.recompute_fixed - times.last_forward * region)
         return forward, backward
 
     def _regions(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:

@@ -27,7 +27,7 @@ SIZES = {
     "cpu": (4 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20),
     "cuda": (64 << 10, 512 << 10, 4 << 20, 16 << 20, 64 << 20, 256 << 20),
 }
-METHOD = "2"  # of measuring machines, models and whole steps: the next number makes all kept profiles stale
+METHOD = "3"  # of measuring machines, models and whole steps: the next number makes all kept profiles stale
 _WINDOW_MS = {"cpu": 60.0, "cuda": 10.0}
 _PERIODS, _FEWEST_PERIODS, _PERIODS_MS = 15, 2, 150.0  # of a quota: so many, within the time that there is
 _OVERLAP_MS = 50.0

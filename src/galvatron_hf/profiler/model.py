@@ -172,7 +172,7 @@ def _part_times(found: dict[Key, tuple[float, ...]], counted: CountedModel, time
     tokens = timer.points()[0][0]
     layers: list[dict[int, Times]] = [{} for _ in kinds]
     for kind in kinds:
-        outside = found["outside", kind]
+        outside, recompute_fixed = found["outside", kind], _recompute_fixed(found, kind, timer)
         for tensor in timer.degrees:
             last = found["layer", kind, tensor, *timer.points()[0]][2]
             points = {key[3:]: times for key, times in found.items() if key[:3] == ("layer", kind, tensor)}
@@ -183,6 +183,7 @@ def _part_times(found: dict[Key, tuple[float, ...]], counted: CountedModel, time
                 outside_forward=min(outside[0] / tokens, forward.per_token),
                 outside_backward=min(outside[1] / tokens, backward.per_token),
                 last_forward=min(last / tokens, forward.per_token),
+                recompute_fixed=recompute_fixed,
             )
     ends: dict[str, dict[int, Times]] = {"embedding": {}, "head": {}}
     for name, tensor in ((name, tensor) for name in ends for tensor in timer.end_degrees):
@@ -190,6 +191,14 @@ def _part_times(found: dict[Key, tuple[float, ...]], counted: CountedModel, time
         forward, backward = (_fit(list(points), [ms[way] for ms in points.values()]) for way in (0, 1))
         ends[name][tensor] = Times(forward=forward, backward=backward)
     return PartTimes(layers=layers, **ends)
+
+
+def _recompute_fixed(found: dict[Key, tuple[float, ...]], kind: int, timer: PartTimer) -> float:
+    """What a layer takes with recompute over what it takes without and the forward up to the last saved tensor."""
+    most, point = timer.points()[0], timer.recompute_point
+    forward, backward = found["layer", kind, 1, *point][:2]
+    last = found["layer", kind, 1, *most][2] * point[0] / most[0]
+    return max(0.0, sum(found["recompute", kind]) - (2 * forward + backward - last))
 
 
 def _fit(points: Sequence[tuple[int, int]], ms: Sequence[float]) -> TimeFit:

@@ -182,7 +182,7 @@ def _read_weight(where: str, given: Any) -> WeightShape:
 
 
 def _read_times(where: str, given: Any) -> dict[int, Times]:
-    shares = ("outside_forward", "outside_backward", "last_forward")
+    shares = ("outside_forward", "outside_backward", "last_forward", "recompute_fixed")
     found = {}
     for place, entry in _each(where, given, lambda place, entry: (place, entry)):
         check_fields(place, entry, ("tensor", "forward", "backward", *shares), ("tensor", "forward", "backward"))

@@ -52,6 +52,8 @@ class Times:
             residuals), and so is divided among tensor ranks under Megatron-SP.
         last_forward (`float`): of the forward's `per_token`, what comes behind the last tensor that is saved for the
             backward (of most layers, their last matrix product). Recomputing leaves it out.
+        recompute_fixed (`float`): ms of full recompute beside the forward that it repeats, whatever the number of
+            tokens: a checkpoint's bookkeeping.
     """
 
     forward: TimeFit
@@ -59,6 +61,7 @@ class Times:
     outside_forward: float = 0.0
     outside_backward: float = 0.0
     last_forward: float = 0.0
+    recompute_fixed: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

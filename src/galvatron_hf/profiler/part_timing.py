@@ -177,7 +177,7 @@ class PartTimer:
             for tokens, length in self.points():
                 jobs += self._layer_jobs(parts, tensor, tokens, length)
             if tensor == 1:
-                jobs += self._outside_jobs(parts)
+                jobs += [*self._outside_jobs(parts), *self._recompute_jobs()]
         for tensor in self.end_degrees:
             parts = self._parts(LayerStrategy(), tensor)
             for tokens in dict.fromkeys(tokens for tokens, _ in self.points()):
@@ -210,6 +210,19 @@ class PartTimer:
 
             jobs.append(_Job(key=job.key, run=run))
         return jobs
+
+    def _recompute_jobs(self) -> list[_Job]:
+        parts = self._parts(LayerStrategy(recompute="full"))
+        layers = parts.layers(parts.micro_batch(*self.recompute_point))
+        return [self._job(("recompute", kind), part, self.copies) for kind, part in enumerate(layers)]
+
+    @property
+    def recompute_point(self) -> tuple[int, int]:
+        """The micro-batch in which a checkpoint's bookkeeping is timed.
+
+        The smallest, of which it is most; on a GPU the largest, as it is done while kernels run.
+        """
+        return self.points()[0 if self.device.type == "cuda" else -1]
 
     def _end_jobs(self, parts: LoneParts, tensor: int, tokens: int) -> list[_Job]:
         packs = parts.rank.forward.packs
