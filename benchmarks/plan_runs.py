@@ -37,7 +37,7 @@ from galvatron_hf.trainer.calibration import calibrated
 # Of a turn: what stood still takes a sixth longer in its first step, and a thirtieth longer in its second.
 COLD_STEPS = 2
 MOST_ROUNDS = 3  # times as many as asked for, until half as many steps as asked for found quiet cores
-PROFILES, DISTURBED = 2, 1.05  # most that are made until one found cores that were slowed down less, in the mean
+PROFILES, DISTURBED = 2, 1.1  # most that are made until one found cores that were slowed down less, in the mean
 # Of a core, what ticks and the kernel's own work leave. Quotas of all of it cannot be had by all ranks at once: one
 # that computes while others wait would be a thirtieth faster than all of them together.
 LEFT = 0.96
