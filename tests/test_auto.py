@@ -218,6 +218,10 @@ def test_simple_plans_are_tried_three_times_and_one_of_them_at_least():
         assert (tried_at_once, measured_at_once) == (tried[:1], [10.0])
 
 
+def test_whole_steps_are_tried_with_the_layers_there_are_up_to_eight():
+    assert on_ranks(lambda: [layers_tried(count) for count in (3, 9)], 2)[0] == [{3}, {8}]
+
+
 def test_calibration_has_plans_with_many_exchanges_and_one_that_is_sharded_in_pairs(monkeypatch):
     """What two Ulysses ranks wait for, and what copies of shards cost, shows in no other plan."""
     small = FAMILIES["llama"].build()
@@ -230,6 +234,22 @@ def test_calibration_has_plans_with_many_exchanges_and_one_that_is_sharded_in_pa
         assert exchanging.micro_batches == most
         (paired,) = (plan for plan in plans if plan.layers[0].shard_degree not in (None, 4))
         assert (paired.layers[0].sharding, paired.layers[0].shard_degree) == ("zero3", 2)
+
+
+def layers_tried(count: int) -> set[int]:
+    """Layers of the models that calibration trains for a model that has so many."""
+    seen = set()
+
+    def steps_ms(model, *unused):
+        seen.add(model.config.num_hidden_layers)
+        return [10.0]
+
+    model, hardware = FAMILIES["llama"].build(num_hidden_layers=count), HardwareProfile.preset("cpu", 1, 2)
+    profile = ModelProfile.from_config(model.config, hardware, "fp32", length=32, max_degree=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "_steps_ms", steps_ms)
+        calibration.calibrated(profile, model, hardware, rows=4, length=32, device=torch.device("cpu"), seconds=0.0)
+    return seen
 
 
 def tried_plans(seconds: float) -> tuple[list[str], list[float]]:

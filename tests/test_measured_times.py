@@ -13,6 +13,7 @@ import torch.distributed as dist
 from galvatron_hf.profiler import compute, hardware, links, part_timing
 from galvatron_hf.profiler.hardware_profile import wire_share
 from galvatron_hf.profiler.links import measure_links
+from galvatron_hf.profiler.model import _recompute_fixed
 from galvatron_hf.profiler.parts import Part
 from ranks import run_ranks
 
@@ -170,6 +171,20 @@ def test_the_end_of_a_forward_is_timed_from_the_last_tensor_that_it_saves():
         part = Part(run=functools.partial(forward, saving), input=given, modules=())
         assert timer._job("layer", part, last=True).run() == (4.0, 0.0, behind)
         assert timer._job("layer", part, copies=2).run() == (2.0, 0.0)
+
+
+@pytest.mark.parametrize("device, point", [("cpu", (32, 8)), ("cuda", (512, 128))])
+def test_recompute_is_timed_where_its_bookkeeping_shows(device, point):
+    """Of layers that take 1 ms a token forward, a quarter of it behind what they save, 2 backward, and 0.7 beside."""
+    timer = object.__new__(part_timing.PartTimer)
+    timer.tokens, timer.length, timer.device = 512, 128, torch.device(device)
+    assert timer.recompute_point == point
+    found = {("layer", 0, 1, *key): (1.0 * key[0], 2.0 * key[0]) for key in timer.points()}
+    found["layer", 0, 1, 512, 128] += (0.25 * 512,)
+    found["recompute", 0] = (1.0 * point[0], (2.0 + 0.75) * point[0] + 0.7)
+    assert _recompute_fixed(found, 0, timer) == pytest.approx(0.7)
+    found["recompute", 0] = (1.0 * point[0], 2.0 * point[0])  # noise
+    assert _recompute_fixed(found, 0, timer) == 0.0
 
 
 def test_no_longer_message_takes_less():

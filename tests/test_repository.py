@@ -81,6 +81,7 @@ def test_ci_runs_the_fast_and_the_slow_tests_and_shows_skips():
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
     assert re.findall(r"^make (\S+)", script, re.M) == ["test", "quality", "test-slow"]
     assert script.count('PYTEST_ARGS="-rs') == 2
+    assert script.count('--minutes $((MINUTES - SECONDS / 60))"') == 1 and "MINUTES=80 " in script
 
 
 @pytest.mark.parametrize("minutes, outcome", [("0", "1 skipped"), ("5", "1 passed")])
