@@ -134,6 +134,7 @@ def test_arguments_that_measure_nothing_are_refused():
         ({"local_world_size": 0}, "local_world_size=0 does not divide 1 ranks"),
         ({"sizes": [4096]}, "two different numbers of bytes"),
         ({"sizes": [4096, 0]}, "two different numbers of bytes"),
+        ({"sizes": [4096, 1 << 60]}, "give messages that fit"),
         ({"repetitions": 0}, "repetitions=0 measures nothing"),
     ]:
         with pytest.raises(ValueError, match=words):

@@ -485,5 +485,5 @@ def test_limits_without_a_plan_are_told():
     hardware, model = random_hardware(0, world_size=4, memory_bytes=1 << 40), random_model(0, layers=4)
     with pytest.raises(ValueError, match="No plan for 4 devices and 8 rows is within the limits"):
         search_plan(hardware, model, workload(8), limits=Limits(sharding=(), pipeline=(1,)))
-    with pytest.raises(ValueError, match=r"pipeline=\(3,\): 4 devices and 4 layers .* use one of 1, 2, 4."):
+    with pytest.raises(ValueError, match=r"pipeline=\(3,\): 4 devices and 4 layers .* of 1, 2, 4 rank lists only"):
         search_plan(hardware, model, workload(8), limits=Limits(pipeline=(3,)))

@@ -297,16 +297,16 @@ def _pipelines(world: int, layers: int) -> list[int]:
 
 
 def _check_limits(limits: Limits, world: int, layers: int, rows: int) -> None:
-    """Raises ValueError where a single limit leaves no plan."""
+    """Raises ValueError for degrees and counts that no plan has: nobody shall believe that they were looked at."""
     degrees = _pipelines(world, layers)
-    if limits.pipeline is not None and not set(limits.pipeline) & set(degrees):
+    if limits.pipeline is not None and not (limits.pipeline and set(limits.pipeline) <= set(degrees)):
         raise ValueError(
-            f"pipeline={limits.pipeline}: {world} devices and {layers} layers make no pipeline of such a degree; use "
-            f"one of {', '.join(map(str, degrees))}."
+            f"pipeline={limits.pipeline}: {world} devices and {layers} layers make pipelines of "
+            f"{', '.join(map(str, degrees))} rank lists only; give some of these."
         )
-    if limits.micro_batches is not None and min(limits.micro_batches, default=rows + 1) > rows:
+    if limits.micro_batches is not None and max(limits.micro_batches, default=rows + 1) > rows:
         raise ValueError(
-            f"micro_batches={limits.micro_batches}: a step of {rows} rows has at most {rows}; use fewer of them."
+            f"micro_batches={limits.micro_batches}: a step of {rows} rows has 1 to {rows} of them; give some of these."
         )
 
 

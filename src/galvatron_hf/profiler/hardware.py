@@ -64,14 +64,16 @@ def profile_hardware(
         [`HardwareProfile`]: the same on every rank.
 
     Raises:
-        ValueError: for ranks that do not fill nodes, and for sizes or repetitions that measure nothing.
+        ValueError: for ranks that do not fill nodes, and for sizes or repetitions that measure nothing or do not
+            fit the memory.
     """
     begun = time.perf_counter()
     device = torch.device(device) if device is not None else default_device()
     if device.type == "cpu":
         keep_freed_memory()  # as training does: else long messages take what their new pages take
     nodes, devices_per_node = nodes_of(local_world_size)
-    sweep = _Sweep.of(device, sizes, repetitions, seconds)
+    memory_bytes = min(gather_objects(device_memory_bytes(device, devices_per_node)))
+    sweep = _Sweep.of(device, memory_bytes, sizes, repetitions, seconds)
     measured = _measured(device, sweep, nodes, devices_per_node, progress)
     slowdowns = measured.pop("slowdowns")
     made = machine(device) | _measurement(begun, str(sweep), slowdowns)
@@ -80,7 +82,7 @@ def profile_hardware(
         name=name or f"{nodes} x {devices_per_node} {made['devices']}",
         nodes=nodes,
         devices_per_node=devices_per_node,
-        memory_bytes=min(gather_objects(device_memory_bytes(device, devices_per_node))),
+        memory_bytes=memory_bytes,
         overlap_slowdown=max(slowdowns["computing"], slowdowns["communicating"]) if overlaps else None,
         exposed_sync=slowdowns.get("exposed", 1.0),
         made=made,
@@ -99,13 +101,20 @@ class _Sweep:
     seconds: float
 
     @classmethod
-    def of(cls, device: torch.device, sizes: Sequence[int] | None, repetitions: int | None, seconds: float) -> _Sweep:
+    def of(
+        cls,
+        device: torch.device,
+        memory_bytes: int,
+        sizes: Sequence[int] | None,
+        repetitions: int | None,
+        seconds: float,
+    ) -> _Sweep:
         """As asked for, or as it suits the device; collective."""
         sizes = tuple(sizes) if sizes is not None else SIZES[device.type]
         window_ms = _window_ms(device)
         if repetitions is None:
             repetitions = 5 if window_ms == _WINDOW_MS[device.type] else 3
-        _check_sweep(sizes, repetitions)
+        _check_sweep(sizes, repetitions, memory_bytes)
         return cls(sizes, repetitions, window_ms, seconds)
 
     def __str__(self) -> str:
@@ -183,9 +192,11 @@ def nodes_of(local_world_size: int | None) -> tuple[int, int]:
     return world_size // local_world_size, local_world_size
 
 
-def _check_sweep(sizes: Sequence[int], repetitions: int) -> None:
+def _check_sweep(sizes: Sequence[int], repetitions: int, memory_bytes: int) -> None:
     if not sizes or any(type(size) is not int or size < 1 for size in sizes) or len(set(sizes)) < 2:
         raise ValueError(f"sizes={list(sizes)}: a fit needs two different numbers of bytes or more; give them.")
+    if max(sizes) > memory_bytes:
+        raise ValueError(f"sizes={list(sizes)}: a device has {memory_bytes} bytes; give messages that fit.")
     if repetitions < 1:
         raise ValueError(f"repetitions={repetitions} measures nothing: give 1 or more.")
 
