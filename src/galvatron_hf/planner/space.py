@@ -143,9 +143,15 @@ def vocabulary_strategies(ranks: int, model: ModelProfile, limits: Limits) -> li
 def _shardings(
     ranks: int, limits: Limits, tensor: int, weights: Iterable[WeightShape]
 ) -> Iterator[tuple[str, int | None]]:
-    """Sharding and shard degree, None for all, of weights that `ranks` ranks hold the same `1 / tensor` of."""
+    """Sharding and shard degree, None for all, of weights that `ranks` ranks hold the same `1 / tensor` of.
+
+    A copy may be one piece under "zero3": it is cast for each use, and no cast copy stays. Under "zero2" one stays as
+    if replicated, and gradients are reduced beside it.
+    """
     if ranks == 1:
         yield "replicate", None
+        if "zero3" in limits.sharding:
+            yield "zero3", None
         return
     for sharding, degree in _all_shardings(ranks, limits):
         pieces = 1 if sharding == "replicate" else degree or ranks
@@ -160,5 +166,4 @@ def _all_shardings(ranks: int, limits: Limits) -> Iterator[tuple[str, int | None
             continue
         yield sharding, None
         if limits.hybrid_sharding:
-            for degree in divisors(ranks)[1:-1]:
-                yield sharding, degree
+            yield from ((sharding, degree) for degree in divisors(ranks)[:-1] if degree > 1 or sharding == "zero3")
