@@ -356,6 +356,59 @@ def test_the_sum_of_copies_of_shards_hides_behind_nothing_where_computing_hides_
     assert found == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("world, tied", [(1, False), (2, True), (4, False), (4, True)])
+def test_nothing_that_a_plan_may_say_is_faster_than_the_one_found(world, tied, seed):
+    """Plans whose strategies are all that their types allow, shards of one piece too, drawn where memory is scarce."""
+    model = random_model(seed, layers=3, tied=tied)
+    hardware = random_hardware(seed, world_size=world, memory_bytes=1 << 40)
+    draw, work = np.random.default_rng(seed), replace(workload(8), precision=Precision(compute="bf16"))
+    least = search_plan(hardware, model, work, memory_bytes=1).least_memory_bytes
+    most = search_plan(hardware, model, work).best.memory_bytes
+    best = {
+        budget: search_plan(hardware, model, work, memory_bytes=budget).best.step_ms
+        for budget in np.linspace(least, max(max(most), least), 4).astype(int).tolist()
+    }
+    priced = 0
+    for _ in range(400):
+        plan = _any_plan(draw, world)
+        try:
+            found = estimate_plan(hardware, model, work, plan)
+        except ValueError:  # this model's weights cannot be cut so
+            continue
+        priced += 1
+        assert max(found.memory_bytes) >= least, plan
+        for budget, step_ms in best.items():
+            assert max(found.memory_bytes) > budget or found.step_ms >= step_ms, plan
+    assert priced > 100
+
+
+def _any_plan(draw: np.random.Generator, world: int) -> ParallelPlan:
+    """For 3 layers and 8 rows."""
+    pipeline, count = (int(draw.choice(choices)) for choices in ([1, 1, min(2, world)], [1, 2, 4, 8]))
+    ranks, recompute = world // pipeline, str(draw.choice(["none", "full"]))
+
+    def strategy(kind: type, **fields) -> LayerStrategy | VocabularyStrategy:
+        tensor = int(draw.choice([1, min(2, ranks)]))
+        sharding, whole = str(draw.choice(["replicate", "zero2", "zero3"])), ranks // tensor
+        degrees = [None] if sharding == "replicate" else [None, *(each for each in (1, 2, 4) if whole % each == 0)]
+        return kind(tensor=tensor, sharding=sharding, shard_degree=degrees[draw.integers(len(degrees))], **fields)
+
+    kinds = [strategy(LayerStrategy, recompute=recompute) for _ in range(2)]
+    cut, turn = (int(draw.integers(1, 3)) for _ in range(2))
+    cuts = [0, 3] if pipeline == 1 else [0, cut, 3]
+    return replace(
+        ParallelPlan.uniform(world, 3, pipeline=pipeline, micro_batches=count, precision=Precision(compute="bf16")),
+        stages=tuple(
+            Stage(ranks=tuple(range(place * ranks, (place + 1) * ranks)), layers=(cuts[place], cuts[place + 1]))
+            for place in range(pipeline)
+        ),
+        layers=tuple(kinds[index >= turn] for index in range(3)),
+        embedding=strategy(VocabularyStrategy),
+        head=strategy(VocabularyStrategy),
+    )
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_shards_of_a_single_piece_are_priced_as_whole_weights(seed):
     """Nothing is cut then, and what is in no search may not be cheaper than what is."""
