@@ -325,7 +325,7 @@ def test_presets_say_where_each_figure_is_from(name):
     figures = {"memory_bytes", "flops_per_s", "links inside a node", "links between nodes", "overlap_slowdown"}
     assert set(profile.assumed) == figures
     assert all(len(source) > 10 for source in profile.assumed.values())
-    assert profile.made == {}
+    assert profile.made == {"cluster": name}
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from galvatron_hf.cli.main import main
 from galvatron_hf.plan import ParallelPlan, Precision
@@ -24,7 +25,8 @@ def test_search_and_estimate_print_the_same_of_a_plan(capsys, tmp_path):
     found = json.loads(capsys.readouterr().out)
     assert main(["estimate", *FLAGS, "--json", "--plan", str(path)]) == 0
     again = json.loads(capsys.readouterr().out)
-    for key in ("samples_per_second", "step_ms", "memory_bytes", "plan"):
+    assert "overlap_slowdown" in found["assumed"]
+    for key in ("samples_per_second", "step_ms", "memory_bytes", "plan", "assumed"):
         assert found[key] == again[key]
     assert found["search_seconds"] > 0 and found["memory_quantum_bytes"] == 1
     assert ParallelPlan.from_json(found["plan"]) == ParallelPlan.from_json(path)
@@ -151,9 +153,48 @@ def test_the_tables_name_what_was_assumed(capsys):
         ([*FLAGS, "--micro-batches", "99"], "micro_batches=(99,): a step of 64 rows has 1 to 64 of them"),
         ([*FLAGS, "--micro-batches", "8", "99"], "micro_batches=(8, 99): a step of 64 rows has 1 to 64 of them"),
         ([*FLAGS, "--micro-batches", "0"], "micro_batches is 0, which is outside"),
+        ([*FLAGS, "--dtype", "fp32"], "--dtype fp32, but the profile is of bf16: leave --dtype out"),
+        ([*FLAGS, "--memory-gib", "1e-12"], "--memory-gib 1e-12 is no memory of a device"),
         ([*FLAGS, "--global-batch", str(10**10)], "--global-batch 10000000000 is above"),
     ],
 )
 def test_flags_that_do_not_fit_are_told_in_a_sentence(capsys, flags, sentence):
     assert main(["search", *flags]) == 1
     assert sentence in capsys.readouterr().err
+
+
+@pytest.fixture
+def long_model(tmp_path):
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=16, vocab_size=64
+    )
+    config.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_a_model_profile_of_other_devices_than_the_cluster_is_refused(capsys, tmp_path, long_model):
+    counted, rows = str(tmp_path / "profile.json"), ["--global-batch", "8", "--seq-length", "64"]
+    assert main(["profile-model", "--model", long_model, "--cluster", "h100", "--output", counted]) == 0
+    case = ["search", "--model-profile", counted, "--devices-per-node", "2", *rows, "--json"]
+    assert main([*case, "--cluster", "h100"]) == 0
+    capsys.readouterr()
+    assert main([*case, "--cluster", "rtx4090"]) == 1
+    assert "The model profile is of h100, the hardware of rtx4090: profile both" in capsys.readouterr().err
+
+
+def test_sums_in_fewer_bits_than_layers_compute_in_are_refused(capsys, long_model):
+    case = ["--model", long_model, "--cluster", "h100", "--global-batch", "8", "--seq-length", "64"]
+    assert main(["search", *case, "--dtype", "fp32", "--reduce-dtype", "bf16"]) == 1
+    assert "--reduce-dtype bf16, but layers compute in fp32" in capsys.readouterr().err
+
+
+def test_all_devices_may_share_a_layer(capsys, tmp_path, long_model):
+    """As many as the heads allow, where one row is all there is."""
+    case = ["--model", long_model, "--cluster", "h100", "--nodes", "2", "--global-batch", "1", "--seq-length", "2048"]
+    for strategy in ({"ulysses": 16}, {"tensor": 16}):
+        path = tmp_path / "plan.json"
+        ParallelPlan.uniform(16, 2, **strategy).to_json(path)
+        assert main(["estimate", *case, "--plan", str(path), "--json"]) == 0
+        theirs = json.loads(capsys.readouterr().out)
+        assert main(["search", *case, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["step_ms"] <= theirs["step_ms"]

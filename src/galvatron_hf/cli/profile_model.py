@@ -41,9 +41,12 @@ def add_to(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--seq-length", type=int, metavar="N", help="of the longest document (default: as --tokens)")
     parser.add_argument("--rows", action="store_true", help="rows without padding instead of packed documents")
     parser.add_argument(
-        "--max-degree", type=int, metavar="N", help="most tensor and Ulysses ranks (default: the world)"
+        "--max-degree",
+        type=int,
+        metavar="N",
+        help="most tensor and Ulysses ranks (default: the world, or 64 with --cluster)",
     )
-    parser.add_argument("--seconds", type=float, metavar="S", default=30.0, help="to measure for (default: 30)")
+    parser.add_argument("--seconds", type=float, metavar="S", help="to measure for (default: 30)")
     parser.add_argument("--output", type=output_file, metavar="FILE", help="write the profile here, as JSON")
     parser.add_argument("--json", action="store_true", help="print the profile as JSON and not as tables")
     parser.set_defaults(run=run)
@@ -54,6 +57,9 @@ def run(given: argparse.Namespace) -> int:
     for name in ("tokens", "seq_length", "max_degree"):
         if getattr(given, name) is not None:
             check_int(f"--{name.replace('_', '-')}", getattr(given, name), high=sys.maxsize)
+    for name in ("device", "seconds") if given.cluster is not None else ():
+        if getattr(given, name) is not None:
+            raise ValueError(f"--{name} says how to measure, with --cluster nothing is measured: give one of them.")
     with launched_ranks(cpu=given.device == "cpu") as (rank, _):
         profile = _counted(given) if given.cluster is not None else _measured(given)
         if rank == 0:
@@ -78,7 +84,7 @@ def _counted(given: argparse.Namespace) -> ModelProfile:
             given.dtype,
             length=given.seq_length or given.tokens,
             packed=not given.rows,
-            max_degree=given.max_degree or 8,
+            max_degree=given.max_degree or 64,
         )
 
 
@@ -99,7 +105,7 @@ def _measured(given: argparse.Namespace) -> ModelProfile:
         length=given.seq_length,
         packed=not given.rows,
         max_degree=given.max_degree,
-        seconds=given.seconds,
+        seconds=30.0 if given.seconds is None else given.seconds,
         progress=True,
     )
 

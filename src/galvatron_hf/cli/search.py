@@ -133,6 +133,7 @@ def run_search(given: argparse.Namespace) -> int:
             "states": result.states,
             "runners_up": [priced(estimate) for estimate in result.runners_up],
             "alternatives": _priced_all(others),
+            "assumed": {**hardware.assumed, **model.assumed},
         }
         print(json.dumps(found, indent=2))
         return 0
@@ -150,7 +151,12 @@ def run_estimate(given: argparse.Namespace) -> int:
     _warn_of_precision(plan, workload)
     found = explain_plan(hardware, model, workload, plan)
     if given.json:
-        said = {"search_seconds": 0.0, "memory_budget_bytes": budget, "step_ms_by_kind": found.step_ms()}
+        said = {
+            "search_seconds": 0.0,
+            "memory_budget_bytes": budget,
+            "step_ms_by_kind": found.step_ms(),
+            "assumed": {**hardware.assumed, **model.assumed},
+        }
         print(json.dumps(priced(replace(found.estimate, plan=plan)) | said, indent=2))
         return 0
     Console().print(Report(explanation=found, others=[], budget=budget))
@@ -181,6 +187,7 @@ def run_explain(given: argparse.Namespace) -> int:
             "step_ms_by_kind": found.step_ms(),
             "stages": [asdict(stage) for stage in found.stages],
             "alternatives": _priced_all(others),
+            "assumed": {**hardware.assumed, **model.assumed},
         }
         print(json.dumps(priced(replace(found.estimate, plan=plan)) | said, indent=2))
         return 0
@@ -221,9 +228,11 @@ def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile,
         raise ValueError(f"--global-batch {given.global_batch} is above {_MOST_ROWS}: give the rows of one step.")
     if given.seq_length > _MOST_TOKENS:
         raise ValueError(f"--seq-length {given.seq_length} is above {_MOST_TOKENS}: give the tokens of one row.")
-    if given.memory_gib is not None and not 0 < given.memory_gib < 2**20:
+    if given.memory_gib is not None and not 1 / GIB <= given.memory_gib < 2**20:
         raise ValueError(f"--memory-gib {given.memory_gib} is no memory of a device: give GiB, such as 80.")
     hardware, model = _galvatron(given) if given.galvatron_profiles is not None else _profiles(given)
+    if given.reduce_dtype == "bf16" and model.dtype != "bf16":
+        raise ValueError(f"--reduce-dtype bf16, but layers compute in {model.dtype}: leave it out, or give bf16.")
     reduce_dtype = given.reduce_dtype or ("bf16" if given.galvatron_profiles is not None else "fp32")
     workload = Workload(
         rows=given.global_batch,
@@ -263,7 +272,9 @@ def _galvatron(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile
     links = os.path.join(folder, "hardware")
     where = links if os.path.isdir(links) else folder
     hardware = HardwareProfile.from_galvatron(where, *_cluster_of(given), int(given.memory_gib * GIB))
-    return hardware, ModelProfile.from_galvatron(folder, length=given.seq_length)
+    model = ModelProfile.from_galvatron(folder, length=given.seq_length)
+    _check_same(given, dtype=model.dtype)
+    return hardware, model
 
 
 def _profiles(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]:
@@ -283,8 +294,9 @@ def _profiles(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]
     if given.model_profile is not None:
         model = ModelProfile.from_json(given.model_profile)
         _check_same(given, dtype=model.dtype)
+        _check_same_devices(hardware, model)
         return hardware, model
-    degrees = dict(max_degree=min(hardware.world_size, 8 if hardware.world_size <= 64 else 16))
+    degrees = dict(max_degree=min(hardware.world_size, 64 if hardware.world_size <= 64 else 16))
     with at_work("tracing the model"):
         return hardware, ModelProfile.from_config(
             given.model, hardware, given.dtype or "bf16", length=given.seq_length, packed=False, **degrees
@@ -303,6 +315,19 @@ def _check_same(given: argparse.Namespace, **profiled: int | str) -> None:
         if asked not in (None, value):
             flag = f"--{name.replace('_', '-')}"
             raise ValueError(f"{flag} {asked}, but the profile is of {value}: leave {flag} out, or profile that.")
+
+
+def _check_same_devices(hardware: HardwareProfile, model: ModelProfile) -> None:
+    """Raises ValueError where layers were timed, or counted, for other devices than the links.
+
+    What was measured beside a data sheet tells nothing: they name devices in their own ways.
+    """
+    from galvatron_hf.profiler.hardware_profile import DEVICES
+
+    for key in DEVICES:
+        links, layers = hardware.made.get(key), model.made.get(key)
+        if None not in (links, layers) and links != layers:
+            raise ValueError(f"The model profile is of {layers}, the hardware of {links}: profile both of one.")
 
 
 def read_plan(path: str, world_size: int) -> ParallelPlan:

@@ -149,6 +149,7 @@ def preset(name: str, nodes: int, devices_per_node: int) -> HardwareProfile:
             "links between nodes": f"{device.across_bytes_per_s[1]}; {device.across_ms[1]}",
             "overlap_slowdown": device.overlap[1],
         },
+        made={"cluster": name},
     )
 
 

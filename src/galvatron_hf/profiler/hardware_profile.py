@@ -21,6 +21,7 @@ from galvatron_hf.plan_json import VERSION, check_version, read_object, write_fi
 
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+DEVICES = ("cluster", "devices")  # in `made`: of a data sheet, and of machines that were measured
 _MAX_BYTES = 1 << 60
 
 

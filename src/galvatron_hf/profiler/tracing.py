@@ -19,7 +19,7 @@ from galvatron_hf.parallel.sharding import DTYPES
 from galvatron_hf.parallel.vocabulary import CHUNK_TOKENS
 from galvatron_hf.plan import LayerStrategy
 from galvatron_hf.profiler.counting import Counts, Work, count
-from galvatron_hf.profiler.hardware_profile import HardwareProfile
+from galvatron_hf.profiler.hardware_profile import DEVICES, HardwareProfile
 from galvatron_hf.profiler.model_profile import EndProfile, LayerProfile, ModelProfile, TimeFit, Times
 from galvatron_hf.profiler.parts import LoneParts, empty_model, layer_kinds, one_of_each
 from galvatron_hf.profiler.real_shapes import model_shape
@@ -97,7 +97,8 @@ def profile_from_config(
     }
     try:
         with torch.random.fork_rng(devices=[]):
-            return _counted_profile(model, dtype, speed, length, packed, max_degree, assumed)
+            made = describe(length, packed) | {key: hardware.made[key] for key in DEVICES if key in hardware.made}
+            return _counted_profile(model, dtype, speed, length, packed, max_degree, assumed, made)
     except ValueError:
         raise
     except Exception as error:  # of sizes with which a family builds a model that cannot run
@@ -115,6 +116,7 @@ def _counted_profile(
     packed: bool,
     max_degree: int,
     assumed: dict[str, str],
+    made: dict[str, str],
 ) -> ModelProfile:
     counts = CountedModel(model, DTYPES[dtype], length, packed)
     times = counts.times(max_degree, speed)
@@ -127,7 +129,7 @@ def _counted_profile(
         optimizer_ms=(ADAM_BYTES / speed.bytes_per_ms, 0.0),
         adding_ms=ADDING_BYTES / speed.bytes_per_ms,
         assumed=assumed,
-        made=describe(length, packed),
+        made=made,
     )
 
 
