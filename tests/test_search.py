@@ -155,9 +155,12 @@ def test_fronts_are_those_of_pairwise_comparison():
         wanted = {tuple(row) for row in values[~less.any(axis=0)]}
         kept = values[nondominated(values)]
         assert {tuple(row) for row in kept} == wanted and len(kept) == len(wanted)
-        by = draw.integers(2, 6, (40, columns))
-        strictly = [any((one <= row).all() and (one < row).any() for one in by) for row in values]
-        assert dominated(values, by, strictly=True).tolist() == strictly
+        for count in (40, 300):
+            by = draw.integers(2, 6, (count, columns))
+            least = (by[:, None] <= values).all(axis=2)
+            assert dominated(values, by, strictly=False).tolist() == least.any(axis=0).tolist()
+            strictly = (least & (by[:, None] < values).any(axis=2)).any(axis=0)
+            assert dominated(values, by, strictly=True).tolist() == strictly.tolist()
 
 
 def test_micro_batches_are_all_sizes_and_all_numbers_of_each():

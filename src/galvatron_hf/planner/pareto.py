@@ -2,7 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rows of a table no other row beats in every column, smaller being better."""
 
+from bisect import bisect_right
+
 import numpy as np
+
+
+FEW = 48  # rows, of which comparing all pairs at once takes less than one after the other
 
 
 def nondominated(values: np.ndarray, block: int = 256) -> np.ndarray:
@@ -16,6 +21,9 @@ def nondominated(values: np.ndarray, block: int = 256) -> np.ndarray:
         lowest = np.minimum.accumulate(rows[:, 1])
         better = np.concatenate([[True], rows[1:, 1] < lowest[:-1]])
         return order[better]
+    if values.shape[1] == 3 and count > FEW:
+        front = Front()
+        return order[np.fromiter(map(front.add, *_columns(rows)), dtype=bool, count=count)]
     kept = np.zeros((0, values.shape[1]), dtype=values.dtype)
     indices = []
     for begin in range(0, count, block):
@@ -33,6 +41,16 @@ def nondominated(values: np.ndarray, block: int = 256) -> np.ndarray:
 def dominated(values: np.ndarray, by: np.ndarray, *, strictly: bool, block: int = 512) -> np.ndarray:
     """(N,) whether some row of `by` is at most equal in every column, and `strictly` less in one."""
     found = np.zeros(len(values), dtype=bool)
+    if values.shape[1] == 3 and min(len(values), len(by)) > FEW:
+        front, behind = Front(), zip(*_columns(by[np.lexsort(by.T[::-1])]))
+        row = next(behind, None)
+        order = np.argsort(values[:, 0], kind="stable")
+        for index, *value in zip(order.tolist(), *_columns(values[order])):
+            while row is not None and row[0] <= value[0]:
+                front.add(*row)
+                row = next(behind, None)
+            found[index] = front.dominates(*value, strictly)
+        return found
     for begin in range(0, len(by), block):
         rows = by[begin : begin + block]
         better = _at_most(rows, values)
@@ -40,6 +58,45 @@ def dominated(values: np.ndarray, by: np.ndarray, *, strictly: bool, block: int 
             better &= ~_at_most(values, rows).T
         found |= better.any(axis=0)
     return found
+
+
+def _columns(rows: np.ndarray) -> list[list[int]]:
+    return [column.tolist() for column in rows.T]
+
+
+class Front:
+    """Of rows of three columns that come in lexical order, those that count for what comes behind.
+
+    None of these has a larger first column than what comes, so that the other two tell. In rising order of the second
+    column the third falls: where a row stands, the one before it has the least third column of all that may dominate.
+    """
+
+    def __init__(self):
+        self._firsts: list[int] = []
+        self._seconds: list[int] = []
+        self._thirds: list[int] = []
+
+    def add(self, first: int, second: int, third: int) -> bool:
+        """Takes a row if none is at most equal to it in every column; whether it did."""
+        place = bisect_right(self._seconds, second)
+        if place and self._thirds[place - 1] <= third:
+            return False
+        begin = end = place - 1 if place and self._seconds[place - 1] == second else place
+        while end < len(self._thirds) and self._thirds[end] >= third:
+            end += 1
+        self._firsts[begin:end], self._seconds[begin:end], self._thirds[begin:end] = [first], [second], [third]
+        return True
+
+    def dominates(self, first: int, second: int, third: int, strictly: bool) -> bool:
+        """Whether one is at most equal in every column, and `strictly` less in one.
+
+        An equal one is in the front only if nothing else dominates it.
+        """
+        place = bisect_right(self._seconds, second) - 1
+        if place < 0 or self._thirds[place] > third:
+            return False
+        found = self._firsts[place], self._seconds[place], self._thirds[place]
+        return not strictly or found != (first, second, third)
 
 
 def _at_most(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
