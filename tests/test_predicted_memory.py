@@ -45,6 +45,8 @@ CASES = {
             "zero2 pipeline": dict(sharding="zero2", pipeline=2, micro_batches=4),
             "zero2 pipeline, all in flight": dict(sharding="zero2", pipeline=2, micro_batches=2),
             "zero3 pipeline": dict(sharding="zero3", pipeline=2, micro_batches=4),
+            "zero3 of copies": dict(sharding="zero3", shard_degree=1, micro_batches=2),
+            "zero3 of one piece": dict(sharding="zero3", tensor=4, micro_batches=2),
         },
     ),
     "fp32, large ends": (
@@ -65,6 +67,8 @@ CASES = {
             "replicated, twice": dict(sharding="replicate", micro_batches=2),
             "zero2": dict(sharding="zero2"),
             "zero3, twice": dict(sharding="zero3", micro_batches=2),
+            "zero3 of copies": dict(sharding="zero3", shard_degree=1, micro_batches=2),
+            "zero3 of one piece": dict(sharding="zero3", tensor=4, micro_batches=2),
             "interleaved": dict(sharding="replicate", pipeline=2, micro_batches=4, stages=INTERLEAVED),
         },
     ),

@@ -3,7 +3,6 @@
 """The plan that is found is the cheapest of all plans, costs what an estimate says of it, and beats Galvatron's."""
 
 import itertools
-import math
 import re
 import sys
 from dataclasses import replace
@@ -15,15 +14,13 @@ import pytest
 from branches import random_branch
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, SequenceGroups, Stage, VocabularyStrategy
 from galvatron_hf.planner.alternatives import alternatives
-from galvatron_hf.planner.cost import CostModel, Workload, largest_move
+from galvatron_hf.planner.cost import Workload, largest_move
 from galvatron_hf.planner.cut_bounds import least_memory
 from galvatron_hf.planner.exact import solve
 from galvatron_hf.planner.explain import explain_plan
 from galvatron_hf.planner.moves import Split, move
-from galvatron_hf.planner.pareto import dominated, nondominated
 from galvatron_hf.planner.search import estimate_plan, micro_batchings, search_plan
 from galvatron_hf.planner.space import Limits, layer_strategies
-from galvatron_hf.planner.step_shape import StepShape
 from galvatron_hf.profiler.hardware_profile import HardwareProfile, Link
 from galvatron_hf.profiler.model_profile import ModelProfile
 from planner_cases import every_plan, random_hardware, random_model, workload
@@ -147,22 +144,6 @@ def test_the_least_memory_is_that_of_the_first_budget_that_has_a_solution():
             assert solve(replace(branch, budget=int(least) - 1)).cost is None
 
 
-def test_fronts_are_those_of_pairwise_comparison():
-    draw = np.random.default_rng(0)
-    for columns in (2, 3, 4):
-        values = draw.integers(0, 6, (700, columns))
-        less = (values[:, None] <= values).all(axis=2) & (values[:, None] < values).any(axis=2)
-        wanted = {tuple(row) for row in values[~less.any(axis=0)]}
-        kept = values[nondominated(values)]
-        assert {tuple(row) for row in kept} == wanted and len(kept) == len(wanted)
-        for count in (40, 300):
-            by = draw.integers(2, 6, (count, columns))
-            least = (by[:, None] <= values).all(axis=2)
-            assert dominated(values, by, strictly=False).tolist() == least.any(axis=0).tolist()
-            strictly = (least & (by[:, None] < values).any(axis=2)).any(axis=0)
-            assert dominated(values, by, strictly=True).tolist() == strictly.tolist()
-
-
 def test_micro_batches_are_all_sizes_and_all_numbers_of_each():
     for rows in range(1, 40):
         found = {size: list(counts) for size, counts in micro_batchings(rows)}
@@ -265,100 +246,6 @@ def test_the_parts_of_a_price_add_up(pipeline, kinds, tied):
     assert pipeline == 1 or kinds > 1 or 2 in rounds
 
 
-def test_a_head_that_waits_keeps_its_input_and_computes_the_logits_again():
-    """A third of its forward, whose other two products are gradients; none of these is kept for another."""
-    hardware, model = random_hardware(0, world_size=4, memory_bytes=1 << 40), random_model(0, layers=4)
-    fixed = dict.fromkeys(model.head.saved_bytes, 5000.0)
-    whole = [VocabularyStrategy(sharding="replicate")]
-    light = CostModel(hardware, model, workload(8), 2, 4).end(model.head, whole, "head")
-    model = replace(model, head=replace(model.head, saved_fixed_bytes=fixed))
-    at_once, late = (
-        CostModel(hardware, model, workload(8), 2, 4, late_head=late).end(model.head, whole, "head")
-        for late in (False, True)
-    )
-    for each in (at_once, late):
-        assert each.activation_bytes == light.activation_bytes
-        for count in (1, 2):
-            needs = dict(alone=True, stages=1, micro_batches=count, one_layer=False)
-            assert each.working(**needs) == light.working(**needs) + 5000
-    assert late.forward_ms == pytest.approx(at_once.forward_ms / 3)
-    assert late.backward_ms == pytest.approx(at_once.backward_ms + at_once.forward_ms)
-    plan = ParallelPlan.uniform(4, 4, pipeline=2, micro_batches=4, precision=Precision())
-    one, all_at_once = (
-        explain_plan(hardware, model, workload(8), replace(plan, schedule=schedule)).stages[-1]
-        for schedule in ("1f1b", "gpipe")
-    )
-    assert all_at_once.activation_bytes == 4 * one.activation_bytes
-
-
-def test_messages_within_a_node_are_priced_as_such():
-    """Of four stages on two nodes, or eight that go around twice."""
-    hardware = HardwareProfile.preset("a100-80g", 2, 2)
-    costs = CostModel(hardware, random_model(0, layers=8), workload(8), 1, 4)
-    inside, between = (hardware.ms("send", 2, stride, costs.boundary_bytes) for stride in (1, 2))
-    assert inside < between
-    shape = StepShape(pipeline=4, micro_batches=4, schedule="1f1b", rows=4)
-    both = inside + between
-    assert costs.received_ms(shape.received()) == pytest.approx([inside, both, both, inside])
-    around = replace(shape, schedule="interleaved", rounds=2)
-    ends = 2 * inside + between
-    assert costs.received_ms(around.received()) == pytest.approx([ends, 2 * both, 2 * both, ends])
-    two = CostModel(hardware, random_model(0, layers=8), workload(8), 2, 4)
-    between = hardware.ms("send", 2, 2, two.boundary_bytes)
-    halves = replace(shape, pipeline=2)
-    assert two.received_ms(halves.received()) == pytest.approx([between, between])
-
-
-def test_ranks_wait_before_each_collective_of_activations_and_weights():
-    """Not before sums of copies, which are one message of many layers, nor where there is nobody to wait for."""
-    hardware, model = random_hardware(0, world_size=4, memory_bytes=1 << 40), random_model(0, layers=4)
-    patient = replace(model, waiting_ms=0.5)
-    strategies = [
-        LayerStrategy(sharding="replicate"),
-        LayerStrategy(sharding="zero3"),
-        LayerStrategy(sharding="replicate", ulysses=2),
-        LayerStrategy(sharding="replicate", ulysses=2, recompute="full"),
-    ]
-    at_once, late = (CostModel(hardware, one, workload(8), 4, 4).layer(0, strategies) for one in (model, patient))
-    more = late.forward_ms + late.backward_ms - at_once.forward_ms - at_once.backward_ms
-    # Gathered twice and reduced once; queries, keys, values and results, forward and backward, and forward again.
-    assert more == pytest.approx([0.0, 0.5 * 3, 0.5 * 8, 0.5 * 12])
-    assert late.sync_ms == pytest.approx(at_once.sync_ms)
-
-
-@pytest.mark.parametrize("sharding", ["zero2", "zero3"])
-def test_the_only_layer_of_a_stage_has_no_next_one_in_memory(sharding):
-    """Nor has the only micro-batch of a step gradients of layers that come later in its backward."""
-    hardware, model = random_hardware(0, world_size=4, memory_bytes=1 << 40), random_model(0, layers=4)
-    layer = CostModel(hardware, model, workload(8), 4, 4).layer(0, [LayerStrategy(sharding=sharding)])
-    weights = 4 * sum(math.prod(weight.shape) for weight in model.kinds[0].weights)
-    ahead = weights if sharding == "zero3" else 0
-
-    def working(**given) -> int:
-        return int(layer.working(alone=False, stages=1, **given)[0])
-
-    assert working(micro_batches=2, one_layer=False) - working(micro_batches=2, one_layer=True) == ahead
-    assert working(micro_batches=1, one_layer=False) - working(micro_batches=1, one_layer=True) <= ahead
-    assert working(micro_batches=1, one_layer=False) <= working(micro_batches=2, one_layer=False)
-
-
-@pytest.mark.parametrize("sharding", ["replicate", "zero2", "zero3"])
-def test_the_sum_of_copies_of_shards_hides_behind_nothing_where_computing_hides_nothing(sharding):
-    """It follows the reduction of each unit, of which the backward waits for the end; DDP's begins beside the rest."""
-    hardware = replace(random_hardware(0, world_size=4, memory_bytes=1 << 40), exposed_sync=0.25)
-    stretch = {"synchronization": 2.0, "weights": 3.0}
-    model = replace(random_model(0, layers=4), stretch=stretch)
-    shards = 1 if sharding == "replicate" else 2
-    strategy = LayerStrategy(sharding=sharding, shard_degree=None if sharding == "replicate" else shards)
-    sizes = [4 * math.prod(weight.shape) // shards for weight in model.kinds[0].weights]
-    reduced = hardware.ms("all_reduce", 4 // shards, shards, sum(sizes))
-    expected = 0.25 * 2.0 * reduced if sharding == "replicate" else 3.0 * reduced
-    if sharding == "zero2":
-        expected += 3.0 * hardware.ms("all_gather", shards, 1, sum(sizes))
-    (found,) = CostModel(hardware, model, workload(8), 4, 4).layer(0, [strategy]).sync_ms
-    assert found == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("world, tied", [(1, False), (2, True), (4, False), (4, True)])
 def test_nothing_that_a_plan_may_say_is_faster_than_the_one_found(world, tied, seed):
@@ -410,16 +297,6 @@ def _any_plan(draw: np.random.Generator, world: int) -> ParallelPlan:
         embedding=strategy(VocabularyStrategy),
         head=strategy(VocabularyStrategy),
     )
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_shards_of_a_single_piece_are_priced_as_whole_weights(seed):
-    """Nothing is cut then, and what is in no search may not be cheaper than what is."""
-    model, hardware = random_model(seed, layers=3), random_hardware(seed, world_size=4, memory_bytes=1 << 40)
-    whole = estimate_plan(hardware, model, workload(8), ParallelPlan.uniform(4, 3, sharding="replicate"))
-    for sharding in ("zero2", "zero3"):
-        cut = ParallelPlan.uniform(4, 3, sharding=sharding, shard_degree=1)
-        assert estimate_plan(hardware, model, workload(8), cut).step_ms == whole.step_ms
 
 
 @pytest.mark.parametrize("layers, ranks, rows", [(8, 6, 2), (8, 12, 5), (4, 9, 8), (7, 7, 3)])

@@ -3,6 +3,7 @@
 """`galvatron search`, `estimate` and `explain`: what they print, and the sentence in which they refuse."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import LlamaConfig
 from galvatron_hf.cli.main import main
 from galvatron_hf.plan import ParallelPlan, Precision
 from galvatron_hf.profiler.hardware_profile import HardwareProfile
+from galvatron_hf.profiler.model_profile import ModelProfile
 from planner_cases import random_model
 
 
@@ -123,6 +125,7 @@ def test_explain_holds_a_plan_against_the_fastest(capsys):
     assert main(["explain", *FLAGS, "--plan", str(plan), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["alternatives"]["the fastest"]["step_ms"] < found["step_ms"]
+    assert "overlap_slowdown" in found["assumed"]
     assert sum(found["step_ms_by_kind"].values()) == pytest.approx(found["step_ms"])
     held = ("state_bytes", "activation_bytes", "working_bytes", "boundary_bytes")
     assert [sum(stage[kind] for kind in held) for stage in found["stages"]] == found["memory_bytes"]
@@ -180,6 +183,16 @@ def test_a_model_profile_of_other_devices_than_the_cluster_is_refused(capsys, tm
     capsys.readouterr()
     assert main([*case, "--cluster", "rtx4090"]) == 1
     assert "The model profile is of h100, the hardware of rtx4090: profile both" in capsys.readouterr().err
+    measured = {name: str(tmp_path / f"{name}.json") for name in ("links", "layers")}
+    for name, profile in (
+        ("links", HardwareProfile.preset("h100", 1, 2)),
+        ("layers", ModelProfile.from_json(counted)),
+    ):
+        replace(profile, made={"devices": f"those of {name}"}).to_json(measured[name])
+    case = ["search", "--model-profile", measured["layers"], *rows]
+    assert main([*case, "--hardware-profile", measured["links"]]) == 1
+    assert "The model profile is of those of layers, the hardware of those of links" in capsys.readouterr().err
+    assert main([*case, "--cluster", "h100", "--devices-per-node", "2"]) == 0  # a data sheet has names of its own
 
 
 def test_sums_in_fewer_bits_than_layers_compute_in_are_refused(capsys, long_model):

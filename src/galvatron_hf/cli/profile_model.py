@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -84,7 +84,7 @@ def _counted(given: argparse.Namespace) -> ModelProfile:
             given.dtype,
             length=given.seq_length or given.tokens,
             packed=not given.rows,
-            max_degree=given.max_degree or 64,
+            **_given(given, "max_degree"),
         )
 
 
@@ -104,10 +104,14 @@ def _measured(given: argparse.Namespace) -> ModelProfile:
         tokens=given.tokens,
         length=given.seq_length,
         packed=not given.rows,
-        max_degree=given.max_degree,
-        seconds=30.0 if given.seconds is None else given.seconds,
         progress=True,
+        **_given(given, "max_degree", "seconds"),
     )
+
+
+def _given(given: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """What was said of these, so that a function's own defaults stand for the rest."""
+    return {name: getattr(given, name) for name in names if getattr(given, name) is not None}
 
 
 def show(profile: ModelProfile) -> None:

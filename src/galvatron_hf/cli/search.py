@@ -133,7 +133,7 @@ def run_search(given: argparse.Namespace) -> int:
             "states": result.states,
             "runners_up": [priced(estimate) for estimate in result.runners_up],
             "alternatives": _priced_all(others),
-            "assumed": {**hardware.assumed, **model.assumed},
+            "assumed": _assumed(hardware, model),
         }
         print(json.dumps(found, indent=2))
         return 0
@@ -155,7 +155,7 @@ def run_estimate(given: argparse.Namespace) -> int:
             "search_seconds": 0.0,
             "memory_budget_bytes": budget,
             "step_ms_by_kind": found.step_ms(),
-            "assumed": {**hardware.assumed, **model.assumed},
+            "assumed": _assumed(hardware, model),
         }
         print(json.dumps(priced(replace(found.estimate, plan=plan)) | said, indent=2))
         return 0
@@ -187,7 +187,7 @@ def run_explain(given: argparse.Namespace) -> int:
             "step_ms_by_kind": found.step_ms(),
             "stages": [asdict(stage) for stage in found.stages],
             "alternatives": _priced_all(others),
-            "assumed": {**hardware.assumed, **model.assumed},
+            "assumed": _assumed(hardware, model),
         }
         print(json.dumps(priced(replace(found.estimate, plan=plan)) | said, indent=2))
         return 0
@@ -200,6 +200,11 @@ def _priced_all(others: list[Alternative]) -> dict[str, Any]:
         other.name: priced(other.best) if other.best else {"least_memory_bytes": other.least_memory_bytes}
         for other in others
     }
+
+
+def _assumed(hardware: HardwareProfile, model: ModelProfile) -> dict[str, str]:
+    """What of a prediction was not measured, and where it is from."""
+    return {**hardware.assumed, **model.assumed}
 
 
 def priced(estimate: Estimate) -> dict[str, Any]:

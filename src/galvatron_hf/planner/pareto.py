@@ -7,9 +7,6 @@ from bisect import bisect_right
 import numpy as np
 
 
-FEW = 48  # rows, of which comparing all pairs at once takes less than one after the other
-
-
 def nondominated(values: np.ndarray, block: int = 256) -> np.ndarray:
     """Indices of the rows that no other row is at most equal to in every column; of equal rows the first."""
     count = len(values)
@@ -21,7 +18,7 @@ def nondominated(values: np.ndarray, block: int = 256) -> np.ndarray:
         lowest = np.minimum.accumulate(rows[:, 1])
         better = np.concatenate([[True], rows[1:, 1] < lowest[:-1]])
         return order[better]
-    if values.shape[1] == 3 and count > FEW:
+    if values.shape[1] == 3:
         front = Front()
         return order[np.fromiter(map(front.add, *_columns(rows)), dtype=bool, count=count)]
     kept = np.zeros((0, values.shape[1]), dtype=values.dtype)
@@ -41,7 +38,7 @@ def nondominated(values: np.ndarray, block: int = 256) -> np.ndarray:
 def dominated(values: np.ndarray, by: np.ndarray, *, strictly: bool, block: int = 512) -> np.ndarray:
     """(N,) whether some row of `by` is at most equal in every column, and `strictly` less in one."""
     found = np.zeros(len(values), dtype=bool)
-    if values.shape[1] == 3 and min(len(values), len(by)) > FEW:
+    if values.shape[1] == 3:
         front, behind = Front(), zip(*_columns(by[np.lexsort(by.T[::-1])]))
         row = next(behind, None)
         order = np.argsort(values[:, 0], kind="stable")
