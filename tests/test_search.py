@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import LlamaConfig
 
 from branches import random_branch
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, SequenceGroups, Stage, VocabularyStrategy
@@ -271,6 +272,23 @@ def test_nothing_that_a_plan_may_say_is_faster_than_the_one_found(world, tied, s
         for budget, step_ms in best.items():
             assert max(found.memory_bytes) > budget or found.step_ms >= step_ms, plan
     assert priced > 100
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_whole_copies_that_keep_no_cast_copy_are_found_where_others_do_not_fit(world):
+    """As fast as replicated weights, in memory that has no room for these: zero3 of one piece."""
+    hardware, work = HardwareProfile.preset("h100", 1, world), workload(world, 64)
+    work = replace(work, precision=Precision(compute="bf16"))
+    sizes = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=6, num_attention_heads=8, vocab_size=512)
+    model = ModelProfile.from_config(LlamaConfig(**sizes), hardware, length=work.length, packed=False, max_degree=2)
+    whole, bare = (
+        estimate_plan(hardware, model, work, ParallelPlan.uniform(world, 6, recompute="full", **sharding))
+        for sharding in (dict(sharding="replicate"), dict(sharding="zero3", shard_degree=1))
+    )
+    assert bare.step_ms == whole.step_ms and max(bare.memory_bytes) < max(whole.memory_bytes)
+    limits = Limits(tensor=1, sequence=(), pipeline=(1,), micro_batches=(1,))
+    best = search_plan(hardware, model, work, memory_bytes=max(bare.memory_bytes), limits=limits).best
+    assert best.step_ms <= bare.step_ms
 
 
 def _any_plan(draw: np.random.Generator, world: int) -> ParallelPlan:
