@@ -57,6 +57,8 @@ CASES = {
             "zero2": dict(sharding="zero2"),
             "zero2, recompute": dict(sharding="zero2", recompute="full"),
             "zero3": dict(sharding="zero3"),
+            "zero3 of one piece": dict(sharding="zero3", tensor=4),
+            "zero3 pipeline of one rank each": dict(sharding="zero3", pipeline=4, micro_batches=4),
             "tensor": dict(sharding="replicate", tensor=2),
         },
     ),

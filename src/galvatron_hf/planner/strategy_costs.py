@@ -44,6 +44,7 @@ class Costs:
         reduction_bytes: of gradients as they are sent to be reduced.
         reduced_bytes: of a layer's gradients at rest, where they are what the reduction leaves.
         reducing_bytes: needed beside the state while they are, with the next layer's weights.
+        message_bytes: of the message that gathers its weights.
         kept_bytes: of the message of the reduction before it, which stays until this one.
         first_kept_bytes: the same in a step's first backward.
         head_kept_bytes: the same behind the head, for the last layer.
@@ -71,6 +72,7 @@ class Costs:
     reduction_bytes: np.ndarray
     reduced_bytes: np.ndarray
     reducing_bytes: np.ndarray
+    message_bytes: np.ndarray
     kept_bytes: np.ndarray
     first_kept_bytes: np.ndarray
     head_kept_bytes: np.ndarray
@@ -102,6 +104,10 @@ class Costs:
         kept = self.kept_bytes if micro_batches > 1 else self.first_kept_bytes
         if alone:
             kept = np.maximum(kept, self.head_kept_bytes)
+        elif self.part == "head":
+            # FSDP2's root has no weights on such a stage and lets go of the message; among several ranks gloo's
+            # reduce-scatter copies what it is given instead.
+            kept = np.where(self.message_bytes > 0, kept, 0)
         if micro_batches == 1:
             gone = self._gathered_shards
             at_rest = np.where(self.reduction_bytes > 0, 0, self.gradient_bytes - self.shared_bytes(1))

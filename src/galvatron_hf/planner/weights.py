@@ -29,6 +29,7 @@ class WeightCosts:
             [`~planner.strategy_costs.Costs`].
         joined_bytes (`int`): of gradients of copies, as they are joined to be summed at once.
         passing_bytes (`int`): of the unit's weights where they are gathered for each use.
+        message_bytes (`int`): of the message that gathers sharded weights; one rank copies its own without any.
         largest_bytes (`int`): of its largest weight.
     """
 
@@ -46,6 +47,7 @@ class WeightCosts:
     made_gradient_bytes: int
     joined_bytes: int
     passing_bytes: int
+    message_bytes: int
     largest_bytes: int
 
 
@@ -92,5 +94,6 @@ def weight_costs(
         made_gradient_bytes=largest * (element + (reduced if replicated and casts else 0)),
         joined_bytes=whole * reduced if shards == 1 < copies and len(weights) > 1 else 0,
         passing_bytes=whole * element if strategy.sharding == "zero3" else 0,
+        message_bytes=0 if replicated or shards == 1 else whole * element,
         largest_bytes=largest * element,
     )
