@@ -62,6 +62,14 @@ CASES = {
             "tensor": dict(sharding="replicate", tensor=2),
         },
     ),
+    "fp32, huge ends": (
+        (32000, False, 64),
+        {
+            "zero3": dict(sharding="zero3"),
+            "zero3 of two pieces": dict(sharding="zero3", shard_degree=2),
+            "zero3 of one piece": dict(sharding="zero3", tensor=4),
+        },
+    ),
     "bf16": (
         (4000, True, 1024),  # the head's working memory is counted for 1,024 tokens of a rank
         {
@@ -116,7 +124,7 @@ def train(plans: list[ParallelPlan], model: tuple[int, bool, int], folder: Path)
     return outcomes
 
 
-@pytest.mark.parametrize("case", ["fp32", "fp32, large ends", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["fp32", "fp32, large ends", "fp32, huge ends", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_ranks_allocate_what_is_predicted(case, tmp_path):
     """On every stage: within a tenth; on seven of eight within a twentieth; in the median within a fiftieth."""
     given, options = CASES[case]

@@ -42,9 +42,9 @@ class Costs:
             gradient that its backward scales.
         joined_bytes: of all gradients of copies, which are joined to be summed when the last has come.
         reduction_bytes: of gradients as they are sent to be reduced.
-        reduced_bytes: of a layer's gradients at rest, where they are what the reduction leaves.
+        reduced_bytes: of a layer's or the head's gradients at rest, where they are what the reduction leaves.
         reducing_bytes: needed beside the state while they are, with the next layer's weights.
-        message_bytes: of the message that gathers its weights.
+        message_bytes: of the message that gathers its weights, which one rank does without.
         kept_bytes: of the message of the reduction before it, which stays until this one.
         first_kept_bytes: the same in a step's first backward.
         head_kept_bytes: the same behind the head, for the last layer.
