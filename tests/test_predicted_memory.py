@@ -124,7 +124,10 @@ def train(plans: list[ParallelPlan], model: tuple[int, bool, int], folder: Path)
     return outcomes
 
 
-@pytest.mark.parametrize("case", ["fp32", "fp32, large ends", "fp32, huge ends", pytest.param("bf16", marks=pytest.mark.slow)])
+FAST = ("fp32", "fp32, large ends", "fp32, huge ends")
+
+
+@pytest.mark.parametrize("case", [*FAST, pytest.param("bf16", marks=pytest.mark.slow)])
 def test_ranks_allocate_what_is_predicted(case, tmp_path):
     """On every stage: within a tenth; on seven of eight within a twentieth; in the median within a fiftieth."""
     given, options = CASES[case]
