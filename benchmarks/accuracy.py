@@ -6,7 +6,7 @@
     ... --shapes 384x6x6x2x1024x3000x192x8 --share 0.4 --plans 30 --seed 7
     ... --hosts 2 --mbit 400
 
-Four ranks have a share of a core each (see cpu_quota.py), in turns of a millisecond (see short_ticks.py), and a
+Four ranks have a share of a core each (see cpu_quota.py), in turns of a millisecond (see sched_tick.py), and a
 network namespace (see hosts.py), all of which this script gives and takes away; with `--hosts 2` they sit two by two
 in namespaces with a slow link between them. It profiles the machine and the model there, as training with
 `parallel_plan="auto"` does, draws different plans from the search's space (pipelines are half of them), writes what it
@@ -17,10 +17,10 @@ of any figure (A/A). Memory is the peak of the allocator on the rank of a rank l
 first.
 
 A virtual machine's cores are slower whenever its host has others work beside it, by up to two and a half times for
-seconds where this was written. So each core is watched (see core_watch.py): a turn waits for quiet cores, steps during
-which one was slower than usual do not count, and turns go on, up to three times as many, until half as many steps as
-asked for did. How much slower than usual the cores were in the steps that count, over that in the profile, is printed
-as the machine's drift, and the errors once more with the predictions stretched by it.
+seconds where this was written. So each core is watched (see cpu_interference.py): a turn waits for quiet cores, steps
+during which one was slower than usual do not count, and turns go on, up to three times as many, until half as many
+steps as asked for did. How much slower than usual the cores were in the steps that count, over that in the profile,
+is printed as the machine's drift, and the errors once more with the predictions stretched by it.
 
 A shape is HIDDENxLAYERSxHEADSxKV_HEADSxINTERMEDIATExVOCABULARYxLENGTHxROWS; rows are those of a step.
 
@@ -36,12 +36,12 @@ import sys
 from dataclasses import dataclass
 
 import torch
-from core_watch import CoreWatch, core_watch
+from cpu_interference import CoreWatch, cpu_interference
 from cpu_quota import QuotaError
-from drawn_plans import Shape, brief, draw_plans
 from hosts import HostError, one_host, two_hosts
+from interleaved_worlds import Seat
 from plan_runs import devices, measure, parser_of_runs, profiled
-from turns import Seat
+from random_plans import Shape, brief, draw_plans
 
 from galvatron_hf import ParallelPlan
 from galvatron_hf.planner.search import estimate_plan
@@ -148,7 +148,7 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         shares = stack.enter_context(devices("galvatron-accuracy", options))
         hosts = one_host(shares) if options.hosts == 1 else two_hosts(shares, options.mbit)
-        seats, watch = stack.enter_context(hosts), stack.enter_context(core_watch())
+        seats, watch = stack.enter_context(hosts), stack.enter_context(cpu_interference())
         for shape in options.shapes:
             found = compare(shape, seats, options, watch)
             print(summary(found))

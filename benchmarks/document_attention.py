@@ -28,7 +28,7 @@ from transformers import LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask
 
-from galvatron_hf.parallel.document_attention import attention_by_document
+from galvatron_hf.parallel.layers.varlen_attention import attention_by_document
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

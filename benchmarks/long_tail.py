@@ -42,9 +42,9 @@ import time
 import datasets
 import torch.fx.experimental.symbolic_shapes  # noqa: F401  the first backward imports it: once here, not in each rank
 from cpu_quota import CpuQuota, QuotaError, cpu_quotas
+from interleaved_worlds import Ending, Turn, World
 from long_tail_modes import MODES, VOCABULARY, Corpus, Setting, build, load_corpora, make_trainer
 from step_profile import StepProfile
-from turns import Ending, Turn, World
 
 
 STEPS = {2048: 3, 4096: 2}  # of a padded turn; longer caps take one

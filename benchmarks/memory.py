@@ -21,16 +21,16 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from drawn_plans import Shape, brief, draw_plans
+from interleaved_worlds import on_ranks
 from plan_runs import make_trainer
-from turns import on_ranks
+from random_plans import Shape, brief, draw_plans
 
 from galvatron_hf import ParallelPlan
 from galvatron_hf.plan import Precision
 from galvatron_hf.planner.search import estimate_plan
-from galvatron_hf.profiler.hardware_profile import HardwareProfile
-from galvatron_hf.profiler.model_profile import ModelProfile
-from galvatron_hf.trainer.meter import Outcome
+from galvatron_hf.profiler.profiles.hardware import HardwareProfile
+from galvatron_hf.profiler.profiles.model import ModelProfile
+from galvatron_hf.trainer.planning.step_meter import Outcome
 
 
 RANKS, STEPS = 4, 3

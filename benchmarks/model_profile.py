@@ -19,7 +19,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from galvatron_hf import ModelProfile, ParallelPlan, parallelize, profile_model
-from galvatron_hf.parallel.documents import Documents
+from galvatron_hf.parallel.activation.documents import Documents
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.plan import Precision
 

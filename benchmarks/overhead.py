@@ -27,8 +27,8 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from galvatron_hf import GalvatronTrainer, GalvatronTrainingArguments, ParallelPlan
-from galvatron_hf.model_shape import ModelShape
-from galvatron_hf.planner.traffic import step_traffic
+from galvatron_hf.models.shape import ModelShape
+from galvatron_hf.planner.cost.traffic import step_traffic
 
 
 class RandomTokens(Dataset):

@@ -39,9 +39,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from galvatron_hf import ParallelPlan, parallelize
 from galvatron_hf.parallel.model import ParallelModel
-from galvatron_hf.parallel.timeline import Span
+from galvatron_hf.parallel.pipeline.trace import Span
 from galvatron_hf.plan import LayerStrategy, Stage, VocabularyStrategy
-from galvatron_hf.schedule import Work
+from galvatron_hf.plan.schedule import Work
 
 
 WIDTH = 100  # of a picture

@@ -16,22 +16,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # noqa: F401  the first backward imports it: once here, not in each rank
-from core_watch import QUIET, CoreWatch
+from cpu_interference import QUIET, CoreWatch
 from cpu_quota import CpuQuota, cpu_quotas
-from drawn_plans import Shape
-from free_pages import pages_kept
-from short_ticks import short_ticks
+from interleaved_worlds import Ending, Seat, Turn, World, on_ranks
+from page_reporting import pages_kept
+from random_plans import Shape
+from sched_tick import sched_tick
 from torch.utils.data import Dataset
 from transformers import PrinterCallback
-from turns import Ending, Seat, Turn, World, on_ranks
 
 from galvatron_hf import GalvatronTrainer, GalvatronTrainingArguments, ParallelPlan
-from galvatron_hf.profiler.hardware import profile_hardware
-from galvatron_hf.profiler.hardware_profile import HardwareProfile
-from galvatron_hf.profiler.model import profile_model
-from galvatron_hf.profiler.model_profile import ModelProfile
-from galvatron_hf.trainer.auto import CALIBRATION_SECONDS
-from galvatron_hf.trainer.calibration import calibrated
+from galvatron_hf.profiler.measure.hardware import profile_hardware
+from galvatron_hf.profiler.measure.model import profile_model
+from galvatron_hf.profiler.profiles.hardware import HardwareProfile
+from galvatron_hf.profiler.profiles.model import ModelProfile
+from galvatron_hf.trainer.planning.auto import CALIBRATION_SECONDS
+from galvatron_hf.trainer.planning.calibration import calibrated
 
 
 # Of a turn: what stood still takes a sixth longer in its first step, and a thirtieth longer in its second.
@@ -53,7 +53,7 @@ def devices(name: str, options: argparse.Namespace) -> Iterator[list[CpuQuota]]:
     """
     share = LEFT * options.share
     period_ms = options.period_ms or max(PERIOD_MS, LEAST_QUOTA_MS / share)
-    with pages_kept(), short_ticks() as ticking, cpu_quotas(name, options.ranks, share, period_ms) as quotas:
+    with pages_kept(), sched_tick() as ticking, cpu_quotas(name, options.ranks, share, period_ms) as quotas:
         if not ticking:
             print("The kernel looks at quotas at its own ticks only, because this user may not have processes that")
             print("come before all others (CAP_SYS_NICE): exchanges wait longer than they would on devices.")

@@ -25,15 +25,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from core_watch import CoreWatch, core_watch
+from cpu_interference import CoreWatch, cpu_interference
 from cpu_quota import QuotaError
-from drawn_plans import Shape, brief, draw_plans
 from hosts import HostError, one_host, two_hosts
+from interleaved_worlds import Seat
 from plan_runs import devices, measure, parser_of_runs, profiled
-from turns import Seat
+from random_plans import Shape, brief, draw_plans
 
 from galvatron_hf import ParallelPlan
-from galvatron_hf.planner.alternatives import alternatives
+from galvatron_hf.planner.report.alternatives import alternatives
 from galvatron_hf.planner.search import estimate_plan, search_plan
 
 
@@ -130,7 +130,7 @@ def main() -> None:
             with contextlib.ExitStack() as stack:
                 shares = stack.enter_context(devices("galvatron-regret", options))
                 hosts = one_host(shares) if place == "local" else two_hosts(shares, options.mbit)
-                seats, watch = stack.enter_context(hosts), stack.enter_context(core_watch())
+                seats, watch = stack.enter_context(hosts), stack.enter_context(cpu_interference())
                 picked[place], ratios[place, str(shape)] = compare(place, shape, seats, options, watch)
                 for other, one in picked.items():
                     if other != place and replace(one.plan, meta={}) != replace(picked[place].plan, meta={}):

@@ -23,11 +23,11 @@ from galvatron_profiles import GalvatronProfiles
 from transformers import LlamaConfig
 
 from galvatron_hf.plan import ParallelPlan, Precision
-from galvatron_hf.planner.cost import Workload
+from galvatron_hf.planner.cost.cost_model import Workload
 from galvatron_hf.planner.search import SearchResult, estimate_plan, search_plan
 from galvatron_hf.planner.space import Limits
-from galvatron_hf.profiler.hardware_profile import HardwareProfile
-from galvatron_hf.profiler.model_profile import ModelProfile
+from galvatron_hf.profiler.profiles.hardware import HardwareProfile
+from galvatron_hf.profiler.profiles.model import ModelProfile
 
 
 DATA = Path(__file__).parent.parent / "tests" / "data"
@@ -96,8 +96,8 @@ def described(name: str, results: list[SearchResult]) -> dict[str, Any]:
         "states": first.states,
         "memory_quantum_bytes": 1,
         "samples_per_second": first.best.samples_per_second,
-        "pipeline": len(first.best.plan.rank_lists),
-        "rounds": len(first.best.plan.stages) // len(first.best.plan.rank_lists),
+        "pipeline": len(first.best.plan.rank_groups),
+        "rounds": len(first.best.plan.stages) // len(first.best.plan.rank_groups),
         "micro_batches": first.best.plan.micro_batches,
     }
 

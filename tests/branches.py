@@ -11,12 +11,12 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from galvatron_hf.planner.branch import Branch, Choice, Options, score
+from galvatron_hf.planner.solver.problem import Choice, Options, SearchProblem, score
 
 
 def random_branch(
     seed: int, *, layers: int, stages: int, options: int, layouts: int = 2, kinds: int = 1, tightness: float = 0.5
-) -> Branch:
+) -> SearchProblem:
     """Faster options need more memory, as a rule; `tightness` 0 asks for the least memory, 1 for the most.
 
     Of every choice B is at least as many times A as micro-batches go ahead of a first gradient.
@@ -35,7 +35,7 @@ def random_branch(
     most_ahead = int(ahead.max())
     least = (state + in_flight[:, None, None] * activation).min() * layers / stages
     most = (state + in_flight[:, None, None] * activation).max() * layers / stages
-    return Branch(
+    return SearchProblem(
         kinds=order,
         a=a,
         b=most_ahead * a + speed * draw.integers(0, 5),
@@ -73,7 +73,7 @@ def _ends(draw: np.random.Generator, count: int, layouts: int, most_ahead: int) 
     )
 
 
-def brute_force(branch: Branch) -> int | None:
+def brute_force(branch: SearchProblem) -> int | None:
     """The least cost of all solutions that fit; None if none does."""
     best = None
     cuts = itertools.combinations(range(1, branch.layers), branch.stages - 1)
@@ -138,7 +138,7 @@ class _Arc:
 _SOURCE, _SINK = ("source",), ("sink",)
 
 
-def _arcs(branch: Branch) -> Iterator[_Arc]:
+def _arcs(branch: SearchProblem) -> Iterator[_Arc]:
     """Those of the ways from source to sink through ("in" or "out", stage, layers so far, layout), one a solution."""
     starts, finishes, last = branch.starts, branch.finishes, branch.stages - 1
     layouts = range(branch.move_a.shape[0])
@@ -157,7 +157,7 @@ def _arcs(branch: Branch) -> Iterator[_Arc]:
         yield _Arc(end, _SINK, last, a, b, finishes.memory[index], finishes.working[index])
 
 
-def _arcs_of_a_layer(branch: Branch, stage: int, layer: int) -> Iterator[_Arc]:
+def _arcs_of_a_layer(branch: SearchProblem, stage: int, layer: int) -> Iterator[_Arc]:
     """From every layout in which it can be entered, as a stage's first layer or behind another, by every option."""
     kind, opened = branch.kinds[layer], branch.starts.layout.tolist() if stage == 0 else [branch.boundary]
     entered = opened if (layer == 0) == (stage == 0) else []
@@ -177,7 +177,7 @@ def _arcs_of_a_layer(branch: Branch, stage: int, layer: int) -> Iterator[_Arc]:
         )
 
 
-def mixed_integer(branch: Branch) -> int | None:
+def mixed_integer(branch: SearchProblem) -> int | None:
     """The least cost, by HiGHS: a way through (stage, layer, option) as a flow, the rest as rows."""
     program = _Program()
     arcs = {program.variable(): arc for arc in _arcs(branch)}
@@ -199,7 +199,7 @@ def _add_flow(program: _Program, arcs: dict[int, _Arc]) -> None:
         program.constrain(flow, wanted, wanted)
 
 
-def _add_memory(program: _Program, arcs: dict[int, _Arc], branch: Branch) -> None:
+def _add_memory(program: _Program, arcs: dict[int, _Arc], branch: SearchProblem) -> None:
     """A stage's sum and its largest working memory fit."""
     peaks = [program.variable(integral=False) for _ in range(branch.stages)]
     for variable, arc in arcs.items():
@@ -209,7 +209,7 @@ def _add_memory(program: _Program, arcs: dict[int, _Arc], branch: Branch) -> Non
         program.constrain({**held, peak: 1.0}, -np.inf, branch.budget - branch.stage_memory[stage])
 
 
-def _add_paths(program: _Program, arcs: dict[int, _Arc], branch: Branch) -> None:
+def _add_paths(program: _Program, arcs: dict[int, _Arc], branch: SearchProblem) -> None:
     """The cost is at least that of the three paths through every stage."""
     longest = program.variable(1.0, integral=False)
     for stage, ahead in enumerate(branch.ahead.tolist()):

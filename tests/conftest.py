@@ -29,7 +29,7 @@ def pytest_runtest_setup(item):
 @pytest.fixture(autouse=True, scope="session")
 def quick_profiles(tmp_path_factory):
     """`parallel_plan="auto"` measures for less than a second, and keeps nothing in the user's cache."""
-    from galvatron_hf.trainer import auto
+    from galvatron_hf.trainer.planning import auto
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GALVATRON_CACHE", str(tmp_path_factory.mktemp("profiles")))

@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from galvatron_hf.data.loader import fill_rows
-from galvatron_hf.parallel.apply import parallelize
-from galvatron_hf.parallel.mesh import WorldMesh
+from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.model import ParallelModel
+from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Stage, VocabularyStrategy
 
 
@@ -143,7 +143,7 @@ def observe(parallel: ParallelModel, oracle: Reference) -> Observed:
         with torch.no_grad():
             output = model(**oracle.batch, num_items_in_batch=oracle.num_items)
             logits = model(**unlabelled).logits
-        rows = parallel.forward.own_rows(len(oracle.logits))
+        rows = parallel.forward.local_rows(len(oracle.logits))
     else:
         output = parallel.evaluate(oracle.batch, num_items_in_batch=oracle.num_items)
         share = -(-len(oracle.logits) // parallel.plan.world_size)

@@ -7,12 +7,19 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from galvatron_hf.model_shape import WeightShape
+from galvatron_hf.models.shape import WeightShape
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy
-from galvatron_hf.planner.cost import Workload
+from galvatron_hf.planner.cost.cost_model import Workload
 from galvatron_hf.planner.space import Limits, layer_strategies, vocabulary_strategies
-from galvatron_hf.profiler.hardware_profile import KINDS, HardwareProfile, Link
-from galvatron_hf.profiler.model_profile import STRETCHES, EndProfile, LayerProfile, ModelProfile, TimeFit, Times
+from galvatron_hf.profiler.profiles.hardware import KINDS, HardwareProfile, Link
+from galvatron_hf.profiler.profiles.model import (
+    CALIBRATION_FACTORS,
+    EndProfile,
+    LayerProfile,
+    ModelProfile,
+    TimeFit,
+    Times,
+)
 
 
 def powers(most: int) -> list[int]:
@@ -63,7 +70,11 @@ def random_times(draw: np.random.Generator, degrees: Sequence[int], scale: float
         )
         outside, last = (float(draw.uniform(0.0, 0.2)) * scale / tensor for _ in range(2))
         found[tensor] = Times(
-            forward=forward, backward=backward, outside_forward=outside, last_forward=last, recompute_fixed=0.25
+            forward=forward,
+            backward=backward,
+            forward_outside_tp=outside,
+            forward_after_last_saved=last,
+            recompute_fixed=0.25,
         )
     return found
 
@@ -112,8 +123,12 @@ def random_model(seed: int, *, layers: int, kinds: int = 1, tied: bool = False, 
         optimizer_ms_per_element=float(draw.uniform(0, 0.01)),
         optimizer_ms_per_weight=float(draw.uniform(0, 0.1)),
         adding_ms_per_element=float(draw.uniform(0, 0.01)),
-        stretch=dict(zip(STRETCHES, draw.uniform(0.5, 2, len(STRETCHES)).tolist(), strict=True)) if seed % 2 else {},
-        waiting_ms=float(draw.uniform(0, 0.1)) if seed % 2 else 0.0,
+        calibration_factors=dict(
+            zip(CALIBRATION_FACTORS, draw.uniform(0.5, 2, len(CALIBRATION_FACTORS)).tolist(), strict=True)
+        )
+        if seed % 2
+        else {},
+        collective_launch_ms=float(draw.uniform(0, 0.1)) if seed % 2 else 0.0,
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from galvatron_hf.parallel.attention_spy import attention_obstacle
+from galvatron_hf.parallel.layers.attention_probe import attention_obstacle
 from tiny_models import FAMILIES
 
 

@@ -18,18 +18,18 @@ from torch.utils.data import IterableDataset as TorchIterableDataset
 from transformers import Trainer, TrainerCallback
 
 from galvatron_hf import GalvatronTrainer, ParallelPlan
-from galvatron_hf.parallel.checks import check_model
-from galvatron_hf.parallel.models import adapter_for
+from galvatron_hf.models.families import adapter_for
+from galvatron_hf.parallel.validate import check_model
 from galvatron_hf.plan import Precision
-from galvatron_hf.planner.cost import Workload
+from galvatron_hf.planner.cost.cost_model import Workload
 from galvatron_hf.planner.search import estimate_plan, search_plan
 from galvatron_hf.planner.space import Limits, layer_strategies, vocabulary_strategies
-from galvatron_hf.profiler.hardware_profile import HardwareProfile
-from galvatron_hf.profiler.model_profile import STRETCHES, ModelProfile
-from galvatron_hf.trainer import calibration
-from galvatron_hf.trainer.auto import profile_folder
-from galvatron_hf.trainer.calibration import LEAST, MOST, NOISE, SPREAD, fitted_factors
-from galvatron_hf.trainer.meter import prediction
+from galvatron_hf.profiler.profiles.hardware import HardwareProfile
+from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
+from galvatron_hf.trainer.planning import calibration
+from galvatron_hf.trainer.planning.auto import profile_folder
+from galvatron_hf.trainer.planning.calibration import LEAST, MOST, NOISE, SPREAD, fitted_factors
+from galvatron_hf.trainer.planning.step_meter import prediction
 from tiny_models import FAMILIES
 from trainer_runs import Rows, arguments, on_ranks, run, trainer
 
@@ -61,15 +61,15 @@ def auto_run(folder: Path) -> dict:
         printed=printed.getvalue(),
         again=again.result,
         written=ParallelPlan.from_json(folder / "first" / "parallel_plan.json"),
-        stretch=stretch_of(profile_folder(made.args)),
+        calibration_factors=factors_of(profile_folder(made.args)),
         best=None if made.search_result is None else made.search_result.best.plan,
     )
 
 
-def stretch_of(folder: Path) -> dict[str, float]:
+def factors_of(folder: Path) -> dict[str, float]:
     """Of the one model that was profiled into a folder."""
     [path] = folder.glob("model-*.json")
-    return dict(ModelProfile.from_json(path).stretch)
+    return dict(ModelProfile.from_json(path).calibration_factors)
 
 
 def constrained(folder: Path) -> dict:
@@ -178,8 +178,8 @@ def test_one_process_without_a_plan_is_plain_trainer(tmp_path):
 
 
 def test_whole_steps_have_stretched_the_profile(ranks, tmp_path):
-    for one in (factors for found, _, _ in ranks[1] for factors in [found["stretch"]]):
-        assert set(one) == set(STRETCHES)
+    for one in (factors for found, _, _ in ranks[1] for factors in [found["calibration_factors"]]):
+        assert set(one) == set(CALIBRATION_FACTORS)
         assert all(LEAST <= factor <= MOST for factor in one.values())
 
 
@@ -189,15 +189,17 @@ def test_factors_bring_the_parts_to_what_was_measured():
     Times that are sums of parts have their factors in closed form: a ridge regression toward 1, of the wait toward 0.
     """
     draw = np.random.default_rng(0)
-    parts, counts = draw.uniform(0, 10, (12, len(STRETCHES))), draw.integers(0, 8, 12)
+    parts, counts = draw.uniform(0, 10, (12, len(CALIBRATION_FACTORS))), draw.integers(0, 8, 12)
     parts[:, 3], parts[:, 4] = 0.0, 1e-3
     truth, wait = np.array([1.1, 2.0, 3.0, 2.0, 4.0]), 0.75
     measured = 5 + parts @ truth + counts * wait
     found, waiting, off = fitted_factors(lambda factors, wait: 5 + parts @ factors + counts * wait, measured)
     columns = np.column_stack([parts, counts]) / measured[:, None] / NOISE
     wanted = (measured - 5 - parts.sum(axis=1)) / measured / NOISE
-    prior = np.eye(len(STRETCHES) + 1) / SPREAD**2
-    closed = np.append(np.ones(len(STRETCHES)), 0.0) + np.linalg.solve(columns.T @ columns + prior, columns.T @ wanted)
+    prior = np.eye(len(CALIBRATION_FACTORS) + 1) / SPREAD**2
+    closed = np.append(np.ones(len(CALIBRATION_FACTORS)), 0.0) + np.linalg.solve(
+        columns.T @ columns + prior, columns.T @ wanted
+    )
     assert np.allclose([*found, waiting], closed, rtol=2e-3)
     assert np.allclose(closed[:3], truth[:3], rtol=0.05) and closed[-1] == pytest.approx(wait, rel=0.05)
     assert np.allclose(found[3:], 1.0, atol=0.01)
@@ -262,7 +264,7 @@ def tried_plans(seconds: float) -> tuple[list[str], list[float]]:
 
     def fitted(predicted, measured):
         seen.extend(measured.tolist())
-        return (1.0,) * len(STRETCHES), 0.0, 0.0
+        return (1.0,) * len(CALIBRATION_FACTORS), 0.0, 0.0
 
     model, hardware = FAMILIES["llama"].build(), HardwareProfile.preset("cpu", 1, 2)
     profile = ModelProfile.from_config(model.config, hardware, "fp32", length=32, max_degree=2)
@@ -337,7 +339,7 @@ def test_profiles_have_a_place(tmp_path, monkeypatch):
         trainer(tmp_path, ParallelPlan.uniform(1, 4), options=dict(memory_gib=-1))
 
 
-# ---- Prices of rows of different lengths ----
+# ---- OptionCosts of rows of different lengths ----
 
 
 def test_shorter_rows_take_less_time_and_the_longest_their_memory():

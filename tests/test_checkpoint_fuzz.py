@@ -17,11 +17,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from galvatron_hf.parallel.apply import parallelize
-from galvatron_hf.parallel.checkpoint import load_plain_state, save_state
+from galvatron_hf.parallel.parallelize import parallelize
+from galvatron_hf.parallel.weights.distributed_state import load_plain_state, save_state
 from galvatron_hf.plan import ParallelPlan
-from galvatron_hf.trainer.random_state import random_state, restore_random_state
-from galvatron_hf.trainer.scheduler_state import SchedulerState
+from galvatron_hf.trainer.checkpoint.random_state import random_state, restore_random_state
+from galvatron_hf.trainer.checkpoint.scheduler_state import SchedulerState
 from plan_inputs import JSON_VALUES, QUICK
 from ranks import run_ranks
 from tiny_models import BATCHES, FAMILIES

@@ -9,12 +9,12 @@ import pytest
 
 from galvatron_hf import ParallelPlan
 from galvatron_hf.plan import LayerStrategy, Precision, VocabularyStrategy
-from galvatron_hf.planner.cost import CostModel
-from galvatron_hf.planner.explain import explain_plan
+from galvatron_hf.planner.cost.cost_model import CostModel
+from galvatron_hf.planner.cost.step_shape import StepShape
+from galvatron_hf.planner.report.explain import explain_plan
 from galvatron_hf.planner.search import Estimate, estimate_plan
-from galvatron_hf.planner.step_shape import StepShape
-from galvatron_hf.profiler.hardware_profile import HardwareProfile
-from galvatron_hf.profiler.model_profile import EndProfile, LayerProfile, ModelProfile, WeightShape
+from galvatron_hf.profiler.profiles.hardware import HardwareProfile
+from galvatron_hf.profiler.profiles.model import EndProfile, LayerProfile, ModelProfile, WeightShape
 from planner_cases import random_hardware, random_model, workload
 
 
@@ -36,9 +36,9 @@ def test_recomputing_does_the_forward_up_to_the_last_saved_tensor(micro_batches)
     model = random_model(0, layers=LAYERS)
     times, length = model.kinds[0].times[1], workload(ROWS).length
     rows = ROWS // micro_batches
-    again = times.forward.ms(rows * length, rows * length**2) - times.last_forward * rows * length
+    again = times.forward.ms(rows * length, rows * length**2) - times.forward_after_last_saved * rows * length
     again += times.recompute_fixed
-    assert times.last_forward > 0 < times.recompute_fixed
+    assert times.forward_after_last_saved > 0 < times.recompute_fixed
     more = [estimate(model, micro_batches=micro_batches, recompute=one).step_ms for one in ("none", "full")]
     assert more[1] - more[0] == pytest.approx(LAYERS * micro_batches * again, rel=1e-6)
 
@@ -123,7 +123,7 @@ def test_messages_within_a_node_are_priced_as_such():
 def test_ranks_wait_before_each_collective_of_activations_and_weights():
     """Not before sums of copies, which are one message of many layers, nor where there is nobody to wait for."""
     hardware, model = random_hardware(0, world_size=4, memory_bytes=1 << 40), random_model(0, layers=4)
-    patient = replace(model, waiting_ms=0.5)
+    patient = replace(model, collective_launch_ms=0.5)
     strategies = [
         LayerStrategy(sharding="replicate"),
         LayerStrategy(sharding="zero3"),
@@ -158,7 +158,7 @@ def test_the_sum_of_copies_of_shards_hides_behind_nothing_where_computing_hides_
     """It follows the reduction of each unit, of which the backward waits for the end; DDP's begins beside the rest."""
     hardware = replace(random_hardware(0, world_size=4, memory_bytes=1 << 40), exposed_sync=0.25)
     stretch = {"synchronization": 2.0, "weights": 3.0}
-    model = replace(random_model(0, layers=4), stretch=stretch)
+    model = replace(random_model(0, layers=4), calibration_factors=stretch)
     shards = 1 if sharding == "replicate" else 2
     strategy = LayerStrategy(sharding=sharding, shard_degree=None if sharding == "replicate" else shards)
     sizes = [4 * math.prod(weight.shape) // shards for weight in model.kinds[0].weights]

@@ -6,7 +6,7 @@ import pytest
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
-from galvatron_hf.trainer.dataset_rows import DatasetRows
+from galvatron_hf.trainer.data.dataset_rows import DatasetRows
 
 
 def loader_of(sampler=None, drop_last: bool = False, shuffle: bool = False) -> DataLoader:

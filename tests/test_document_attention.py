@@ -17,8 +17,8 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from galvatron_hf.parallel import document_attention
-from galvatron_hf.parallel.document_attention import attention_by_document
+from galvatron_hf.parallel.layers import varlen_attention as document_attention
+from galvatron_hf.parallel.layers.varlen_attention import attention_by_document
 
 
 MIXED = [5, 1, 1, 17, 3, 3, 3, 30, 1]

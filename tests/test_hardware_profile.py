@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from galvatron_hf.profiler.hardware_presets import PRESETS
-from galvatron_hf.profiler.hardware_profile import KINDS, HardwareProfile, Link, arrangements, wire_share
+from galvatron_hf.profiler.profiles.hardware import KINDS, HardwareProfile, Link, arrangements, wire_share
+from galvatron_hf.profiler.profiles.presets import PRESETS
 
 
 GALVATRON = Path(__file__).parent / "data" / "galvatron_profiles" / "hardware"

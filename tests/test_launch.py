@@ -72,7 +72,7 @@ def test_threads_of_gloo_that_free_tensors_late_do_not_abort_a_process_that_ends
         "atexit.register(sum, range(20_000_000))\n"
         "import torch\n"
         "import torch.distributed as dist\n"
-        "from galvatron_hf.parallel.mesh import WorldMesh\n"
+        "from galvatron_hf.parallel.comm.mesh import WorldMesh\n"
         "child = os.fork()\n"
         "rank = int(child != 0)\n"
         f"dist.init_process_group('gloo', init_method='file://{tmp_path / 'store'}', rank=rank, world_size=2)\n"
@@ -117,7 +117,7 @@ def test_a_rank_that_dies_in_a_step_ends_the_job_and_leaves_no_process(tmp_path,
     script.write_text(
         "import os, signal, sys, time\n"
         f"sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
-        "from galvatron_hf.parallel.pipeline import Pipeline\n"
+        "from galvatron_hf.parallel.pipeline.runtime import Pipeline\n"
         "from trainer_runs import run\n"
         "def die(*unused):\n"
         f"    with open({str(died)!r}, 'w') as file:\n"

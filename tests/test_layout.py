@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from galvatron_hf.parallel.collective_log import count_collectives
-from galvatron_hf.parallel.layout import Grid, Layout, PackedRow, Rectangle
-from galvatron_hf.parallel.redistribute import GroupCache, block_size, block_sizes, redistribute
+from galvatron_hf.parallel.activation.layout import Grid, Layout, PackedRow, Rectangle
+from galvatron_hf.parallel.activation.redistribute import GroupCache, block_size, block_sizes, redistribute
+from galvatron_hf.parallel.comm.collective_log import count_collectives
 from galvatron_hf.plan import LayerStrategy
 from ranks import run_ranks
 

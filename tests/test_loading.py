@@ -21,12 +21,12 @@ from transformers.core_model_loading import Chunk, WeightConverter
 
 from equivalence import compare, observe, reference, single_stage, whole_weights
 from galvatron_hf import LayerStrategy, parallelize
-from galvatron_hf.parallel import weight_files
-from galvatron_hf.parallel.dtensor import local_tensor
-from galvatron_hf.parallel.mesh import WorldMesh
-from galvatron_hf.parallel.pretrained import pretrained_on_meta
-from galvatron_hf.parallel.rank_objects import on_every_rank
-from galvatron_hf.parallel.weight_files import WeightFiles
+from galvatron_hf.parallel.comm.dtensor import local_tensor
+from galvatron_hf.parallel.comm.mesh import WorldMesh
+from galvatron_hf.parallel.comm.objects import on_every_rank
+from galvatron_hf.parallel.weights import safetensors as weight_files
+from galvatron_hf.parallel.weights.pretrained import pretrained_on_meta
+from galvatron_hf.parallel.weights.safetensors import WeightFiles
 from plans import mixed_plans, pipeline_plans, uniform_plans, untied_plans
 from ranks import run_ranks
 from tiny_models import BATCHES, FAMILIES

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from equivalence import single_stage
 from galvatron_hf import ParallelPlan, parallelize
-from galvatron_hf.parallel.dtensor import local_tensor
-from galvatron_hf.parallel.mesh import WorldMesh
+from galvatron_hf.parallel.comm.dtensor import local_tensor
+from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
 from plans import pipelined
 from ranks import run_ranks

@@ -14,14 +14,14 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.trainer_pt_utils import LabelSmoother
 
-from galvatron_hf.parallel.collective_log import count_collectives
-from galvatron_hf.parallel.loss import (
-    gather_own_logits,
+from galvatron_hf.parallel.comm.collective_log import count_collectives
+from galvatron_hf.parallel.layers.vocab_parallel_loss import (
+    gather_local_logits,
     linear_cross_entropy,
     vocabulary_parallel_embedding,
     vocabulary_range,
 )
-from galvatron_hf.trainer.allocations import allocation_peak, allocations_profiler
+from galvatron_hf.trainer.planning.cpu_peak_memory import allocation_peak, allocations_profiler
 from ranks import run_ranks
 
 
@@ -91,7 +91,7 @@ def parallel(case, group, dtype=torch.float64, scale=1.0, softcap=None, smoothin
         logit_scale=scale,
         softcap=softcap,
         label_smoothing=smoothing,
-        late_gradients=late,
+        recompute_logits_in_backward=late,
     )
     (loss / 7).backward()
     return [loss.detach(), hidden.grad, embedding.grad, weight.grad, None if bias is None else bias.grad]
@@ -403,11 +403,11 @@ def test_own_logits_are_the_full_rows_and_the_way_back_is_exact():
             start, stop = vocabulary_range(vocab_size, 4, rank)
             own = slice(rank * rows // 4, (rank + 1) * rows // 4)
             local = full[..., start:stop].clone().requires_grad_()
-            logits = gather_own_logits(local, dist.group.WORLD, vocab_size=vocab_size)
+            logits = gather_local_logits(local, dist.group.WORLD, vocab_size=vocab_size)
             assert torch.equal(logits, full[own])
             logits.backward(2 * full[own])
             assert torch.equal(local.grad, 2 * full[..., start:stop])
         with pytest.raises(ValueError, match="last dimension should be 3"):
-            gather_own_logits(torch.zeros(1, 1, 4), dist.group.WORLD, vocab_size=12)
+            gather_local_logits(torch.zeros(1, 1, 4), dist.group.WORLD, vocab_size=12)
 
     run_ranks(work, 4)

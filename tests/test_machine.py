@@ -7,7 +7,7 @@ import json
 import torch
 
 from galvatron_hf.cli.main import main
-from galvatron_hf.profiler import machine
+from galvatron_hf.utils import machine
 
 
 CPU = torch.device("cpu")

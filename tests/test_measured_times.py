@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from galvatron_hf.profiler import compute, hardware, links, part_timing
-from galvatron_hf.profiler.hardware_profile import wire_share
-from galvatron_hf.profiler.links import measure_links
-from galvatron_hf.profiler.model import _recompute_fixed
-from galvatron_hf.profiler.parts import Part
+from galvatron_hf.profiler.measure import compute, hardware, links
+from galvatron_hf.profiler.measure import layer_timing as part_timing
+from galvatron_hf.profiler.measure.links import measure_links
+from galvatron_hf.profiler.measure.model import _recompute_fixed
+from galvatron_hf.profiler.profiles.hardware import wire_share
+from galvatron_hf.profiler.trace.isolated_layers import Part
 from ranks import run_ranks
 
 
@@ -101,7 +102,7 @@ def test_a_cpu_that_became_slower_does_not_make_messages_longer(monkeypatch):
     monkeypatch.setattr(links.torch, "mm", multiply)
     monkeypatch.setattr(links, "synchronize", lambda device: None)
     monkeypatch.setattr(links, "slowest", lambda values, device: values)
-    between = links.Between(CPU)
+    between = links.ComputeFiller(CPU)
     between.products = 1
     between.measure(100.0)
     assert between.ms == pytest.approx(2.0)
@@ -148,7 +149,7 @@ def test_a_measurement_knows_how_much_memory_was_new_on_any_rank(monkeypatch):
         monkeypatch.setattr(links, "_new_pages", lambda: pages[0])
         # 12 trials for each of 3 rounds of warming up, and 5 measurements: new ones are the same trials' each time
         # unless their number is odd, so that one call more is made between any two rounds.
-        monkeypatch.setattr(links.Between, "measure", lambda self, ms: done.__setitem__(0, done[0] + 1))
+        monkeypatch.setattr(links.ComputeFiller, "measure", lambda self, ms: done.__setitem__(0, done[0] + 1))
         found = measure_links(CPU, 3, (4096, 1 << 20), 5, 10.0, 1e6, lambda what: None)
         return [ms for link in found for size, ms in link.points if size == 1 << 20]
 

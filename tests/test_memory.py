@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from equivalence import single_stage
-from galvatron_hf.parallel.apply import parallelize
-from galvatron_hf.parallel.dtensor import local_tensor
+from galvatron_hf.parallel.comm.dtensor import local_tensor
 from galvatron_hf.parallel.memory import LayerShape, adam_bytes, piece, saved_activation_bytes, shard_elements
+from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan
 from plans import mixed_plans, uniform_plans
 from ranks import run_ranks
@@ -169,7 +169,7 @@ def test_saved_activations():
 
 FAULTS = """
 import resource, torch
-from galvatron_hf.parallel.allocator import keep_freed_memory
+from galvatron_hf.utils.allocator import keep_freed_memory
 def faults():
     for count in range(14):
         torch.ones(1 << 24)

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from galvatron_hf import ParallelPlan
 from galvatron_hf.plan import Precision, Stage
-from galvatron_hf.planner.cost import Workload
+from galvatron_hf.planner.cost.cost_model import Workload
 from galvatron_hf.planner.search import Estimate
-from galvatron_hf.trainer.allocations import _peak, allocation_peak, allocations_profiler
-from galvatron_hf.trainer.meter import Outcome, StepMeter, held_bytes, outcome, prediction
+from galvatron_hf.trainer.planning.cpu_peak_memory import _peak, allocation_peak, allocations_profiler
+from galvatron_hf.trainer.planning.step_meter import Outcome, StepMeter, held_bytes, outcome, prediction
 from trainer_runs import on_ranks
 
 

@@ -12,15 +12,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, PreTrainedModel
 
 from equivalence import single_stage
-from galvatron_hf.model_shape import ModelShape
-from galvatron_hf.parallel.apply import parallelize
-from galvatron_hf.parallel.documents import Documents
+from galvatron_hf.models.shape import ModelShape
+from galvatron_hf.parallel.activation.documents import Documents
 from galvatron_hf.parallel.memory import LayerShape, saved_activation_bytes
+from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy
-from galvatron_hf.profiler.counting import count
-from galvatron_hf.profiler.parts import Part, empty_model, layer_kinds
-from galvatron_hf.profiler.real_shapes import model_shape
-from galvatron_hf.profiler.tracing import CountedModel
+from galvatron_hf.profiler.trace.counting import count
+from galvatron_hf.profiler.trace.isolated_layers import Part, empty_model, layer_kinds
+from galvatron_hf.profiler.trace.shapes import model_shape
+from galvatron_hf.profiler.trace.tracing import CountedModel
 from ranks import run_ranks
 from test_memory import measure_saved
 from tiny_models import FAMILIES, LAYERS, VOCABULARY
@@ -140,7 +140,9 @@ def test_flops_are_the_closed_form_of_llama(tensor):
     [layer] = counts.layers(LayerStrategy(tensor=tensor), TOKENS, TOKENS)
     assert layer.forward.flops == products + 2 * scores
     assert layer.backward.flops == 2 * products + 5 * scores  # the kernel makes the scores once more
-    assert layer.last_forward.flops == 2 * TOKENS * hidden * intermediate // tensor  # saves nothing behind its input
+    assert (
+        layer.forward_after_last_saved.flops == 2 * TOKENS * hidden * intermediate // tensor
+    )  # saves nothing behind its input
     head = counts.ends(tensor, 1024)["head"]
     # The gradients are made on the way forward, so that its logits need not be kept.
     assert (head.forward.flops, head.backward.flops) == (3 * 2 * 1024 * hidden * 256 // tensor, 0)
@@ -170,7 +172,7 @@ def test_recomputing_leaves_out_what_comes_behind_the_last_saved_tensor(family):
     layer = sum(weight.numel() for name, weight in model.named_parameters() if ".0." in name and weight.ndim == 2)
     assert recomputed - without == 2 * TOKENS * LAYERS * (layer - left_out)
     counts = CountedModel(model, torch.float32, TOKENS, packed=False).layers(LayerStrategy(), TOKENS, TOKENS)
-    assert {layer.last_forward.flops for layer in counts} == {2 * TOKENS * left_out}
+    assert {layer.forward_after_last_saved.flops for layer in counts} == {2 * TOKENS * left_out}
 
 
 def test_most_bytes_alive_are_counted_step_by_step():

@@ -20,13 +20,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, LlamaConfig
 
 from galvatron_hf.cli.main import main
-from galvatron_hf.model_shape import ModelShape
-from galvatron_hf.parallel import block
+from galvatron_hf.models.shape import ModelShape
+from galvatron_hf.parallel.layers import parallel_layer as block
 from galvatron_hf.profiler.cache import load_or_profile_model
-from galvatron_hf.profiler.hardware_profile import HardwareProfile
-from galvatron_hf.profiler.model import profile_model
-from galvatron_hf.profiler.model_profile import STRETCHES, ModelProfile
-from galvatron_hf.profiler.parts import empty_model
+from galvatron_hf.profiler.measure.model import profile_model
+from galvatron_hf.profiler.profiles.hardware import HardwareProfile
+from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
+from galvatron_hf.profiler.trace.isolated_layers import empty_model
 from ranks import run_ranks
 from tiny_models import FAMILIES
 
@@ -78,12 +78,16 @@ def small_config() -> LlamaConfig:
 
 def test_what_training_has_measured_is_kept_in_json():
     profile = ModelProfile.from_config(small_config(), CLUSTER, "fp32")
-    stretch = {name: 1.0 + 0.25 * index for index, name in enumerate(STRETCHES)}
+    stretch = {name: 1.0 + 0.25 * index for index, name in enumerate(CALIBRATION_FACTORS)}
     update = dict(optimizer_ms_per_weight=0.125, optimizer_ms_per_element=2.0**-20, adding_ms_per_element=2.0**-22)
-    measured = replace(profile, stretch=stretch, waiting_ms=0.75, **update)
+    measured = replace(profile, calibration_factors=stretch, collective_launch_ms=0.75, **update)
     again = ModelProfile.from_json(measured.to_json())
     assert again == measured != profile
-    assert (again.stretch, again.waiting_ms, again.optimizer_ms_per_weight) == (stretch, 0.75, 0.125)
+    assert (again.calibration_factors, again.collective_launch_ms, again.optimizer_ms_per_weight) == (
+        stretch,
+        0.75,
+        0.125,
+    )
 
 
 def quick(dtype: str = "fp32", **options) -> ModelProfile:
@@ -98,9 +102,9 @@ def test_every_part_is_measured_for_every_degree(dtype, packed):
     for part in (*profile.kinds, profile.embedding, profile.head):
         for times in part.times.values():
             assert times.forward.ms(128, 128**2) > 0 and times.backward.ms(128, 128**2) > 0
-            assert 0 <= times.outside_forward <= times.forward.per_token
+            assert 0 <= times.forward_outside_tp <= times.forward.per_token
     for times in profile.kinds[0].times.values():
-        assert 0 <= times.last_forward <= times.forward.per_token
+        assert 0 <= times.forward_after_last_saved <= times.forward.per_token
     assert set(profile.kinds[0].saved_bytes) == set(profile.kinds[0].working_bytes)
     assert {(4, True, 1), (2, True, 2), (2, False, 1), (1, False, 4)} <= set(profile.kinds[0].saved_bytes)
     assert profile.optimizer_ms_per_element > 0 < profile.adding_ms_per_element and not profile.assumed

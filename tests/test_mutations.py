@@ -15,12 +15,18 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from equivalence import Reference, compare, observe, reference
-from galvatron_hf.parallel import apply, block, causal_lm, collectives, loss, model, tensor
-from galvatron_hf.parallel.apply import parallelize
-from galvatron_hf.parallel.causal_lm import CausalLMForward
-from galvatron_hf.parallel.dtensor import local_tensor
-from galvatron_hf.parallel.layout import Rectangle
+from galvatron_hf.parallel import model
+from galvatron_hf.parallel import parallelize as apply
+from galvatron_hf.parallel.activation.layout import Rectangle
+from galvatron_hf.parallel.comm import collectives
+from galvatron_hf.parallel.comm.dtensor import local_tensor
+from galvatron_hf.parallel.layers import parallel_layer as block
+from galvatron_hf.parallel.layers import tensor_parallel as tensor
+from galvatron_hf.parallel.layers import vocab_parallel_loss as loss
 from galvatron_hf.parallel.model import ParallelModel
+from galvatron_hf.parallel.parallelize import parallelize
+from galvatron_hf.parallel.pipeline import forward as causal_lm
+from galvatron_hf.parallel.pipeline.forward import ModelRunner
 from galvatron_hf.plan import ParallelPlan, VocabularyStrategy
 from plans import mixed_plans, uniform
 from ranks import run_ranks
@@ -132,9 +138,9 @@ def forward_rectangle(batch) -> Rectangle:
 
 def with_ignored_targets() -> contextlib.AbstractContextManager:
     """One rank counts the targets that are to be ignored."""
-    original = CausalLMForward.micro_batch
+    original = ModelRunner.micro_batch
 
-    def shifted(forward: CausalLMForward, *args, **inputs):
+    def shifted(forward: ModelRunner, *args, **inputs):
         batch = original(forward, *args, **inputs)
         if forward.mesh.index == 1 and batch.targets is not None:
             part = batch.grid.rectangle(batch.head, 1)
@@ -142,16 +148,16 @@ def with_ignored_targets() -> contextlib.AbstractContextManager:
             own[own == -100] = 5
         return batch
 
-    return patch.object(CausalLMForward, "micro_batch", shifted)
+    return patch.object(ModelRunner, "micro_batch", shifted)
 
 
 def divided_by_ranks() -> contextlib.AbstractContextManager:
-    original = CausalLMForward._reported_loss
+    original = ModelRunner._reported_loss
 
-    def divided(forward: CausalLMForward, own, *args):
+    def divided(forward: ModelRunner, own, *args):
         return original(forward, own / forward.mesh.size, *args)
 
-    return patch.object(CausalLMForward, "_reported_loss", divided)
+    return patch.object(ModelRunner, "_reported_loss", divided)
 
 
 def local_norm(parallel: ParallelModel) -> torch.Tensor:

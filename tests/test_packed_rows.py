@@ -15,11 +15,11 @@ import torch
 from equivalence import Reference, assert_near, assert_same_gradients, reference, whole_gradients
 from galvatron_hf.data.packing import pack, unpad
 from galvatron_hf.data.placement import Placement, in_order
-from galvatron_hf.parallel import block
-from galvatron_hf.parallel.apply import parallelize
-from galvatron_hf.parallel.mesh import WorldMesh
+from galvatron_hf.parallel.comm.mesh import WorldMesh
+from galvatron_hf.parallel.layers import parallel_layer as block
+from galvatron_hf.parallel.layers.rng import random_stream
 from galvatron_hf.parallel.model import ParallelModel
-from galvatron_hf.parallel.random import random_stream
+from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import ParallelPlan
 from plans import mixed_plans, pipeline_plans, pipeline_plans_on_eight, uniform_plans
 from ranks import run_ranks

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from galvatron_hf.data.packing import NotPackable, Sequences, limit_lengths, pack, pieces, unpad
 from galvatron_hf.data.placement import Placement
-from galvatron_hf.parallel.documents import Documents
+from galvatron_hf.parallel.activation.documents import Documents
 
 
 IGNORED, PAD = -100, 3

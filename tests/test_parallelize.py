@@ -25,9 +25,9 @@ from equivalence import (
     whole,
     whole_gradients,
 )
-from galvatron_hf.parallel.apply import parallelize
-from galvatron_hf.parallel.mesh import WorldMesh
-from galvatron_hf.parallel.replicated import ReplicatedUnit
+from galvatron_hf.parallel.comm.mesh import WorldMesh
+from galvatron_hf.parallel.data_parallel.replicated import ReplicatedUnit
+from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
 from plans import mixed_plans, uniform, uniform_plans, untied_plans
 from ranks import run_ranks
@@ -254,7 +254,7 @@ def test_a_loss_of_ones_own_logits_has_the_gradient_of_one_process():
         parallel = parallelize(copy.deepcopy(oracle.model), untied_plans()["head_tensor"])
         parallel.model.zero_grad()
         parallel.units.begin_micro_batch(last=True)
-        rows = parallel.forward.own_rows(6)
+        rows = parallel.forward.local_rows(6)
         loss_of(parallel.model(**inputs).logits[: rows.stop - rows.start], labels[rows]).backward()
         assert_same_gradients(whole_gradients(parallel.model, oracle.model), wanted, floor=0.0)
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from equivalence import single_stage, whole_gradients
-from galvatron_hf.parallel.apply import parallelize
-from galvatron_hf.parallel.dtensor import local_tensor
+from galvatron_hf.parallel.comm.dtensor import local_tensor
+from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
 from plans import mixed_plans
 from ranks import run_ranks

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from equivalence import single_stage
-from galvatron_hf.parallel.apply import parallelize
+from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy
 from plans import uniform
 from ranks import run_ranks

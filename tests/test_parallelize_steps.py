@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from equivalence import reference, total_norm, whole_gradients, whole_weights
-from galvatron_hf.parallel.apply import parallelize
+from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import ParallelPlan, Precision
 from plans import mixed_plans
 from ranks import run_ranks

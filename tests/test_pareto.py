@@ -4,7 +4,7 @@
 
 import numpy as np
 
-from galvatron_hf.planner.pareto import dominated, nondominated
+from galvatron_hf.planner.solver.pareto import dominated, nondominated
 
 
 def test_fronts_are_those_of_pairwise_comparison():

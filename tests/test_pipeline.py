@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equivalence import assert_same_gradients, compare, observe, reference, single_stage, total_norm, whole_gradients
-from galvatron_hf.parallel.apply import parallelize
+from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, VocabularyStrategy
-from galvatron_hf.schedule import PipelineShape, orders
+from galvatron_hf.plan.schedule import PipelineShape, orders
 from plans import PAIR_LAYERS, pipeline_plans, pipeline_plans_on_eight, pipelined
 from ranks import run_ranks
 from test_parallelize import FIXED_SEED, check_cases, check_random_plan, layer_strategies, oracle_of, shardings

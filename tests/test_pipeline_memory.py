@@ -22,7 +22,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from galvatron_hf.parallel.apply import parallelize
 from galvatron_hf.parallel.memory import (
     LayerShape,
     StageBytes,
@@ -31,9 +30,10 @@ from galvatron_hf.parallel.memory import (
     unit_bytes,
 )
 from galvatron_hf.parallel.model import ParallelModel
-from galvatron_hf.parallel.pipeline import SENDS_UNDER_WAY
+from galvatron_hf.parallel.parallelize import parallelize
+from galvatron_hf.parallel.pipeline.runtime import SENDS_UNDER_WAY
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
-from galvatron_hf.schedule import Action, PipelineShape, Work, actions, most_in_flight
+from galvatron_hf.plan.schedule import Action, PipelineShape, Work, actions, most_in_flight
 from plans import pipelined
 from ranks import run_ranks
 from test_memory import HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, LAYER_WEIGHTS

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 
 from equivalence import Reference, compare, observe, reference
-from galvatron_hf.parallel.apply import parallelize
-from galvatron_hf.parallel.causal_lm import CausalLMForward
-from galvatron_hf.parallel.dtensor import local_tensor, replicas
-from galvatron_hf.parallel.mesh import WorldMesh
+from galvatron_hf.parallel.comm.dtensor import local_tensor, replicas
+from galvatron_hf.parallel.comm.mesh import WorldMesh
+from galvatron_hf.parallel.data_parallel.tied_weights import TiedWeights
 from galvatron_hf.parallel.model import ParallelModel
-from galvatron_hf.parallel.pipeline import Pipeline
-from galvatron_hf.parallel.tied import TiedWeights
+from galvatron_hf.parallel.parallelize import parallelize
+from galvatron_hf.parallel.pipeline.forward import ModelRunner
+from galvatron_hf.parallel.pipeline.runtime import Pipeline
 from galvatron_hf.plan import ParallelPlan
 from plans import pipeline_plans
 from ranks import run_ranks
@@ -87,7 +87,7 @@ def activations_of_the_micro_batch_before() -> contextlib.AbstractContextManager
     return patch.object(Pipeline, "_send_forward", send)
 
 
-def without_gradient(original, forward: CausalLMForward, stage, batch, received=None):
+def without_gradient(original, forward: ModelRunner, stage, batch, received=None):
     return original(forward, stage, batch, None if received is None else received.detach())
 
 
@@ -168,7 +168,7 @@ MUTATIONS = {
         inject=activations_of_the_micro_batch_before, plan=MIXED, seen_in="loss"
     ),
     "received activations without gradient": Mutation(
-        inject=around(CausalLMForward, "run", without_gradient), plan=MIXED, seen_in=GRADIENT
+        inject=around(ModelRunner, "run", without_gradient), plan=MIXED, seen_in=GRADIENT
     ),
     "loss counted on every stage": Mutation(
         inject=around(Pipeline, "train", loss_on_every_stage), plan=MIXED, seen_in="loss"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from galvatron_hf.planner.branch import Branch, Choice, Options, score
-from galvatron_hf.planner.step_shape import StepShape
-from galvatron_hf.schedule import PipelineShape, Work, actions, most_in_flight, orders
+from galvatron_hf.plan.schedule import PipelineShape, Work, actions, most_in_flight, orders
+from galvatron_hf.planner.cost.step_shape import StepShape
+from galvatron_hf.planner.solver.problem import Choice, Options, SearchProblem, score
 
 
 UNIT = 10**6
@@ -66,7 +66,7 @@ def priced(
     none, nothing = np.zeros(1, dtype=np.int64), np.zeros(stages, dtype=np.int64)
     end = Options(a=none, b=none, memory=none, working=none, layout=none)
     last = np.rint(UNIT * np.array([head])).astype(np.int64)
-    branch = Branch(
+    branch = SearchProblem(
         kinds=np.arange(stages),
         a=a,
         b=(shape.passes - 1) * a + np.rint(UNIT * np.broadcast_to(once, stages)).astype(np.int64)[:, None],

@@ -320,7 +320,7 @@ def test_a_rank_that_fails_in_a_step_ends_the_others_with_its_traceback(tmp_path
     plan = PLANS["1f1b_mixed"]
 
     def work() -> None:
-        from galvatron_hf.parallel.pipeline import Pipeline
+        from galvatron_hf.parallel.pipeline.runtime import Pipeline
 
         made = trainer(tmp_path, plan)
         made.ensure_parallel()

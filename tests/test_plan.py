@@ -93,13 +93,13 @@ def plans(draw):
     sizes = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=3))
     order = draw(st.permutations(range(sum(sizes))))
     ends = list(itertools.accumulate(sizes))
-    rank_lists = [tuple(order[end - size : end]) for size, end in zip(sizes, ends)]
+    rank_groups = [tuple(order[end - size : end]) for size, end in zip(sizes, ends)]
     schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zero_bubble"]))
     if schedule in ("interleaved", "zero_bubble"):
-        rank_lists = rank_lists * draw(st.integers(1, 3))
+        rank_groups = rank_groups * draw(st.integers(1, 3))
     groups = draw(st.booleans())
     stages, layers, start = [], [], 0
-    for ranks in rank_lists:
+    for ranks in rank_groups:
         part = draw(st.lists(layer_strategies(len(ranks), groups), min_size=1, max_size=3))
         repeated = [layer for layer in part for _ in range(draw(st.integers(1, 3)))]
         stages.append(Stage(ranks=ranks, layers=(start, start + len(repeated))))

@@ -33,7 +33,7 @@ def test_ranks_share_what_ticks_leave_of_a_core(monkeypatch, capsys, share, peri
         yield ["a quota"]
 
     monkeypatch.setattr(plan_runs, "cpu_quotas", cpu_quotas)
-    monkeypatch.setattr(plan_runs, "short_ticks", lambda: contextlib.nullcontext(ticking))
+    monkeypatch.setattr(plan_runs, "sched_tick", lambda: contextlib.nullcontext(ticking))
     monkeypatch.setattr(plan_runs, "pages_kept", contextlib.nullcontext)
     with plan_runs.devices("name", Namespace(share=share, period_ms=period_ms, ranks=4)) as quotas:
         assert quotas == ["a quota"]

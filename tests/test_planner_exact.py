@@ -5,9 +5,9 @@
 import pytest
 
 from branches import brute_force, mixed_integer, random_branch
-from galvatron_hf.planner.branch import score
-from galvatron_hf.planner.cut_bounds import CutBounds
-from galvatron_hf.planner.exact import solve
+from galvatron_hf.planner.solver.cut_bounds import CutBounds
+from galvatron_hf.planner.solver.dp import solve
+from galvatron_hf.planner.solver.problem import score
 
 
 SMALL = [

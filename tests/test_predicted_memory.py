@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 
 from galvatron_hf import ParallelPlan
 from galvatron_hf.plan import Precision, Stage
-from galvatron_hf.planner.cost import Workload
+from galvatron_hf.planner.cost.cost_model import Workload
 from galvatron_hf.planner.search import estimate_plan
-from galvatron_hf.profiler.hardware_profile import HardwareProfile
-from galvatron_hf.profiler.model_profile import ModelProfile
-from galvatron_hf.trainer.meter import Outcome
+from galvatron_hf.profiler.profiles.hardware import HardwareProfile
+from galvatron_hf.profiler.profiles.model import ModelProfile
+from galvatron_hf.trainer.planning.step_meter import Outcome
 from tiny_models import FAMILIES
 from trainer_runs import on_ranks, trainer
 

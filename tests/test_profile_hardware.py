@@ -12,8 +12,8 @@ import torch.distributed as dist
 from galvatron_hf import HardwareProfile, profile_hardware
 from galvatron_hf.cli.main import main
 from galvatron_hf.cli.profile_hardware import message_sizes
-from galvatron_hf.profiler.hardware_profile import KINDS
-from galvatron_hf.profiler.links import _call, _own_group, count_steps, measure_links
+from galvatron_hf.profiler.measure.links import _call, _own_group, count_steps, measure_links
+from galvatron_hf.profiler.profiles.hardware import KINDS
 from ranks import run_ranks
 
 

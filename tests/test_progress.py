@@ -4,7 +4,7 @@
 
 import pytest
 
-from galvatron_hf.progress import at_work, progress_bar
+from galvatron_hf.utils.progress import at_work, progress_bar
 
 
 @pytest.mark.parametrize("terminal", [True, False])

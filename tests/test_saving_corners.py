@@ -26,7 +26,7 @@ from galvatron_hf.checkpoint.folder import by_step, problems
 from galvatron_hf.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
 from galvatron_hf.checkpoint.storage import StateWriter
 from galvatron_hf.cli.main import main
-from galvatron_hf.parallel import checkpoint as parallel_checkpoint
+from galvatron_hf.parallel.weights import distributed_state as parallel_checkpoint
 from galvatron_hf.plan import LayerStrategy
 from oracle import Rows
 from plans import pipelined

@@ -10,8 +10,8 @@ from fractions import Fraction
 
 import pytest
 
-from galvatron_hf.parallel.pipeline import SENDS_UNDER_WAY
-from galvatron_hf.schedule import Action, PipelineShape, Work, actions, most_in_flight, orders
+from galvatron_hf.parallel.pipeline.runtime import SENDS_UNDER_WAY
+from galvatron_hf.plan.schedule import Action, PipelineShape, Work, actions, most_in_flight, orders
 
 
 MICRO_BATCHES = range(1, 13)

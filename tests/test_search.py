@@ -14,16 +14,16 @@ from transformers import LlamaConfig
 
 from branches import random_branch
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, SequenceGroups, Stage, VocabularyStrategy
-from galvatron_hf.planner.alternatives import alternatives
-from galvatron_hf.planner.cost import Workload, largest_move
-from galvatron_hf.planner.cut_bounds import least_memory
-from galvatron_hf.planner.exact import solve
-from galvatron_hf.planner.explain import explain_plan
-from galvatron_hf.planner.moves import Split, move
+from galvatron_hf.planner.cost.cost_model import Workload, largest_move
+from galvatron_hf.planner.cost.resharding import Split, move
+from galvatron_hf.planner.report.alternatives import alternatives
+from galvatron_hf.planner.report.explain import explain_plan
 from galvatron_hf.planner.search import estimate_plan, micro_batchings, search_plan
+from galvatron_hf.planner.solver.cut_bounds import least_memory
+from galvatron_hf.planner.solver.dp import solve
 from galvatron_hf.planner.space import Limits, layer_strategies
-from galvatron_hf.profiler.hardware_profile import HardwareProfile, Link
-from galvatron_hf.profiler.model_profile import ModelProfile
+from galvatron_hf.profiler.profiles.hardware import HardwareProfile, Link
+from galvatron_hf.profiler.profiles.model import ModelProfile
 from planner_cases import every_plan, random_hardware, random_model, workload
 
 

@@ -11,8 +11,8 @@ from transformers import LlamaConfig
 
 from galvatron_hf.cli.main import main
 from galvatron_hf.plan import ParallelPlan, Precision
-from galvatron_hf.profiler.hardware_profile import HardwareProfile
-from galvatron_hf.profiler.model_profile import ModelProfile
+from galvatron_hf.profiler.profiles.hardware import HardwareProfile
+from galvatron_hf.profiler.profiles.model import ModelProfile
 from planner_cases import random_model
 
 

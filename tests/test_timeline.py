@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from galvatron_hf.parallel.apply import parallelize
-from galvatron_hf.parallel.timeline import Span, Timeline
+from galvatron_hf.parallel.parallelize import parallelize
+from galvatron_hf.parallel.pipeline.trace import Span, Timeline
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Stage, VocabularyStrategy
-from galvatron_hf.schedule import Action, PipelineShape, Work, actions
+from galvatron_hf.plan.schedule import Action, PipelineShape, Work, actions
 from ranks import run_ranks
 from tiny_models import FAMILIES, LAYERS, VOCABULARY
 
@@ -109,7 +109,7 @@ def traced(request) -> tuple[ParallelPlan, list[list[Span]]]:
 
 
 def place_of(plan: ParallelPlan, rank: int) -> int:
-    lists = plan.rank_lists
+    lists = plan.rank_groups
     return next(place for place, ranks in enumerate(lists) if rank in ranks)
 
 

@@ -16,16 +16,17 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from equivalence import single_stage
-from galvatron_hf.model_shape import ModelShape
-from galvatron_hf.parallel import attention, vocabulary
-from galvatron_hf.parallel.apply import parallelize
-from galvatron_hf.parallel.collective_log import count_collectives
-from galvatron_hf.parallel.mesh import WorldMesh
+from galvatron_hf.models.shape import ModelShape
+from galvatron_hf.parallel.comm.collective_log import count_collectives
+from galvatron_hf.parallel.comm.mesh import WorldMesh
+from galvatron_hf.parallel.layers import attention
+from galvatron_hf.parallel.layers import vocab_parallel as vocabulary
+from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy
-from galvatron_hf.planner import traffic
-from galvatron_hf.planner.moves import Split, move
-from galvatron_hf.planner.traffic import Traffic, step_traffic
-from galvatron_hf.profiler.real_shapes import model_shape
+from galvatron_hf.planner.cost import traffic
+from galvatron_hf.planner.cost.resharding import Split, move
+from galvatron_hf.planner.cost.traffic import Traffic, step_traffic
+from galvatron_hf.profiler.trace.shapes import model_shape
 from plans import mixed_plans, uniform, uniform_plans, untied_plans
 from ranks import run_ranks
 from tiny_models import BATCHES, FAMILIES
@@ -220,7 +221,7 @@ def test_a_rank_is_counted_by_its_place_in_the_stage():
     assert step_traffic(plan, shape, rows=4, length=8) == step_traffic(turned, shape, rows=4, length=8)
 
 
-PROFILES = ("galvatron_hf.profiler.hardware_profile", "galvatron_hf.profiler.model_profile")
+PROFILES = ("galvatron_hf.profiler.profiles.hardware", "galvatron_hf.profiler.profiles.model")
 
 
 def test_the_planner_imports_no_runtime():
@@ -233,15 +234,25 @@ def test_the_planner_imports_no_runtime():
                 imported.add(node.module if node.level == 0 else "." * node.level)
     ours = {name for name in imported if name.split(".")[0] not in sys.stdlib_module_names}
     # These are values, checks and bars; they import neither torch nor the runtime when they are imported.
-    others = (*PROFILES, "galvatron_hf.pipeline_shape", "galvatron_hf.plan_checks", "galvatron_hf.progress")
-    allowed = {"numpy", "rich.console", "rich.table", "galvatron_hf.plan", "galvatron_hf.model_shape", *others}
+    others = (
+        *PROFILES,
+        "galvatron_hf.plan.pipeline_shape",
+        "galvatron_hf.plan.validation",
+        "galvatron_hf.utils.progress",
+    )
+    allowed = {"numpy", "rich.console", "rich.table", "galvatron_hf.plan", "galvatron_hf.models.shape", *others}
     assert ours and all(name in allowed or name.startswith("galvatron_hf.planner.") for name in ours)
     for module in others:
         tree = ast.parse((ROOT / "src" / Path(*module.split("."))).with_suffix(".py").read_text())
         names = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
         names |= {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
         own = {name for name in names if name.startswith("galvatron_hf")}
-        assert own <= {"galvatron_hf.plan_checks", "galvatron_hf.plan_json", "galvatron_hf.model_shape", *PROFILES}
+        assert own <= {
+            "galvatron_hf.plan.validation",
+            "galvatron_hf.plan.serialization",
+            "galvatron_hf.models.shape",
+            *PROFILES,
+        }
         assert not any(name.split(".")[0] in ("torch", "transformers") for name in names)
 
 

@@ -19,10 +19,10 @@ from transformers import BatchEncoding, LlamaForCausalLM, Trainer
 from equivalence import single_stage
 from galvatron_hf import GalvatronMixin
 from galvatron_hf.data.loader import join_batches
-from galvatron_hf.parallel.dtensor import local_tensor
+from galvatron_hf.parallel.comm.dtensor import local_tensor
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
-from galvatron_hf.trainer import global_batches
+from galvatron_hf.trainer.data import global_batches
 from oracle import Case, Outcome, Rows, Stream, check_cases, collate, run_case, run_oracle, with_options
 from own_losses import (
     WeightedRows,

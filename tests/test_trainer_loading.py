@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
 
 from galvatron_hf import GalvatronTrainer
-from galvatron_hf.parallel.weight_files import StoredTensor
+from galvatron_hf.parallel.weights.safetensors import StoredTensor
 from oracle import Rows
 from plans import mixed_plans, pipeline_plans
 from tiny_models import FAMILIES

@@ -26,9 +26,9 @@ from galvatron_hf import GalvatronTrainer
 from galvatron_hf.data.packing import pack
 from galvatron_hf.data.placement import PLANNERS, Placement
 from galvatron_hf.data.plan_ahead import PlanAhead
-from galvatron_hf.parallel.documents import Documents
-from galvatron_hf.trainer import packing
-from galvatron_hf.trainer.sequence_cost import estimated_cost
+from galvatron_hf.parallel.activation.documents import Documents
+from galvatron_hf.trainer.data import packing
+from galvatron_hf.trainer.data.sequence_cost import estimated_cost
 from oracle import PAD, Case, Stream, check_cases
 from packing_runs import (
     KEYS,

@@ -13,7 +13,9 @@ from transformers import Trainer
 from transformers.data.data_collator import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq
 
 from galvatron_hf import GalvatronTrainer
-from galvatron_hf.trainer import packing, placing, steps_ahead
+from galvatron_hf.trainer.data import pack_planner as placing
+from galvatron_hf.trainer.data import packing
+from galvatron_hf.trainer.data import step_prefetch as steps_ahead
 from oracle import collate
 from packing_runs import (
     KEYS,

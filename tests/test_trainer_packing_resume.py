@@ -14,9 +14,9 @@ import torch
 from transformers import Trainer
 
 from galvatron_hf import GalvatronTrainer
-from galvatron_hf.trainer import packing
-from galvatron_hf.trainer.random_state import random_state
-from galvatron_hf.trainer.sequence_cost import measure_cost
+from galvatron_hf.trainer.checkpoint.random_state import random_state
+from galvatron_hf.trainer.data import packing
+from galvatron_hf.trainer.data.sequence_cost import measure_cost
 from oracle import Stream
 from packing_runs import (
     LONG_TAIL,

@@ -29,7 +29,7 @@ from transformers import Trainer, TrainerCallback
 from galvatron_hf.checkpoint import folder
 from galvatron_hf.checkpoint.manifest import FileEntry
 from galvatron_hf.checkpoint.storage import StateWriter
-from galvatron_hf.trainer import saving
+from galvatron_hf.trainer.checkpoint import saving
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from job import RANKS, Job, plans
 from transformers import TrainerCallback
 
 from faults import fail_at
-from galvatron_hf.trainer import watchdog
+from galvatron_hf.trainer.fault import watchdog
 from trainer_runs import on_ranks, run
 
 

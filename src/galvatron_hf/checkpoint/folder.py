@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from galvatron_hf.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
-from galvatron_hf.plan_json import write_file
+from galvatron_hf.plan.serialization import write_file
 
 
 # Folders below a checkpoint of which every file is read.

@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from galvatron_hf.plan_checks import check_fields, check_int, show
-from galvatron_hf.plan_json import read_object
+from galvatron_hf.plan.serialization import read_object
+from galvatron_hf.plan.validation import check_fields, check_int, show
 
 
 MANIFEST_NAME = "manifest.json"

@@ -57,7 +57,7 @@ def run_inspect(given: argparse.Namespace) -> int:
     wrong = list(structural_problems(given.path))
     if wrong:
         raise ValueError(f"{given.path} is no complete checkpoint ({wrong[0]}): give another one")
-    from galvatron_hf.parallel.checkpoint import stored_tensors
+    from galvatron_hf.parallel.weights.distributed_state import stored_tensors
     from galvatron_hf.plan import ParallelPlan
 
     manifest = Manifest.read(given.path)
@@ -90,7 +90,7 @@ def _kind(name: str) -> str:
 
 def run_export(given: argparse.Namespace) -> int:
     """Writes a Hugging Face folder, holding one file's weights at a time."""
-    from galvatron_hf.parallel.export import export
+    from galvatron_hf.parallel.weights.export import export
 
     export(given.path, given.output, max_shard_size=given.max_shard_size, dtype=given.dtype)
     print(f"{given.output}: written, open it with from_pretrained")

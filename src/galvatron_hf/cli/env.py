@@ -34,7 +34,7 @@ def environment() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from galvatron_hf.profiler.machine import (
+    from galvatron_hf.utils.machine import (
         cpu_quota,
         device_memory_bytes,
         device_name,

@@ -18,7 +18,7 @@ from galvatron_hf.cli.files import output_file
 
 
 if TYPE_CHECKING:
-    from galvatron_hf.profiler.hardware_profile import HardwareProfile, Link
+    from galvatron_hf.profiler.profiles.hardware import HardwareProfile, Link
 
 _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
@@ -51,7 +51,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 def run(given: argparse.Namespace) -> int:
     """Measures on every rank; rank 0 prints, and writes if asked to."""
     sizes = message_sizes(given.sizes) if given.sizes is not None else None
-    from galvatron_hf.profiler.hardware import profile_hardware
+    from galvatron_hf.profiler.measure.hardware import profile_hardware
 
     with launched_ranks(cpu=given.cpu) as (rank, local_world_size):
         profile = profile_hardware(

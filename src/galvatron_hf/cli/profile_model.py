@@ -13,11 +13,11 @@ from rich.table import Table
 
 from galvatron_hf.cli.files import output_file
 from galvatron_hf.cli.profile_hardware import launched_ranks
-from galvatron_hf.plan_checks import check_int
+from galvatron_hf.plan.validation import check_int
 
 
 if TYPE_CHECKING:
-    from galvatron_hf.profiler.model_profile import ModelProfile, Times
+    from galvatron_hf.profiler.profiles.model import ModelProfile, Times
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
@@ -73,9 +73,9 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _counted(given: argparse.Namespace) -> ModelProfile:
-    from galvatron_hf.profiler.hardware_profile import HardwareProfile
-    from galvatron_hf.profiler.model_profile import ModelProfile
-    from galvatron_hf.progress import at_work
+    from galvatron_hf.profiler.profiles.hardware import HardwareProfile
+    from galvatron_hf.profiler.profiles.model import ModelProfile
+    from galvatron_hf.utils.progress import at_work
 
     with at_work("tracing the model"):
         return ModelProfile.from_config(
@@ -91,9 +91,9 @@ def _counted(given: argparse.Namespace) -> ModelProfile:
 def _measured(given: argparse.Namespace) -> ModelProfile:
     import torch
 
-    from galvatron_hf.profiler.model import profile_model
-    from galvatron_hf.profiler.parts import empty_model
-    from galvatron_hf.profiler.tracing import read_config
+    from galvatron_hf.profiler.measure.model import profile_model
+    from galvatron_hf.profiler.trace.isolated_layers import empty_model
+    from galvatron_hf.profiler.trace.tracing import read_config
 
     if given.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda, but PyTorch finds no GPU here: give --device cpu, or --cluster to count.")

@@ -21,11 +21,11 @@ from galvatron_hf.cli.files import output_file
 
 if TYPE_CHECKING:
     from galvatron_hf.plan import ParallelPlan
-    from galvatron_hf.planner.alternatives import Alternative
-    from galvatron_hf.planner.cost import Workload
+    from galvatron_hf.planner.cost.cost_model import Workload
+    from galvatron_hf.planner.report.alternatives import Alternative
     from galvatron_hf.planner.search import Estimate, SearchResult
-    from galvatron_hf.profiler.hardware_profile import HardwareProfile
-    from galvatron_hf.profiler.model_profile import ModelProfile
+    from galvatron_hf.profiler.profiles.hardware import HardwareProfile
+    from galvatron_hf.profiler.profiles.model import ModelProfile
 
 GIB = 1 << 30
 _MOST_ROWS, _MOST_TOKENS = 1 << 20, 1 << 30
@@ -103,7 +103,7 @@ def _add_rounds(parser: argparse.ArgumentParser) -> None:
 
 def run_search(given: argparse.Namespace) -> int:
     """Prints the plan that was found, and writes it if asked to."""
-    from galvatron_hf.planner.alternatives import alternatives
+    from galvatron_hf.planner.report.alternatives import alternatives
     from galvatron_hf.planner.search import search_plan
     from galvatron_hf.planner.space import Limits
 
@@ -143,8 +143,8 @@ def run_search(given: argparse.Namespace) -> int:
 
 def run_estimate(given: argparse.Namespace) -> int:
     """Prints what a plan is predicted to cost."""
-    from galvatron_hf.planner.explain import explain_plan
-    from galvatron_hf.planner.report import Report
+    from galvatron_hf.planner.report.explain import explain_plan
+    from galvatron_hf.planner.report.report import Report
 
     hardware, model, workload, budget = read_case(given)
     plan = read_plan(given.plan, hardware.world_size)
@@ -165,9 +165,9 @@ def run_estimate(given: argparse.Namespace) -> int:
 
 def run_explain(given: argparse.Namespace) -> int:
     """Prints the parts of a plan's price, and what other plans cost."""
-    from galvatron_hf.planner.alternatives import Alternative, alternatives
-    from galvatron_hf.planner.explain import explain_plan
-    from galvatron_hf.planner.report import Report
+    from galvatron_hf.planner.report.alternatives import Alternative, alternatives
+    from galvatron_hf.planner.report.explain import explain_plan
+    from galvatron_hf.planner.report.report import Report
     from galvatron_hf.planner.search import search_plan
     from galvatron_hf.planner.space import Limits
 
@@ -224,7 +224,7 @@ def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile,
         ValueError: in one sentence, if the flags do not say all, or say it twice.
     """
     from galvatron_hf.plan import Precision
-    from galvatron_hf.planner.cost import Workload
+    from galvatron_hf.planner.cost.cost_model import Workload
 
     sizes = (given.global_batch, given.seq_length, given.nodes, given.devices_per_node)
     if min(size for size in sizes if size is not None) < 1:
@@ -264,8 +264,8 @@ def rounds_of(given: argparse.Namespace) -> int:
 
 
 def _galvatron(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]:
-    from galvatron_hf.profiler.hardware_profile import HardwareProfile
-    from galvatron_hf.profiler.model_profile import ModelProfile
+    from galvatron_hf.profiler.profiles.hardware import HardwareProfile
+    from galvatron_hf.profiler.profiles.model import ModelProfile
 
     if given.memory_gib is None:
         raise ValueError("Galvatron's profiles do not tell a device's memory: give --memory-gib.")
@@ -283,9 +283,9 @@ def _galvatron(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile
 
 
 def _profiles(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]:
-    from galvatron_hf.profiler.hardware_profile import HardwareProfile
-    from galvatron_hf.profiler.model_profile import ModelProfile
-    from galvatron_hf.progress import at_work
+    from galvatron_hf.profiler.profiles.hardware import HardwareProfile
+    from galvatron_hf.profiler.profiles.model import ModelProfile
+    from galvatron_hf.utils.progress import at_work
 
     if (given.cluster is None) == (given.hardware_profile is None):
         raise ValueError("The cluster is not known: give one of --cluster, --hardware-profile, --galvatron-profiles.")
@@ -327,7 +327,7 @@ def _check_same_devices(hardware: HardwareProfile, model: ModelProfile) -> None:
 
     What was measured beside a data sheet tells nothing: they name devices in their own ways.
     """
-    from galvatron_hf.profiler.hardware_profile import DEVICES
+    from galvatron_hf.profiler.profiles.hardware import DEVICES
 
     for key in DEVICES:
         links, layers = hardware.made.get(key), model.made.get(key)
@@ -338,7 +338,7 @@ def _check_same_devices(hardware: HardwareProfile, model: ModelProfile) -> None:
 def read_plan(path: str, world_size: int) -> ParallelPlan:
     """A plan of this project, or of Galvatron."""
     from galvatron_hf.plan import ParallelPlan
-    from galvatron_hf.plan_json import read_object
+    from galvatron_hf.plan.serialization import read_object
 
     raw = read_object(path)
     return ParallelPlan.from_galvatron(raw, world_size) if "pp_deg" in raw else ParallelPlan.from_json(raw)

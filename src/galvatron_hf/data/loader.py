@@ -50,7 +50,7 @@ def take_rows(batch: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
     }
 
 
-def own_share(batch: dict[str, Any], rank: int, world_size: int) -> RankBatch:
+def local_share(batch: dict[str, Any], rank: int, world_size: int) -> RankBatch:
     """A rank's share for counting: every row belongs to exactly one rank, some ranks may have none."""
     rows = batch_rows(batch)
     return RankBatch(take_rows(batch, rank * rows // world_size, (rank + 1) * rows // world_size), batch)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from galvatron_hf.plan import LayerStrategy
-from galvatron_hf.schedule import Action, Work
+from galvatron_hf.plan.schedule import Action, Work
 
 
 ADAM_STEP_BYTES = 4  # AdamW counts its steps in one fp32 scalar per parameter tensor
@@ -136,7 +136,7 @@ def bytes_over_schedule(
     Bytes of activations and boundary tensors on one rank after each action of a step; their largest is the peak.
 
     Args:
-        order (`Iterable[Action]`): what the rank's list does, see [`galvatron_hf.schedule.actions`].
+        order (`Iterable[Action]`): what the rank's list does, see [`galvatron_hf.plan.schedule.actions`].
         stages (`Mapping[int, StageBytes]`): the rank's stages.
         sends_under_way (`int`): gradients that may be on their way to the stage before when the oldest is let go.
 
@@ -144,7 +144,7 @@ def bytes_over_schedule(
         `int`: the sum over the rank's stages of
 
         - `saved + result + received - entered` for each micro-batch in flight, of which there are at most
-          [`galvatron_hf.schedule.most_in_flight`];
+          [`galvatron_hf.plan.schedule.most_in_flight`];
         - `received` and `returned` for each receive that is posted and not used yet; the first stage's backward of the
           input does nothing, and its `returned` stays for that of the weights;
         - `received` for each gradient that waits to be sent or is on its way;

@@ -15,19 +15,19 @@ from transformers import PreTrainedModel
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 from transformers.modeling_outputs import CausalLMOutput
 
-from galvatron_hf.parallel.causal_lm import CausalLMForward, StreamPosition
-from galvatron_hf.parallel.dtensor import local_tensor, replicas
-from galvatron_hf.parallel.fused import FusedNames
-from galvatron_hf.parallel.mesh import StageMesh, WorldMesh
-from galvatron_hf.parallel.micro_batch import count_targets, split_rows, without_labels
-from galvatron_hf.parallel.models import DecoderAdapter
-from galvatron_hf.parallel.pipeline import Pipeline
-from galvatron_hf.parallel.pipeline_evaluation import evaluate_pipelined
-from galvatron_hf.parallel.sharding import ShardedUnits
-from galvatron_hf.parallel.tied import TiedWeights
-from galvatron_hf.parallel.timeline import Timeline
+from galvatron_hf.models.adapter import DecoderAdapter
+from galvatron_hf.models.fused_weights import FusedNames
+from galvatron_hf.parallel.activation.micro_batch import count_targets, split_rows, without_labels
+from galvatron_hf.parallel.comm.dtensor import local_tensor, replicas
+from galvatron_hf.parallel.comm.mesh import StageMesh, WorldMesh
+from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
+from galvatron_hf.parallel.data_parallel.tied_weights import TiedWeights
+from galvatron_hf.parallel.evaluate import evaluate_pipelined
+from galvatron_hf.parallel.pipeline.forward import ModelRunner, StreamPosition
+from galvatron_hf.parallel.pipeline.runtime import Pipeline
+from galvatron_hf.parallel.pipeline.trace import Timeline
 from galvatron_hf.plan import ParallelPlan
-from galvatron_hf.schedule import Action, Work
+from galvatron_hf.plan.schedule import Action, Work
 
 
 # A global batch [B, S], or its micro-batches where packing has chosen them.
@@ -67,7 +67,7 @@ class ParallelModel:
     tied: TiedWeights | None = None
 
     @property
-    def forward(self) -> CausalLMForward:
+    def forward(self) -> ModelRunner:
         return self.model.forward
 
     @property
@@ -177,7 +177,7 @@ class ParallelModel:
 
         Returns:
             [`CausalLMOutput`]: `loss`, the same on every rank. `logits`: without a pipeline, of the rows that
-                [`CausalLMForward.own_rows`] names; under one, of the rank's equal share of the rows, see
+                [`ModelRunner.local_rows`] names; under one, of the rank's equal share of the rows, see
                 [`ParallelModel.share_index`].
         """
         if not isinstance(batch, Mapping):
@@ -221,7 +221,7 @@ class ParallelModel:
 
     def share_order(self) -> list[int]:
         """The ranks in the order of their shares of an evaluated batch."""
-        return [ranks[index] for index in range(self.mesh.size) for ranks in self.plan.rank_lists]
+        return [ranks[index] for index in range(self.mesh.size) for ranks in self.plan.rank_groups]
 
     def micro_batch_count(self, batch: Batch) -> int:
         """Into how many micro-batches a global batch is split."""

@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from galvatron_hf.pipeline_shape import PipelineShape, orders
 from galvatron_hf.plan import ParallelPlan
-from galvatron_hf.plan_checks import divisors
-from galvatron_hf.planner.branch import Choice, Score, score
-from galvatron_hf.planner.cost import CostModel, Workload
-from galvatron_hf.planner.cut_bounds import CutBounds, least_memory
-from galvatron_hf.planner.exact import solve
-from galvatron_hf.planner.problem import PICOSECONDS, Draft, Prices, Problem
+from galvatron_hf.plan.pipeline_shape import PipelineShape, orders
+from galvatron_hf.plan.validation import divisors
+from galvatron_hf.planner.cost.cost_model import CostModel, Workload
+from galvatron_hf.planner.cost.step_shape import StepShape
+from galvatron_hf.planner.priced_problem import PICOSECONDS, OptionCosts, PricedProblem, UnsolvedProblem
+from galvatron_hf.planner.solver.cut_bounds import CutBounds, least_memory
+from galvatron_hf.planner.solver.dp import solve
+from galvatron_hf.planner.solver.problem import Choice, Score, score
 from galvatron_hf.planner.space import Limits, layer_strategies, schedules, vocabulary_strategies
-from galvatron_hf.planner.step_shape import StepShape
-from galvatron_hf.profiler.hardware_profile import HardwareProfile
-from galvatron_hf.profiler.model_profile import ModelProfile
-from galvatron_hf.progress import Step, progress_bar
+from galvatron_hf.profiler.profiles.hardware import HardwareProfile
+from galvatron_hf.profiler.profiles.model import ModelProfile
+from galvatron_hf.utils.progress import Step, progress_bar
 
 
 if TYPE_CHECKING:
-    from galvatron_hf.planner.report import Report
+    from galvatron_hf.planner.report.report import Report
 
 GIB = 1 << 30
 
@@ -102,9 +102,9 @@ class SearchResult:
         Raises:
             ValueError: if nothing fits, with the least memory in which something does.
         """
-        from galvatron_hf.planner.alternatives import alternatives
-        from galvatron_hf.planner.explain import explain_plan
-        from galvatron_hf.planner.report import Report
+        from galvatron_hf.planner.report.alternatives import alternatives
+        from galvatron_hf.planner.report.explain import explain_plan
+        from galvatron_hf.planner.report.report import Report
 
         case = self.hardware, self.model, self.workload
         if self.best is None:
@@ -182,8 +182,8 @@ def search_plan(
 
 
 def _best_first(
-    drafts: list[Draft], budget: int, step: Step
-) -> tuple[dict[tuple, tuple[int, Problem, Choice]], int, int]:
+    drafts: list[UnsolvedProblem], budget: int, step: Step
+) -> tuple[dict[tuple, tuple[int, PricedProblem, Choice]], int, int]:
     """Problems that were the best for a while, the last one of all; how many were solved; and partial solutions kept.
 
     A quick bound says when a problem's real bound is due, and that when it has to be solved.
@@ -192,7 +192,7 @@ def _best_first(
     queue = [(draft.bound, next(numbers), draft, None, None) for draft in drafts]
     heapq.heapify(queue)
     limit: float = np.inf
-    found: dict[tuple, tuple[int, Problem, Choice]] = {}
+    found: dict[tuple, tuple[int, PricedProblem, Choice]] = {}
     solved = states = 0
     while queue:
         bound, _, draft, problem, bounds = heapq.heappop(queue)
@@ -240,7 +240,7 @@ def estimate_plan(hardware: HardwareProfile, model: ModelProfile, workload: Work
     _check_rounds(plan, shape, model)
     strategies = list(dict.fromkeys(plan.layers))
     costs = CostModel(hardware, model, workload, len(plan.stages[0].ranks), shape.rows, late_head=shape.late_head)
-    draft = Draft(Prices(costs, shape.pipeline, strategies, [plan.embedding], [plan.head]), shape)
+    draft = UnsolvedProblem(OptionCosts(costs, shape.pipeline, strategies, [plan.embedding], [plan.head]), shape)
     problem = draft.problem(hardware.memory_bytes, prune=False)
     bounds = (0, *(stage.layers[1] for stage in plan.stages[: shape.pipeline]))
     options = tuple(strategies.index(layer) for layer in plan.layers[: len(draft.kinds)])
@@ -253,9 +253,9 @@ def _check_priced(plan: ParallelPlan) -> None:
         raise ValueError("schedule 'zero_bubble' has no price yet; give a plan with '1f1b', 'interleaved' or 'gpipe'.")
     if len({len(stage.ranks) for stage in plan.stages}) > 1:
         raise ValueError("stages of unequal size have no price yet; give each the same number of ranks.")
-    if list(itertools.chain(*plan.rank_lists)) != list(range(plan.world_size)):
+    if list(itertools.chain(*plan.rank_groups)) != list(range(plan.world_size)):
         raise ValueError(
-            f"stages on the ranks {plan.rank_lists} have no price yet; give them consecutive ranks, from 0 on."
+            f"stages on the ranks {plan.rank_groups} have no price yet; give them consecutive ranks, from 0 on."
         )
     for name in ("context", "expert"):
         degree = max(getattr(layer, name) for layer in plan.layers)
@@ -310,7 +310,9 @@ def _check_limits(limits: Limits, world: int, layers: int, rows: int) -> None:
         )
 
 
-def _drafts(hardware: HardwareProfile, model: ModelProfile, workload: Workload, limits: Limits) -> Iterator[Draft]:
+def _drafts(
+    hardware: HardwareProfile, model: ModelProfile, workload: Workload, limits: Limits
+) -> Iterator[UnsolvedProblem]:
     """Every way to cut the step, with the strategies that its stages and micro-batches allow."""
     world = hardware.world_size
     for pipeline in _pipelines(world, len(model.layers)):
@@ -331,16 +333,16 @@ def _drafts(hardware: HardwareProfile, model: ModelProfile, workload: Workload, 
                     continue
                 ways = list(schedules(pipeline, counts, model.layers, limits))
                 for ends in endings:
-                    prices = Prices(every.with_rows(filled), pipeline, strategies, ends, ends)
+                    prices = OptionCosts(every.with_rows(filled), pipeline, strategies, ends, ends)
                     for schedule, rounds, count in ways:
                         shape = StepShape(
                             pipeline=pipeline, micro_batches=count, schedule=schedule, rows=filled, rounds=rounds
                         )
-                        draft = Draft(prices, shape, added=filled > rows)
+                        draft = UnsolvedProblem(prices, shape, added=filled > rows)
                         yield from draft.alike() if limits.alike else [draft]
 
 
-def _least_memory(drafts: list[Draft], budget: int) -> int:
+def _least_memory(drafts: list[UnsolvedProblem], budget: int) -> int:
     """Bytes of the smallest budget in which one of them has a solution."""
     found = np.inf
     least = [least_memory(draft.problem(budget).branch) for draft in drafts]
@@ -374,7 +376,7 @@ def _ends(vocabulary: list, tied: bool) -> list[list]:
 
 
 def _estimate(
-    problem: Problem, choice: Choice, workload: Workload, model: ModelProfile, plan: ParallelPlan | None = None
+    problem: PricedProblem, choice: Choice, workload: Workload, model: ModelProfile, plan: ParallelPlan | None = None
 ) -> Estimate:
     found: Score = score(problem.branch, choice)
     if found.cost <= 0:

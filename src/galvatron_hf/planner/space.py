@@ -18,11 +18,11 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from galvatron_hf.model_shape import WeightShape
-from galvatron_hf.pipeline_shape import PipelineShape, in_a_round, orders
+from galvatron_hf.models.shape import WeightShape
 from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
-from galvatron_hf.plan_checks import check_int, divisors
-from galvatron_hf.profiler.model_profile import ModelProfile
+from galvatron_hf.plan.pipeline_shape import PipelineShape, in_a_round, orders
+from galvatron_hf.plan.validation import check_int, divisors
+from galvatron_hf.profiler.profiles.model import ModelProfile
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from galvatron_hf.parallel.rank_objects import from_rank_0, is_rank_0
-from galvatron_hf.profiler.hardware import default_device, machine, nodes_of, profile_hardware
-from galvatron_hf.profiler.hardware_profile import HardwareProfile
-from galvatron_hf.profiler.model import circumstances, config_digest, profile_model
-from galvatron_hf.profiler.model_profile import ModelProfile
+from galvatron_hf.parallel.comm.objects import from_rank_0, is_rank_0
+from galvatron_hf.profiler.measure.hardware import default_device, machine, nodes_of, profile_hardware
+from galvatron_hf.profiler.measure.model import circumstances, config_digest, profile_model
+from galvatron_hf.profiler.profiles.hardware import HardwareProfile
+from galvatron_hf.profiler.profiles.model import ModelProfile
 
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from accelerate.utils import recursively_apply
 from torch import nn
 
 from galvatron_hf.data.loader import batch_rows, equal_share, fill_rows
-from galvatron_hf.parallel.checkpoint import plain_model, whole_weights
+from galvatron_hf.parallel.weights.distributed_state import plain_model, whole_weights
 
 
 class EvaluationMixin:
@@ -64,7 +64,7 @@ class EvaluationMixin:
             smoothing = self.args.label_smoothing_factor
             outputs = self.parallel.evaluate(packed, num_items_in_batch=num_items, label_smoothing=smoothing)
         elif self._loss_needs_logits() and labels is not None:
-            outputs = self._evaluate_own_loss(batch, num_items, self._real_rows)
+            outputs = self._evaluate_custom_loss(batch, num_items, self._real_rows)
         else:
             smoothing = self.args.label_smoothing_factor
             wanted = {} if labels is None else {"num_items_in_batch": num_items, "label_smoothing": smoothing}

@@ -1,0 +1,112 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Llamas by their sizes, and plans for them that are drawn from the search's space, in a line each."""
+
+import random
+from dataclasses import asdict, dataclass
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from galvatron_hf import ParallelPlan
+from galvatron_hf.plan import Precision, Stage
+from galvatron_hf.planner.cost.cost_model import Workload
+from galvatron_hf.planner.space import Limits, layer_strategies, schedules, vocabulary_strategies
+from galvatron_hf.profiler.profiles.model import ModelProfile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A Llama and the rows of a step."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocabulary: int
+    length: int
+    rows: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Shape":
+        return cls(**dict(zip(cls.__annotations__, map(int, text.split("x")), strict=True)))
+
+    def __str__(self) -> str:
+        return "x".join(str(value) for value in asdict(self).values())
+
+    def model(self) -> LlamaForCausalLM:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            max_position_embeddings=self.length,
+            use_cache=False,
+        )
+        return LlamaForCausalLM(config)
+
+    def workload(self) -> Workload:
+        return Workload(rows=self.rows, length=self.length, precision=Precision(compute="fp32"))
+
+
+def draw_plans(world: int, model: ModelProfile, shape: Shape, count: int, seed: int) -> list[ParallelPlan]:
+    """Different plans of the search's space, about half of them pipelines, and some of these interleaved."""
+    drawn, plans = random.Random(seed), {}
+    pipelines = [degree for degree in (1, 2, 4, 8) if world % degree == 0 and degree <= min(world, shape.layers)]
+    while len(plans) < count:
+        pipeline = 1 if drawn.random() < 0.5 else drawn.choice(pipelines[1:])
+        ranks = world // pipeline
+        most = {1: (1, 1, 2, 4), 2: (2, 4, 8), 4: (4, 8)}.get(pipeline, (pipeline,))
+        micro_batches = min(drawn.choice(most), shape.rows)
+        rows = -(-shape.rows // micro_batches)
+        allowed = [one for one, data in layer_strategies(ranks, model, Limits()) if data <= rows]
+        ends = vocabulary_strategies(ranks, model, Limits())
+        schedule, rounds, _ = drawn.choice(list(schedules(pipeline, [micro_batches], model.layers, Limits())))
+        share = shape.layers // rounds
+        cuts = sorted(drawn.sample(range(1, share), pipeline - 1))
+        stages = tuple(
+            Stage(
+                ranks=tuple(range(index * ranks, (index + 1) * ranks)),
+                layers=tuple(number * share + layer for layer in layers),
+            )
+            for number in range(rounds)
+            for index, layers in enumerate(zip((0, *cuts), (*cuts, share), strict=True))
+        )
+        kinds = [drawn.choice(allowed) for _ in range(drawn.choice((1, 1, 2, 3)))]
+        plan = ParallelPlan(
+            world_size=world,
+            stacks={"decoder": shape.layers},
+            micro_batches=micro_batches,
+            schedule=schedule,
+            precision=Precision(compute="fp32"),
+            stages=stages,
+            layers=tuple(kinds[layer * len(kinds) // share] for layer in range(share)) * rounds,
+            embedding=drawn.choice(ends),
+            head=drawn.choice(ends),
+        )
+        plans[plan.to_json()] = plan
+    return list(plans.values())
+
+
+def brief(plan: ParallelPlan) -> str:
+    """A plan in a line."""
+    layers = []
+    for start, strategy in enumerate(plan.layers):
+        if start == 0 or strategy != plan.layers[start - 1]:
+            layers.append(f"{start}:{describe(strategy)}{'r' if strategy.recompute == 'full' else ''}")
+    lists = len(plan.rank_groups)
+    cuts = "/".join(str(stage.layers[1] - stage.layers[0]) for stage in plan.stages[:lists])
+    if len(plan.stages) > lists:
+        cuts += f" x{len(plan.stages) // lists}"
+    ends = f"e:{describe(plan.embedding)} h:{describe(plan.head)}"
+    return f"pp {cuts} m{plan.micro_batches} {' '.join(layers)} {ends}"
+
+
+def describe(strategy) -> str:
+    megatron, ulysses = getattr(strategy, "megatron_sp", False), getattr(strategy, "ulysses", 1)
+    sharding = {"replicate": "dp", "zero2": "z2", "zero3": "z3"}[strategy.sharding] + str(strategy.shard_degree or "")
+    return f"t{strategy.tensor}{'s' if megatron else ''}{f'u{ulysses}' if ulysses > 1 else ''}{sharding}"

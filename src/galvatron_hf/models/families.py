@@ -1,0 +1,180 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""One adapter per family of causal language models; most are read off the family's own tensor-parallel plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+from galvatron_hf.models.adapter import DecoderAdapter, Fused, Heads, LogitTransform, Style
+
+
+_STYLES = {
+    "colwise": Style.COLUMN,
+    "rowwise": Style.ROW,
+    "replicated_with_grad_allreduce": Style.REPLICATED_PARTIAL_GRAD,
+}
+
+
+def _qkv_sizes(config: PreTrainedConfig) -> tuple[int, ...]:
+    heads = Heads.of(config)
+    return heads.query * heads.dim, heads.key_value * heads.dim, heads.key_value * heads.dim
+
+
+GPT2 = DecoderAdapter(
+    layers="h",
+    final_norm="ln_f",
+    attention="attn",
+    regions=("attn", "mlp"),
+    styles={
+        "attn.c_attn": Style.COLUMN,
+        "attn.c_proj": Style.ROW,
+        "mlp.c_fc": Style.COLUMN,
+        "mlp.c_proj": Style.ROW,
+    },
+    fused={"attn.c_attn": Fused(parts=("query", "key", "value"), sizes=_qkv_sizes)},
+    query=("attn.c_attn.query",),
+    key_value=("attn.c_attn.key", "attn.c_attn.value"),
+    positional=("wpe",),
+    local_attributes={"attn.split_size": "heads", "attn.num_heads": "heads", "attn.embed_dim": "heads"},
+)
+
+PHI3 = DecoderAdapter(
+    styles={
+        "self_attn.qkv_proj": Style.COLUMN,
+        "self_attn.o_proj": Style.ROW,
+        "mlp.gate_up_proj": Style.COLUMN,
+        "mlp.down_proj": Style.ROW,
+    },
+    fused={
+        "self_attn.qkv_proj": Fused(parts=("query", "key", "value"), sizes=_qkv_sizes),
+        "mlp.gate_up_proj": Fused(parts=("gate", "up"), sizes=lambda config: (config.intermediate_size,) * 2),
+    },
+    query=("self_attn.qkv_proj.query",),
+    key_value=("self_attn.qkv_proj.key", "self_attn.qkv_proj.value"),
+    local_attributes={
+        "self_attn.config.num_attention_heads": "heads",
+        "self_attn.num_key_value_heads": "key_value_heads",
+    },
+)
+
+_TABLES = {"gpt2": GPT2, "phi3": PHI3}
+
+_LOGIT_TRANSFORMS = {
+    "gemma2": lambda config: LogitTransform(softcap=config.final_logit_softcapping),
+    "gemma3_text": lambda config: LogitTransform(softcap=config.final_logit_softcapping),
+    "granite": lambda config: LogitTransform(scale=1.0 / config.logits_scaling),
+    "cohere": lambda config: LogitTransform(scale=config.logit_scale),
+    "cohere2": lambda config: LogitTransform(scale=config.logit_scale),
+}
+
+
+def adapter_for(model: PreTrainedModel) -> DecoderAdapter:
+    """The adapter of a model's family.
+
+    Raises:
+        ValueError: if the model is not a causal language model of decoder layers, or does something after its head
+            that its family's adapter does not declare.
+    """
+    _check_kind(model)
+    family = model.config.model_type
+    adapter = _TABLES.get(family) or _adapter_from_tensor_plan(model)
+    adapter = replace(adapter, logit_transform=_LOGIT_TRANSFORMS.get(family, adapter.logit_transform))
+    _check_structure(model, adapter)
+    _check_head(model, adapter)
+    return adapter
+
+
+def _adapter_from_tensor_plan(model: PreTrainedModel) -> DecoderAdapter:
+    """Reads the styles of a layer's modules off `base_model_tp_plan`, which the family ships."""
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder, which no adapter covers yet; use a decoder-only causal LM.")
+    plan = model.config.base_model_tp_plan
+    if not plan:
+        raise ValueError(
+            f"{name} ships no base_model_tp_plan and has no adapter of its own; "
+            "train it with transformers.Trainer, or add an adapter in galvatron_hf/models/families.py."
+        )
+    styles, unsupported = {}, None
+    for pattern, style in plan.items():
+        if not pattern.startswith("layers.*."):
+            continue
+        module = pattern.removeprefix("layers.*.")
+        if style not in _STYLES:
+            unsupported = f"its {module} has the style {style!r}, which is not supported"
+            continue
+        styles[module] = _STYLES[style]
+    if any("expert" in module for module in plan):
+        raise ValueError(f"{name} has expert layers, which are not supported yet; use a dense model.")
+    return DecoderAdapter(styles={} if unsupported else styles, unsupported=unsupported)
+
+
+def _check_kind(model: PreTrainedModel) -> None:
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        kind = "a PEFT model, whose adapters" if hasattr(model, "peft_config") else "no PreTrainedModel, so its layers"
+        fix = "merge_and_unload() it first" if hasattr(model, "peft_config") else "use an AutoModelForCausalLM class"
+        raise ValueError(f"{name} is {kind} no plan covers yet; {fix}, or train it with transformers.Trainer.")
+    if model._hf_peft_config_loaded:
+        raise ValueError(
+            f"{name} has PEFT adapters, which no plan covers yet; train it with transformers.Trainer, or without them."
+        )
+
+
+def _check_structure(model: PreTrainedModel, adapter: DecoderAdapter) -> None:
+    name, base = type(model).__name__, model.base_model
+    if base is model or model.get_output_embeddings() is None:
+        raise ValueError(
+            f"{name} has no language-model head, so its loss cannot be placed; use an AutoModelForCausalLM class."
+        )
+    for attribute in (adapter.layers, adapter.final_norm, *adapter.positional):
+        if attribute not in dict(base.named_children()):
+            raise ValueError(
+                f"{type(base).__name__} has no module {attribute!r}, which its adapter names; "
+                "use a family whose decoder is built like Llama's, or add an adapter."
+            )
+    if model.loss_function is not ForCausalLMLoss:
+        raise ValueError(
+            f"{name} computes {getattr(model.loss_function, '__name__', model.loss_function)!r}, not the causal LM "
+            "loss; use an AutoModelForCausalLM class, or pass compute_loss_func."
+        )
+    if getattr(model.config, "output_router_logits", False):
+        raise ValueError(f"{name} has output_router_logits=True, which is not supported yet; set it to False.")
+
+
+@torch.no_grad()
+def _check_head(model: PreTrainedModel, adapter: DecoderAdapter) -> None:
+    """Runs the family's own forward on given hidden states and logits, and compares what follows the head."""
+    base, head = model.base_model, model.get_output_embeddings()
+    device = head.weight.device if head.weight.device.type != "meta" else torch.device("cpu")
+    hidden = torch.tensor([[[3.0], [5.0]]], device=device)
+    raw = torch.linspace(-40.0, 60.0, 2 * 5, device=device).view(1, 2, 5)
+    seen = []
+    base.forward = lambda *args, **kwargs: BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden)
+    head.forward = lambda states: seen.append(states) or raw.clone()
+    try:
+        logits = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device)).logits
+    except (AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{type(model).__name__} needs more than hidden states after its decoder ({error}), "
+            "which no adapter covers; train it with transformers.Trainer."
+        ) from error
+    finally:
+        del base.forward, head.forward
+    if len(seen) != 1 or not torch.equal(seen[0], hidden):
+        raise ValueError(
+            f"{type(model).__name__} does something to its hidden states between the decoder and the head, "
+            "which no adapter covers; train it with transformers.Trainer."
+        )
+    expected = adapter.logit_transform(model.config)(raw)
+    if not torch.allclose(logits, expected, rtol=1e-5):
+        raise ValueError(
+            f"{type(model).__name__} transforms its logits in a way that no adapter declares; "
+            "declare it in galvatron_hf/models/families.py."
+        )

@@ -1,0 +1,73 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Which positions of a packed row belong to which document, and where the row is cut for the data ranks."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from galvatron_hf.parallel.activation.layout import PackedRow, Rectangle
+
+
+PADDING = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documents:
+    """Whole documents one behind the other in one row; what lies between two cuts is a pack.
+
+    Args:
+        bounds (`tuple[int, ...]`): offsets at which documents begin, and the end of the last: `0 = b_0 < ... < b_n`.
+        cuts (`tuple[int, ...]`): some of the bounds, at which packs begin, and the end of the last.
+        rows (`tuple[int, ...]`, *optional*): the row of the global batch that each document comes from, -1 for padding
+            that no loss counts; by default their numbers.
+
+    Raises:
+        ValueError: if the offsets do not fit each other.
+    """
+
+    bounds: tuple[int, ...]
+    cuts: tuple[int, ...]
+    rows: tuple[int, ...] = field(default=())
+    _within: dict[Rectangle, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self):
+        if not self.rows:
+            object.__setattr__(self, "rows", tuple(range(len(self.bounds) - 1)))
+        rising = all(start < stop for start, stop in pairwise(self.bounds))
+        if len(self.bounds) < 2 or self.bounds[0] != 0 or not rising or len(self.rows) != len(self.bounds) - 1:
+            raise ValueError(
+                f"bounds of {len(self.bounds)} offsets and {len(self.rows)} rows are no documents one behind the "
+                "other; give 0, the end of each document in rising order, and one row for each."
+            )
+        ends = (self.cuts[0], self.cuts[-1]) if len(self.cuts) > 1 else None
+        if (
+            ends != (0, self.bounds[-1])
+            or not set(self.cuts) <= set(self.bounds)
+            or list(self.cuts) != sorted(self.cuts)
+        ):
+            raise ValueError(
+                f"cuts {list(self.cuts)[:8]} do not cut the row of {self.bounds[-1]} positions where documents end; "
+                "give 0, some of the bounds in rising order, and the last of them."
+            )
+
+    @property
+    def grid(self) -> PackedRow:
+        """The shape of the row."""
+        return PackedRow(self.cuts)
+
+    def bounds_within(self, part: Rectangle) -> tuple[int, ...]:
+        """Bounds of the documents in a part that begins and ends where documents do, from the part's start on."""
+        if part not in self._within:  # every layer asks, and its recompute
+            first = bisect.bisect_left(self.bounds, part.position_start)
+            last = bisect.bisect_right(self.bounds, part.position_stop)
+            self._within[part] = tuple(bound - part.position_start for bound in self.bounds[first:last])
+        return self._within[part]
+
+    def rows_at(self, positions: Iterable[int]) -> list[int]:
+        """Rows of the global batch that positions of the packed row belong to, without padding; sorted."""
+        found = {self.rows[bisect.bisect_right(self.bounds, position) - 1] for position in positions}
+        return sorted(found - {PADDING})

@@ -1,0 +1,190 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""One micro-batch as every rank of the stage sees it: small inputs whole, hidden states by layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedConfig
+from transformers.masking_utils import create_masks_for_generate
+
+from galvatron_hf.parallel.activation.documents import Documents
+from galvatron_hf.parallel.activation.layout import Grid, Layout, PackedRow, Rectangle
+
+
+IGNORED = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardOptions:
+    """What a forward pass is to give.
+
+    Attributes:
+        num_items (`torch.Tensor` or `int`, *optional*): what the sum of losses is divided by.
+        label_smoothing (`float`): as in [`transformers.trainer_pt_utils.LabelSmoother`].
+        logits (`bool`): whether full-vocabulary logits of the rank's own rows are wanted.
+        whole_loss (`bool`): whether the loss is the sum over all ranks, not this rank's part.
+    """
+
+    num_items: torch.Tensor | int | None = None
+    label_smoothing: float = 0.0
+    logits: bool = False
+    whole_loss: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Inputs of one forward pass; whole on every rank of the stage.
+
+    Of packed documents there is one row, to which nothing has been added. Else rows and positions may have been added
+    so that every layout has something on each rank: added rows repeat the last one, added positions stand behind the
+    real ones, and neither has a target.
+
+    Attributes:
+        input_ids (`torch.Tensor`): [B, S].
+        attention_mask (`torch.Tensor`, *optional*): [B, S], 1 for real tokens.
+        position_ids (`torch.Tensor`, *optional*): [B, S], where the caller gave them.
+        targets (`torch.Tensor`, *optional*): [B, S], the token to predict at each position, -100 to ignore.
+        real_rows (`int`): rows that the caller gave.
+        real_length (`int`): positions that the caller gave.
+        embedding (`Layout`): where the embedding leaves the hidden states.
+        head (`Layout`): where the head takes them.
+        boundary (`Layout`): where they lie between two pipeline stages.
+        key (`tuple[int, ...]`): (seed, step, micro-batch), the beginning of every random stream's key.
+        wanted ([`ForwardOptions`]): what is to come out of it.
+        documents ([`Documents`], *optional*): of a packed row; they do not see each other.
+        masks (`dict`): attention masks made so far, by rows.
+        final_hidden (`list[torch.Tensor]`): what the last layer left, set during the forward pass.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor | None
+    position_ids: torch.Tensor | None
+    targets: torch.Tensor | None
+    real_rows: int
+    real_length: int
+    embedding: Layout
+    head: Layout
+    boundary: Layout
+    key: tuple[int, ...]
+    wanted: ForwardOptions
+    documents: Documents | None = None
+    masks: dict = field(default_factory=dict)
+    final_hidden: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def length(self) -> int:
+        return self.input_ids.shape[1]
+
+    @property
+    def grid(self) -> Grid | PackedRow:
+        """Its shape, which layouts are rectangles of."""
+        return Grid(self.rows, self.length) if self.documents is None else self.documents.grid
+
+    def positions(self) -> torch.Tensor:
+        """Position ids [1 or B, S] for all rows; added positions repeat the last real one."""
+        if self.position_ids is not None:
+            return self.position_ids
+        return torch.arange(self.length, device=self.input_ids.device).clamp(max=self.real_length - 1)[None]
+
+    def attention_masks(self, rectangle: Rectangle, config: PreTrainedConfig, dtype: torch.dtype):
+        """The family's own masks for the rows of a rectangle and all positions.
+
+        Returns:
+            `torch.Tensor`, `dict[str, torch.Tensor]` by layer type, or None, as the attention implementation wants it;
+                None for packed documents, whose bounds say more.
+        """
+        if self.documents is not None:
+            return None
+        rows = rectangle.row_start, rectangle.row_stop
+        if rows not in self.masks:
+            shape = (rows[1] - rows[0], self.length, 1)
+            masks = create_masks_for_generate(
+                config=config,
+                inputs_embeds=torch.empty((), dtype=dtype, device=self.input_ids.device).expand(shape),
+                attention_mask=_rows(self.attention_mask, *rows),
+                past_key_values=None,
+                position_ids=_rows(self.position_ids, *rows),
+            )
+            if isinstance(masks, dict):
+                self.masks[rows] = {kind: self._hide_added_positions(mask) for kind, mask in masks.items()}
+            else:
+                self.masks[rows] = self._hide_added_positions(masks)
+        return self.masks[rows]
+
+    def _hide_added_positions(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """Takes added positions out of additive masks [B, 1, S, S] for good.
+
+        Their lowest finite number hides nothing in a row that is hidden as a whole, as that of a position of left
+        padding is: its attention is then the mean over all positions, and its loss counts.
+        """
+        if self.length == self.real_length or mask is None or not mask.is_floating_point():
+            return mask
+        added = torch.arange(self.length, device=mask.device) >= self.real_length
+        return mask.masked_fill(added, float("-inf"))
+
+
+def shift_targets(labels: torch.Tensor) -> torch.Tensor:
+    """Labels [B, S] moved one to the left, so that each position holds the token it predicts."""
+    return F.pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous()
+
+
+def count_targets(batch: Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
+    """Number of tokens that a batch, or a list of micro-batches, asks to predict."""
+    if not isinstance(batch, Mapping):
+        return torch.stack([count_targets(part) for part in batch]).sum()
+    targets = batch["shift_labels"] if batch.get("shift_labels") is not None else shift_targets(batch["labels"])
+    return (targets != IGNORED).sum()
+
+
+def map_rows(batch: Mapping[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    """A batch with `change` made to every tensor that has one row for each of its ids.
+
+    What has one row for all of them, as position ids and masks may, stays as it is, and so do other values.
+    """
+    rows = batch["input_ids"].shape[0]
+    return {
+        name: change(value) if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == rows else value
+        for name, value in batch.items()
+    }
+
+
+def split_rows(batch: Mapping[str, Any], count: int) -> Iterator[dict[str, Any]]:
+    """A batch in `count` parts of its rows, which differ by one at most."""
+    rows = batch["input_ids"].shape[0]
+    for index in range(count):
+        part = slice(index * rows // count, (index + 1) * rows // count)
+        yield map_rows(batch, lambda value, part=part: value[part])
+
+
+def without_labels(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A batch as a loss of one's own gives it to the model."""
+    return {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
+
+
+def add_rows(tensor: torch.Tensor | None, rows: int, value: int | None = None) -> torch.Tensor | None:
+    """Lengthens [B, S] to `rows` rows with copies of the last one, or with `value`."""
+    if tensor is None or tensor.shape[0] >= rows:
+        return tensor
+    extra = tensor[-1:].expand(rows - tensor.shape[0], -1)
+    return torch.cat([tensor, extra if value is None else torch.full_like(extra, value)])
+
+
+def add_positions(tensor: torch.Tensor | None, length: int, value: int) -> torch.Tensor | None:
+    """Lengthens [B, S] to `length` positions with `value`."""
+    if tensor is None or tensor.shape[1] >= length:
+        return tensor
+    return F.pad(tensor, (0, length - tensor.shape[1]), value=value)
+
+
+def _rows(tensor: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
+    return None if tensor is None else tensor[start:stop]

@@ -1,0 +1,319 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Every collective that an activation, a gradient of one, or a loss goes through.
+
+The functions are named by what they do to a layout, and each knows its backward. All of them take a process group or
+`None`; `None` and a group of one rank mean that nothing is to be communicated, and the input is returned as it is.
+
+The collectives themselves are PyTorch's functional ones (`torch.ops._c10d_functional`), waited for at once, inside our
+own autograd functions: those that PyTorch derives overcount when the consumer of a gathered tensor is replicated.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from galvatron_hf.parallel.comm.collective_log import record
+from galvatron_hf.parallel.comm.fake_process_group import FakeProcessGroup
+
+
+def _operations(group: ProcessGroup | FakeProcessGroup) -> Any:
+    return group if isinstance(group, FakeProcessGroup) else torch.ops._c10d_functional
+
+
+def is_trivial(group: ProcessGroup | None) -> bool:
+    """Whether a group needs no communication: there is none, or it has one rank."""
+    return group is None or group.size() == 1
+
+
+def all_reduce_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Sum of `x` over the group, any shape, in a new tensor. Not differentiable."""
+    return _all_reduce(x, "sum", group)
+
+
+def all_reduce_max(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Elementwise maximum of `x` over the group, any shape, in a new tensor. Not differentiable."""
+    return _all_reduce(x, "max", group)
+
+
+def all_gather_stacked(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """`[...]` on each rank to `[n, ...]` on all, in the group's rank order. Not differentiable."""
+    if is_trivial(group):
+        return x.unsqueeze(0)
+    record("all_gather", x, group)
+    size = group.size()
+    operations = _operations(group)
+    gathered = operations.all_gather_into_tensor(x.contiguous().unsqueeze(0), size, group.group_name)
+    return operations.wait_tensor(gathered)
+
+
+def all_to_all_pieces(
+    pieces: Tensor, received: Sequence[int], sent: Sequence[int], group: ProcessGroup | None
+) -> Tensor:
+    """
+    Sends consecutive pieces of a flat buffer to the ranks of a group. Not differentiable.
+
+    Args:
+        pieces (`Tensor` of shape `[sum(sent)]`): What goes to the group's first rank, then to its second, and so on.
+        received (`Sequence[int]`): Elements that come from each rank, in the group's rank order. Zero is allowed.
+        sent (`Sequence[int]`): Elements that go to each rank. Zero is allowed.
+        group (`ProcessGroup` or `None`): The ranks that exchange pieces.
+
+    Returns:
+        `Tensor` of shape `[sum(received)]`: The pieces, ordered by the rank they come from.
+    """
+    if is_trivial(group):
+        return pieces
+    record("all_to_all", pieces, group)
+    # A move does not look at values, and not every backend knows every type: send the bytes.
+    width = pieces.element_size()
+    operations = _operations(group)
+    moved = operations.all_to_all_single(
+        pieces.contiguous().view(torch.uint8),
+        [count * width for count in received],
+        [count * width for count in sent],
+        group.group_name,
+    )
+    return operations.wait_tensor(moved).view(pieces.dtype)
+
+
+def _all_reduce(x: Tensor, operation: str, group: ProcessGroup | None) -> Tensor:
+    if is_trivial(group):
+        return x
+    record("all_reduce", x, group)
+    operations = _operations(group)
+    return operations.wait_tensor(operations.all_reduce(x.contiguous(), operation, group.group_name))
+
+
+def _gather_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """`[.., P, ..]` on each of n ranks to `[.., n*P, ..]` on all."""
+    dim = dim % x.dim()
+    return all_gather_stacked(x, group).movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _scatter_sum_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """`[.., n*P, ..]`, partial on each of n ranks, to the sum's `[.., P, ..]`, rank k holding piece k."""
+    pieces = _split_stacked(x, dim, group).contiguous()
+    record("reduce_scatter", pieces, group)
+    operations = _operations(group)
+    reduced = operations.reduce_scatter_tensor(pieces, "sum", group.size(), group.group_name)
+    return operations.wait_tensor(reduced).squeeze(0)
+
+
+def _split_stacked(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """`[.., n*P, ..]` to `[n, .., P, ..]`, a view."""
+    dim = dim % x.dim()
+    if x.shape[dim] % group.size():
+        raise ValueError(
+            f"Dimension {dim} of a tensor of shape {tuple(x.shape)} cannot be split evenly over {group.size()} ranks;"
+            f" pad it to a multiple of {group.size()}."
+        )
+    return x.unflatten(dim, (group.size(), -1)).movedim(dim, 0)
+
+
+def _exchange(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup) -> Tensor:
+    pieces = _split_stacked(x, split_dim, group).contiguous()
+    counts = [pieces[0].numel()] * group.size()
+    swapped = all_to_all_pieces(pieces.flatten(), counts, counts, group).view_as(pieces)
+    concat_dim = concat_dim % x.dim()
+    return swapped.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)
+
+
+class _CopyToGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return all_reduce_sum(grad, ctx.group), None
+
+
+class _ReduceFromGroup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        return all_reduce_sum(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _GatherPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, dim):
+        ctx.group, ctx.dim = group, dim
+        return _gather_along(x, dim, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return _scatter_sum_along(grad, ctx.dim, ctx.group), None, None
+
+
+class _ScatterSumPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, dim):
+        ctx.group, ctx.dim = group, dim
+        return _scatter_sum_along(x, dim, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return _gather_along(grad, ctx.dim, ctx.group), None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, split_dim, concat_dim, group):
+        ctx.split_dim, ctx.concat_dim, ctx.group = split_dim, concat_dim, group
+        return _exchange(x, split_dim, concat_dim, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return _exchange(grad, ctx.concat_dim, ctx.split_dim, ctx.group), None, None, None
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, group):
+        ctx.group = group
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        # fp32: bf16 parts lose what they would keep if one rank had summed all uses
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        return all_reduce_sum(grad.to(wide), ctx.group).to(grad.dtype), None
+
+
+def copy_to_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """
+    StageInput of a tensor-parallel region: a replicated tensor meets weights of which each rank holds a part.
+
+    Forward is the identity; backward sums the partial gradients over the group (Megatron-LM, arXiv:1909.08053, the
+    operator f).
+
+    Args:
+        x (`Tensor` of any shape): Equal on every rank of the group.
+        group (`ProcessGroup` or `None`): The tensor-parallel ranks.
+
+    Returns:
+        `Tensor` of the same shape.
+    """
+    return x if is_trivial(group) else _CopyToGroup.apply(x, group)
+
+
+def reduce_from_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """
+    Exit of a tensor-parallel region: sums the ranks' partial results; every rank gets the sum.
+
+    Backward is the identity, because the gradient of a replicated tensor is full on every replica (Megatron-LM,
+    arXiv:1909.08053, the operator g).
+
+    Args:
+        x (`Tensor` of any shape): This rank's share of the sum.
+        group (`ProcessGroup` or `None`): The tensor-parallel ranks.
+
+    Returns:
+        `Tensor` of the same shape, equal on every rank of the group.
+    """
+    return x if is_trivial(group) else _ReduceFromGroup.apply(x, group)
+
+
+def gather_positions(x: Tensor, group: ProcessGroup | None, dim: int = 1) -> Tensor:
+    """
+    StageInput of a tensor-parallel region whose input is split by position (Megatron-SP, arXiv:2205.05198).
+
+    Forward gathers; backward reduce-scatters, because the consumer's gradient is partial on each rank. A consumer
+    whose gradient is already full needs [`galvatron_hf.parallel.activation.layout.redistribute`] instead.
+
+    Args:
+        x (`Tensor` of shape `[B, S/n, ...]`): This rank's positions; every rank has equally many.
+        group (`ProcessGroup` or `None`): The tensor-parallel ranks.
+        dim (`int`, *optional*, defaults to 1): The dimension of positions.
+
+    Returns:
+        `Tensor` of shape `[B, S, ...]`.
+    """
+    return x if is_trivial(group) else _GatherPositions.apply(x, group, dim)
+
+
+def scatter_sum_positions(x: Tensor, group: ProcessGroup | None, dim: int = 1) -> Tensor:
+    """
+    Exit of a tensor-parallel region whose output is split by position (Megatron-SP, arXiv:2205.05198).
+
+    Forward reduce-scatters the ranks' partial results; backward gathers.
+
+    Args:
+        x (`Tensor` of shape `[B, S, ...]`): This rank's share of the sum.
+        group (`ProcessGroup` or `None`): The tensor-parallel ranks.
+        dim (`int`, *optional*, defaults to 1): The dimension of positions.
+
+    Returns:
+        `Tensor` of shape `[B, S/n, ...]`: Piece k of the sum on rank k.
+
+    Raises:
+        ValueError: If the positions are not a multiple of the group's size.
+    """
+    return x if is_trivial(group) else _ScatterSumPositions.apply(x, group, dim)
+
+
+def exchange(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup | None) -> Tensor:
+    """
+    Splits one dimension over the group and makes another whole (DeepSpeed-Ulysses, arXiv:2309.14509).
+
+    Backward is the inverse exchange.
+
+    Args:
+        x (`Tensor`): For the way into attention `[B, S/n, heads, D]` with `split_dim=2`, `concat_dim=1`.
+        split_dim (`int`): The dimension of which rank k keeps piece k.
+        concat_dim (`int`): The dimension that becomes whole, pieces in rank order; different from `split_dim`.
+        group (`ProcessGroup` or `None`): The sequence-parallel ranks.
+
+    Returns:
+        `Tensor`: `split_dim` divided by the group's size, `concat_dim` multiplied by it.
+
+    Raises:
+        ValueError: If `split_dim` is not a multiple of the group's size.
+    """
+    return x if is_trivial(group) else _Exchange.apply(x, split_dim, concat_dim, group)
+
+
+def sum_gradient(weight: Tensor, group: ProcessGroup | None) -> Tensor:
+    """
+    Marks a weight that the ranks of a group hold in full and each use in part; its gradient is summed in fp32.
+
+    Examples are a norm's weight under Megatron-SP and key/value heads replicated over tensor ranks.
+
+    Args:
+        weight (`Tensor` of any shape): Equal on every rank of the group.
+        group (`ProcessGroup` or `None`): The ranks whose gradients are shares of the whole.
+
+    Returns:
+        `Tensor` of the same shape, to be used in place of the weight.
+    """
+    return weight if is_trivial(group) else _SumGradient.apply(weight, group)
+
+
+def sum_loss(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """
+    Sums the ranks' shares of a loss. Each rank's own share gets the gradient of the sum, which is not summed again.
+
+    Args:
+        x (`Tensor`, a scalar): This rank's share.
+        group (`ProcessGroup` or `None`): The ranks that hold the shares.
+
+    Returns:
+        `Tensor`, a scalar, equal on every rank of the group.
+    """
+    return x if is_trivial(group) else _ReduceFromGroup.apply(x, group)

@@ -1,0 +1,45 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives of one rank without the others: what comes out has the right shape and memory, and nothing is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class FakeProcessGroup:
+    """Stands for a process group of which only this rank, its first, exists: for profiling what one rank does.
+
+    Args:
+        ranks (`int`): of the group that it stands for.
+    """
+
+    ranks: int
+    group_name: str = "lone"
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return 0
+
+    # The functional collectives, with this rank's values in place of the others'.
+
+    def all_gather_into_tensor(self, x: Tensor, size: int, name: str) -> Tensor:
+        return x.expand(size, *x.shape[1:])
+
+    def all_reduce(self, x: Tensor, operation: str, name: str) -> Tensor:
+        return x.clone()
+
+    def reduce_scatter_tensor(self, x: Tensor, operation: str, size: int, name: str) -> Tensor:
+        return x[:1].clone()
+
+    def all_to_all_single(self, x: Tensor, received: Sequence[int], sent: Sequence[int], name: str) -> Tensor:
+        return x.clone() if list(received) == list(sent) else x.new_zeros(sum(received))
+
+    def wait_tensor(self, x: Tensor) -> Tensor:
+        return x

@@ -1,0 +1,198 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Replicated data parallelism: whole weights without a second copy, gradients summed while the backward goes on.
+
+What PyTorch's DistributedDataParallel does (arXiv 2006.15704), one bucket per unit, for weights that are DTensors at
+rest. FSDP2 with one shard would do the same sums, but with two copies of the weights and, on gloo, waiting for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from galvatron_hf.parallel.comm.mesh import WeightMesh
+
+
+class ReplicatedWeight:
+    """One weight: a DTensor at rest, a leaf of the autograd graph while it is in use.
+
+    Args:
+        parameter (`nn.Parameter`): plain, or a DTensor over the tensor ranks.
+        places (`list[tuple[nn.Module, str]]`): the modules that hold it, under their names for it.
+        mesh ([`WeightMesh`]): where it lives.
+    """
+
+    def __init__(self, parameter: nn.Parameter, places: list[tuple[nn.Module, str]], mesh: WeightMesh):
+        self.places, self.mesh = places, mesh
+        self.tensor_placements = parameter.placements if isinstance(parameter, DTensor) else None
+        self.shape, self.stride = parameter.shape, parameter.stride()
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        self.sharded_param = nn.Parameter(self._over_mesh(local.detach()), parameter.requires_grad)
+        self.in_use: nn.Parameter | None = None
+        self.summed: torch.Tensor | None = None  # of earlier micro-batches, in the reduction's format
+
+    def _over_mesh(self, local: torch.Tensor) -> DTensor:
+        placements = (Replicate(), Replicate(), *(self.tensor_placements or (Replicate(),)))
+        return DTensor.from_local(
+            local, self.mesh.mesh, placements, run_check=False, shape=self.shape, stride=self.stride
+        )
+
+    def _put(self, parameter: nn.Parameter) -> None:
+        for module, name in self.places:
+            module._parameters[name] = parameter
+
+    def unshard(self, dtype: torch.dtype) -> nn.Parameter:
+        """Puts the leaf into its modules: the weight itself, or its copy in the compute format."""
+        local = self.sharded_param.to_local().detach().to(dtype)
+        if self.tensor_placements is not None:
+            local = DTensor.from_local(
+                local,
+                self.mesh.tensor,
+                self.tensor_placements,
+                run_check=False,
+                shape=self.shape,
+                stride=self.stride,
+            )
+        self.in_use = nn.Parameter(local, self.sharded_param.requires_grad)
+        self._put(self.in_use)
+        return self.in_use
+
+    def reshard(self) -> None:
+        """Leaves the DTensor in its modules."""
+        self._put(self.sharded_param)
+        self.in_use = None
+
+    def collect(self, dtype: torch.dtype) -> None:
+        """Adds the gradient of one backward pass to those of the earlier ones."""
+        gradient = None if self.in_use is None else self.in_use.grad
+        if gradient is None:
+            return
+        self.in_use.grad = None
+        gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        gradient = gradient.to(dtype)
+        self.summed = gradient if self.summed is None else self.summed.add_(gradient)
+
+    def give_gradient(self) -> None:
+        """Makes the sum the gradient of the DTensor, or adds it to the one there is."""
+        if self.summed is None:
+            return
+        gradient, self.summed = self._over_mesh(self.summed.to(self.sharded_param.dtype)), None
+        if self.sharded_param.grad is None:
+            self.sharded_param.grad = gradient
+        else:
+            self.sharded_param.grad.to_local().add_(gradient.to_local())
+
+
+class ReplicatedUnit:
+    """Weights whose gradients are summed over the data ranks together, once in a step.
+
+    Args:
+        modules (`list[nn.Module]`): the unit's weights are those below them that are in no unit yet.
+        taken (`set[int]`): `id`s of weights in units; the unit's own are added.
+        mesh ([`WeightMesh`]): where they live.
+        compute (`torch.dtype`): the format of the weights in use.
+        reduce (`torch.dtype`): the format in which gradients are summed.
+        last_backward_runs (`Callable`): called whenever a gradient arrives in a step's last backward.
+    """
+
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        taken: set[int],
+        mesh: WeightMesh,
+        compute: torch.dtype,
+        reduce: torch.dtype,
+        last_backward_runs: Callable[[], None],
+    ):
+        self.compute, self.reduce, self.last_backward_runs = compute, reduce, last_backward_runs
+        group = mesh.mesh.get_group("replicate")
+        self.group = group if group.size() > 1 else None
+        self.weights = [ReplicatedWeight(*found, mesh) for found in _weights_below(modules, taken)]
+        taken.update(id(weight.sharded_param) for weight in self.weights)
+        self.last = False
+        self._begun = False
+        self._waiting: set[int] = set()
+        self._running: dist.Work | None = None
+        self.reshard()
+
+    def unshard(self) -> None:
+        """Makes the weights ready for a forward pass; one that was not announced ends a step by itself."""
+        if not self._begun:
+            self.begin(last=True)
+        if any(weight.in_use is None for weight in self.weights):
+            for weight in self.weights:
+                parameter = weight.unshard(self.compute)
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(lambda _, weight=weight: self._arrived(weight))
+
+    def reshard(self) -> None:
+        """Leaves DTensors in the modules, as the optimizer and checkpoints want them."""
+        for weight in self.weights:
+            weight.reshard()
+
+    def begin(self, last: bool) -> None:
+        """Before a micro-batch: `last` says whether its backward ends the step."""
+        self.collect()
+        self.last, self._begun = last, True
+        self._waiting = {id(weight) for weight in self.weights if weight.sharded_param.requires_grad}
+
+    def collect(self) -> None:
+        """Adds what the last backward left to the gradients of those before."""
+        for weight in self.weights:
+            weight.collect(self.reduce)
+
+    def _arrived(self, weight: ReplicatedWeight) -> None:
+        weight.collect(self.reduce)
+        self._waiting.discard(id(weight))
+        if self.last:
+            self.last_backward_runs()
+            if not self._waiting:
+                self._start()
+
+    def _start(self) -> None:
+        """Begins the sum over the ranks; the backward goes on meanwhile."""
+        owners = [weight for weight in self.weights if weight.summed is not None]
+        if self.group is None or not owners or self._running is not None:
+            return
+        flat = [weight.summed.flatten() for weight in owners]
+        sums = torch.cat(flat) if len(flat) > 1 else flat[0]  # an embedding needs no second copy of its gradient
+        pieces = sums.split([weight.summed.numel() for weight in owners])
+        for weight, piece in zip(owners, pieces, strict=True):
+            weight.summed = piece.view(weight.summed.shape)
+        self._running = dist.all_reduce(sums, group=self.group, async_op=True)
+
+    def start(self) -> None:
+        """Begins the sum where some weights got no gradient, so that it has not begun by itself."""
+        self.collect()
+        self._start()
+
+    def finish(self) -> None:
+        """After a step's last backward: waits for the sums and leaves them as the DTensors' gradients."""
+        self.start()
+        if self._running is not None:
+            self._running.wait()
+            self._running = None
+        for weight in self.weights:
+            weight.give_gradient()
+        self.reshard()
+        self.last = self._begun = False
+
+
+def _weights_below(
+    modules: list[nn.Module], taken: set[int]
+) -> Iterator[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
+    """Each weight that is in no unit, with every place it has."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    weights: dict[int, nn.Parameter] = {}
+    for module in {inner: None for outer in modules for inner in outer.modules()}:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in taken:
+                weights[id(parameter)] = parameter
+                places.setdefault(id(parameter), []).append((module, name))
+    for key, parameter in weights.items():
+        yield parameter, places[key]

@@ -1,0 +1,256 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Data parallelism: which weights are gathered and reduced when, and everything that touches FSDP2.
+
+ZeRO (arXiv 1910.02054) by `torch.distributed.fsdp.fully_shard`, one unit per layer with a mesh of its own. Gradients
+are sum-reduced everywhere: the loss is already divided by the global number of targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from galvatron_hf.parallel.comm.mesh import WeightMesh
+from galvatron_hf.parallel.data_parallel.replicated import ReplicatedUnit
+from galvatron_hf.plan import Precision
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
+    """The FSDP2 policy of a plan's precision: weights are cast on use, gradients reduced in `precision.reduce`."""
+    compute, reduce = DTYPES[precision.compute], DTYPES[precision.reduce]
+    if compute is DTYPES[precision.master] and reduce is compute:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ShardedUnit:
+    """A module that FSDP2 manages, with the kind of its sharding and its stage."""
+
+    module: FSDPModule
+    sharding: str
+    stage: int
+
+
+class ShardedUnits:
+    """The units of one model and when each communicates over the micro-batches of a step.
+
+    - `zero3`: weights are gathered for each use, gradients reduced after each micro-batch.
+    - `zero2`: weights stay gathered from a step's first use to its last, gradients are reduced after each micro-batch.
+    - `replicate`: weights are whole on every rank, gradients are reduced once, during the last micro-batch's backward.
+
+    Where there are several copies of the weights, their gradients are summed once, in the last micro-batch. Sharded
+    weights are FSDP2's, replicated ones are [`ReplicatedUnit`]s.
+
+    Args:
+        precision ([`Precision`]): weights are cast on use, gradients reduced in `precision.reduce`.
+        wait_at_end (`bool`): whether sums over copies are waited for in [`ShardedUnits.finish_step`], not where a
+            backward ends, behind which another stage's may come.
+    """
+
+    def __init__(self, precision: Precision, wait_at_end: bool = False):
+        self.compute, self.reduce = DTYPES[precision.compute], DTYPES[precision.reduce]
+        self.policy = mixed_precision(precision)
+        self.sharded: list[_ShardedUnit] = []
+        self.replicated: list[tuple[ReplicatedUnit, int]] = []
+        self._taken: set[int] = set()
+        self.wait_at_end = wait_at_end
+        self._ending = False
+
+    def add(
+        self,
+        module: nn.Module | list[nn.Module],
+        mesh: WeightMesh,
+        sharding: str,
+        *,
+        stage: int = 0,
+        stay_gathered: bool = False,
+        needed_in_backward: bool = True,
+    ) -> None:
+        """Makes one unit of the parameters of `module` that are in no unit yet.
+
+        Args:
+            module (`nn.Module` or `list[nn.Module]`): modules whose parameters are gathered and reduced together.
+            mesh ([`WeightMesh`]): where their shards live.
+            sharding (`str`): "replicate", "zero2" or "zero3".
+            stage (`int`): index of the stage that it belongs to.
+            stay_gathered (`bool`): whether weights under `zero3` are kept from the forward to the backward, which
+                follows at once.
+            needed_in_backward (`bool`): whether the backward looks at the weights; a lookup's does not.
+        """
+        modules = module if isinstance(module, list) else [module]
+        if sharding == "replicate":
+            unit = ReplicatedUnit(modules, self._taken, mesh, self.compute, self.reduce, self._backward_runs)
+            for part in modules:
+                part.register_forward_pre_hook(lambda *unused: unit.unshard(), prepend=True)
+            self.replicated.append((unit, stage))
+            return
+        shard_degree = mesh.data.size(-1)
+        fully_shard(
+            module,
+            mesh=mesh.data,
+            reshard_after_forward=sharding == "zero3" and not stay_gathered,
+            mp_policy=self.policy,
+            shard_placement_fn=lambda parameter: shard_placement(parameter, shard_degree),
+            ignored_params={weight.sharded_param for unit, _ in self.replicated for weight in unit.weights},
+        )
+        unit = modules[0]
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+        unit.set_unshard_in_backward(needed_in_backward)
+        self.sharded.append(_ShardedUnit(module=unit, sharding=sharding, stage=stage))
+        self._taken.update(id(parameter) for part in modules for parameter in part.parameters())
+
+    def add_root(
+        self, module: nn.Module, mesh: WeightMesh, sharding: str, *, stage: int = 0, stay_gathered: bool = True
+    ) -> None:
+        """Makes a unit of what is left of a stage, and FSDP2's root, which orders all of the stage's units."""
+        if sharding == "replicate":
+            self.add(module, mesh, sharding, stage=stage)
+        if sharding != "replicate" or any(unit.stage == stage for unit in self.sharded):
+            kind = "zero2" if sharding == "replicate" else sharding
+            self.add(module, mesh, kind, stage=stage, stay_gathered=stay_gathered)
+
+    def reshard(self) -> None:
+        """Frees gathered weights, so that the model's parameters are the shards again."""
+        for unit in self.sharded:
+            unit.module.reshard()
+        for unit, _ in self.replicated:
+            unit.reshard()
+
+    def replace_weights(self, model: nn.Module, new: Callable[[nn.Parameter], nn.Parameter]) -> None:
+        """Puts other tensors, of the same pieces, in the place of all weights of `model`, whose units these are."""
+        self.reshard()
+        made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # with the old one, so that no other takes its id
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    if id(parameter) not in made:
+                        made[id(parameter)] = parameter, new(parameter)
+                    module._parameters[name] = made[id(parameter)][1]
+        for unit, _ in self.replicated:
+            for weight in unit.weights:
+                weight.sharded_param = made[id(weight.sharded_param)][1]
+        for unit in self.sharded:
+            for group in unit.module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    parameter.reset_sharded_param()
+
+    def begin_micro_batch(self, last: bool, *, stage: int = 0, keep_gradients: bool = False) -> None:
+        """Tells every unit of a stage what the coming backward is.
+
+        Args:
+            last (`bool`): whether it is the stage's last of the step.
+            stage (`int`): index of the stage.
+            keep_gradients (`bool`): whether all gradients, and all weights, wait for
+                [`ShardedUnits.reduce_kept_gradients`].
+        """
+        for unit in self._of_stage(stage):
+            unit.module.set_is_last_backward(last)
+            unit.module.set_requires_gradient_sync(not keep_gradients, recurse=False)
+            unit.module.set_requires_all_reduce(last, recurse=False)
+            freed = (last or unit.sharding == "zero3") and not keep_gradients
+            unit.module.set_reshard_after_backward(freed, recurse=False)
+        for unit, place in self.replicated:
+            if place == stage:
+                unit.begin(last)
+        self._ending = False
+
+    def collect(self, stage: int) -> None:
+        """Adds up replicated weights' gradients that came without hooks, as those of a split backward do."""
+        for unit, place in self.replicated:
+            if place == stage:
+                unit.collect()
+
+    def reduce_kept_gradients(self, stage: int) -> None:
+        """Reduces what the backward passes of a step have kept, for schedules whose backward FSDP2 does not see whole.
+
+        As `torch.distributed.pipelining` does at the end of its schedules.
+        """
+        self.begin_micro_batch(last=True, stage=stage)
+        states = [unit.module._get_fsdp_state() for unit in self._of_stage(stage)]
+        for state in states:
+            for group in state._fsdp_param_groups:
+                group.post_backward()
+        if states:
+            states[-1]._root_post_backward_final_callback()  # the root was added last
+        self._finish()
+
+    def prefetch_backward(self, stage: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module | None) -> None:
+        """Makes the backward of each sharded layer gather the one before it, and the embedding's gather nothing.
+
+        By itself FSDP2 takes what the forward ran before, which in a pipeline may be another micro-batch's: behind
+        the embedding's backward that would be a layer whose weights then wait for the next micro-batch.
+        """
+        sharded = [layer for layer in layers if isinstance(layer, FSDPModule)]
+        for before, layer in zip([*sharded[:1], *sharded], sharded, strict=False):
+            layer.set_modules_to_backward_prefetch([before])
+        if isinstance(embedding, FSDPModule) and isinstance(stage, FSDPModule):
+            embedding.set_modules_to_backward_prefetch([stage])  # the root, which has no weights in the first stage
+
+    def _of_stage(self, stage: int) -> list[_ShardedUnit]:
+        return [unit for unit in self.sharded if unit.stage == stage]
+
+    def _backward_runs(self) -> None:
+        """Called during a step's last backward: sees to it that its end is not missed."""
+        if not self._ending:
+            self._ending = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        """At the end of a stage's last backward."""
+        for unit, _ in self.replicated:
+            if unit.last and self.wait_at_end:
+                unit.start()
+            elif unit.last:
+                unit.finish()
+        self._ending = False
+
+    def finish_step(self) -> None:
+        """Behind the last backward of all stages: waits for the sums over copies that are under way."""
+        for unit, _ in self.replicated:
+            if unit.last:
+                unit.finish()
+
+    def release_after_evaluation(self, model: nn.Module) -> None:
+        """Lets go of gathered weights after every forward pass that no backward follows.
+
+        The gathered weights of `zero2`, `replicate`, the head and the root are kept until a backward pass; without
+        one, weights that are loaded next would not be seen by the forward pass after.
+        """
+
+        def release(*unused) -> None:
+            if not torch.is_grad_enabled():
+                self.reshard()
+
+        model.register_forward_hook(release)
+
+
+def shard_placement(parameter: nn.Parameter, shard_degree: int) -> Shard:
+    """The dimension on which FSDP2 shards a parameter that tensor parallelism may have cut already."""
+    if not isinstance(parameter, DTensor) or not parameter.placements[0].is_shard(0):
+        return Shard(0)
+    dim = second_cut(tuple(parameter.shape), parameter.device_mesh.size(), shard_degree)
+    assert dim is not None, "check_model lets no such plan through"
+    return Shard(dim)
+
+
+def second_cut(shape: tuple[int, ...], tensor_degree: int, shard_degree: int) -> int | None:
+    """The dimension to shard of a weight whose dimension 0 the tensor ranks have cut; None if none can be.
+
+    Dimension 0 is shared only where the pieces are even; uneven pieces of one dimension under two mesh axes have no
+    placement that DTensor can put together again.
+    """
+    if shape[0] % (tensor_degree * shard_degree) == 0:
+        return 0
+    # Only rows are cut twice: a dimension that is cut once may have uneven pieces.
+    return 1 if len(shape) > 1 else None

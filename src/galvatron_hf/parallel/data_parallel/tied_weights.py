@@ -1,0 +1,91 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""A weight that embedding and head share, on two stages: two copies that take the same steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from galvatron_hf.parallel.comm.dtensor import assign, full_tensor, local_tensor
+from galvatron_hf.parallel.comm.objects import gather_objects
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiedWeights:
+    """The two copies of a tied weight.
+
+    The embedding's is the one that counts: in the norm of all gradients, and in what is saved.
+
+    Attributes:
+        embedding (`nn.Module`, *optional*): on the first stage's ranks.
+        head (`nn.Module`, *optional*): on the last stage's ranks.
+        names (`tuple[str, str]`): of the embedding's weight and of the head's.
+        group (`ProcessGroup`, *optional*): the two ranks that hold the same piece; None on other stages' ranks, and
+            where one rank has both copies.
+        alike (`bool`): whether both are cut alike, so that each rank's piece has its counterpart.
+    """
+
+    embedding: nn.Module | None
+    head: nn.Module | None
+    names: tuple[str, str]
+    group: dist.ProcessGroup | None
+    alike: bool
+
+    def is_copy(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is the copy that does not count."""
+        return self.head is not None and parameter is self.head.weight
+
+    @torch.no_grad()
+    def copy_weight(self) -> None:
+        """Makes the head's copy the embedding's weight, where one rank has both and only that was loaded."""
+        if self.embedding is not None and self.head is not None:
+            local_tensor(self.head.weight).copy_(local_tensor(self.embedding.weight))
+
+    def _weights(self) -> list[nn.Parameter]:
+        return [module.weight for module in (self.embedding, self.head) if module is not None]
+
+    def check_options(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuses an optimizer that would take different steps with the two copies; collective over all ranks.
+
+        Raises:
+            ValueError: if their groups' options differ, or one of them is in no group.
+        """
+        groups = {id(weight): group for group in optimizer.param_groups for weight in group["params"]}
+        own = [groups.get(id(weight)) for weight in self._weights()]
+        own = [None if group is None else repr({k: v for k, v in group.items() if k != "params"}) for group in own]
+        if len({options for options_of_rank in gather_objects(own) for options in options_of_rank}) > 1:
+            embedding, head = self.names
+            raise ValueError(
+                f"{embedding} and {head} are one weight with a copy on the first and the last stage, and the "
+                "optimizer has them in groups with different options; give both names the same."
+            )
+
+    def put_aside(self) -> list[torch.Tensor | None]:
+        """Takes out the copies' gradients of earlier steps: these are sums over both copies already."""
+        earlier = [weight.grad for weight in self._weights()]
+        for weight in self._weights():
+            weight.grad = None
+        return earlier
+
+    @torch.no_grad()
+    def sum_gradients(self, earlier: list[torch.Tensor | None]) -> None:
+        """Gives both copies the sum of their gradients, with those of earlier steps; collective over both stages."""
+        copies = [weight.grad for weight in self._weights()]
+        if not copies or copies[0] is None:
+            return
+        if len(copies) == 2:
+            copies[0].to_local().add_(copies[1].to_local())
+            copies[1].to_local().copy_(copies[0].to_local())
+        elif self.alike:
+            dist.all_reduce(local_tensor(copies[0]), group=self.group)
+        else:
+            whole = full_tensor(copies[0]).contiguous()
+            dist.all_reduce(whole, group=self.group)
+            assign(copies[0], whole)
+        for gradient, before in zip(copies, earlier, strict=True):
+            if before is not None:
+                local_tensor(gradient).add_(local_tensor(before))

@@ -1,0 +1,98 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""What a process is doing, as it would tell others: which collective it waits in, and its Python stack.
+
+Nothing is recorded on the way: what a thread does is on its stack, arguments of collectives included, and is read only
+when somebody asks.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterable, Sequence
+from types import FrameType, TracebackType
+
+import torch.distributed as dist
+
+
+# Functions that wait for other ranks, by file, with the local variable that holds the group.
+_WAITING = {
+    "galvatron_hf/parallel/comm/collectives.py": {
+        "_all_reduce": ("all_reduce", "group"),
+        "all_gather_stacked": ("all_gather", "group"),
+        "_scatter_sum_along": ("reduce_scatter", "group"),
+        "all_to_all_pieces": ("all_to_all", "group"),
+    },
+    "galvatron_hf/parallel/data_parallel/replicated.py": {"finish": ("all_reduce of gradients", "self.group")},
+    "galvatron_hf/parallel/pipeline/runtime.py": {"wait": ("a transfer between stages", "")},
+    "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py": {
+        "wait_for_unshard": ("all_gather of weights", "self._all_gather_process_group"),
+        "post_backward": ("reduce_scatter of gradients", "self._reduce_scatter_process_group"),
+    },
+    "torch/distributed/distributed_c10d.py": {
+        name: (name, "group")
+        for name in (
+            "all_reduce",
+            "all_gather",
+            "all_gather_into_tensor",
+            "all_gather_single",
+            "all_gather_object",
+            "barrier",
+            "batch_isend_irecv",
+            "broadcast",
+            "broadcast_object_list",
+            "gather",
+            "gather_object",
+            "reduce_scatter_single",
+            "reduce_scatter_tensor",
+            "scatter",
+        )
+    },
+}
+
+
+def stack_of(frame: FrameType) -> list[tuple[FrameType, int]]:
+    """Frames and their lines from the outermost to the one that runs."""
+    return list(traceback.walk_stack(frame))[::-1]
+
+
+def stack_of_error(trace: TracebackType | None) -> list[tuple[FrameType, int]]:
+    """Frames and their lines from the one that caught an error to the one that raised it."""
+    return list(traceback.walk_tb(trace))
+
+
+def waiting_in(stack: Sequence[tuple[FrameType, int]]) -> str | None:
+    """The innermost collective on a stack, with its ranks: "all_reduce over ranks [0, 1]"; None if there is none."""
+    for frame, _ in reversed(stack):
+        path = frame.f_code.co_filename.replace("\\", "/")
+        for file, functions in _WAITING.items():
+            if path.endswith(file) and frame.f_code.co_name in functions:
+                kind, group = functions[frame.f_code.co_name]
+                return kind + _ranks(frame, group)
+    return None
+
+
+def waiting_threads() -> Iterable[str]:
+    """What the threads of this process wait in: on a GPU the backward is not the main thread's."""
+    for frame in sys._current_frames().values():
+        waits = waiting_in(stack_of(frame))
+        if waits is not None:
+            yield waits
+
+
+def format_stack(stack: Sequence[tuple[FrameType, int]], innermost: int = 12) -> str:
+    """The innermost lines of a stack, as Python writes them."""
+    summary = traceback.StackSummary.extract(iter(stack))
+    return "".join(traceback.format_list(summary[-innermost:])).rstrip()
+
+
+def _ranks(frame: FrameType, group: str) -> str:
+    """The ranks of a group that a frame knows by a name such as "group" or "self.group"."""
+    if not group:
+        return ""
+    name, _, attribute = group.partition(".")
+    value = frame.f_locals.get(name)
+    value = getattr(value, attribute, None) if attribute else value
+    value = dist.group.WORLD if value is None else value
+    return f" over ranks {dist.get_process_group_ranks(value)}" if isinstance(value, dist.ProcessGroup) else ""

@@ -1,0 +1,221 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Where a number of a step stopped being finite: the step is computed again, and every rank watches its own part.
+
+What a rank sees spreads: through the collectives of a layer to the ranks that share it, then to all layers behind, and
+with the sum of gradients to everybody. So what counts is who had it first, in the order of the computation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
+
+from galvatron_hf.parallel.activation.documents import Documents
+from galvatron_hf.parallel.activation.layout import Layout, Rectangle
+from galvatron_hf.parallel.activation.micro_batch import MicroBatch
+from galvatron_hf.parallel.comm.collective_log import observe_collectives
+from galvatron_hf.parallel.comm.dtensor import local_tensor
+from galvatron_hf.parallel.comm.objects import gather_objects
+from galvatron_hf.parallel.model import Batch, ParallelModel
+from galvatron_hf.parallel.pipeline.stage import MissingModule
+from galvatron_hf.plan.schedule import Action, Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonFinite:
+    """The first value of a micro-batch that a rank found to be infinite or not a number.
+
+    Attributes:
+        rank (`int`): who found it.
+        micro_batch (`int`): of the step.
+        position (`tuple[int, int, int]`): forward or backward, place in its order, and check at this place; the same
+            check has the same position on every rank that makes it.
+        what (`str`): what it was, as in "the output of layer 3".
+        rows (`tuple[int, ...]`): rows of the global batch that it belongs to.
+    """
+
+    rank: int
+    micro_batch: int
+    position: tuple[int, int, int]
+    what: str
+    rows: tuple[int, ...]
+
+    def __str__(self) -> str:
+        place = f"rank {self.rank}, micro-batch {self.micro_batch}, {_ranges(self.rows)} of the global batch"
+        return f"{place}: {self.what}"
+
+
+def find_nonfinite(parallel: ParallelModel, batch: Batch, run: Callable[[], Any]) -> list[NonFinite]:
+    """Who had the first non-finite value of each micro-batch; collective, the same on every rank.
+
+    Args:
+        parallel ([`ParallelModel`]): the model, without gradients that are still wanted.
+        batch (`Mapping[str, Any]`): the global batch, or its micro-batches as a list.
+        run (`Callable`): computes forward and backward of it again.
+
+    Returns:
+        `list[NonFinite]`: empty if all is finite this time. Of ranks that share what they found, all of them.
+    """
+    watch = _Watch(parallel, batch)
+    with watch.watching():
+        run()
+    found = [one for of_rank in gather_objects(list(watch.first.values())) for one in of_rank]
+    first: dict[int, tuple[int, int, int]] = {}
+    for one in found:
+        first[one.micro_batch] = min(one.position, first.get(one.micro_batch, one.position))
+    found = [one for one in found if one.position == first[one.micro_batch]]
+    return sorted(found, key=lambda one: (one.micro_batch, one.rank))
+
+
+class _Watch:
+    """Looks at what goes through this rank's layers, at what it puts into collectives, and at its gradients.
+
+    Args:
+        parallel ([`ParallelModel`]): the model.
+        batch (`Mapping[str, Any]`): the global batch.
+    """
+
+    def __init__(self, parallel: ParallelModel, batch: Batch):
+        self.parallel = parallel
+        self.batch = batch
+        self.first: dict[int, NonFinite] = {}
+        self.handles: list[torch.utils.hooks.RemovableHandle] = []
+        self.weights: dict[int, nn.Parameter] = {}
+        self.place, self.check, self.name = 0, 0, ""
+        self.rectangle: Rectangle | None = None
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Has its hooks in the model while the body runs."""
+        for place, (name, module, layout_of) in enumerate(self._places()):
+            if isinstance(module, (PipelineIdentityLayer, MissingModule)):
+                continue  # another stage's
+            self.handles.append(module.register_forward_pre_hook(self._entered(place, name, layout_of)))
+            self.handles.append(module.register_forward_hook(self._left(place, name, layout_of)))
+        for stage in self.parallel.forward.stages:
+            self.handles.append(stage.register_forward_pre_hook(lambda *unused: self._watch_weights()))
+        try:
+            with observe_collectives(self._collective):
+                yield
+        finally:
+            for handle in self.handles:
+                handle.remove()
+
+    def _places(self) -> list[tuple[str, nn.Module, Callable[[MicroBatch], Layout]]]:
+        """Embedding, layers and head in the order of the forward, each with the layout of its output."""
+        model, plan, mesh = self.parallel.model, self.parallel.plan, self.parallel.mesh
+        layers = model.base_model.get_submodule(self.parallel.adapter.layers)
+        places = [("the embedding", model.get_input_embeddings(), lambda batch: batch.embedding)]
+        for index, layer in enumerate(layers):
+            layout = Layout.of(plan.layers[index], mesh.size)
+            places.append((f"layer {index}", layer, lambda batch, layout=layout: layout))
+        return [*places, ("the head", model.get_output_embeddings(), lambda batch: batch.head)]
+
+    def _entered(self, place: int, name: str, layout_of: Callable[[MicroBatch], Layout]):
+        def enter(*unused) -> None:
+            self._go(place, name, self._rectangle(layout_of))
+            self._watch_weights()
+
+        return enter
+
+    def _left(self, place: int, name: str, layout_of: Callable[[MicroBatch], Layout]):
+        def leave(module: nn.Module, inputs, output) -> None:
+            rectangle = self._rectangle(layout_of)
+            for tensor in output if isinstance(output, tuple) else (output,):
+                if tensor is None:
+                    continue
+                self._look(f"the output of {name}", tensor)
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda gradient: self._gradient(place, name, rectangle, gradient))
+
+        return leave
+
+    def _gradient(self, place: int, name: str, rectangle: Rectangle, gradient: torch.Tensor) -> None:
+        self._go(-place, name, rectangle)
+        self._look(f"the gradient of the output of {name}", gradient)
+
+    def _go(self, place: int, name: str, rectangle: Rectangle) -> None:
+        self.place, self.check, self.name, self.rectangle = place, 0, name, rectangle
+
+    def _rectangle(self, layout_of: Callable[[MicroBatch], Layout]) -> Rectangle:
+        batch = self.parallel.forward.current.value
+        return batch.grid.rectangle(layout_of(batch), self.parallel.mesh.index)
+
+    def _watch_weights(self) -> None:
+        """Looks at the gradients of the weights in use before they are summed with other ranks'."""
+        for name, weight in self.parallel.model.named_parameters():
+            if weight.requires_grad and id(weight) not in self.weights:
+                self.weights[id(weight)] = weight
+                look = self._weight_gradient(name)
+                self.handles.append(weight.register_hook(look))
+
+    def _weight_gradient(self, name: str) -> Callable[[torch.Tensor], None]:
+        return lambda gradient: self._look(f"this rank's part of the gradient of {name}", local_tensor(gradient))
+
+    def _collective(self, kind: str, x: torch.Tensor, group) -> None:
+        if x.is_floating_point():
+            # Lowest numbers are in order there: the largest logit of a rank that has none is one.
+            self._look(f"what it put into {kind} in the {self._action.work.value} of {self.name}", x.clamp(min=0.0))
+
+    @property
+    def _action(self) -> Action:
+        return self.parallel.timeline.action
+
+    def _look(self, what: str, tensor: torch.Tensor) -> None:
+        self.check += 1
+        micro_batch = self._action.micro_batch
+        known = self.first.get(micro_batch)
+        if bool(tensor.isfinite().all()):
+            return
+        rows = self._rows_of(tensor, micro_batch)
+        if known is None:
+            self.first[micro_batch] = NonFinite(
+                rank=torch.distributed.get_rank(),
+                micro_batch=micro_batch,
+                # A gradient that enters a stage has no place of its own yet, only the forward's: after all that have.
+                position=(int(self._action.work is not Work.FORWARD), self.place, self.check),
+                what=what,
+                rows=rows,
+            )
+        elif len(rows) < len(known.rows):
+            self.first[micro_batch] = replace(known, rows=rows)
+
+    def _rows_of(self, tensor: torch.Tensor, micro_batch: int) -> tuple[int, ...]:
+        """Rows of the global batch that a wrong value belongs to: all that this rank holds if that is not known."""
+        if not isinstance(self.batch, Mapping):
+            return self._rows_of_packed(tensor, self.batch[micro_batch]["documents"])
+        rows, count = self.batch["input_ids"].shape[0], self.parallel.micro_batch_count(self.batch)
+        start, stop = (index * rows // count for index in (micro_batch, micro_batch + 1))
+        if self.rectangle is None:
+            return tuple(range(start, stop))
+        held = range(self.rectangle.row_start, self.rectangle.row_stop)
+        if tensor.ndim == 3 and tensor.shape[:2] == self.rectangle.shape:
+            wrong = tensor.isfinite().flatten(1).all(1).logical_not().tolist()
+            held = [row for row, is_wrong in zip(held, wrong, strict=True) if is_wrong]
+        return tuple(sorted({min(start + row, stop - 1) for row in held}))
+
+    def _rows_of_packed(self, tensor: torch.Tensor, documents: Documents) -> tuple[int, ...]:
+        held = range(documents.bounds[-1])
+        if self.rectangle is not None:
+            held = range(self.rectangle.position_start, self.rectangle.position_stop)
+            if tensor.ndim == 3 and tensor.shape[:2] == self.rectangle.shape:
+                wrong = tensor[0].isfinite().all(1).logical_not().tolist()
+                held = [position for position, is_wrong in zip(held, wrong, strict=True) if is_wrong]
+        return tuple(documents.rows_at(held) or documents.rows_at(range(documents.bounds[-1])))
+
+
+def _ranges(numbers: tuple[int, ...]) -> str:
+    """Numbers of rows as people write them: "row 3", "rows 0-3, 6"."""
+    parts, start = [], 0
+    for index, number in enumerate(numbers):
+        if index + 1 == len(numbers) or numbers[index + 1] != number + 1:
+            parts.append(f"{numbers[start]}-{number}" if index > start else str(number))
+            start = index + 1
+    return f"row{'s' if len(numbers) > 1 else ''} {', '.join(parts)}"

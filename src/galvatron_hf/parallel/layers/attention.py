@@ -1,0 +1,133 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""The registered attention function: the layer's own kernel, between the exchanges its strategy asks for."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from galvatron_hf.parallel.comm.collectives import exchange
+from galvatron_hf.parallel.layers.varlen_attention import attention_by_document
+
+
+IMPLEMENTATION = "galvatron"
+
+POSITIONS = ("position_ids", "cache_position")  # the bounds say it already
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelAttention:
+    """What the attention of one layer needs beyond its module; attached to the module as `parallel_attention`.
+
+    Attributes:
+        kernel (`Callable`): the attention function the model was configured with (sdpa, eager, flash_attention_2...).
+        ulysses_group (`ProcessGroup`, *optional*): ranks that hold the position pieces of one sequence.
+        ulysses_degree (`int`): its size.
+        dropout_stream (`Callable[[], ContextManager]`): the stream for attention dropout, one per shard of heads.
+        document_bounds (`Callable[[], tuple[int, ...] | None]`): of packed documents, None for rows that are not
+            packed; asked once for each call.
+    """
+
+    kernel: Callable
+    ulysses_group: dist.ProcessGroup | None
+    ulysses_degree: int
+    dropout_stream: Callable[[], contextlib.AbstractContextManager]
+    document_bounds: Callable[[], tuple[int, ...] | None]
+
+
+def configured_kernel(module: nn.Module, implementation: str) -> Callable:
+    """The attention function that `implementation` names for this module's family; its own one for `eager`."""
+    eager = vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
+    return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
+
+
+def key_value_copies(key_value_heads: int, ulysses: int, query_heads: int) -> int:
+    """How often each key/value head is repeated before the exchange, so that every rank gets the ones it needs."""
+    if key_value_heads % ulysses == 0:
+        return 1
+    if ulysses % key_value_heads == 0:
+        return ulysses // key_value_heads
+    return query_heads // key_value_heads
+
+
+def galvatron_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of one layer under its strategy.
+
+    With Ulysses (arXiv 2309.14509) each rank comes with all its heads for one piece of the positions, runs the kernel
+    for a part of the heads over all positions, and leaves as it came. Packed documents never attend to each other.
+
+    Args:
+        module (`nn.Module`): the attention module, with `parallel_attention` attached.
+        query (`torch.Tensor`): [B, heads, S or S/ulysses, D].
+        key (`torch.Tensor`): [B, key/value heads, S or S/ulysses, D].
+        value (`torch.Tensor`): like `key`.
+        attention_mask (`torch.Tensor`, *optional*): the kernel's own kind of mask, for the rows of the query and all S
+            positions.
+        dropout (`float`): probability of dropping an attention weight.
+
+    Returns:
+        `tuple`: the output [B, S or S/ulysses, heads, D] and None (weights are never returned).
+
+    Raises:
+        ValueError: for packed documents in a family that gives its attention more than windows and soft-caps.
+    """
+    parallel: ParallelAttention = module.parallel_attention
+    group, degree = parallel.ulysses_group, parallel.ulysses_degree
+    if degree > 1:
+        copies = key_value_copies(key.shape[1], degree, query.shape[1])
+        if copies > 1:
+            key, value = (states.repeat_interleave(copies, dim=1) for states in (key, value))
+        query, key, value = (exchange(states, 1, 2, group) for states in (query, key, value))
+    stream = parallel.dropout_stream() if dropout > 0.0 else contextlib.nullcontext()
+    bounds = parallel.document_bounds()
+    with stream:
+        if bounds is not None and attention_mask is not None:
+            raise ValueError(
+                f"{type(module).__name__} makes an attention mask of its own, which attention by document does not "
+                "know; train with packing='none'."
+            )
+        if bounds is None:
+            output, _ = parallel.kernel(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
+        else:
+            options = _document_options(module, kwargs)
+            output = attention_by_document(query, key, value, bounds, dropout=dropout, **options)
+    if degree > 1:
+        output = exchange(output, 1, 2, group)
+    return output, None
+
+
+def _document_options(module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+    """What a family's attention asks for beyond query, key and value, as [`attention_by_document`] takes it."""
+    unknown = [name for name, value in given.items() if isinstance(value, torch.Tensor) and name not in POSITIONS]
+    if unknown:
+        raise ValueError(
+            f"{type(module).__name__} gives its attention {unknown[0]!r}, which attention by document does not know; "
+            "train with packing='none'."
+        )
+    causal = given.get("is_causal")
+    return {
+        "causal": getattr(module, "is_causal", True) if causal is None else causal,
+        "scale": given.get("scaling"),
+        "sliding_window": given.get("sliding_window"),
+        "softcap": given.get("softcap"),
+    }
+
+
+AttentionInterface.register(IMPLEMENTATION, galvatron_attention)

@@ -1,0 +1,53 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""What a family gives its attention, seen by running it once without weights."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import AttentionInterface
+
+from galvatron_hf.parallel.layers.attention import POSITIONS
+
+
+_SPY = "galvatron_spy"
+
+
+class _Seen(Exception):
+    """EmbeddingAndHead the spied forward, with the names of the tensors that the attention was given."""
+
+
+def attention_obstacle(family: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
+    """Why attention by document cannot stand in for a family's attention; None if it can.
+
+    Args:
+        family (`type`): the model's class.
+        config (`PreTrainedConfig`): its configuration; left as it is.
+    """
+    config = copy.deepcopy(config)
+    config._attn_implementation = _SPY
+    try:
+        with torch.device("meta"):
+            model = family(config).train()
+            ids = torch.zeros(1, 2, dtype=torch.long)
+            mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # prepared, so that the family makes none
+            types = getattr(config, "layer_types", None)
+            masks = mask if types is None else dict.fromkeys(types, mask)
+            model.base_model(input_ids=ids, position_ids=ids, attention_mask=masks, use_cache=False)
+    except _Seen as seen:
+        (names,) = seen.args
+        return f"{family.__name__} gives its attention {names[0]!r}" if names else None
+    except Exception as error:  # of whatever family: it cannot be known then
+        return f"the attention of {family.__name__} could not be looked at ({type(error).__name__}: {error})"
+    return f"the attention of {family.__name__} does not call the registered attention function"
+
+
+def _spy(module: nn.Module, query, key, value, attention_mask, **given) -> None:
+    raise _Seen([name for name, x in given.items() if isinstance(x, torch.Tensor) and name not in POSITIONS])
+
+
+AttentionInterface.register(_SPY, _spy)

@@ -1,0 +1,202 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""What surrounds the forward of one layer: its layout, its share of the small inputs, its weights, its recompute."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedConfig
+
+from galvatron_hf.parallel.activation.layout import Layout, Rectangle
+from galvatron_hf.parallel.activation.micro_batch import MicroBatch
+from galvatron_hf.parallel.activation.redistribute import redistribute
+from galvatron_hf.parallel.comm.mesh import StageMesh
+from galvatron_hf.parallel.layers.rng import random_stream
+from galvatron_hf.parallel.layers.tensor_parallel import LocalParameter, local_parameters
+from galvatron_hf.plan import LayerStrategy
+
+
+# Tensor inputs of decoder layers: those that a layer's positions split, and those that its attention needs whole.
+_SPLIT_WITH_POSITIONS = {"position_embeddings"}
+_WHOLE_POSITIONS = {"position_ids", "cache_position"}
+
+
+class CurrentMicroBatch:
+    """The micro-batch that is being computed, forward or in recompute; one per parallelised model.
+
+    Attributes:
+        config (`PreTrainedConfig`): of the model.
+        value ([`MicroBatch`], *optional*): None outside of a forward.
+        place (`str`): what computes, such as "layer 3", forward or backward; read where a rank is asked what it does.
+    """
+
+    def __init__(self, config: PreTrainedConfig):
+        self.config = config
+        self.value: MicroBatch | None = None
+        self.place = "embedding"
+
+    @contextlib.contextmanager
+    def of(self, batch: MicroBatch) -> Iterator[None]:
+        """Makes `batch` the current one while the body runs."""
+        outer, self.value = self.value, batch
+        try:
+            yield
+        finally:
+            self.value = outer
+
+
+@dataclass(kw_only=True)
+class ParallelLayer:
+    """Runs one layer under its strategy; takes the place of the layer's `forward`.
+
+    Attributes:
+        index (`int`): the layer's global index.
+        layer (`nn.Module`): the layer.
+        layer_type (`str`, *optional*): key of its mask where the family has several.
+        strategy ([`LayerStrategy`]): how it is parallelised.
+        source (`Layout`, *optional*): the layout the hidden states come in; None for the embedding's.
+        layout (`Layout`): the layer's own, in which they also leave.
+        mesh ([`StageMesh`]): the ranks.
+        views (`list[LocalParameter]`): how its parameters are seen.
+        current ([`CurrentMicroBatch`]): shared by all blocks of the model.
+        original (`Callable`): the family's forward.
+        alone (`bool`): whether the plan has one stage.
+    """
+
+    index: int
+    layer: nn.Module
+    layer_type: str | None
+    strategy: LayerStrategy
+    source: Layout | None
+    layout: Layout
+    mesh: StageMesh
+    views: list[LocalParameter]
+    current: CurrentMicroBatch
+    original: Callable
+    alone: bool = True
+
+    def __post_init__(self):
+        self.attended = False
+        self.name = f"layer {self.index}"
+        self.signature = inspect.signature(self.original)
+        self.hidden_name = next(iter(self.signature.parameters))
+        self.layer.gradient_checkpointing = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        batch = self.current.value
+        self._begin()
+        bound = self.signature.bind_partial(*args, **kwargs)
+        arguments = dict(bound.arguments)
+        for name, parameter in self.signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                arguments |= arguments.pop(name, {})
+        hidden = redistribute(
+            arguments.pop(self.hidden_name),
+            self.source or batch.embedding,
+            self.layout,
+            grid=batch.grid,
+            index=self.mesh.index,
+            groups=self.mesh.groups,
+        )
+        arguments = self._inputs(batch, arguments, hidden.dtype)
+        if self.strategy.recompute == "full" and torch.is_grad_enabled():
+            # The streams are keyed, so nothing about the generator has to be stashed for the replay.
+            output = checkpoint(self._compute, batch, hidden, arguments, use_reentrant=False, preserve_rng_state=False)
+        else:
+            output = self._compute(batch, hidden, arguments)
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(self._begin)
+        return output
+
+    def _begin(self, gradient: torch.Tensor | None = None) -> None:
+        """Before the layer's forward, and its backward."""
+        self.current.place = self.name
+
+    def rectangle(self, batch: MicroBatch) -> Rectangle:
+        """The rows and positions that this rank holds while it is in this layer."""
+        return batch.grid.rectangle(self.layout, self.mesh.index)
+
+    def attention_rectangle(self, batch: MicroBatch) -> Rectangle:
+        """Rows, and the positions that enter the attention module: Megatron-SP has gathered its pieces by then."""
+        gathered = Layout(
+            data=self.layout.data,
+            positions=self.strategy.ulysses * self.strategy.context,
+            replicas=self.strategy.tensor,
+        )
+        return batch.grid.rectangle(gathered, self.mesh.index)
+
+    def pack(self, batch: MicroBatch) -> Rectangle:
+        """The whole documents of a packed row that this rank attends to, together with the other sequence ranks."""
+        together = Layout(data=self.layout.data, replicas=self.layout.ranks // self.layout.data)
+        return batch.grid.rectangle(together, self.mesh.index)
+
+    def document_bounds(self) -> tuple[int, ...] | None:
+        """Bounds of the documents that the attention sees; None for rows that are not packed. Notes that it asked."""
+        batch = self.current.value
+        self.attended = True
+        return None if batch.documents is None else batch.documents.bounds_within(self.pack(batch))
+
+    def _compute(self, batch: MicroBatch, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+        rectangle = self.rectangle(batch)
+        key = (*batch.key, self.index, rectangle.row_start, rectangle.position_start)
+        stream = random_stream(hidden.device, *key) if self.layer.training else contextlib.nullcontext()
+        self.attended = False
+        with self.current.of(batch), stream, local_parameters(self.views):
+            output = self.original(hidden, **arguments)
+        if batch.documents is not None and not self.attended:
+            raise ValueError(
+                f"The attention of {type(self.layer).__name__} does not call the registered attention function, so "
+                "packed documents would see each other; train with packing='none'."
+            )
+        if not isinstance(output, torch.Tensor) and not self.alone:
+            raise ValueError(
+                f"{type(self.layer).__name__} returns a {type(output).__name__}, and a model is cut into pipeline "
+                "stages only between layers that return their hidden states; use one stage."
+            )
+        return output
+
+    def dropout_stream(self):
+        """The stream of attention dropout: each rank drops the weights of its own rows (or pack) and heads."""
+        batch = self.current.value
+        packed = batch.documents is not None
+        own = self.pack(batch).position_start if packed else self.attention_rectangle(batch).row_start
+        heads = self.mesh.index % (self.strategy.tensor * self.strategy.ulysses)
+        device = batch.input_ids.device
+        return random_stream(device, *batch.key, self.index, own, heads, 1)
+
+    def _inputs(self, batch: MicroBatch, arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+        rectangle = self.attention_rectangle(batch)
+        prepared = {}
+        for name, value in arguments.items():
+            if name == "attention_mask":
+                masks = batch.attention_masks(rectangle, self.current.config, dtype)
+                value = masks[self.layer_type] if isinstance(masks, dict) else masks
+            elif name in _SPLIT_WITH_POSITIONS:
+                value = tuple(_part(tensor, batch, rectangle, positions=True) for tensor in value)
+            elif name in _WHOLE_POSITIONS and isinstance(value, torch.Tensor):
+                if batch.documents is not None:
+                    value = _part(value, batch, self.pack(batch), positions=value.ndim > 1)
+                else:
+                    value = _part(value, batch, rectangle, positions=False)
+            elif isinstance(value, torch.Tensor):
+                raise ValueError(
+                    f"{type(self.layer).__name__} is given a tensor {name!r}, which no adapter knows how to split; "
+                    "leave it out of the batch."
+                )
+            prepared[name] = value
+        return prepared
+
+
+def _part(tensor: torch.Tensor, batch: MicroBatch, rectangle: Rectangle, positions: bool) -> torch.Tensor:
+    """The rectangle's rows of [1 or B, S, ...], and its positions if asked."""
+    if tensor.shape[0] == batch.rows and batch.rows > 1:
+        tensor = tensor[rectangle.row_start : rectangle.row_stop]
+    return tensor[:, rectangle.position_start : rectangle.position_stop] if positions else tensor

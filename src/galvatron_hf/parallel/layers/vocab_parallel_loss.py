@@ -1,0 +1,395 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Vocabulary-parallel embedding, cross-entropy without full logits, and full logits of a rank's own rows.
+
+All of it works on local tensors: each rank of a tensor group holds a range of the vocabulary's rows
+([`vocabulary_range`]), the last ranks possibly none. B rows, S positions, T tokens, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from galvatron_hf.parallel.comm.collectives import (
+    all_gather_stacked,
+    all_reduce_sum,
+    all_to_all_pieces,
+    is_trivial,
+    reduce_from_group,
+)
+
+
+def vocabulary_range(vocab_size: int, degree: int, index: int) -> tuple[int, int]:
+    """
+    The rows of a vocabulary matrix that rank `index` of `degree` holds: those that DTensor's `Shard(0)` gives it.
+
+    Every rank has ceil(V / degree) rows until they run out, so the last ranks may have fewer, or none.
+
+    Args:
+        vocab_size (`int`): V.
+        degree (`int`): Number of ranks in the tensor group.
+        index (`int`): The rank's index in the group.
+
+    Returns:
+        `tuple[int, int]`: First row and the row after the last.
+    """
+    chunk = -(-vocab_size // degree)
+    return min(index * chunk, vocab_size), min((index + 1) * chunk, vocab_size)
+
+
+def vocabulary_parallel_embedding(
+    lookup: Callable[[Tensor], Tensor], ids: Tensor, start: int, stop: int, group: ProcessGroup | None
+) -> Tensor:
+    """
+    Embeds tokens with a matrix whose rows are spread over a group (Megatron-LM, arXiv:1909.08053).
+
+    The output is replicated, so its gradient is full on every rank and none is summed. `padding_idx` is the lookup's
+    business, counted from `start`.
+
+    Args:
+        lookup (`Callable`): From local ids in `[0, stop - start)` to embeddings `[*ids.shape, H]`, as the model's own
+            embedding module computes them (with its scale, if it has one).
+        ids (`Tensor` of integers, any shape): Equal on every rank of the group.
+        start (`int`): First vocabulary row of this rank.
+        stop (`int`): The row after its last; equal to `start` if the rank has none.
+        group (`ProcessGroup` or `None`): The ranks that hold the vocabulary.
+
+    Returns:
+        `Tensor` of shape `[*ids.shape, H]`, equal on every rank of the group.
+    """
+    if is_trivial(group):
+        return lookup(ids)
+    if start == stop:
+        # No rows: zeros that still hang on the weight, so that it gets a gradient (of no rows) as on the other ranks.
+        embedded = lookup(ids.new_empty(0)).sum(0).expand(*ids.shape, -1)
+    else:
+        local = (ids >= start) & (ids < stop)
+        embedded = lookup(torch.where(local, ids - start, 0))
+        embedded = torch.where(local.unsqueeze(-1), embedded, 0)
+    return reduce_from_group(embedded, group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Head:
+    """What turns hidden states into a loss, besides tensors."""
+
+    start: int
+    group: ProcessGroup | None
+    vocab_size: int
+    chunk_tokens: int
+    logit_scale: float
+    softcap: float | None
+    ignore_index: int
+    label_smoothing: float
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    start: int,
+    group: ProcessGroup | None,
+    vocab_size: int,
+    chunk_tokens: int,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    recompute_logits_in_backward: bool = False,
+) -> Tensor:
+    """
+    Sum of the tokens' cross-entropies under a head whose vocabulary is spread over a group.
+
+    The logits exist for `chunk_tokens` tokens at a time. Where gradients are wanted they are computed on the way
+    forward, unless `recompute_logits_in_backward`, chunk by chunk, and backward only scales them; so nothing of the
+    size of the logits is kept. Statistics are fp32, and so is the sum of the weight's gradient over chunks. One small
+    collective per chunk, and one for the gradient of `hidden`.
+
+    The logits are `cap(logit_scale * (hidden @ weight.T + bias))` with `cap(z) = softcap * tanh(z / softcap)`. With
+    `label_smoothing` e a token's loss is `(1 - e) * nll + e * mean over V of -log p`, as in
+    `transformers.trainer_pt_utils.LabelSmoother`.
+
+    Args:
+        hidden (`Tensor` of shape `[T, H]`): Equal on every rank of the group; so is its gradient.
+        weight (`Tensor` of shape `[V/n, H]`): This rank's vocabulary rows, possibly none.
+        bias (`Tensor` of shape `[V/n]` or `None`): This rank's part.
+        targets (`Tensor` of shape `[T]`, int64): Token ids, or `ignore_index`; equal on every rank of the group.
+        start (`int`): First vocabulary row of this rank.
+        group (`ProcessGroup` or `None`): The ranks that hold the vocabulary.
+        vocab_size (`int`): V.
+        chunk_tokens (`int`): Tokens whose logits exist at a time.
+        logit_scale (`float`, *optional*, defaults to 1.0): Multiplier of the logits.
+        softcap (`float`, *optional*): Bound of the logits.
+        ignore_index (`int`, *optional*, defaults to -100): The target of tokens that do not count.
+        label_smoothing (`float`, *optional*, defaults to 0.0): The share of the uniform distribution in the target.
+        recompute_logits_in_backward (`bool`, *optional*, defaults to False): Computes the logits once more in the
+            backward, and the gradients then: for schedules that keep several micro-batches in flight, each of which
+            would otherwise hold a gradient of the size of the weight.
+
+    Returns:
+        `Tensor`, a scalar in fp32 (fp64 for fp64 input), equal on every rank of the group.
+
+    Raises:
+        ValueError: If `chunk_tokens` is not positive or the shapes do not fit.
+        RuntimeError: If a target is neither a token nor `ignore_index` (on CUDA: a device-side assertion).
+    """
+    if chunk_tokens < 1:
+        raise ValueError(f"Logits cannot exist for {chunk_tokens} tokens at a time; use chunk_tokens of at least 1.")
+    if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"Hidden states of shape {tuple(hidden.shape)} and targets of shape {tuple(targets.shape)} are not [T, H]"
+            " and [T]; flatten rows and positions first."
+        )
+    head = _Head(
+        start=start,
+        group=group,
+        vocab_size=vocab_size,
+        chunk_tokens=chunk_tokens,
+        logit_scale=logit_scale,
+        softcap=softcap,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+    )
+    return _LinearCrossEntropy.apply(
+        hidden, weight, bias, targets, head, torch.is_grad_enabled(), recompute_logits_in_backward
+    )
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, head, grad_enabled, late):
+        # needs_input_grad looks at the inputs alone, also under no_grad
+        needs = [grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
+        ctx.late, ctx.head, ctx.needs = late, head, needs
+        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+        if late:
+            ctx.save_for_backward(hidden, weight, bias, targets)
+            return _loss_and_gradients(hidden, weight, bias, targets, head, [False] * 3)[0]
+        loss, gradients = _loss_and_gradients(hidden, weight, bias, targets, head, needs)
+        ctx.save_for_backward(*gradients.finished(head.group))
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        gradients = ctx.saved_tensors
+        if ctx.late:
+            gradients = _loss_and_gradients(*gradients, ctx.head, ctx.needs)[1].finished(ctx.head.group)
+        pairs = zip(gradients, ctx.dtypes, strict=True)
+        scaled = [None if x is None else _scaled(x, grad, dtype) for x, dtype in pairs]
+        return *scaled, None, None, None, None
+
+
+def _loss_and_gradients(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: _Head, needs: list[bool]
+) -> tuple[Tensor, _Gradients]:
+    """Chunk by chunk; `needs` says which of the gradients of `hidden`, `weight` and `bias` are wanted."""
+    statistics_dtype = torch.promote_types(hidden.dtype, torch.float32)
+    gradients = _Gradients(hidden, weight, bias, needs, statistics_dtype)
+    loss = hidden.new_zeros((), dtype=statistics_dtype)
+    for first in range(0, hidden.shape[0], head.chunk_tokens):
+        tokens = slice(first, first + head.chunk_tokens)
+        logits, slope = _local_logits(hidden[tokens], weight, bias, head, statistics_dtype, slope=any(needs))
+        chunk_loss, logits_grad = _chunk_loss(logits, targets[tokens], head, gradient=any(needs))
+        loss += chunk_loss
+        if any(needs):
+            gradients.add(tokens, logits_grad if slope is None else logits_grad.mul_(slope))
+        del logits, slope, logits_grad  # before the next chunk's come
+    return loss, gradients
+
+
+def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x * factor` in `dtype`, multiplied in the wider of the two types, without a copy of `x` in it on CUDA."""
+    # CUDA rounds a factor without dimensions to the type of x first: 1 / tokens in bf16 is off by up to 0.4%.
+    factor = factor.reshape([1] * x.dim())
+    return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
+
+
+class _Gradients:
+    """Gradients of `hidden`, `weight` and `bias` as the chunks add to them; only those that are needed."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool], dtype: torch.dtype):
+        self._inputs = hidden, weight
+        self.hidden = torch.empty_like(hidden) if needs[0] else None
+        self.weight = torch.zeros_like(weight, dtype=dtype) if needs[1] else None
+        self.bias = torch.zeros_like(bias, dtype=dtype) if needs[2] else None
+
+    def add(self, tokens: slice, logits_grad: Tensor) -> None:
+        """`logits_grad`: `[C, V/n]` in the statistics' type, with respect to the linear layer's output."""
+        hidden, weight = self._inputs
+        narrow = logits_grad.to(hidden.dtype)
+        if self.hidden is not None:
+            torch.mm(narrow, weight, out=self.hidden[tokens])
+        if self.weight is not None:
+            if narrow.dtype == self.weight.dtype:
+                self.weight.addmm_(narrow.t(), hidden[tokens])
+            elif narrow.is_cuda:  # the only device with products of half-precision matrices in fp32
+                self.weight += torch.mm(narrow.t(), hidden[tokens], out_dtype=self.weight.dtype)
+            else:
+                # The sum would cast by itself, but where no trace on fake tensors counts it.
+                self.weight += (narrow.t() @ hidden[tokens]).to(self.weight.dtype)
+        if self.bias is not None:
+            self.bias += logits_grad.sum(0)
+
+    def finished(self, group: ProcessGroup | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients; that of `hidden` summed over the parts of the vocabulary."""
+        return None if self.hidden is None else all_reduce_sum(self.hidden, group), self.weight, self.bias
+
+
+def _local_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, head: _Head, dtype: torch.dtype, *, slope: bool
+) -> tuple[Tensor, Tensor | float | None]:
+    """Logits `[C, V/n]` of this rank's vocabulary and, if wanted, their derivative by the linear layer's output."""
+    logits = torch.nn.functional.linear(hidden, weight, bias).to(dtype)
+    derivative: Tensor | float | None = None
+    if head.logit_scale != 1.0:
+        logits.mul_(head.logit_scale)
+        derivative = head.logit_scale
+    if head.softcap is not None:
+        bounded = logits.div_(head.softcap).tanh_()
+        if slope:
+            derivative = (1 - bounded * bounded).mul_(head.logit_scale)
+        logits = bounded.mul_(head.softcap)
+    return logits, derivative
+
+
+def _chunk_loss(logits: Tensor, targets: Tensor, head: _Head, *, gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """Loss of one chunk and its gradient by `logits`, which it overwrites. Nothing here waits for a device."""
+    vocab_here = logits.shape[1]
+    counts = targets != head.ignore_index
+    known = (targets >= 0) & (targets < head.vocab_size)
+    torch._assert_async((known | ~counts).all(), "A target is neither a token of the vocabulary nor ignore_index.")
+    here = counts & (targets >= head.start) & (targets < head.start + vocab_here)
+    column = torch.where(here, targets - head.start, 0).unsqueeze(1)
+
+    part = _statistics(logits, here, column, head)
+    whole = _merge(part, head.group)
+    log_sum = whole.top + whole.total.log()
+    smoothing = head.label_smoothing
+    loss = log_sum - (1 - smoothing) * whole.target - smoothing * whole.mean
+    loss = torch.where(counts, loss, 0).sum()
+    if not gradient:
+        return loss, None
+
+    # `logits` now holds exponentials against this part's maximum
+    grad = logits.mul_((part.top - log_sum).exp_().unsqueeze(1))
+    if smoothing:
+        grad.sub_(smoothing / head.vocab_size)
+    if vocab_here:
+        grad.scatter_add_(1, column, (here.to(grad.dtype) * (smoothing - 1)).unsqueeze(1))
+    # filled, not multiplied by zero: a token that does not count may have logits that are not finite
+    return loss, grad.masked_fill_(~counts.unsqueeze(1), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Statistics:
+    """By token, over some part of the vocabulary; all `[C]`.
+
+    `top` is the largest logit, `total` the sum of exponentials against it, `target` the target's logit (0 if it is not
+    in this part), `mean` the sum of logits divided by V (0 without label smoothing).
+    """
+
+    top: Tensor
+    total: Tensor
+    target: Tensor
+    mean: Tensor
+
+
+def _statistics(logits: Tensor, here: Tensor, column: Tensor, head: _Head) -> _Statistics:
+    """Statistics of this rank's part. Overwrites `logits` by their exponentials against `top`."""
+    smallest = torch.finfo(logits.dtype).min
+    if logits.shape[1] == 0:
+        zero = torch.zeros_like(here, dtype=logits.dtype)
+        return _Statistics(top=zero + smallest, total=zero, target=zero, mean=zero)
+    # finite: where all of a part is masked with -inf, -inf - top must not be NaN
+    top = logits.amax(1).clamp_min(smallest)
+    target = torch.where(here, logits.gather(1, column).squeeze(1), 0)
+    mean = logits.sum(1) / head.vocab_size if head.label_smoothing else torch.zeros_like(top)
+    total = logits.sub_(top.unsqueeze(1)).exp_().sum(1)
+    return _Statistics(top=top, total=total, target=target, mean=mean)
+
+
+def _merge(part: _Statistics, group: ProcessGroup | None) -> _Statistics:
+    """Statistics of the whole vocabulary, bitwise equal on every rank of the group."""
+    if is_trivial(group):
+        return part
+    # One small gather and the same arithmetic on every rank cost less than a maximum and a sum over the group.
+    parts = all_gather_stacked(torch.stack([part.top, part.total, part.target, part.mean]), group)
+    tops, totals, targets, means = parts.unbind(1)
+    top = tops.amax(0)
+    return _Statistics(top=top, total=(totals * (tops - top).exp()).sum(0), target=targets.sum(0), mean=means.sum(0))
+
+
+class _GatherLocalLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, group, vocab_size):
+        ctx.group, ctx.rows, ctx.vocab_size = group, logits.shape[0], vocab_size
+        rows, columns = _local_rows(ctx.rows, group), _local_columns(vocab_size, group)
+        return _swap(logits, 0, rows, 2, columns, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        rows, columns = _local_rows(ctx.rows, ctx.group), _local_columns(ctx.vocab_size, ctx.group)
+        return _swap(grad, 2, columns, 0, rows, ctx.group), None, None
+
+
+def gather_local_logits(logits: Tensor, group: ProcessGroup | None, *, vocab_size: int) -> Tensor:
+    """
+    From all rows of a group with a part of the vocabulary to the rank's own rows with all of it. Differentiable.
+
+    Each rank then computes its own share of a loss or metric. The gradient that reaches `logits` is whole, because
+    every logit is used by one rank only.
+
+    Args:
+        logits (`Tensor` of shape `[B, S, V/n]`): All rows of the group under this rank's vocabulary range.
+        group (`ProcessGroup` or `None`): The n ranks that hold the vocabulary.
+        vocab_size (`int`): V.
+
+    Returns:
+        `Tensor` of shape `[B', S, V]`: Rows `[k*B//n, (k+1)*B//n)` on the group's rank k.
+
+    Raises:
+        ValueError: If the last dimension is not this rank's vocabulary range.
+    """
+    if is_trivial(group):
+        return logits
+    expected = _local_columns(vocab_size, group)[group.rank()]
+    if logits.shape[2] != expected:
+        raise ValueError(
+            f"Logits of shape {tuple(logits.shape)} are not rank {group.rank()}'s part of a vocabulary of {vocab_size}"
+            f" over {group.size()} ranks; their last dimension should be {expected}."
+        )
+    return _GatherLocalLogits.apply(logits, group, vocab_size)
+
+
+def _local_rows(rows: int, group: ProcessGroup) -> list[int]:
+    size = group.size()
+    return [(k + 1) * rows // size - k * rows // size for k in range(size)]
+
+
+def _local_columns(vocab_size: int, group: ProcessGroup) -> list[int]:
+    ranges = (vocabulary_range(vocab_size, group.size(), k) for k in range(group.size()))
+    return [stop - start for start, stop in ranges]
+
+
+def _swap(
+    x: Tensor, split_dim: int, split: list[int], concat_dim: int, concat: list[int], group: ProcessGroup
+) -> Tensor:
+    """All-to-all: rank k keeps piece k (`split[k]` long) of one dimension, and gets `concat[j]` of another from j."""
+    sent = [piece.reshape(-1) for piece in x.split(split, split_dim)]
+    shapes = [list(x.shape) for _ in concat]
+    for shape, length in zip(shapes, concat, strict=True):
+        shape[split_dim], shape[concat_dim] = split[group.rank()], length
+    received = [torch.Size(shape).numel() for shape in shapes]
+    arrived = all_to_all_pieces(torch.cat(sent), received, [piece.numel() for piece in sent], group)
+    pieces = [piece.view(shape) for piece, shape in zip(arrived.split(received), shapes, strict=True)]
+    return torch.cat(pieces, concat_dim)

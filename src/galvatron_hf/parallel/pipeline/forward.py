@@ -1,0 +1,293 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""The forward of a parallelised causal language model: a micro-batch in, the loss or the rank's own logits out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from galvatron_hf.parallel.activation.documents import Documents
+from galvatron_hf.parallel.activation.layout import Layout
+from galvatron_hf.parallel.activation.micro_batch import (
+    IGNORED,
+    ForwardOptions,
+    MicroBatch,
+    add_positions,
+    add_rows,
+    shift_targets,
+)
+from galvatron_hf.parallel.comm.mesh import StageMesh
+from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch
+from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest, vocabulary_layout
+from galvatron_hf.parallel.pipeline.stage import StageModule
+from galvatron_hf.plan import ParallelPlan
+
+
+@dataclass(kw_only=True)
+class StreamPosition:
+    """Where the random streams stand: they depend on nothing else, so a resumed run continues them."""
+
+    seed: int = 0
+    step: int = 0
+    micro_batch: int = 0
+
+    def key(self) -> tuple[int, int, int]:
+        return self.seed, self.step, self.micro_batch
+
+
+class ModelRunner:
+    """Takes the place of the `forward` of a [`PreTrainedModel`] whose layers have been parallelised.
+
+    Every rank calls it with the same whole micro-batch. With labels the loss is the sum over the micro-batch's targets
+    divided by `num_items_in_batch` (default: their number), the same on all ranks. Logits are those of the rank's own
+    rows, which [`ModelRunner.local_rows`] names. A model of several stages is run by its pipeline instead, which
+    uses the same parts: [`ModelRunner.micro_batch`] and [`ModelRunner.run`].
+
+    Args:
+        model ([`PreTrainedModel`]): the model.
+        plan ([`ParallelPlan`]): how it is parallelised.
+        mesh ([`StageMesh`]): the ranks of this rank's stages.
+        current ([`CurrentMicroBatch`]): shared with the blocks.
+        stages (`list[StageModule]`): this rank's stages.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        plan: ParallelPlan,
+        mesh: StageMesh,
+        current: CurrentMicroBatch,
+        stages: list[StageModule],
+    ):
+        self.model, self.plan, self.mesh, self.current, self.stages = model, plan, mesh, current, stages
+        self.position = StreamPosition()
+        self.data_degree = max(layer.data_degree(mesh.size) for layer in plan.layers)
+        self.sequence_degree = math.lcm(*(layer.sequence_degree for layer in plan.layers))
+
+    def __call__(self, input_ids: torch.Tensor, **inputs) -> CausalLMOutput:
+        """Runs one micro-batch; arguments as for [`ModelRunner.micro_batch`].
+
+        Returns:
+            [`CausalLMOutput`]: `loss` (fp32 scalar) and `logits` [own rows, S, V].
+
+        Raises:
+            ValueError: for inputs that no layout is known for, or if the model is cut into pipeline stages.
+        """
+        if len(self.plan.stages) > 1:
+            raise ValueError(
+                f"The model is cut into {len(self.plan.stages)} pipeline stages, of which a call would run one; "
+                "call the trainer's evaluate or predict, or ParallelModel.evaluate, on every rank."
+            )
+        return self.run(self.stages[0], self.micro_batch(input_ids, **inputs))
+
+    def micro_batch(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        shift_labels: torch.Tensor | None = None,
+        label_smoothing: float = 0.0,
+        return_logits: bool | None = None,
+        whole_loss: bool = True,
+        documents: Documents | None = None,
+        **unused,
+    ) -> MicroBatch:
+        """A micro-batch as all ranks of all stages see it, with the rows and positions that layouts need added.
+
+        Args:
+            input_ids (`torch.Tensor`): [B, S], the whole micro-batch, the same on every rank.
+            attention_mask (`torch.Tensor`, *optional*): [B, S], 1 for real tokens.
+            position_ids (`torch.Tensor`, *optional*): [B, S].
+            labels (`torch.Tensor`, *optional*): [B, S], -100 to ignore; shifted here.
+            num_items_in_batch (`torch.Tensor` or `int`, *optional*): what the sum of losses is divided by.
+            shift_labels (`torch.Tensor`, *optional*): [B, S], labels that are shifted already.
+            label_smoothing (`float`): as in [`transformers.trainer_pt_utils.LabelSmoother`].
+            return_logits (`bool`, *optional*): defaults to whether there are no labels.
+            whole_loss (`bool`): False leaves the loss this rank's own part, which adds up over the ranks to the whole.
+            documents ([`Documents`], *optional*): of one packed row [1, S], in [`ModelRunner.packs`] packs, each
+                of a multiple of [`ModelRunner.pack_multiple`] positions. There are no logits then.
+
+        Raises:
+            ValueError: for inputs that no layout is known for.
+        """
+        _refuse_inputs(unused, attention_mask)
+        targets = shift_labels if shift_labels is not None else (None if labels is None else shift_targets(labels))
+        wanted = ForwardOptions(
+            num_items=num_items_in_batch,
+            label_smoothing=label_smoothing,
+            logits=targets is None if return_logits is None else return_logits,
+            whole_loss=whole_loss,
+        )
+        if documents is not None:
+            return self._packed(input_ids, attention_mask, position_ids, targets, wanted, documents)
+        return self._padded(input_ids, attention_mask, position_ids, targets, wanted)
+
+    def _padded(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        targets: torch.Tensor | None,
+        wanted: ForwardOptions,
+    ) -> MicroBatch:
+        real_rows, real_length = input_ids.shape
+        rows = max(real_rows, self.mesh.size if wanted.logits else self.data_degree)
+        embedding = vocabulary_layout(self.mesh.size, self.plan.embedding.tensor, rows)
+        head = vocabulary_layout(self.mesh.size, self.plan.head.tensor, rows)
+        boundary = vocabulary_layout(self.mesh.size, 1, rows)
+        degrees = [self.sequence_degree, embedding.positions, head.positions]
+        multiple = math.lcm(*degrees, *([boundary.positions] if len(self.plan.stages) > 1 else []))
+        length = -(-real_length // multiple) * multiple
+        if position_ids is not None and length > real_length:
+            # Counting on keeps the added positions in the last document of a packed row, as far as there are such
+            # positions: rotary embeddings may depend on the largest, and learned ones end somewhere.
+            more = position_ids[:, -1:] + torch.arange(1, length - real_length + 1, device=position_ids.device)
+            position_ids = torch.cat([position_ids, more.clamp(max=position_ids.max())], dim=1)
+        pad = self.model.config.pad_token_id
+        return MicroBatch(
+            input_ids=add_rows(add_positions(input_ids, length, pad if pad is not None else 0), rows),
+            attention_mask=add_rows(add_positions(attention_mask, length, 0), rows),
+            position_ids=add_rows(position_ids, rows),
+            targets=add_rows(add_positions(targets, length, IGNORED), rows, IGNORED),
+            real_rows=real_rows,
+            real_length=real_length,
+            embedding=embedding,
+            head=head,
+            boundary=boundary,
+            key=self.position.key(),
+            wanted=wanted,
+        )
+
+    @property
+    def packs(self) -> int:
+        """Number of packs of a packed row: one for each data rank of the layer that has most of them."""
+        return math.lcm(*(layer.data_degree(self.mesh.size) for layer in self.plan.layers))
+
+    @property
+    def pack_multiple(self) -> int:
+        """What the number of positions of each pack is a multiple of, so that sequence ranks hold equally many."""
+        layouts = (self._packed_layout(tensor) for tensor in (self.plan.embedding.tensor, self.plan.head.tensor, 1))
+        return math.lcm(self.sequence_degree, *(layout.positions for layout in layouts))
+
+    def _packed_layout(self, tensor: int) -> Layout:
+        """Where embedding, head (of this tensor degree) or a stage boundary hold a packed row."""
+        pieces = self.mesh.size // tensor
+        return vocabulary_layout(self.mesh.size, tensor, math.gcd(pieces, self.packs))
+
+    def _packed(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        targets: torch.Tensor | None,
+        wanted: ForwardOptions,
+        documents: Documents,
+    ) -> MicroBatch:
+        lengths = {stop - start for start, stop in pairwise(documents.cuts)}
+        fits = len(documents.cuts) == self.packs + 1 and not any(length % self.pack_multiple for length in lengths)
+        if input_ids.shape != (1, documents.bounds[-1]) or not fits or 0 in lengths:
+            raise ValueError(
+                f"A packed row of shape {tuple(input_ids.shape)} with {len(documents.cuts) - 1} packs of "
+                f"{sorted(lengths)[:4]} positions does not fit the plan; pack {self.packs} of a multiple of "
+                f"{self.pack_multiple} positions."
+            )
+        if attention_mask is not None or position_ids is None or wanted.logits:
+            raise ValueError(
+                "A packed row has position_ids that begin anew with each document, no attention_mask, and gives a "
+                "loss, no logits; pass the rows unpacked for anything else."
+            )
+        return MicroBatch(
+            input_ids=input_ids,
+            attention_mask=None,
+            position_ids=position_ids,
+            targets=targets,
+            real_rows=1,
+            real_length=input_ids.shape[1],
+            embedding=self._packed_layout(self.plan.embedding.tensor),
+            head=self._packed_layout(self.plan.head.tensor),
+            boundary=self._packed_layout(1),
+            key=self.position.key(),
+            wanted=wanted,
+            documents=documents,
+        )
+
+    def run(
+        self, stage: StageModule, batch: MicroBatch, received: torch.Tensor | None = None
+    ) -> torch.Tensor | CausalLMOutput:
+        """Runs one stage: hidden states for the next, or at the last stage what the micro-batch was wanted for."""
+        with self.current.of(batch):
+            if not stage.is_last:
+                return stage(received, None)
+            total, logits = stage(received, self._request(batch))
+        loss = None
+        if total is not None:
+            items = batch.wanted.num_items
+            items = (batch.targets != IGNORED).sum() if items is None else items
+            loss = self._reported_loss(total, items, batch.head.replicas, batch.wanted.whole_loss)
+        if logits is not None:
+            logits = logits[:, : batch.real_length]
+        return CausalLMOutput(loss=loss, logits=logits)
+
+    def _request(self, batch: MicroBatch) -> HeadRequest:
+        targets = None
+        if batch.targets is not None:
+            own = batch.grid.rectangle(batch.head, self.mesh.index)
+            targets = batch.targets[own.row_start : own.row_stop, own.position_start : own.position_stop].flatten()
+        return HeadRequest(targets=targets, logits=batch.wanted.logits, label_smoothing=batch.wanted.label_smoothing)
+
+    def local_rows(self, rows: int) -> slice:
+        """The rows whose logits this rank gets, of a micro-batch of `rows` rows; added rows are not counted.
+
+        Where there are fewer rows than ranks, the last ranks get none; their logits are of added rows.
+        """
+        padded, tensor = max(rows, self.mesh.size), self.plan.head.tensor
+        group = vocabulary_layout(self.mesh.size, tensor, padded).rectangle(self.mesh.index, padded, 1)
+        own = Layout(data=tensor).rectangle(self.mesh.index % tensor, group.shape[0], 1)
+        start, stop = group.row_start + own.row_start, group.row_start + own.row_stop
+        return slice(min(start, rows), min(stop, rows))
+
+    def local_part(self, tensor: torch.Tensor, fill: int | None = None) -> torch.Tensor:
+        """The rows of a whole micro-batch's tensor that belong to this rank's logits.
+
+        Args:
+            tensor (`torch.Tensor`): [B, S].
+            fill (`int`, *optional*): what added rows hold; by default they repeat the last row.
+        """
+        tensor = add_rows(tensor, self.mesh.size, fill)
+        return tensor[self.local_rows(tensor.shape[0])]
+
+    def _reported_loss(
+        self, total: torch.Tensor, num_items: torch.Tensor | int, replicas: int, whole: bool
+    ) -> torch.Tensor:
+        """This rank's part of the loss, or the sum of all parts, in value; the gradient of its own rows in both.
+
+        Replicas hold the same rows, and each carries the full gradient of them, so only the value is divided. Without
+        targets the value is not a number and the gradient is zero, as in the family's own loss.
+        """
+        items = torch.as_tensor(num_items, device=total.device)
+        own = total / torch.where(items == 0, 1, items)
+        value = total.detach() / items / replicas
+        if whole:
+            dist.all_reduce(value, group=self.mesh.groups.block(self.mesh.size))
+        return own + (value - own.detach())
+
+
+def _refuse_inputs(unused: dict, attention_mask: torch.Tensor | None) -> None:
+    for name, value in unused.items():
+        if isinstance(value, torch.Tensor) or name in ("past_key_values", "output_hidden_states", "output_attentions"):
+            if value is None or value is False:
+                continue
+            raise ValueError(f"The input {name!r} has no layout under a parallel plan; leave it out of the batch.")
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(
+            f"An attention_mask of {attention_mask.ndim} dimensions cannot be split over ranks; pass one of [B, S]."
+        )

@@ -1,0 +1,136 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""When each rank did what: spans of a pipeline's actions, written as a trace that Chrome and Perfetto open."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from galvatron_hf.plan.schedule import Action
+
+
+SPANS_KEPT = 20_000  # by each rank, the latest: some MB of memory, and about as much of the file
+_UNMEASURED = contextlib.nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An action with the seconds (since the epoch) of its beginning and end, and the step it belongs to.
+
+    The span of a receive is the time that the rank stood still for it, that of a send the time in which it was handed
+    over; the transfers themselves go on beside the computation.
+    """
+
+    action: Action
+    begin: float
+    end: float
+    step: int
+
+
+class Timeline:
+    """Measures a rank's actions while it is on; off, it remembers the current one, which costs next to nothing.
+
+    On a GPU each span waits for the device, so that what is written was measured; training is slower meanwhile.
+
+    Args:
+        device (`torch.device`): where the actions compute.
+        spans_kept (`int`): how many spans are kept, the latest.
+    """
+
+    def __init__(self, device: torch.device, spans_kept: int = SPANS_KEPT):
+        self.device = device
+        self.on = False
+        self.step = 0
+        self.action: Action | None = None  # set back by the training loop
+        self.spans: deque[Span] = deque(maxlen=spans_kept)
+
+    def span(self, action: Action) -> contextlib.AbstractContextManager[None]:
+        """Measures the body, which does `action`."""
+        self.action = action
+        return self._measured(action) if self.on else _UNMEASURED
+
+    @contextlib.contextmanager
+    def _measured(self, action: Action) -> Iterator[None]:
+        begin = self._now()
+        yield
+        self.spans.append(Span(action, begin, self._now(), self.step))
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.time()
+
+    def write(self, folder: str | os.PathLike) -> None:
+        """Writes the spans of all ranks into `folder/timeline.json`; collective.
+
+        Each rank is a process of the trace, each of its stages a thread; times are those of the hosts' own clocks,
+        from the first span on. Of a run with more spans than are kept, the latest steps that every rank has whole are
+        written.
+        """
+        gathered: list[tuple[int, list[Span]]] | None = [(0, [])] * dist.get_world_size()
+        gathered = gathered if dist.get_rank() == 0 else None
+        dist.gather_object((self._first_whole_step(), list(self.spans)), gathered)
+        if gathered is None:
+            return
+        first = max(step for step, _ in gathered)
+        by_rank = [[span for span in spans if span.step >= first] for _, spans in gathered]
+        os.makedirs(folder, exist_ok=True)
+        path = os.path.join(folder, "timeline.json")
+        with open(f"{path}.part", "w") as file:
+            json.dump({"traceEvents": trace_events(by_rank), "displayTimeUnit": "ms"}, file)
+        os.replace(f"{path}.part", path)
+
+    def _first_whole_step(self) -> int:
+        """The first step of which no span has been dropped."""
+        if len(self.spans) < self.spans.maxlen:
+            return 0
+        return self.spans[0].step + 1
+
+
+def trace_events(by_rank: Sequence[Iterable[Span]]) -> list[dict]:
+    """The spans of each rank as events of Chrome's trace format, times in microseconds.
+
+    Process and thread numbers begin at 1 and differ from each other, because Perfetto takes 0 for the idle task and
+    equal ones for a process's main thread.
+    """
+    spans = [(rank, span) for rank, own in enumerate(by_rank) for span in own]
+    first = min((span.begin for _, span in spans), default=0.0)
+    threads = sorted({(rank, span.action.stage) for rank, span in spans})
+    thread_numbers = {thread: len(by_rank) + 1 + index for index, thread in enumerate(threads)}
+    events = []
+    for rank in range(len(by_rank)):
+        events.append(_named("process_name", f"rank {rank}", rank + 1))
+        events.append({"name": "process_sort_index", "ph": "M", "pid": rank + 1, "args": {"sort_index": rank}})
+    for (rank, stage), number in thread_numbers.items():
+        events.append(_named("thread_name", f"stage {stage}", rank + 1, number))
+    for rank, span in spans:
+        action = span.action
+        kind = "compute" if action.work.is_compute else "wait" if action.work.is_receive else "send"
+        name = f"{action.work.value} {action.micro_batch}"
+        events.append(
+            {
+                "name": f"wait: {name}" if kind == "wait" else name,
+                "cat": kind,
+                "ph": "X",
+                "ts": 1e6 * (span.begin - first),
+                "dur": 1e6 * (span.end - span.begin),
+                "pid": rank + 1,
+                "tid": thread_numbers[rank, action.stage],
+                "args": {"micro_batch": action.micro_batch, "stage": action.stage, "step": span.step},
+            }
+        )
+    return events
+
+
+def _named(kind: str, name: str, process: int, thread: int | None = None) -> dict:
+    event = {"name": kind, "ph": "M", "pid": process, "args": {"name": name}}
+    return event if thread is None else event | {"tid": thread}

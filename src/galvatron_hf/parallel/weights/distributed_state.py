@@ -1,0 +1,377 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""State in and out: distributed checkpoints that any plan can read, and whole weights in the family's own names."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from galvatron_hf.checkpoint.manifest import FileEntry
+from galvatron_hf.checkpoint.storage import MAX_FILE_BYTES, StateReader, StateWriter
+from galvatron_hf.models.families import adapter_for
+from galvatron_hf.models.fused_weights import FusedNames
+from galvatron_hf.parallel.comm.dtensor import assign, full_tensor
+from galvatron_hf.parallel.comm.objects import gather_objects, on_every_rank
+from galvatron_hf.parallel.model import ParallelModel
+from galvatron_hf.parallel.weights.optimizer_state import NamedOptimizerState, numbers_from_json, options_from_json
+from galvatron_hf.plan.serialization import read_object, write_file
+
+
+# Beside the distributed checkpoint, which holds tensors alone: nothing of ours is read by unpickling values.
+OPTIMIZER_FILE = "optimizer.json"
+
+
+def save_state(
+    parallel: ParallelModel,
+    optimizer: torch.optim.Optimizer | None,
+    folder: str | os.PathLike,
+    *,
+    complete: Callable[[dict[str, FileEntry]], None] | None = None,
+    background: dist.ProcessGroup | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> Future | None:
+    """Writes the weights and the optimizer's state as safetensors, each rank its own pieces; collective.
+
+    Args:
+        parallel ([`ParallelModel`]): the model.
+        optimizer (`torch.optim.Optimizer`, *optional*): its optimizer.
+        folder (`str` or `os.PathLike`): created if needed.
+        complete (`Callable`, *optional*): called on rank 0 when all pieces are on disk, with the files by name.
+        background (`ProcessGroup`, *optional*): all ranks, with a CPU backend, used for nothing else. The state is
+            copied and written while the caller goes on.
+        max_file_bytes (`int`): bytes of tensors in one file.
+
+    Returns:
+        `Future`: in the background, of the writing; else None.
+
+    Raises:
+        ValueError: if the optimizer's state is more than tensors and numbers.
+        CheckpointException: on every rank, if writing failed on one.
+    """
+    tensors = _model_tensors(parallel)
+    if parallel.tied is not None and parallel.tied.embedding is None:
+        tensors.pop(f"model.{parallel.tied.names[0]}", None)  # it is the embedding's stage that saves it
+    if optimizer is not None:
+        state = NamedOptimizerState.of(optimizer, parallel.parameter_names(), parallel.fused)
+        state = _of_all_stages(parallel, state)
+        tensors |= _optimizer_tensors(state)
+    options = {"groups": state.options_json(), "numbers": state.numbers} if optimizer is not None else None
+    writer = _OptionsAndState(folder, options, complete, max_file_bytes)
+    if background is not None:
+        return dcp.async_save(tensors, storage_writer=writer, process_group=background)
+    dcp.save(tensors, storage_writer=writer)
+    return None
+
+
+class _OptionsAndState(StateWriter):
+    """Writes the optimizer's options beside the tensors, before the checkpoint is complete."""
+
+    def __init__(self, folder: str | os.PathLike, options: dict | None, complete: Callable | None, max_bytes: int):
+        super().__init__(folder, complete, max_bytes)
+        self._options = options
+
+    def finish(self, metadata: Metadata, results: list) -> None:
+        if self._options is not None:
+            write_file(Path(self.path) / OPTIMIZER_FILE, json.dumps(self._options, indent=2))
+        super().finish(metadata, results)
+
+
+def load_state(
+    parallel: ParallelModel,
+    optimizer: torch.optim.Optimizer | None,
+    folder: str | os.PathLike,
+    *,
+    weights: bool = True,
+) -> None:
+    """Reads what [`save_state`] wrote, under whatever plan and world size it was; collective.
+
+    Args:
+        parallel ([`ParallelModel`]): the model, of the same family and size.
+        optimizer (`torch.optim.Optimizer`, *optional*): with the same kind of state; None leaves optimizers alone.
+        folder (`str` or `os.PathLike`): the checkpoint.
+        weights (`bool`): False leaves the weights alone.
+
+    Raises:
+        ValueError: on every rank, if the checkpoint is of another model or cannot be read.
+    """
+    tensors, state = on_every_rank(lambda: _to_load(parallel, optimizer is not None, folder, weights))
+    _read(tensors, folder)
+    if weights and parallel.tied is not None:
+        parallel.tied.copy_weight()
+    if optimizer is not None:
+        on_every_rank(lambda: state.load_into(optimizer, parallel.parameter_names(), parallel.fused))
+
+
+def _to_load(
+    parallel: ParallelModel, with_optimizer: bool, folder: str | os.PathLike, weights: bool
+) -> tuple[dict[str, torch.Tensor], NamedOptimizerState | None]:
+    """The tensors of this rank that a checkpoint has values for, and those of them that are the optimizer's."""
+    stored = stored_tensors(folder)
+    tensors = _model_tensors(parallel) if weights else {}
+    for name, tensor in tensors.items():
+        if name not in stored or stored[name].size != tensor.shape:
+            there = f"has it with shape {tuple(stored[name].size)}" if name in stored else "does not have it"
+            raise ValueError(
+                f"{name.removeprefix('model.')} has shape {tuple(tensor.shape)}, and {os.fspath(folder)} {there}; "
+                "load a checkpoint of the same configuration."
+            )
+    if not with_optimizer:
+        return tensors, None
+    parameters = {name: tensor for name, tensor in _named_state(parallel).items() if tensor.requires_grad}
+    state = _read_options(folder)
+    for kind, name in _optimizer_entries(stored):
+        if name in parameters:
+            place = _place(parameters[name], stored[f"optimizer.{kind}.{name}"])
+            state.tensors.setdefault(kind, {})[name] = place
+    return tensors | _optimizer_tensors(state), state
+
+
+def load_plain_state(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer | None, folder: str | os.PathLike
+) -> None:
+    """Reads what [`save_state`] wrote into a plain model and its optimizer; without a process group.
+
+    Args:
+        model ([`PreTrainedModel`]): the family's own model.
+        optimizer (`torch.optim.Optimizer`, *optional*): its optimizer, with the same kind of state.
+        folder (`str` or `os.PathLike`): the checkpoint.
+
+    Raises:
+        ValueError: if the checkpoint is of another model.
+    """
+    fused = FusedNames.of(model, adapter_for(model))
+    stored = stored_tensors(folder)
+    parts = fused.split({name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()})
+    tensors: dict[str, torch.Tensor] = {}
+    for entry, meta in stored.items():
+        if optimizer is None and not entry.startswith("model."):
+            continue
+        name = entry.removeprefix("model.") if entry.startswith("model.") else entry.split(".", 2)[-1]
+        if name not in parts or (meta.size != parts[name].shape and meta.size.numel() != 1):
+            there = tuple(parts[name].shape) if name in parts else "no such weight"
+            raise ValueError(
+                f"{os.fspath(folder)} has {entry} with shape {tuple(meta.size)}, and {type(model).__name__} has "
+                f"{there}; load a checkpoint of the same configuration."
+            )
+        tensors[entry] = torch.empty(meta.size, dtype=meta.properties.dtype)
+    _read(tensors, folder, no_dist=True)
+    weights = {n.removeprefix("model."): tensor for n, tensor in tensors.items() if n.startswith("model.")}
+    model.load_state_dict(fused.join(weights), strict=False)
+    if optimizer is None:
+        return
+    state = _read_options(folder)
+    for kind, name in _optimizer_entries(stored):
+        state.tensors.setdefault(kind, {})[name] = tensors[f"optimizer.{kind}.{name}"]
+    state.renamed(fused.join).load_into(optimizer, parameter_names(model), fused)
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """From the `id` of a plain model's parameter, as an optimizer holds it, to its name."""
+    names: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), name)
+    return names
+
+
+def _model_tensors(parallel: ParallelModel) -> dict[str, torch.Tensor]:
+    """Each weight of this rank's stages once; of a tied weight's copy on another stage the embedding's name."""
+    left_out, state = parallel.tied_names(), _named_state(parallel)
+    return {f"model.{name}": tensor.detach() for name, tensor in state.items() if name not in left_out}
+
+
+def _of_all_stages(parallel: ParallelModel, state: NamedOptimizerState) -> NamedOptimizerState:
+    """This rank's tensors to save, with the options and numbers of all stages; collective."""
+    if parallel.pipeline is None:
+        return state
+    tensors = {kind: dict(by_name) for kind, by_name in state.tensors.items()}
+    if parallel.tied is not None and parallel.tied.embedding is None:
+        for by_name in tensors.values():
+            by_name.pop(parallel.tied.names[0], None)
+    options, numbers = {}, {}
+    for other_options, other_numbers in gather_objects((state.options, state.numbers)):
+        options |= other_options
+        for kind, by_name in other_numbers.items():
+            numbers.setdefault(kind, {}).update(by_name)
+    return NamedOptimizerState(tensors=tensors, numbers=numbers, options=options)
+
+
+def _optimizer_tensors(state: NamedOptimizerState) -> dict[str, torch.Tensor]:
+    return {
+        f"optimizer.{kind}.{name}": tensor
+        for kind, tensors in state.tensors.items()
+        for name, tensor in tensors.items()
+    }
+
+
+def _optimizer_entries(stored: Mapping[str, TensorStorageMetadata]) -> Iterator[tuple[str, str]]:
+    """Kind and weight's name of every optimizer tensor; kinds have no dot in their names."""
+    for entry in stored:
+        if entry.startswith("optimizer."):
+            _, kind, name = entry.split(".", 2)
+            yield kind, name
+
+
+def stored_tensors(folder: str | os.PathLike) -> dict[str, TensorStorageMetadata]:
+    """What the files of [`save_state`] hold, by name; reads their headers alone.
+
+    Raises:
+        ValueError: if they cannot be read.
+    """
+    with _damage_told(folder):
+        return dict(StateReader(folder).read_metadata().state_dict_metadata)
+
+
+def _read(tensors: dict[str, torch.Tensor], folder: str | os.PathLike, no_dist: bool = False) -> None:
+    with _damage_told(folder):
+        dcp.load(tensors, storage_reader=StateReader(folder), no_dist=no_dist)
+
+
+@contextlib.contextmanager
+def _damage_told(folder: str | os.PathLike) -> Iterator[None]:
+    """Whatever goes wrong in reading is said in one sentence."""
+    try:
+        yield
+    except dcp.api.CheckpointException as error:
+        reasons = {f"{type(why).__name__}: {why}" for why, _ in error.failures.values()}
+        raise ValueError(f"{os.fspath(folder)} cannot be read ({'; '.join(reasons)}); use another one.") from error
+    except Exception as error:
+        raise ValueError(f"{os.fspath(folder)} cannot be read ({error!r}); use another one.") from error
+
+
+def _read_options(folder: str | os.PathLike) -> NamedOptimizerState:
+    saved = read_object(Path(folder) / OPTIMIZER_FILE, "optimizer's state")
+    return NamedOptimizerState(
+        options=options_from_json(saved.get("groups")), numbers=numbers_from_json(saved.get("numbers"))
+    )
+
+
+def _place(parameter: torch.Tensor, stored: TensorStorageMetadata) -> torch.Tensor:
+    """An empty tensor for an entry: sharded as its weight if it has the weight's shape, else one number."""
+    if stored.size == parameter.shape:
+        return torch.zeros_like(parameter, dtype=stored.properties.dtype, requires_grad=False)
+    if stored.size.numel() != 1:
+        raise ValueError(
+            f"The optimizer's state of a weight of shape {tuple(parameter.shape)} has shape {tuple(stored.size)}; "
+            "load a checkpoint of the same configuration."
+        )
+    return torch.empty(stored.size, dtype=stored.properties.dtype)
+
+
+def shard_optimizer_state(parallel: ParallelModel, state: NamedOptimizerState) -> NamedOptimizerState:
+    """Whole tensors, the same on every rank, as shards like those of this rank's weights; scalars stay."""
+    weights = _named_state(parallel)
+    tensors: dict[str, dict[str, torch.Tensor]] = {}
+    for kind, by_name in state.tensors.items():
+        for name, whole in by_name.items():
+            if name not in weights:
+                continue  # another stage's
+            if whole.shape == weights[name].shape:
+                place = torch.zeros_like(weights[name], dtype=whole.dtype, requires_grad=False)
+                assign(place, whole)
+                whole = place
+            tensors.setdefault(kind, {})[name] = whole
+    return NamedOptimizerState(tensors=tensors, numbers=state.numbers, options=state.options)
+
+
+class WholeWeights:
+    """The weights in the family's own names and shapes, put together a few at a time; making it is collective.
+
+    Args:
+        parallel ([`ParallelModel`]): the model.
+    """
+
+    def __init__(self, parallel: ParallelModel):
+        self._fused, self._device = parallel.fused, parallel.device
+        self._own = _named_state(parallel)
+        described = {name: (tensor.shape, tensor.dtype) for name, tensor in self._own.items()}
+        # What the stages of rank 0 do not have, and which rank sends it.
+        self._elsewhere: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
+        if parallel.pipeline is not None:
+            gathered = gather_objects(described)
+            for source in [ranks[0] for ranks in parallel.plan.rank_groups if 0 not in ranks]:
+                for name, (shape, dtype) in gathered[source].items():
+                    if name not in gathered[0]:
+                        self._elsewhere[name] = source, shape, dtype
+
+    def names(self) -> list[str]:
+        """The names of all weights, known to rank 0."""
+        return list(dict.fromkeys(self._fused.family_name(name) for name in [*self._own, *self._elsewhere]))
+
+    def gather(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """These weights on the CPU of rank 0; empty on the other ranks. Collective, with the same names everywhere."""
+        weights: dict[str, torch.Tensor] = {}
+        for part in self._fused.part_names(names):
+            whole = self._one(part)
+            if whole is not None:
+                weights[part] = whole.cpu()
+        return self._fused.join(weights)
+
+    def _one(self, name: str) -> torch.Tensor | None:
+        keeps = dist.get_rank() == 0
+        if name in self._own:
+            whole = full_tensor(self._own[name].detach())
+            if name in self._elsewhere and self._elsewhere[name][0] == dist.get_rank():
+                dist.send(whole.contiguous(), dst=0)
+            return whole.clone() if keeps else None
+        if not keeps:
+            return None
+        source, shape, dtype = self._elsewhere[name]
+        whole = torch.empty(shape, dtype=dtype, device=self._device)
+        dist.recv(whole, src=source)
+        return whole
+
+
+def whole_weights(parallel: ParallelModel) -> dict[str, torch.Tensor]:
+    """All weights in the family's own names and shapes, on the CPU of rank 0; empty on the other ranks. Collective."""
+    weights = WholeWeights(parallel)
+    names: list[list[str]] = [weights.names()]
+    dist.broadcast_object_list(names, src=0)
+    return weights.gather(names[0])
+
+
+def plain_model(
+    parallel: ParallelModel, weights: dict[str, torch.Tensor], device: torch.device | None = None
+) -> PreTrainedModel:
+    """The family's own model with whole weights, in evaluation mode.
+
+    Args:
+        parallel ([`ParallelModel`]): the model.
+        weights (`dict[str, torch.Tensor]`): what [`whole_weights`] returned on rank 0.
+        device (`torch.device`, *optional*): defaults to that of the parallel model.
+    """
+    with no_init_weights():
+        model = parallel.family(parallel.model.config)
+    model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+    if parallel.model.generation_config is not None:
+        model.generation_config = parallel.model.generation_config
+    return model.to(device or next(parallel.model.parameters()).device).eval()
+
+
+def _named_state(parallel: ParallelModel) -> dict[str, torch.Tensor]:
+    """Weights and persistent buffers of this rank's stages, as the whole model's `state_dict` names them.
+
+    Tied weights are there under each of their names, but a head's copy on another stage than the embedding under the
+    embedding's name.
+    """
+    # After a forward alone some weights are still gathered, and cast to the compute dtype.
+    parallel.units.reshard()
+    state = dict(parallel.model.state_dict(keep_vars=True))
+    if parallel.tied is not None and parallel.tied.head is not None:
+        embedding, head = parallel.tied.names
+        copy = state.pop(head)
+        state.setdefault(embedding, copy)
+    return state

@@ -1,0 +1,176 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""An optimizer's state by the names of its weights, so that it can move to another model, plan or number of groups."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from galvatron_hf.models.fused_weights import FusedNames
+from galvatron_hf.plan.validation import show
+
+
+@dataclass(kw_only=True)
+class NamedOptimizerState:
+    """What an optimizer knows of each weight.
+
+    Attributes:
+        tensors (`dict[str, dict[str, torch.Tensor]]`): from kind ("exp_avg") and weight's name to a tensor of the
+            weight's shape, or to a scalar.
+        numbers (`dict[str, dict[str, float]]`): from kind and weight's name to what is kept as a Python number.
+        options (`dict[str, dict[str, Any]]`): from the family's name of a weight to its group's options ("lr", ...).
+    """
+
+    tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    numbers: dict[str, dict[str, float]] = field(default_factory=dict)
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, names: Mapping[int, str], fused: FusedNames) -> NamedOptimizerState:
+        """Reads an optimizer; `names` goes from the `id` of a parameter to this runtime's name for it.
+
+        Raises:
+            ValueError: for state that is neither a tensor nor a number.
+        """
+        state = cls()
+        for group in optimizer.param_groups:
+            options = {name: _plain(value) for name, value in group.items() if name != "params"}
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                state.options[fused.family_name(name)] = options
+                for kind, value in optimizer.state.get(parameter, {}).items():
+                    state._add(kind, name, value)
+        return state
+
+    @classmethod
+    def of_file(
+        cls, path: str | os.PathLike, names: Sequence[Sequence[str]], fused: FusedNames
+    ) -> NamedOptimizerState:
+        """Reads an `optimizer.pt` of a plain model, which numbers weights by their place in the groups.
+
+        Args:
+            path (`str` or `os.PathLike`): the file.
+            names (`Sequence[Sequence[str]]`): the family's names of each group's weights, in order.
+            fused ([`FusedNames`]): of the model.
+
+        Raises:
+            ValueError: if the groups are others.
+        """
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        sizes = [len(group["params"]) for group in saved["param_groups"]]
+        if sizes != [len(group) for group in names]:
+            raise ValueError(
+                f"{path} has groups of {sizes} weights, and this model's optimizer has groups of "
+                f"{[len(group) for group in names]}; resume with the arguments and the model that wrote it."
+            )
+        state = cls()
+        for group, group_names in zip(saved["param_groups"], names, strict=True):
+            options = {name: _plain(value) for name, value in group.items() if name != "params"}
+            for index, name in zip(group["params"], group_names, strict=True):
+                state.options[name] = options
+                for kind, value in saved["state"].get(index, {}).items():
+                    state._add(kind, name, value)
+        return state.renamed(fused.split)
+
+    def _add(self, kind: str, name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self.tensors.setdefault(kind, {})[name] = value
+        elif isinstance(value, (int, float)):
+            self.numbers.setdefault(kind, {})[name] = value
+        elif value is not None:
+            raise ValueError(
+                f"The optimizer keeps a {type(value).__name__} {kind!r} for {name}, which a checkpoint cannot hold; "
+                "use an optimizer whose state is tensors and numbers, or save_only_model=True."
+            )
+
+    def renamed(self, rename) -> NamedOptimizerState:
+        """The same state under other names; `rename` is [`FusedNames.join`] or [`FusedNames.split`]."""
+        as_tensors = {kind: {n: torch.tensor(v) for n, v in values.items()} for kind, values in self.numbers.items()}
+        return NamedOptimizerState(
+            tensors={kind: rename(values) for kind, values in self.tensors.items()},
+            numbers={kind: {n: v.item() for n, v in rename(values).items()} for kind, values in as_tensors.items()},
+            options=self.options,
+        )
+
+    def load_into(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], fused: FusedNames) -> None:
+        """Gives the state to an optimizer, in whatever groups it has the weights.
+
+        Raises:
+            ValueError: if a weight is unknown here.
+        """
+        state, groups, index, given = {}, [], 0, set()
+        for group in optimizer.param_groups:
+            own = [names[id(parameter)] for parameter in group["params"]]
+            missing = [name for name in own if fused.family_name(name) not in self.options]
+            if missing:
+                raise ValueError(
+                    f"The checkpoint's optimizer does not know {missing[0]}, because it was not trained there; "
+                    "resume with the same weights frozen, or start anew from save_model's folder."
+                )
+            # Where a stage is frozen its groups are empty, but their learning rate may be logged: they take another's.
+            options = dict(self.options[fused.family_name(own[0])] if own else next(iter(self.options.values()), {}))
+            for name, value in options.items():
+                options[name] = tuple(value) if isinstance(group.get(name), tuple) else value
+            groups.append({**group, **options, "params": list(range(index, index + len(own)))})
+            for name in own:
+                kinds = [*self.tensors.items(), *self.numbers.items()]
+                values = {kind: by_name[name] for kind, by_name in kinds if name in by_name}
+                if name in given:  # the second copy of a tied weight has a state of its own
+                    values = {kind: v.clone() if isinstance(v, torch.Tensor) else v for kind, v in values.items()}
+                given.add(name)
+                if values:
+                    state[index] = values
+                index += 1
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def options_json(self) -> list[dict[str, Any]]:
+        """The options as JSON values: each set of them once, with the names that it is for."""
+        groups: list[dict[str, Any]] = []
+        for name, options in self.options.items():
+            group = next((group for group in groups if group["options"] == options), None)
+            if group is None:
+                groups.append({"options": options, "names": [name]})
+            else:
+                group["names"].append(name)
+        return groups
+
+
+def options_from_json(groups: Any) -> dict[str, dict[str, Any]]:
+    """What [`NamedOptimizerState.options_json`] returned, by name again.
+
+    Raises:
+        ValueError: for any other value.
+    """
+    check_groups(groups, "options")
+    return {name: group["options"] for group in groups for name in group["names"]}
+
+
+def numbers_from_json(numbers: Any) -> dict[str, dict[str, int | float]]:
+    """Checks [`NamedOptimizerState.numbers`] as they were read.
+
+    Raises:
+        ValueError: for any other value.
+    """
+    kinds = list(numbers.values()) if isinstance(numbers, dict) else [None]
+    if not all(isinstance(kind, dict) and all(type(n) in (int, float) for n in kind.values()) for kind in kinds):
+        raise ValueError(f"numbers is {show(numbers)}, which is no optimizer's state: use another checkpoint")
+    return numbers
+
+
+def check_groups(groups: Any, values: str) -> None:
+    """Refuses what is not a list of objects with `names` and plain values under the name `values`."""
+    for group in groups if isinstance(groups, list) else [groups]:
+        names, given = (group.get("names"), group.get(values)) if isinstance(group, dict) else (None, None)
+        if not isinstance(given, dict) or not isinstance(names, list) or not all(type(name) is str for name in names):
+            raise ValueError(f"a group is {show(group)}, without names and {values}: use another checkpoint")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,239 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Weights in safetensors files, of which each rank reads its own pieces, one tensor at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.modeling_utils import str_to_torch_dtype
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
+from transformers.utils.hub import get_checkpoint_shard_files
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from galvatron_hf.parallel.comm.objects import on_every_rank
+from galvatron_hf.parallel.weights.deferred_init import Template
+from galvatron_hf.parallel.weights.sources import Place, fill_with_initial_values
+
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor of a safetensors file."""
+
+    file: str
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+    def read_into(self, place: torch.Tensor, region: tuple[slice, ...], dtype: torch.dtype | None = None) -> None:
+        """Reads a part of the tensor, rounded to `dtype` on the way.
+
+        The file is opened for it alone: what was mapped of it counts as this process's memory until it is closed.
+        """
+        if place.numel():
+            with safe_open(self.file, framework="pt") as file:
+                stored = file.get_slice(self.key)[region] if self.shape else file.get_tensor(self.key)
+                rounded = dtype not in (None, place.dtype) and stored.is_floating_point()
+                place.copy_(stored.to(dtype) if rounded else stored)
+                del stored
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightFiles:
+    """Safetensors files of a Hugging Face folder, of which each rank reads the parts it needs.
+
+    Attributes:
+        name (`str`): the folder or the id on the Hub, for messages.
+        files (`tuple[str, ...]`): their paths.
+        dtype (`torch.dtype`, *optional*): as in [`WeightSource`].
+        key_mapping (`Mapping[str, str]`, *optional*): as for `from_pretrained`.
+    """
+
+    name: str
+    files: tuple[str, ...]
+    dtype: torch.dtype | None = None
+    key_mapping: Mapping[str, str] | None = None
+
+    @classmethod
+    def of(cls, name: str | os.PathLike, *, variant: str | None = None, **options: Any) -> WeightFiles:
+        """Finds them, on the Hub or its cache for an id; with several ranks collective, rank 0 first.
+
+        Args:
+            name (`str` or `os.PathLike`): a folder, or an id on the Hub.
+            variant (`str`, *optional*): as for `from_pretrained`.
+            options: `revision`, `subfolder`, `cache_dir`, `token` and so on, as for `from_pretrained`.
+
+        Raises:
+            ValueError: if there are none.
+        """
+        name = os.fspath(name)
+        return cls(name=name, files=on_every_rank(lambda: find_files(name, variant, options), rank_0_first=True))
+
+    def stored(self) -> dict[str, StoredTensor]:
+        """What the files' headers list, by key."""
+        found = {}
+        for path in self.files:
+            with safe_open(path, framework="pt") as file:
+                for key in file.keys():
+                    header = file.get_slice(key)
+                    kind = str_to_torch_dtype.get(header.get_dtype())
+                    shape = tuple(header.get_shape())
+                    found[key] = StoredTensor(file=path, key=key, shape=shape, dtype=kind)
+        return found
+
+    def fill(self, template: Template, places: list[Place]) -> None:
+        sources = on_every_rank(lambda: self._sources(template))
+        on_every_rank(lambda: self._read(sources, places))
+        fresh = template.model.state_dict().keys() - sources.keys()
+        if fresh:
+            fill_with_initial_values(template, places, only=fresh)
+
+    def _read(self, sources: Mapping[str, StoredTensor], places: list[Place]) -> None:
+        found = [(sources[place.name], place) for place in places if place.name in sources]
+        for stored, place in sorted(found, key=lambda pair: (pair[0].file, pair[0].key)):
+            stored.read_into(place.tensor, place.region, self.dtype)
+
+    def _sources(self, template: Template) -> dict[str, StoredTensor]:
+        """For every weight and persistent buffer of the family, by each of its names, what holds it.
+
+        Weights without a source are those that the family says may be missing, and heads that a base model's files
+        never have; the family initialises them.
+
+        Raises:
+            ValueError: if a weight of the base model is missing, has another shape, or needs a conversion.
+        """
+        model, expected, stored = template.model, template.model.state_dict(), self.stored()
+        found: dict[str, StoredTensor] = {}
+        unexpected = set()
+        for key, name in self._renamed(model, expected, stored).items():
+            if name not in expected:
+                unexpected.add(name)
+            elif stored[key].shape != tuple(expected[name].shape):
+                raise ValueError(
+                    f"{key} in {self.name} has shape {stored[key].shape}, and {type(model).__name__} has "
+                    f"{tuple(expected[name].shape)}; load a folder of the same configuration."
+                )
+            else:
+                found[name] = stored[key]
+        for name in expected:
+            there = [found[tied] for tied in template.tied_to(name) if tied in found]
+            if there and name not in found:
+                found[name] = there[0]
+        self._report(model, expected.keys() - found.keys(), unexpected)
+        _check_tied(self.name, template, found)
+        return found
+
+    def _renamed(
+        self, model: PreTrainedModel, expected: Mapping[str, torch.Tensor], keys: Iterable[str]
+    ) -> dict[str, str]:
+        """From keys of the files to the names that this version of the family has for them."""
+        mapping = get_model_conversion_mapping(model, dict(self.key_mapping) if self.key_mapping else None)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        names = {}
+        for key in keys:
+            name, converter = rename_source_key(key, renamings, converters, model.base_model_prefix, expected)
+            if name not in expected and key in expected:
+                name, converter = rename_source_key(key, [], [], model.base_model_prefix, expected)
+            if converter is not None:
+                raise ValueError(
+                    f"{key} in {self.name} is converted, not only renamed, where {type(model).__name__} is loaded, "
+                    "which pieces of it do not allow; load it by from_pretrained and pass the model."
+                )
+            names[key] = name
+        return names
+
+    def _report(self, model: PreTrainedModel, missing: set[str], unexpected: set[str]) -> None:
+        report = LoadStateDictInfo(
+            missing_keys=missing,
+            unexpected_keys=unexpected,
+            mismatched_keys=set(),
+            error_msgs=[],
+            conversion_errors={},
+            skipped_pp_keys=set(),
+        )
+        model._adjust_missing_and_unexpected_keys(report)  # by what the family says is no loss
+        needed = sorted(name for name in report.missing_keys if name.startswith(f"{model.base_model_prefix}."))
+        if needed:
+            raise ValueError(
+                f"{self.name} lacks {_some(needed)}, which {type(model).__name__} needs; give a complete folder."
+            )
+        if report.missing_keys and _speaks():
+            logger.warning(f"{self.name} has no {_some(sorted(report.missing_keys))}, which begins as a new model's.")
+        if report.unexpected_keys and _speaks():
+            unused = _some(sorted(report.unexpected_keys))
+            logger.warning(f"{self.name} has {unused}, which {type(model).__name__} has no use for.")
+
+
+def find_files(name: str, variant: str | None, options: dict[str, Any]) -> tuple[str, ...]:
+    """The safetensors files of a folder or an id on the Hub; see [`WeightFiles.of`]."""
+    one, index = SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME
+    if variant is not None:
+        one = one.replace(".safetensors", f".{variant}.safetensors")
+        index = index.replace(".index.json", f".index.{variant}.json")
+    quiet = dict(options, _raise_exceptions_for_missing_entries=False)
+    found = cached_file(name, one, **quiet)
+    if found is not None:
+        return (found,)
+    found = cached_file(name, index, **quiet)
+    if found is None:
+        raise ValueError(
+            f"{name} has no {one} and no {index}, and pickles such as pytorch_model.bin are never opened; "
+            "convert it first: from_pretrained(...).save_pretrained(FOLDER)."
+        )
+    files, _ = get_checkpoint_shard_files(name, found, **options)
+    folder = os.path.dirname(os.path.abspath(found))
+    for file in files:
+        if os.path.dirname(os.path.abspath(file)) != folder:
+            raise ValueError(
+                f"{found} names {file}, which is outside of its folder; use an index of plain file names."
+            )
+        if not os.path.isfile(file):
+            raise ValueError(f"{found} names {os.path.basename(file)}, which is not there; give a complete folder.")
+    return tuple(files)
+
+
+def _check_tied(where: str, template: Template, found: Mapping[str, StoredTensor]) -> None:
+    """A weight of two names may be stored twice, but then alike."""
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    for names in template.names.values():
+        copies = list({(found[name].file, found[name].key): found[name] for name in names if name in found}.values())
+        for copy in copies[1:]:
+            if not _equal(copies[0], copy):
+                raise ValueError(
+                    f"{where} has different values for {copies[0].key} and {copy.key}, which its configuration ties; "
+                    "set tie_word_embeddings to False."
+                )
+
+
+def _equal(first: StoredTensor, second: StoredTensor, rows: int = 1024) -> bool:
+    for start in range(0, first.shape[0], rows):
+        region = (slice(start, min(start + rows, first.shape[0])),)
+        parts = [torch.empty(region[0].stop - start, *first.shape[1:]) for _ in range(2)]
+        for stored, part in zip((first, second), parts, strict=True):
+            stored.read_into(part, region)
+        if not torch.equal(*parts):
+            return False
+    return True
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _speaks() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0

@@ -1,0 +1,352 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""The parallel plan: which ranks compute which layer, and how. Planner and runtime meet here and nowhere else.
+
+Importing this module needs neither torch nor transformers.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from galvatron_hf.plan.serialization import (
+    check_covered,
+    check_next_range,
+    check_stacks,
+    check_version,
+    copy_meta,
+    fold,
+    plan_arguments,
+    read_object,
+    write_file,
+    write_text,
+)
+from galvatron_hf.plan.strategies import LayerStrategy, Precision, SequenceGroups, Stage, VocabularyStrategy
+from galvatron_hf.plan.validation import MAX_MICRO_BATCHES, MAX_RANKS, check_choice, check_int, divisors, nearest, show
+
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["LayerStrategy", "ParallelPlan", "Precision", "SequenceGroups", "Stage", "VocabularyStrategy"]
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelPlan:
+    """
+    How a model is computed by `world_size` ranks: schema version 1.
+
+    A plan is checked when it is made: one that exists is possible on `world_size` ranks, whatever the model. What this
+    release cannot run yet is told by [`~ParallelPlan.unsupported`].
+
+    Args:
+        version (`int`, defaults to 1): Schema version.
+        world_size (`int`): Number of ranks.
+        stacks (`Mapping[str, int]`): Layers of each stack in execution order (`encoder` before `decoder`); layers have
+            one global index over all stacks.
+        micro_batches (`int`, defaults to 1): Pieces into which the global batch of an optimizer step is split.
+        schedule (`str`, defaults to `"1f1b"`): Pipeline order: `"gpipe"` (all forwards, then all backwards), `"1f1b"`
+            (arXiv 2104.04473), `"interleaved"` (1F1B over virtual stages) or `"zero_bubble"` (arXiv 2401.10241).
+        precision ([`Precision`], *optional*): Number formats; None leaves them to the training arguments.
+        stages (`tuple[Stage, ...]`, *optional*): Stages in execution order. The same rank list again makes a virtual
+            stage. None means one stage of all ranks and layers.
+        layers (`tuple[LayerStrategy, ...]`): One strategy per layer.
+        embedding ([`VocabularyStrategy`], *optional*): On the ranks of the first stage.
+        head ([`VocabularyStrategy`], *optional*): On the ranks of the last stage.
+        sequence_groups ([`SequenceGroups`], *optional*): Groups chosen per micro-batch; needs ulysses = context = 1.
+        meta (`dict`, *optional*): Kept and never interpreted. Must be JSON.
+
+    Raises:
+        `ValueError`: in one sentence with the value, the reason and the nearest value that works.
+    """
+
+    version: int = 1
+    world_size: int
+    stacks: Mapping[str, int] = field(hash=False)
+    micro_batches: int = 1
+    schedule: str = "1f1b"
+    precision: Precision | None = None
+    stages: tuple[Stage, ...] | None = None
+    layers: tuple[LayerStrategy, ...]
+    embedding: VocabularyStrategy = field(default_factory=VocabularyStrategy)
+    head: VocabularyStrategy = field(default_factory=VocabularyStrategy)
+    sequence_groups: SequenceGroups | None = None
+    meta: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self):
+        check_version(self.version)
+        check_int("world_size", self.world_size, high=MAX_RANKS)
+        num_layers = check_stacks(self.stacks)
+        object.__setattr__(self, "stacks", dict(self.stacks))
+        check_int("micro_batches", self.micro_batches, high=MAX_MICRO_BATCHES)
+        check_choice("schedule", self.schedule, SCHEDULES)
+        if self.stages is None:
+            whole = Stage(ranks=tuple(range(self.world_size)), layers=(0, num_layers))
+            object.__setattr__(self, "stages", (whole,))
+        object.__setattr__(self, "meta", copy_meta(self.meta))
+        _check_parts(self, num_layers)
+        _check_stages(self, num_layers)
+        _check_virtual_stages(self)
+        _check_degrees(self)
+        _check_sequence_groups(self)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of all stacks."""
+        return len(self.layers)
+
+    @property
+    def rank_groups(self) -> list[tuple[int, ...]]:
+        """The distinct rank lists of the stages, in the order in which they first occur; virtual stages share one."""
+        return list(dict.fromkeys(stage.ranks for stage in self.stages))
+
+    def stage_of(self, layer: int) -> Stage:
+        """The stage that computes global layer `layer`; `ValueError` if there is no such layer."""
+        check_int("layer", layer, low=0, high=self.num_layers - 1)
+        return next(stage for stage in self.stages if layer < stage.layers[1])
+
+    @classmethod
+    def from_json(cls, source: str | os.PathLike | Mapping[str, Any]) -> "ParallelPlan":
+        """
+        Reads a plan.
+
+        Args:
+            source (`str`, `os.PathLike` or `Mapping`): The path of a JSON file, JSON text, or the parsed object.
+
+        Raises:
+            `ValueError`: in one sentence, for anything that is not a possible plan.
+        """
+        return cls(**plan_arguments(read_object(source)))
+
+    def to_json(self, path: str | os.PathLike | None = None) -> str:
+        """The plan as JSON text, equal neighbours folded into spans; also written to `path` if given."""
+        text = write_text(self)
+        if path is not None:
+            write_file(path, text)
+        return text
+
+    @classmethod
+    def uniform(
+        cls,
+        world_size: int,
+        num_layers: int | Mapping[str, int],
+        *,
+        pipeline: int = 1,
+        micro_batches: int = 1,
+        schedule: str = "1f1b",
+        precision: Precision | None = None,
+        embedding: VocabularyStrategy | None = None,
+        head: VocabularyStrategy | None = None,
+        meta: Mapping[str, Any] | None = None,
+        **strategy: Any,
+    ) -> "ParallelPlan":
+        """
+        A plan with one strategy for all layers.
+
+        Args:
+            world_size (`int`): Number of ranks.
+            num_layers (`int` or `Mapping[str, int]`): Layers of one stack called `decoder`, or of each stack.
+            pipeline (`int`, defaults to 1): Stages, each with world_size / pipeline consecutive ranks and an even
+                share of the layers (earlier stages take the remainder).
+            micro_batches, schedule, precision, meta: As in [`ParallelPlan`].
+            embedding, head ([`VocabularyStrategy`], *optional*): The layers' tensor degree and sharding if not given.
+            **strategy: The fields of [`LayerStrategy`] (tensor, megatron_sp, ulysses, context, sharding, shard_degree,
+                expert, recompute).
+
+        Raises:
+            `ValueError`: in one sentence, when no such plan is possible.
+        """
+        check_int("world_size", world_size, high=MAX_RANKS)
+        stacks = num_layers if isinstance(num_layers, Mapping) else {"decoder": num_layers}
+        total = check_stacks(stacks)
+        layer = LayerStrategy(**strategy)
+        beside = VocabularyStrategy(tensor=layer.tensor, sharding=layer.sharding, shard_degree=layer.shard_degree)
+        return cls(
+            world_size=world_size,
+            stacks=stacks,
+            micro_batches=micro_batches,
+            schedule=schedule,
+            precision=precision,
+            stages=even_stages(world_size, total, pipeline),
+            layers=(layer,) * total,
+            embedding=embedding or beside,
+            head=head or beside,
+            meta=dict(meta or {}),
+        )
+
+    @classmethod
+    def from_galvatron(
+        cls, source: str | os.PathLike | Mapping[str, Any], world_size: int | None = None, *, megatron_sp: bool = True
+    ) -> "ParallelPlan":
+        """Reads a strategy file of Galvatron; see [`galvatron_hf.interop.galvatron.plan.galvatron_arguments`]."""
+        from galvatron_hf.interop.galvatron.plan import galvatron_arguments
+
+        return cls(**galvatron_arguments(read_object(source, "Galvatron plan"), world_size, megatron_sp))
+
+    def to_galvatron(self) -> dict[str, Any]:
+        """The plan as Galvatron's own fields; `ValueError` names what Galvatron cannot express."""
+        from galvatron_hf.interop.galvatron.plan import galvatron_fields
+
+        return galvatron_fields(self)
+
+    def describe(self) -> "Table":
+        """The plan as a table with equal neighbours folded."""
+        from galvatron_hf.plan.table import plan_table
+
+        return plan_table(self)
+
+    def __str__(self) -> str:
+        from galvatron_hf.plan.table import plan_text
+
+        return plan_text(self)
+
+    def unsupported(self) -> list[str]:
+        """One sentence for each part of the plan that is possible but does not run in this release."""
+        from galvatron_hf.plan.supported import unsupported
+
+        return unsupported(self)
+
+    def require_runnable(self, world_size: int) -> None:
+        """
+        Raises `ValueError` unless this release can run the plan on `world_size` started processes.
+
+        Args:
+            world_size (`int`): Number of processes that were started.
+        """
+        from galvatron_hf.plan.supported import require_runnable
+
+        require_runnable(self, world_size)
+
+    def check_tied(self) -> None:
+        """Raises `ValueError` if embedding and head cannot share one weight under this plan (tied embeddings)."""
+        same_ranks = self.stages[0].ranks == self.stages[-1].ranks
+        if same_ranks and self.embedding != self.head:
+            raise ValueError(
+                "embedding and head differ but their weights are tied and on the same ranks: "
+                "give head the fields of embedding"
+            )
+        if self.embedding.tensor != self.head.tensor:
+            raise ValueError(
+                f"embedding has tensor={self.embedding.tensor} and head tensor={self.head.tensor}, but their weights "
+                f"are tied: use tensor={self.embedding.tensor} for head"
+            )
+
+
+def even_stages(world_size: int, num_layers: int, pipeline: int) -> tuple[Stage, ...]:
+    """`pipeline` stages of equally many consecutive ranks; earlier stages take the layers left over."""
+    check_int("pipeline", pipeline, high=MAX_RANKS)
+    if world_size % pipeline or pipeline > num_layers:
+        fitting = nearest(pipeline, [degree for degree in divisors(world_size) if degree <= num_layers])
+        reason = f"does not divide the {world_size} ranks" if world_size % pipeline else "is more than the layers"
+        raise ValueError(f"pipeline is {pipeline}, which {reason}: use pipeline={fitting}")
+    size = world_size // pipeline
+    share, more = divmod(num_layers, pipeline)
+    starts = [index * share + min(index, more) for index in range(pipeline + 1)]
+    return tuple(
+        Stage(ranks=tuple(range(index * size, (index + 1) * size)), layers=(starts[index], starts[index + 1]))
+        for index in range(pipeline)
+    )
+
+
+def _check_parts(plan: ParallelPlan, num_layers: int) -> None:
+    for name, kind in (("stages", Stage), ("layers", LayerStrategy)):
+        value = getattr(plan, name)
+        if not isinstance(value, (list, tuple)) or not value or any(not isinstance(item, kind) for item in value):
+            raise ValueError(f"{name} is {show(value)}, which is not a tuple of {kind.__name__}: give one of these")
+        object.__setattr__(plan, name, tuple(value))
+    for name in ("embedding", "head"):
+        if not isinstance(getattr(plan, name), VocabularyStrategy):
+            raise ValueError(f"{name} is {show(getattr(plan, name))}: give a VocabularyStrategy")
+    for name, kind in (("precision", Precision), ("sequence_groups", SequenceGroups)):
+        value = getattr(plan, name)
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{name} is {show(value)}: give a {kind.__name__} or None")
+    if len(plan.layers) != num_layers:
+        raise ValueError(
+            f"layers has {len(plan.layers)} strategies, but the stacks have {num_layers} layers: give {num_layers}"
+        )
+
+
+def _check_stages(plan: ParallelPlan, num_layers: int) -> None:
+    done = 0
+    owner: dict[int, int] = {}
+    for index, stage in enumerate(plan.stages):
+        start, end = stage.layers
+        check_next_range("stages", "stage", start, end, done, num_layers)
+        done = end
+        if max(stage.ranks) >= plan.world_size:
+            raise ValueError(
+                f"stages[{index}] has rank {max(stage.ranks)}, but world_size is {plan.world_size}: "
+                f"use ranks 0 to {plan.world_size - 1} or world_size={max(stage.ranks) + 1}"
+            )
+        earlier = {owner.setdefault(rank, index) for rank in stage.ranks} - {index}
+        if earlier and stage.ranks != plan.stages[min(earlier)].ranks:
+            rank = next(rank for rank in stage.ranks if owner[rank] == min(earlier))
+            raise ValueError(
+                f"rank {rank} is in stages[{min(earlier)}] and in stages[{index}] with another rank list: "
+                "give both the same list (a virtual stage) or lists without a rank in common"
+            )
+    check_covered("stages", "stage", done, num_layers)
+    if len(owner) < plan.world_size:
+        idle = next(rank for rank in range(plan.world_size) if rank not in owner)
+        raise ValueError(
+            f"world_size is {plan.world_size}, but rank {idle} is in no stage: "
+            f"add it to one or use world_size={len(owner)} with ranks 0 to {len(owner) - 1}"
+        )
+
+
+def _check_virtual_stages(plan: ParallelPlan) -> None:
+    lists, distinct = [stage.ranks for stage in plan.stages], plan.rank_groups
+    if len(lists) == len(distinct):
+        return
+    if plan.schedule not in ("interleaved", "zero_bubble"):
+        raise ValueError(
+            f"schedule is {plan.schedule!r}, which cannot run a rank list twice (virtual stages): use 'interleaved'"
+        )
+    rounds = [lists[start : start + len(distinct)] for start in range(0, len(lists), len(distinct))]
+    loop = all(part == distinct for part in rounds)
+    there_and_back = plan.schedule == "zero_bubble" and lists == distinct + distinct[::-1]
+    if not loop and not there_and_back:
+        raise ValueError(
+            f"stages repeats rank lists in an order that {plan.schedule!r} cannot run: repeat all "
+            f"{len(distinct)} rank lists in their first order"
+        )
+
+
+def _check_degrees(plan: ParallelPlan) -> None:
+    for stage in plan.stages:
+        start, end = stage.layers
+        for (first, _), strategy in fold(plan.layers[start:end]):
+            _fits(f"layer {start + first}", strategy, len(stage.ranks))
+    _fits("embedding", plan.embedding, len(plan.stages[0].ranks))
+    _fits("head", plan.head, len(plan.stages[-1].ranks))
+
+
+def _fits(where: str, strategy: LayerStrategy | VocabularyStrategy, ranks: int) -> None:
+    try:
+        strategy.check_ranks(ranks)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _check_sequence_groups(plan: ParallelPlan) -> None:
+    groups = plan.sequence_groups
+    if groups is None:
+        return
+    for stage in plan.stages:
+        for layer in range(*stage.layers):
+            strategy = plan.layers[layer]
+            if strategy.ulysses * strategy.context > 1:
+                raise ValueError(
+                    f"layer {layer} has ulysses={strategy.ulysses} and context={strategy.context}, but "
+                    "sequence_groups chooses these per micro-batch: use ulysses=1 and context=1"
+                )
+            most = strategy.data_degree(len(stage.ranks))
+            if groups.max_degree > most:
+                raise ValueError(
+                    f"sequence_groups has max_degree={groups.max_degree}, but layer {layer} has {most} data ranks: "
+                    f"use max_degree={most}"
+                )

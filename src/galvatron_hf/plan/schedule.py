@@ -1,0 +1,184 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""In which order the ranks of a pipeline do their work: the plan's schedules, as lists of actions.
+
+Interleaved and zero-bubble orders are those of `torch.distributed.pipelining`. Nothing here needs ranks, so that a
+cost model can read them too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from types import SimpleNamespace
+
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from galvatron_hf.plan.pipeline_shape import PipelineShape, orders
+
+
+__all__ = ["Action", "PipelineShape", "Work", "actions", "most_in_flight", "orders"]
+
+
+class Work(str, Enum):
+    """What an action does with one micro-batch in one stage."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    BACKWARD_INPUT = "backward of the input"
+    BACKWARD_WEIGHT = "backward of the weights"
+    SEND_FORWARD = "send activations"
+    RECEIVE_FORWARD = "receive activations"
+    SEND_BACKWARD = "send gradients"
+    RECEIVE_BACKWARD = "receive gradients"
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether it computes rather than moves something."""
+        return self.direction is None
+
+    @property
+    def is_receive(self) -> bool:
+        """Whether it waits for another rank."""
+        return self in (Work.RECEIVE_FORWARD, Work.RECEIVE_BACKWARD)
+
+    @property
+    def direction(self) -> str | None:
+        """ "forward" or "backward" for what moves activations or gradients."""
+        if self in (Work.SEND_FORWARD, Work.RECEIVE_FORWARD):
+            return "forward"
+        return "backward" if self in (Work.SEND_BACKWARD, Work.RECEIVE_BACKWARD) else None
+
+
+@dataclass(frozen=True)
+class Action:
+    """One piece of work.
+
+    Attributes:
+        work ([`Work`]): its kind.
+        stage (`int`): index of the stage in the plan.
+        micro_batch (`int`): index of the micro-batch in the step.
+    """
+
+    work: Work
+    stage: int
+    micro_batch: int
+
+
+@lru_cache(maxsize=256)
+def actions(shape: PipelineShape, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+    """
+    What each rank list does in a step, in order.
+
+    Receives stand where they are posted, as early as the sender can have begun; sends directly behind the work whose
+    result they send. Between two stages on the same ranks nothing is sent. A number of micro-batches that the schedule
+    does not order, such as a last, smaller batch has, goes in the order of the next one that it does: no more is in
+    flight than then.
+
+    Args:
+        shape ([`PipelineShape`]): the pipeline.
+        micro_batches (`int`): number of micro-batches of the step, at least 1.
+
+    Returns:
+        `tuple[tuple[Action, ...], ...]`: one tuple for each rank list.
+    """
+    if shape.virtual == 1 and shape.schedule != "zero_bubble":
+        order = _gpipe if shape.schedule == "gpipe" else _one_forward_one_backward
+        compute = {place: order(place, shape.lists, micro_batches) for place in range(shape.lists)}
+    else:
+        ordered = next(count for count in itertools.count(micro_batches) if orders(shape, count))
+        compute = {
+            place: [action for action in row if action.microbatch_index < micro_batches]
+            for place, row in _of_torch(shape, ordered).items()
+        }
+    lowered = torch_schedules._add_send_recv(compute, lambda stage: shape.places[stage], len(shape.places))
+    return tuple(_post_early([_own(action) for action in lowered[place]], shape) for place in range(shape.lists))
+
+
+def _post_early(order: list[Action], shape: PipelineShape) -> tuple[Action, ...]:
+    """Puts every receive in front of another compute than the one that needs it, so that it arrives meanwhile.
+
+    It never passes a transfer with the same ranks in its own direction: on the order of these the other side counts.
+    """
+
+    def channel(action: Action) -> tuple[str, int] | None:
+        if action.work.is_compute:
+            return None
+        onwards = action.work in (Work.SEND_FORWARD, Work.RECEIVE_BACKWARD)
+        return action.work.direction, shape.places[action.stage + (1 if onwards else -1)]
+
+    result: list[Action] = []
+    for index, action in enumerate(order):
+        place = len(result)
+        following = next((later for later in order[index:] if later.work.is_compute), None)
+        if action.work.is_receive and (following.stage, following.micro_batch) == (action.stage, action.micro_batch):
+            while place > 0 and channel(action) != channel(result[place - 1]):
+                place -= 1
+                if result[place].work.is_compute:
+                    break
+        result.insert(place, action)
+    return tuple(result)
+
+
+def _gpipe(place: int, lists: int, micro_batches: int) -> list:
+    """All forwards, then all backwards (arXiv 1811.06965)."""
+    works = torch_schedules.FORWARD, torch_schedules.FULL_BACKWARD
+    return [torch_schedules._Action(place, work, part) for work in works for part in range(micro_batches)]
+
+
+def _one_forward_one_backward(place: int, lists: int, micro_batches: int) -> list:
+    """As many forwards as there are stages behind, then one forward and one backward in turn (arXiv 2104.04473)."""
+    forwards = [torch_schedules._Action(place, torch_schedules.FORWARD, part) for part in range(micro_batches)]
+    backwards = [torch_schedules._Action(place, torch_schedules.FULL_BACKWARD, part) for part in range(micro_batches)]
+    ahead = min(lists - 1 - place, micro_batches)
+    pairs = zip(forwards[ahead:], backwards, strict=False)
+    return forwards[:ahead] + [action for pair in pairs for action in pair] + backwards[micro_batches - ahead :]
+
+
+def _of_torch(shape: PipelineShape, micro_batches: int) -> dict[int, list]:
+    classes = {
+        "interleaved": torch_schedules.ScheduleInterleaved1F1B,
+        "zero_bubble": torch_schedules.ScheduleInterleavedZeroBubble,
+    }
+    schedule_class = torch_schedules.ScheduleZBVZeroBubble if shape.returns else classes[shape.schedule]
+    # A schedule asks its stages for these numbers alone, and orders the work of all ranks from them.
+    own = [
+        SimpleNamespace(
+            stage_index=stage, num_stages=len(shape.places), group_size=shape.lists, group_rank=0, submod=None
+        )
+        for stage, place in enumerate(shape.places)
+        if place == 0
+    ]
+    order = schedule_class(own, micro_batches).pipeline_order
+    return {place: [action for action in row if action is not None] for place, row in order.items()}
+
+
+_KINDS = {
+    torch_schedules.FORWARD: Work.FORWARD,
+    torch_schedules.FULL_BACKWARD: Work.BACKWARD,
+    torch_schedules.BACKWARD_INPUT: Work.BACKWARD_INPUT,
+    torch_schedules.BACKWARD_WEIGHT: Work.BACKWARD_WEIGHT,
+    torch_schedules.SEND_F: Work.SEND_FORWARD,
+    torch_schedules.RECV_F: Work.RECEIVE_FORWARD,
+    torch_schedules.SEND_B: Work.SEND_BACKWARD,
+    torch_schedules.RECV_B: Work.RECEIVE_BACKWARD,
+}
+
+
+def _own(action) -> Action:
+    return Action(_KINDS[action.computation_type], action.stage_index, action.microbatch_index)
+
+
+def most_in_flight(order: Sequence[Action], stage: int) -> int:
+    """The largest number of micro-batches whose activations `stage` holds at once under an order of actions."""
+    ends = {Work.BACKWARD, Work.BACKWARD_WEIGHT}
+    now = most = 0
+    for action in order:
+        if action.stage == stage:
+            now += action.work is Work.FORWARD
+            most = max(most, now)
+            now -= action.work in ends
+    return most

@@ -1,0 +1,96 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Which possible plans this release runs, and what to use instead of the others."""
+
+from typing import TYPE_CHECKING
+
+from galvatron_hf.plan.schedule import PipelineShape, orders
+from galvatron_hf.plan.validation import nearest
+
+
+if TYPE_CHECKING:
+    from galvatron_hf.plan import ParallelPlan
+
+
+def unsupported(plan: "ParallelPlan") -> list[str]:
+    """One sentence per feature of `plan` that does not run in this release, with the nearest plan that does."""
+    return [
+        sentence for check in (_stages, _context, _expert, _sequence_groups, _precision) for sentence in check(plan)
+    ]
+
+
+def require_runnable(plan: "ParallelPlan", world_size: int) -> None:
+    """Raises `ValueError` when `plan` cannot run on `world_size` started processes."""
+    if world_size != plan.world_size:
+        raise ValueError(
+            f"the plan has world_size={plan.world_size}, but {world_size} "
+            f"{'process was' if world_size == 1 else 'processes were'} started: launch with `accelerate launch "
+            f"--num_processes {plan.world_size}` or `torchrun --nproc_per_node {plan.world_size}`, or give a plan "
+            f"with world_size={world_size}"
+        )
+    for sentence in unsupported(plan):
+        raise ValueError(sentence)
+
+
+def _stages(plan: "ParallelPlan") -> list[str]:
+    if len(plan.stages) == 1:
+        return []
+    found = []
+    sizes = sorted({len(stage.ranks) for stage in plan.stages})
+    if len(sizes) > 1:
+        found.append(
+            f"stages have {' and '.join(map(str, sizes))} ranks, and stages of unequal size do not run yet: give each "
+            f"{plan.world_size // len(plan.rank_groups) or 1}"
+        )
+    shape = PipelineShape.of(plan)
+    if not orders(shape, plan.micro_batches):
+        fitting = nearest(plan.micro_batches, [n for n in range(1, 2 * plan.micro_batches) if orders(shape, n)])
+        found.append(
+            f"micro_batches is {plan.micro_batches}, which {plan.schedule!r} cannot order in equal rounds on "
+            f"{shape.lists} rank lists: use micro_batches={fitting}"
+        )
+    return found + _zero_bubble(plan)
+
+
+def _zero_bubble(plan: "ParallelPlan") -> list[str]:
+    """The weights' backward comes after the layer's, when zero3 has freed the weights: gradients would be garbage."""
+    if plan.schedule != "zero_bubble":
+        return []
+    named = [(f"layer {index}", layer) for index, layer in enumerate(plan.layers)]
+    for where, strategy in [*named, ("embedding", plan.embedding), ("head", plan.head)]:
+        if strategy.sharding == "zero3":
+            return [
+                f"{where} has sharding 'zero3', which schedule 'zero_bubble' cannot run because it needs the weights "
+                "after they are freed: use 'zero2', or schedule '1f1b'"
+            ]
+    return []
+
+
+def _context(plan: "ParallelPlan") -> list[str]:
+    for index, layer in enumerate(plan.layers):
+        if layer.context > 1:
+            fix = f"ulysses={layer.ulysses * layer.context} and context=1"
+            return [f"layer {index} has context={layer.context}, and context parallelism does not run yet: use {fix}"]
+    return []
+
+
+def _expert(plan: "ParallelPlan") -> list[str]:
+    for index, layer in enumerate(plan.layers):
+        if layer.expert > 1:
+            return [
+                f"layer {index} has expert={layer.expert}, and expert parallelism does not run yet: use expert=1 with "
+                "sharding 'zero3'"
+            ]
+    return []
+
+
+def _sequence_groups(plan: "ParallelPlan") -> list[str]:
+    if plan.sequence_groups is None:
+        return []
+    return ["sequence_groups is given, and groups chosen per micro-batch do not run yet: use sequence_groups=null"]
+
+
+def _precision(plan: "ParallelPlan") -> list[str]:
+    if plan.precision is None or "fp16" not in (plan.precision.compute, plan.precision.reduce):
+        return []
+    return ["precision names fp16, and the loss scaling that it needs does not run yet: use 'bf16'"]

@@ -1,0 +1,215 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Counts what one part of a model does without doing it: FLOPs, bytes moved, bytes kept, bytes alive."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from galvatron_hf.profiler.trace.isolated_layers import Part
+
+
+aten = torch.ops.aten
+
+
+def _causal_share(causal: bool) -> float:
+    return 0.5 if causal else 1.0
+
+
+def _flash_forward(query, key, value, dropout_p=0.0, is_causal=False, **unused) -> int:
+    return int(_causal_share(is_causal) * sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _flash_backward(grad, query, key, value, out, lse, dropout_p, is_causal, **unused) -> int:
+    return int(_causal_share(is_causal) * sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+
+
+# PyTorch has no formula for the CPU's kernel, and its others count what a causal mask leaves out.
+_FORMULAS = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: _flash_forward,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one pass does.
+
+    Attributes:
+        flops (`int`): of matrix products and attention; a causal mask halves attention's.
+        moved_bytes (`int`): that all other operations read and write.
+    """
+
+    flops: int
+    moved_bytes: int
+
+    def __add__(self, other: Work) -> Work:
+        return Work(flops=self.flops + other.flops, moved_bytes=self.moved_bytes + other.moved_bytes)
+
+    def __sub__(self, other: Work) -> Work:
+        return Work(flops=self.flops - other.flops, moved_bytes=self.moved_bytes - other.moved_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What one part does in a micro-batch.
+
+    Attributes:
+        forward, backward ([`Work`]): of the passes.
+        forward_after_last_saved ([`Work`]): of the forward, what comes behind the last tensor that autograd keeps.
+        saved_bytes (`int`): that autograd keeps from the forward to the backward, storage by storage, without weights
+            and without what all parts share.
+        forward_peak_bytes, backward_peak_bytes (`int`): most bytes alive at once while either runs, with the part's
+            input, without weights and their gradients.
+    """
+
+    forward: Work
+    backward: Work
+    forward_after_last_saved: Work
+    saved_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+
+    @property
+    def working_bytes(self) -> int:
+        """Most bytes alive beside those that are saved."""
+        return max(self.forward_peak_bytes, self.backward_peak_bytes) - self.saved_bytes
+
+
+class _Counter(TorchDispatchMode):
+    """Adds up FLOPs, and what operations without any read and write, and notes what of their results is alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work = Work(flops=0, moved_bytes=0)
+        self._events: list[tuple[int, int]] = []  # number of a storage, and its bytes: more than 0 when it is born
+        self._numbers: dict[int, int] = {}  # of storages that are alive
+        self._born, self._gradients = 0, set()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        results = operation(*args, **(kwargs or {}))
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        here = {_key(tensor) for tensor in inputs}
+        outputs = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+        fresh = [tensor for tensor in outputs if _key(tensor) not in here]
+        writes = any(arg.alias_info is not None and arg.alias_info.is_write for arg in operation._schema.arguments)
+        formula = _FORMULAS.get(operation.overloadpacket)
+        if formula is not None:
+            self.work += Work(flops=formula(*args, **(kwargs or {}), out_val=results), moved_bytes=0)
+        elif fresh or writes:
+            read = fresh if operation.overloadpacket is aten.embedding else inputs
+            self.work += Work(flops=0, moved_bytes=sum(tensor.nbytes for tensor in (*read, *fresh)))
+        for tensor in fresh:
+            self.note(tensor)
+        return results
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Counts the tensor's memory as alive, as long as it is."""
+        storage, key = tensor.untyped_storage(), _key(tensor)
+        if key not in self._numbers:
+            self._born += 1
+            self._numbers[key] = self._born
+            self._events.append((self._born, storage.nbytes()))
+            weakref.finalize(storage, self._gone, key, self._born, storage.nbytes())
+
+    def _gone(self, key: int, number: int, size: int) -> None:
+        if self._numbers.get(key) == number:
+            del self._numbers[key]
+        self._events.append((number, -size))
+
+    def is_gradient(self, tensor: torch.Tensor) -> None:
+        """Says that the tensor's memory was never to be counted."""
+        self._gradients.add(self._numbers.get(_key(tensor)))
+
+    @property
+    def moment(self) -> int:
+        """Stands for now in [`_Counter.peak_bytes`]."""
+        return len(self._events)
+
+    def peak_bytes(self, begin: int, end: int) -> int:
+        """Most bytes that were alive at once between two moments."""
+        now = peak = 0
+        for place, (number, size) in enumerate(self._events[:end]):
+            now += 0 if number in self._gradients else size
+            peak = max(peak, now) if place >= begin else 0
+        return peak
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class _Saved:
+    """Storages that autograd keeps, without those of `excluded`; `kept` is called whenever it keeps anything."""
+
+    def __init__(self, excluded: Iterable[torch.Tensor], kept: Callable[[], None]):
+        self.excluded, self.kept = {_key(tensor) for tensor in excluded}, kept
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.kept()
+        if _key(tensor) not in self.excluded:
+            self.storages[_key(tensor)] = tensor.untyped_storage()
+        return tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(storage.nbytes() for storage in self.storages.values())
+
+
+def saved_tensors(part: Part, kept: Callable[[], None] = lambda: None) -> tuple[torch.Tensor, int]:
+    """Runs the forward; its output, and the bytes that autograd keeps for the backward.
+
+    Args:
+        part ([`Part`]): What runs.
+        kept (`Callable`, *optional*): Called before anything is kept, a weight too.
+    """
+    saved = _Saved([*part.parameters(), *part.shared], kept)
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+        output = part.run()
+    size = saved.nbytes
+    saved.storages.clear()
+    return output, size
+
+
+def count(part: Part) -> Counts:
+    """Runs a part once forward and once backward, usually on fake tensors."""
+    counter = _Counter()
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda parameter: counter.is_gradient(parameter.grad))
+        for parameter in part.parameters()
+    ]
+    try:
+        if part.input is not None:
+            counter.note(part.input)
+        with counter:
+            until = counter.work
+
+            def note_work() -> None:
+                nonlocal until
+                until = counter.work
+
+            output, saved_bytes = saved_tensors(part, note_work)
+            forward, between = counter.work, counter.moment
+            output.backward(torch.ones_like(output))
+            end = counter.moment
+    finally:
+        for hook in hooks:
+            hook.remove()
+        part.forget_gradients()
+    return Counts(
+        forward=forward,
+        backward=counter.work - forward,
+        forward_after_last_saved=forward - until,
+        saved_bytes=saved_bytes,
+        forward_peak_bytes=counter.peak_bytes(0, between),
+        backward_peak_bytes=counter.peak_bytes(between, end),
+    )

@@ -1,0 +1,323 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""A model's distinct layers and its ends, each to be run alone as one rank of the runtime runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from accelerate import init_empty_weights
+from galvatron_hf.models.families import adapter_for
+from galvatron_hf.parallel.activation.documents import Documents
+from galvatron_hf.parallel.activation.micro_batch import MicroBatch
+from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer
+from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest
+from galvatron_hf.parallel.single_rank import SingleRank, single_rank
+from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
+
+
+def empty_model(config: PreTrainedConfig, family: type[PreTrainedModel] | None = None) -> PreTrainedModel:
+    """The model of a configuration, with parameters on the meta device and buffers on the CPU.
+
+    Raises:
+        ValueError: if transformers has no causal language model for the configuration, or one with an empty weight.
+    """
+    config = copy.deepcopy(config)
+    with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False), no_init_weights():
+        if family is not None:
+            model = family._from_config(config, dtype=torch.float32)
+        else:
+            try:
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            except Exception as error:  # whatever a family says of odd sizes
+                problem = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
+                raise ValueError(
+                    f"transformers has no causal language model for a {type(config).__name__} "
+                    f"({' '.join(problem.split())[:80]}); give the configuration of one."
+                ) from None
+    for name, weight in model.named_parameters():
+        if weight.numel() == 0:
+            raise ValueError(
+                f"The weight {name} has no elements, but the shape {tuple(weight.shape)}; give a configuration whose "
+                "sizes are 1 or more."
+            )
+    model.tie_weights()  # making parameters empty has made two of a tied one
+    return model.train()
+
+
+def layer_kinds(model: PreTrainedModel) -> tuple[int, ...]:
+    """For each layer the number of its kind, counted from 0; of one kind are layers of equal shapes and settings."""
+    adapter = adapter_for(model)
+    types = getattr(model.base_model.config, "layer_types", None)
+    seen: dict[tuple, int] = {}
+    kinds = []
+    for index, layer in enumerate(model.base_model.get_submodule(adapter.layers)):
+        key = (None if types is None else types[index], *_settings(layer))
+        kinds.append(seen.setdefault(key, len(seen)))
+    if not kinds:
+        raise ValueError("The model has no layers, and there is nothing to plan; give it some.")
+    return tuple(kinds)
+
+
+def _settings(layer: nn.Module) -> tuple:
+    """Classes, shapes and plain attributes of a layer's modules; not their place in the model."""
+    plain = (bool, int, float, str, type(None))
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple((key, tuple(weight.shape)) for key, weight in module.named_parameters(recurse=False)),
+            tuple(
+                (key, value)
+                for key, value in sorted(vars(module).items())
+                if isinstance(value, plain) and key not in ("layer_idx", "layer_id") and not key.startswith("_")
+            ),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+def one_of_each(model: PreTrainedModel, copies: int = 1) -> PreTrainedModel:
+    """A model on the meta device with the first layers of each kind and the ends of `model`, which stays as it is.
+
+    Args:
+        model ([`PreTrainedModel`]): the model.
+        copies (`int`): layers of each kind, one behind the other; there have to be so many.
+    """
+    adapter, kinds = adapter_for(model), layer_kinds(model)
+    of_kind = [[index for index, one in enumerate(kinds) if one == kind] for kind in range(max(kinds) + 1)]
+    first = [index for indices in of_kind for index in indices[:copies]]
+    small = empty_model(model.config, type(model))
+    base = small.base_model
+    whole = base.get_submodule(adapter.layers)
+    base.set_submodule(adapter.layers, nn.ModuleList([whole[index] for index in first]))
+    for config in {id(config): config for config in (small.config, base.config)}.values():
+        types = getattr(config, "layer_types", None)
+        if types is not None:
+            config.layer_types = [types[index] for index in first]
+        config.num_hidden_layers = len(first)
+    return small
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One layer, the embedding, or the head with the loss.
+
+    Attributes:
+        run (`Callable`): its forward.
+        input (`torch.Tensor`, *optional*): hidden states that it takes, a leaf; None for the embedding.
+        modules (`tuple[nn.Module, ...]`): those whose weights it uses.
+        shared (`tuple[torch.Tensor, ...]`): inputs that all parts of the micro-batch have in common.
+    """
+
+    run: Callable[[], torch.Tensor]
+    input: torch.Tensor | None
+    modules: tuple[nn.Module, ...]
+    shared: tuple[torch.Tensor, ...] = ()
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for module in self.modules for parameter in module.parameters()]
+
+    def forget_gradients(self) -> None:
+        """Frees what a backward left."""
+        for leaf in (*self.parameters(), *(() if self.input is None else (self.input,))):
+            leaf.grad = None
+
+
+@dataclass(kw_only=True)
+class IsolatedLayers:
+    """The parts of one rank under one strategy.
+
+    Attributes:
+        rank ([`SingleRank`]): the rank.
+        device (`torch.device`): where it computes.
+        dtype (`torch.dtype`): of hidden states.
+        packed (`bool`): whether micro-batches are documents in one row, or rows of equal length without a mask.
+        copies (`int`): layers of each kind, which are run as one part.
+    """
+
+    rank: SingleRank
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float32
+    packed: bool = True
+    copies: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        small: PreTrainedModel,
+        strategy: LayerStrategy,
+        vocabulary: int = 1,
+        packed: bool = True,
+        copies: int = 1,
+    ) -> IsolatedLayers:
+        """Cuts a copy of a model that is on the meta device, where it stays.
+
+        Args:
+            small ([`PreTrainedModel`]): from [`one_of_each`].
+            strategy ([`LayerStrategy`]): of its layers; the stage has as many ranks as its tensor and Ulysses degrees
+                or the vocabulary's ask for.
+            vocabulary (`int`): tensor degree of embedding and head.
+            packed, copies: see above.
+
+        Raises:
+            ValueError: if the strategy does not fit the model.
+        """
+        ranks = max(strategy.tensor * strategy.ulysses, vocabulary)
+        ends = VocabularyStrategy(tensor=vocabulary)
+        count = small.base_model.config.num_hidden_layers
+        plan = ParallelPlan(
+            world_size=ranks, stacks={"decoder": count}, layers=(strategy,) * count, embedding=ends, head=ends
+        )
+        return cls(rank=single_rank(copy.deepcopy(small), plan), packed=packed, copies=copies)
+
+    def give_memory(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Puts weights of `dtype` on a device, random ones; under a fake mode, fake ones."""
+        self.device, self.dtype = device, dtype
+        made: dict[int, nn.Parameter] = {}
+        for module in self.rank.model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    if id(parameter) not in made:
+                        # Plain numbers: denormal ones or none at all would take their own time.
+                        weight = torch.ones(parameter.shape, dtype=dtype, device=device)
+                        made[id(parameter)] = nn.Parameter(weight if weight.ndim < 2 else weight.normal_(std=0.02))
+                    module._parameters[name] = made[id(parameter)]
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
+
+    def micro_batch(self, tokens: int, length: int) -> MicroBatch:
+        """`tokens` positions in documents of `length`."""
+        if not self.packed:
+            ids = torch.zeros(tokens // length, length, dtype=torch.long, device=self.device)
+            return self.rank.forward.micro_batch(ids, shift_labels=ids, whole_loss=False)
+        packs = self.rank.forward.packs
+        ids = torch.zeros(1, tokens, dtype=torch.long, device=self.device)
+        positions = torch.arange(tokens, device=self.device).remainder(length)[None]
+        documents = Documents(
+            bounds=tuple(range(0, tokens + 1, length)), cuts=tuple(range(0, tokens + 1, tokens // packs))
+        )
+        return self.rank.forward.micro_batch(
+            ids, position_ids=positions, shift_labels=ids, documents=documents, whole_loss=False
+        )
+
+    def layers(self, batch: MicroBatch) -> list[Part]:
+        """One for each kind of layer, of all its copies one behind the other."""
+        captured, count = self._capture(batch), self.copies
+        starts = range(0, len(self.rank.blocks), count)
+        return [self._layers(self.rank.blocks[at : at + count], batch, captured[at : at + count]) for at in starts]
+
+    def _capture(self, batch: MicroBatch) -> list[tuple[tuple, dict]]:
+        """What the base model gives to each of its layers beside hidden states."""
+        captured: list[tuple[tuple, dict]] = []
+
+        def keep(hidden: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+            captured.append((args, kwargs))
+            return hidden
+
+        layers = [block.layer for block in self.rank.blocks]
+        forwards = [layer.forward for layer in layers]
+        for layer in layers:
+            layer.forward = keep
+        try:
+            with torch.no_grad(), self.rank.current.of(batch):
+                self.rank.stage.states(None)
+        finally:
+            for layer, forward in zip(layers, forwards, strict=True):
+                layer.forward = forward
+        return captured
+
+    def _layers(self, blocks: list[ParallelLayer], batch: MicroBatch, captured: list[tuple[tuple, dict]]) -> Part:
+        hidden = self._states(blocks[0].rectangle(batch).shape)
+        shared = tuple(
+            tensor
+            for args, kwargs in captured
+            for value in (*args, *kwargs.values())
+            for tensor in (value if isinstance(value, tuple) else (value,))
+            if isinstance(tensor, torch.Tensor)
+        )
+
+        def run() -> torch.Tensor:
+            output = hidden
+            for block, (args, kwargs) in zip(blocks, captured, strict=True):
+                source, block.source = block.source, block.layout  # nothing is moved on the way in
+                try:
+                    with self.rank.current.of(batch):
+                        output = block.layer(output, *args, **kwargs)
+                finally:
+                    block.source = source
+                output = output if isinstance(output, torch.Tensor) else output[0]
+            return output
+
+        return Part(run=run, input=hidden, modules=tuple(block.layer for block in blocks), shared=shared)
+
+    def embedding(self, batch: MicroBatch) -> Part:
+        """From tokens to what enters the first layer, with what the base model makes for all layers."""
+        rank, model = self.rank, self.rank.model
+        stage, empty = rank.stage, nn.ModuleList()
+        modules = [model.get_input_embeddings()]
+        modules += [model.base_model.get_submodule(name) for name in stage.adapter.positional]
+
+        def run() -> torch.Tensor:
+            layers, stage.layers = stage.layers, empty
+            try:
+                with rank.current.of(batch):
+                    return stage.states(None)
+            finally:
+                stage.layers = layers
+
+        return Part(run=run, input=None, modules=tuple(modules), shared=(batch.input_ids,))
+
+    def head(self, batch: MicroBatch) -> Part:
+        """From what leaves the last layer to the loss."""
+        model = self.rank.model
+        own = batch.grid.rectangle(batch.head, 0)
+        hidden = self._states(own.shape)
+        targets = batch.targets[own.row_start : own.row_stop, own.position_start : own.position_stop].flatten()
+        request, stage, head = HeadRequest(targets=targets), self.rank.stage, model.get_output_embeddings()
+        norm = model.base_model.get_submodule(stage.adapter.final_norm)
+
+        def run() -> torch.Tensor:
+            with self.rank.current.of(batch):
+                return head(stage.norm(hidden), request)[0]
+
+        return Part(run=run, input=hidden, modules=(norm, head), shared=(targets,))
+
+    @contextlib.contextmanager
+    def without_regions(self):
+        """Makes the layers' tensor regions give back their input while the body runs: norms and residuals are left."""
+        adapter, saved = self.rank.stage.adapter, []
+        for block, name in itertools.product(self.rank.blocks, adapter.regions):
+            region = block.layer.get_submodule(name)
+            saved.append((region, region.forward, region._forward_pre_hooks.copy()))
+            region._forward_pre_hooks.clear()
+            region.forward = functools.partial(_give_back, block if name == adapter.attention else None)
+        try:
+            yield
+        finally:
+            for region, forward, hooks in saved:
+                region.forward = forward
+                region._forward_pre_hooks.update(hooks)
+
+    def _states(self, shape: tuple[int, int]) -> torch.Tensor:
+        size = self.rank.model.base_model.config.hidden_size
+        return torch.randn(*shape, size, device=self.device).to(self.dtype).requires_grad_()
+
+
+def _give_back(attention_of: ParallelLayer | None, hidden_states: torch.Tensor, *args, **kwargs):
+    """What a region that does nothing returns; attention returns a pair, and must have asked for bounds."""
+    if attention_of is None:
+        return hidden_states
+    attention_of.document_bounds()
+    return hidden_states, None

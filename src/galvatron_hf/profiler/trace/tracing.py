@@ -1,0 +1,395 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""What a model costs, counted from its configuration alone: one layer of each kind is run on fake tensors."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from galvatron_hf.models.shape import ModelShape
+from galvatron_hf.parallel.data_parallel.sharding import DTYPES
+from galvatron_hf.parallel.layers.vocab_parallel import CHUNK_TOKENS
+from galvatron_hf.plan import LayerStrategy
+from galvatron_hf.profiler.profiles.hardware import DEVICES, HardwareProfile
+from galvatron_hf.profiler.profiles.model import EndProfile, LayerProfile, ModelProfile, TimeFit, Times
+from galvatron_hf.profiler.trace.counting import Counts, Work, count
+from galvatron_hf.profiler.trace.isolated_layers import IsolatedLayers, empty_model, layer_kinds, one_of_each
+from galvatron_hf.profiler.trace.shapes import model_shape
+
+
+# What a rank reaches in a layer, over what it reaches in a large matrix product by itself.
+EFFICIENCY = 0.85
+# Memory bandwidth in bytes/s by a device's name, from the makers' data sheets.
+BANDWIDTHS = {"a100": 2.04e12, "h100": 3.35e12, "h200": 4.8e12, "4090": 1.01e12}
+# Of other devices by their fastest products, in FLOPs a byte: those of GPUs, and one core's.
+FLOPS_PER_BYTE = {"gpu": 200.0, "cpu": 20.0}
+CPU_FLOPS = 1e13  # no core reaches as many a second
+ADAM_BYTES = 7 * 4  # AdamW reads a weight, its gradient and two moments, and writes all but the gradient, in fp32
+ADDING_BYTES = 3 * 4  # of a sum of two gradients in fp32
+
+END_TOKENS = (CHUNK_TOKENS, 2 * CHUNK_TOKENS)  # of the traces of embedding and head
+
+Strategy = tuple[int, bool, int]  # tensor, megatron_sp, ulysses
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """How fast a device is taken to be.
+
+    Attributes:
+        flops_per_ms (`float`): of matrix products and attention.
+        bytes_per_ms (`float`): that other operations read and write.
+    """
+
+    flops_per_ms: float
+    bytes_per_ms: float
+
+    def ms(self, work: Work) -> float:
+        """Milliseconds of a pass."""
+        return work.flops / self.flops_per_ms + work.moved_bytes / self.bytes_per_ms
+
+
+def profile_from_config(
+    config: PreTrainedConfig,
+    hardware: HardwareProfile,
+    dtype: str,
+    *,
+    length: int | None = None,
+    packed: bool = True,
+    max_degree: int = 64,
+    efficiency: float = EFFICIENCY,
+) -> ModelProfile:
+    """
+    Counts a model's work from its configuration, see [`ModelProfile.from_config`].
+
+    Args:
+        config (`PreTrainedConfig`): Of a causal language model of a family that the runtime knows.
+        hardware ([`HardwareProfile`]): Its rate of matrix products tells the times.
+        dtype (`str`): In which layers compute.
+        length (`int`, *optional*): Of the longest documents; 4,096 or as many positions as the model has by default.
+        packed (`bool`, defaults to `True`): Whether micro-batches are packed documents, or rows without padding.
+        max_degree (`int`, defaults to 64): Most tensor and Ulysses ranks of a layer.
+        efficiency (`float`, *optional*): What layers reach of the rate of matrix products.
+    """
+    model = empty_model(config)
+    longest = positions(model)
+    length = min(length or 4096, longest or sys.maxsize)
+    if dtype not in hardware.flops_per_s:
+        raise ValueError(
+            f"The hardware profile {hardware.name!r} has no rate for {dtype!r}; use one of "
+            f"{', '.join(sorted(hardware.flops_per_s))}, or profile the machine."
+        )
+    flops = hardware.flops_per_s[dtype] * efficiency
+    bandwidth = memory_bandwidth(hardware)
+    speed = Speed(flops_per_ms=flops / 1e3, bytes_per_ms=bandwidth / 1e3)
+    assumed = {
+        **hardware.assumed,
+        "times": f"counted FLOPs at {efficiency:g} of the rate of matrix products and other operations' bytes at "
+        f"{bandwidth / 1e9:,.0f} GB/s; nothing was measured",
+    }
+    try:
+        with torch.random.fork_rng(devices=[]):
+            made = describe(length, packed) | {key: hardware.made[key] for key in DEVICES if key in hardware.made}
+            return _counted_profile(model, dtype, speed, length, packed, max_degree, assumed, made)
+    except ValueError:
+        raise
+    except Exception as error:  # of sizes with which a family builds a model that cannot run
+        raise ValueError(
+            f"The model of this {type(config).__name__} does not run ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:80]}); give a configuration whose sizes fit together."
+        ) from error
+
+
+def _counted_profile(
+    model: PreTrainedModel,
+    dtype: str,
+    speed: Speed,
+    length: int,
+    packed: bool,
+    max_degree: int,
+    assumed: dict[str, str],
+    made: dict[str, str],
+) -> ModelProfile:
+    counts = CountedModel(model, DTYPES[dtype], length, packed)
+    times = counts.times(max_degree, speed)
+    return profile_of(
+        model,
+        dtype,
+        counts,
+        times,
+        max_degree=max_degree,
+        optimizer_ms=(ADAM_BYTES / speed.bytes_per_ms, 0.0),
+        adding_ms=ADDING_BYTES / speed.bytes_per_ms,
+        assumed=assumed,
+        made=made,
+    )
+
+
+def memory_bandwidth(hardware: HardwareProfile) -> float:
+    """Bytes/s that a device is taken to read and write."""
+    fastest = max(hardware.flops_per_s.values())
+    guess = fastest / FLOPS_PER_BYTE["gpu" if fastest > CPU_FLOPS else "cpu"]
+    return next((rate for name, rate in BANDWIDTHS.items() if name in hardware.name.lower()), guess)
+
+
+def read_config(source: PreTrainedConfig | str | os.PathLike) -> PreTrainedConfig:
+    """A configuration, or that of a folder or a `config.json`.
+
+    Raises:
+        ValueError: in one sentence, if there is none.
+    """
+    if isinstance(source, PreTrainedConfig):
+        return source
+    if not os.path.exists(source):
+        raise ValueError(f"{str(source)!r} is no folder and no file: give a folder with a config.json, or the file.")
+    try:
+        return AutoConfig.from_pretrained(source, local_files_only=True)
+    except Exception as error:  # whatever a configuration's class says of odd values
+        problem = " ".join(str(error).split())[:120]
+        raise ValueError(
+            f"{str(source)!r} has no configuration that transformers knows ({problem}); give a config.json."
+        ) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartTimes:
+    """Times by tensor degree of each kind of layer, of the embedding and of the head."""
+
+    layers: list[dict[int, Times]]
+    embedding: dict[int, Times]
+    head: dict[int, Times]
+
+
+def profile_of(
+    model: PreTrainedModel,
+    dtype: str,
+    counts: CountedModel,
+    times: PartTimes,
+    *,
+    max_degree: int,
+    optimizer_ms: tuple[float, float],
+    adding_ms: float,
+    assumed: dict[str, str],
+    made: dict[str, str],
+) -> ModelProfile:
+    """Puts a profile together from counted bytes and times of either origin.
+
+    Of an update `optimizer_ms` is by element and by weight, of adding gradients `adding_ms` by element.
+    """
+    shape, kinds = model_shape(model, counts.small), layer_kinds(model)
+    bytes_of = counts.layer_bytes(max_degree)
+    ends = counts.end_bytes(sorted(times.embedding))
+    return ModelProfile(
+        name=os.path.basename(model.config.name_or_path.rstrip("/")) or model.config.model_type,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        dtype=dtype,
+        kinds=tuple(
+            LayerProfile(
+                weights=shape.layers[kinds.index(kind)],
+                times=times.layers[kind],
+                saved_bytes={strategy: found[kind][0] for strategy, found in bytes_of.items()},
+                working_bytes={strategy: found[kind][1] for strategy, found in bytes_of.items()},
+                regions=shape.regions,
+                saves_after_last_region=shape.saves_after_last_region,
+            )
+            for kind in range(max(kinds) + 1)
+        ),
+        layers=kinds,
+        embedding=EndProfile(weights=shape.embedding, times=times.embedding, **ends["embedding"]),
+        head=EndProfile(weights=_head_weights(shape), times=times.head, **ends["head"]),
+        tied=shape.tied,
+        max_length=positions(model),
+        optimizer_ms_per_element=optimizer_ms[0],
+        optimizer_ms_per_weight=optimizer_ms[1],
+        adding_ms_per_element=adding_ms,
+        assumed=assumed,
+        made=made,
+    )
+
+
+def _head_weights(shape: ModelShape) -> tuple:
+    """The final norm, then the head; of a tied one the weight is the embedding's."""
+    return (*shape.final_norm, *(shape.embedding[:1] if shape.tied else ()), *shape.head)
+
+
+class CountedModel:
+    """Counts of a model's parts under any strategy of one rank.
+
+    Args:
+        model ([`PreTrainedModel`]): stays as it is; may be on the meta device.
+        dtype (`torch.dtype`): in which it computes.
+        length (`int`): tokens of the documents that are traced.
+        packed (`bool`): as in [`IsolatedLayers`].
+    """
+
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, length: int, packed: bool):
+        self.small, self.dtype, self.packed = one_of_each(model), dtype, packed
+        self.length = -(-length // 128) * 128  # what sequence ranks can share evenly
+        self._parts: dict[tuple, IsolatedLayers] = {}
+        self._layers: dict[tuple, list[Counts]] = {}
+        self._ends: dict[tuple, dict[str, Counts]] = {}
+
+    def parts(self, strategy: LayerStrategy, vocabulary: int = 1) -> IsolatedLayers:
+        """On fake tensors.
+
+        Raises:
+            ValueError: if the strategy does not fit the model.
+        """
+        key = strategy, vocabulary
+        if key not in self._parts:
+            parts = IsolatedLayers.of(self.small, strategy, vocabulary, self.packed)
+            self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+            with self.mode:
+                parts.give_memory(torch.device("cpu"), self.dtype)
+            self._parts = {key: parts}  # one at a time
+        return self._parts[key]
+
+    def layers(self, strategy: LayerStrategy, tokens: int, length: int) -> list[Counts]:
+        """Of each kind."""
+        key = strategy, tokens, length
+        if key not in self._layers:
+            parts = self.parts(strategy)
+            with self.mode:
+                self._layers[key] = [count(part) for part in parts.layers(parts.micro_batch(tokens, length))]
+        return self._layers[key]
+
+    def outside(self, strategy: LayerStrategy) -> list[Counts]:
+        """Of each kind, what is left of it without its tensor regions."""
+        parts = self.parts(strategy)
+        with self.mode, parts.without_regions():
+            return [count(part) for part in parts.layers(parts.micro_batch(self.length, self.length))]
+
+    def ends(self, tensor: int, tokens: int) -> dict[str, Counts]:
+        """Of the embedding and of the head."""
+        if (tensor, tokens) not in self._ends:
+            parts = self.parts(LayerStrategy(), tensor)
+            with self.mode:
+                batch = parts.micro_batch(tokens, tokens // tensor)
+                found = {"embedding": count(parts.embedding(batch)), "head": count(parts.head(batch))}
+            self._ends[tensor, tokens] = found
+        return self._ends[tensor, tokens]
+
+    def layer_bytes(self, max_degree: int) -> dict[Strategy, list[tuple[float, float]]]:
+        """Saved and working bytes a token of each kind, by strategy."""
+        found = {}
+        for strategy in self.strategies(max_degree):
+            counts = self.layers(strategy, self.length, self.length)
+            found[strategy.tensor, strategy.megatron_sp, strategy.ulysses] = [
+                (each.saved_bytes / self.length, each.working_bytes / self.length) for each in counts
+            ]
+        return found
+
+    def strategies(self, max_degree: int) -> Iterator[LayerStrategy]:
+        """Those that fit the model, powers of two."""
+        degrees = [2**power for power in range(max_degree.bit_length())]
+        for tensor, megatron_sp, ulysses in itertools.product(degrees, (False, True), degrees):
+            ranks = tensor * ulysses
+            if ranks > max_degree or self.length % ranks or (megatron_sp and tensor == 1):
+                continue
+            strategy = LayerStrategy(tensor=tensor, megatron_sp=megatron_sp, ulysses=ulysses)
+            try:
+                self.parts(strategy)
+            except ValueError:
+                continue
+            yield strategy
+
+    def tensor_degrees(self, max_degree: int) -> list[int]:
+        """Of layers."""
+        return [each.tensor for each in self.strategies(max_degree) if not each.megatron_sp and each.ulysses == 1]
+
+    def times(self, max_degree: int, speed: Speed) -> PartTimes:
+        """By the device's speed."""
+        kinds = range(self.small.base_model.config.num_hidden_layers)
+        layers: list[dict[int, Times]] = [{} for _ in kinds]
+        for tensor in self.tensor_degrees(max_degree):
+            strategy = LayerStrategy(tensor=tensor)
+            whole = self.layers(strategy, self.length, self.length)
+            halves = self.layers(strategy, self.length, self.length // 2)
+            for kind, outside in zip(kinds, self.outside(strategy), strict=True):
+                forward, backward = (
+                    _fit(speed.ms(getattr(whole[kind], name)), speed.ms(getattr(halves[kind], name)), self.length)
+                    for name in ("forward", "backward")
+                )
+                layers[kind][tensor] = Times(
+                    forward=forward,
+                    backward=backward,
+                    forward_outside_tp=speed.ms(outside.forward) / self.length,
+                    backward_outside_tp=speed.ms(outside.backward) / self.length,
+                    forward_after_last_saved=speed.ms(whole[kind].forward_after_last_saved) / self.length,
+                )
+        ends = {tensor: self._end_times(tensor, speed) for tensor in self.end_degrees(max_degree)}
+        return PartTimes(
+            layers=layers,
+            embedding={tensor: found["embedding"] for tensor, found in ends.items()},
+            head={tensor: found["head"] for tensor, found in ends.items()},
+        )
+
+    def end_degrees(self, max_degree: int) -> list[int]:
+        """Tensor degrees of embedding and head: any, as long as each rank has some of the vocabulary."""
+        degrees = (2**power for power in range(max_degree.bit_length()))
+        return [degree for degree in degrees if degree <= self.small.get_input_embeddings().weight.shape[0]]
+
+    def _end_times(self, tensor: int, speed: Speed) -> dict[str, Times]:
+        first, second = END_TOKENS
+        few, many = self.ends(tensor, first), self.ends(tensor, second)
+        found = {}
+        for name in ("embedding", "head"):
+            fits = []
+            for direction in ("forward", "backward"):
+                short, long = (speed.ms(getattr(counts[name], direction)) for counts in (few, many))
+                slope, rest = _line(short, long, first, second)
+                fits.append(TimeFit(per_token=slope, fixed=rest))
+            found[name] = Times(forward=fits[0], backward=fits[1])
+        return found
+
+    def end_bytes(self, degrees: Sequence[int]) -> dict[str, dict[str, dict[int, float]]]:
+        """Fields of [`EndProfile`] for embedding and head."""
+        fields = ("saved_bytes", "saved_fixed_bytes", "working_bytes", "working_fixed_bytes")
+        found = {name: {field: {} for field in fields} for name in ("embedding", "head")}
+        for tensor in degrees:
+            first, second = END_TOKENS
+            few, many = self.ends(tensor, first), self.ends(tensor, second)
+            for name, values in found.items():
+                short, long = few[name], many[name]
+                saved = _line(short.saved_bytes, long.saved_bytes, first, second)
+                # Forward needs the larger of what a chunk needs and what all tokens do, backward the latter.
+                chunk = short.forward_peak_bytes - short.saved_bytes
+                growth = (long.forward_peak_bytes - long.saved_bytes - chunk) / (second - first)
+                each = max(growth, (long.backward_peak_bytes - long.saved_bytes) / second)
+                for field, value in zip(fields, (*saved, each, chunk), strict=True):
+                    values[field][tensor] = value
+        return found
+
+
+def describe(length: int, packed: bool) -> dict[str, str]:
+    """What was looked at, as a profile's `made` has it."""
+    return {"longest document": f"{length} tokens", "micro-batches": "packed" if packed else "rows"}
+
+
+def _line(short: float, long: float, few: int, many: int) -> tuple[float, float]:
+    """Slope and rest of the line through two points; neither is negative."""
+    slope = max(0.0, (long - short) / (many - few))
+    return slope, max(0.0, short - slope * few)
+
+
+def _fit(whole: float, halves: float, length: int) -> TimeFit:
+    """The line in tokens and squared lengths through one document of `length` and two of half of it."""
+    per_square = max(0.0, (whole - halves) / (length * length / 2))
+    return TimeFit(per_token=(whole - per_square * length * length) / length, per_square=per_square)
+
+
+def positions(model: PreTrainedModel) -> int | None:
+    """How many the model has; None if it has no end of them."""
+    config = model.base_model.config
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)

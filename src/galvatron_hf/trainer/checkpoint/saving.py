@@ -1,0 +1,141 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""One checkpoint, written by all ranks: complete under its name, or not there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers.utils import logging
+
+from galvatron_hf.checkpoint.folder import STATE_FOLDER, commit, prune, start, unfinished
+from galvatron_hf.checkpoint.manifest import FileEntry, Manifest
+from galvatron_hf.parallel.comm.objects import on_every_rank
+from galvatron_hf.parallel.model import ParallelModel
+from galvatron_hf.parallel.weights.distributed_state import save_state
+
+
+logger = logging.get_logger(__name__)
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written. Every rank raises it, and earlier checkpoints are as they were."""
+
+
+def save_on_every_rank(work: Callable[[], None], what: str) -> None:
+    """Runs every rank's own part of saving, which must not be collective.
+
+    Raises:
+        SaveError: on every rank, if it failed on one.
+    """
+    try:
+        on_every_rank(work)
+    except ValueError as error:
+        raise SaveError(f"{what} failed ({error})") from error
+
+
+@dataclass(kw_only=True)
+class CheckpointWriter:
+    """Writes one checkpoint after the other; all of it is collective.
+
+    Args:
+        parallel ([`ParallelModel`]): the model.
+        in_background (`bool`): whether the tensors are copied and written while training goes on.
+        limit (`int`, *optional*): how many complete checkpoints may stay.
+        timeout (`timedelta`, *optional*): how long ranks wait for each other's writing in the background.
+    """
+
+    parallel: ParallelModel
+    in_background: bool = False
+    limit: int | None = None
+    timeout: timedelta | None = None
+    _group: dist.ProcessGroup | None = None
+    _pending: Future | None = None
+    _checkpoint: Path | None = None
+
+    def start(self, checkpoint: Path) -> Path:
+        """The folder to write a checkpoint's files into before [`CheckpointWriter.complete`]."""
+        self._checkpoint = checkpoint
+        save_on_every_rank(lambda: self._is_first and start(checkpoint), f"Starting {checkpoint}")
+        return unfinished(checkpoint)
+
+    def complete(self, step: int, optimizer: torch.optim.Optimizer | None, keep: Iterable[str | None]) -> None:
+        """Writes the state of model and optimizer beside the files that are there, and puts the folder in place.
+
+        Args:
+            step (`int`): optimizer steps so far.
+            optimizer (`torch.optim.Optimizer`, *optional*): None where only files are to be kept.
+            keep (`Iterable`): checkpoints that pruning must leave alone.
+        """
+        checkpoint, limit, keep = self._checkpoint, self.limit, list(keep)
+        manifest = Manifest(step=step, files={}, plan=json.loads(self.parallel.plan.to_json()), versions=versions())
+
+        def finish(files: dict[str, FileEntry]) -> None:
+            commit(checkpoint, manifest, {f"{STATE_FOLDER}/{name}": entry for name, entry in files.items()})
+            try:
+                prune(checkpoint.parent, limit, [*keep, checkpoint])
+            except OSError as error:
+                logger.warning(f"{checkpoint} is complete, but older ones could not be deleted ({error}).")
+
+        if optimizer is None:
+            save_on_every_rank(lambda: finish({}) if self._is_first else None, f"Completing {checkpoint}")
+            return
+        if self.in_background and self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=self.timeout)
+        background = self._group if self.in_background else None
+        folder = unfinished(checkpoint) / STATE_FOLDER
+        try:
+            self._pending = save_state(self.parallel, optimizer, folder, complete=finish, background=background)
+        except dist.checkpoint.api.CheckpointException as error:
+            raise SaveError(f"Writing {checkpoint} failed ({_reasons(error)})") from error
+
+    def wait(self) -> float:
+        """Until the checkpoint in the background is complete; returns the seconds that took.
+
+        Raises:
+            SaveError: if it could not be written.
+        """
+        if self._pending is None:
+            return 0.0
+        began, pending, self._pending = time.monotonic(), self._pending, None
+        try:
+            pending.result()
+        except dist.checkpoint.api.CheckpointException as error:
+            raise SaveError(f"Writing {self._checkpoint} failed ({_reasons(error)})") from error
+        return time.monotonic() - began
+
+    def abandon(self) -> Path | None:
+        """Deletes what a failed save has left, as far as that can be done; returns the checkpoint it was to become."""
+        if self._is_first and self._checkpoint is not None:
+            shutil.rmtree(unfinished(self._checkpoint), ignore_errors=True)
+        return self._checkpoint
+
+    @property
+    def _is_first(self) -> bool:
+        return dist.get_rank() == 0
+
+
+def _reasons(error: dist.checkpoint.api.CheckpointException) -> str:
+    found = {rank: failure[0] for rank, failure in error.failures.items()}
+    return "; ".join(f"rank {rank}: {type(why).__name__}: {why}" for rank, why in sorted(found.items()))
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries that decide what a checkpoint holds."""
+    found = {}
+    for name in ("galvatron-hf", "torch", "transformers", "accelerate", "safetensors"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # imported from its sources
+            found[name] = "unknown"
+    return found

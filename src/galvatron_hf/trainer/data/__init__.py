@@ -1,0 +1,3 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Global batches, packing and placement under a plan."""

@@ -1,0 +1,143 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""What a sequence costs under a plan on this machine: measured with the model itself, once at the start."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig
+
+from galvatron_hf.data.cost import SequenceCost, fit_cost
+from galvatron_hf.data.packing import Sequences, pack
+from galvatron_hf.data.placement import Placement
+from galvatron_hf.parallel.model import ParallelModel
+from galvatron_hf.plan.validation import check_fields
+
+
+SHORTEST = 64  # tokens of the shortest documents that are timed
+LONG_ENOUGH = 1.0  # seconds: once something takes as long, longer documents are not timed
+REPETITIONS = 2  # the quicker counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """What placement needs to know.
+
+    Attributes:
+        sequence ([`SequenceCost`]): seconds that a document adds to a micro-batch of one pipeline stage.
+        overhead (`float`): seconds of a micro-batch of one stage, whatever is in it.
+        measured (`bool`): whether they were measured, and not counted from the model's sizes.
+    """
+
+    sequence: SequenceCost
+    overhead: float
+    measured: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self.sequence), "overhead": self.overhead, "measured": self.measured}
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> StepCost:
+        """
+        Raises:
+            ValueError: for anything but what `to_json` gives.
+        """
+        names = ("per_token", "per_token_squared", "per_sequence", "overhead")
+        check_fields("the cost", raw, (*names, "measured"), required=(*names, "measured"))
+        for name in names:
+            value = raw[name]
+            if type(value) not in (int, float) or not 0 <= value < float("inf"):
+                raise ValueError(f"the cost's {name} is {value!r}, which is no number of seconds; measure again.")
+        if not isinstance(raw["measured"], bool):
+            raise ValueError(f"the cost's measured is {raw['measured']!r}; use true or false.")
+        sequence = SequenceCost(**{name: float(raw[name]) for name in names[:3]})
+        return cls(sequence=sequence, overhead=float(raw["overhead"]), measured=raw["measured"])
+
+
+def estimated_cost(config: PreTrainedConfig) -> StepCost:
+    """Counted in multiplications of a decoder's forward, which only compare lengths: nothing was measured."""
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
+    per_token = layers * (4 * hidden**2 + 3 * hidden * inner) + hidden * config.vocab_size
+    cost = SequenceCost(per_token=per_token, per_token_squared=layers * hidden, per_sequence=0.0)
+    return StepCost(sequence=cost, overhead=0.0, measured=False)
+
+
+def measure_cost(parallel: ParallelModel, longest: int, most: int | None = None) -> StepCost:
+    """Times forward and backward of packed documents of several lengths, the same on every data rank; collective.
+
+    Gradients are left empty, and no random stream moves.
+
+    Args:
+        parallel ([`ParallelModel`]): in training mode, without gradients.
+        longest (`int`): tokens of the longest documents to expect, at least 1; the model's positions bound it too.
+        most (`int`, *optional*): tokens of a pack at most.
+
+    Returns:
+        [`StepCost`]: the same on every rank: the least squares of relative errors over what the slowest rank took.
+    """
+    config = parallel.model.config
+    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    most = most or sys.maxsize
+    longest = max(1, min(longest, positions or longest, most))
+    shortest = min(SHORTEST, longest)
+    shapes = [(shortest, 1), (shortest, min(8, most // shortest))]
+    while shapes[-1][0] * 4 <= longest:
+        shapes.append((shapes[-1][0] * 4, 1))
+    if shapes[-1][0] < longest:
+        shapes.append((longest, 1))
+    traced, parallel.timeline.on = parallel.timeline.on, False
+    _seconds(parallel, shortest, 1)  # the first one sets things up
+    taken: list[float] = []
+    for length, count in shapes:
+        seconds = _seconds(parallel, length, count)
+        if seconds < LONG_ENOUGH:
+            seconds = min(seconds, *(_seconds(parallel, length, count) for _ in range(REPETITIONS - 1)))
+        taken.append(seconds / len(parallel.plan.stages))
+        if seconds >= LONG_ENOUGH:
+            break
+    parallel.timeline.on = traced
+    sequence, overhead = fit_cost(shapes[: len(taken)], taken)
+    return StepCost(sequence=sequence, overhead=overhead, measured=True)
+
+
+def _seconds(parallel: ParallelModel, length: int, count: int) -> float:
+    """Of one micro-batch with `count` documents on each data rank; the slowest rank's."""
+    packs = parallel.forward.packs
+    documents = packs * count
+    ids = torch.arange(documents * length) % parallel.model.config.vocab_size
+    sequences = Sequences(
+        input_ids=ids,
+        targets=ids,
+        position_ids=torch.arange(length).repeat(documents),
+        bounds=np.arange(documents + 1) * length,
+        rows=np.arange(documents),
+    )
+    placement = Placement((tuple(tuple(range(k * count, (k + 1) * count)) for k in range(packs)),))
+    device = parallel.device
+    parts = pack(sequences, placement, parallel.forward.pack_multiple, pad_token_id=0)
+    parts = [
+        {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in part.items()}
+        for part in parts
+    ]
+    dist.all_reduce(torch.zeros(1, device=device))  # all begin together
+    began = _now(device)
+    parallel.forward_backward(parts)
+    seconds = torch.tensor(_now(device) - began, dtype=torch.float64, device=device)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    parallel.model.zero_grad()
+    parallel.timeline.action = None
+    return float(seconds)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

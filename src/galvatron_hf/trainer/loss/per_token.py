@@ -1,0 +1,65 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""What TRL's Trainers ask a model for with `fused_lm_head=True`: values of each target instead of logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers.utils import ModelOutput
+
+from galvatron_hf.parallel.activation.micro_batch import IGNORED
+
+
+@dataclass
+class PerTokenOutput(ModelOutput):
+    """Values [B, S - 1] of the next-token targets, zero where there is none ([B, S] for labels shifted already).
+
+    Attributes:
+        loss (`torch.Tensor`): minus the sum of `log_probs`, divided by the items of the batch.
+        log_probs (`torch.Tensor`): log-probability of each target.
+        entropy (`torch.Tensor`): of the distribution over the vocabulary; without gradient.
+        is_top1 (`torch.Tensor`): whether the target is the likeliest token.
+        label_mask (`torch.Tensor`): whether there is a target.
+    """
+
+    loss: torch.Tensor | None = None
+    log_probs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    is_top1: torch.Tensor | None = None
+    label_mask: torch.Tensor | None = None
+
+
+def per_token_output(
+    logits: torch.Tensor,
+    labels: torch.Tensor | None,
+    shift_labels: torch.Tensor | None,
+    num_items_in_batch: torch.Tensor | int | None,
+) -> PerTokenOutput:
+    """Reads the targets' values off logits [B, S, V].
+
+    Args:
+        logits (`torch.Tensor`): [B, S, V].
+        labels (`torch.Tensor`, *optional*): [B, S], shifted here.
+        shift_labels (`torch.Tensor`, *optional*): [B, S], shifted already.
+        num_items_in_batch (`torch.Tensor` or `int`, *optional*): what the loss is divided by; default, the targets.
+
+    Raises:
+        ValueError: if there are no labels.
+    """
+    if shift_labels is None and labels is None:
+        raise ValueError("fused_lm_head=True asks for values of the labels, and the batch has none; add labels.")
+    if shift_labels is None:
+        logits, shift_labels = logits[:, :-1], labels[:, 1:]
+    mask = shift_labels != IGNORED
+    targets = shift_labels.masked_fill(~mask, 0)
+    log_probs = torch.log_softmax(logits.float(), dim=-1)
+    chosen = log_probs.gather(-1, targets[..., None]).squeeze(-1).masked_fill(~mask, 0.0)
+    with torch.no_grad():
+        entropy = -(log_probs.exp() * log_probs).sum(-1).masked_fill(~mask, 0.0)
+        is_top1 = (log_probs.argmax(-1) == targets) & mask
+    items = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    return PerTokenOutput(
+        loss=-chosen.sum() / items, log_probs=chosen, entropy=entropy, is_top1=is_top1, label_mask=mask
+    )

@@ -1,0 +1,168 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""What a training run really took, beside what its plan was predicted to take."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from galvatron_hf.parallel.comm.objects import gather_objects
+from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.trainer.planning.cpu_peak_memory import allocation_peak, allocations_profiler
+
+
+WARM_UP = 2  # steps that are not timed: caches and allocators fill, and on a CPU they are watched for their memory
+MIB = 1 << 20
+
+
+class StepMeter(TrainerCallback):
+    """Times optimizer steps, from the batch that has been read to the update, and finds their peak of memory.
+
+    A GPU's allocator tells the peak of all steps. On a CPU the first two steps run under PyTorch's profiler, which has
+    every allocation, and what was there before them is added up; these steps are not timed.
+
+    Args:
+        device (`torch.device`): where the model is.
+        held_bytes (`Callable`): what lives on the device between steps.
+
+    Attributes:
+        seconds (`list[float]`): of each step that counts.
+        peak_bytes (`int`, *optional*): of this rank.
+    """
+
+    def __init__(self, device: torch.device, held_bytes: Callable[[], int]):
+        self.device, self.held_bytes = device, held_bytes
+        self.seconds: list[float] = []
+        self.peak_bytes: int | None = None
+        self._taken = 0
+        self._began: Any = None
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._watched: tuple[torch.autograd.profiler.profile, int] | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        elif not torch.autograd._profiler_enabled():
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell of its start and stop
+            self._watched = allocations_profiler(), self.held_bytes()
+            self._watched[0].__enter__()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._began = _recorded_event() if self.device.type == "cuda" else time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._taken += 1
+        if self._taken == WARM_UP:
+            self._end_watch()
+        elif self._taken > WARM_UP and self.device.type == "cuda":
+            self._events.append((self._began, _recorded_event()))
+        elif self._taken > WARM_UP:
+            self.seconds.append(time.perf_counter() - self._began)
+
+    def _end_watch(self) -> None:
+        if self._watched is not None:
+            (profiler, held), self._watched = self._watched, None
+            profiler.__exit__(None, None, None)
+            if self._taken == WARM_UP:
+                self.peak_bytes = held + allocation_peak(profiler)
+
+    def finish(self) -> None:
+        """Behind the last step."""
+        self._end_watch()
+        if self.device.type == "cuda" and self._taken:
+            torch.cuda.synchronize(self.device)
+            self.seconds = [begin.elapsed_time(end) / 1e3 for begin, end in self._events]
+            self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
+
+
+def _recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def held_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of a rank's weights, gradients, buffers and optimizer state; what several share counts once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    tensors += [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    locals_ = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in locals_}
+    return sum(storages.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """
+    Attributes:
+        predicted_ms (`float`): of a step.
+        measured_ms (`float`, *optional*): the median of the steps after the first two; None if there were none.
+        steps (`int`): that were timed.
+        predicted_bytes, measured_bytes (`tuple[int | None, ...]`): the most on a rank of each rank list of
+            the plan: its stages, but where several are on the same ranks.
+    """
+
+    predicted_ms: float
+    measured_ms: float | None
+    steps: int
+    predicted_bytes: tuple[int, ...]
+    measured_bytes: tuple[int | None, ...]
+
+    def __str__(self) -> str:
+        lines = []
+        if self.measured_ms is None:
+            lines.append(f"Predicted {self.predicted_ms:.1f} ms a step; the run was too short to measure it.")
+        else:
+            off = 100 * (self.measured_ms / self.predicted_ms - 1)
+            lines.append(
+                f"Predicted {self.predicted_ms:.1f} ms a step, measured {self.measured_ms:.1f} ms ({off:+.1f}%), the "
+                f"median of {self.steps} steps."
+            )
+        for place, (predicted, measured) in enumerate(zip(self.predicted_bytes, self.measured_bytes, strict=True)):
+            where = f" of rank list {place}" if len(self.predicted_bytes) > 1 else ""
+            said = "not measured" if measured is None else f"measured {measured / MIB:,.1f} MiB"
+            if measured is not None:
+                said += f" ({100 * (measured / predicted - 1):+.1f}%)"
+            lines.append(f"Predicted {predicted / MIB:,.1f} MiB on a rank{where} at most, {said}.")
+        return "\n".join(lines)
+
+
+def prediction(plan: ParallelPlan) -> Mapping[str, Any] | None:
+    """What a search has noted in the plan's `meta`, if it is whole."""
+    noted = plan.meta.get("predicted")
+    if not isinstance(noted, Mapping):
+        return None
+    step_ms, sizes = noted.get("step_ms"), noted.get("memory_bytes")
+    numbers = isinstance(sizes, Sequence) and len(sizes) == len(plan.rank_groups)
+    numbers = numbers and all(_positive(size) for size in sizes)
+    return noted if numbers and _positive(step_ms) else None
+
+
+def _positive(value: Any) -> bool:
+    return type(value) in (int, float) and value > 0
+
+
+def outcome(meter: StepMeter, plan: ParallelPlan) -> Outcome:
+    """What all ranks measured; collective."""
+    noted = prediction(plan)
+    ranks = gather_objects((statistics.median(meter.seconds) if meter.seconds else None, meter.peak_bytes))
+    seconds = [one for one, _ in ranks if one is not None]
+    peaks = []
+    for members in plan.rank_groups:
+        known = [ranks[rank][1] for rank in members if ranks[rank][1] is not None]
+        peaks.append(max(known, default=None))
+    return Outcome(
+        predicted_ms=noted["step_ms"],
+        measured_ms=1e3 * max(seconds) if seconds else None,
+        steps=len(meter.seconds),
+        predicted_bytes=tuple(noted["memory_bytes"]),
+        measured_bytes=tuple(peaks),
+    )
