@@ -287,7 +287,7 @@ def pipelines_and_inputs(draw, world_size: int) -> tuple[str, str, ParallelPlan]
         layers = tuple(kept(layer) for layer in layers)
         embedding, head = kept(embedding), kept(head)
     plan = pipelined(lists, layers, schedule, cuts=sorted(cuts), ends=(embedding, head), micro_batches=1)
-    counts = [count for count in range(1, 9) if orders(PipelineShape.of(plan), count)]
+    counts = [count for count in range(1, 9) if orders(PipelineShape.from_plan(plan), count)]
     plan = dataclasses.replace(plan, micro_batches=draw(st.sampled_from(counts)))
     return family, draw(st.sampled_from(list(BATCHES))), plan
 

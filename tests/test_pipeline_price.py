@@ -31,7 +31,9 @@ def played(
     The last stage of all takes `head` longer, a third of it forward, and all lists `once` behind their last action.
     """
     lists, stages = len(forward), rounds * len(forward)
-    lined_up = actions(PipelineShape(schedule=schedule, places=tuple(range(lists)) * rounds), micro_batches)
+    lined_up = actions(
+        PipelineShape(schedule=schedule, rank_group_of_stage=tuple(range(lists)) * rounds), micro_batches
+    )
     clocks, waiting = np.zeros(lists), [[one for one in order if one.work.is_compute] for order in lined_up]
     done: dict[tuple[Work, int, int], float] = {}
     while any(waiting):
@@ -137,7 +139,7 @@ def test_stages_that_recompute_take_at_most_a_nineteenth_longer_than_priced(stag
 
 def interleavings(lists: int, rounds: int, most: int):
     """Numbers of micro-batches, at least as many as rank lists, that a schedule can order."""
-    shape = PipelineShape(schedule="interleaved", places=tuple(range(lists)) * rounds)
+    shape = PipelineShape(schedule="interleaved", rank_group_of_stage=tuple(range(lists)) * rounds)
     return [(shape, count) for count in range(lists, most) if orders(shape, count)]
 
 

@@ -20,11 +20,11 @@ LETTERS = {Work.FORWARD: "F", Work.BACKWARD: "B", Work.BACKWARD_INPUT: "I", Work
 
 
 def loop(schedule: str, lists: int, virtual: int = 1) -> PipelineShape:
-    return PipelineShape(schedule=schedule, places=tuple(range(lists)) * virtual)
+    return PipelineShape(schedule=schedule, rank_group_of_stage=tuple(range(lists)) * virtual)
 
 
 def there_and_back(lists: int) -> PipelineShape:
-    return PipelineShape(schedule="zero_bubble", places=(*range(lists), *reversed(range(lists))))
+    return PipelineShape(schedule="zero_bubble", rank_group_of_stage=(*range(lists), *reversed(range(lists))))
 
 
 SHAPES = [
@@ -32,7 +32,9 @@ SHAPES = [
     *(loop(name, lists, v) for name in ("interleaved", "zero_bubble") for lists in (1, 2, 3, 4) for v in (1, 2, 3)),
     *(there_and_back(lists) for lists in (2, 3, 4)),
 ]
-every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.schedule}-{shape.places}")
+every_shape = pytest.mark.parametrize(
+    "shape", SHAPES, ids=lambda shape: f"{shape.schedule}-{shape.rank_group_of_stage}"
+)
 
 
 def is_ready(action: Action, done: set[Action], last: int) -> bool:
@@ -57,20 +59,20 @@ class Simulation:
     def __init__(self, shape: PipelineShape, micro_batches: int):
         self.shape = shape
         self.orders = [deque(order) for order in actions(shape, micro_batches)]
-        self.clocks = [0] * shape.lists
-        self.busy = [0] * shape.lists
+        self.clocks = [0] * shape.pipeline_ranks
+        self.busy = [0] * shape.pipeline_ranks
         self.done: set[Action] = set()
         self.queues: dict[tuple, deque] = {}
         self.free: Counter = Counter()
         self.arrived: dict[tuple[str, int, int], int] = {}
-        self.leaving: list[deque] = [deque() for _ in range(shape.lists)]
+        self.leaving: list[deque] = [deque() for _ in range(shape.pipeline_ranks)]
         self.ends: dict[Action, int] = {}
 
     def run(self) -> Simulation:
         moved = True
         while moved:
             moved = False
-            for place in range(self.shape.lists):
+            for place in range(self.shape.pipeline_ranks):
                 while self.orders[place] and self._advance(place, self.orders[place][0]):
                     self.orders[place].popleft()
                     moved = True
@@ -81,7 +83,7 @@ class Simulation:
 
     @property
     def idle_share(self) -> Fraction:
-        return 1 - Fraction(sum(self.busy), self.shape.lists * max(self.clocks))
+        return 1 - Fraction(sum(self.busy), self.shape.pipeline_ranks * max(self.clocks))
 
     def _transfer(self, action: Action) -> tuple[str, int, int]:
         """Direction, stage that sends, micro-batch."""
@@ -91,7 +93,9 @@ class Simulation:
     def _ends(self, key: tuple[str, int, int]) -> list[int]:
         """The lists that send and receive."""
         direction, sender, _ = key
-        return [self.shape.places[stage] for stage in (sender, sender + (1 if direction == "forward" else -1))]
+        return [
+            self.shape.rank_group_of_stage[stage] for stage in (sender, sender + (1 if direction == "forward" else -1))
+        ]
 
     def _end(self, key: tuple[str, int, int], place: int) -> tuple:
         """Where a transfer stands in line on one of its lists."""
@@ -123,12 +127,12 @@ class Simulation:
         return True
 
     def _compute(self, place: int, action: Action) -> bool:
-        last = len(self.shape.places) - 1
+        last = self.shape.stages - 1
         stage, part = action.stage, action.micro_batch
         forward, needed = action.work is Work.FORWARD, []
         neighbour = stage + (-1 if forward else 1)
         if action.work is not Work.BACKWARD_WEIGHT:
-            if 0 <= neighbour <= last and self.shape.places[neighbour] != place:
+            if 0 <= neighbour <= last and self.shape.rank_group_of_stage[neighbour] != place:
                 needed.append(("forward" if forward else "backward", neighbour, part))
                 if not forward:
                     needed.append(("forward", stage, part))
@@ -167,7 +171,7 @@ def test_every_stage_does_its_work_once(shape):
     for micro_batches in MICRO_BATCHES:
         works = [Work.FORWARD, Work.BACKWARD_INPUT, Work.BACKWARD_WEIGHT] if split else [Work.FORWARD, Work.BACKWARD]
         for place, order in enumerate(actions(shape, micro_batches)):
-            stages = [stage for stage, owner in enumerate(shape.places) if owner == place]
+            stages = [stage for stage, owner in enumerate(shape.rank_group_of_stage) if owner == place]
             wanted = [Action(w, stage, part) for w in works for stage in stages for part in range(micro_batches)]
             assert Counter(compute_of(order)) == Counter(wanted), micro_batches
 
@@ -176,8 +180,8 @@ def test_every_stage_does_its_work_once(shape):
 def test_nothing_waits_for_ever(shape):
     for micro_batches in MICRO_BATCHES:
         simulation = Simulation(shape, micro_batches).run()
-        units = 3 * micro_batches * len(shape.places) // shape.lists
-        assert simulation.busy == [units] * shape.lists
+        units = 3 * micro_batches * shape.stages // shape.pipeline_ranks
+        assert simulation.busy == [units] * shape.pipeline_ranks
 
 
 @every_shape
@@ -190,14 +194,17 @@ def test_transfers_have_two_ends_in_one_order(shape):
                 if action.work.is_compute:
                     continue
                 step = (-1 if action.work.direction == "backward" else 1) * (-1 if action.work.is_receive else 1)
-                peer = shape.places[action.stage + step]
+                peer = shape.rank_group_of_stage[action.stage + step]
                 assert peer != place
                 sender = action.stage + (step if action.work.is_receive else 0)
                 pair = (peer, place) if action.work.is_receive else (place, peer)
                 side = received if action.work.is_receive else sent
                 side.setdefault((*pair, action.work.direction), []).append((sender, action.micro_batch))
         assert sent == received
-        ends = sum(shape.places[stage] != shape.places[stage + 1] for stage in range(len(shape.places) - 1))
+        ends = sum(
+            shape.rank_group_of_stage[stage] != shape.rank_group_of_stage[stage + 1]
+            for stage in range(shape.stages - 1)
+        )
         assert sum(map(len, sent.values())) == 2 * ends * micro_batches
 
 
@@ -228,7 +235,7 @@ def check_posted_early(shape: PipelineShape, order: tuple[Action, ...], index: i
 
 def peer_of(shape: PipelineShape, action: Action) -> int:
     step = 1 if action.work in (Work.SEND_FORWARD, Work.RECEIVE_BACKWARD) else -1
-    return shape.places[action.stage + step]
+    return shape.rank_group_of_stage[action.stage + step]
 
 
 def in_flight(order: tuple[Action, ...]) -> int:
@@ -263,7 +270,7 @@ def test_micro_batches_in_flight_when_interleaved(lists, virtual):
         for place, order in enumerate(actions(shape, micro_batches)):
             ahead = (virtual - 1) * a_round + 2 * (lists - 1 - place)
             assert in_flight(order) == min(virtual * micro_batches, ahead + 1)
-            own = [most_in_flight(order, stage) for stage in range(place, len(shape.places), lists)]
+            own = [most_in_flight(order, stage) for stage in range(place, shape.stages, lists)]
             assert max(own) <= in_flight(order) <= sum(own)
 
 
@@ -287,7 +294,7 @@ def test_bubbles_of_zero_bubble_schedules(lists):
         for micro_batches in range(2 * lists - 1, 13):
             if not orders(shape, micro_batches):
                 continue
-            work = 3 * micro_batches * shape.virtual
+            work = 3 * micro_batches * shape.virtual_stages
             simulation = Simulation(shape, micro_batches).run()
             assert simulation.idle_share == Fraction(lists - 1, work + lists - 1), (shape, micro_batches)
 

@@ -116,7 +116,7 @@ def place_of(plan: ParallelPlan, rank: int) -> int:
 def test_computes_are_the_schedules_in_its_order_in_every_step(traced):
     plan, by_rank = traced
     for rank, spans in enumerate(by_rank):
-        order = actions(PipelineShape.of(plan), MICRO_BATCHES)[place_of(plan, rank)]
+        order = actions(PipelineShape.from_plan(plan), MICRO_BATCHES)[place_of(plan, rank)]
         expected = [action for action in order if action.work.is_compute]
         assert expected
         for step in range(STEPS):

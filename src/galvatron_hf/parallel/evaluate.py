@@ -69,8 +69,8 @@ def _micro_batches(batch: Mapping[str, Any], shares: int, most: int) -> Iterator
 def _hand_out(parallel: ParallelModel, logits: list[torch.Tensor]) -> torch.Tensor:
     """Each rank's share of the logits; the last stage keeps its own, and sends no rank another's."""
     pipeline = parallel.pipeline
-    group, lists = pipeline.group, pipeline.shape.lists
-    source = pipeline.shape.places[-1]
+    group, lists = pipeline.group, pipeline.shape.pipeline_ranks
+    source = pipeline.shape.rank_group_of_stage[-1]
     pieces = None
     shape: list[Any] = [None]
     if pipeline.has_last:

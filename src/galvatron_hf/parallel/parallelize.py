@@ -261,11 +261,11 @@ def _pipeline(
     timeline: Timeline,
 ) -> Pipeline:
     lists = plan.rank_groups
-    shape = PipelineShape.of(plan)
+    shape = PipelineShape.from_plan(plan)
     precision = plan.precision or Precision()
     return Pipeline(
         shape,
-        place=shape.places[next(iter(stages))],
+        place=shape.rank_group_of_stage[next(iter(stages))],
         stages=stages,
         units=units,
         forward=model.forward,
@@ -374,8 +374,8 @@ def _several_in_flight(plan: ParallelPlan) -> bool:
     """
     if len(plan.stages) == 1 or plan.schedule == "zero_bubble":
         return False
-    shape = PipelineShape.of(plan)
-    return most_in_flight(actions(shape, plan.micro_batches)[shape.places[-1]], len(plan.stages) - 1) > 1
+    shape = PipelineShape.from_plan(plan)
+    return most_in_flight(actions(shape, plan.micro_batches)[shape.rank_group_of_stage[-1]], len(plan.stages) - 1) > 1
 
 
 def _layer_type(config: PreTrainedConfig, index: int) -> str | None:

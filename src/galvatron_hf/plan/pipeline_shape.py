@@ -1,6 +1,9 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""How the stages of a plan lie on its rank lists, and which numbers of micro-batches their schedule orders."""
+"""The order of a plan's stages on its pipeline ranks, and the numbers of micro-batches that a schedule orders.
+
+A pipeline rank is one group of ranks that runs stages together: all stages with the same ranks are its stages.
+"""
 
 from __future__ import annotations
 
@@ -14,51 +17,61 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineShape:
-    """How the stages of a plan lie on its rank lists.
+    """Says which pipeline rank runs each stage.
 
     Attributes:
         schedule (`str`): the plan's schedule.
-        places (`tuple[int, ...]`): for each stage the index of its rank list, in the order in which lists first occur.
+        rank_group_of_stage (`tuple[int, ...]`): for each stage the pipeline rank that runs it, numbered in the order
+            in which they first occur.
     """
 
     schedule: str
-    places: tuple[int, ...]
+    rank_group_of_stage: tuple[int, ...]
 
     @classmethod
-    def of(cls, plan: ParallelPlan) -> PipelineShape:
-        """That of a plan."""
-        lists = plan.rank_groups
-        return cls(schedule=plan.schedule, places=tuple(lists.index(stage.ranks) for stage in plan.stages))
+    def from_plan(cls, plan: ParallelPlan) -> PipelineShape:
+        """Reads the shape from a plan."""
+        groups = plan.rank_groups
+        return cls(
+            schedule=plan.schedule, rank_group_of_stage=tuple(groups.index(stage.ranks) for stage in plan.stages)
+        )
 
     @property
-    def lists(self) -> int:
-        """Number of rank lists: the pipeline degree."""
-        return max(self.places) + 1
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.rank_group_of_stage)
 
     @property
-    def virtual(self) -> int:
-        """Number of stages on each rank list."""
-        return len(self.places) // self.lists
+    def pipeline_ranks(self) -> int:
+        """Number of pipeline ranks: the pipeline degree."""
+        return max(self.rank_group_of_stage) + 1
+
+    @property
+    def virtual_stages(self) -> int:
+        """Number of stages on each pipeline rank."""
+        return self.stages // self.pipeline_ranks
 
     @property
     def returns(self) -> bool:
-        """Whether the stages go through the lists there and back, so that two neighbours share ranks."""
-        return self.lists > 1 and self.places == (*range(self.lists), *reversed(range(self.lists)))
+        """Whether the stages go through the pipeline ranks there and back, so that two neighbours share ranks."""
+        there = range(self.pipeline_ranks)
+        return self.pipeline_ranks > 1 and self.rank_group_of_stage == (*there, *reversed(there))
 
 
 def orders(shape: PipelineShape, micro_batches: int) -> bool:
-    """Whether the schedule itself orders so many micro-batches; `schedule.actions` leaves some of more out if not."""
-    if shape.lists == 1 or shape.schedule in ("gpipe", "1f1b") or shape.returns:
+    """Returns whether the schedule itself orders `micro_batches`; if not, `schedule.actions` orders the next number
+    that it does and leaves some out."""
+    if shape.pipeline_ranks == 1 or shape.schedule in ("gpipe", "1f1b") or shape.returns:
         return True
-    if shape.schedule == "interleaved" and shape.virtual == 1:
+    if shape.schedule == "interleaved" and shape.virtual_stages == 1:
         return True
-    return micro_batches % _rounds(shape.lists, micro_batches) == 0  # equally many go in each
+    return micro_batches % _rounds(shape.pipeline_ranks, micro_batches) == 0  # equally many go in each
 
 
-def in_a_round(lists: int, micro_batches: int) -> int:
-    """Micro-batches that go through one of a rank list's interleaved stages before any goes through its next one."""
-    return micro_batches // _rounds(lists, micro_batches)
+def in_a_round(pipeline_ranks: int, micro_batches: int) -> int:
+    """Returns how many micro-batches go through one virtual stage of a rank before any goes through its next one."""
+    return micro_batches // _rounds(pipeline_ranks, micro_batches)
 
 
-def _rounds(lists: int, micro_batches: int) -> int:
-    return max(1, micro_batches // lists)
+def _rounds(pipeline_ranks: int, micro_batches: int) -> int:
+    return max(1, micro_batches // pipeline_ranks)

@@ -85,17 +85,18 @@ def actions(shape: PipelineShape, micro_batches: int) -> tuple[tuple[Action, ...
     Returns:
         `tuple[tuple[Action, ...], ...]`: one tuple for each rank list.
     """
-    if shape.virtual == 1 and shape.schedule != "zero_bubble":
+    if shape.virtual_stages == 1 and shape.schedule != "zero_bubble":
         order = _gpipe if shape.schedule == "gpipe" else _one_forward_one_backward
-        compute = {place: order(place, shape.lists, micro_batches) for place in range(shape.lists)}
+        compute = {place: order(place, shape.pipeline_ranks, micro_batches) for place in range(shape.pipeline_ranks)}
     else:
         ordered = next(count for count in itertools.count(micro_batches) if orders(shape, count))
         compute = {
             place: [action for action in row if action.microbatch_index < micro_batches]
             for place, row in _of_torch(shape, ordered).items()
         }
-    lowered = torch_schedules._add_send_recv(compute, lambda stage: shape.places[stage], len(shape.places))
-    return tuple(_post_early([_own(action) for action in lowered[place]], shape) for place in range(shape.lists))
+    lowered = torch_schedules._add_send_recv(compute, shape.rank_group_of_stage.__getitem__, shape.stages)
+    ranks = range(shape.pipeline_ranks)
+    return tuple(_post_early([_own(action) for action in lowered[rank]], shape) for rank in ranks)
 
 
 def _post_early(order: list[Action], shape: PipelineShape) -> tuple[Action, ...]:
@@ -108,7 +109,7 @@ def _post_early(order: list[Action], shape: PipelineShape) -> tuple[Action, ...]
         if action.work.is_compute:
             return None
         onwards = action.work in (Work.SEND_FORWARD, Work.RECEIVE_BACKWARD)
-        return action.work.direction, shape.places[action.stage + (1 if onwards else -1)]
+        return action.work.direction, shape.rank_group_of_stage[action.stage + (1 if onwards else -1)]
 
     result: list[Action] = []
     for index, action in enumerate(order):
@@ -147,9 +148,13 @@ def _of_torch(shape: PipelineShape, micro_batches: int) -> dict[int, list]:
     # A schedule asks its stages for these numbers alone, and orders the work of all ranks from them.
     own = [
         SimpleNamespace(
-            stage_index=stage, num_stages=len(shape.places), group_size=shape.lists, group_rank=0, submod=None
+            stage_index=stage,
+            num_stages=shape.stages,
+            group_size=shape.pipeline_ranks,
+            group_rank=0,
+            submod=None,
         )
-        for stage, place in enumerate(shape.places)
+        for stage, place in enumerate(shape.rank_group_of_stage)
         if place == 0
     ]
     order = schedule_class(own, micro_batches).pipeline_order

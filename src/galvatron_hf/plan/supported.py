@@ -42,12 +42,12 @@ def _stages(plan: "ParallelPlan") -> list[str]:
             f"stages have {' and '.join(map(str, sizes))} ranks, and stages of unequal size do not run yet: give each "
             f"{plan.world_size // len(plan.rank_groups) or 1}"
         )
-    shape = PipelineShape.of(plan)
+    shape = PipelineShape.from_plan(plan)
     if not orders(shape, plan.micro_batches):
         fitting = nearest(plan.micro_batches, [n for n in range(1, 2 * plan.micro_batches) if orders(shape, n)])
         found.append(
             f"micro_batches is {plan.micro_batches}, which {plan.schedule!r} cannot order in equal rounds on "
-            f"{shape.lists} rank lists: use micro_batches={fitting}"
+            f"{shape.pipeline_ranks} rank lists: use micro_batches={fitting}"
         )
     return found + _zero_bubble(plan)
 

@@ -271,7 +271,7 @@ def _check_rounds(plan: ParallelPlan, shape: StepShape, model: ModelProfile) -> 
         return
     if shape.pipeline == 1:
         raise ValueError("stages that are all on the same ranks have no price; give one stage of all layers.")
-    if shape.micro_batches < shape.pipeline or not orders(PipelineShape.of(plan), shape.micro_batches):
+    if shape.micro_batches < shape.pipeline or not orders(PipelineShape.from_plan(plan), shape.micro_batches):
         have = "" if shape.micro_batches == plan.micro_batches else ", for which alone there are rows,"
         raise ValueError(
             f"micro_batches={shape.micro_batches}{have} interleaved on {shape.pipeline} rank lists have no price; "

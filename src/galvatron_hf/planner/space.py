@@ -87,7 +87,8 @@ def schedules(
         yield "1f1b", 1, count
     for rounds in range(2, 1 + min(limits.rounds, len(layers) // pipeline)) if pipeline > 1 else ():
         alike = tuple(layers[: len(layers) // rounds]) * rounds == tuple(layers)
-        shape, least = PipelineShape(schedule="interleaved", places=tuple(range(pipeline)) * rounds), math.inf
+        shape = PipelineShape(schedule="interleaved", rank_group_of_stage=tuple(range(pipeline)) * rounds)
+        least = math.inf
         for count in enough if alike else []:
             if orders(shape, count) and in_a_round(pipeline, count) < least:
                 least = in_a_round(pipeline, count)

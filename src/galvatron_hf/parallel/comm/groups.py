@@ -36,7 +36,7 @@ def prepare_groups(world: WorldMesh, plan: ParallelPlan) -> None:
     world.stage(plan.stages[-1].ranks).prepare(plan.head)
     if len(plan.stages) > 1:
         world.join(plan.rank_groups)
-        neighbour_pairs(world, PipelineShape.of(plan), plan.rank_groups)
+        neighbour_pairs(world, PipelineShape.from_plan(plan), plan.rank_groups)
 
 
 def neighbour_pairs(
@@ -44,7 +44,7 @@ def neighbour_pairs(
 ) -> dict[int, Sequence[dist.ProcessGroup]]:
     """For each rank list that this rank's exchanges hidden states with, the groups for it; collective."""
     own = next(place for place, ranks in enumerate(lists) if dist.get_rank() in ranks)
-    neighbours = {tuple(sorted(pair)) for pair in itertools.pairwise(shape.places) if pair[0] != pair[1]}
+    neighbours = {tuple(sorted(pair)) for pair in itertools.pairwise(shape.rank_group_of_stage) if pair[0] != pair[1]}
     found = {}
     for first, second in sorted(neighbours):
         groups = world.join([lists[first], lists[second]], copies=2)

@@ -107,7 +107,7 @@ class Pipeline:
     @property
     def has_last(self) -> bool:
         """Whether this rank has the last stage, and with it losses and logits."""
-        return len(self.shape.places) - 1 in self.stages
+        return self.shape.stages - 1 in self.stages
 
     def train(
         self, batches: Sequence[MicroBatch], loss_of: Callable[[int, CausalLMOutput], torch.Tensor]
@@ -251,7 +251,7 @@ class Pipeline:
         part = batch.grid.rectangle(batch.boundary, self.forward.mesh.index)
         tensor = torch.empty(*part.shape, self.hidden_size, dtype=self.dtype, device=batch.input_ids.device)
         forward = action.work is Work.RECEIVE_FORWARD
-        peer = self.shape.places[action.stage + (-1 if forward else 1)]
+        peer = self.shape.rank_group_of_stage[action.stage + (-1 if forward else 1)]
         works = self._transfer(dist.irecv, tensor, 0 if forward else 1, peer)
         step.arriving[action.work, action.stage, action.micro_batch] = _Transfer(tensor=tensor, works=works)
 
@@ -267,7 +267,7 @@ class Pipeline:
         kept = step.in_flight[action.stage, action.micro_batch]
         with self.timeline.span(action):
             tensor = kept.result.detach().contiguous()
-            works = self._transfer(dist.isend, tensor, 0, self.shape.places[action.stage + 1])
+            works = self._transfer(dist.isend, tensor, 0, self.shape.rank_group_of_stage[action.stage + 1])
             transfer = _Transfer(tensor=tensor, works=works)
             if step.loss_of is None:
                 del step.in_flight[action.stage, action.micro_batch]
@@ -278,7 +278,7 @@ class Pipeline:
     def _send_backward(self, step: _Step, action: Action) -> None:
         with self.timeline.span(action):
             tensor = step.gradients.pop((action.stage, action.micro_batch)).contiguous()
-            works = self._transfer(dist.isend, tensor, 1, self.shape.places[action.stage - 1])
+            works = self._transfer(dist.isend, tensor, 1, self.shape.rank_group_of_stage[action.stage - 1])
             self._leave(step, _Transfer(tensor=tensor, works=works))
 
     def _leave(self, step: _Step, transfer: _Transfer) -> None:

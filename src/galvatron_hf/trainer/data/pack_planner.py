@@ -82,7 +82,7 @@ class Placer:
 
     def place(self, lengths: np.ndarray, max_tokens: int | None = None) -> Placement:
         """By cost, into as many micro-batches as the plan's schedule can run."""
-        shape = PipelineShape.of(self.plan)
+        shape = PipelineShape.from_plan(self.plan)
         find = functools.partial(
             place,
             lengths,
