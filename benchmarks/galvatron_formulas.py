@@ -54,6 +54,7 @@ from pathlib import Path
 from galvatron_case import ENGINES, Case, Part, case_of, extensions_of
 from galvatron_profiles import EndMemory, GalvatronProfiles
 
+from galvatron_hf.interop.galvatron.plan import read_galvatron_plan
 from galvatron_hf.plan import ParallelPlan
 
 
@@ -111,7 +112,7 @@ def score(
 
     Args:
         profiles ([`GalvatronProfiles`]): Of the model and the cluster.
-        plan ([`ParallelPlan`]): Ours, or `ParallelPlan.from_galvatron` of one of its files.
+        plan ([`ParallelPlan`]): Ours, or `read_galvatron_plan` of one of its files.
         global_batch (`int`, *optional*): Rows of a step; the one that Galvatron's file names if not given.
         engine (`str`, defaults to `"main"`): `"main"` or `"240"`.
 
@@ -316,7 +317,7 @@ def _of_degree(table: dict[int, float], degree: int) -> float:
 def read_plan(path: Path, world_size: int) -> ParallelPlan:
     """A plan file, ours or Galvatron's."""
     raw = json.loads(path.read_text())
-    return ParallelPlan.from_galvatron(raw, world_size) if "pp_deg" in raw else ParallelPlan.from_json(raw)
+    return read_galvatron_plan(raw, world_size) if "pp_deg" in raw else ParallelPlan.from_json(raw)
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from galvatron_formulas import score
 from galvatron_profiles import GalvatronProfiles
 from transformers import LlamaConfig
 
+from galvatron_hf.interop.galvatron.plan import read_galvatron_plan
 from galvatron_hf.plan import ParallelPlan, Precision
 from galvatron_hf.planner.cost.cost_model import Workload
 from galvatron_hf.planner.search import SearchResult, estimate_plan, search_plan
@@ -54,7 +55,7 @@ def galvatron_case(nodes: int, turns: int) -> dict[str, Any]:
     theirs = GalvatronProfiles.from_folder(profiles, nodes, 8)
     plans = {"ours": results[0].best.plan}
     for path in sorted((DATA / "galvatron_plans").glob(f"*_{nodes}x8_*.json")):
-        plans[path.stem] = ParallelPlan.from_galvatron(path, 8 * nodes)
+        plans[path.stem] = read_galvatron_plan(path, 8 * nodes)
     rivals = []
     for name, plan in plans.items():
         estimate = estimate_plan(hardware, model, work, plan)

@@ -21,6 +21,7 @@ from galvatron_hf import GalvatronTrainer, ParallelPlan
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.parallel.validate import check_model
 from galvatron_hf.plan import Precision
+from galvatron_hf.plan.supported import require_runnable
 from galvatron_hf.planner.cost.cost_model import Workload
 from galvatron_hf.planner.search import estimate_plan, search_plan
 from galvatron_hf.planner.space import Limits, layer_strategies, vocabulary_strategies
@@ -388,7 +389,7 @@ def searched(name: str) -> ParallelPlan:
 def test_searched_plans_train_as_one_process(tmp_path):
     plans = {name: searched(name) for name in CASES}
     for plan in plans.values():
-        plan.require_runnable(4)
+        require_runnable(plan, 4)
     assert len({replace(plan, meta={}).to_json() for plan in plans.values()}) >= 4
     plain = run(tmp_path / "plain", "auto", trainer_class=Trainer, options=dict(gradient_accumulation_steps=1))
     for found in on_ranks(functools.partial(train_under, plans, tmp_path)):

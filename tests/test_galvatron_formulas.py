@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from galvatron_hf.interop.galvatron.plan import read_galvatron_plan
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Stage, VocabularyStrategy
 from plan_inputs import refusal
 
@@ -44,7 +45,7 @@ PRINTED = {
 def published(name):
     engine, nodes = re.match(r"(main|240)_(\d)x8", name).groups()
     profiles = GalvatronProfiles.from_folder(PROFILES, int(nodes), 8)
-    plan = ParallelPlan.from_galvatron(PLANS / f"{name}.json", profiles.world_size)
+    plan = read_galvatron_plan(PLANS / f"{name}.json", profiles.world_size)
     return profiles, plan, engine
 
 
@@ -349,7 +350,7 @@ def test_command_line_prints_time_throughput_and_memory(monkeypatch, capsys, tmp
     assert [line.split()[0] for line in text.splitlines()[2:4]] == ["0", "1"]
     raw = json.loads(plan.read_text())
     ours = tmp_path / "plan.json"
-    ParallelPlan.from_galvatron(raw, 8).to_json(ours)
+    read_galvatron_plan(raw, 8).to_json(ours)
     monkeypatch.setattr(sys, "argv", ["formulas", *arguments, "--plan", str(ours), "--global_batch", "63"])
     with pytest.raises(SystemExit, match="2"):
         galvatron_formulas.main()

@@ -17,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, SequenceGroups, Stage, VocabularyStrategy
+from galvatron_hf.plan.supported import require_runnable, unsupported
+from galvatron_hf.plan.table import plan_table
 from plan_inputs import JSON_VALUES, QUICK, refusal
 
 
-SOURCE = Path(__file__).parent.parent / "src" / "galvatron_hf"
 EXAMPLE = {
     "version": 1,
     "world_size": 8,
@@ -322,7 +323,7 @@ def test_stages_of_unequal_size_are_legal_and_told_apart():
             layers=[{"span": [0, 12], "tensor": 2}],
         )
     )
-    assert any("unequal" in sentence for sentence in plan.unsupported())
+    assert any("unequal" in sentence for sentence in unsupported(plan))
 
 
 @QUICK
@@ -518,23 +519,23 @@ def test_uniform_splits_ranks_and_layers_evenly():
 )
 def test_what_does_not_run_yet_is_named_and_refused_before_a_step(fields, feature):
     plan = ParallelPlan.uniform(8, 12, **fields)
-    assert len(plan.unsupported()) == 1 and feature in plan.unsupported()[0] and ": use " in plan.unsupported()[0]
+    assert len(unsupported(plan)) == 1 and feature in unsupported(plan)[0] and ": use " in unsupported(plan)[0]
     with pytest.raises(ValueError, match=feature):
-        plan.require_runnable(8)
+        require_runnable(plan, 8)
 
 
 def test_sequence_groups_do_not_run_yet():
     groups = SequenceGroups(max_tokens_per_rank=4096, max_degree=8)
     plan = dataclasses.replace(ParallelPlan.uniform(8, 12), sequence_groups=groups)
-    assert ["sequence_groups" in sentence for sentence in plan.unsupported()] == [True]
+    assert ["sequence_groups" in sentence for sentence in unsupported(plan)] == [True]
 
 
 def test_a_plan_for_another_world_size_says_how_to_launch():
     plan = ParallelPlan.uniform(8, 12, tensor=2, megatron_sp=True, ulysses=2, recompute="full", shard_degree=2)
-    assert plan.unsupported() == []
-    plan.require_runnable(8)
+    assert unsupported(plan) == []
+    require_runnable(plan, 8)
     with pytest.raises(ValueError, match="--num_processes 8.*world_size=1") as caught:
-        plan.require_runnable(1)
+        require_runnable(plan, 1)
     assert "\n" not in str(caught.value)
 
 
@@ -553,14 +554,19 @@ def test_the_table_shows_strategies_and_folds_layers():
         ["decoder 4-11", "0-7", "1", "ulysses 4", "2", "zero3 over 8", "1", "full"],
         ["head", "0-7", "1", "-", "8", "zero3 over 8", "-", "-"],
     ]
-    assert plan.describe().row_count == 5
+    assert plan_table(plan).row_count == 5
 
 
-def test_importing_the_plan_needs_neither_torch_nor_transformers_nor_rich():
+def test_importing_plans_and_the_planner_loads_neither_torch_nor_transformers():
+    modules = ("galvatron_hf.plan", "galvatron_hf.planner", "galvatron_hf.planner.search")
+    code = f"import sys, {', '.join(modules)}; print(sorted({{'torch', 'transformers', 'scipy'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_importing_the_package_loads_no_other_package_and_names_what_it_offers():
     code = (
-        "import sys, types; package = types.ModuleType('galvatron_hf'); package.__path__ = [sys.argv[1]]; "
-        "sys.modules['galvatron_hf'] = package; import galvatron_hf.plan; "
-        "print(sorted({'torch', 'transformers', 'rich', 'numpy'} & set(sys.modules)))"
+        "import sys, galvatron_hf; print(sorted({'numpy', 'rich', 'torch', 'transformers'} & set(sys.modules))); "
+        "assert set(galvatron_hf.__all__) <= set(dir(galvatron_hf)); assert not hasattr(galvatron_hf, 'absent'); "
+        "assert all(getattr(galvatron_hf, name).__name__ == name for name in galvatron_hf.__all__)"
     )
-    done = subprocess.run([sys.executable, "-c", code, SOURCE], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

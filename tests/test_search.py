@@ -13,6 +13,7 @@ import pytest
 from transformers import LlamaConfig
 
 from branches import random_branch
+from galvatron_hf.interop.galvatron.plan import read_galvatron_plan
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, SequenceGroups, Stage, VocabularyStrategy
 from galvatron_hf.planner.cost.cost_model import Workload, largest_move
 from galvatron_hf.planner.cost.resharding import Split, move
@@ -203,7 +204,7 @@ def test_no_plan_of_galvatron_is_faster_than_the_one_found(nodes):
     theirs = sorted((DATA / "galvatron_plans").glob(f"*_{nodes}x8_*.json"))
     assert theirs
     for path in theirs:
-        plan = ParallelPlan.from_galvatron(path, 8 * nodes)
+        plan = read_galvatron_plan(path, 8 * nodes)
         estimate = estimate_plan(hardware, model, work, plan)
         assert max(estimate.memory_bytes) > budget or estimate.step_ms >= found.best.step_ms, path.name
 
@@ -216,7 +217,7 @@ def test_galvatrons_own_formulas_find_ours_faster_too(nodes, engine):
     profiles = GalvatronProfiles.from_folder(DATA / "galvatron_profiles", nodes, 8)
     speed = galvatron_score(profiles, ours, global_batch=work.rows, engine=engine).samples_per_second
     for path in (DATA / "galvatron_plans").glob(f"{engine}_{nodes}x8_*.json"):
-        plan = ParallelPlan.from_galvatron(path, 8 * nodes)
+        plan = read_galvatron_plan(path, 8 * nodes)
         assert speed >= galvatron_score(profiles, plan, global_batch=work.rows, engine=engine).samples_per_second
 
 

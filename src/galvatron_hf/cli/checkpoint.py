@@ -59,6 +59,7 @@ def run_inspect(given: argparse.Namespace) -> int:
         raise ValueError(f"{given.path} is no complete checkpoint ({wrong[0]}): give another one")
     from galvatron_hf.parallel.weights.distributed_state import stored_tensors
     from galvatron_hf.plan import ParallelPlan
+    from galvatron_hf.plan.table import plan_table
 
     manifest = Manifest.read(given.path)
     console = Console(soft_wrap=True)
@@ -79,7 +80,7 @@ def run_inspect(given: argparse.Namespace) -> int:
     table.add_row("other files", "", "", str(others), "")
     console.print(table)
     if manifest.plan is not None:
-        console.print(ParallelPlan.from_json(manifest.plan).describe())
+        console.print(plan_table(ParallelPlan.from_json(manifest.plan)))
     return 0
 
 

@@ -337,11 +337,12 @@ def _check_same_devices(hardware: HardwareProfile, model: ModelProfile) -> None:
 
 def read_plan(path: str, world_size: int) -> ParallelPlan:
     """A plan of this project, or of Galvatron."""
+    from galvatron_hf.interop.galvatron.plan import read_galvatron_plan
     from galvatron_hf.plan import ParallelPlan
     from galvatron_hf.plan.serialization import read_object
 
     raw = read_object(path)
-    return ParallelPlan.from_galvatron(raw, world_size) if "pp_deg" in raw else ParallelPlan.from_json(raw)
+    return read_galvatron_plan(raw, world_size) if "pp_deg" in raw else ParallelPlan.from_json(raw)
 
 
 def _warn_of_precision(plan: ParallelPlan, workload: Workload) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from galvatron_hf.models.adapter import DecoderAdapter, Heads, Style
 from galvatron_hf.parallel.data_parallel.sharding import second_cut
 from galvatron_hf.plan import LayerStrategy, ParallelPlan
+from galvatron_hf.plan.supported import require_runnable
 
 
 def check_plan(plan: ParallelPlan) -> None:
@@ -27,7 +28,7 @@ def check_plan(plan: ParallelPlan) -> None:
             f"A plan for {plan.world_size} ranks needs a process group; start with accelerate launch or torchrun, "
             "or call torch.distributed.init_process_group."
         )
-    plan.require_runnable(dist.get_world_size())
+    require_runnable(plan, dist.get_world_size())
     if plan.precision is not None and (plan.precision.compute == "fp16" or plan.precision.master != "fp32"):
         raise ValueError(
             f"precision {plan.precision.compute!r} with {plan.precision.master!r} master weights is not supported "

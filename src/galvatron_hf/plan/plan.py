@@ -8,7 +8,7 @@ Importing this module needs neither torch nor transformers.
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from galvatron_hf.plan.serialization import (
     check_covered,
@@ -23,11 +23,9 @@ from galvatron_hf.plan.serialization import (
     write_text,
 )
 from galvatron_hf.plan.strategies import LayerStrategy, Precision, SequenceGroups, Stage, VocabularyStrategy
+from galvatron_hf.plan.table import plan_text
 from galvatron_hf.plan.validation import MAX_MICRO_BATCHES, MAX_RANKS, check_choice, check_int, divisors, nearest, show
 
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 __all__ = ["LayerStrategy", "ParallelPlan", "Precision", "SequenceGroups", "Stage", "VocabularyStrategy"]
 
@@ -40,7 +38,7 @@ class ParallelPlan:
     How a model is computed by `world_size` ranks: schema version 1.
 
     A plan is checked when it is made: one that exists is possible on `world_size` ranks, whatever the model. What this
-    release cannot run yet is told by [`~ParallelPlan.unsupported`].
+    release cannot run yet is listed by [`~galvatron_hf.plan.supported.unsupported`].
 
     Args:
         version (`int`, defaults to 1): Schema version.
@@ -177,48 +175,8 @@ class ParallelPlan:
             meta=dict(meta or {}),
         )
 
-    @classmethod
-    def from_galvatron(
-        cls, source: str | os.PathLike | Mapping[str, Any], world_size: int | None = None, *, megatron_sp: bool = True
-    ) -> "ParallelPlan":
-        """Reads a strategy file of Galvatron; see [`galvatron_hf.interop.galvatron.plan.galvatron_arguments`]."""
-        from galvatron_hf.interop.galvatron.plan import galvatron_arguments
-
-        return cls(**galvatron_arguments(read_object(source, "Galvatron plan"), world_size, megatron_sp))
-
-    def to_galvatron(self) -> dict[str, Any]:
-        """The plan as Galvatron's own fields; `ValueError` names what Galvatron cannot express."""
-        from galvatron_hf.interop.galvatron.plan import galvatron_fields
-
-        return galvatron_fields(self)
-
-    def describe(self) -> "Table":
-        """The plan as a table with equal neighbours folded."""
-        from galvatron_hf.plan.table import plan_table
-
-        return plan_table(self)
-
     def __str__(self) -> str:
-        from galvatron_hf.plan.table import plan_text
-
         return plan_text(self)
-
-    def unsupported(self) -> list[str]:
-        """One sentence for each part of the plan that is possible but does not run in this release."""
-        from galvatron_hf.plan.supported import unsupported
-
-        return unsupported(self)
-
-    def require_runnable(self, world_size: int) -> None:
-        """
-        Raises `ValueError` unless this release can run the plan on `world_size` started processes.
-
-        Args:
-            world_size (`int`): Number of processes that were started.
-        """
-        from galvatron_hf.plan.supported import require_runnable
-
-        require_runnable(self, world_size)
 
     def check_tied(self) -> None:
         """Raises `ValueError` if embedding and head cannot share one weight under this plan (tied embeddings)."""

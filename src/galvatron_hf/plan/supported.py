@@ -4,7 +4,7 @@
 
 from typing import TYPE_CHECKING
 
-from galvatron_hf.plan.schedule import PipelineShape, orders
+from galvatron_hf.plan.pipeline_shape import PipelineShape, orders
 from galvatron_hf.plan.validation import nearest
 
 

@@ -23,6 +23,7 @@ from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.parallel.validate import check_model, check_plan
 from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.plan.supported import require_runnable
 from galvatron_hf.trainer.arguments import check_arguments, packing_mode, requested_plan, with_precision
 from galvatron_hf.trainer.checkpoint.checkpoints import PLAN_FILE, CheckpointMixin, plan_of_checkpoint
 from galvatron_hf.trainer.checkpoint.loading import LoadingMixin
@@ -99,7 +100,7 @@ class GalvatronMixin(
 
     def _check_before_start(self) -> None:
         if self._requested_plan is not None:
-            self._requested_plan.require_runnable(self.args.world_size)
+            require_runnable(self._requested_plan, self.args.world_size)
         if not dist.is_initialized():
             start_group_of_one(self.args.device)
         if self.optimizer is not None or self.lr_scheduler is not None:

@@ -2,9 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Galvatron's own strategy files, read into a plan and written from one."""
 
+import os
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
+from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.plan.serialization import read_object
 from galvatron_hf.plan.strategies import LayerStrategy, Stage, VocabularyStrategy
 from galvatron_hf.plan.validation import (
     MAX_LAYERS,
@@ -19,9 +23,6 @@ from galvatron_hf.plan.validation import (
     show,
 )
 
-
-if TYPE_CHECKING:
-    from galvatron_hf.plan import ParallelPlan
 
 REQUIRED = ("pp_deg", "tp_sizes_enc", "tp_consecutive_flags", "dp_types_enc", "global_bsz", "chunks")
 # What Galvatron's reader takes when a file has no such field (its arguments' defaults for the last three).
@@ -41,28 +42,31 @@ SCHEDULE_OF = {"gpipe": "gpipe", "pipedream_flush": "1f1b"}
 SHARDING_OF = {"ddp": "replicate", "zero2": "zero2", "zero3": "zero3"}
 
 
-def galvatron_arguments(raw: dict[str, Any], world_size: int | None, megatron_sp: bool) -> dict[str, Any]:
+def read_galvatron_plan(
+    source: str | os.PathLike | Mapping[str, Any], world_size: int | None = None, *, megatron_sp: bool = True
+) -> ParallelPlan:
     """
-    Keyword arguments of `ParallelPlan` for a strategy file of Galvatron.
+    Reads a strategy file of Galvatron.
 
     The per-layer lists are comma-separated. `dp_types_enc` and `embed_sdp` (newer readers call it `vocab_sdp`) are 1
     for ZeRO-3 and 0 for `default_dp_type`. `use_sp` 1 makes a layer's entry of `tp_sizes_enc` its Ulysses degree, and
-    `vsp` 1 leaves the vocabulary whole. `vtp` and `embed_sdp` hold for embedding and head alike. What a plan has no
-    field for (such as `global_bsz`, or `vtp` under `vsp`) is kept in `meta["galvatron"]` for `to_galvatron`.
+    `vsp` 1 leaves the vocabulary unsplit. `vtp` and `embed_sdp` apply to embedding and head alike. Values without a
+    field in a plan (such as `global_bsz`, or `vtp` under `vsp`) go to `meta["galvatron"]` for [`to_galvatron`].
 
     Args:
-        raw (`dict`): The parsed file.
-        world_size (`int`, *optional*): Number of ranks, for files that do not tell.
-        megatron_sp (`bool`): Whether layers with tensor ranks also split positions over them. Galvatron's files do not
-            tell: there it is one launch argument, `sequence_parallel`, for the whole run. Its runtime refuses to start
-            without it and its cost model counts on it, hence the default of `True` in `ParallelPlan.from_galvatron`.
+        source (`str`, `os.PathLike` or `Mapping`): The path of a JSON file, JSON text, or the parsed object.
+        world_size (`int`, *optional*): Number of ranks, for files without the field `world_size`.
+        megatron_sp (`bool`, defaults to `True`): Whether tensor-parallel layers also use Megatron sequence
+            parallelism. Galvatron's files do not contain it: it is the launch argument `sequence_parallel` there. Its
+            runtime refuses to start without the argument and its cost model assumes it.
 
     Source: PKU-DAIR/Hetu-Galvatron, `galvatron/utils/config_utils.py`,
     `galvatron/core/runtime/hybrid_parallel_config.py` and `galvatron/core/runtime/transformer/attention.py`.
 
     Raises:
-        `ValueError`: in one sentence, for files that are broken or ask for what a plan cannot express.
+        `ValueError`: in one sentence, for a broken file or one that a plan cannot express.
     """
+    raw = read_object(source, "Galvatron plan")
     check_fields("the Galvatron plan", raw, FIELDS, required=REQUIRED)
     check_bool("megatron_sp", megatron_sp)
     default_type = raw.get("default_dp_type", DEFAULTS["default_dp_type"])
@@ -75,20 +79,20 @@ def galvatron_arguments(raw: dict[str, Any], world_size: int | None, megatron_sp
     layers = _layers(raw, SHARDING_OF[default_type], megatron_sp)
     stages = _stages(raw, ranks, len(layers))
     vocabulary = _vocabulary(raw, len(stages[0].ranks), SHARDING_OF[default_type])
-    return {
-        "world_size": ranks,
-        "stacks": {"decoder": len(layers)},
-        "micro_batches": raw["chunks"],
-        "schedule": SCHEDULE_OF[pipeline_type],
-        "stages": stages,
-        "layers": layers,
-        "embedding": vocabulary,
-        "head": vocabulary,
-        "meta": {"galvatron": _kept(raw, default_type)},
-    }
+    return ParallelPlan(
+        world_size=ranks,
+        stacks={"decoder": len(layers)},
+        micro_batches=raw["chunks"],
+        schedule=SCHEDULE_OF[pipeline_type],
+        stages=stages,
+        layers=layers,
+        embedding=vocabulary,
+        head=vocabulary,
+        meta={"galvatron": _kept(raw, default_type)},
+    )
 
 
-def galvatron_fields(plan: "ParallelPlan") -> dict[str, Any]:
+def to_galvatron(plan: ParallelPlan) -> dict[str, Any]:
     """
     The plan as a strategy file of Galvatron, to be dumped as JSON.
 
@@ -259,7 +263,7 @@ def _joined(numbers: Any) -> str:
     return ",".join(map(str, numbers))
 
 
-def _left_out(name: str, value: Any, plan: "ParallelPlan", kept: dict[str, Any]) -> bool:
+def _left_out(name: str, value: Any, plan: ParallelPlan, kept: dict[str, Any]) -> bool:
     """Whether the file this plan came from had no such field and Galvatron would assume this very value."""
     given = kept.get("fields")
     if not isinstance(given, list) or not given or name in given or name in REQUIRED:
@@ -274,12 +278,12 @@ def _left_out(name: str, value: Any, plan: "ParallelPlan", kept: dict[str, Any])
     return value == (_joined([default] * plan.num_layers) if name in COLUMNS else default)
 
 
-def _default_batch(plan: "ParallelPlan") -> int:
+def _default_batch(plan: ParallelPlan) -> int:
     ranks = len(plan.stages[0].ranks)
     return max(layer.data_degree(ranks) for layer in set(plan.layers)) * plan.micro_batches
 
 
-def _default_type(plan: "ParallelPlan", kept: dict[str, Any]) -> str:
+def _default_type(plan: ParallelPlan, kept: dict[str, Any]) -> str:
     found: dict[str, str] = {}
     for index, layer in enumerate(plan.layers):
         found.setdefault(layer.sharding, f"layer {index}")
@@ -297,7 +301,7 @@ def _default_type(plan: "ParallelPlan", kept: dict[str, Any]) -> str:
     return default if isinstance(default, str) and default in SHARDING_OF else "zero2"
 
 
-def _check_expressible(plan: "ParallelPlan") -> None:
+def _check_expressible(plan: ParallelPlan) -> None:
     if plan.schedule not in SCHEDULE_OF.values():
         raise ValueError(f"schedule is {plan.schedule!r}, which Galvatron does not have: use '1f1b' or 'gpipe'")
     if plan.sequence_groups is not None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from galvatron_hf.models.shape import ModelShape, WeightShape
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, VocabularyStrategy
+from galvatron_hf.plan.supported import unsupported
 from galvatron_hf.planner.cost.resharding import Split, move
 
 
@@ -126,7 +127,7 @@ def step_traffic(plan: ParallelPlan, model: ModelShape, *, rows: int, length: in
     Raises:
         `ValueError`: if the plan does not run in this release, or not on this model.
     """
-    for sentence in plan.unsupported():
+    for sentence in unsupported(plan):
         raise ValueError(sentence)
     if len(plan.stages) > 1:
         raise ValueError(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from galvatron_hf.plan.table import plan_table
 from galvatron_hf.planner.report.alternatives import Alternative
 from galvatron_hf.planner.report.explain import Explanation
 from galvatron_hf.planner.search import GIB
@@ -33,7 +34,7 @@ class Report:
 
     def __rich_console__(self, *unused: Any) -> Iterator[Table | str]:
         estimate = self.explanation.estimate
-        yield estimate.plan.describe()
+        yield plan_table(estimate.plan)
         yield self.explanation.stage_table(self.budget)
         yield self.explanation.time_table()
         yield f"{estimate.step_ms:.1f} ms a step, {estimate.samples_per_second:.2f} samples/s (predicted)"
