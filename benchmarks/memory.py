@@ -9,7 +9,7 @@ Bytes are counted and not timed, so neither quotas nor an idle machine are neede
 simple plans (each sharding kind with and without recompute, tensor and Ulysses ranks, pipelines of two stages with two
 to eight micro-batches) and under plans that are drawn from the search's space, about half of them pipelines. What is
 predicted of a stage stands beside the most that was allocated on one of its ranks. The model profile is counted too
-(`ModelProfile.from_config`). A shape is as in accuracy.py.
+(`profile_from_config`). A shape is as in accuracy.py.
 
 Evidence tier: measured (CPU allocator; every allocation of a step, from PyTorch's profiler).
 """
@@ -28,8 +28,9 @@ from random_plans import Shape, brief, draw_plans
 from galvatron_hf import ParallelPlan
 from galvatron_hf.plan import Precision
 from galvatron_hf.planner.search import estimate_plan
-from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
+from galvatron_hf.profiler.profiles.presets import hardware_preset
+from galvatron_hf.profiler.trace.tracing import profile_from_config
 from galvatron_hf.trainer.planning.step_meter import Outcome
 
 
@@ -73,7 +74,7 @@ def train(plans: list[ParallelPlan], shape: Shape) -> list[Outcome]:
 
 def compare(name: str, plans: list[ParallelPlan], shape: Shape, profile: ModelProfile) -> None:
     """Predicts, trains, prints."""
-    hardware, workload = HardwareProfile.preset("cpu", 1, RANKS), shape.workload()
+    hardware, workload = hardware_preset("cpu", 1, RANKS), shape.workload()
     noted = [estimate_plan(hardware, profile, workload, plan).noted(workload) for plan in plans]
     outcomes = on_ranks([AnySeat()] * RANKS, functools.partial(train, noted, shape))
     errors = []
@@ -103,8 +104,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the drawing")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    hardware, shape = HardwareProfile.preset("cpu", 1, RANKS), options.shape
-    profile = ModelProfile.from_config(
+    hardware, shape = hardware_preset("cpu", 1, RANKS), options.shape
+    profile = profile_from_config(
         shape.model().config, hardware, "fp32", length=shape.length, packed=False, max_degree=RANKS
     )
     compare("simple plans", simple_plans(shape.layers), shape, profile)

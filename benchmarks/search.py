@@ -22,13 +22,15 @@ from galvatron_formulas import score
 from galvatron_profiles import GalvatronProfiles
 from transformers import LlamaConfig
 
+from galvatron_hf.interop.galvatron.hardware import read_galvatron_hardware
+from galvatron_hf.interop.galvatron.model import read_galvatron_model
 from galvatron_hf.interop.galvatron.plan import read_galvatron_plan
 from galvatron_hf.plan import ParallelPlan, Precision
 from galvatron_hf.planner.cost.cost_model import Workload
 from galvatron_hf.planner.search import SearchResult, estimate_plan, search_plan
 from galvatron_hf.planner.space import Limits
-from galvatron_hf.profiler.profiles.hardware import HardwareProfile
-from galvatron_hf.profiler.profiles.model import ModelProfile
+from galvatron_hf.profiler.profiles.presets import hardware_preset
+from galvatron_hf.profiler.trace.tracing import profile_from_config
 
 
 DATA = Path(__file__).parent.parent / "tests" / "data"
@@ -48,8 +50,8 @@ LLAMA_70B = dict(
 def galvatron_case(nodes: int, turns: int) -> dict[str, Any]:
     """Llama-2 7B on `nodes` x 8 devices."""
     profiles, rows, budget = DATA / "galvatron_profiles", 64 * nodes, MEMORY_GIB << 30
-    hardware = HardwareProfile.from_galvatron(profiles / "hardware", nodes, 8, budget)
-    model = ModelProfile.from_galvatron(profiles)
+    hardware = read_galvatron_hardware(profiles / "hardware", nodes, 8, budget)
+    model = read_galvatron_model(profiles)
     work = Workload(rows=rows, length=2048, precision=Precision(compute="bf16", reduce="bf16"))
     results = [search_plan(hardware, model, work, memory_bytes=budget, limits=GALVATRONS) for _ in range(turns)]
     theirs = GalvatronProfiles.from_folder(profiles, nodes, 8)
@@ -79,8 +81,8 @@ def _under(profiles: GalvatronProfiles, plan: ParallelPlan, rows: int, engine: s
 
 def large_case(nodes: int, turns: int) -> dict[str, Any]:
     """Llama-2 70B on `nodes` x 8 H100s."""
-    hardware = HardwareProfile.preset("h100", nodes, 8)
-    model = ModelProfile.from_config(LlamaConfig(**LLAMA_70B), hardware, length=4096, packed=False, max_degree=16)
+    hardware = hardware_preset("h100", nodes, 8)
+    model = profile_from_config(LlamaConfig(**LLAMA_70B), hardware, length=4096, packed=False, max_degree=16)
     work = Workload(rows=16 * nodes, length=4096, precision=Precision(compute="bf16"))
     results = [search_plan(hardware, model, work) for _ in range(turns)]
     return described(f"llama2-70b, {8 * nodes} devices", results)

@@ -12,14 +12,8 @@ from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, Voc
 from galvatron_hf.planner.cost.cost_model import Workload
 from galvatron_hf.planner.space import Limits, layer_strategies, vocabulary_strategies
 from galvatron_hf.profiler.profiles.hardware import KINDS, HardwareProfile, Link
-from galvatron_hf.profiler.profiles.model import (
-    CALIBRATION_FACTORS,
-    EndProfile,
-    LayerProfile,
-    ModelProfile,
-    TimeFit,
-    Times,
-)
+from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile, TimeFit, Times
+from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
 
 
 def powers(most: int) -> list[int]:

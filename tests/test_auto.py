@@ -25,8 +25,9 @@ from galvatron_hf.plan.supported import require_runnable
 from galvatron_hf.planner.cost.cost_model import Workload
 from galvatron_hf.planner.search import estimate_plan, search_plan
 from galvatron_hf.planner.space import Limits, layer_strategies, vocabulary_strategies
-from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
+from galvatron_hf.profiler.profiles.presets import hardware_preset
+from galvatron_hf.profiler.trace.tracing import profile_from_config
 from galvatron_hf.trainer.planning import calibration
 from galvatron_hf.trainer.planning.auto import profile_folder
 from galvatron_hf.trainer.planning.calibration import LEAST, MOST, NOISE, SPREAD, fitted_factors
@@ -247,8 +248,8 @@ def layers_tried(count: int) -> set[int]:
         seen.add(model.config.num_hidden_layers)
         return [10.0]
 
-    model, hardware = FAMILIES["llama"].build(num_hidden_layers=count), HardwareProfile.preset("cpu", 1, 2)
-    profile = ModelProfile.from_config(model.config, hardware, "fp32", length=32, max_degree=2)
+    model, hardware = FAMILIES["llama"].build(num_hidden_layers=count), hardware_preset("cpu", 1, 2)
+    profile = profile_from_config(model.config, hardware, "fp32", length=32, max_degree=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "_steps_ms", steps_ms)
         calibration.calibrated(profile, model, hardware, rows=4, length=32, device=torch.device("cpu"), seconds=0.0)
@@ -267,8 +268,8 @@ def tried_plans(seconds: float) -> tuple[list[str], list[float]]:
         seen.extend(measured.tolist())
         return (1.0,) * len(CALIBRATION_FACTORS), 0.0, 0.0
 
-    model, hardware = FAMILIES["llama"].build(), HardwareProfile.preset("cpu", 1, 2)
-    profile = ModelProfile.from_config(model.config, hardware, "fp32", length=32, max_degree=2)
+    model, hardware = FAMILIES["llama"].build(), hardware_preset("cpu", 1, 2)
+    profile = profile_from_config(model.config, hardware, "fp32", length=32, max_degree=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "_steps_ms", steps_ms)
         patch.setattr(calibration, "fitted_factors", fitted)
@@ -281,8 +282,8 @@ def tried_plans(seconds: float) -> tuple[list[str], list[float]]:
 def test_no_strategy_of_the_space_is_refused_by_the_runtime(family):
     """GPT-2 has biases, which tensor and sharding ranks cannot always share."""
     model = FAMILIES[family].build()
-    hardware = HardwareProfile.preset("cpu", 1, 8)
-    profile = ModelProfile.from_config(model.config, hardware, "fp32", length=32, max_degree=8)
+    hardware = hardware_preset("cpu", 1, 8)
+    profile = profile_from_config(model.config, hardware, "fp32", length=32, max_degree=8)
     adapter, tied = adapter_for(model), profile.tied
     for ranks in (2, 4, 8):
         layers = [strategy for strategy, _ in layer_strategies(ranks, profile, Limits())]
@@ -344,8 +345,8 @@ def test_profiles_have_a_place(tmp_path, monkeypatch):
 
 
 def test_shorter_rows_take_less_time_and_the_longest_their_memory():
-    hardware = HardwareProfile.preset("cpu", 1, 4)
-    model = ModelProfile.from_config(FAMILIES["llama"].build().config, hardware, "fp32", length=32, max_degree=4)
+    hardware = hardware_preset("cpu", 1, 4)
+    model = profile_from_config(FAMILIES["llama"].build().config, hardware, "fp32", length=32, max_degree=4)
     whole = Workload(rows=8, length=32, precision=Precision(compute="fp32"))
     half = replace(whole, mean_length=16, mean_square=16.0**2)
     short = replace(whole, length=16)
@@ -374,8 +375,8 @@ CASES = {
 def searched(name: str) -> ParallelPlan:
     """The plan that a search finds for a tiny model on four ranks; the budget is a share of what it takes without."""
     limits, share = CASES[name]
-    hardware = HardwareProfile.preset("cpu", 1, 4)
-    model = ModelProfile.from_config(FAMILIES["llama"].build().config, hardware, "fp32", length=32, max_degree=4)
+    hardware = hardware_preset("cpu", 1, 4)
+    model = profile_from_config(FAMILIES["llama"].build().config, hardware, "fp32", length=32, max_degree=4)
     work = Workload(rows=8, length=32, precision=Precision(compute="fp32"))
     best = search_plan(hardware, model, work, limits=limits).best
     if share is not None:

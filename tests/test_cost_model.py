@@ -8,13 +8,15 @@ from dataclasses import replace
 import pytest
 
 from galvatron_hf import ParallelPlan
+from galvatron_hf.models.shape import WeightShape
 from galvatron_hf.plan import LayerStrategy, Precision, VocabularyStrategy
 from galvatron_hf.planner.cost.cost_model import CostModel
 from galvatron_hf.planner.cost.step_shape import StepShape
 from galvatron_hf.planner.report.explain import explain_plan
 from galvatron_hf.planner.search import Estimate, estimate_plan
-from galvatron_hf.profiler.profiles.hardware import HardwareProfile
-from galvatron_hf.profiler.profiles.model import EndProfile, LayerProfile, ModelProfile, WeightShape
+from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile
+from galvatron_hf.profiler.profiles.model import ModelProfile
+from galvatron_hf.profiler.profiles.presets import hardware_preset
 from planner_cases import random_hardware, random_model, workload
 
 
@@ -104,7 +106,7 @@ def test_a_head_that_waits_keeps_its_input_and_computes_the_logits_again():
 
 def test_messages_within_a_node_are_priced_as_such():
     """Of four stages on two nodes, or eight that go around twice."""
-    hardware = HardwareProfile.preset("a100-80g", 2, 2)
+    hardware = hardware_preset("a100-80g", 2, 2)
     costs = CostModel(hardware, random_model(0, layers=8), workload(8), 1, 4)
     inside, between = (hardware.ms("send", 2, stride, costs.boundary_bytes) for stride in (1, 2))
     assert inside < between

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from galvatron_hf.interop.galvatron.hardware import read_galvatron_hardware
 from galvatron_hf.profiler.profiles.hardware import KINDS, HardwareProfile, Link, arrangements, wire_share
-from galvatron_hf.profiler.profiles.presets import PRESETS
+from galvatron_hf.profiler.profiles.presets import PRESETS, hardware_preset
 
 
 GALVATRON = Path(__file__).parent / "data" / "galvatron_profiles" / "hardware"
@@ -242,7 +243,7 @@ def test_arrangements_are_the_aligned_groups_that_tile_a_world(world_size):
 
 
 def _galvatron(nodes, devices_per_node=8):
-    return HardwareProfile.from_galvatron(GALVATRON, nodes, devices_per_node, 38 << 30)
+    return read_galvatron_hardware(GALVATRON, nodes, devices_per_node, 38 << 30)
 
 
 @pytest.mark.parametrize(("nodes", "ranks", "gigabytes"), [(1, 8, 154.203), (2, 16, 44.682), (1, 4, 159.119)])
@@ -287,7 +288,7 @@ def test_folders_that_are_not_galvatrons_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no allreduce_bandwidth_4nodes.*\(1 x 4, 1 x 8, 2 x 8, 8 x 8\)"):
         _galvatron(4)
     with pytest.raises(ValueError, match=r"devices per node that it has \(none\)"):
-        HardwareProfile.from_galvatron(tmp_path / "nothing", 1, 8, 1 << 30)
+        read_galvatron_hardware(tmp_path / "nothing", 1, 8, 1 << 30)
     with pytest.raises(ValueError, match="nodes is 0"):
         _galvatron(0)
     copy = tmp_path / "hardware"
@@ -301,7 +302,7 @@ def test_folders_that_are_not_galvatrons_are_refused(tmp_path):
     ]:
         bandwidth.write_text(text)
         with pytest.raises(ValueError, match=re.escape(words)):
-            HardwareProfile.from_galvatron(copy, 1, 8, 1 << 30)
+            read_galvatron_hardware(copy, 1, 8, 1 << 30)
 
 
 # ---- Presets ----
@@ -310,7 +311,7 @@ def test_folders_that_are_not_galvatrons_are_refused(tmp_path):
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_have_every_group_of_every_cluster(name):
     for nodes in (1, 2, 3, 4, 8, 16, 32, 64, 128):
-        profile = HardwareProfile.preset(name, nodes, 8)
+        profile = hardware_preset(name, nodes, 8)
         there = {(link.kind, link.ranks, link.stride) for link in profile.links}
         for ranks, stride in arrangements(nodes * 8):
             for kind in KINDS if ranks == 2 else KINDS[:-1]:
@@ -321,7 +322,7 @@ def test_presets_have_every_group_of_every_cluster(name):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_say_where_each_figure_is_from(name):
-    profile = HardwareProfile.preset(name, 2, 8)
+    profile = hardware_preset(name, 2, 8)
     figures = {"memory_bytes", "flops_per_s", "links inside a node", "links between nodes", "overlap_slowdown"}
     assert set(profile.assumed) == figures
     assert all(len(source) > 10 for source in profile.assumed.values())
@@ -330,14 +331,14 @@ def test_presets_say_where_each_figure_is_from(name):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_slower_between_nodes_than_inside(name):
-    profile = HardwareProfile.preset(name, 4, 8)
+    profile = hardware_preset(name, 4, 8)
     for kind in KINDS:
         ranks = 2 if kind == "send" else 4
         assert profile.ms(kind, ranks, 8, 64 * MIB) > profile.ms(kind, ranks, 1, 64 * MIB)
 
 
 def test_a_ring_over_nodes_uses_the_adapters_of_all_its_ranks():
-    profile = HardwareProfile.preset("a100-80g", 4, 8)
+    profile = hardware_preset("a100-80g", 4, 8)
     # one rank of each node, two, four, eight: 24 GB/s each
     for stride, ranks, gigabytes in ((8, 4, 24), (4, 8, 48), (2, 16, 96), (1, 32, 192)):
         assert profile.link("all_gather", ranks, stride).bytes_per_s == gigabytes * 1e9
@@ -349,6 +350,6 @@ def test_a_ring_over_nodes_uses_the_adapters_of_all_its_ranks():
 
 def test_an_unknown_preset_is_refused_with_the_nearest():
     with pytest.raises(ValueError, match="the cluster is 'H100s', which is not one of a100-80g, .*: use 'h100'"):
-        HardwareProfile.preset("H100s", 1, 8)
+        hardware_preset("H100s", 1, 8)
     with pytest.raises(ValueError, match="nodes is 0"):
-        HardwareProfile.preset("h100", 0, 8)
+        hardware_preset("h100", 0, 8)

@@ -20,19 +20,21 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, LlamaConfig
 
 from galvatron_hf.cli.main import main
+from galvatron_hf.interop.galvatron.model import read_galvatron_model
 from galvatron_hf.models.shape import ModelShape
 from galvatron_hf.parallel.layers import parallel_layer as block
 from galvatron_hf.profiler.cache import load_or_profile_model
 from galvatron_hf.profiler.measure.model import profile_model
-from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
+from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.profiler.trace.isolated_layers import empty_model
+from galvatron_hf.profiler.trace.tracing import profile_from_config
 from ranks import run_ranks
 from tiny_models import FAMILIES
 
 
 GALVATRON = Path(__file__).parent / "data" / "galvatron_profiles"
-CLUSTER = HardwareProfile.preset("h100", 1, 8)
+CLUSTER = hardware_preset("h100", 1, 8)
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +52,7 @@ def test_a_large_model_is_profiled_from_its_configuration():
         vocab_size=128256,
         max_position_embeddings=8192,
     )
-    profile = ModelProfile.from_config(config, CLUSTER, "bf16")
+    profile = profile_from_config(config, CLUSTER, "bf16")
     weights = [*profile.embedding.weights, *profile.head.weights]
     weights += [weight for kind in profile.layers for weight in profile.kinds[kind].weights]
     assert sum(math.prod(weight.shape) for weight in weights) == 70_553_706_496  # as published for Llama 3 70B
@@ -77,7 +79,7 @@ def small_config() -> LlamaConfig:
 
 
 def test_what_training_has_measured_is_kept_in_json():
-    profile = ModelProfile.from_config(small_config(), CLUSTER, "fp32")
+    profile = profile_from_config(small_config(), CLUSTER, "fp32")
     stretch = {name: 1.0 + 0.25 * index for index, name in enumerate(CALIBRATION_FACTORS)}
     update = dict(optimizer_ms_per_weight=0.125, optimizer_ms_per_element=2.0**-20, adding_ms_per_element=2.0**-22)
     measured = replace(profile, calibration_factors=stretch, collective_launch_ms=0.75, **update)
@@ -201,7 +203,7 @@ def change(path: str, value) -> Callable[[dict], None]:
     ],
 )
 def test_what_is_no_profile_is_refused_in_one_sentence(path, value, sentence):
-    raw = json.loads(ModelProfile.from_galvatron(GALVATRON).to_json())
+    raw = json.loads(read_galvatron_model(GALVATRON).to_json())
     change(path, value)(raw)
     with pytest.raises(ValueError) as refusal:
         ModelProfile.from_json(raw)
@@ -210,7 +212,7 @@ def test_what_is_no_profile_is_refused_in_one_sentence(path, value, sentence):
 
 
 def test_galvatrons_figures_come_out_as_they_were_recorded():
-    profile = ModelProfile.from_galvatron(GALVATRON)
+    profile = read_galvatron_model(GALVATRON)
     recorded = json.loads((GALVATRON / "model" / "computation_profiling_bf16_llama2-7b_all.json").read_text())
     batch = np.arange(1, 13)
     for kind, parts in (("0", profile.kinds), ("other", (profile.embedding, profile.head))):
@@ -231,22 +233,22 @@ def test_galvatrons_figures_come_out_as_they_were_recorded():
 
 def test_galvatrons_figures_of_another_model_are_refused(tmp_path):
     with pytest.raises(ValueError, match="has 0 files"):
-        ModelProfile.from_galvatron(tmp_path)
+        read_galvatron_model(tmp_path)
     with pytest.raises(ValueError, match="pass the shape= of the model"):
-        ModelProfile.from_galvatron(
+        read_galvatron_model(
             GALVATRON, shape=ModelShape.llama(vocab=97, hidden=32, intermediate=40, layers=1, heads=4)
         )
     for path in (GALVATRON / "model").iterdir():
         (tmp_path / path.name.replace("llama2-7b", "unheard-of")).write_bytes(path.read_bytes())
     with pytest.raises(ValueError, match="only those of llama2-7b"):
-        ModelProfile.from_galvatron(tmp_path)
+        read_galvatron_model(tmp_path)
 
 
 def test_models_that_the_runtime_does_not_know_are_refused():
     with pytest.raises(ValueError, match="no rate for 'int8'"):
-        ModelProfile.from_config(small_config(), CLUSTER, "int8")
+        profile_from_config(small_config(), CLUSTER, "int8")
     with pytest.raises(ValueError, match="no folder and no file"):
-        ModelProfile.from_config("/nowhere/at/all", CLUSTER)
+        profile_from_config("/nowhere/at/all", CLUSTER)
     with pytest.raises(ValueError, match="use 'bf16'|use 'fp32'"):
         quick("fp16")
 

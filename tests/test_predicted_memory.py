@@ -16,8 +16,8 @@ from galvatron_hf import ParallelPlan
 from galvatron_hf.plan import Precision, Stage
 from galvatron_hf.planner.cost.cost_model import Workload
 from galvatron_hf.planner.search import estimate_plan
-from galvatron_hf.profiler.profiles.hardware import HardwareProfile
-from galvatron_hf.profiler.profiles.model import ModelProfile
+from galvatron_hf.profiler.profiles.presets import hardware_preset
+from galvatron_hf.profiler.trace.tracing import profile_from_config
 from galvatron_hf.trainer.planning.step_meter import Outcome
 from tiny_models import FAMILIES
 from trainer_runs import on_ranks, trainer
@@ -132,8 +132,8 @@ def test_ranks_allocate_what_is_predicted(case, tmp_path):
     """On every stage: within a tenth; on seven of eight within a twentieth; in the median within a fiftieth."""
     given, options = CASES[case]
     compute, length = case.split(",")[0], given[-1]
-    hardware, profile = HardwareProfile.preset("cpu", 1, RANKS), llama(*given).config
-    model = ModelProfile.from_config(profile, hardware, compute, length=length, packed=False, max_degree=RANKS)
+    hardware, profile = hardware_preset("cpu", 1, RANKS), llama(*given).config
+    model = profile_from_config(profile, hardware, compute, length=length, packed=False, max_degree=RANKS)
     work, plans = Workload(rows=ROWS, length=length, precision=Precision(compute=compute)), []
     for kind in options.values():
         more = {"stages": kind["stages"], "schedule": "interleaved"} if "stages" in kind else {}

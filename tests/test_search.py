@@ -13,6 +13,8 @@ import pytest
 from transformers import LlamaConfig
 
 from branches import random_branch
+from galvatron_hf.interop.galvatron.hardware import read_galvatron_hardware
+from galvatron_hf.interop.galvatron.model import read_galvatron_model
 from galvatron_hf.interop.galvatron.plan import read_galvatron_plan
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, SequenceGroups, Stage, VocabularyStrategy
 from galvatron_hf.planner.cost.cost_model import Workload, largest_move
@@ -25,6 +27,8 @@ from galvatron_hf.planner.solver.dp import solve
 from galvatron_hf.planner.space import Limits, layer_strategies
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile, Link
 from galvatron_hf.profiler.profiles.model import ModelProfile
+from galvatron_hf.profiler.profiles.presets import hardware_preset
+from galvatron_hf.profiler.trace.tracing import profile_from_config
 from planner_cases import every_plan, random_hardware, random_model, workload
 
 
@@ -187,11 +191,11 @@ def test_the_largest_move_is_the_largest_of_all_ranks():
 
 def _galvatron(nodes: int) -> tuple[HardwareProfile, ModelProfile, Workload, int]:
     folder, budget = DATA / "galvatron_profiles", 38 << 30
-    hardware = HardwareProfile.from_galvatron(folder / "hardware", nodes, 8, budget)
+    hardware = read_galvatron_hardware(folder / "hardware", nodes, 8, budget)
     precision = Precision(compute="bf16", reduce="bf16")
     return (
         hardware,
-        ModelProfile.from_galvatron(folder),
+        read_galvatron_model(folder),
         Workload(rows=64 * nodes, length=2048, precision=precision),
         budget,
     )
@@ -278,10 +282,10 @@ def test_nothing_that_a_plan_may_say_is_faster_than_the_one_found(world, tied, s
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_whole_copies_that_keep_no_cast_copy_are_found_where_others_do_not_fit(world):
     """As fast as replicated weights, in memory that has no room for these: zero3 of one piece."""
-    hardware, work = HardwareProfile.preset("h100", 1, world), workload(world, 64)
+    hardware, work = hardware_preset("h100", 1, world), workload(world, 64)
     work = replace(work, precision=Precision(compute="bf16"))
     sizes = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=6, num_attention_heads=8, vocab_size=512)
-    model = ModelProfile.from_config(LlamaConfig(**sizes), hardware, length=work.length, packed=False, max_degree=2)
+    model = profile_from_config(LlamaConfig(**sizes), hardware, length=work.length, packed=False, max_degree=2)
     whole, bare = (
         estimate_plan(hardware, model, work, ParallelPlan.uniform(world, 6, recompute="full", **sharding))
         for sharding in (dict(sharding="replicate"), dict(sharding="zero3", shard_degree=1))
@@ -330,7 +334,7 @@ def test_devices_that_are_no_power_of_two_have_plans(layers, ranks, rows):
 
 @pytest.mark.parametrize("nodes, devices", [(1, 3), (3, 1), (1, 5), (7, 1), (3, 3), (3, 4), (5, 2)])
 def test_every_preset_has_what_pipelines_of_any_degree_send(nodes, devices):
-    hardware, ranks = HardwareProfile.preset("h100", nodes, devices), nodes * devices
+    hardware, ranks = hardware_preset("h100", nodes, devices), nodes * devices
     for stride in range(1, ranks):
         link = hardware.link("send", 2, stride)
         alike = [

@@ -11,8 +11,8 @@ from transformers import LlamaConfig
 
 from galvatron_hf.cli.main import main
 from galvatron_hf.plan import ParallelPlan, Precision
-from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
+from galvatron_hf.profiler.profiles.presets import hardware_preset
 from planner_cases import random_model
 
 
@@ -84,7 +84,7 @@ def test_a_configuration_that_makes_no_model_is_told_in_a_sentence(capsys, tmp_p
 
 
 def test_flags_that_say_something_else_than_a_profile_are_refused(capsys, tmp_path):
-    HardwareProfile.preset("cpu", 1, 4).to_json(tmp_path / "hardware.json")
+    hardware_preset("cpu", 1, 4).to_json(tmp_path / "hardware.json")
     random_model(0, layers=2).to_json(tmp_path / "model.json")
     profiles = [f"--{kind}-profile={tmp_path / kind}.json" for kind in ("hardware", "model")]
     given = ["search", *profiles, "--seq-length", "8", "--global-batch", "4", "--json"]
@@ -96,7 +96,7 @@ def test_flags_that_say_something_else_than_a_profile_are_refused(capsys, tmp_pa
 
 
 def test_steps_of_no_time_and_of_too_much_are_refused(capsys, tmp_path):
-    HardwareProfile.preset("cpu", 1, 1).to_json(tmp_path / "hardware.json")
+    hardware_preset("cpu", 1, 1).to_json(tmp_path / "hardware.json")
     raw = json.loads(random_model(0, layers=2).to_json())
     given = ["search", f"--hardware-profile={tmp_path}/hardware.json", f"--model-profile={tmp_path}/model.json"]
     given += ["--seq-length", "8", "--global-batch", "4", "--json"]
@@ -185,7 +185,7 @@ def test_a_model_profile_of_other_devices_than_the_cluster_is_refused(capsys, tm
     assert "The model profile is of h100, the hardware of rtx4090: profile both" in capsys.readouterr().err
     measured = {name: str(tmp_path / f"{name}.json") for name in ("links", "layers")}
     for name, profile in (
-        ("links", HardwareProfile.preset("h100", 1, 2)),
+        ("links", hardware_preset("h100", 1, 2)),
         ("layers", ModelProfile.from_json(counted)),
     ):
         replace(profile, made={"devices": f"those of {name}"}).to_json(measured[name])

@@ -17,7 +17,8 @@ from galvatron_hf.plan.validation import check_int
 
 
 if TYPE_CHECKING:
-    from galvatron_hf.profiler.profiles.model import ModelProfile, Times
+    from galvatron_hf.profiler.profiles.layers import Times
+    from galvatron_hf.profiler.profiles.model import ModelProfile
 
 
 def add_to(commands: argparse._SubParsersAction) -> None:
@@ -73,14 +74,14 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _counted(given: argparse.Namespace) -> ModelProfile:
-    from galvatron_hf.profiler.profiles.hardware import HardwareProfile
-    from galvatron_hf.profiler.profiles.model import ModelProfile
+    from galvatron_hf.profiler.profiles.presets import hardware_preset
+    from galvatron_hf.profiler.trace.tracing import profile_from_config
     from galvatron_hf.utils.progress import at_work
 
     with at_work("tracing the model"):
-        return ModelProfile.from_config(
+        return profile_from_config(
             given.model,
-            HardwareProfile.preset(given.cluster, 1, 1),
+            hardware_preset(given.cluster, 1, 1),
             given.dtype,
             length=given.seq_length or given.tokens,
             packed=not given.rows,

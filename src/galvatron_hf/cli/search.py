@@ -264,8 +264,8 @@ def rounds_of(given: argparse.Namespace) -> int:
 
 
 def _galvatron(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]:
-    from galvatron_hf.profiler.profiles.hardware import HardwareProfile
-    from galvatron_hf.profiler.profiles.model import ModelProfile
+    from galvatron_hf.interop.galvatron.hardware import read_galvatron_hardware
+    from galvatron_hf.interop.galvatron.model import read_galvatron_model
 
     if given.memory_gib is None:
         raise ValueError("Galvatron's profiles do not tell a device's memory: give --memory-gib.")
@@ -276,8 +276,8 @@ def _galvatron(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile
     folder = given.galvatron_profiles
     links = os.path.join(folder, "hardware")
     where = links if os.path.isdir(links) else folder
-    hardware = HardwareProfile.from_galvatron(where, *_cluster_of(given), int(given.memory_gib * GIB))
-    model = ModelProfile.from_galvatron(folder, length=given.seq_length)
+    hardware = read_galvatron_hardware(where, *_cluster_of(given), int(given.memory_gib * GIB))
+    model = read_galvatron_model(folder, length=given.seq_length)
     _check_same(given, dtype=model.dtype)
     return hardware, model
 
@@ -285,6 +285,8 @@ def _galvatron(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile
 def _profiles(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]:
     from galvatron_hf.profiler.profiles.hardware import HardwareProfile
     from galvatron_hf.profiler.profiles.model import ModelProfile
+    from galvatron_hf.profiler.profiles.presets import hardware_preset
+    from galvatron_hf.profiler.trace.tracing import profile_from_config
     from galvatron_hf.utils.progress import at_work
 
     if (given.cluster is None) == (given.hardware_profile is None):
@@ -292,7 +294,7 @@ def _profiles(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]
     if (given.model is None) == (given.model_profile is None):
         raise ValueError("The model is not known: give one of --model, --model-profile, --galvatron-profiles.")
     if given.cluster is not None:
-        hardware = HardwareProfile.preset(given.cluster, *_cluster_of(given))
+        hardware = hardware_preset(given.cluster, *_cluster_of(given))
     else:
         hardware = HardwareProfile.from_json(given.hardware_profile)
         _check_same(given, nodes=hardware.nodes, devices_per_node=hardware.devices_per_node)
@@ -303,7 +305,7 @@ def _profiles(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]
         return hardware, model
     degrees = dict(max_degree=min(hardware.world_size, 64 if hardware.world_size <= 64 else 16))
     with at_work("tracing the model"):
-        return hardware, ModelProfile.from_config(
+        return hardware, profile_from_config(
             given.model, hardware, given.dtype or "bf16", length=given.seq_length, packed=False, **degrees
         )
 

@@ -33,7 +33,8 @@ import scipy.optimize
 from galvatron_hf.models.shape import ModelShape, WeightShape
 from galvatron_hf.plan.serialization import read_object
 from galvatron_hf.plan.validation import check_number, show
-from galvatron_hf.profiler.profiles.model import EndProfile, LayerProfile, ModelProfile, TimeFit, Times
+from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile, TimeFit, Times
+from galvatron_hf.profiler.profiles.model import ModelProfile
 
 
 MIB = 1 << 20

@@ -24,7 +24,8 @@ from galvatron_hf.planner.cost.strategy_costs import Costs, Distinct, Pass
 from galvatron_hf.planner.cost.traffic import HEAD_CHUNK_TOKENS, key_value_copies
 from galvatron_hf.planner.cost.weight_costs import GRADIENT_BYTES, WeightCosts, weight_costs
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
-from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, EndProfile, LayerProfile, ModelProfile, Times
+from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile, Times
+from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
 
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -23,7 +23,8 @@ from galvatron_hf.parallel.data_parallel.sharding import DTYPES
 from galvatron_hf.plan.validation import check_choice, check_int, check_number
 from galvatron_hf.profiler.measure.hardware import machine
 from galvatron_hf.profiler.measure.layer_timing import Key, PartTimer, adding_ms, optimizer_ms
-from galvatron_hf.profiler.profiles.model import ModelProfile, TimeFit, Times
+from galvatron_hf.profiler.profiles.layers import TimeFit, Times
+from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.profiler.trace.tracing import CountedModel, PartTimes, describe, positions, profile_of
 from galvatron_hf.utils.allocator import keep_freed_memory
 

@@ -248,22 +248,6 @@ class HardwareProfile:
             write_file(path, text)
         return text
 
-    @classmethod
-    def from_galvatron(
-        cls, folder: str | os.PathLike, nodes: int, devices_per_node: int, memory_bytes: int
-    ) -> HardwareProfile:
-        """Reads a folder of Galvatron's own JSON, see [`galvatron_hf.interop.galvatron.hardware`]."""
-        from galvatron_hf.interop.galvatron.hardware import read_galvatron_hardware
-
-        return read_galvatron_hardware(folder, nodes, devices_per_node, memory_bytes)
-
-    @classmethod
-    def preset(cls, name: str, nodes: int, devices_per_node: int) -> HardwareProfile:
-        """A cluster that one does not have, from data sheets, see [`galvatron_hf.profiler.profiles.presets`]."""
-        from galvatron_hf.profiler.profiles.presets import preset
-
-        return preset(name, nodes, devices_per_node)
-
     def ms(self, kind: str, ranks: int, stride: int, size: np.ndarray | float) -> np.ndarray | float:
         """
         Milliseconds of one collective; 0 for a group of one.

@@ -114,7 +114,7 @@ _DEVICES = {
 PRESETS = tuple(_DEVICES)
 
 
-def preset(name: str, nodes: int, devices_per_node: int) -> HardwareProfile:
+def hardware_preset(name: str, nodes: int, devices_per_node: int) -> HardwareProfile:
     """
     A cluster of devices of one kind, with a link of each of [`arrangements_by_kind`].
 

@@ -19,7 +19,8 @@ from galvatron_hf.parallel.data_parallel.sharding import DTYPES
 from galvatron_hf.parallel.layers.vocab_parallel import CHUNK_TOKENS
 from galvatron_hf.plan import LayerStrategy
 from galvatron_hf.profiler.profiles.hardware import DEVICES, HardwareProfile
-from galvatron_hf.profiler.profiles.model import EndProfile, LayerProfile, ModelProfile, TimeFit, Times
+from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile, TimeFit, Times
+from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.profiler.trace.counting import Counts, Work, count
 from galvatron_hf.profiler.trace.isolated_layers import IsolatedLayers, empty_model, layer_kinds, one_of_each
 from galvatron_hf.profiler.trace.shapes import model_shape
@@ -58,9 +59,9 @@ class Speed:
 
 
 def profile_from_config(
-    config: PreTrainedConfig,
+    config: PreTrainedConfig | str | os.PathLike,
     hardware: HardwareProfile,
-    dtype: str,
+    dtype: str = "bf16",
     *,
     length: int | None = None,
     packed: bool = True,
@@ -68,17 +69,22 @@ def profile_from_config(
     efficiency: float = EFFICIENCY,
 ) -> ModelProfile:
     """
-    Counts a model's work from its configuration, see [`ModelProfile.from_config`].
+    Counts the work of a model from its configuration, without weights and without a device.
 
     Args:
-        config (`PreTrainedConfig`): Of a causal language model of a family that the runtime knows.
-        hardware ([`HardwareProfile`]): Its rate of matrix products tells the times.
-        dtype (`str`): In which layers compute.
+        config (`PreTrainedConfig`, `str` or `os.PathLike`): Configuration of a causal language model of a known
+            family, its file, or the folder of the file.
+        hardware ([`HardwareProfile`]): Gives the rate of matrix products, from which the times follow.
+        dtype (`str`, defaults to `"bf16"`): Number format of the layers' computation: "fp32" or "bf16".
         length (`int`, *optional*): Of the longest documents; 4,096 or as many positions as the model has by default.
         packed (`bool`, defaults to `True`): Whether micro-batches are packed documents, or rows without padding.
         max_degree (`int`, defaults to 64): Most tensor and Ulysses ranks of a layer.
         efficiency (`float`, *optional*): What layers reach of the rate of matrix products.
+
+    Raises:
+        ValueError: If the configuration is missing, its family is unknown, or its sizes do not fit together.
     """
+    config = read_config(config)
     model = empty_model(config)
     longest = positions(model)
     length = min(length or 4096, longest or sys.maxsize)

@@ -1,0 +1,140 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Reads and writes the layers and ends of a model profile as JSON. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
+from typing import Any, TypeVar
+
+from galvatron_hf.models.shape import WeightShape
+from galvatron_hf.plan.validation import check_bool, check_fields, check_int, check_number, show
+from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile, TimeFit, Times
+
+
+T = TypeVar("T")
+
+MAX_SIZE = 1 << 40
+_WEIGHT = ("shape", "cut", "used_in_part", "heads")
+_STRATEGY = ("tensor", "megatron_sp", "ulysses")
+_LAYER_BYTES = ("saved_bytes", "working_bytes", "recompute_bytes")
+_END_BYTES = ("saved_bytes", "saved_fixed_bytes", "working_bytes", "working_fixed_bytes")
+
+
+def layer_values(kind: LayerProfile) -> dict[str, Any]:
+    """Returns a layer as JSON values."""
+    return {
+        "weights": [asdict(weight) for weight in kind.weights],
+        "times": _times(kind.times),
+        "bytes": [
+            dict(zip(_STRATEGY, strategy, strict=True))
+            | {name: getattr(kind, name)[strategy] for name in _LAYER_BYTES if strategy in getattr(kind, name)}
+            for strategy in kind.saved_bytes
+        ],
+        "regions": kind.regions,
+        "saves_after_last_region": kind.saves_after_last_region,
+    }
+
+
+def end_values(end: EndProfile) -> dict[str, Any]:
+    """Returns an end as JSON values."""
+    return {
+        "weights": [asdict(weight) for weight in end.weights],
+        "times": _times(end.times),
+        "bytes": [
+            {"tensor": tensor}
+            | {name: getattr(end, name)[tensor] for name in _END_BYTES if tensor in getattr(end, name)}
+            for tensor in end.saved_bytes
+        ],
+    }
+
+
+def _times(times: Mapping[int, Times]) -> list[dict[str, Any]]:
+    return [{"tensor": tensor} | asdict(each) for tensor, each in times.items()]
+
+
+def read_each(name: str, value: Any, read: Callable[[str, Any], T]) -> tuple[T, ...]:
+    """Reads the entries of a list that is not empty."""
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{name} is {show(value)}, which is not a list with something in it: write [...]")
+    return tuple(read(f"{name}[{index}]", entry) for index, entry in enumerate(value))
+
+
+def read_layer(where: str, given: Any) -> LayerProfile:
+    """Reads what [`layer_values`] returned; `where` names it in errors."""
+    names = ("weights", "times", "bytes", "regions", "saves_after_last_region")
+    check_fields(where, given, names, required=names)
+    check_int(f"{where}.regions", given["regions"], high=1024)
+    check_bool(f"{where}.saves_after_last_region", given["saves_after_last_region"])
+    found: dict[str, dict] = {name: {} for name in _LAYER_BYTES}
+    for place, entry in read_each(f"{where}.bytes", given["bytes"], lambda place, entry: (place, entry)):
+        check_fields(place, entry, (*_STRATEGY, *_LAYER_BYTES), required=(*_STRATEGY, "saved_bytes"))
+        check_int(f"{place}.tensor", entry["tensor"], high=MAX_SIZE)
+        check_bool(f"{place}.megatron_sp", entry["megatron_sp"])
+        check_int(f"{place}.ulysses", entry["ulysses"], high=MAX_SIZE)
+        _read_bytes(place, entry, tuple(entry[name] for name in _STRATEGY), found)
+    return LayerProfile(
+        weights=read_each(f"{where}.weights", given["weights"], _read_weight),
+        times=_read_times(f"{where}.times", given["times"]),
+        regions=given["regions"],
+        saves_after_last_region=given["saves_after_last_region"],
+        **found,
+    )
+
+
+def read_end(where: str, given: Any) -> EndProfile:
+    """Reads what [`end_values`] returned; `where` names it in errors."""
+    names = ("weights", "times", "bytes")
+    check_fields(where, given, names, required=names)
+    found: dict[str, dict] = {name: {} for name in _END_BYTES}
+    for place, entry in read_each(f"{where}.bytes", given["bytes"], lambda place, entry: (place, entry)):
+        check_fields(place, entry, ("tensor", *_END_BYTES), required=("tensor", "saved_bytes"))
+        check_int(f"{place}.tensor", entry["tensor"], high=MAX_SIZE)
+        _read_bytes(place, entry, entry["tensor"], found)
+    return EndProfile(
+        weights=read_each(f"{where}.weights", given["weights"], _read_weight),
+        times=_read_times(f"{where}.times", given["times"]),
+        **found,
+    )
+
+
+def _read_bytes(where: str, entry: dict[str, Any], key: Any, found: dict[str, dict]) -> None:
+    for name, values in found.items():
+        if name in entry:
+            check_number(f"{where}.{name}", entry[name])
+            values[key] = entry[name]
+
+
+def _read_weight(where: str, given: Any) -> WeightShape:
+    check_fields(where, given, _WEIGHT, required=("shape",))
+    shape = read_each(
+        f"{where}.shape", given["shape"], lambda place, size: (check_int(place, size, high=MAX_SIZE), size)[1]
+    )
+    if given.get("cut") is not None:
+        check_int(f"{where}.cut", given["cut"], low=0, high=len(shape) - 1)
+    check_bool(f"{where}.used_in_part", given.get("used_in_part", False))
+    if given.get("heads") is not None:
+        check_int(f"{where}.heads", given["heads"], high=MAX_SIZE)
+    return WeightShape(**given | {"shape": shape})
+
+
+def _read_times(where: str, given: Any) -> dict[int, Times]:
+    shares = ("forward_outside_tp", "backward_outside_tp", "forward_after_last_saved", "recompute_fixed")
+    found = {}
+    for place, entry in read_each(where, given, lambda place, entry: (place, entry)):
+        check_fields(place, entry, ("tensor", "forward", "backward", *shares), ("tensor", "forward", "backward"))
+        check_int(f"{place}.tensor", entry["tensor"], high=MAX_SIZE)
+        for name in shares:
+            check_number(f"{place}.{name}", entry.get(name, 0.0))
+        fits = {name: _read_fit(f"{place}.{name}", entry[name]) for name in ("forward", "backward")}
+        found[entry["tensor"]] = Times(**fits, **{name: entry[name] for name in shares if name in entry})
+    return found
+
+
+def _read_fit(where: str, given: Any) -> TimeFit:
+    names = tuple(field.name for field in fields(TimeFit))
+    check_fields(where, given, names, required=names[:1])
+    for name, value in given.items():
+        check_number(f"{where}.{name}", value)
+    return TimeFit(**given)

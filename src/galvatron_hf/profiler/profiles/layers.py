@@ -1,0 +1,105 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Times, weights and bytes of one layer, and of the embedding and the head. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from galvatron_hf.models.shape import WeightShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeFit:
+    """Time of a pass in ms: per_token * T + per_square * S + fixed.
+
+    T is the number of tokens. S is the sum of the squared document lengths.
+
+    Attributes:
+        per_token, per_square, fixed (`float`): Coefficients in ms, 0 or more.
+        error (`float`): Median of |fitted / measured - 1|; 0 if nothing was measured.
+    """
+
+    per_token: float
+    per_square: float = 0.0
+    fixed: float = 0.0
+    error: float = 0.0
+
+    def ms(self, tokens: float, squares: float) -> float:
+        """Returns the milliseconds for `tokens` tokens in documents whose squared lengths add up to `squares`."""
+        return self.per_token * tokens + self.per_square * squares + self.fixed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Times of one module on one device.
+
+    Attributes:
+        forward, backward ([`TimeFit`]): The two passes. The backward excludes recomputation.
+        forward_outside_tp, backward_outside_tp (`float`): Part of `per_token` outside the tensor-parallel regions
+            (norms, residuals). Megatron-SP divides this part among the tensor ranks.
+        forward_after_last_saved (`float`): Part of the forward's `per_token` after the last tensor saved for the
+            backward; in most layers the last matrix product. Recomputation skips it.
+        recompute_fixed (`float`): Overhead of full recompute in ms, besides the repeated forward. It does not depend
+            on the number of tokens.
+    """
+
+    forward: TimeFit
+    backward: TimeFit
+    forward_outside_tp: float = 0.0
+    backward_outside_tp: float = 0.0
+    forward_after_last_saved: float = 0.0
+    recompute_fixed: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerProfile:
+    """One kind of layer.
+
+    The bytes are for each token that the layer's tensor and Ulysses ranks share, on one of these ranks. Their keys are
+    (tensor, megatron_sp, ulysses).
+
+    Attributes:
+        weights (`tuple[WeightShape, ...]`): Weights of the layer.
+        times (`Mapping[int, Times]`): Times of one tensor rank's slice, by tensor degree.
+        saved_bytes (`Mapping[tuple[int, bool, int], float]`): Activations kept from the forward to the backward.
+        working_bytes (`Mapping`): Peak of the other activations and activation gradients during a pass. Excludes
+            weights and weight gradients.
+        recompute_bytes (`Mapping`): Activations kept under full recompute. A missing strategy keeps the layer's input.
+        regions (`int`): Tensor-parallel regions of the layer, each entered and left once.
+        saves_after_last_region (`bool`): As in [`ModelShape`].
+    """
+
+    weights: tuple[WeightShape, ...]
+    times: Mapping[int, Times]
+    saved_bytes: Mapping[tuple[int, bool, int], float]
+    working_bytes: Mapping[tuple[int, bool, int], float] = field(default_factory=dict)
+    recompute_bytes: Mapping[tuple[int, bool, int], float] = field(default_factory=dict)
+    regions: int = 2
+    saves_after_last_region: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndProfile:
+    """The embedding, or the final norm and the head with the loss.
+
+    The bytes are those of one tensor rank, by tensor degree. Those without `fixed` in the name are for each token that
+    the tensor ranks share.
+
+    Attributes:
+        weights (`tuple[WeightShape, ...]`): Weights of the module. A tied weight is in both ends.
+        times (`Mapping[int, Times]`): Times by tensor degree.
+        saved_bytes (`Mapping[int, float]`): Activations kept from the forward to the backward.
+        saved_fixed_bytes (`Mapping[int, float]`): Bytes kept whatever the number of tokens. The head keeps the
+            gradient of its weight, unless several micro-batches are in flight.
+        working_bytes, working_fixed_bytes (`Mapping[int, float]`): Peak of the other bytes during a pass. The larger
+            of the two counts; the fixed one holds the logits of 1,024 tokens in all their forms.
+    """
+
+    weights: tuple[WeightShape, ...]
+    times: Mapping[int, Times]
+    saved_bytes: Mapping[int, float]
+    working_bytes: Mapping[int, float] = field(default_factory=dict)
+    saved_fixed_bytes: Mapping[int, float] = field(default_factory=dict)
+    working_fixed_bytes: Mapping[int, float] = field(default_factory=dict)
