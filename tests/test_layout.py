@@ -8,10 +8,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from galvatron_hf.parallel.activation.layout import Grid, Layout, PackedRow, Rectangle
-from galvatron_hf.parallel.activation.redistribute import GroupCache, block_size, block_sizes, redistribute
+from galvatron_hf.parallel.activation.redistribute import GroupCache, redistribute
 from galvatron_hf.parallel.comm.collective_log import count_collectives
 from galvatron_hf.plan import LayerStrategy
+from galvatron_hf.plan.layout import (
+    AttentionHeads,
+    Grid,
+    Layout,
+    PackedRow,
+    Rectangle,
+    block_size,
+    block_sizes,
+    second_cut,
+    sent_tokens,
+    vocabulary_layouts,
+)
 from ranks import run_ranks
 
 
@@ -28,7 +39,7 @@ def strategies(ranks):
 
 
 def layouts(ranks):
-    return sorted({Layout.of(strategy, ranks) for strategy in strategies(ranks)}, key=repr)
+    return sorted({Layout.from_strategy(strategy, ranks) for strategy in strategies(ranks)}, key=repr)
 
 
 def whole_activation(rows, length, hidden=3, dtype=torch.float64):
@@ -57,13 +68,13 @@ def brute_force_block(src, dst, ranks):
 
 
 def test_layout_of_a_strategy():
-    assert Layout.of(LayerStrategy(), 8) == Layout(8, 1, 1)
-    assert Layout.of(LayerStrategy(tensor=2), 8) == Layout(4, 1, 2)
-    assert Layout.of(LayerStrategy(tensor=4, megatron_sp=True), 8) == Layout(2, 4, 1)
-    assert Layout.of(LayerStrategy(tensor=2, ulysses=2), 8) == Layout(2, 2, 2)
-    assert Layout.of(LayerStrategy(tensor=2, megatron_sp=True, ulysses=2, context=2), 8) == Layout(1, 8, 1)
-    with pytest.raises(ValueError, match="3 does not divide 8"):
-        Layout.of(LayerStrategy(tensor=3), 8)
+    assert Layout.from_strategy(LayerStrategy(), 8) == Layout(8, 1, 1)
+    assert Layout.from_strategy(LayerStrategy(tensor=2), 8) == Layout(4, 1, 2)
+    assert Layout.from_strategy(LayerStrategy(tensor=4, megatron_sp=True), 8) == Layout(2, 4, 1)
+    assert Layout.from_strategy(LayerStrategy(tensor=2, ulysses=2), 8) == Layout(2, 2, 2)
+    assert Layout.from_strategy(LayerStrategy(tensor=2, megatron_sp=True, ulysses=2, context=2), 8) == Layout(1, 8, 1)
+    with pytest.raises(ValueError, match="take groups of 3 ranks, which do not divide the 8 ranks"):
+        Layout.from_strategy(LayerStrategy(tensor=3), 8)
     with pytest.raises(ValueError, match="at least 1"):
         Layout(0)
 
@@ -78,17 +89,86 @@ def test_tensor_ranks_are_innermost():
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6, 8, 12])
 def test_block_is_the_smallest_that_holds_what_its_ranks_need(ranks):
     for src, dst in itertools.product(layouts(ranks), repeat=2):
-        assert block_size(src, dst, ranks) == brute_force_block(src, dst, ranks), (src, dst)
+        assert block_size(src, dst) == brute_force_block(src, dst, ranks), (src, dst)
 
 
 def test_blocks_of_a_chain_cover_both_directions():
     # data -> tensor gathers, the way back slices; the tensor group is half the stage
     chain = [Layout(4, 1, 1), Layout(2, 1, 2), Layout(2, 2, 1), Layout(4, 1, 1)]
-    assert block_sizes(chain, 4) == (1, 2)
-    assert block_sizes([Layout(4, 1, 1), Layout(1, 4, 1)], 4) == (4,)
-    assert block_sizes([Layout(4, 1, 1)], 4) == ()
+    assert block_sizes(chain) == (1, 2)
+    assert block_sizes([Layout(4, 1, 1), Layout(1, 4, 1)]) == (4,)
+    assert block_sizes([Layout(4, 1, 1)]) == ()
     with pytest.raises(ValueError, match="same stage"):
-        block_size(Layout(4, 1, 1), Layout(8, 1, 1), 4)
+        block_size(Layout(4, 1, 1), Layout(8, 1, 1))
+
+
+def test_vocabulary_layouts_split_rows_first():
+    """By hand: rows over as many ranks as have one, positions over the others, tensor ranks hold copies."""
+    assert Layout.from_vocabulary(1, 8, rows=8) == Layout.from_vocabulary(1, 8, rows=100) == Layout(8, 1, 1)
+    assert Layout.from_vocabulary(1, 8, rows=7) == Layout(4, 2, 1)
+    assert Layout.from_vocabulary(2, 8, rows=3) == Layout(2, 2, 2)
+    assert Layout.from_vocabulary(4, 12, rows=1) == Layout.from_vocabulary(4, 12, rows=0) == Layout(1, 3, 4)
+    assert Layout.from_vocabulary(1, 6, rows=4) == Layout(3, 2, 1)
+    for tensor, ranks in ((1, 8), (2, 12), (6, 6)):
+        assert set(vocabulary_layouts(tensor, ranks)) == {
+            Layout.from_vocabulary(tensor, ranks, rows) for rows in range(2 * ranks)
+        }
+
+
+def test_ranks_send_the_least_that_is_possible():
+    """All layouts of 8 ranks: together the ranks send what each lacks."""
+    rows, length = 5, 11
+    whole = torch.arange(rows * length).view(rows, length)
+    for src, dst in itertools.product(layouts(8), repeat=2):
+        lacking = 0
+        for index in range(8):
+            have, want = (set(part(whole, layout, index).flatten().tolist()) for layout in (src, dst))
+            lacking += len(want - have)
+        sent = sent_tokens(src, dst, Grid(rows, length))
+        assert sum(sent) == lacking
+        assert block_size(src, dst) > 1 or not any(sent)
+
+
+def kept_by_ulysses_rank(heads: AttentionHeads, copies: int, ulysses: int, rank: int) -> list[int]:
+    """The key/value heads that a rank has after the exchange of `copies` of each: its even part of all."""
+    repeated = [head for head in range(heads.key_value) for _ in range(copies)]
+    share = len(repeated) // ulysses
+    return repeated[rank * share : (rank + 1) * share]
+
+
+@pytest.mark.parametrize("ulysses", [1, 2, 4, 8])
+def test_every_ulysses_rank_gets_the_key_value_heads_of_its_queries(ulysses):
+    """Grouped attention on a rank must see for each query the head that it has without parallelism."""
+
+    def serves(heads: AttentionHeads, copies: int) -> bool:
+        if heads.key_value * copies % ulysses or heads.query % (heads.key_value * copies):
+            return False
+        queries = heads.query // ulysses
+        for rank in range(ulysses):
+            got = kept_by_ulysses_rank(heads, copies, ulysses, rank)
+            wanted = [(rank * queries + q) * heads.key_value // heads.query for q in range(queries)]
+            if [got[q * len(got) // queries] for q in range(queries)] != wanted:
+                return False
+        return True
+
+    for key_value, per_head, tensor in itertools.product((1, 2, 3, 4, 6, 8), (1, 2, 4, 8), (1, 2, 4)):
+        query = key_value * per_head
+        shared = key_value % tensor and tensor % key_value
+        if query % tensor or shared or query // tensor % ulysses:
+            continue
+        heads = AttentionHeads.from_degrees(query=query, key_value=key_value, tensor=tensor, ulysses=ulysses)
+        assert (heads.query, heads.key_value) == (query // tensor, max(1, key_value // tensor))
+        assert serves(heads, heads.copies), (heads, ulysses)
+        if ulysses % heads.key_value == 0 or heads.key_value % ulysses == 0:
+            assert heads.copies == next(c for c in itertools.count(1) if serves(heads, c)), (heads, ulysses)
+        assert heads.sent_key_value == heads.key_value * heads.copies
+
+
+def test_weights_that_tensor_ranks_have_cut_are_cut_once_more():
+    assert second_cut((12, 5), 2, 3) == 0  # 12 rows in 2 x 3 even pieces
+    assert second_cut((12, 5), 2, 4) == 1  # not in 2 x 4, so columns
+    assert second_cut((12,), 2, 3) == 0
+    assert second_cut((12,), 2, 4) is None
 
 
 def _check_all_pairs(stage, shapes):
@@ -108,8 +188,10 @@ def _check_all_pairs(stage, shapes):
             y.backward(-part(whole, dst, index))
         assert torch.equal(x.grad, -part(whole, src, index)), (src, dst, rows, length)
         for log, way in ((forward, (src, dst)), (backward, (dst, src))):
-            assert log.count() == (block_size(*way, ranks) > 1)
-            assert all(call.group_size == block_size(*way, ranks) for call in log.calls)
+            assert log.count() == (block_size(*way) > 1)
+            assert all(call.group_size == block_size(*way) for call in log.calls)
+        # what the planner prices is what was sent
+        assert forward.bytes() == sent_tokens(src, dst, Grid(rows, length))[index] * whole[0, 0].nbytes
         volumes[rows, length, src, dst] = forward.bytes()
     return volumes
 
@@ -165,7 +247,7 @@ def _check_packed_pairs(ranks, rows):
         assert torch.equal(y, _packed_part(whole, dst, index, cuts)), (src, dst, cuts)
         y.backward(-_packed_part(whole, dst, index, cuts))
         assert torch.equal(x.grad, -_packed_part(whole, src, index, cuts)), (src, dst, cuts)
-        assert all(call.group_size == block_size(src, dst, ranks, packed=True) for call in log.calls)
+        assert all(call.group_size == block_size(src, dst, packed=True) for call in log.calls)
 
 
 @pytest.mark.parametrize(

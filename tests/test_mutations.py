@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from equivalence import Reference, compare, observe, reference
 from galvatron_hf.parallel import model
 from galvatron_hf.parallel import parallelize as apply
-from galvatron_hf.parallel.activation.layout import Rectangle
+from galvatron_hf.parallel.activation.redistribute import view
 from galvatron_hf.parallel.comm import collectives
 from galvatron_hf.parallel.comm.dtensor import local_tensor
 from galvatron_hf.parallel.layers import parallel_layer as block
@@ -28,6 +28,7 @@ from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.parallel.pipeline import forward as causal_lm
 from galvatron_hf.parallel.pipeline.forward import ModelRunner
 from galvatron_hf.plan import ParallelPlan, VocabularyStrategy
+from galvatron_hf.plan.layout import Rectangle
 from plans import mixed_plans, uniform
 from ranks import run_ranks
 from tiny_models import BATCHES, FAMILIES
@@ -144,7 +145,7 @@ def with_ignored_targets() -> contextlib.AbstractContextManager:
         batch = original(forward, *args, **inputs)
         if forward.mesh.index == 1 and batch.targets is not None:
             part = batch.grid.rectangle(batch.head, 1)
-            own = part.within(batch.targets, forward_rectangle(batch))
+            own = view(batch.targets, part, forward_rectangle(batch))
             own[own == -100] = 5
         return batch
 

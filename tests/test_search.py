@@ -17,8 +17,9 @@ from galvatron_hf.interop.galvatron.hardware import read_galvatron_hardware
 from galvatron_hf.interop.galvatron.model import read_galvatron_model
 from galvatron_hf.interop.galvatron.plan import read_galvatron_plan
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, SequenceGroups, Stage, VocabularyStrategy
-from galvatron_hf.planner.cost.cost_model import Workload, largest_move
-from galvatron_hf.planner.cost.resharding import Split, move
+from galvatron_hf.plan.layout import Grid, Layout, block_size, sent_tokens
+from galvatron_hf.planner.cost.cost_model import Workload
+from galvatron_hf.planner.cost.resharding import most_sent_tokens
 from galvatron_hf.planner.report.alternatives import alternatives
 from galvatron_hf.planner.report.explain import explain_plan
 from galvatron_hf.planner.search import estimate_plan, micro_batchings, search_plan
@@ -123,10 +124,10 @@ def test_the_best_plan_of_one_strategy_is_the_best_of_those(world, layers, rows)
 
 def test_the_rank_that_has_most_tokens_has_as_many_as_its_split_says():
     for data, positions, replicas in itertools.product((1, 2, 3, 4, 8), (1, 2, 3), (1, 2)):
-        split = Split(data, positions, replicas)
+        layout = Layout(data, positions, replicas)
         for rows, length in itertools.product(range(1, 14), (1, 5, 8, 9)):
-            tokens = [split.tokens(index, rows, length) for index in range(split.ranks)]
-            assert split.most_tokens(rows, length) == max(tokens)
+            tokens = [layout.rectangle(index, rows, length).area for index in range(layout.ranks)]
+            assert layout.most_tokens(rows, length) == max(tokens)
 
 
 def test_a_search_finds_the_same_plan_again():
@@ -178,12 +179,10 @@ def test_no_number_of_micro_batches_that_is_left_out_is_missed(world, rows, shar
 
 
 def test_the_largest_move_is_the_largest_of_all_ranks():
-    splits = [Split(4, 2, 2), Split(16, 1, 1), Split(8, 1, 2), Split(2, 4, 2), Split(4, 1, 4), Split(8, 2, 1)]
-    for before in splits:
-        for after in splits:
-            sent = [move(before, after, index, 16, 64) for index in range(16)]
-            wanted = (1, 0) if sent[0] is None else (sent[0][0], max(tokens for _, tokens in sent))
-            assert largest_move(before, after, 16, 64) == wanted
+    layouts = [Layout(4, 2, 2), Layout(16, 1, 1), Layout(8, 1, 2), Layout(2, 4, 2), Layout(4, 1, 4), Layout(8, 2, 1)]
+    for before, after in itertools.product(layouts, repeat=2):
+        sent = sent_tokens(before, after, Grid(16, 64))
+        assert most_sent_tokens(before, after, 16, 64) == (block_size(before, after), max(sent))
 
 
 # ---- Galvatron's profiles ----

@@ -7,7 +7,6 @@ import copy
 import sys
 from collections import Counter
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,9 @@ from equivalence import single_stage
 from galvatron_hf.models.shape import ModelShape
 from galvatron_hf.parallel.comm.collective_log import count_collectives
 from galvatron_hf.parallel.comm.mesh import WorldMesh
-from galvatron_hf.parallel.layers import attention
-from galvatron_hf.parallel.layers import vocab_parallel as vocabulary
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy
 from galvatron_hf.planner.cost import traffic
-from galvatron_hf.planner.cost.resharding import Split, move
 from galvatron_hf.planner.cost.traffic import Traffic, step_traffic
 from galvatron_hf.profiler.trace.shapes import model_shape
 from plans import mixed_plans, uniform, uniform_plans, untied_plans
@@ -152,34 +148,6 @@ def test_the_recorder_sees_every_kind_of_collective_however_it_is_issued():
         }
 
 
-def test_moves_send_the_least_that_is_possible():
-    """All splits of 8 ranks: together the ranks send what each lacks, and a split that keeps everything is free."""
-    ranks, rows, length = 8, 5, 11
-    degrees = (1, 2, 4, 8)
-    splits = [Split(*split) for split in product(degrees, repeat=3) if split[0] * split[1] * split[2] == ranks]
-    for before, after in product(splits, repeat=2):
-        lacking = 0
-        for index in range(ranks):
-            held, wanted = (
-                {(row, column) for row in range(*part[0]) for column in range(*part[1])}
-                for part in (before.part(index, rows, length), after.part(index, rows, length))
-            )
-            lacking += len(wanted - held)
-        moves = [move(before, after, index, rows, length) for index in range(ranks)]
-        assert sum(0 if moved is None else moved[1] for moved in moves) == lacking
-        assert len({None if moved is None else moved[0] for moved in moves}) == 1
-
-
-def test_the_planner_knows_the_runtimes_constants():
-    assert traffic.HEAD_CHUNK_TOKENS == vocabulary.CHUNK_TOKENS
-    for key_value, ulysses, copies in product((1, 2, 3, 4, 6, 8), (1, 2, 4, 8), (1, 2, 4)):
-        query = key_value * copies
-        if query % ulysses == 0:
-            assert traffic.key_value_copies(key_value, ulysses, query) == attention.key_value_copies(
-                key_value, ulysses, query
-            )
-
-
 def test_llamas_shape_is_the_models():
     for family in ("llama", "llama_tied", "llama_biases", "llama_one_kv_head"):
         model = FAMILIES[family].build()
@@ -236,6 +204,7 @@ def test_the_planner_imports_no_runtime():
     # These are values, checks and bars; they import neither torch nor the runtime when they are imported.
     others = (
         *PROFILES,
+        "galvatron_hf.plan.layout",
         "galvatron_hf.plan.pipeline_shape",
         "galvatron_hf.plan.validation",
         "galvatron_hf.utils.progress",
@@ -248,6 +217,7 @@ def test_the_planner_imports_no_runtime():
         names |= {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
         own = {name for name in names if name.startswith("galvatron_hf")}
         assert own <= {
+            "galvatron_hf.plan.layout",
             "galvatron_hf.plan.validation",
             "galvatron_hf.plan.serialization",
             "galvatron_hf.models.shape",

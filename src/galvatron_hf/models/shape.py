@@ -5,6 +5,8 @@
 import math
 from dataclasses import dataclass
 
+from galvatron_hf.plan.layout import second_cut
+
 
 @dataclass(frozen=True, kw_only=True)
 class WeightShape:
@@ -46,8 +48,8 @@ class WeightShape:
 
     def can_be_sharded(self, tensor: int, shards: int) -> bool:
         """Whether `shards` ranks can share what `tensor` ranks have cut: a vector has no second dimension to cut."""
-        vector_cut = len(self.shape) == 1 and tensor > 1 and self.cut == 0 and not self.is_copied(tensor)
-        return not vector_cut or shards == 1 or self.shape[0] % (tensor * shards) == 0
+        cut_first = tensor > 1 and self.cut == 0 and not self.is_copied(tensor)
+        return not cut_first or shards == 1 or second_cut(self.shape, tensor, shards) is not None
 
     def shard_elements(self, tensor: int, index: int, shards: int) -> int:
         """
@@ -58,7 +60,7 @@ class WeightShape:
         """
         local = self.local_shape(tensor, index)
         cut_first = tensor > 1 and self.cut == 0 and not self.is_copied(tensor)
-        if cut_first and self.shape[0] % (tensor * shards):
+        if cut_first and second_cut(self.shape, tensor, shards) != 0:
             return math.prod(local) // shards
         return -(-local[0] // shards) * math.prod(local[1:])
 

@@ -19,7 +19,6 @@ from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 from galvatron_hf.models.adapter import DecoderAdapter, Heads
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.fused_weights import FusedNames
-from galvatron_hf.parallel.activation.layout import Layout
 from galvatron_hf.parallel.comm.groups import neighbour_pairs, prepare_groups
 from galvatron_hf.parallel.comm.mesh import StageMesh, WorldMesh
 from galvatron_hf.parallel.data_parallel.sharding import DTYPES, ShardedUnits
@@ -37,6 +36,7 @@ from galvatron_hf.parallel.validate import check_model, check_plan
 from galvatron_hf.parallel.weights.materialize import EmptyModel
 from galvatron_hf.parallel.weights.sources import WeightSource
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision
+from galvatron_hf.plan.layout import AttentionHeads, Layout
 from galvatron_hf.plan.schedule import PipelineShape, actions, most_in_flight
 from galvatron_hf.utils.allocator import keep_freed_memory
 
@@ -150,7 +150,7 @@ def parallelize_layers(
     tokens."""
     blocks: list[ParallelLayer] = []
     # What enters a later stage is moved to its first layer's layout on the way in.
-    source = Layout.of(plan.layers[span.start], mesh.size) if entered else None
+    source = Layout.from_strategy(plan.layers[span.start], mesh.size) if entered else None
     for index in span:
         layer, strategy = layers[index], plan.layers[index]
         views = cut_layer(layer, adapter, strategy, mesh.weights(strategy), current.config)
@@ -160,7 +160,7 @@ def parallelize_layers(
             layer_type=_layer_type(current.config, index),
             strategy=strategy,
             source=source,
-            layout=Layout.of(strategy, mesh.size),
+            layout=Layout.from_strategy(strategy, mesh.size),
             mesh=mesh,
             views=views,
             current=current,
@@ -289,14 +289,19 @@ def _parameter_counts(model: PreTrainedModel) -> Callable[..., int]:
 
 def attach_attention(module: nn.Module, strategy: LayerStrategy, mesh: StageMesh, block: ParallelLayer) -> None:
     """Puts the registered attention function in front of a module's own kernel."""
-    heads = Heads.of(block.current.config)
-    query, key_value = heads.query // strategy.tensor, heads.local_key_value(strategy.tensor)
-    copies = attention.key_value_copies(key_value, strategy.ulysses, query)
-    set_key_value_groups(module, query, key_value * copies)
+    model_heads = Heads.of(block.current.config)
+    heads = AttentionHeads.from_degrees(
+        query=model_heads.query,
+        key_value=model_heads.key_value,
+        tensor=strategy.tensor,
+        ulysses=strategy.ulysses,
+    )
+    set_key_value_groups(module, heads.query, heads.sent_key_value)
     module.parallel_attention = attention.ParallelAttention(
         kernel=attention.configured_kernel(module, module.config._attn_implementation),
         ulysses_group=mesh.strided(strategy.tensor, strategy.ulysses),
         ulysses_degree=strategy.ulysses,
+        key_value_copies=heads.copies,
         dropout_stream=block.dropout_stream,
         document_bounds=block.document_bounds,
     )

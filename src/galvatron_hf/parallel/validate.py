@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from galvatron_hf.models.adapter import DecoderAdapter, Heads, Style
-from galvatron_hf.parallel.data_parallel.sharding import second_cut
 from galvatron_hf.plan import LayerStrategy, ParallelPlan
+from galvatron_hf.plan.layout import second_cut
 from galvatron_hf.plan.supported import require_runnable
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Stage, VocabularyStrategy
-from galvatron_hf.planner.cost.cost_model import CostModel, Workload, layer_split, vocabulary_split
-from galvatron_hf.planner.cost.resharding import Split
+from galvatron_hf.plan.layout import Layout
+from galvatron_hf.planner.cost.cost_model import CostModel, Workload
 from galvatron_hf.planner.cost.step_shape import StepShape
 from galvatron_hf.planner.cost.strategy_costs import Costs
 from galvatron_hf.planner.solver.cut_bounds import below
@@ -92,7 +92,7 @@ class OptionCosts:
     Attributes:
         layers (`list[Costs]`): by kind of layer.
         starts, finishes (`list[Costs]`): what the embedding's options and the head's decide of.
-        splits (`list[Split]`): layouts.
+        splits (`list[Layout]`): layouts.
         layer_layouts, start_layouts, finish_layouts (`np.ndarray`): index of the layout of each option.
     """
 
@@ -121,12 +121,12 @@ class OptionCosts:
         self.finishes = [] if shared else [costs.end(model.head, self.heads, "head")]
         layouts = {costs.boundary(): 0}
 
-        def numbers(splits: Iterable[Split]) -> np.ndarray:
+        def numbers(splits: Iterable[Layout]) -> np.ndarray:
             return np.array([layouts.setdefault(split, len(layouts)) for split in splits])
 
-        self.layer_layouts = numbers(layer_split(one, costs.ranks) for one in self.strategies)
+        self.layer_layouts = numbers(Layout.from_strategy(one, costs.ranks) for one in self.strategies)
         self.start_layouts, self.finish_layouts = (
-            numbers(vocabulary_split(one.tensor, costs.ranks, costs.rows) for one in ends)
+            numbers(Layout.from_vocabulary(one.tensor, costs.ranks, costs.rows) for one in ends)
             for ends in (self.embeddings, self.heads)
         )
         self.splits = list(layouts)
@@ -335,7 +335,7 @@ class _Numbers:
             "working": costs.working(alone=alone, **needs),
         }
 
-    def ends(self, parts: list[Costs], flight: int, layout: np.ndarray, splits: list[Split]) -> Options:
+    def ends(self, parts: list[Costs], flight: int, layout: np.ndarray, splits: list[Layout]) -> Options:
         """Options of the embedding, the head, both as one, or of nothing, of which so many are in flight.
 
         What an end needs only while it runs itself stands beside its working memory, not beside the layers'.
@@ -354,7 +354,7 @@ class _Numbers:
             a, b, layout = a + moved, b + (self.shape.micro_batches - 1) * moved, zeros
         return Options(a=a, b=b, memory=memory, working=working, layout=layout)
 
-    def moves(self, splits: list[Split]) -> tuple[np.ndarray, np.ndarray]:
+    def moves(self, splits: list[Layout]) -> tuple[np.ndarray, np.ndarray]:
         """(Y, Y) A and B of a change of layout."""
         passes = self.shape.passes * len(self.costs.model.layers)
         passed = picoseconds([[self.costs.move_ms(one, other) for other in splits] for one in splits], passes)

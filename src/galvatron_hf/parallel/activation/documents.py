@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from galvatron_hf.parallel.activation.layout import PackedRow, Rectangle
+from galvatron_hf.plan.layout import PackedRow, Rectangle
 
 
 PADDING = -1

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import create_masks_for_generate
 
 from galvatron_hf.parallel.activation.documents import Documents
-from galvatron_hf.parallel.activation.layout import Grid, Layout, PackedRow, Rectangle
+from galvatron_hf.plan.layout import Grid, Layout, PackedRow, Rectangle
 
 
 IGNORED = -100

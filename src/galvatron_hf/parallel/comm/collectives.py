@@ -235,7 +235,7 @@ def gather_positions(x: Tensor, group: ProcessGroup | None, dim: int = 1) -> Ten
     StageInput of a tensor-parallel region whose input is split by position (Megatron-SP, arXiv:2205.05198).
 
     Forward gathers; backward reduce-scatters, because the consumer's gradient is partial on each rank. A consumer
-    whose gradient is already full needs [`galvatron_hf.parallel.activation.layout.redistribute`] instead.
+    whose gradient is already full needs [`galvatron_hf.plan.layout.redistribute`] instead.
 
     Args:
         x (`Tensor` of shape `[B, S/n, ...]`): This rank's positions; every rank has equally many.

@@ -9,11 +9,9 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from galvatron_hf.parallel.activation.layout import Layout
-from galvatron_hf.parallel.activation.redistribute import block_sizes
 from galvatron_hf.parallel.comm.mesh import WorldMesh
-from galvatron_hf.parallel.layers.vocab_parallel import vocabulary_layouts
 from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.plan.layout import Layout, block_sizes, vocabulary_layouts
 from galvatron_hf.plan.schedule import PipelineShape
 
 
@@ -21,14 +19,14 @@ def prepare_groups(world: WorldMesh, plan: ParallelPlan) -> None:
     """Creates every group of the plan, in an order that all ranks share; collective."""
     for stage in plan.stages:
         mesh = world.stage(stage.ranks)
-        layouts = [Layout.of(strategy, mesh.size) for strategy in plan.layers[slice(*stage.layers)]]
-        sizes = {*block_sizes(layouts, mesh.size), mesh.size}
+        layouts = [Layout.from_strategy(strategy, mesh.size) for strategy in plan.layers[slice(*stage.layers)]]
+        sizes = {*block_sizes(layouts), mesh.size}
         before = 1 if stage is not plan.stages[0] else plan.embedding.tensor
-        for start in vocabulary_layouts(mesh.size, before):
-            sizes.update(block_sizes([start, layouts[0]], mesh.size))
+        for start in vocabulary_layouts(before, mesh.size):
+            sizes.update(block_sizes([start, layouts[0]]))
         behind = 1 if stage is not plan.stages[-1] else plan.head.tensor
-        for stop in vocabulary_layouts(mesh.size, behind):
-            sizes.update(block_sizes([layouts[-1], stop], mesh.size))
+        for stop in vocabulary_layouts(behind, mesh.size):
+            sizes.update(block_sizes([layouts[-1], stop]))
         mesh.groups.prepare(sorted(sizes))
         for strategy in plan.layers[slice(*stage.layers)]:
             mesh.prepare(strategy)

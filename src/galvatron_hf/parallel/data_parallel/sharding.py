@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from galvatron_hf.parallel.comm.mesh import WeightMesh
 from galvatron_hf.parallel.data_parallel.replicated import ReplicatedUnit
 from galvatron_hf.plan import Precision
+from galvatron_hf.plan.layout import second_cut
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -242,15 +243,3 @@ def shard_placement(parameter: nn.Parameter, shard_degree: int) -> Shard:
     dim = second_cut(tuple(parameter.shape), parameter.device_mesh.size(), shard_degree)
     assert dim is not None, "check_model lets no such plan through"
     return Shard(dim)
-
-
-def second_cut(shape: tuple[int, ...], tensor_degree: int, shard_degree: int) -> int | None:
-    """The dimension to shard of a weight whose dimension 0 the tensor ranks have cut; None if none can be.
-
-    Dimension 0 is shared only where the pieces are even; uneven pieces of one dimension under two mesh axes have no
-    placement that DTensor can put together again.
-    """
-    if shape[0] % (tensor_degree * shard_degree) == 0:
-        return 0
-    # Only rows are cut twice: a dimension that is cut once may have uneven pieces.
-    return 1 if len(shape) > 1 else None

@@ -18,13 +18,13 @@ from torch import nn
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
 from galvatron_hf.parallel.activation.documents import Documents
-from galvatron_hf.parallel.activation.layout import Layout, Rectangle
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.parallel.comm.collective_log import observe_collectives
 from galvatron_hf.parallel.comm.dtensor import local_tensor
 from galvatron_hf.parallel.comm.objects import gather_objects
 from galvatron_hf.parallel.model import Batch, ParallelModel
 from galvatron_hf.parallel.pipeline.stage import MissingModule
+from galvatron_hf.plan.layout import Layout, Rectangle
 from galvatron_hf.plan.schedule import Action, Work
 
 
@@ -114,7 +114,7 @@ class _Watch:
         layers = model.base_model.get_submodule(self.parallel.adapter.layers)
         places = [("the embedding", model.get_input_embeddings(), lambda batch: batch.embedding)]
         for index, layer in enumerate(layers):
-            layout = Layout.of(plan.layers[index], mesh.size)
+            layout = Layout.from_strategy(plan.layers[index], mesh.size)
             places.append((f"layer {index}", layer, lambda batch, layout=layout: layout))
         return [*places, ("the head", model.get_output_embeddings(), lambda batch: batch.head)]
 

@@ -32,6 +32,7 @@ class ParallelAttention:
         kernel (`Callable`): the attention function the model was configured with (sdpa, eager, flash_attention_2...).
         ulysses_group (`ProcessGroup`, *optional*): ranks that hold the position pieces of one sequence.
         ulysses_degree (`int`): its size.
+        key_value_copies (`int`): how often each key/value head is repeated before the exchange.
         dropout_stream (`Callable[[], ContextManager]`): the stream for attention dropout, one per shard of heads.
         document_bounds (`Callable[[], tuple[int, ...] | None]`): of packed documents, None for rows that are not
             packed; asked once for each call.
@@ -40,6 +41,7 @@ class ParallelAttention:
     kernel: Callable
     ulysses_group: dist.ProcessGroup | None
     ulysses_degree: int
+    key_value_copies: int
     dropout_stream: Callable[[], contextlib.AbstractContextManager]
     document_bounds: Callable[[], tuple[int, ...] | None]
 
@@ -48,15 +50,6 @@ def configured_kernel(module: nn.Module, implementation: str) -> Callable:
     """The attention function that `implementation` names for this module's family; its own one for `eager`."""
     eager = vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
     return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
-
-
-def key_value_copies(key_value_heads: int, ulysses: int, query_heads: int) -> int:
-    """How often each key/value head is repeated before the exchange, so that every rank gets the ones it needs."""
-    if key_value_heads % ulysses == 0:
-        return 1
-    if ulysses % key_value_heads == 0:
-        return ulysses // key_value_heads
-    return query_heads // key_value_heads
 
 
 def galvatron_attention(
@@ -91,9 +84,8 @@ def galvatron_attention(
     parallel: ParallelAttention = module.parallel_attention
     group, degree = parallel.ulysses_group, parallel.ulysses_degree
     if degree > 1:
-        copies = key_value_copies(key.shape[1], degree, query.shape[1])
-        if copies > 1:
-            key, value = (states.repeat_interleave(copies, dim=1) for states in (key, value))
+        if parallel.key_value_copies > 1:
+            key, value = (states.repeat_interleave(parallel.key_value_copies, dim=1) for states in (key, value))
         query, key, value = (exchange(states, 1, 2, group) for states in (query, key, value))
     stream = parallel.dropout_stream() if dropout > 0.0 else contextlib.nullcontext()
     bounds = parallel.document_bounds()

@@ -15,13 +15,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
-from galvatron_hf.parallel.activation.layout import Layout, Rectangle
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.parallel.activation.redistribute import redistribute
 from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.layers.rng import random_stream
 from galvatron_hf.parallel.layers.tensor_parallel import LocalParameter, local_parameters
 from galvatron_hf.plan import LayerStrategy
+from galvatron_hf.plan.layout import Layout, Rectangle
 
 
 # Tensor inputs of decoder layers: those that a layer's positions split, and those that its attention needs whole.

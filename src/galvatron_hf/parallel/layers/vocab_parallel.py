@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from galvatron_hf.models.adapter import LogitTransform
-from galvatron_hf.parallel.activation.layout import Layout
 from galvatron_hf.parallel.comm.collectives import copy_to_group
 from galvatron_hf.parallel.comm.mesh import WeightMesh
 from galvatron_hf.parallel.layers.tensor_parallel import LocalParameter, local_parameters
@@ -22,22 +21,7 @@ from galvatron_hf.parallel.layers.vocab_parallel_loss import (
     vocabulary_parallel_embedding,
     vocabulary_range,
 )
-
-
-CHUNK_TOKENS = 1024
-
-
-def vocabulary_layout(ranks: int, tensor: int, rows: int) -> Layout:
-    """Rows split over all ranks beside the tensor ones; positions too where there are fewer rows than ranks."""
-    pieces = ranks // tensor
-    data = max(d for d in range(1, pieces + 1) if pieces % d == 0 and d <= max(rows, 1))
-    return Layout(data=data, positions=pieces // data, replicas=tensor)
-
-
-def vocabulary_layouts(ranks: int, tensor: int) -> list[Layout]:
-    """All layouts that [`vocabulary_layout`] gives for some number of rows."""
-    pieces = ranks // tensor
-    return [vocabulary_layout(ranks, tensor, data) for data in range(1, pieces + 1) if pieces % data == 0]
+from galvatron_hf.plan.layout import HEAD_CHUNK_TOKENS
 
 
 def cut_vocabulary_weight(module: nn.Module, name: str, mesh: WeightMesh, cut: bool = True) -> None:
@@ -145,7 +129,7 @@ class Head:
                     start=self.start,
                     group=self.group,
                     vocab_size=self.size,
-                    chunk_tokens=CHUNK_TOKENS,
+                    chunk_tokens=HEAD_CHUNK_TOKENS,
                     logit_scale=self.transform.scale,
                     softcap=self.transform.softcap,
                     label_smoothing=request.label_smoothing,

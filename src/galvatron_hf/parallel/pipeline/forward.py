@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from galvatron_hf.parallel.activation.documents import Documents
-from galvatron_hf.parallel.activation.layout import Layout
 from galvatron_hf.parallel.activation.micro_batch import (
     IGNORED,
     ForwardOptions,
@@ -25,9 +24,10 @@ from galvatron_hf.parallel.activation.micro_batch import (
 )
 from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch
-from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest, vocabulary_layout
+from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest
 from galvatron_hf.parallel.pipeline.stage import StageModule
 from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.plan.layout import Layout
 
 
 @dataclass(kw_only=True)
@@ -141,9 +141,9 @@ class ModelRunner:
     ) -> MicroBatch:
         real_rows, real_length = input_ids.shape
         rows = max(real_rows, self.mesh.size if wanted.logits else self.data_degree)
-        embedding = vocabulary_layout(self.mesh.size, self.plan.embedding.tensor, rows)
-        head = vocabulary_layout(self.mesh.size, self.plan.head.tensor, rows)
-        boundary = vocabulary_layout(self.mesh.size, 1, rows)
+        embedding = Layout.from_vocabulary(self.plan.embedding.tensor, self.mesh.size, rows)
+        head = Layout.from_vocabulary(self.plan.head.tensor, self.mesh.size, rows)
+        boundary = Layout.from_vocabulary(1, self.mesh.size, rows)
         degrees = [self.sequence_degree, embedding.positions, head.positions]
         multiple = math.lcm(*degrees, *([boundary.positions] if len(self.plan.stages) > 1 else []))
         length = -(-real_length // multiple) * multiple
@@ -181,7 +181,7 @@ class ModelRunner:
     def _packed_layout(self, tensor: int) -> Layout:
         """Where embedding, head (of this tensor degree) or a stage boundary hold a packed row."""
         pieces = self.mesh.size // tensor
-        return vocabulary_layout(self.mesh.size, tensor, math.gcd(pieces, self.packs))
+        return Layout.from_vocabulary(tensor, self.mesh.size, math.gcd(pieces, self.packs))
 
     def _packed(
         self,
@@ -250,7 +250,7 @@ class ModelRunner:
         Where there are fewer rows than ranks, the last ranks get none; their logits are of added rows.
         """
         padded, tensor = max(rows, self.mesh.size), self.plan.head.tensor
-        group = vocabulary_layout(self.mesh.size, tensor, padded).rectangle(self.mesh.index, padded, 1)
+        group = Layout.from_vocabulary(tensor, self.mesh.size, padded).rectangle(self.mesh.index, padded, 1)
         own = Layout(data=tensor).rectangle(self.mesh.index % tensor, group.shape[0], 1)
         start, stop = group.row_start + own.row_start, group.row_start + own.row_stop
         return slice(min(start, rows), min(stop, rows))

@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
 from galvatron_hf.models.adapter import DecoderAdapter
-from galvatron_hf.parallel.activation.layout import Layout
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.parallel.activation.redistribute import redistribute
 from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch
 from galvatron_hf.parallel.layers.rng import random_stream
 from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest
+from galvatron_hf.plan.layout import Layout
 
 
 class MissingModule(nn.Module):

@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from galvatron_hf.plan import LayerStrategy, Precision, VocabularyStrategy
-from galvatron_hf.planner.cost.resharding import Split, move
+from galvatron_hf.plan.layout import HEAD_CHUNK_TOKENS, AttentionHeads, Layout
+from galvatron_hf.planner.cost.resharding import most_sent_tokens
 from galvatron_hf.planner.cost.strategy_costs import Costs, Distinct, Pass
-from galvatron_hf.planner.cost.traffic import HEAD_CHUNK_TOKENS, key_value_copies
 from galvatron_hf.planner.cost.weight_costs import GRADIENT_BYTES, WeightCosts, weight_costs
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile, Times
@@ -228,12 +228,14 @@ class CostModel:
                 if weight.sums_gradient(tensor, strategy.megatron_sp):
                     backward += self._ms("all_reduce", tensor, 1, 4 * math.prod(weight.shape))
         if strategy.ulysses > 1:
-            model, query = self.model, self.model.heads // tensor
-            key_value = max(1, model.kv_heads // tensor)
-            key_value *= key_value_copies(key_value, strategy.ulysses, query)
-            head = region * model.head_dim * self.element
+            model = self.model
+            heads = AttentionHeads.from_degrees(
+                query=model.heads, key_value=model.kv_heads, tensor=tensor, ulysses=strategy.ulysses
+            )
+            size = region * model.head_dim * self.element
             exchange = 2 * sum(
-                self._ms("all_to_all", strategy.ulysses, tensor, heads * head) for heads in (query, key_value)
+                self._ms("all_to_all", strategy.ulysses, tensor, count * size)
+                for count in (heads.query, heads.sent_key_value)
             )
             forward += exchange
             backward += exchange * (1 + again)
@@ -260,7 +262,7 @@ class CostModel:
         return self._units(passes.arrays(), weights.arrays(), strategies, part)
 
     def _pass_end(self, end: EndProfile, tensor: int, is_head: bool) -> Pass:
-        split, workload = vocabulary_split(tensor, self.ranks, self.rows), self.workload
+        split, workload = Layout.from_vocabulary(tensor, self.ranks, self.rows), self.workload
         kept = split.most_tokens(self.rows, workload.length)
         tokens = split.most_tokens(self.rows, workload.computed_length)
         times = _at(end.times, tensor)
@@ -324,12 +326,12 @@ class CostModel:
 
     # ---- Between layers and stages ----
 
-    def move_ms(self, before: Split, after: Split) -> float:
+    def move_ms(self, before: Layout, after: Layout) -> float:
         """Of one micro-batch, forward and backward."""
         return sum(self._moved(*pair) for pair in ((before, after), (after, before)))
 
-    def _moved(self, before: Split, after: Split) -> float:
-        block, tokens = largest_move(before, after, self.rows, self.workload.computed_length)
+    def _moved(self, before: Layout, after: Layout) -> float:
+        block, tokens = most_sent_tokens(before, after, self.rows, self.workload.computed_length)
         if block == 1:
             return 0.0
         size = tokens * self.model.hidden * self.element * block / (block - 1)  # all of it leaves the rank
@@ -345,9 +347,9 @@ class CostModel:
         """Of one micro-batch, what every stage makes for its layers anew (positions, rotary embeddings)."""
         return self.calibration_factors["computing"] * _at(self.model.embedding.times, 1).forward.fixed
 
-    def boundary(self) -> Split:
+    def boundary(self) -> Layout:
         """How hidden states lie when they go from stage to stage."""
-        return vocabulary_split(1, self.ranks, self.rows)
+        return Layout.from_vocabulary(1, self.ranks, self.rows)
 
     @cached_property
     def boundary_bytes(self) -> int:
@@ -376,24 +378,3 @@ def _at(table: dict, key: object) -> Times | float:
     if key not in table:
         raise ValueError(f"The model profile says nothing of degree {key}; profile the model with it.")
     return table[key]
-
-
-# A search asks again and again for the same few.
-vocabulary_split = lru_cache(maxsize=4096)(Split.of_vocabulary)
-layer_split = lru_cache(maxsize=65536)(Split.of_layer)
-
-
-@lru_cache(maxsize=65536)
-def largest_move(before: Split, after: Split, rows: int, length: int) -> tuple[int, int]:
-    """The all-to-all's ranks (1: nothing moves) and the most tokens that a rank sends.
-
-    Where both splits cut the rows into pieces of equally many ranks first, one such piece tells for all.
-    """
-    common = math.gcd(before.data, after.data)
-    if common > 1:
-        before, after = (replace(split, data=split.data // common) for split in (before, after))
-        return largest_move(before, after, -(-rows // common), length)
-    found = [move(before, after, index, rows, length) for index in range(before.ranks)]
-    if found[0] is None:
-        return 1, 0
-    return found[0][0], max(tokens for _, tokens in found)

@@ -8,18 +8,18 @@ counts the part that a rank keeps, unless it says otherwise) and `2 * (n - 1) / 
 wire of each rank. Groups of one rank communicate nothing and are not counted.
 """
 
+import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass
 
 from galvatron_hf.models.shape import ModelShape, WeightShape
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, VocabularyStrategy
+from galvatron_hf.plan.layout import HEAD_CHUNK_TOKENS, AttentionHeads, Grid, Layout, block_size, sent_tokens
 from galvatron_hf.plan.supported import unsupported
-from galvatron_hf.planner.cost.resharding import Split, move
 
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-HEAD_CHUNK_TOKENS = 1024  # the head makes the logits of so many tokens at a time, and merges their sums each time
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _FP32, _FP64 = 4, 8
 
@@ -108,6 +108,14 @@ class _Step:
     rows: int = 0
     length: int = 0
 
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.rows, self.length)
+
+    def tokens(self, layout: Layout) -> int:
+        """Returns rows times positions on the rank under a layout."""
+        return self.grid.rectangle(layout, self.index).area
+
 
 def step_traffic(plan: ParallelPlan, model: ModelShape, *, rows: int, length: int, rank_index: int = 0) -> Traffic:
     """
@@ -175,7 +183,7 @@ def step_traffic(plan: ParallelPlan, model: ModelShape, *, rows: int, length: in
 def padded(plan: ParallelPlan, ranks: int, rows: int, length: int) -> tuple[int, int]:
     """Rows and positions of a micro-batch with those that are added, so that every layer's split has some for all."""
     rows = max(rows, max(strategy.data_degree(ranks) for strategy in plan.layers))
-    ends = [Split.of_vocabulary(end.tensor, ranks, rows).positions for end in (plan.embedding, plan.head)]
+    ends = [Layout.from_vocabulary(end.tensor, ranks, rows).positions for end in (plan.embedding, plan.head)]
     multiple = math.lcm(*ends, *(strategy.sequence_degree for strategy in plan.layers))
     return rows, -(-length // multiple) * multiple
 
@@ -183,14 +191,14 @@ def padded(plan: ParallelPlan, ranks: int, rows: int, length: int) -> tuple[int,
 def _embedding(tally: _Tally, step: _Step) -> None:
     """A vocabulary that is split over tensor ranks: each looks up what it has, and the results are summed."""
     tensor = step.plan.embedding.tensor
-    tokens = Split.of_vocabulary(tensor, step.ranks, step.rows).tokens(step.index, step.rows, step.length)
+    tokens = step.tokens(Layout.from_vocabulary(tensor, step.ranks, step.rows))
     tally.add("embedding", "all_reduce", tensor, tokens * step.model.hidden * step.element)
 
 
 def _head(tally: _Tally, step: _Step) -> None:
     """Four fp32 statistics of each token are gathered chunk by chunk, and the hidden states' gradient is summed."""
     tensor = step.plan.head.tensor
-    tokens = Split.of_vocabulary(tensor, step.ranks, step.rows).tokens(step.index, step.rows, step.length)
+    tokens = step.tokens(Layout.from_vocabulary(tensor, step.ranks, step.rows))
     whole, rest = divmod(tokens, HEAD_CHUNK_TOKENS)
     tally.add("head", "all_gather", tensor, 4 * _FP32 * HEAD_CHUNK_TOKENS, whole)
     tally.add("head", "all_gather", tensor, 4 * _FP32 * rest, min(rest, 1))
@@ -206,7 +214,7 @@ def _tensor_regions(tally: _Tally, step: _Step, strategy: LayerStrategy) -> None
     resent = strategy.recompute == "full"
     entered = regions * (1 + resent)
     left = regions * (1 + resent) - (resent and not step.model.saves_after_last_region)
-    tokens = Split.of_layer(strategy, step.ranks).tokens(step.index, step.rows, step.length)
+    tokens = step.tokens(Layout.from_strategy(strategy, step.ranks))
     piece = tokens * step.model.hidden * step.element
     if strategy.megatron_sp:
         tally.add("megatron_sp", "all_gather", tensor, piece, entered + regions)
@@ -220,23 +228,16 @@ def _ulysses(tally: _Tally, step: _Step, strategy: LayerStrategy) -> None:
     if strategy.ulysses == 1:
         return
     model = step.model
-    split = Split.of_layer(strategy, step.ranks)
+    layout = Layout.from_strategy(strategy, step.ranks)
     gathered = strategy.tensor if strategy.megatron_sp else 1
-    tokens = gathered * split.tokens(step.index, step.rows, step.length)
-    query = model.heads // strategy.tensor
-    key_value = max(1, model.kv_heads // strategy.tensor)
-    key_value *= key_value_copies(key_value, strategy.ulysses, query)
+    tokens = gathered * step.tokens(layout)
+    heads = AttentionHeads.from_degrees(
+        query=model.heads, key_value=model.kv_heads, tensor=strategy.tensor, ulysses=strategy.ulysses
+    )
     times = 3 if strategy.recompute == "full" else 2
-    head = tokens * model.head_dim * step.element
-    tally.add("ulysses", "all_to_all", strategy.ulysses, query * head, 2 * times)
-    tally.add("ulysses", "all_to_all", strategy.ulysses, key_value * head, 2 * times)
-
-
-def key_value_copies(key_value: int, ulysses: int, query: int) -> int:
-    """How often a key/value head of a rank is sent, so that each of `ulysses` ranks gets those of its queries."""
-    if key_value % ulysses == 0:
-        return 1
-    return ulysses // key_value if ulysses % key_value == 0 else query // key_value
+    size = tokens * model.head_dim * step.element
+    tally.add("ulysses", "all_to_all", strategy.ulysses, heads.query * size, 2 * times)
+    tally.add("ulysses", "all_to_all", strategy.ulysses, heads.sent_key_value * size, 2 * times)
 
 
 def _partial_gradients(tally: _Tally, step: _Step, strategy: LayerStrategy, weights: tuple[WeightShape, ...]) -> None:
@@ -248,17 +249,15 @@ def _partial_gradients(tally: _Tally, step: _Step, strategy: LayerStrategy, weig
 
 def _layout_changes(tally: _Tally, step: _Step) -> None:
     """Hidden states on their way forward, their gradients on the way back."""
-    splits = [
-        Split.of_vocabulary(step.plan.embedding.tensor, step.ranks, step.rows),
-        *(Split.of_layer(strategy, step.ranks) for strategy in step.plan.layers),
-        Split.of_vocabulary(step.plan.head.tensor, step.ranks, step.rows),
+    layouts = [
+        Layout.from_vocabulary(step.plan.embedding.tensor, step.ranks, step.rows),
+        *(Layout.from_strategy(strategy, step.ranks) for strategy in step.plan.layers),
+        Layout.from_vocabulary(step.plan.head.tensor, step.ranks, step.rows),
     ]
-    for before, after in zip(splits[:-1], splits[1:], strict=True):
+    for before, after in itertools.pairwise(layouts):
         for pair in ((before, after), (after, before)):
-            moved = move(*pair, step.index, step.rows, step.length)
-            if moved is not None:
-                block, tokens = moved
-                tally.add("layout", "all_to_all", block, tokens * step.model.hidden * step.element)
+            tokens = sent_tokens(*pair, step.grid)[step.index]
+            tally.add("layout", "all_to_all", block_size(*pair), tokens * step.model.hidden * step.element)
 
 
 def _weights(tally: _Tally, step: _Step, micro_batches: int) -> None:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from galvatron_hf.plan import ParallelPlan
-from galvatron_hf.planner.cost.cost_model import CostModel, Workload, layer_split, vocabulary_split
-from galvatron_hf.planner.cost.resharding import Split
+from galvatron_hf.plan.layout import Layout
+from galvatron_hf.planner.cost.cost_model import CostModel, Workload
 from galvatron_hf.planner.cost.step_shape import StepShape
 from galvatron_hf.planner.cost.strategy_costs import Costs
 from galvatron_hf.planner.search import GIB, Estimate, estimate_plan
@@ -150,10 +150,10 @@ def _stage(costs: CostModel, plan: ParallelPlan, index: int, shape: StepShape) -
         _Part(costs.layer(model.layers[layer], [plan.layers[layer]]), shape.rounds, flight, at_once, count)
         for layer in range(*stage.layers)
     ]
-    splits = [layer_split(plan.layers[layer], ranks) for layer in range(*stage.layers)]
+    splits = [Layout.from_strategy(plan.layers[layer], ranks) for layer in range(*stage.layers)]
     ends, boundary = [], costs.boundary()
-    opened = [vocabulary_split(plan.embedding.tensor, ranks, costs.rows)] * first
-    closed = [vocabulary_split(plan.head.tensor, ranks, costs.rows)] * last
+    opened = [Layout.from_vocabulary(plan.embedding.tensor, ranks, costs.rows)] * first
+    closed = [Layout.from_vocabulary(plan.head.tensor, ranks, costs.rows)] * last
     start_flight, finish_flight = shape.ends_in_flight()
     if first:
         own = replace(model.embedding, weights=()) if model.tied and last else model.embedding
@@ -167,7 +167,7 @@ def _stage(costs: CostModel, plan: ParallelPlan, index: int, shape: StepShape) -
     def total(name: str) -> float:
         return float(sum(part.rounds * getattr(part.costs, name)[0] for part in parts))
 
-    def moved(*chain: Split) -> float:
+    def moved(*chain: Layout) -> float:
         return sum(costs.move_ms(*pair) for pair in zip(chain[:-1], chain[1:], strict=True))
 
     received_ms, later = float(costs.received_ms(shape.received())[index]), int(shape.later_stages()[index])

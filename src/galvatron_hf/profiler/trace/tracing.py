@@ -16,8 +16,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from galvatron_hf.models.shape import ModelShape
 from galvatron_hf.parallel.data_parallel.sharding import DTYPES
-from galvatron_hf.parallel.layers.vocab_parallel import CHUNK_TOKENS
 from galvatron_hf.plan import LayerStrategy
+from galvatron_hf.plan.layout import HEAD_CHUNK_TOKENS
 from galvatron_hf.profiler.profiles.hardware import DEVICES, HardwareProfile
 from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile, TimeFit, Times
 from galvatron_hf.profiler.profiles.model import ModelProfile
@@ -36,7 +36,7 @@ CPU_FLOPS = 1e13  # no core reaches as many a second
 ADAM_BYTES = 7 * 4  # AdamW reads a weight, its gradient and two moments, and writes all but the gradient, in fp32
 ADDING_BYTES = 3 * 4  # of a sum of two gradients in fp32
 
-END_TOKENS = (CHUNK_TOKENS, 2 * CHUNK_TOKENS)  # of the traces of embedding and head
+END_TOKENS = (HEAD_CHUNK_TOKENS, 2 * HEAD_CHUNK_TOKENS)  # of the traces of embedding and head
 
 Strategy = tuple[int, bool, int]  # tensor, megatron_sp, ulysses
 
