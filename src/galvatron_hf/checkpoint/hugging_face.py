@@ -20,6 +20,8 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from galvatron_hf.utils.compat import unsaved_keys
+
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
@@ -113,7 +115,7 @@ def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _saved(model: nn.Module) -> dict[str, torch.Tensor]:
-    ignored = model._keys_to_ignore_on_save or ()
+    ignored = unsaved_keys(model)
     return {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
 
 

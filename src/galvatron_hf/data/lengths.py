@@ -14,6 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from torch.utils.data import ConcatDataset, Subset
 
+from galvatron_hf.utils.compat import row_indices
+
 
 def sequence_lengths(dataset: Any, column: str = "input_ids", length_column: str = "length") -> np.ndarray | None:
     """Number of tokens of every row, from what stands beside the tokens.
@@ -56,9 +58,8 @@ def _arrow_lengths(dataset: datasets.Dataset, column: str, length_column: str) -
         lengths = _list_lengths(dataset.data.column(column))
     if lengths is None and length_column in dataset.column_names:
         lengths = _own_word(dataset.data.column(length_column))
-    if lengths is None or dataset._indices is None:
-        return lengths
-    return lengths[dataset._indices.column(0).to_numpy()]
+    indices = row_indices(dataset)
+    return lengths if lengths is None or indices is None else lengths[indices]
 
 
 def _is_shown(dataset: datasets.Dataset, column: str) -> bool:

@@ -17,6 +17,8 @@ from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.state import GradientState
 from torch.utils.data import DataLoader
 
+from galvatron_hf.utils.compat import register_dataloader, unregister_dataloader
+
 
 class RankBatch(dict):
     """A rank's own rows of a global batch, with the global batch beside them.
@@ -173,7 +175,7 @@ class GlobalBatchLoader(DataLoaderStateMixin):
     def __iter__(self) -> Iterator[RankBatch]:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         self.reset()
-        self.gradient_state._add_dataloader(self)
+        register_dataloader(self.gradient_state, self)
         try:
             # Not through accelerate's wrapper, which would register a second dataloader on rank 0 alone.
             iterator = iter(self.loader.base_dataloader) if rank == 0 else None
@@ -185,4 +187,4 @@ class GlobalBatchLoader(DataLoaderStateMixin):
                 self.remainder = batch_rows(batch) if batch_rows(batch) < self.total_batch_size else 0
                 yield equal_share(batch, rank, world_size)
         finally:
-            self.gradient_state._remove_dataloader(self)
+            unregister_dataloader(self.gradient_state, self)

@@ -12,6 +12,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from galvatron_hf.models.adapter import DecoderAdapter, Fused, Heads, LogitTransform, Style
+from galvatron_hf.utils.compat import has_peft_adapters
 
 
 _STYLES = {
@@ -121,7 +122,7 @@ def _check_kind(model: PreTrainedModel) -> None:
         kind = "a PEFT model, whose adapters" if hasattr(model, "peft_config") else "no PreTrainedModel, so its layers"
         fix = "merge_and_unload() it first" if hasattr(model, "peft_config") else "use an AutoModelForCausalLM class"
         raise ValueError(f"{name} is {kind} no plan covers yet; {fix}, or train it with transformers.Trainer.")
-    if model._hf_peft_config_loaded:
+    if has_peft_adapters(model):
         raise ValueError(
             f"{name} has PEFT adapters, which no plan covers yet; train it with transformers.Trainer, or without them."
         )

@@ -28,6 +28,7 @@ from galvatron_hf.parallel.pipeline.runtime import Pipeline
 from galvatron_hf.parallel.pipeline.trace import Timeline
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.schedule import Action, Work
+from galvatron_hf.utils.compat import tensor_norms
 
 
 # A global batch [B, S], or its micro-batches where packing has chosen them.
@@ -266,7 +267,7 @@ class ParallelModel:
         copies = [replicas(parameter.grad) for parameter in counted]
         sums = torch.tensor([0.0, *values], dtype=torch.float64, device=self.device)
         if counted:
-            norms = torch.stack(torch._foreach_norm([local_tensor(parameter.grad) for parameter in counted]))
+            norms = tensor_norms([local_tensor(parameter.grad) for parameter in counted])
             sums[0] = (norms.double().square() / torch.tensor(copies, device=self.device)).sum()
         everywhere = all(count == self.plan.world_size for count in copies) and self.pipeline is None
         if everywhere and not values:

@@ -39,6 +39,7 @@ from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision
 from galvatron_hf.plan.layout import AttentionHeads, Layout
 from galvatron_hf.plan.schedule import PipelineShape, actions, most_in_flight
 from galvatron_hf.utils.allocator import keep_freed_memory
+from galvatron_hf.utils.compat import attention_implementation, set_attention_implementation
 
 
 def parallelize(
@@ -298,7 +299,7 @@ def attach_attention(module: nn.Module, strategy: LayerStrategy, mesh: StageMesh
     )
     set_key_value_groups(module, heads.query, heads.sent_key_value)
     module.parallel_attention = attention.ParallelAttention(
-        kernel=attention.configured_kernel(module, module.config._attn_implementation),
+        kernel=attention.configured_kernel(module, attention_implementation(module.config)),
         ulysses_group=mesh.strided(strategy.tensor, strategy.ulysses),
         ulysses_degree=strategy.ulysses,
         key_value_copies=heads.copies,
@@ -306,7 +307,7 @@ def attach_attention(module: nn.Module, strategy: LayerStrategy, mesh: StageMesh
         document_bounds=block.document_bounds,
     )
     module.config = copy.copy(module.config)
-    module.config._attn_implementation = attention.IMPLEMENTATION
+    set_attention_implementation(module.config, attention.IMPLEMENTATION)
 
 
 @dataclass(frozen=True, kw_only=True)

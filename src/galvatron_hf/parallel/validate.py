@@ -15,6 +15,7 @@ from galvatron_hf.models.adapter import DecoderAdapter, Heads, Style
 from galvatron_hf.plan import LayerStrategy, ParallelPlan
 from galvatron_hf.plan.layout import second_cut
 from galvatron_hf.plan.supported import require_runnable
+from galvatron_hf.utils.compat import attention_implementation
 
 
 def check_plan(plan: ParallelPlan) -> None:
@@ -64,7 +65,7 @@ def check_model(model: PreTrainedModel, adapter: DecoderAdapter, plan: ParallelP
     _check_shards(model, adapter, plan)
     if len(plan.stages) > 1:
         _check_owners(model, adapter)
-    if getattr(model.config, "reorder_and_upcast_attn", False) and model.config._attn_implementation == "eager":
+    if getattr(model.config, "reorder_and_upcast_attn", False) and attention_implementation(model.config) == "eager":
         raise ValueError(
             "reorder_and_upcast_attn=True with eager attention bypasses the registered attention function; "
             "set it to False or use attn_implementation='sdpa'."

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from types import SimpleNamespace
 
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from galvatron_hf.plan.pipeline_shape import PipelineShape, orders
+from galvatron_hf.utils.compat import pipeline_action, pipeline_orders, with_transfers
 
 
 __all__ = ["Action", "PipelineShape", "Work", "actions", "most_in_flight", "orders"]
@@ -94,7 +94,7 @@ def actions(shape: PipelineShape, micro_batches: int) -> tuple[tuple[Action, ...
             place: [action for action in row if action.microbatch_index < micro_batches]
             for place, row in _of_torch(shape, ordered).items()
         }
-    lowered = torch_schedules._add_send_recv(compute, shape.rank_group_of_stage.__getitem__, shape.stages)
+    lowered = with_transfers(compute, shape.rank_group_of_stage.__getitem__, shape.stages)
     ranks = range(shape.pipeline_ranks)
     return tuple(_post_early([_own(action) for action in lowered[rank]], shape) for rank in ranks)
 
@@ -127,13 +127,13 @@ def _post_early(order: list[Action], shape: PipelineShape) -> tuple[Action, ...]
 def _gpipe(place: int, lists: int, micro_batches: int) -> list:
     """All forwards, then all backwards (arXiv 1811.06965)."""
     works = torch_schedules.FORWARD, torch_schedules.FULL_BACKWARD
-    return [torch_schedules._Action(place, work, part) for work in works for part in range(micro_batches)]
+    return [pipeline_action(place, work, part) for work in works for part in range(micro_batches)]
 
 
 def _one_forward_one_backward(place: int, lists: int, micro_batches: int) -> list:
     """As many forwards as there are stages behind, then one forward and one backward in turn (arXiv 2104.04473)."""
-    forwards = [torch_schedules._Action(place, torch_schedules.FORWARD, part) for part in range(micro_batches)]
-    backwards = [torch_schedules._Action(place, torch_schedules.FULL_BACKWARD, part) for part in range(micro_batches)]
+    forwards = [pipeline_action(place, torch_schedules.FORWARD, part) for part in range(micro_batches)]
+    backwards = [pipeline_action(place, torch_schedules.FULL_BACKWARD, part) for part in range(micro_batches)]
     ahead = min(lists - 1 - place, micro_batches)
     pairs = zip(forwards[ahead:], backwards, strict=False)
     return forwards[:ahead] + [action for pair in pairs for action in pair] + backwards[micro_batches - ahead :]
@@ -145,20 +145,8 @@ def _of_torch(shape: PipelineShape, micro_batches: int) -> dict[int, list]:
         "zero_bubble": torch_schedules.ScheduleInterleavedZeroBubble,
     }
     schedule_class = torch_schedules.ScheduleZBVZeroBubble if shape.returns else classes[shape.schedule]
-    # A schedule asks its stages for these numbers alone, and orders the work of all ranks from them.
-    own = [
-        SimpleNamespace(
-            stage_index=stage,
-            num_stages=shape.stages,
-            group_size=shape.pipeline_ranks,
-            group_rank=0,
-            submod=None,
-        )
-        for stage, place in enumerate(shape.rank_group_of_stage)
-        if place == 0
-    ]
-    order = schedule_class(own, micro_batches).pipeline_order
-    return {place: [action for action in row if action is not None] for place, row in order.items()}
+    first = [stage for stage, group in enumerate(shape.rank_group_of_stage) if group == 0]
+    return pipeline_orders(schedule_class, first, shape.stages, shape.pipeline_ranks, micro_batches)
 
 
 _KINDS = {

@@ -13,6 +13,7 @@ from torch import nn
 
 from galvatron_hf.data.loader import batch_rows, equal_share, fill_rows
 from galvatron_hf.parallel.weights.distributed_state import plain_model, whole_weights
+from galvatron_hf.utils.compat import default_max_length
 
 
 class EvaluationMixin:
@@ -128,7 +129,7 @@ class EvaluationMixin:
     def _lengthened(self, tokens: torch.Tensor) -> torch.Tensor:
         """Pads [B, S] to the length that Seq2SeqTrainer gives all batches: that of the model's generation config."""
         config = self.model.generation_config
-        lengths = [config.max_length or config._get_default_generation_params()["max_length"]]
+        lengths = [config.max_length or default_max_length(config)]
         if config.max_new_tokens is not None:
             lengths.append(config.max_new_tokens + 1)
         length = next((length for length in lengths if tokens.shape[-1] < length), tokens.shape[-1])

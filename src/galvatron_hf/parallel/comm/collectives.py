@@ -5,7 +5,7 @@
 The functions are named by what they do to a layout, and each knows its backward. All of them take a process group or
 `None`; `None` and a group of one rank mean that nothing is to be communicated, and the input is returned as it is.
 
-The collectives themselves are PyTorch's functional ones (`torch.ops._c10d_functional`), waited for at once, inside our
+The collectives themselves are PyTorch's functional ones, waited for at once, inside our
 own autograd functions: those that PyTorch derives overcount when the consumer of a gathered tensor is replicated.
 """
 
@@ -19,10 +19,11 @@ from torch.distributed import ProcessGroup
 
 from galvatron_hf.parallel.comm.collective_log import record
 from galvatron_hf.parallel.comm.fake_process_group import FakeProcessGroup
+from galvatron_hf.utils.compat import functional_collectives
 
 
 def _operations(group: ProcessGroup | FakeProcessGroup) -> Any:
-    return group if isinstance(group, FakeProcessGroup) else torch.ops._c10d_functional
+    return group if isinstance(group, FakeProcessGroup) else functional_collectives
 
 
 def is_trivial(group: ProcessGroup | None) -> bool:

@@ -9,6 +9,8 @@ import logging
 import torch
 from torch.distributed.tensor import DTensor
 
+from galvatron_hf.utils.compat import DTENSOR_LOGGER
+
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The shard of a DTensor on this rank; a plain tensor is its own."""
@@ -31,7 +33,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     # One gather per mesh axis is what a weight cut twice needs; DTensor warns about it on every rank.
-    warnings = logging.getLogger("torch.distributed.tensor._redistribute")
+    warnings = logging.getLogger(DTENSOR_LOGGER)
     level = warnings.level
     warnings.setLevel(logging.ERROR)
     try:

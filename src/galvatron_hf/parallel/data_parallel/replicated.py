@@ -44,7 +44,7 @@ class ReplicatedWeight:
 
     def _put(self, parameter: nn.Parameter) -> None:
         for module, name in self.places:
-            module._parameters[name] = parameter
+            setattr(module, name, parameter)
 
     def unshard(self, dtype: torch.dtype) -> nn.Parameter:
         """Puts the leaf into its modules: the weight itself, or its copy in the compute format."""
@@ -190,8 +190,8 @@ def _weights_below(
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     weights: dict[int, nn.Parameter] = {}
     for module in {inner: None for outer in modules for inner in outer.modules()}:
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in taken:
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in taken:
                 weights[id(parameter)] = parameter
                 places.setdefault(id(parameter), []).append((module, name))
     for key, parameter in weights.items():

@@ -20,6 +20,7 @@ from galvatron_hf.parallel.comm.mesh import WeightMesh
 from galvatron_hf.parallel.data_parallel.replicated import ReplicatedUnit
 from galvatron_hf.plan import Precision
 from galvatron_hf.plan.layout import second_cut
+from galvatron_hf.utils.compat import call_after_backward, finish_fsdp_backward, reset_sharded_parameters
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -133,18 +134,15 @@ class ShardedUnits:
         self.reshard()
         made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # with the old one, so that no other takes its id
         for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    if id(parameter) not in made:
-                        made[id(parameter)] = parameter, new(parameter)
-                    module._parameters[name] = made[id(parameter)][1]
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                if id(parameter) not in made:
+                    made[id(parameter)] = parameter, new(parameter)
+                setattr(module, name, made[id(parameter)][1])
         for unit, _ in self.replicated:
             for weight in unit.weights:
                 weight.sharded_param = made[id(weight.sharded_param)][1]
         for unit in self.sharded:
-            for group in unit.module._get_fsdp_state()._fsdp_param_groups:
-                for parameter in group.fsdp_params:
-                    parameter.reset_sharded_param()
+            reset_sharded_parameters(unit.module)
 
     def begin_micro_batch(self, last: bool, *, stage: int = 0, keep_gradients: bool = False) -> None:
         """Tells every unit of a stage what the coming backward is.
@@ -178,12 +176,7 @@ class ShardedUnits:
         As `torch.distributed.pipelining` does at the end of its schedules.
         """
         self.begin_micro_batch(last=True, stage=stage)
-        states = [unit.module._get_fsdp_state() for unit in self._of_stage(stage)]
-        for state in states:
-            for group in state._fsdp_param_groups:
-                group.post_backward()
-        if states:
-            states[-1]._root_post_backward_final_callback()  # the root was added last
+        finish_fsdp_backward([unit.module for unit in self._of_stage(stage)])  # the root was added last
         self._finish()
 
     def prefetch_backward(self, stage: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module | None) -> None:
@@ -205,7 +198,7 @@ class ShardedUnits:
         """Called during a step's last backward: sees to it that its end is not missed."""
         if not self._ending:
             self._ending = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+            call_after_backward(self._finish)
 
     def _finish(self) -> None:
         """At the end of a stage's last backward."""

@@ -15,6 +15,8 @@ from types import FrameType, TracebackType
 
 import torch.distributed as dist
 
+from galvatron_hf.utils.compat import WAITING_FUNCTIONS
+
 
 # Functions that wait for other ranks, by file, with the local variable that holds the group.
 _WAITING = {
@@ -26,29 +28,7 @@ _WAITING = {
     },
     "galvatron_hf/parallel/data_parallel/replicated.py": {"finish": ("all_reduce of gradients", "self.group")},
     "galvatron_hf/parallel/pipeline/runtime.py": {"wait": ("a transfer between stages", "")},
-    "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py": {
-        "wait_for_unshard": ("all_gather of weights", "self._all_gather_process_group"),
-        "post_backward": ("reduce_scatter of gradients", "self._reduce_scatter_process_group"),
-    },
-    "torch/distributed/distributed_c10d.py": {
-        name: (name, "group")
-        for name in (
-            "all_reduce",
-            "all_gather",
-            "all_gather_into_tensor",
-            "all_gather_single",
-            "all_gather_object",
-            "barrier",
-            "batch_isend_irecv",
-            "broadcast",
-            "broadcast_object_list",
-            "gather",
-            "gather_object",
-            "reduce_scatter_single",
-            "reduce_scatter_tensor",
-            "scatter",
-        )
-    },
+    **WAITING_FUNCTIONS,
 }
 
 

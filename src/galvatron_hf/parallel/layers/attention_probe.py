@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from galvatron_hf.parallel.layers.attention import POSITIONS
+from galvatron_hf.utils.compat import set_attention_implementation
 
 
 _SPY = "galvatron_spy"
@@ -29,7 +30,7 @@ def attention_obstacle(family: type[PreTrainedModel], config: PreTrainedConfig) 
         config (`PreTrainedConfig`): its configuration; left as it is.
     """
     config = copy.deepcopy(config)
-    config._attn_implementation = _SPY
+    set_attention_implementation(config, _SPY)
     try:
         with torch.device("meta"):
             model = family(config).train()

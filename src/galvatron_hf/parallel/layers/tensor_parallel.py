@@ -30,6 +30,7 @@ from galvatron_hf.parallel.comm.collectives import (
 from galvatron_hf.parallel.comm.dtensor import local_tensor
 from galvatron_hf.parallel.comm.mesh import WeightMesh
 from galvatron_hf.plan import LayerStrategy
+from galvatron_hf.utils.compat import set_parameter_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class LocalParameter:
 
     def local(self) -> torch.Tensor:
         """This rank's tensor, differentiable back to the DTensor."""
-        tensor = sum_gradient(local_tensor(self.module._parameters[self.name]), self.gradient_group)
+        tensor = sum_gradient(local_tensor(getattr(self.module, self.name)), self.gradient_group)
         if self.rows is None:
             return tensor
         dim = _output_dim(self.module, self.name)
@@ -61,14 +62,14 @@ class LocalParameter:
 @contextlib.contextmanager
 def local_parameters(views: list[LocalParameter]) -> Iterator[None]:
     """Replaces DTensor parameters by their local tensors while the body runs."""
-    whole = [view.module._parameters[view.name] for view in views]
+    whole = [getattr(view.module, view.name) for view in views]
     for view in views:
-        view.module._parameters[view.name] = view.local()
+        set_parameter_tensor(view.module, view.name, view.local())
     try:
         yield
     finally:
         for view, parameter in zip(views, whole, strict=True):
-            view.module._parameters[view.name] = parameter
+            set_parameter_tensor(view.module, view.name, parameter)
 
 
 def split_fused_projections(layer: nn.Module, adapter: DecoderAdapter, config: PreTrainedConfig) -> None:
@@ -110,11 +111,9 @@ def cut_layer(
         style = adapter.part_style(name)
         inside = any(name == region or name.startswith(f"{region}.") for region in adapter.regions)
         copied = name in adapter.key_value and heads.key_value < strategy.tensor
-        for parameter in list(module._parameters):
-            if module._parameters[parameter] is None:
-                continue
+        for parameter, whole in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             cut = None if copied else _cut_dim(module, parameter, style)
-            module._parameters[parameter] = mesh.cut(module._parameters[parameter], cut)
+            setattr(module, parameter, mesh.cut(whole, cut))
             partial = cut is None and (
                 inside and style in (Style.REPLICATED_PARTIAL_GRAD, Style.COLUMN) or strategy.megatron_sp
             )

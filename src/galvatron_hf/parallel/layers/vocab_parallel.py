@@ -26,7 +26,7 @@ from galvatron_hf.plan.layout import HEAD_CHUNK_TOKENS
 
 def cut_vocabulary_weight(module: nn.Module, name: str, mesh: WeightMesh, cut: bool = True) -> None:
     """Makes a parameter whose first dimension is the vocabulary a DTensor over the tensor ranks (or whole on each)."""
-    module._parameters[name] = mesh.cut(module._parameters[name], 0 if cut else None)
+    setattr(module, name, mesh.cut(getattr(module, name), 0 if cut else None))
 
 
 def parallel_embedding(embedding: nn.Embedding, mesh: WeightMesh) -> None:
@@ -49,7 +49,7 @@ def parallel_embedding(embedding: nn.Embedding, mesh: WeightMesh) -> None:
 
 def whole_module(module: nn.Module, mesh: WeightMesh) -> None:
     """Keeps a module beside the embedding or the head whole on every tensor rank."""
-    names = [name for name, parameter in module._parameters.items() if parameter is not None]
+    names = [name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
     for name in names:
         cut_vocabulary_weight(module, name, mesh, cut=False)
     views = [LocalParameter(module=module, name=name) for name in names]
@@ -103,7 +103,7 @@ class Head:
         self.group = mesh.tensor_group if mesh.tensor_degree > 1 else None
         self.views = []
         if mesh.tensor_degree > 1:
-            names = [name for name, parameter in module._parameters.items() if parameter is not None]
+            names = [name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
             for name in names:
                 if not (tied and name == "weight"):
                     cut_vocabulary_weight(module, name, mesh)

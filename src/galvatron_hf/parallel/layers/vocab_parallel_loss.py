@@ -23,6 +23,7 @@ from galvatron_hf.parallel.comm.collectives import (
     is_trivial,
     reduce_from_group,
 )
+from galvatron_hf.utils.compat import assert_without_waiting
 
 
 def vocabulary_range(vocab_size: int, degree: int, index: int) -> tuple[int, int]:
@@ -266,7 +267,7 @@ def _chunk_loss(logits: Tensor, targets: Tensor, head: _Head, *, gradient: bool)
     vocab_here = logits.shape[1]
     counts = targets != head.ignore_index
     known = (targets >= 0) & (targets < head.vocab_size)
-    torch._assert_async((known | ~counts).all(), "A target is neither a token of the vocabulary nor ignore_index.")
+    assert_without_waiting((known | ~counts).all(), "A target is neither a token of the vocabulary nor ignore_index.")
     here = counts & (targets >= head.start) & (targets < head.start + vocab_here)
     column = torch.where(here, targets - head.start, 0).unsqueeze(1)
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from transformers.modeling_outputs import CausalLMOutput
 
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
@@ -24,6 +23,7 @@ from galvatron_hf.parallel.pipeline.forward import ModelRunner
 from galvatron_hf.parallel.pipeline.stage import StageModule
 from galvatron_hf.parallel.pipeline.trace import Timeline
 from galvatron_hf.plan.schedule import Action, PipelineShape, Work, actions
+from galvatron_hf.utils.compat import input_gradients, weight_gradients
 
 
 # Gradients (in evaluation, activations) that may be on their way before a rank waits for the oldest of them.
@@ -199,10 +199,9 @@ class Pipeline:
                 # Nobody waits for the first stage's input gradient: all of its backward comes later.
                 kept.weight_gradients = lambda: self._full_backward(kept, gradient)
             else:
-                outputs = None if gradient is None else [gradient]
                 weights = [weight for weight in stage.parameters() if weight.requires_grad]
-                _, found = stage_backward_input([kept.result], outputs, [kept.received], iter(weights))
-                kept.weight_gradients = lambda: stage_backward_weight(iter(weights), found)
+                found = input_gradients(kept.result, gradient, kept.received, weights)
+                kept.weight_gradients = lambda: weight_gradients(weights, found)
         step.in_flight[action.stage, action.micro_batch] = kept
         self._hand_back(step, action, kept)
 
@@ -211,9 +210,9 @@ class Pipeline:
         with self.timeline.span(action):
             self.units.begin_micro_batch(last=False, stage=action.stage, keep_gradients=True)
             # Let go of first: it holds what is kept, and only the garbage collector would find the circle.
-            weight_gradients, kept.weight_gradients = kept.weight_gradients, None
-            weight_gradients()
-            del weight_gradients
+            compute, kept.weight_gradients = kept.weight_gradients, None
+            compute()
+            del compute
             self.units.collect(action.stage)
             step.left[action.stage] -= 1
             if step.left[action.stage] == 0:

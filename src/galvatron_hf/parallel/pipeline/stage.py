@@ -162,12 +162,13 @@ class StageModule(nn.Module):
 
     @contextlib.contextmanager
     def _own_layers(self) -> Iterator[None]:
-        modules, name = self._model[0].base_model._modules, self.adapter.layers
-        whole, modules[name] = modules[name], self.layers
+        base, name = self._model[0].base_model, self.adapter.layers
+        whole = getattr(base, name)
+        setattr(base, name, self.layers)
         try:
             yield
         finally:
-            modules[name] = whole
+            setattr(base, name, whole)
 
     def _prepared_mask(self, device: torch.device):
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)

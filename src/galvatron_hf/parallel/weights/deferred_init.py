@@ -15,10 +15,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from accelerate import init_empty_weights
+from galvatron_hf.utils.compat import (
+    OpOverload,
+    TorchDispatchMode,
+    model_from_config,
+    storage_key,
+    written_arguments,
+)
 
 
 # Besides the random ones: what these leave does not depend on what was there.
@@ -35,7 +41,7 @@ class _Write:
         arguments, options: of the operation, but for the target.
     """
 
-    operation: torch._ops.OpOverload
+    operation: OpOverload
     target: torch.Tensor
     arguments: tuple
     options: dict[str, Any]
@@ -90,16 +96,10 @@ class _Recorder(TorchDispatchMode):
         result = operation(*args, **(kwargs or {}))
         target = args[0] if args else None
         if isinstance(target, torch.Tensor) and target.is_meta:
-            alias = operation._schema.arguments[0].alias_info
-            if alias is not None and alias.is_write:
+            if written_arguments(operation)[0]:
                 write = _Write(operation=operation, target=target, arguments=args[1:], options=kwargs or {})
                 self.writes.append(write)
         return result
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share memory, real or not."""
-    return tensor.untyped_storage()._cdata
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class Template:
         """Constructs the family's model of a configuration as `from_config` does; takes no memory for weights."""
         recorder = _Recorder()
         with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False), recorder:
-            model = family._from_config(copy.deepcopy(config), dtype=dtype)
+            model = model_from_config(family, copy.deepcopy(config), dtype)
         names: dict[int, tuple[str, ...]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names[storage_key(parameter)] = (*names.get(storage_key(parameter), ()), name)

@@ -83,10 +83,10 @@ def materialize(model: PreTrainedModel, units: ShardedUnits, template: Template,
     """Gives a model on the meta device memory for this rank's pieces of its weights, and its buffers their values."""
     units.replace_weights(model, lambda parameter: _with_memory(parameter, device))
     for module_name, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if buffer.is_meta:
                 value = template.model.get_buffer(f"{module_name}.{name}".removeprefix("."))
-                module._buffers[name] = value.to(device=device, dtype=buffer.dtype)
+                setattr(module, name, value.to(device=device, dtype=buffer.dtype))
 
 
 def load_pretrained_weights(parallel: ParallelModel, folder: str | os.PathLike) -> None:

@@ -23,6 +23,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from galvatron_hf.parallel.comm.objects import on_every_rank
 from galvatron_hf.parallel.weights.deferred_init import Template
 from galvatron_hf.parallel.weights.sources import Place, fill_with_initial_values
+from galvatron_hf.utils.compat import drop_harmless_keys
 
 
 logger = logging.get_logger(__name__)
@@ -164,7 +165,7 @@ class WeightFiles:
             conversion_errors={},
             skipped_pp_keys=set(),
         )
-        model._adjust_missing_and_unexpected_keys(report)  # by what the family says is no loss
+        drop_harmless_keys(model, report)
         needed = sorted(name for name in report.missing_keys if name.startswith(f"{model.base_model_prefix}."))
         if needed:
             raise ValueError(

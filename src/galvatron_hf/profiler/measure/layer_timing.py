@@ -23,6 +23,7 @@ from galvatron_hf.parallel.comm.objects import gather_objects, is_rank_0
 from galvatron_hf.plan import LayerStrategy
 from galvatron_hf.profiler.trace.isolated_layers import IsolatedLayers, Part, layer_kinds, one_of_each
 from galvatron_hf.profiler.trace.tracing import CountedModel
+from galvatron_hf.utils.compat import tensor_norms
 from galvatron_hf.utils.progress import progress_bar
 
 
@@ -272,7 +273,7 @@ class PartTimer:
         def run() -> tuple[float, float]:
             began = self.clock.now()
             gradients = [local_tensor(weight.grad) for weight in weights]
-            norm = torch.stack(torch._foreach_norm(gradients)).norm()
+            norm = tensor_norms(gradients).norm()
             for gradient in gradients:
                 gradient.mul_((1e-3 / (norm + 1e-6)).clamp(max=1.0))
             optimizer.step()

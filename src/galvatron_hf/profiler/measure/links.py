@@ -23,10 +23,10 @@ import torch.distributed as dist
 from scipy.optimize import isotonic_regression
 
 from galvatron_hf.profiler.profiles.hardware import Link, arrangements_by_kind
+from galvatron_hf.utils.compat import functional_collectives
 from galvatron_hf.utils.progress import Step
 
 
-_functional = torch.ops._c10d_functional
 _ELEMENT = 4  # bytes of fp32
 _WARM_UP = 3
 _MOST_CALLS = 200
@@ -316,12 +316,12 @@ def _call(kind: str, message: torch.Tensor, group: dist.ProcessGroup | None) -> 
         return lambda: _ping_pong(message, group)
     pieces = [message.numel() // ranks] * ranks if kind == "all_to_all" else []
     start = {
-        "all_reduce": lambda: _functional.all_reduce(message, "sum", name),
-        "all_gather": lambda: _functional.all_gather_into_tensor(message, ranks, name),
-        "reduce_scatter": lambda: _functional.reduce_scatter_tensor(message, "sum", ranks, name),
-        "all_to_all": lambda: _functional.all_to_all_single(message, pieces, pieces, name),
+        "all_reduce": lambda: functional_collectives.all_reduce(message, "sum", name),
+        "all_gather": lambda: functional_collectives.all_gather_into_tensor(message, ranks, name),
+        "reduce_scatter": lambda: functional_collectives.reduce_scatter_tensor(message, "sum", ranks, name),
+        "all_to_all": lambda: functional_collectives.all_to_all_single(message, pieces, pieces, name),
     }[kind]
-    return lambda: _functional.wait_tensor(start())
+    return lambda: functional_collectives.wait_tensor(start())
 
 
 def _ping_pong(message: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -9,11 +9,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from galvatron_hf.profiler.trace.isolated_layers import Part
+from galvatron_hf.utils.compat import (
+    CPU_ATTENTION,
+    CPU_ATTENTION_BACKWARD,
+    TorchDispatchMode,
+    storage_key,
+    tree_leaves,
+    written_arguments,
+)
 
 
 aten = torch.ops.aten
@@ -34,8 +40,8 @@ def _flash_backward(grad, query, key, value, out, lse, dropout_p, is_causal, **u
 # PyTorch has no formula for the CPU's kernel, and its others count what a causal mask leaves out.
 _FORMULAS = {
     **flop_registry,
-    aten._scaled_dot_product_flash_attention_for_cpu: _flash_forward,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
+    CPU_ATTENTION: _flash_forward,
+    CPU_ATTENTION_BACKWARD: _flash_backward,
 }
 
 
@@ -97,10 +103,10 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         results = operation(*args, **(kwargs or {}))
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        here = {_key(tensor) for tensor in inputs}
+        here = {storage_key(tensor) for tensor in inputs}
         outputs = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
-        fresh = [tensor for tensor in outputs if _key(tensor) not in here]
-        writes = any(arg.alias_info is not None and arg.alias_info.is_write for arg in operation._schema.arguments)
+        fresh = [tensor for tensor in outputs if storage_key(tensor) not in here]
+        writes = any(written_arguments(operation))
         formula = _FORMULAS.get(operation.overloadpacket)
         if formula is not None:
             self.work += Work(flops=formula(*args, **(kwargs or {}), out_val=results), moved_bytes=0)
@@ -113,7 +119,7 @@ class _Counter(TorchDispatchMode):
 
     def note(self, tensor: torch.Tensor) -> None:
         """Counts the tensor's memory as alive, as long as it is."""
-        storage, key = tensor.untyped_storage(), _key(tensor)
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
         if key not in self._numbers:
             self._born += 1
             self._numbers[key] = self._born
@@ -127,7 +133,7 @@ class _Counter(TorchDispatchMode):
 
     def is_gradient(self, tensor: torch.Tensor) -> None:
         """Says that the tensor's memory was never to be counted."""
-        self._gradients.add(self._numbers.get(_key(tensor)))
+        self._gradients.add(self._numbers.get(storage_key(tensor)))
 
     @property
     def moment(self) -> int:
@@ -143,21 +149,17 @@ class _Counter(TorchDispatchMode):
         return peak
 
 
-def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
 class _Saved:
     """Storages that autograd keeps, without those of `excluded`; `kept` is called whenever it keeps anything."""
 
     def __init__(self, excluded: Iterable[torch.Tensor], kept: Callable[[], None]):
-        self.excluded, self.kept = {_key(tensor) for tensor in excluded}, kept
+        self.excluded, self.kept = {storage_key(tensor) for tensor in excluded}, kept
         self.storages: dict[int, torch.UntypedStorage] = {}
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         self.kept()
-        if _key(tensor) not in self.excluded:
-            self.storages[_key(tensor)] = tensor.untyped_storage()
+        if storage_key(tensor) not in self.excluded:
+            self.storages[storage_key(tensor)] = tensor.untyped_storage()
         return tensor
 
     @property

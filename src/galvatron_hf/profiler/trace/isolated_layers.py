@@ -24,6 +24,7 @@ from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer
 from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest
 from galvatron_hf.parallel.single_rank import SingleRank, single_rank
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
+from galvatron_hf.utils.compat import model_from_config, without_forward_pre_hooks
 
 
 def empty_model(config: PreTrainedConfig, family: type[PreTrainedModel] | None = None) -> PreTrainedModel:
@@ -35,7 +36,7 @@ def empty_model(config: PreTrainedConfig, family: type[PreTrainedModel] | None =
     config = copy.deepcopy(config)
     with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False), no_init_weights():
         if family is not None:
-            model = family._from_config(config, dtype=torch.float32)
+            model = model_from_config(family, config, torch.float32)
         else:
             try:
                 model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -186,16 +187,14 @@ class IsolatedLayers:
         self.device, self.dtype = device, dtype
         made: dict[int, nn.Parameter] = {}
         for module in self.rank.model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    if id(parameter) not in made:
-                        # Plain numbers: denormal ones or none at all would take their own time.
-                        weight = torch.ones(parameter.shape, dtype=dtype, device=device)
-                        made[id(parameter)] = nn.Parameter(weight if weight.ndim < 2 else weight.normal_(std=0.02))
-                    module._parameters[name] = made[id(parameter)]
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(device)
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                if id(parameter) not in made:
+                    # Plain numbers: denormal ones or none at all would take their own time.
+                    weight = torch.ones(parameter.shape, dtype=dtype, device=device)
+                    made[id(parameter)] = nn.Parameter(weight if weight.ndim < 2 else weight.normal_(std=0.02))
+                setattr(module, name, made[id(parameter)])
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                setattr(module, name, buffer.to(device))
 
     def micro_batch(self, tokens: int, length: int) -> MicroBatch:
         """`tokens` positions in documents of `length`."""
@@ -297,18 +296,14 @@ class IsolatedLayers:
     @contextlib.contextmanager
     def without_regions(self):
         """Makes the layers' tensor regions give back their input while the body runs: norms and residuals are left."""
-        adapter, saved = self.rank.stage.adapter, []
-        for block, name in itertools.product(self.rank.blocks, adapter.regions):
-            region = block.layer.get_submodule(name)
-            saved.append((region, region.forward, region._forward_pre_hooks.copy()))
-            region._forward_pre_hooks.clear()
-            region.forward = functools.partial(_give_back, block if name == adapter.attention else None)
-        try:
+        adapter = self.rank.stage.adapter
+        with contextlib.ExitStack() as stack:
+            for block, name in itertools.product(self.rank.blocks, adapter.regions):
+                region = block.layer.get_submodule(name)
+                stack.enter_context(without_forward_pre_hooks(region))
+                stack.callback(setattr, region, "forward", region.forward)
+                region.forward = functools.partial(_give_back, block if name == adapter.attention else None)
             yield
-        finally:
-            for region, forward, hooks in saved:
-                region.forward = forward
-                region._forward_pre_hooks.update(hooks)
 
     def _states(self, shape: tuple[int, int]) -> torch.Tensor:
         size = self.rank.model.base_model.config.hidden_size

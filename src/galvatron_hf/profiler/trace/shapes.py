@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -15,6 +14,7 @@ from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.shape import ModelShape, WeightShape
 from galvatron_hf.plan import LayerStrategy
 from galvatron_hf.profiler.trace.isolated_layers import IsolatedLayers, layer_kinds, one_of_each
+from galvatron_hf.utils.compat import FakeTensorMode
 
 
 def model_shape(model: PreTrainedModel, small: PreTrainedModel | None = None) -> ModelShape:

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from galvatron_hf.models.shape import ModelShape
@@ -24,6 +23,7 @@ from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.profiler.trace.counting import Counts, Work, count
 from galvatron_hf.profiler.trace.isolated_layers import IsolatedLayers, empty_model, layer_kinds, one_of_each
 from galvatron_hf.profiler.trace.shapes import model_shape
+from galvatron_hf.utils.compat import FakeTensorMode
 
 
 # What a rank reaches in a layer, over what it reaches in a large matrix product by itself.

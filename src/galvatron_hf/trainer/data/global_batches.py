@@ -15,6 +15,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from galvatron_hf.data.loader import GlobalBatchLoader, join_batches, local_share, take_rows
 from galvatron_hf.data.packing import BOUNDS
+from galvatron_hf.utils.compat import keep_dataloader
 
 
 class GlobalBatchMixin:
@@ -52,7 +53,7 @@ class GlobalBatchMixin:
             non_blocking=config.non_blocking,
             use_stateful_dataloader=config.use_stateful_dataloader,
         )
-        self.accelerator._dataloaders.append(prepared)
+        keep_dataloader(self.accelerator, prepared)
         return prepared
 
     def _get_train_sampler(self, *args, **kwargs):

@@ -19,6 +19,7 @@ from galvatron_hf.parallel.comm.objects import gather_objects
 from galvatron_hf.parallel.debug.nonfinite import NonFinite, find_nonfinite
 from galvatron_hf.trainer.arguments import nonfinite_policy
 from galvatron_hf.trainer.data.dataset_rows import DatasetRows
+from galvatron_hf.utils.compat import mark_step_skipped
 
 
 logger = logging.get_logger(__name__)
@@ -87,7 +88,7 @@ class HealthMixin:
             logger.warning(f"Step {self.state.global_step + 1} has no targets: its loss is 0/0, its gradient zero.")
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         # Trainer asks this before it steps the learning rate; without gradients optimizers change nothing.
-        self.optimizer._is_overflow = skipped
+        mark_step_skipped(self.optimizer, skipped)
         self.parallel.timeline.action = None
 
     def _handle_nonfinite(self, batch: dict[str, Any], num_items: torch.Tensor | None, numbers: str) -> None:

@@ -32,6 +32,7 @@ from galvatron_hf.parallel.debug.blocked_collective import (
     waiting_in,
     waiting_threads,
 )
+from galvatron_hf.utils.compat import default_store
 
 
 PERIOD_SECONDS = 1.0
@@ -89,7 +90,7 @@ class Watchdog(threading.Thread):
         self.doing, self.timeout = doing, timeout
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         # A connection of its own: the other one may be waiting for something.
-        self.store = dist.PrefixStore(f"watchdog/{run}", dist.distributed_c10d._get_default_store().clone())
+        self.store = dist.PrefixStore(f"watchdog/{run}", default_store().clone())
         self.store.set_timeout(timedelta(seconds=PERIOD_SECONDS))
         self.main = threading.main_thread().ident
         self.over, self.failing, self.alone = threading.Event(), threading.Event(), False

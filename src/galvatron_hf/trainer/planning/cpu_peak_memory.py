@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._profiler import _EventType
+
+from galvatron_hf.utils.compat import ProfilerEventType
 
 
 _COLLECTIVES = ("c10d::", "_c10d_functional::")
@@ -92,9 +93,9 @@ def _seen(profiler: torch.autograd.profiler.profile) -> list[_Seen]:
         kind, fields = event.typed
         inside |= event.name.startswith(_COLLECTIVES)
         trees += [(child, inside) for child in event.children]
-        if kind == _EventType.Allocation:
+        if kind == ProfilerEventType.Allocation:
             seen.append((event.start_time_ns, fields.alloc_size, fields.ptr, event.start_time_ns, inside))
-        elif kind == _EventType.TorchOp:
+        elif kind == ProfilerEventType.TorchOp:
             given += [(event.start_time_ns, 0, start, event.end_time_ns, inside) for start in _storages(fields.inputs)]
     allocated = {start for _, _, start, _, _ in seen}
     return seen + [one for one in given if one[2] in allocated]

@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from galvatron_hf.parallel.comm.objects import gather_objects
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.trainer.planning.cpu_peak_memory import allocation_peak, allocations_profiler
+from galvatron_hf.utils.compat import profiler_is_running
 
 
 WARM_UP = 2  # steps that are not timed: caches and allocators fill, and on a CPU they are watched for their memory
@@ -50,7 +51,7 @@ class StepMeter(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        elif not torch.autograd._profiler_enabled():
+        elif not profiler_is_running():
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell of its start and stop
             self._watched = allocations_profiler(), self.held_bytes()
             self._watched[0].__enter__()

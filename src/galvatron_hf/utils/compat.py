@@ -1,0 +1,322 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Every private name of PyTorch and Hugging Face libraries that this package uses, behind a public name each.
+
+Written for torch 2.13, transformers 5.23, accelerate 1.15 and datasets 5.2. `tests/test_compat.py` tests what each
+name is expected to do, so that a new version of a library fails there first. Overrides of Trainer's private methods,
+and calls of them, stay in `galvatron_hf.trainer`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._profiler import _EventType as ProfilerEventType  # noqa: F401  kinds of `experimental_event_tree` events
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: F401  runs operators on shapes alone
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401  `__torch_dispatch__` sees every operator
+from torch.utils._pytree import tree_leaves  # noqa: F401  flattens nested tuples, lists and dicts
+
+
+if TYPE_CHECKING:
+    import datasets
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.state import GradientState
+    from torch.distributed.fsdp import FSDPModule
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+    from accelerate import Accelerator
+
+
+# ---- Modules and tensors ----
+
+
+def set_parameter_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Puts any tensor in the place of the parameter `name`; `setattr` refuses all but an `nn.Parameter`.
+
+    Expects that `nn.Module` reads its parameters from the dictionary `_parameters`.
+    """
+    module._parameters[name] = tensor
+
+
+@contextlib.contextmanager
+def without_forward_pre_hooks(module: nn.Module) -> Iterator[None]:
+    """Removes the forward pre-hooks of a module while the body runs.
+
+    Expects that `nn.Module` keeps them in the dictionary `_forward_pre_hooks`.
+    """
+    hooks = module._forward_pre_hooks.copy()
+    module._forward_pre_hooks.clear()
+    try:
+        yield
+    finally:
+        module._forward_pre_hooks.update(hooks)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Returns a number that living tensors have in common if they share memory, on the meta device and fake ones too.
+
+    Expects that `UntypedStorage._cdata` is the address of the storage's C++ object.
+    """
+    return tensor.untyped_storage()._cdata
+
+
+def tensor_norms(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Returns the 2-norm of each tensor, [n], by one kernel for all if the device has one."""
+    return torch.stack(torch._foreach_norm(tensors))
+
+
+def assert_without_waiting(condition: torch.Tensor, message: str) -> None:
+    """Raises a `RuntimeError` if `condition`, one boolean, is false; a GPU does so later, without being waited for."""
+    torch._assert_async(condition, message)
+
+
+# ---- Operators ----
+
+# What PyTorch's functional collectives (torch.distributed._functional_collectives) call, by group name.
+functional_collectives = torch.ops._c10d_functional
+
+# The CPU's attention kernel and its backward, for which `torch.utils.flop_counter` has no formula.
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def written_arguments(operation: OpOverload) -> tuple[bool, ...]:
+    """Returns, for each argument of an operator, True if the operator writes to it in place."""
+    aliases = [argument.alias_info for argument in operation._schema.arguments]
+    return tuple(alias is not None and alias.is_write for alias in aliases)
+
+
+# ---- Autograd and the profiler ----
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Calls `callback` once at the end of the backward pass that is running now.
+
+    Expects that autograd's engine queues callbacks, as FSDP2 and DDP do.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def input_gradients(
+    output: torch.Tensor, gradient: torch.Tensor | None, received: torch.Tensor, weights: Sequence[nn.Parameter]
+) -> list[dict[str, Any]]:
+    """Computes the gradient of `received` alone (zero-bubble pipelines, arXiv 2401.10241), into `received.grad`.
+
+    Args:
+        output (`torch.Tensor`): the result of the forward pass.
+        gradient (`torch.Tensor`, *optional*): its gradient; None for a scalar.
+        received (`torch.Tensor`): a leaf, the input of the forward pass.
+        weights (`Sequence[nn.Parameter]`): the parameters that are used between them and need gradients.
+
+    Returns:
+        `list`: what [`weight_gradients`] continues from.
+    """
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    gradients = None if gradient is None else [gradient]
+    return stage_backward_input([output], gradients, [received], iter(weights))[1]
+
+
+def weight_gradients(weights: Sequence[nn.Parameter], found: list[dict[str, Any]]) -> None:
+    """Adds the weights' gradients, which [`input_gradients`] has left out, to their `grad`.
+
+    Hooks of the parameters' gradient accumulation do not run.
+    """
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
+    stage_backward_weight(iter(weights), found)
+
+
+def profiler_is_running() -> bool:
+    """Returns True if a profiler of autograd records in this thread; a second one cannot."""
+    return torch.autograd._profiler_enabled()
+
+
+# ---- FSDP2 ----
+
+
+def reset_sharded_parameters(module: FSDPModule) -> None:
+    """Makes an FSDP2 module look up its sharded parameters again, after others were put into its modules.
+
+    Expects that a state has `_fsdp_param_groups`, whose `fsdp_params` have `reset_sharded_param()`.
+    """
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            parameter.reset_sharded_param()
+
+
+def finish_fsdp_backward(modules: Sequence[FSDPModule]) -> None:
+    """Reduces the gradients that FSDP2 modules have accumulated, and frees their weights.
+
+    `torch.distributed.pipelining` does the same at the end of a schedule, because FSDP2's own hooks do not see the
+    end of a backward pass in pieces. Expects `post_backward()` of each parameter group, and
+    `_root_post_backward_final_callback()` of the root.
+
+    Args:
+        modules (`Sequence[FSDPModule]`): the modules of one root, which is the last of them.
+    """
+    states = [module._get_fsdp_state() for module in modules]
+    for state in states:
+        for group in state._fsdp_param_groups:
+            group.post_backward()
+    if states:
+        states[-1]._root_post_backward_final_callback()
+
+
+# ---- torch.distributed ----
+
+# The logger that warns of a tensor gathered over several mesh axes, one after the other.
+DTENSOR_LOGGER = "torch.distributed.tensor._redistribute"
+
+# Functions of PyTorch that wait for other ranks: {end of the file's path: {function: (name of the collective, the
+# local variable that holds the process group)}}.
+WAITING_FUNCTIONS = {
+    "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py": {
+        "wait_for_unshard": ("all_gather of weights", "self._all_gather_process_group"),
+        "post_backward": ("reduce_scatter of gradients", "self._reduce_scatter_process_group"),
+    },
+    "torch/distributed/distributed_c10d.py": {
+        name: (name, "group")
+        for name in (
+            "all_reduce",
+            "all_gather",
+            "all_gather_into_tensor",
+            "all_gather_single",
+            "all_gather_object",
+            "barrier",
+            "batch_isend_irecv",
+            "broadcast",
+            "broadcast_object_list",
+            "gather",
+            "gather_object",
+            "reduce_scatter_single",
+            "reduce_scatter_tensor",
+            "scatter",
+        )
+    },
+}
+
+
+def default_store() -> dist.Store:
+    """Returns the store in which the ranks of the default process group met."""
+    return dist.distributed_c10d._get_default_store()
+
+
+# ---- Pipeline schedules ----
+
+
+def pipeline_action(stage: int, computation, micro_batch: int):
+    """Returns an action of `torch.distributed.pipelining`, which takes part in [`with_transfers`].
+
+    Expects the attributes `stage_index`, `computation_type` and `microbatch_index`.
+    """
+    from torch.distributed.pipelining import schedules
+
+    return schedules._Action(stage, computation, micro_batch)
+
+
+def with_transfers(compute: dict[int, list], rank_of_stage: Callable[[int], int], stages: int) -> dict[int, list]:
+    """Returns the orders of actions of all pipeline ranks with sends and receives added.
+
+    Args:
+        compute (`dict[int, list]`): for each pipeline rank its computations, in order.
+        rank_of_stage (`Callable`): gives the pipeline rank of a stage.
+        stages (`int`): number of stages.
+    """
+    from torch.distributed.pipelining import schedules
+
+    return schedules._add_send_recv(compute, rank_of_stage, stages)
+
+
+def pipeline_orders(schedule: type, stages: Sequence[int], total: int, ranks: int, micro_batches: int) -> dict:
+    """Returns the order of computations of each pipeline rank under a schedule class, without a model.
+
+    Expects that a schedule reads from its stages only `stage_index`, `num_stages`, `group_size`, `group_rank` and
+    `submod`, and that its `pipeline_order` has the actions of all ranks, None for an idle moment.
+
+    Args:
+        schedule (`type`): a class of `torch.distributed.pipelining.schedules` with several stages a rank.
+        stages (`Sequence[int]`): indices of the first pipeline rank's stages.
+        total (`int`): number of stages.
+        ranks (`int`): number of pipeline ranks.
+        micro_batches (`int`): number of micro-batches.
+    """
+    known = [
+        SimpleNamespace(stage_index=stage, num_stages=total, group_size=ranks, group_rank=0, submod=None)
+        for stage in stages
+    ]
+    order = schedule(known, micro_batches).pipeline_order
+    return {rank: [action for action in row if action is not None] for rank, row in order.items()}
+
+
+# ---- transformers, accelerate and datasets ----
+
+
+def attention_implementation(config: PreTrainedConfig) -> str:
+    """Returns the name under which transformers registers the attention function that a model calls."""
+    return config._attn_implementation
+
+
+def set_attention_implementation(config: PreTrainedConfig, name: str) -> None:
+    """Makes the modules that have this configuration call another registered attention function."""
+    config._attn_implementation = name
+
+
+def model_from_config(family: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Returns a new model of a class; the public `from_config` exists for `AutoModel` classes alone."""
+    return family._from_config(config, dtype=dtype)
+
+
+def has_peft_adapters(model: PreTrainedModel) -> bool:
+    """Returns True if `model.add_adapter` or `load_adapter` was called."""
+    return model._hf_peft_config_loaded
+
+
+def unsaved_keys(model: PreTrainedModel) -> set[str]:
+    """Returns the names of weights that `save_pretrained` leaves out, such as a tied head's."""
+    return set(model._keys_to_ignore_on_save or ())
+
+
+def drop_harmless_keys(model: PreTrainedModel, report: Any) -> None:
+    """Takes the keys that the family says are no loss out of a `LoadStateDictInfo`, in place."""
+    model._adjust_missing_and_unexpected_keys(report)
+
+
+def default_max_length(config: GenerationConfig) -> int:
+    """Returns the number of tokens, prompt included, that `generate` stops at if nothing says otherwise."""
+    return config._get_default_generation_params()["max_length"]
+
+
+def register_dataloader(state: GradientState, loader: Any) -> None:
+    """Makes a data loader the active one of accelerate, which asks it for `end_of_dataloader` and `remainder`."""
+    state._add_dataloader(loader)
+
+
+def unregister_dataloader(state: GradientState, loader: Any) -> None:
+    """Takes back [`register_dataloader`]."""
+    state._remove_dataloader(loader)
+
+
+def keep_dataloader(accelerator: Accelerator, loader: Any) -> None:
+    """Adds a data loader to those that `Accelerator.prepare` has made, whose states accelerate knows."""
+    accelerator._dataloaders.append(loader)
+
+
+def mark_step_skipped(optimizer: AcceleratedOptimizer, skipped: bool) -> None:
+    """Sets `optimizer.step_was_skipped`, which Trainer asks before it steps the learning rate."""
+    optimizer._is_overflow = skipped
+
+
+def row_indices(dataset: datasets.Dataset) -> Any | None:
+    """Returns the positions of a dataset's rows in its table, an array [rows]; None if they are in the table's order.
+
+    Expects that `select`, `shuffle` and `sort` keep them in the first column of `_indices`.
+    """
+    return None if dataset._indices is None else dataset._indices.column(0).to_numpy()
