@@ -1,0 +1,382 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""A plan compiled for one model: the ranks, layouts, weight meshes and process groups of every stage and layer.
+
+[`resolve`] compiles a plan once; the runtime reads the result and derives nothing from strategies again. Importing
+this module needs no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from galvatron_hf.plan.layout import AttentionHeads, Layout, block_sizes, vocabulary_layouts
+from galvatron_hf.plan.pipeline_shape import PipelineShape
+from galvatron_hf.plan.plan import ParallelPlan
+from galvatron_hf.plan.strategies import LayerStrategy, Precision, VocabularyStrategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupKey:
+    """Names groups of a stage's ranks: `size` ranks that are `stride` apart in the stage's order."""
+
+    stride: int
+    size: int
+
+    def groups(self, ranks: Sequence[int]) -> list[tuple[int, ...]]:
+        """
+        Returns the groups, which tile the ranks of a stage, each in the stage's order.
+
+        Raises:
+            ValueError: If `stride * size` does not divide the number of ranks.
+        """
+        span = self.stride * self.size
+        if span < 1 or len(ranks) % span:
+            raise ValueError(
+                f"Groups of {self.size} ranks that are {self.stride} apart cannot tile a stage of {len(ranks)} ranks;"
+                f" use a stride and a size whose product is a divisor of {len(ranks)}."
+            )
+        starts = (start + offset for start in range(0, len(ranks), span) for offset in range(self.stride))
+        return [tuple(ranks[start : start + span : self.stride]) for start in starts]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshShape:
+    """The axes over which weights are spread, tensor innermost: `replicate * shard * tensor` ranks.
+
+    Attributes:
+        replicate (`int`): copies of the weights.
+        shard (`int`): ranks that shard one copy.
+        tensor (`int`): ranks that cut each weight.
+    """
+
+    replicate: int
+    shard: int
+    tensor: int
+
+    @classmethod
+    def from_strategy(cls, strategy: LayerStrategy | VocabularyStrategy, ranks: int) -> MeshShape:
+        """Returns the mesh of a strategy on a stage of `ranks` ranks."""
+        shard = strategy.resolved_shard_degree(ranks)
+        return cls(replicate=ranks // (shard * strategy.tensor), shard=shard, tensor=strategy.tensor)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.replicate, self.shard, self.tensor
+
+    @property
+    def keys(self) -> tuple[GroupKey, ...]:
+        """The groups along each axis."""
+        strides = self.shard * self.tensor, self.tensor, 1
+        return tuple(GroupKey(stride=stride, size=size) for stride, size in zip(strides, self.sizes, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedLayer:
+    """One layer on its stage.
+
+    Attributes:
+        index (`int`): its global index.
+        strategy ([`LayerStrategy`]): its strategy.
+        source (`Layout`, *optional*): the layout in which hidden states enter; None for the embedding's, which depends
+            on the number of rows.
+        layout (`Layout`): the layout in which it computes and returns them.
+        attention_layout (`Layout`): the layout of what enters the attention module; Megatron-SP has gathered
+            positions by then.
+        pack_layout (`Layout`): the packs of a packed row, each whole, that its sequence ranks attend to together.
+        weights ([`MeshShape`]): the mesh of its weights.
+        heads ([`AttentionHeads`]): the heads of a rank.
+    """
+
+    index: int
+    strategy: LayerStrategy
+    source: Layout | None
+    layout: Layout
+    attention_layout: Layout
+    pack_layout: Layout
+    weights: MeshShape
+    heads: AttentionHeads
+
+    @property
+    def ulysses(self) -> GroupKey:
+        """The ranks that exchange positions for heads."""
+        return GroupKey(stride=self.strategy.tensor, size=self.strategy.ulysses)
+
+    @property
+    def head_shards(self) -> int:
+        """Number of ranks that compute different heads of the same rows."""
+        return self.strategy.tensor * self.strategy.ulysses
+
+    @property
+    def keys(self) -> tuple[GroupKey, ...]:
+        """All groups that the layer communicates in."""
+        return *self.weights.keys, *([self.ulysses] if self.ulysses.size > 1 else [])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedVocabulary:
+    """The embedding or the head on its stage.
+
+    Attributes:
+        strategy ([`VocabularyStrategy`]): its strategy.
+        weights ([`MeshShape`]): the mesh of its weights.
+    """
+
+    strategy: VocabularyStrategy
+    weights: MeshShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedStage:
+    """One stage of the pipeline.
+
+    Attributes:
+        index (`int`): its index in the plan.
+        ranks (`tuple[int, ...]`): its global ranks, in the plan's order.
+        pipeline_rank (`int`): the pipeline rank that runs it.
+        layers (`tuple[ResolvedLayer, ...]`): its layers.
+        is_first, is_last (`bool`): whether it has the embedding, and the head.
+    """
+
+    index: int
+    ranks: tuple[int, ...]
+    pipeline_rank: int
+    layers: tuple[ResolvedLayer, ...]
+    is_first: bool
+    is_last: bool
+
+    @property
+    def span(self) -> range:
+        """Global indices of its layers."""
+        return range(self.layers[0].index, self.layers[-1].index + 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankGroup:
+    """A process group that the plan needs.
+
+    Attributes:
+        ranks (`tuple[int, ...]`): its global ranks, numbered in this order.
+        copies (`int`): how many groups of these ranks are made, so that their transfers do not wait for each other.
+        joins_stages (`bool`): whether it joins ranks of different stages.
+    """
+
+    ranks: tuple[int, ...]
+    copies: int = 1
+    joins_stages: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndLayouts:
+    """The layouts of one micro-batch outside the layers.
+
+    Attributes:
+        embedding (`Layout`): the layout in which the embedding returns hidden states.
+        head (`Layout`): the layout in which the head takes them.
+        boundary (`Layout`): their layout between two stages.
+    """
+
+    embedding: Layout
+    head: Layout
+    boundary: Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedPlan:
+    """
+    A plan with everything that follows from it for one model.
+
+    Attributes:
+        plan ([`ParallelPlan`]): the plan.
+        pipeline ([`PipelineShape`]): which pipeline rank runs each stage.
+        stages (`tuple[ResolvedStage, ...]`): the stages in execution order.
+        embedding, head ([`ResolvedVocabulary`]): the ends of the model.
+        tied (`bool`): whether embedding and head share one weight.
+    """
+
+    plan: ParallelPlan
+    pipeline: PipelineShape
+    stages: tuple[ResolvedStage, ...]
+    embedding: ResolvedVocabulary
+    head: ResolvedVocabulary
+    tied: bool
+
+    @property
+    def layers(self) -> tuple[ResolvedLayer, ...]:
+        """The layers of all stages."""
+        return tuple(layer for stage in self.stages for layer in stage.layers)
+
+    @property
+    def precision(self) -> Precision:
+        """The plan's number formats, fp32 by default."""
+        return self.plan.precision or Precision()
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of a stage."""
+        return len(self.stages[0].ranks)
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether there are several stages."""
+        return len(self.stages) > 1
+
+    def stages_of_rank(self, rank: int) -> tuple[ResolvedStage, ...]:
+        """Returns the stages that a global rank runs."""
+        return tuple(stage for stage in self.stages if rank in stage.ranks)
+
+    # ---- Shapes of micro-batches ----
+
+    @cached_property
+    def sequence_degree(self) -> int:
+        """A multiple of the number of position pieces of every layer."""
+        return math.lcm(*(layer.layout.positions for layer in self.layers))
+
+    @cached_property
+    def data_degree(self) -> int:
+        """Rows that give every data rank of every layer one."""
+        return max(layer.layout.data for layer in self.layers)
+
+    def end_layouts(self, rows: int) -> EndLayouts:
+        """Returns the layouts outside the layers of a micro-batch of `rows` rows."""
+        tensors = self.embedding.strategy.tensor, self.head.strategy.tensor, 1
+        embedding, head, boundary = (Layout.from_vocabulary(tensor, self.stage_size, rows) for tensor in tensors)
+        return EndLayouts(embedding=embedding, head=head, boundary=boundary)
+
+    def padded(self, rows: int, length: int, *, logits: bool = False) -> tuple[int, int]:
+        """
+        Returns the rows and positions of a micro-batch after padding, with which every rank has some in every layout.
+
+        Args:
+            rows (`int`): Rows of the micro-batch.
+            length (`int`): Positions of a row.
+            logits (`bool`): Whether every rank is to have logits of a row of its own.
+        """
+        rows = max(rows, self.stage_size if logits else self.data_degree)
+        ends = self.end_layouts(rows)
+        degrees = [self.sequence_degree, ends.embedding.positions, ends.head.positions]
+        multiple = math.lcm(*degrees, *([ends.boundary.positions] if self.is_pipeline else []))
+        return rows, -(-length // multiple) * multiple
+
+    @cached_property
+    def packs(self) -> int:
+        """Packs of a packed row: a multiple of the data ranks of every layer."""
+        return math.lcm(*(layer.layout.data for layer in self.layers))
+
+    @cached_property
+    def pack_end_layouts(self) -> EndLayouts:
+        """The layouts outside the layers of a packed row: its packs are shared as rows are."""
+
+        def layout(tensor: int) -> Layout:
+            return Layout.from_vocabulary(tensor, self.stage_size, math.gcd(self.stage_size // tensor, self.packs))
+
+        embedding, head = (layout(end.strategy.tensor) for end in (self.embedding, self.head))
+        return EndLayouts(embedding=embedding, head=head, boundary=layout(1))
+
+    @cached_property
+    def pack_multiple(self) -> int:
+        """The number of positions of each pack is a multiple of this, so that sequence ranks hold equally many."""
+        ends = self.pack_end_layouts
+        positions = ends.embedding.positions, ends.head.positions, ends.boundary.positions
+        return math.lcm(self.sequence_degree, *positions)
+
+    # ---- Process groups ----
+
+    @cached_property
+    def neighbours(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of pipeline ranks that exchange hidden states."""
+        pairs = itertools.pairwise(self.pipeline.rank_group_of_stage)
+        return tuple(sorted({tuple(sorted(pair)) for pair in pairs if pair[0] != pair[1]}))
+
+    @cached_property
+    def groups(self) -> tuple[RankGroup, ...]:
+        """All process groups in the order in which every rank of the world makes them."""
+        groups = []
+        for stage in self.stages:
+            keys = [GroupKey(stride=1, size=size) for size in self._block_sizes(stage)]
+            keys += [key for layer in stage.layers for key in layer.keys]
+            keys += self.embedding.weights.keys if stage.is_first else ()
+            keys += self.head.weights.keys if stage.is_last else ()
+            groups += [RankGroup(ranks=ranks) for key in keys for ranks in key.groups(stage.ranks)]
+        if self.is_pipeline:
+            pipeline_ranks = self.plan.rank_groups
+            groups += _joined(pipeline_ranks)
+            for pair in self.neighbours:
+                groups += _joined([pipeline_ranks[index] for index in pair], copies=2)
+            first, last = self.stages[0].ranks, self.stages[-1].ranks
+            if self.tied and first != last:
+                groups += _joined([first, last])
+        return tuple(dict.fromkeys(groups))
+
+    def _block_sizes(self, stage: ResolvedStage) -> list[int]:
+        """Returns the sizes of the aligned blocks in which hidden states are redistributed, and the stage's size."""
+        size, layouts = len(stage.ranks), [layer.layout for layer in stage.layers]
+        before = self.embedding.strategy.tensor if stage.is_first else 1
+        after = self.head.strategy.tensor if stage.is_last else 1
+        chains = [layouts]
+        chains += [[start, layouts[0]] for start in vocabulary_layouts(before, size)]
+        chains += [[layouts[-1], stop] for stop in vocabulary_layouts(after, size)]
+        sizes = {size, *(block for chain in chains for block in block_sizes(chain))}
+        return sorted(sizes - {1})
+
+
+def _joined(lists: Iterable[Sequence[int]], copies: int = 1) -> list[RankGroup]:
+    """Returns groups of the ranks that have the same index in each of several stages."""
+    return [RankGroup(ranks=ranks, copies=copies, joins_stages=True) for ranks in zip(*lists, strict=True)]
+
+
+def resolve(plan: ParallelPlan, *, heads: Sequence[tuple[int, int]], tied: bool) -> ResolvedPlan:
+    """
+    Compiles a plan for a model.
+
+    Args:
+        plan ([`ParallelPlan`]): A plan that fits the model.
+        heads (`Sequence[tuple[int, int]]`): Attention heads and key/value heads of each layer.
+        tied (`bool`): Whether embedding and head share one weight.
+    """
+    pipeline, stages = PipelineShape.from_plan(plan), []
+    for index, stage in enumerate(plan.stages):
+        layers: list[ResolvedLayer] = []
+        for layer in range(*stage.layers):
+            layout = Layout.from_strategy(plan.layers[layer], len(stage.ranks))
+            # The stage moves what it receives to the layout of its first layer.
+            source = layers[-1].layout if layers else (layout if index > 0 else None)
+            layers.append(_resolve_layer(layer, plan.layers[layer], len(stage.ranks), source, heads[layer]))
+        stages.append(
+            ResolvedStage(
+                index=index,
+                ranks=stage.ranks,
+                pipeline_rank=pipeline.rank_group_of_stage[index],
+                layers=tuple(layers),
+                is_first=index == 0,
+                is_last=index == len(plan.stages) - 1,
+            )
+        )
+    embedding, head = (
+        ResolvedVocabulary(strategy=strategy, weights=MeshShape.from_strategy(strategy, len(stage.ranks)))
+        for strategy, stage in ((plan.embedding, plan.stages[0]), (plan.head, plan.stages[-1]))
+    )
+    return ResolvedPlan(plan=plan, pipeline=pipeline, stages=tuple(stages), embedding=embedding, head=head, tied=tied)
+
+
+def _resolve_layer(
+    index: int, strategy: LayerStrategy, ranks: int, source: Layout | None, heads: tuple[int, int]
+) -> ResolvedLayer:
+    layout = Layout.from_strategy(strategy, ranks)
+    query, key_value = heads
+    return ResolvedLayer(
+        index=index,
+        strategy=strategy,
+        source=source,
+        layout=layout,
+        attention_layout=Layout(layout.data, strategy.ulysses * strategy.context, strategy.tensor),
+        pack_layout=Layout(layout.data, 1, ranks // layout.data),
+        weights=MeshShape.from_strategy(strategy, ranks),
+        heads=AttentionHeads.from_degrees(
+            query=query, key_value=key_value, tensor=strategy.tensor, ulysses=strategy.ulysses
+        ),
+    )
