@@ -170,7 +170,7 @@ def test_the_two_halves_of_a_backward_give_the_gradients_of_the_whole():
     wanted = torch.autograd.grad(model(whole), [whole, *weights], gradient)
 
     received = whole.detach().requires_grad_()
-    found = compat.input_gradients(model(received), gradient, received, weights)
+    found = compat.input_gradients([model(received)], [gradient], [received], weights)
     torch.testing.assert_close(received.grad, wanted[0])
     assert all(weight.grad is None for weight in weights)
     compat.weight_gradients(weights, found)

@@ -19,7 +19,7 @@ from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy
 from galvatron_hf.profiler.trace.counting import count
 from galvatron_hf.profiler.trace.isolated_layers import Part, empty_model, layer_kinds
-from galvatron_hf.profiler.trace.shapes import model_shape
+from galvatron_hf.profiler.trace.shapes import model_shape_from_model
 from galvatron_hf.profiler.trace.tracing import CountedModel
 from ranks import run_ranks
 from test_memory import measure_saved
@@ -43,7 +43,7 @@ def one_thread():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shapes_hold_every_parameter_of_the_model_once(family):
     model = FAMILIES[family].build()
-    shape = model_shape(model)
+    shape = model_shape_from_model(model)
     weights = [*shape.embedding, *shape.final_norm, *shape.head, *(w for layer in shape.layers for w in layer)]
     assert sum(math.prod(weight.shape) for weight in weights) == model.num_parameters()
     assert len(shape.layers) == LAYERS
@@ -69,7 +69,7 @@ def test_shapes_of_a_model_without_memory_are_those_of_the_closed_form():
     expected = ModelShape.llama(
         vocab=97, hidden=32, intermediate=40, layers=3, heads=8, kv_heads=2, head_dim=4, tied=True
     )
-    found = model_shape(empty_model(config))
+    found = model_shape_from_model(empty_model(config))
     assert sorted(map(str, found.layers[2])) == sorted(map(str, expected.layers[2]))
     assert (found.embedding, found.head, found.final_norm) == (expected.embedding, expected.head, expected.final_norm)
 

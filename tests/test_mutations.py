@@ -15,6 +15,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from equivalence import Reference, compare, observe, reference
+from galvatron_hf.models.parameter_specs import ParameterSpec
 from galvatron_hf.parallel import model
 from galvatron_hf.parallel import parallelize as apply
 from galvatron_hf.parallel.activation.redistribute import view
@@ -109,17 +110,18 @@ def without_key_value_sums() -> contextlib.AbstractContextManager:
     original = tensor.LocalParameter.local
 
     def local(view: tensor.LocalParameter) -> torch.Tensor:
-        if view.rows is None:
+        if view.features is None:
             return original(view)
         whole = view.module._parameters[view.name].to_local()
-        return whole.narrow(0, view.rows[0], view.rows[1] - view.rows[0])
+        return whole.narrow(0, view.features[0], view.features[1] - view.features[0])
 
     return patch.object(tensor.LocalParameter, "local", local)
 
 
 def without_copied_rows() -> contextlib.AbstractContextManager:
     """Every rank uses the first key/value head."""
-    return patch.object(tensor, "_copied_rows", lambda heads, degree, index: (0, heads.dim))
+    original = ParameterSpec.used_features
+    return patch.object(ParameterSpec, "used_features", lambda spec, degree, index: original(spec, degree, 0))
 
 
 def counted(difference: int) -> Callable[[], contextlib.AbstractContextManager]:

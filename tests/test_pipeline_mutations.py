@@ -55,7 +55,8 @@ def only_the_last_counts(original, pipeline: Pipeline, step, action) -> None:
 
 def zero_gradient(original, pipeline: Pipeline, step, action, kept) -> None:
     if kept.received is not None and action.micro_batch == 2:
-        kept.received.grad.zero_()
+        for leaf in kept.received:
+            leaf.grad.zero_()
     original(pipeline, step, action, kept)
 
 
@@ -88,7 +89,9 @@ def activations_of_the_micro_batch_before() -> contextlib.AbstractContextManager
 
 
 def without_gradient(original, forward: ModelRunner, stage, batch, received=None):
-    return original(forward, stage, batch, None if received is None else received.detach())
+    return original(
+        forward, stage, batch, received and received.replace(tensor.detach() for tensor in received.tensors.values())
+    )
 
 
 def loss_on_every_stage(original, pipeline: Pipeline, batches, loss_of) -> list[torch.Tensor]:

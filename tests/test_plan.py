@@ -131,7 +131,7 @@ def test_the_design_example_is_read_as_written():
     plan = ParallelPlan.from_json(EXAMPLE)
     assert plan.num_layers == 12 and plan.world_size == 8 and plan.micro_batches == 4
     assert plan.stages[1] == Stage(ranks=(4, 5, 6, 7), layers=(6, 12))
-    assert [plan.stage_of(layer).ranks[0] for layer in range(12)] == [0] * 6 + [4] * 6
+    assert [(stage.ranks[0], stage.layers) for stage in plan.stages] == [(0, (0, 6)), (4, (6, 12))]
     layer = plan.layers[11]
     assert (layer.tensor, layer.megatron_sp, layer.sharding, layer.shard_degree) == (2, True, "zero3", 2)
     assert layer.data_degree(4) == 2 and layer.sequence_degree == 2

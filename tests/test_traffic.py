@@ -22,7 +22,7 @@ from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy
 from galvatron_hf.planner.cost import traffic
 from galvatron_hf.planner.cost.traffic import Traffic, step_traffic
-from galvatron_hf.profiler.trace.shapes import model_shape
+from galvatron_hf.profiler.trace.shapes import model_shape_from_model
 from plans import mixed_plans, uniform, uniform_plans, untied_plans
 from ranks import run_ranks
 from tiny_models import BATCHES, FAMILIES
@@ -55,7 +55,7 @@ def check_steps(world_size: int, cases: dict[str, tuple[str, str, ParallelPlan]]
     """Runs one step of each case (family, batch, plan) and compares it with the formula on every rank."""
     batches = BATCHES | {"long": long_rows}
     models = {family: FAMILIES[family].build() for family, _, _ in cases.values()}
-    shapes = {family: model_shape(model) for family, model in models.items()}
+    shapes = {family: model_shape_from_model(model) for family, model in models.items()}
 
     def work() -> dict[str, tuple[int, Counter, bool]]:
         seen, world = {}, WorldMesh("cpu")
@@ -164,7 +164,7 @@ def test_llamas_shape_is_the_models():
             attention_bias=config.attention_bias,
             mlp_bias=config.mlp_bias,
         )
-        read = model_shape(model)
+        read = model_shape_from_model(model)
         assert [Counter(weights) for weights in shape.layers] == [Counter(weights) for weights in read.layers]
         assert replace(shape, layers=read.layers) == read
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from galvatron_hf.data.placement import Placement
+from galvatron_hf.models.losses import IGNORED, shift_targets
 from galvatron_hf.parallel.activation.documents import PADDING, Documents
-from galvatron_hf.parallel.activation.micro_batch import IGNORED, shift_targets
 
 
 _PACKED = {"input_ids", "attention_mask", "position_ids", "labels", "shift_labels"}

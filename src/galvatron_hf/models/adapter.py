@@ -1,21 +1,23 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What the runtime needs to know of a model family, declared as data."""
+"""Describes a model family as data: its stacks of layers, its inputs, and its ends."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from galvatron_hf.models.heads import Heads
+from galvatron_hf.models.losses import NEXT_TOKEN, LossKind
 
 
 class Style(Enum):
-    """How a module of a layer is cut over the tensor ranks."""
+    """How tensor ranks hold a module of a layer."""
 
     COLUMN = "column"  # output features cut: every rank computes its own heads or channels
     ROW = "row"  # input features cut: outputs are summed over the ranks
@@ -37,7 +39,7 @@ class Fused:
 
 @dataclass(frozen=True, kw_only=True)
 class LogitTransform:
-    """What the family does to the logits after the head: `softcap * tanh(scale * z / softcap)`, or `scale * z`."""
+    """The function that the family applies to logits `z`: `softcap * tanh(scale * z / softcap)`, or `scale * z`."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -50,98 +52,162 @@ class LogitTransform:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderAdapter:
-    """One family of causal language models.
+class LayerInputs:
+    """Names of the tensors that the base model passes to a layer after its hidden states.
 
     Attributes:
-        layers (`str`): name of the module list inside the base model.
-        final_norm (`str`): name of the norm between the last layer and the head.
-        attention (`str`): name of the attention module inside a layer.
-        regions (`tuple[str, ...]`): modules of a layer whose input enters a tensor-parallel region.
-        styles (`Mapping[str, Style]`): from module name inside a layer to its style; empty when tensor degrees over 1
-            are not supported.
-        unsupported (`str`, *optional*): why `styles` is empty.
-        fused (`Mapping[str, Fused]`): from module name inside a layer to its parts.
-        key_value (`tuple[str, ...]`): the modules that compute keys and values, cut by key/value heads.
-        query (`tuple[str, ...]`): the modules that compute queries, cut by attention heads.
-        positional (`tuple[str, ...]`): learned position embeddings inside the base model, looked up beside the tokens.
-        local_attributes (`Mapping[str, str]`): attributes of modules of a layer that count heads or features and are
-            divided with them: from "module.attribute" to "heads" or "key_value_heads".
-        logit_transform (`Callable[[PreTrainedConfig], LogitTransform]`): what follows the head.
+        states (`tuple[str, ...]`): tensors in the layout of the hidden states, which are moved with them.
+        split_with_positions (`frozenset[str]`): tensors, or tuples of them, [1 or B, S, ...]: a rank takes its rows
+            and positions.
+        whole_positions (`frozenset[str]`): tensors [1 or B, S]: attention takes a rank's rows and all their positions.
     """
 
+    states: tuple[str, ...] = ()
+    split_with_positions: frozenset[str] = frozenset({"position_embeddings"})
+    whole_positions: frozenset[str] = frozenset({"position_ids", "cache_position"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackAdapter:
+    """One stack of layers of a model. Module names are those inside the base model, or inside a layer.
+
+    Attributes:
+        name (`str`): its name in a plan's `stacks`.
+        layers (`str`): the module list inside the base model.
+        final_norm (`str`): the norm after the last layer, inside the base model.
+        positional (`tuple[str, ...]`): learned position embeddings inside the base model.
+        attention (`tuple[str, ...]`): the attention modules of a layer.
+        regions (`tuple[str, ...]`): modules of a layer whose input enters a tensor-parallel region.
+        styles (`Mapping[str, Style]`): from module of a layer to its style; empty if the stack supports no tensor
+            degree over 1.
+        unsupported (`str`, *optional*): the reason why `styles` is empty.
+        fused (`Mapping[str, Fused]`): from module of a layer to its parts.
+        key_value (`tuple[str, ...]`): the modules that compute keys and values, cut by key/value heads.
+        local_attributes (`Mapping[str, str]`): attributes of modules of a layer that count heads or features and are
+            divided with them: from "module.attribute" to "heads" or "key_value_heads".
+        heads (`Callable[[PreTrainedConfig], Heads]`): the head counts of its attention.
+        layer_count (`str`): the configuration's attribute that counts the layers.
+        layer_types (`str`): the configuration's list with the type of each layer, which some families have.
+        inputs ([`LayerInputs`]): the tensors that its layers take after the hidden states.
+    """
+
+    name: str = "decoder"
     layers: str = "layers"
     final_norm: str = "norm"
-    attention: str = "self_attn"
+    positional: tuple[str, ...] = ()
+    attention: tuple[str, ...] = ("self_attn",)
     regions: tuple[str, ...] = ("self_attn", "mlp")
     styles: Mapping[str, Style] = field(default_factory=dict)
     unsupported: str | None = None
     fused: Mapping[str, Fused] = field(default_factory=dict)
     key_value: tuple[str, ...] = ("self_attn.k_proj", "self_attn.v_proj")
-    query: tuple[str, ...] = ("self_attn.q_proj",)
-    positional: tuple[str, ...] = ()
     local_attributes: Mapping[str, str] = field(default_factory=dict)
-    logit_transform: Callable[[PreTrainedConfig], LogitTransform] = lambda config: LogitTransform()
+    heads: Callable[[PreTrainedConfig], Heads] = Heads.from_config
+    layer_count: str = "num_hidden_layers"
+    layer_types: str = "layer_types"
+    inputs: LayerInputs = field(default_factory=LayerInputs)
 
-    def part_style(self, name: str) -> Style | None:
-        """Style of a module of a layer; the parts of a fused projection have the style of the whole."""
+    def style(self, name: str) -> Style | None:
+        """Returns the style of a module of a layer; the parts of a fused projection have the style of the whole."""
         owner = name.rsplit(".", 1)[0]
         return self.styles.get(name) or (self.styles.get(owner) if owner in self.fused else None)
 
+    def in_region(self, name: str) -> bool:
+        """Tells whether a module of a layer lies in a tensor-parallel region."""
+        return any(name == region or name.startswith(f"{region}.") for region in self.regions)
+
+    def types(self, config: PreTrainedConfig) -> list[str] | None:
+        """Returns the type of each layer; None in families whose layers have one type."""
+        return getattr(config, self.layer_types, None)
+
+
+def masks_by_type(config: PreTrainedConfig, mask: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+    """Returns a prepared attention mask in the form in which the family takes it: one, or one for each layer type."""
+    types = getattr(config, "layer_types", None)
+    return mask if types is None else dict.fromkeys(types, mask)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Heads:
-    """Head counts of a model.
+class LayerPlace:
+    """The place of a layer in its model.
 
     Attributes:
-        query (`int`): attention heads.
-        key_value (`int`): key/value heads.
-        dim (`int`): features of a head.
+        index (`int`): its global index, which counts on from stack to stack.
+        stack ([`StackAdapter`]): its stack.
+        local_index (`int`): its index in the stack.
     """
 
-    query: int
-    key_value: int
-    dim: int
+    index: int
+    stack: StackAdapter
+    local_index: int
 
-    @classmethod
-    def of(cls, config: PreTrainedConfig) -> Heads:
-        """Reads them from a configuration."""
-        query = config.num_attention_heads
-        key_value = getattr(config, "num_key_value_heads", None) or query
-        dim = getattr(config, "head_dim", None) or config.hidden_size // query
-        return cls(query=query, key_value=key_value, dim=dim)
+    @property
+    def name(self) -> str:
+        """The name of the layer inside the base model."""
+        return f"{self.stack.layers}.{self.local_index}"
 
-    def local_key_value(self, tensor: int) -> int:
-        """Key/value heads on each of `tensor` ranks; with fewer heads than ranks every rank keeps a copy of one."""
-        return max(1, self.key_value // tensor)
-
-    def supports_tensor(self, tensor: int) -> bool:
-        """Whether `tensor` ranks can share the heads evenly."""
-        even = self.key_value % tensor == 0 or tensor % self.key_value == 0
-        return self.query % tensor == 0 and even
-
-    def supports(self, tensor: int, ulysses: int) -> bool:
-        """Whether the heads of a tensor rank can also be shared by `ulysses` ranks."""
-        return self.supports_tensor(tensor) and (self.query // tensor) % ulysses == 0
-
-    def largest(self, tensor: int, ulysses: int) -> tuple[int, int]:
-        """The pair of degrees nearest below that the heads support."""
-        tensor = max(t for t in range(1, tensor + 1) if self.supports_tensor(t))
-        return tensor, math.gcd(self.query // tensor, ulysses)
+    def type(self, config: PreTrainedConfig) -> str | None:
+        """Returns the type of the layer; None in families whose layers have one type."""
+        types = self.stack.types(config)
+        return None if types is None else types[self.local_index]
 
 
-class FusedProjection(nn.Module):
-    """Parts of a fused projection, computed one by one and joined; replaces the fused module in place.
+@dataclass(frozen=True, kw_only=True)
+class ModelAdapter:
+    """One model family: stacks of layers between an embedding and a head.
 
-    Args:
-        parts (`dict[str, nn.Module]`): linear modules, in the order of the fused output.
+    Attributes:
+        stacks (`tuple[StackAdapter, ...]`): in the order of the forward pass.
+        logit_transform (`Callable[[PreTrainedConfig], LogitTransform]`): what the family does after its head.
+        loss ([`LossKind`]): what the family computes from labels and logits.
     """
 
-    def __init__(self, parts: dict[str, nn.Module]):
-        super().__init__()
-        for name, part in parts.items():
-            self.add_module(name, part)
+    stacks: tuple[StackAdapter, ...] = (StackAdapter(),)
+    logit_transform: Callable[[PreTrainedConfig], LogitTransform] = lambda config: LogitTransform()
+    loss: LossKind = NEXT_TOKEN
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[B, S, H] to [B, S, sum of the parts' features]."""
-        return torch.cat([part(hidden) for part in self.children()], dim=-1)
+    def stack_sizes(self, model: PreTrainedModel) -> dict[str, int]:
+        """Returns the number of layers of each stack, as a plan's `stacks` has them."""
+        return {stack.name: len(model.base_model.get_submodule(stack.layers)) for stack in self.stacks}
+
+    def places(self, model: PreTrainedModel) -> list[LayerPlace]:
+        """Returns the place of every layer in the order of global indices."""
+        sizes = self.stack_sizes(model)
+        locals_ = [(stack, index) for stack in self.stacks for index in range(sizes[stack.name])]
+        return [LayerPlace(index=i, stack=stack, local_index=local) for i, (stack, local) in enumerate(locals_)]
+
+    def layers(self, model: PreTrainedModel) -> list[nn.Module]:
+        """Returns the layers of all stacks in the order of global indices."""
+        return [layer for stack in self.stacks for layer in model.base_model.get_submodule(stack.layers)]
+
+    def keep_layers(self, model: PreTrainedModel, stack: StackAdapter, local_indices: list[int]) -> None:
+        """Drops all other layers of a stack, from the model and from its configuration."""
+        base = model.base_model
+        whole = base.get_submodule(stack.layers)
+        base.set_submodule(stack.layers, nn.ModuleList([whole[index] for index in local_indices]))
+        for config in {id(config): config for config in (model.config, base.config)}.values():
+            types = stack.types(config)
+            if types is not None:
+                setattr(config, stack.layer_types, [types[index] for index in local_indices])
+            setattr(config, stack.layer_count, len(local_indices))
+
+    def embeddings(self, model: PreTrainedModel) -> list[nn.Module]:
+        """Returns the token embedding, then the learned position embeddings."""
+        names = [name for stack in self.stacks for name in stack.positional]
+        return [model.get_input_embeddings(), *(model.base_model.get_submodule(name) for name in names)]
+
+    def final_norm(self, model: PreTrainedModel) -> nn.Module:
+        """Returns the norm between the last layer and the head."""
+        return model.base_model.get_submodule(self.stacks[-1].final_norm)
+
+    def head(self, model: PreTrainedModel) -> nn.Module:
+        """Returns the module that makes logits from hidden states."""
+        return model.get_output_embeddings()
+
+    def ties_embeddings(self, model: PreTrainedModel) -> bool:
+        """Tells whether embedding and head share one weight."""
+        return self.head(model).weight is self.embeddings(model)[0].weight
+
+    def state_features(self, config: PreTrainedConfig) -> dict[str, int]:
+        """Returns the features of each tensor that passes from layer to layer, and so between pipeline stages."""
+        return {"hidden": config.hidden_size}

@@ -1,17 +1,15 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""One adapter per family of causal language models; most are read off the family's own tensor-parallel plan."""
+"""The adapter of each family of causal language models; most are read off the family's own tensor-parallel plan."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from galvatron_hf.models.adapter import DecoderAdapter, Fused, Heads, LogitTransform, Style
+from galvatron_hf.models.adapter import Fused, LogitTransform, ModelAdapter, StackAdapter, Style
+from galvatron_hf.models.heads import Heads
 from galvatron_hf.utils.compat import has_peft_adapters
 
 
@@ -23,14 +21,14 @@ _STYLES = {
 
 
 def _qkv_sizes(config: PreTrainedConfig) -> tuple[int, ...]:
-    heads = Heads.of(config)
+    heads = Heads.from_config(config)
     return heads.query * heads.dim, heads.key_value * heads.dim, heads.key_value * heads.dim
 
 
-GPT2 = DecoderAdapter(
+GPT2 = StackAdapter(
     layers="h",
     final_norm="ln_f",
-    attention="attn",
+    attention=("attn",),
     regions=("attn", "mlp"),
     styles={
         "attn.c_attn": Style.COLUMN,
@@ -39,13 +37,12 @@ GPT2 = DecoderAdapter(
         "mlp.c_proj": Style.ROW,
     },
     fused={"attn.c_attn": Fused(parts=("query", "key", "value"), sizes=_qkv_sizes)},
-    query=("attn.c_attn.query",),
     key_value=("attn.c_attn.key", "attn.c_attn.value"),
     positional=("wpe",),
     local_attributes={"attn.split_size": "heads", "attn.num_heads": "heads", "attn.embed_dim": "heads"},
 )
 
-PHI3 = DecoderAdapter(
+PHI3 = StackAdapter(
     styles={
         "self_attn.qkv_proj": Style.COLUMN,
         "self_attn.o_proj": Style.ROW,
@@ -56,7 +53,6 @@ PHI3 = DecoderAdapter(
         "self_attn.qkv_proj": Fused(parts=("query", "key", "value"), sizes=_qkv_sizes),
         "mlp.gate_up_proj": Fused(parts=("gate", "up"), sizes=lambda config: (config.intermediate_size,) * 2),
     },
-    query=("self_attn.qkv_proj.query",),
     key_value=("self_attn.qkv_proj.key", "self_attn.qkv_proj.value"),
     local_attributes={
         "self_attn.config.num_attention_heads": "heads",
@@ -64,7 +60,7 @@ PHI3 = DecoderAdapter(
     },
 )
 
-_TABLES = {"gpt2": GPT2, "phi3": PHI3}
+_STACKS = {"gpt2": GPT2, "phi3": PHI3}
 
 _LOGIT_TRANSFORMS = {
     "gemma2": lambda config: LogitTransform(softcap=config.final_logit_softcapping),
@@ -75,8 +71,8 @@ _LOGIT_TRANSFORMS = {
 }
 
 
-def adapter_for(model: PreTrainedModel) -> DecoderAdapter:
-    """The adapter of a model's family.
+def adapter_for(model: PreTrainedModel) -> ModelAdapter:
+    """Returns the adapter of a model's family.
 
     Raises:
         ValueError: if the model is not a causal language model of decoder layers, or does something after its head
@@ -84,14 +80,16 @@ def adapter_for(model: PreTrainedModel) -> DecoderAdapter:
     """
     _check_kind(model)
     family = model.config.model_type
-    adapter = _TABLES.get(family) or _adapter_from_tensor_plan(model)
-    adapter = replace(adapter, logit_transform=_LOGIT_TRANSFORMS.get(family, adapter.logit_transform))
+    adapter = ModelAdapter(
+        stacks=(_STACKS.get(family) or _stack_from_tensor_plan(model),),
+        logit_transform=_LOGIT_TRANSFORMS.get(family, lambda config: LogitTransform()),
+    )
     _check_structure(model, adapter)
     _check_head(model, adapter)
     return adapter
 
 
-def _adapter_from_tensor_plan(model: PreTrainedModel) -> DecoderAdapter:
+def _stack_from_tensor_plan(model: PreTrainedModel) -> StackAdapter:
     """Reads the styles of a layer's modules off `base_model_tp_plan`, which the family ships."""
     name = type(model).__name__
     if getattr(model.config, "is_encoder_decoder", False):
@@ -113,7 +111,7 @@ def _adapter_from_tensor_plan(model: PreTrainedModel) -> DecoderAdapter:
         styles[module] = _STYLES[style]
     if any("expert" in module for module in plan):
         raise ValueError(f"{name} has expert layers, which are not supported yet; use a dense model.")
-    return DecoderAdapter(styles={} if unsupported else styles, unsupported=unsupported)
+    return StackAdapter(styles={} if unsupported else styles, unsupported=unsupported)
 
 
 def _check_kind(model: PreTrainedModel) -> None:
@@ -128,19 +126,20 @@ def _check_kind(model: PreTrainedModel) -> None:
         )
 
 
-def _check_structure(model: PreTrainedModel, adapter: DecoderAdapter) -> None:
+def _check_structure(model: PreTrainedModel, adapter: ModelAdapter) -> None:
     name, base = type(model).__name__, model.base_model
     if base is model or model.get_output_embeddings() is None:
         raise ValueError(
             f"{name} has no language-model head, so its loss cannot be placed; use an AutoModelForCausalLM class."
         )
-    for attribute in (adapter.layers, adapter.final_norm, *adapter.positional):
+    named = [name for stack in adapter.stacks for name in (stack.layers, stack.final_norm, *stack.positional)]
+    for attribute in named:
         if attribute not in dict(base.named_children()):
             raise ValueError(
                 f"{type(base).__name__} has no module {attribute!r}, which its adapter names; "
                 "use a family whose decoder is built like Llama's, or add an adapter."
             )
-    if model.loss_function is not ForCausalLMLoss:
+    if model.loss_function is not adapter.loss.function:
         raise ValueError(
             f"{name} computes {getattr(model.loss_function, '__name__', model.loss_function)!r}, not the causal LM "
             "loss; use an AutoModelForCausalLM class, or pass compute_loss_func."
@@ -150,7 +149,7 @@ def _check_structure(model: PreTrainedModel, adapter: DecoderAdapter) -> None:
 
 
 @torch.no_grad()
-def _check_head(model: PreTrainedModel, adapter: DecoderAdapter) -> None:
+def _check_head(model: PreTrainedModel, adapter: ModelAdapter) -> None:
     """Runs the family's own forward on given hidden states and logits, and compares what follows the head."""
     base, head = model.base_model, model.get_output_embeddings()
     device = head.weight.device if head.weight.device.type != "meta" else torch.device("cpu")

@@ -1,19 +1,20 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Two names for one weight: a fused projection is one tensor in the family's files and several in this runtime."""
+"""Fused projections: one tensor in the family's files, and several with names of their own in this runtime."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from galvatron_hf.models.adapter import DecoderAdapter, FusedProjection
+from galvatron_hf.models.adapter import ModelAdapter, StackAdapter
+from galvatron_hf.models.parameter_specs import ParameterSpec, linear_kind, model_specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,25 +45,22 @@ class FusedNames:
     weights: tuple[FusedWeight, ...] = ()
 
     @classmethod
-    def of(cls, model: PreTrainedModel, adapter: DecoderAdapter) -> FusedNames:
-        """Reads them off a model, parallelised or not."""
+    def from_model(cls, model: PreTrainedModel, adapter: ModelAdapter) -> FusedNames:
+        """Reads the fused weights off a model, parallelised or not."""
         base = next(name for name, module in model.named_modules() if module is model.base_model)
+        places, specs = adapter.places(model), model_specs(model, adapter).layers
         found = []
-        for index, layer in enumerate(model.base_model.get_submodule(adapter.layers)):
-            for module_name, fused in adapter.fused.items():
-                module = layer.get_submodule(module_name)
-                linear = next(module.children()) if isinstance(module, FusedProjection) else module
-                prefix = f"{base}.{adapter.layers}.{index}.{module_name}".removeprefix(".")
-                for parameter in ("weight", "bias"):
-                    if getattr(linear, parameter) is not None:
-                        found.append(
-                            FusedWeight(
-                                name=f"{prefix}.{parameter}",
-                                parts=tuple(f"{prefix}.{part}.{parameter}" for part in fused.parts),
-                                sizes=tuple(fused.sizes(model.base_model.config)),
-                                dim=_output_dim(linear, parameter),
-                            )
-                        )
+        for place, of_layer in zip(places, specs, strict=True):
+            prefix = f"{base}.{place.name}".removeprefix(".")
+            for whole, parts in _parts_by_whole(of_layer).items():
+                found.append(
+                    FusedWeight(
+                        name=f"{prefix}.{whole}",
+                        parts=tuple(f"{prefix}.{part.name}" for part in parts),
+                        sizes=tuple(part.shape[part.output_dim] for part in parts),
+                        dim=parts[0].output_dim,
+                    )
+                )
         return cls(tuple(found))
 
     @cached_property
@@ -70,16 +68,16 @@ class FusedNames:
         return {part: weight.name for weight in self.weights for part in weight.parts}
 
     def family_name(self, name: str) -> str:
-        """The family's name of the weight that `name` is, or is a part of."""
+        """Returns the family's name of a weight, or of the fused weight that it is a part of."""
         return self._whole.get(name, name)
 
     def part_names(self, names: Iterable[str]) -> list[str]:
-        """This runtime's names of the weights that the family names."""
+        """Returns this runtime's names of the weights with the given names of the family."""
         parts = {weight.name: weight.parts for weight in self.weights}
         return [part for name in names for part in parts.get(name, (name,))]
 
-    def place(self, name: str) -> tuple[str, int, int]:
-        """Where a weight lies in the family's: that one's name, the dimension of the cut, the first index there."""
+    def location(self, name: str) -> tuple[str, int, int]:
+        """Locates a weight in the family's: the family's name, the dimension of the parts, the first index."""
         for weight in self.weights:
             if name in weight.parts:
                 part = weight.parts.index(name)
@@ -87,7 +85,7 @@ class FusedNames:
         return name, 0, 0
 
     def join(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Puts parts together: from this runtime's names to the family's. Scalars (step counts) are a part's."""
+        """Joins parts: from this runtime's names to the family's. A scalar (a step count) is the first part's."""
         joined = dict(tensors)
         for weight in self.weights:
             if weight.parts[0] in joined:
@@ -96,7 +94,7 @@ class FusedNames:
         return joined
 
     def split(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Takes wholes apart: from the family's names to this runtime's. Scalars are given to every part."""
+        """Splits fused weights: from the family's names to this runtime's. Each part gets a copy of a scalar."""
         split = dict(tensors)
         for weight in self.weights:
             whole = split.pop(weight.name, None)
@@ -109,5 +107,53 @@ class FusedNames:
         return split
 
 
-def _output_dim(linear: nn.Module, parameter: str) -> int:
-    return 1 if parameter == "weight" and isinstance(linear, Conv1D) else 0
+def _parts_by_whole(specs: Iterable[ParameterSpec]) -> dict[str, list[ParameterSpec]]:
+    """Groups the parts of fused parameters by the family's name of the whole."""
+    parts: dict[str, list[ParameterSpec]] = {}
+    for spec in specs:
+        if spec.family_name != spec.name:
+            parts.setdefault(spec.family_name, []).append(spec)
+    return parts
+
+
+class FusedProjection(nn.Module):
+    """Parts of a fused projection, computed one by one and joined; replaces the fused module in place.
+
+    Args:
+        parts (`dict[str, nn.Module]`): linear modules, in the order of the fused output.
+    """
+
+    def __init__(self, parts: dict[str, nn.Module]):
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Maps [B, S, H] to [B, S, sum of the parts' features]."""
+        return torch.cat([part(hidden) for part in self.children()], dim=-1)
+
+
+@torch.no_grad()
+def split_fused_projections(layer: nn.Module, stack: StackAdapter, config: PreTrainedConfig) -> None:
+    """Replaces each fused projection of a layer by its parts, so that every part can have plain shards."""
+    for name, fused in stack.fused.items():
+        module, sizes = layer.get_submodule(name), fused.sizes(config)
+        starts = itertools.accumulate(sizes, initial=0)
+        parts = {part: _linear_part(module, *at) for part, *at in zip(fused.parts, starts, sizes, strict=False)}
+        layer.set_submodule(name, FusedProjection(parts))
+
+
+def _linear_part(module: nn.Module, start: int, size: int) -> nn.Module:
+    """Makes a linear module of `size` output features of another one, from feature `start` on."""
+    kind = linear_kind(module)
+    part = kind.module_class.__new__(kind.module_class)
+    nn.Module.__init__(part)
+    setattr(part, kind.input_size, getattr(module, kind.input_size))
+    setattr(part, kind.output_size, size)
+    for name, dim in (("weight", kind.output_dim), ("bias", 0)):
+        whole = getattr(module, name)
+        made = None
+        if whole is not None:
+            made = nn.Parameter(whole.narrow(dim, start, size).clone(), requires_grad=whole.requires_grad)
+        part.register_parameter(name, made)
+    return part

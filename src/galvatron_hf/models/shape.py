@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The shapes of a decoder-only model: all that its costs under a plan depend on."""
+"""Shapes of the weights of a model, from which its costs under a plan are counted; loads no torch."""
 
 import math
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from galvatron_hf.plan.layout import second_cut
 @dataclass(frozen=True, kw_only=True)
 class WeightShape:
     """
-    One weight or bias, and how tensor ranks hold it.
+    One weight or bias, with its cut over tensor ranks.
 
     Args:
-        shape (`tuple[int, ...]`): Of the whole weight, as the runtime holds it: output features first in a linear
-            layer, input features first in a `Conv1D`.
-        cut (`int`, *optional*): The dimension that tensor ranks cut. None leaves it whole on each of them.
-        used_in_part (`bool`, defaults to `False`): Whether each tensor rank, though it holds the whole, uses it for
-            its own heads alone (a norm of queries or keys), so that the gradients are shares of a sum.
+        shape (`tuple[int, ...]`): Shape of the whole weight, as the runtime holds it: output features first in a
+            linear layer, input features first in a `Conv1D`.
+        cut (`int`, *optional*): The dimension that tensor ranks cut. None leaves the weight whole on each of them.
+        used_in_part (`bool`, defaults to `False`): Whether each tensor rank holds the whole weight but uses it for its
+            own heads alone (a norm of queries or keys), so that its gradient is a share of a sum.
         heads (`int`, *optional*): Key/value heads along `cut`. With more tensor ranks than heads the weight is whole
             on each of them and used in part.
     """
@@ -28,47 +28,53 @@ class WeightShape:
     used_in_part: bool = False
     heads: int | None = None
 
-    def local_shape(self, tensor: int, index: int = 0) -> tuple[int, ...]:
-        """What rank `index` of `tensor` ranks holds: an even share, or ceil(n / tensor) until nothing is left."""
-        if tensor == 1 or self.cut is None or self.is_copied(tensor):
-            return self.shape
-        size = self.shape[self.cut]
-        chunk = -(-size // tensor)
-        local = max(0, min(chunk, size - index * chunk))
-        return tuple(local if dim == self.cut else extent for dim, extent in enumerate(self.shape))
+    def cut_dim(self, tensor: int) -> int | None:
+        """Returns the dimension that `tensor` ranks cut; None if each of them holds the whole."""
+        return None if tensor == 1 or self.is_copied(tensor) else self.cut
 
     def is_copied(self, tensor: int) -> bool:
-        """Whether `tensor` ranks each hold the whole because there are fewer heads than ranks."""
+        """Tells whether `tensor` ranks each hold the whole because there are fewer heads than ranks."""
         return self.heads is not None and self.heads < tensor
 
+    def local_shape(self, tensor: int, index: int = 0) -> tuple[int, ...]:
+        """Returns the shape on rank `index` of `tensor`: an even share, or ceil(n / tensor) until nothing is left."""
+        cut = self.cut_dim(tensor)
+        if cut is None:
+            return self.shape
+        size = self.shape[cut]
+        chunk = -(-size // tensor)
+        local = max(0, min(chunk, size - index * chunk))
+        return tuple(local if dim == cut else extent for dim, extent in enumerate(self.shape))
+
     def sums_gradient(self, tensor: int, megatron_sp: bool) -> bool:
-        """Whether the gradients of `tensor` ranks are shares of a sum, which an all-reduce makes."""
-        whole = self.cut is None or self.is_copied(tensor)
-        return tensor > 1 and whole and (megatron_sp or self.used_in_part or self.is_copied(tensor))
+        """Tells whether the gradients of `tensor` ranks are shares of a sum, which an all-reduce makes."""
+        whole = tensor > 1 and self.cut_dim(tensor) is None
+        return whole and (megatron_sp or self.used_in_part or self.is_copied(tensor))
+
+    def shard_dim(self, tensor: int, shards: int) -> int | None:
+        """
+        Returns the dimension that `shards` ranks share of what `tensor` ranks hold; None if they can share none.
+
+        It is dimension 0, unless tensor ranks have cut that into pieces that `shards` does not divide evenly.
+        """
+        return second_cut(self.shape, tensor, shards) if self.cut_dim(tensor) == 0 else 0
 
     def can_be_sharded(self, tensor: int, shards: int) -> bool:
-        """Whether `shards` ranks can share what `tensor` ranks have cut: a vector has no second dimension to cut."""
-        cut_first = tensor > 1 and self.cut == 0 and not self.is_copied(tensor)
-        return not cut_first or shards == 1 or second_cut(self.shape, tensor, shards) is not None
+        """Tells whether `shards` ranks can share what `tensor` ranks hold."""
+        return shards == 1 or self.shard_dim(tensor, shards) is not None
 
     def shard_elements(self, tensor: int, index: int, shards: int) -> int:
-        """
-        Elements of one piece when the weight is sharded once more, over `shards` ranks; padding counts.
-
-        The first dimension is sharded, padded to a multiple, unless tensor ranks have cut it into pieces that `shards`
-        does not divide evenly: then the second is.
-        """
+        """Returns the elements of one of `shards` pieces; padding of dimension 0 to a multiple counts."""
         local = self.local_shape(tensor, index)
-        cut_first = tensor > 1 and self.cut == 0 and not self.is_copied(tensor)
-        if cut_first and second_cut(self.shape, tensor, shards) != 0:
-            return math.prod(local) // shards
-        return -(-local[0] // shards) * math.prod(local[1:])
+        if self.shard_dim(tensor, shards) == 0:
+            return -(-local[0] // shards) * math.prod(local[1:])
+        return math.prod(local) // shards
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """
-    A causal language model of decoder layers.
+    The weights of a language model, by the part of the model that owns them.
 
     Args:
         hidden (`int`): H, features of the hidden states.
@@ -76,9 +82,9 @@ class ModelShape:
         kv_heads (`int`): Key/value heads.
         head_dim (`int`): Features of a head.
         layers (`tuple[tuple[WeightShape, ...], ...]`): The weights of each layer.
-        embedding (`tuple[WeightShape, ...]`): The token embedding, then learned positions where there are some.
+        embedding (`tuple[WeightShape, ...]`): The token embedding, then learned positions, if the model has any.
         final_norm (`tuple[WeightShape, ...]`): The norm before the head.
-        head (`tuple[WeightShape, ...]`): The head's weight and bias; without the weight where it is the embedding's.
+        head (`tuple[WeightShape, ...]`): The head's weight and bias; without the weight if it is the embedding's.
         tied (`bool`): Whether embedding and head share one weight.
         regions (`int`, defaults to 2): Tensor-parallel regions of a layer, each entered and left once: attention, MLP.
         saves_after_last_region (`bool`, defaults to `False`): Whether a layer keeps something for its backward that is
@@ -113,10 +119,10 @@ class ModelShape:
         mlp_bias: bool = False,
     ) -> "ModelShape":
         """
-        A model built like Llama: Mistral and Qwen2 too.
+        Makes the shapes of a model built like Llama, as Mistral and Qwen2 are.
 
         Args:
-            vocab, hidden, intermediate, layers, heads, kv_heads, head_dim, tied, attention_bias, mlp_bias: As in
+            vocab, hidden, intermediate, layers, heads, kv_heads, head_dim, tied, attention_bias, mlp_bias: See
                 `LlamaConfig`.
         """
         kv_heads = kv_heads or heads

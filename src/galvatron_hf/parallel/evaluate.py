@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from transformers.modeling_outputs import CausalLMOutput
 
-from galvatron_hf.parallel.activation.micro_batch import count_targets, map_rows, without_labels
+from galvatron_hf.models.losses import count_targets, without_labels
+from galvatron_hf.parallel.activation.micro_batch import map_rows
 
 
 if TYPE_CHECKING:

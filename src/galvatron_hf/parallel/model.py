@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 from transformers.modeling_outputs import CausalLMOutput
 
-from galvatron_hf.models.adapter import DecoderAdapter
+from galvatron_hf.models.adapter import ModelAdapter
 from galvatron_hf.models.fused_weights import FusedNames
-from galvatron_hf.parallel.activation.micro_batch import count_targets, split_rows, without_labels
+from galvatron_hf.models.losses import count_targets, without_labels
+from galvatron_hf.parallel.activation.micro_batch import split_rows
 from galvatron_hf.parallel.comm.dtensor import local_tensor, replicas
 from galvatron_hf.parallel.comm.mesh import StageMesh, WorldMesh
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
@@ -44,7 +45,7 @@ class ParallelModel:
         model ([`PreTrainedModel`]): the model; its parameters are DTensors now, under a pipeline those of this rank's
             stages.
         plan ([`ParallelPlan`]): the plan it computes under.
-        adapter ([`DecoderAdapter`]): its family.
+        adapter ([`ModelAdapter`]): its family.
         world ([`WorldMesh`]): meshes and groups of all stages.
         mesh ([`StageMesh`]): those of this rank's stages.
         units ([`ShardedUnits`]): what is gathered and reduced together.
@@ -57,7 +58,7 @@ class ParallelModel:
 
     model: PreTrainedModel
     plan: ParallelPlan
-    adapter: DecoderAdapter
+    adapter: ModelAdapter
     world: WorldMesh
     mesh: StageMesh
     units: ShardedUnits
@@ -79,7 +80,7 @@ class ParallelModel:
     @property
     def layers(self) -> list[nn.Module]:
         """The layers of this rank's stages, in order."""
-        layers = self.model.base_model.get_submodule(self.adapter.layers)
+        layers = self.adapter.layers(self.model)
         return [layer for layer in layers if not isinstance(layer, PipelineIdentityLayer)]
 
     def tied_names(self) -> list[str]:
@@ -217,7 +218,7 @@ class ParallelModel:
     @property
     def share_index(self) -> int:
         """Index of the equal share of an evaluated batch's rows whose logits this rank gets."""
-        place = 0 if self.pipeline is None else self.pipeline.place
+        place = 0 if self.pipeline is None else self.pipeline.pipeline_rank
         return self.mesh.index * (self.plan.world_size // self.mesh.size) + place
 
     def share_order(self) -> list[int]:

@@ -13,19 +13,20 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
-from galvatron_hf.models.adapter import DecoderAdapter, Heads
+from galvatron_hf.models.adapter import LayerPlace, ModelAdapter
 from galvatron_hf.models.families import adapter_for
-from galvatron_hf.models.fused_weights import FusedNames
+from galvatron_hf.models.fused_weights import FusedNames, split_fused_projections
+from galvatron_hf.models.heads import Heads
 from galvatron_hf.parallel.comm.groups import neighbour_pairs, prepare_groups
 from galvatron_hf.parallel.comm.mesh import StageMesh, WorldMesh
 from galvatron_hf.parallel.data_parallel.sharding import DTYPES, ShardedUnits
 from galvatron_hf.parallel.data_parallel.tied_weights import TiedWeights
 from galvatron_hf.parallel.layers import attention
 from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch, ParallelLayer
-from galvatron_hf.parallel.layers.tensor_parallel import cut_layer, set_key_value_groups, split_fused_projections
+from galvatron_hf.parallel.layers.tensor_parallel import cut_layer, set_key_value_groups
 from galvatron_hf.parallel.layers.vocab_parallel import Head, parallel_embedding, whole_module
 from galvatron_hf.parallel.model import ParallelModel, broadcast_weights
 from galvatron_hf.parallel.pipeline.forward import ModelRunner
@@ -98,13 +99,13 @@ def parallelize(
         keep_freed_memory()
     prepare_groups(world, plan)
     broadcast_weights(model)
-    layers = list(base.get_submodule(adapter.layers))
-    for layer in layers:
-        split_fused_projections(layer, adapter, base.config)
-    names, counts = FusedNames.of(model, adapter), _parameter_counts(model)
+    layers, places = adapter.layers(model), adapter.places(model)
+    for layer, place in zip(layers, places, strict=True):
+        split_fused_projections(layer, place.stack, base.config)
+    names, counts = FusedNames.from_model(model, adapter), _parameter_counts(model)
     own = [index for index, stage in enumerate(plan.stages) if dist.get_rank() in stage.ranks]
     mesh = world.stage(plan.stages[own[0]].ranks)
-    tied = _untie(model, plan, world)
+    tied = _untie(model, adapter, plan, world)
     _leave_out(model, adapter, plan, own)
     current = CurrentMicroBatch(base.config)
     units = ShardedUnits(plan.precision or Precision(), wait_at_end=len(plan.stages) > 1)
@@ -112,9 +113,9 @@ def parallelize(
     stages = {}
     for index in own:
         span = range(*plan.stages[index].layers)
-        blocks = parallelize_layers(layers, span, plan, adapter, mesh, current, entered=index > 0)
+        blocks = parallelize_layers(layers, places, span, plan, mesh, current, entered=index > 0)
         stages[index] = stage_module(index, blocks, model, plan, adapter, mesh, current)
-        _add_units(units, stages[index], blocks, ends, model)
+        _add_units(units, stages[index], blocks, ends)
     if empty is not None:
         empty.fill(model, units, names)
     units.release_after_evaluation(model)
@@ -122,7 +123,7 @@ def parallelize(
     pipeline, timeline = None, Timeline(device)
     if len(plan.stages) > 1:
         model.num_parameters = counts
-        pipeline = _pipeline(plan, model, stages, units, world, timeline)
+        pipeline = _pipeline(plan, model, adapter, stages, units, world, timeline)
     return ParallelModel(
         model=model,
         plan=plan,
@@ -140,9 +141,9 @@ def parallelize(
 
 def parallelize_layers(
     layers: list[nn.Module],
+    places: list[LayerPlace],
     span: range,
     plan: ParallelPlan,
-    adapter: DecoderAdapter,
     mesh: StageMesh,
     current: CurrentMicroBatch,
     entered: bool,
@@ -153,12 +154,13 @@ def parallelize_layers(
     # What enters a later stage is moved to its first layer's layout on the way in.
     source = Layout.from_strategy(plan.layers[span.start], mesh.size) if entered else None
     for index in span:
-        layer, strategy = layers[index], plan.layers[index]
-        views = cut_layer(layer, adapter, strategy, mesh.weights(strategy), current.config)
+        layer, place, strategy = layers[index], places[index], plan.layers[index]
+        views = cut_layer(layer, place.stack, strategy, {"layer": mesh.weights(strategy)}, current.config)
         block = ParallelLayer(
             index=index,
             layer=layer,
-            layer_type=_layer_type(current.config, index),
+            layer_type=place.type(current.config),
+            inputs=place.stack.inputs,
             strategy=strategy,
             source=source,
             layout=Layout.from_strategy(strategy, mesh.size),
@@ -168,7 +170,8 @@ def parallelize_layers(
             original=layer.forward,
             alone=len(plan.stages) == 1,
         )
-        attach_attention(layer.get_submodule(adapter.attention), strategy, mesh, block)
+        for name in place.stack.attention:
+            attach_attention(layer.get_submodule(name), place.stack.heads(current.config), strategy, mesh, block)
         layer.forward = functools.partial(ParallelLayer.__call__, block)
         source = block.layout
         blocks.append(block)
@@ -180,7 +183,7 @@ def stage_module(
     blocks: list[ParallelLayer],
     model: PreTrainedModel,
     plan: ParallelPlan,
-    adapter: DecoderAdapter,
+    adapter: ModelAdapter,
     mesh: StageMesh,
     current: CurrentMicroBatch,
 ) -> StageModule:
@@ -203,22 +206,21 @@ def _add_units(
     stage: StageModule,
     blocks: list[ParallelLayer],
     ends: EmbeddingAndHead,
-    model: PreTrainedModel,
 ) -> None:
     """Makes a unit of each layer of a stage, then of what it has beside them."""
     for block in blocks:
         units.add(block.layer, block.mesh.weights(block.strategy), block.strategy.sharding, stage=stage.index)
     ends.add_units(units, stage)
     if len(ends.plan.stages) > 1:
-        embedding = model.get_input_embeddings() if stage.is_first else None
+        embedding = ends.embedding[0] if stage.is_first else None
         units.prefetch_backward(stage, [block.layer for block in blocks], embedding)
 
 
-def _untie(model: PreTrainedModel, plan: ParallelPlan, world: WorldMesh) -> TiedWeights | None:
+def _untie(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPlan, world: WorldMesh) -> TiedWeights | None:
     """Gives the head its own copy of a tied weight where stages lie between it and the embedding; collective."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if len(plan.stages) == 1 or head.weight is not embedding.weight:
+    if len(plan.stages) == 1 or not adapter.ties_embeddings(model):
         return None
+    embedding, head = adapter.embeddings(model)[0], adapter.head(model)
     first, last = plan.stages[0].ranks, plan.stages[-1].ranks
     group = None
     if first != last:
@@ -235,20 +237,18 @@ def _untie(model: PreTrainedModel, plan: ParallelPlan, world: WorldMesh) -> Tied
     )
 
 
-def _leave_out(model: PreTrainedModel, adapter: DecoderAdapter, plan: ParallelPlan, own: list[int]) -> None:
+def _leave_out(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPlan, own: list[int]) -> None:
     """Takes out what only stages of other ranks have; what stays keeps its name."""
-    base = model.base_model
-    layers = base.get_submodule(adapter.layers)
     kept = {layer for index in own for layer in range(*plan.stages[index].layers)}
-    for index in range(len(layers)):
-        if index not in kept:
-            layers[index] = PipelineIdentityLayer()
+    for place in adapter.places(model):
+        if place.index not in kept:
+            model.base_model.set_submodule(place.name, PipelineIdentityLayer())
     names = {id(module): name for name, module in model.named_modules()}
     gone = []
     if 0 not in own:
-        gone += [model.get_input_embeddings(), *(base.get_submodule(name) for name in adapter.positional)]
+        gone += adapter.embeddings(model)
     if len(plan.stages) - 1 not in own:
-        gone += [base.get_submodule(adapter.final_norm), model.get_output_embeddings()]
+        gone += [adapter.final_norm(model), adapter.head(model)]
     for module in gone:
         model.set_submodule(names[id(module)], MissingModule())
 
@@ -256,6 +256,7 @@ def _leave_out(model: PreTrainedModel, adapter: DecoderAdapter, plan: ParallelPl
 def _pipeline(
     plan: ParallelPlan,
     model: PreTrainedModel,
+    adapter: ModelAdapter,
     stages: dict[int, StageModule],
     units: ShardedUnits,
     world: WorldMesh,
@@ -266,13 +267,13 @@ def _pipeline(
     precision = plan.precision or Precision()
     return Pipeline(
         shape,
-        place=shape.rank_group_of_stage[next(iter(stages))],
+        pipeline_rank=shape.rank_group_of_stage[next(iter(stages))],
         stages=stages,
         units=units,
         forward=model.forward,
         group=world.join(lists)[0],
         pairs=neighbour_pairs(world, shape, lists),
-        hidden_size=model.base_model.config.hidden_size,
+        state_features=adapter.state_features(model.base_model.config),
         dtype=DTYPES[precision.compute],
         timeline=timeline,
     )
@@ -288,21 +289,19 @@ def _parameter_counts(model: PreTrainedModel) -> Callable[..., int]:
     return lambda only_trainable=False, exclude_embeddings=False: counts[only_trainable, exclude_embeddings]
 
 
-def attach_attention(module: nn.Module, strategy: LayerStrategy, mesh: StageMesh, block: ParallelLayer) -> None:
+def attach_attention(
+    module: nn.Module, heads: Heads, strategy: LayerStrategy, mesh: StageMesh, block: ParallelLayer
+) -> None:
     """Puts the registered attention function in front of a module's own kernel."""
-    model_heads = Heads.of(block.current.config)
-    heads = AttentionHeads.from_degrees(
-        query=model_heads.query,
-        key_value=model_heads.key_value,
-        tensor=strategy.tensor,
-        ulysses=strategy.ulysses,
+    local = AttentionHeads.from_degrees(
+        query=heads.query, key_value=heads.key_value, tensor=strategy.tensor, ulysses=strategy.ulysses
     )
-    set_key_value_groups(module, heads.query, heads.sent_key_value)
+    set_key_value_groups(module, local.query, local.sent_key_value)
     module.parallel_attention = attention.ParallelAttention(
         kernel=attention.configured_kernel(module, attention_implementation(module.config)),
         ulysses_group=mesh.strided(strategy.tensor, strategy.ulysses),
         ulysses_degree=strategy.ulysses,
-        key_value_copies=heads.copies,
+        key_value_copies=local.copies,
         dropout_stream=block.dropout_stream,
         document_bounds=block.document_bounds,
     )
@@ -322,24 +321,23 @@ class EmbeddingAndHead:
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, adapter: DecoderAdapter, plan: ParallelPlan, mesh: StageMesh
+        cls, model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPlan, mesh: StageMesh
     ) -> EmbeddingAndHead:
         """Cuts them over the vocabulary, before anything else takes the place of their forwards."""
-        base, embedding, head = model.base_model, model.get_input_embeddings(), model.get_output_embeddings()
+        (embedding, *positional), head = adapter.embeddings(model), adapter.head(model)
         first, last = not isinstance(embedding, MissingModule), not isinstance(head, MissingModule)
         tied = first and last and head.weight is embedding.weight
-        positional = [base.get_submodule(name) for name in adapter.positional] if first else []
         if first and plan.embedding.tensor > 1:
             embedding_mesh = mesh.weights(plan.embedding)
             parallel_embedding(embedding, embedding_mesh)
             for module in positional:
-                whole_module(module, embedding_mesh)
+                whole_module(module, embedding_mesh, "embedding")
             if tied:
                 head.weight = embedding.weight
         if last:
             head_mesh = mesh.weights(plan.head)
             if plan.head.tensor > 1:
-                whole_module(base.get_submodule(adapter.final_norm), head_mesh)
+                whole_module(adapter.final_norm(model), head_mesh, "head")
             Head(
                 head,
                 head_mesh,
@@ -382,8 +380,3 @@ def _several_in_flight(plan: ParallelPlan) -> bool:
         return False
     shape = PipelineShape.from_plan(plan)
     return most_in_flight(actions(shape, plan.micro_batches)[shape.rank_group_of_stage[-1]], len(plan.stages) - 1) > 1
-
-
-def _layer_type(config: PreTrainedConfig, index: int) -> str | None:
-    types = getattr(config, "layer_types", None)
-    return None if types is None else types[index]

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from galvatron_hf.models.families import adapter_for
+from galvatron_hf.models.fused_weights import split_fused_projections
 from galvatron_hf.parallel.comm.fake_process_group import FakeProcessGroup
 from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch, ParallelLayer
-from galvatron_hf.parallel.layers.tensor_parallel import split_fused_projections
 from galvatron_hf.parallel.parallelize import EmbeddingAndHead, parallelize_layers, stage_module
 from galvatron_hf.parallel.pipeline.forward import ModelRunner
 from galvatron_hf.parallel.pipeline.stage import StageModule
@@ -100,13 +99,12 @@ def single_rank(model: PreTrainedModel, plan: ParallelPlan) -> SingleRank:
     """
     adapter = adapter_for(model)
     check_model(model, adapter, plan)
-    layers = list(model.base_model.get_submodule(adapter.layers))
-    with torch.no_grad():
-        for layer in layers:
-            split_fused_projections(layer, adapter, model.base_model.config)
+    layers, places = adapter.layers(model), adapter.places(model)
+    for layer, place in zip(layers, places, strict=True):
+        split_fused_projections(layer, place.stack, model.base_model.config)
     mesh, current = SingleRankStage(plan.world_size), CurrentMicroBatch(model.base_model.config)
     EmbeddingAndHead.of(model, adapter, plan, mesh)
-    blocks = parallelize_layers(layers, range(len(layers)), plan, adapter, mesh, current, entered=False)
+    blocks = parallelize_layers(layers, places, range(len(layers)), plan, mesh, current, entered=False)
     stage = stage_module(0, blocks, model, plan, adapter, mesh, current)
     model.forward = ModelRunner(model, plan, mesh, current, [stage])
     return SingleRank(model=model, blocks=blocks, stage=stage, forward=model.forward, current=current)

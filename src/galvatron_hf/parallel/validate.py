@@ -5,15 +5,15 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
 
 import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from galvatron_hf.models.adapter import DecoderAdapter, Heads, Style
+from galvatron_hf.models.adapter import ModelAdapter, StackAdapter
+from galvatron_hf.models.heads import Heads
+from galvatron_hf.models.parameter_specs import ModelSpecs, ParameterSpec, model_specs
 from galvatron_hf.plan import LayerStrategy, ParallelPlan
-from galvatron_hf.plan.layout import second_cut
 from galvatron_hf.plan.supported import require_runnable
 from galvatron_hf.utils.compat import attention_implementation
 
@@ -37,13 +37,13 @@ def check_plan(plan: ParallelPlan) -> None:
         )
 
 
-def check_model(model: PreTrainedModel, adapter: DecoderAdapter, plan: ParallelPlan) -> None:
+def check_model(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPlan) -> None:
     """Refuses a plan that does not fit the model, before the model is touched.
 
     Raises:
         ValueError: one sentence with the layer, the reason and the nearest strategy that fits.
     """
-    layers = list(model.base_model.get_submodule(adapter.layers))
+    layers, places, specs = adapter.layers(model), adapter.places(model), model_specs(model, adapter)
     if len(layers) != plan.num_layers:
         raise ValueError(
             f"The plan has {plan.num_layers} layers and {type(model).__name__} has {len(layers)}; "
@@ -58,11 +58,11 @@ def check_model(model: PreTrainedModel, adapter: DecoderAdapter, plan: ParallelP
         names = ", ".join(sorted(str(dtype) for dtype in dtypes))
         raise ValueError(f"The weights have several dtypes ({names}), which no unit holds; call model.float() first.")
     for index, strategy in enumerate(plan.layers):
-        _check_attention(index, strategy, layers[index], model, adapter)
-        _check_strategy(index, strategy, model, adapter)
-    _check_regions(layers[0], adapter, plan)
-    _check_vocabulary(model, plan)
-    _check_shards(model, adapter, plan)
+        _check_attention(index, strategy, layers[index], model, places[index].stack)
+        _check_strategy(index, strategy, model, places[index].stack, specs.layers[index])
+        _check_regions(layers[index], strategy, places[index].stack, specs.layers[index])
+    _check_vocabulary(model, adapter, plan)
+    _check_shards(specs, plan)
     if len(plan.stages) > 1:
         _check_owners(model, adapter)
     if getattr(model.config, "reorder_and_upcast_attn", False) and attention_implementation(model.config) == "eager":
@@ -73,40 +73,48 @@ def check_model(model: PreTrainedModel, adapter: DecoderAdapter, plan: ParallelP
 
 
 def _check_attention(
-    index: int, strategy: LayerStrategy, layer: nn.Module, model: PreTrainedModel, adapter: DecoderAdapter
+    index: int, strategy: LayerStrategy, layer: nn.Module, model: PreTrainedModel, stack: StackAdapter
 ) -> None:
-    """Every layer needs an attention module to stand in for, and Ulysses one that looks at its heads alone."""
+    """Every layer needs attention modules to stand in for, and Ulysses ones that look at their heads alone."""
     name = type(model).__name__
     modules = dict(layer.named_modules())
-    if adapter.attention not in modules:
-        raise ValueError(
-            f"Layer {index} of {name} is a {type(layer).__name__} without {adapter.attention!r}, and layers of other "
-            "kinds than attention are not supported yet; train it with transformers.Trainer."
-        )
-    attention = modules[adapter.attention]
-    if strategy.ulysses == 1:
-        return
+    for attention in stack.attention:
+        if attention not in modules:
+            raise ValueError(
+                f"Layer {index} of {name} is a {type(layer).__name__} without {attention!r}, and layers of other "
+                "kinds than attention are not supported yet; train it with transformers.Trainer."
+            )
+        reason = _whole_sequence_need(modules[attention]) if strategy.ulysses > 1 else None
+        if reason is not None:
+            raise ValueError(
+                f"Layer {index} has ulysses {strategy.ulysses}, but the attention of {name} {reason}, which pieces of "
+                "a sequence do not support yet; use ulysses 1."
+            )
+
+
+def _whole_sequence_need(attention: nn.Module) -> str | None:
+    """Says why an attention module cannot compute some of its heads alone; None if it can."""
     own = [parameter for parameter, _ in attention.named_parameters(recurse=False)]
-    reason = None
     if own:
-        reason = f"has a weight {own[0]} for all heads"
-    elif "position_ids" in inspect.signature(attention.forward).parameters:
-        reason = "looks at the position_ids of the whole sequence"
-    if reason is not None:
-        raise ValueError(
-            f"Layer {index} has ulysses {strategy.ulysses}, but the attention of {name} {reason}, which pieces of a "
-            "sequence do not support yet; use ulysses 1."
-        )
+        return f"has a weight {own[0]} for all heads"
+    if "position_ids" in inspect.signature(attention.forward).parameters:
+        return "looks at the position_ids of the whole sequence"
+    return None
 
 
-def _check_strategy(index: int, strategy: LayerStrategy, model: PreTrainedModel, adapter: DecoderAdapter) -> None:
-    name, config = type(model).__name__, model.base_model.config
-    if strategy.tensor > 1 and not adapter.styles:
+def _check_strategy(
+    index: int,
+    strategy: LayerStrategy,
+    model: PreTrainedModel,
+    stack: StackAdapter,
+    specs: tuple[ParameterSpec, ...],
+) -> None:
+    name, heads = type(model).__name__, stack.heads(model.base_model.config)
+    if strategy.tensor > 1 and not stack.styles:
         raise ValueError(
-            f"Layer {index} has tensor {strategy.tensor}, but {name} cannot be cut by tensor: {adapter.unsupported}; "
+            f"Layer {index} has tensor {strategy.tensor}, but {name} cannot be cut by tensor: {stack.unsupported}; "
             f"use tensor 1 with ulysses {strategy.tensor}."
         )
-    heads = Heads.of(config)
     if not heads.supports(strategy.tensor, strategy.ulysses):
         tensor, ulysses = heads.largest(strategy.tensor, strategy.ulysses)
         raise ValueError(
@@ -114,72 +122,62 @@ def _check_strategy(index: int, strategy: LayerStrategy, model: PreTrainedModel,
             f"attention heads and {heads.key_value} key/value heads, which they do not share evenly; "
             f"use tensor {tensor} and ulysses {ulysses}."
         )
-    if strategy.tensor > 1:
-        _check_features(index, strategy, model, adapter)
+    for spec in specs:
+        _check_features(index, strategy.tensor, name, heads, spec)
 
 
-def _check_features(index: int, strategy: LayerStrategy, model: PreTrainedModel, adapter: DecoderAdapter) -> None:
-    config = model.base_model.config
-    features = getattr(config, "n_inner", None) or getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    if features % strategy.tensor:
-        fitting = max(
-            t for t in range(1, strategy.tensor) if features % t == 0 and Heads.of(config).supports_tensor(t)
-        )
-        raise ValueError(
-            f"Layer {index} has tensor {strategy.tensor}, which does not divide the {features} features between the "
-            f"two MLP projections of {type(model).__name__}; use {replace(strategy, tensor=fitting).tensor}."
-        )
-
-
-def _check_regions(layer: nn.Module, adapter: DecoderAdapter, plan: ParallelPlan) -> None:
-    """Every weight inside a tensor-parallel region must have a declared style."""
-    if all(strategy.tensor == 1 for strategy in plan.layers):
+def _check_features(index: int, tensor: int, name: str, heads: Heads, spec: ParameterSpec) -> None:
+    cut = spec.weight_shape.cut_dim(tensor)
+    if cut is None or spec.shape[cut] % tensor == 0:
         return
-    for name, _ in layer.named_parameters():
-        module = name.rsplit(".", 1)[0]
-        inside = any(module == region or module.startswith(f"{region}.") for region in adapter.regions)
-        if inside and adapter.part_style(module) is None:
+    features = spec.shape[cut]
+    fitting = max(t for t in range(1, tensor) if features % t == 0 and heads.supports_tensor(t))
+    raise ValueError(
+        f"Layer {index} has tensor {tensor}, which does not divide the {features} features of {spec.family_name} that "
+        f"tensor ranks cut in {name}; use {fitting}."
+    )
+
+
+def _check_regions(
+    layer: nn.Module, strategy: LayerStrategy, stack: StackAdapter, specs: tuple[ParameterSpec, ...]
+) -> None:
+    """Every weight inside a tensor-parallel region must have a declared style."""
+    for spec in specs:
+        if strategy.tensor > 1 and stack.in_region(spec.owner) and stack.style(spec.owner) is None:
             raise ValueError(
-                f"{type(layer).__name__} has a weight {name} that its family's tensor-parallel plan does not cover; "
-                "use tensor 1 (ulysses and sharding need no such plan)."
+                f"{type(layer).__name__} has a weight {spec.name} that its family's tensor-parallel plan does not "
+                "cover; use tensor 1 (ulysses and sharding need no such plan)."
             )
 
 
-def _check_vocabulary(model: PreTrainedModel, plan: ParallelPlan) -> None:
-    if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
+def _check_vocabulary(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPlan) -> None:
+    if adapter.ties_embeddings(model):
         try:
             plan.check_tied()
         except ValueError as error:
             raise ValueError(f"{type(model).__name__} ties its embeddings: {error}.") from None
 
 
-def _check_shards(model: PreTrainedModel, adapter: DecoderAdapter, plan: ParallelPlan) -> None:
-    """Vectors that tensor ranks have cut must be cut evenly once more by the sharding ranks."""
-    ranks, layers = len(plan.stages[0].ranks), model.base_model.get_submodule(adapter.layers)
-    places = [("embedding", plan.embedding, _vectors_of(model.get_input_embeddings()))]
-    places.append(("head", plan.head, _vectors_of(model.get_output_embeddings())))
-    for index, strategy in enumerate(plan.layers):
-        vectors = _cut_vectors(layers[index], adapter, model.base_model.config, strategy.tensor)
-        places.append((f"layer {index}", strategy, vectors))
-    for where, strategy, vectors in places:
-        degree = strategy.resolved_shard_degree(ranks)
-        if strategy.tensor == 1 or degree == 1:
-            continue
-        for size in vectors:
-            if second_cut((size,), strategy.tensor, degree) is None:
-                fits = [d for d in range(1, degree) if degree % d == 0 and size % (strategy.tensor * d) == 0]
-                fitting = max(fits, default=1)
+def _check_shards(specs: ModelSpecs, plan: ParallelPlan) -> None:
+    """Refuses sharding ranks that cannot share what tensor ranks have cut."""
+    ranks = len(plan.stages[0].ranks)
+    owners = [("embedding", plan.embedding, specs.embedding), ("head", plan.head, specs.head)]
+    layers = zip(plan.layers, specs.layers, strict=True)
+    owners += [(f"layer {index}", strategy, of_layer) for index, (strategy, of_layer) in enumerate(layers)]
+    for owner, strategy, of_owner in owners:
+        tensor, degree = strategy.tensor, strategy.resolved_shard_degree(ranks)
+        for weight in (spec.weight_shape for spec in of_owner):
+            if not weight.can_be_sharded(tensor, degree):
+                fits = [d for d in range(1, degree) if degree % d == 0 and weight.shape[0] % (tensor * d) == 0]
                 raise ValueError(
-                    f"The {where} has tensor {strategy.tensor} and {degree} sharding ranks, which cannot cut its bias "
-                    f"of {size} elements into even pieces; use shard_degree {fitting}."
+                    f"The {owner} has tensor {tensor} and {degree} sharding ranks, which cannot cut its bias "
+                    f"of {weight.shape[0]} elements into even pieces; use shard_degree {max(fits, default=1)}."
                 )
 
 
-def _check_owners(model: PreTrainedModel, adapter: DecoderAdapter) -> None:
+def _check_owners(model: PreTrainedModel, adapter: ModelAdapter) -> None:
     """Every weight must be on a stage: that of its layer, the embedding's or the head's."""
-    base = model.base_model
-    owners = [model.get_input_embeddings(), model.get_output_embeddings(), base.get_submodule(adapter.layers)]
-    owners += [base.get_submodule(name) for name in (adapter.final_norm, *adapter.positional)]
+    owners = [*adapter.embeddings(model), *adapter.layers(model), adapter.final_norm(model), adapter.head(model)]
     owned = {id(parameter) for owner in owners for parameter in owner.parameters()}
     for name, parameter in model.named_parameters():
         if id(parameter) not in owned:
@@ -187,19 +185,3 @@ def _check_owners(model: PreTrainedModel, adapter: DecoderAdapter) -> None:
                 f"{type(model).__name__} has the weight {name} beside embedding, layers, final norm and head, and no "
                 "adapter says which pipeline stage computes with it; use one stage."
             )
-
-
-def _vectors_of(module: nn.Module) -> list[int]:
-    return [parameter.shape[0] for parameter in module.parameters() if parameter.ndim == 1]
-
-
-def _cut_vectors(layer: nn.Module, adapter: DecoderAdapter, config, tensor: int) -> list[int]:
-    """Sizes of a layer's biases that tensor ranks cut, those of fused projections by part."""
-    sizes = []
-    for name, module in layer.named_modules():
-        if adapter.styles.get(name) is not Style.COLUMN or getattr(module, "bias", None) is None:
-            continue
-        copied = name in adapter.key_value and Heads.of(config).key_value < tensor
-        parts = adapter.fused[name].sizes(config) if name in adapter.fused else (module.bias.shape[0],)
-        sizes += [] if copied else parts
-    return sizes

@@ -101,11 +101,6 @@ class ParallelPlan:
         """The distinct rank lists of the stages, in the order in which they first occur; virtual stages share one."""
         return list(dict.fromkeys(stage.ranks for stage in self.stages))
 
-    def stage_of(self, layer: int) -> Stage:
-        """The stage that computes global layer `layer`; `ValueError` if there is no such layer."""
-        check_int("layer", layer, low=0, high=self.num_layers - 1)
-        return next(stage for stage in self.stages if layer < stage.layers[1])
-
     @classmethod
     def from_json(cls, source: str | os.PathLike | Mapping[str, Any]) -> "ParallelPlan":
         """

@@ -105,14 +105,17 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 
 def input_gradients(
-    output: torch.Tensor, gradient: torch.Tensor | None, received: torch.Tensor, weights: Sequence[nn.Parameter]
+    outputs: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor] | None,
+    received: Sequence[torch.Tensor],
+    weights: Sequence[nn.Parameter],
 ) -> list[dict[str, Any]]:
-    """Computes the gradient of `received` alone (zero-bubble pipelines, arXiv 2401.10241), into `received.grad`.
+    """Computes the gradients of `received` alone (zero-bubble pipelines, arXiv 2401.10241), into their `grad`.
 
     Args:
-        output (`torch.Tensor`): the result of the forward pass.
-        gradient (`torch.Tensor`, *optional*): its gradient; None for a scalar.
-        received (`torch.Tensor`): a leaf, the input of the forward pass.
+        outputs (`Sequence[torch.Tensor]`): the results of the forward pass.
+        gradients (`Sequence[torch.Tensor]`, *optional*): their gradients; None for a scalar.
+        received (`Sequence[torch.Tensor]`): leaves, the inputs of the forward pass.
         weights (`Sequence[nn.Parameter]`): the parameters that are used between them and need gradients.
 
     Returns:
@@ -120,8 +123,8 @@ def input_gradients(
     """
     from torch.distributed.pipelining._backward import stage_backward_input
 
-    gradients = None if gradient is None else [gradient]
-    return stage_backward_input([output], gradients, [received], iter(weights))[1]
+    gradients = None if gradients is None else list(gradients)
+    return stage_backward_input(list(outputs), gradients, list(received), iter(weights))[1]
 
 
 def weight_gradients(weights: Sequence[nn.Parameter], found: list[dict[str, Any]]) -> None:

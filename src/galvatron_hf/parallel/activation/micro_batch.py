@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +15,6 @@ from transformers.masking_utils import create_masks_for_generate
 
 from galvatron_hf.parallel.activation.documents import Documents
 from galvatron_hf.plan.layout import Grid, Layout, PackedRow, Rectangle
-
-
-IGNORED = -100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,19 +130,6 @@ class MicroBatch:
         return mask.masked_fill(added, float("-inf"))
 
 
-def shift_targets(labels: torch.Tensor) -> torch.Tensor:
-    """Labels [B, S] moved one to the left, so that each position holds the token it predicts."""
-    return F.pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous()
-
-
-def count_targets(batch: Mapping[str, torch.Tensor] | Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor:
-    """Number of tokens that a batch, or a list of micro-batches, asks to predict."""
-    if not isinstance(batch, Mapping):
-        return torch.stack([count_targets(part) for part in batch]).sum()
-    targets = batch["shift_labels"] if batch.get("shift_labels") is not None else shift_targets(batch["labels"])
-    return (targets != IGNORED).sum()
-
-
 def map_rows(batch: Mapping[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
     """A batch with `change` made to every tensor that has one row for each of its ids.
 
@@ -164,11 +148,6 @@ def split_rows(batch: Mapping[str, Any], count: int) -> Iterator[dict[str, Any]]
     for index in range(count):
         part = slice(index * rows // count, (index + 1) * rows // count)
         yield map_rows(batch, lambda value, part=part: value[part])
-
-
-def without_labels(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A batch as a loss of one's own gives it to the model."""
-    return {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
 
 
 def add_rows(tensor: torch.Tensor | None, rows: int, value: int | None = None) -> torch.Tensor | None:

@@ -33,12 +33,11 @@ def is_trivial(group: ProcessGroup | None) -> bool:
 
 def all_reduce_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """Sum of `x` over the group, any shape, in a new tensor. Not differentiable."""
-    return _all_reduce(x, "sum", group)
-
-
-def all_reduce_max(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Elementwise maximum of `x` over the group, any shape, in a new tensor. Not differentiable."""
-    return _all_reduce(x, "max", group)
+    if is_trivial(group):
+        return x
+    record("all_reduce", x, group)
+    operations = _operations(group)
+    return operations.wait_tensor(operations.all_reduce(x.contiguous(), "sum", group.group_name))
 
 
 def all_gather_stacked(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -80,14 +79,6 @@ def all_to_all_pieces(
         group.group_name,
     )
     return operations.wait_tensor(moved).view(pieces.dtype)
-
-
-def _all_reduce(x: Tensor, operation: str, group: ProcessGroup | None) -> Tensor:
-    if is_trivial(group):
-        return x
-    record("all_reduce", x, group)
-    operations = _operations(group)
-    return operations.wait_tensor(operations.all_reduce(x.contiguous(), operation, group.group_name))
 
 
 def _gather_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -304,17 +295,3 @@ def sum_gradient(weight: Tensor, group: ProcessGroup | None) -> Tensor:
         `Tensor` of the same shape, to be used in place of the weight.
     """
     return weight if is_trivial(group) else _SumGradient.apply(weight, group)
-
-
-def sum_loss(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """
-    Sums the ranks' shares of a loss. Each rank's own share gets the gradient of the sum, which is not summed again.
-
-    Args:
-        x (`Tensor`, a scalar): This rank's share.
-        group (`ProcessGroup` or `None`): The ranks that hold the shares.
-
-    Returns:
-        `Tensor`, a scalar, equal on every rank of the group.
-    """
-    return x if is_trivial(group) else _ReduceFromGroup.apply(x, group)

@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from galvatron_hf.models.shape import WeightShape
 from galvatron_hf.parallel.comm.mesh import WeightMesh
 from galvatron_hf.parallel.data_parallel.replicated import ReplicatedUnit
 from galvatron_hf.plan import Precision
-from galvatron_hf.plan.layout import second_cut
 from galvatron_hf.utils.compat import call_after_backward, finish_fsdp_backward, reset_sharded_parameters
 
 
@@ -230,9 +230,11 @@ class ShardedUnits:
 
 
 def shard_placement(parameter: nn.Parameter, shard_degree: int) -> Shard:
-    """The dimension on which FSDP2 shards a parameter that tensor parallelism may have cut already."""
-    if not isinstance(parameter, DTensor) or not parameter.placements[0].is_shard(0):
+    """Returns the placement with which FSDP2 shards a parameter that tensor ranks may have cut already."""
+    if not isinstance(parameter, DTensor):
         return Shard(0)
-    dim = second_cut(tuple(parameter.shape), parameter.device_mesh.size(), shard_degree)
+    (placement,), tensor = parameter.placements, parameter.device_mesh.size()
+    cut = placement.dim if placement.is_shard() else None
+    dim = WeightShape(shape=tuple(parameter.shape), cut=cut).shard_dim(tensor, shard_degree)
     assert dim is not None, "check_model lets no such plan through"
     return Shard(dim)

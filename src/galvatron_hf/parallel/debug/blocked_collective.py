@@ -21,7 +21,7 @@ from galvatron_hf.utils.compat import WAITING_FUNCTIONS
 # Functions that wait for other ranks, by file, with the local variable that holds the group.
 _WAITING = {
     "galvatron_hf/parallel/comm/collectives.py": {
-        "_all_reduce": ("all_reduce", "group"),
+        "all_reduce_sum": ("all_reduce", "group"),
         "all_gather_stacked": ("all_gather", "group"),
         "_scatter_sum_along": ("reduce_scatter", "group"),
         "all_to_all_pieces": ("all_to_all", "group"),

@@ -110,13 +110,13 @@ class _Watch:
 
     def _places(self) -> list[tuple[str, nn.Module, Callable[[MicroBatch], Layout]]]:
         """Embedding, layers and head in the order of the forward, each with the layout of its output."""
-        model, plan, mesh = self.parallel.model, self.parallel.plan, self.parallel.mesh
-        layers = model.base_model.get_submodule(self.parallel.adapter.layers)
-        places = [("the embedding", model.get_input_embeddings(), lambda batch: batch.embedding)]
+        model, adapter = self.parallel.model, self.parallel.adapter
+        plan, mesh, layers = self.parallel.plan, self.parallel.mesh, adapter.layers(model)
+        places = [("the embedding", adapter.embeddings(model)[0], lambda batch: batch.embedding)]
         for index, layer in enumerate(layers):
             layout = Layout.from_strategy(plan.layers[index], mesh.size)
             places.append((f"layer {index}", layer, lambda batch, layout=layout: layout))
-        return [*places, ("the head", model.get_output_embeddings(), lambda batch: batch.head)]
+        return [*places, ("the head", adapter.head(model), lambda batch: batch.head)]
 
     def _entered(self, place: int, name: str, layout_of: Callable[[MicroBatch], Layout]):
         def enter(*unused) -> None:

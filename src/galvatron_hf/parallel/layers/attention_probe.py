@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
+from galvatron_hf.models.adapter import masks_by_type
 from galvatron_hf.parallel.layers.attention import POSITIONS
 from galvatron_hf.utils.compat import set_attention_implementation
 
@@ -36,8 +37,7 @@ def attention_obstacle(family: type[PreTrainedModel], config: PreTrainedConfig) 
             model = family(config).train()
             ids = torch.zeros(1, 2, dtype=torch.long)
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # prepared, so that the family makes none
-            types = getattr(config, "layer_types", None)
-            masks = mask if types is None else dict.fromkeys(types, mask)
+            masks = masks_by_type(config, mask)
             model.base_model(input_ids=ids, position_ids=ids, attention_mask=masks, use_cache=False)
     except _Seen as seen:
         (names,) = seen.args

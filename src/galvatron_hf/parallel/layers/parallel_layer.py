@@ -15,18 +15,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
+from galvatron_hf.models.adapter import LayerInputs
+from galvatron_hf.parallel.activation.layer_state import HIDDEN, LayerState
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
-from galvatron_hf.parallel.activation.redistribute import redistribute
 from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.layers.rng import random_stream
 from galvatron_hf.parallel.layers.tensor_parallel import LocalParameter, local_parameters
 from galvatron_hf.plan import LayerStrategy
 from galvatron_hf.plan.layout import Layout, Rectangle
-
-
-# Tensor inputs of decoder layers: those that a layer's positions split, and those that its attention needs whole.
-_SPLIT_WITH_POSITIONS = {"position_embeddings"}
-_WHOLE_POSITIONS = {"position_ids", "cache_position"}
 
 
 class CurrentMicroBatch:
@@ -61,6 +57,7 @@ class ParallelLayer:
         index (`int`): the layer's global index.
         layer (`nn.Module`): the layer.
         layer_type (`str`, *optional*): key of its mask where the family has several.
+        inputs ([`LayerInputs`]): the tensors that it takes after the hidden states.
         strategy ([`LayerStrategy`]): how it is parallelised.
         source (`Layout`, *optional*): the layout the hidden states come in; None for the embedding's.
         layout (`Layout`): the layer's own, in which they also leave.
@@ -74,6 +71,7 @@ class ParallelLayer:
     index: int
     layer: nn.Module
     layer_type: str | None
+    inputs: LayerInputs
     strategy: LayerStrategy
     source: Layout | None
     layout: Layout
@@ -98,15 +96,13 @@ class ParallelLayer:
         for name, parameter in self.signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 arguments |= arguments.pop(name, {})
-        hidden = redistribute(
-            arguments.pop(self.hidden_name),
+        names = [name for name in self.inputs.states if name in arguments]
+        state = LayerState.in_layout(
             self.source or batch.embedding,
-            self.layout,
-            grid=batch.grid,
-            index=self.mesh.index,
-            groups=self.mesh.groups,
-        )
-        arguments = self._inputs(batch, arguments, hidden.dtype)
+            {HIDDEN: arguments.pop(self.hidden_name), **{name: arguments.pop(name) for name in names}},
+        ).redistribute(self.layout, grid=batch.grid, index=self.mesh.index, groups=self.mesh.groups)
+        hidden = state.hidden
+        arguments = self._inputs(batch, arguments, hidden.dtype) | {name: state.tensors[name] for name in names}
         if self.strategy.recompute == "full" and torch.is_grad_enabled():
             # The streams are keyed, so nothing about the generator has to be stashed for the replay.
             output = checkpoint(self._compute, batch, hidden, arguments, use_reentrant=False, preserve_rng_state=False)
@@ -179,9 +175,9 @@ class ParallelLayer:
             if name == "attention_mask":
                 masks = batch.attention_masks(rectangle, self.current.config, dtype)
                 value = masks[self.layer_type] if isinstance(masks, dict) else masks
-            elif name in _SPLIT_WITH_POSITIONS:
+            elif name in self.inputs.split_with_positions:
                 value = tuple(_part(tensor, batch, rectangle, positions=True) for tensor in value)
-            elif name in _WHOLE_POSITIONS and isinstance(value, torch.Tensor):
+            elif name in self.inputs.whole_positions and isinstance(value, torch.Tensor):
                 if batch.documents is not None:
                     value = _part(value, batch, self.pack(batch), positions=value.ndim > 1)
                 else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +17,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.pytorch_utils import Conv1D
 
-from galvatron_hf.models.adapter import DecoderAdapter, FusedProjection, Heads, Style
+from galvatron_hf.models.adapter import StackAdapter, Style
+from galvatron_hf.models.heads import Heads
+from galvatron_hf.models.parameter_specs import LinearKind, ParameterSpec, layer_specs, linear_kind
 from galvatron_hf.parallel.comm.collectives import (
     copy_to_group,
     gather_positions,
@@ -35,32 +36,33 @@ from galvatron_hf.utils.compat import set_parameter_tensor
 
 @dataclass(frozen=True, kw_only=True)
 class LocalParameter:
-    """How one DTensor parameter is seen while its layer computes.
+    """The local view of a DTensor parameter while its module computes.
 
     Attributes:
         module (`nn.Module`): owner of the parameter.
         name (`str`): its name there.
-        gradient_group (`ProcessGroup`, *optional*): ranks whose gradients are summed, where each sees only a part of
-            what the parameter does.
-        rows (`tuple[int, int]`, *optional*): the output features that this rank uses of a whole parameter.
+        gradient_group (`ProcessGroup`, *optional*): ranks whose gradients are summed, because each rank uses only a
+            part of the parameter, or uses it for a part of the positions.
+        features (`tuple[int, int]`, *optional*): the range of `dim` that this rank uses of a whole parameter.
+        dim (`int`): the dimension of the output features.
     """
 
     module: nn.Module
     name: str
     gradient_group: dist.ProcessGroup | None = None
-    rows: tuple[int, int] | None = None
+    features: tuple[int, int] | None = None
+    dim: int = 0
 
     def local(self) -> torch.Tensor:
-        """This rank's tensor, differentiable back to the DTensor."""
+        """Returns this rank's tensor, differentiable back to the DTensor."""
         tensor = sum_gradient(local_tensor(getattr(self.module, self.name)), self.gradient_group)
-        if self.rows is None:
+        if self.features is None:
             return tensor
-        dim = _output_dim(self.module, self.name)
-        return tensor.narrow(dim, self.rows[0], self.rows[1] - self.rows[0])
+        return tensor.narrow(self.dim, self.features[0], self.features[1] - self.features[0])
 
 
 @contextlib.contextmanager
-def local_parameters(views: list[LocalParameter]) -> Iterator[None]:
+def local_parameters(views: Sequence[LocalParameter]) -> Iterator[None]:
     """Replaces DTensor parameters by their local tensors while the body runs."""
     whole = [getattr(view.module, view.name) for view in views]
     for view in views:
@@ -72,63 +74,56 @@ def local_parameters(views: list[LocalParameter]) -> Iterator[None]:
             set_parameter_tensor(view.module, view.name, parameter)
 
 
-def split_fused_projections(layer: nn.Module, adapter: DecoderAdapter, config: PreTrainedConfig) -> None:
-    """Replaces each fused projection of a layer by its parts, so that every part can have plain shards."""
-    for name, fused in adapter.fused.items():
-        module = layer.get_submodule(name)
-        parts, start = {}, 0
-        for part, size in zip(fused.parts, fused.sizes(config), strict=True):
-            parts[part] = _linear_part(module, start, size)
-            start += size
-        layer.set_submodule(name, FusedProjection(parts))
-
-
 def cut_layer(
     layer: nn.Module,
-    adapter: DecoderAdapter,
+    stack: StackAdapter,
     strategy: LayerStrategy,
-    mesh: WeightMesh,
+    meshes: Mapping[str, WeightMesh],
     config: PreTrainedConfig,
 ) -> list[LocalParameter]:
     """Cuts the weights of one layer over its tensor ranks and puts the collectives at its regions' borders.
 
     Args:
-        layer (`nn.Module`): the layer, with whole weights; changed in place.
-        adapter ([`DecoderAdapter`]): styles of the layer's modules.
+        layer (`nn.Module`): the layer, with whole weights and split projections; changed in place.
+        stack ([`StackAdapter`]): styles of the layer's modules.
         strategy ([`LayerStrategy`]): its `tensor` and `megatron_sp`.
-        mesh ([`WeightMesh`]): its axis `tensor` holds the ranks.
-        config (`PreTrainedConfig`): for the head counts.
+        meshes (`Mapping[str, WeightMesh]`): the mesh that each parameter's spec names.
+        config (`PreTrainedConfig`): the model's, for the head counts.
 
     Returns:
-        `list[LocalParameter]`: how every parameter is seen while the layer computes.
+        `list[LocalParameter]`: the view of every parameter while the layer computes.
     """
     if strategy.tensor == 1:
         return []
-    group = mesh.tensor_group
-    heads = Heads.of(config)
-    views = []
+    specs = layer_specs(layer, stack, config)
+    views = [cut_parameter(layer, spec, meshes[spec.mesh], strategy.megatron_sp) for spec in specs]
+    group = meshes["layer"].tensor_group
     for name, module in layer.named_modules():
-        style = adapter.part_style(name)
-        inside = any(name == region or name.startswith(f"{region}.") for region in adapter.regions)
-        copied = name in adapter.key_value and heads.key_value < strategy.tensor
-        for parameter, whole in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            cut = None if copied else _cut_dim(module, parameter, style)
-            setattr(module, parameter, mesh.cut(whole, cut))
-            partial = cut is None and (
-                inside and style in (Style.REPLICATED_PARTIAL_GRAD, Style.COLUMN) or strategy.megatron_sp
-            )
-            rows = _copied_rows(heads, strategy.tensor, mesh.tensor_index) if copied else None
-            views.append(
-                LocalParameter(module=module, name=parameter, gradient_group=group if partial else None, rows=rows)
-            )
+        kind, style = linear_kind(module), stack.style(name)
         if style is Style.ROW:
-            _sum_row_outputs(module, group, strategy.megatron_sp)
-        if style is Style.COLUMN and isinstance(module, Conv1D):
-            module.nf //= strategy.tensor
-    for region in adapter.regions:
+            _sum_row_outputs(module, kind, group, strategy.megatron_sp)
+        elif style is Style.COLUMN and kind is not None:
+            setattr(module, kind.output_size, getattr(module, kind.output_size) // strategy.tensor)
+    for region in stack.regions:
         _gather_region_input(layer.get_submodule(region), group, strategy.megatron_sp)
-    _set_local_attributes(layer, adapter, heads, strategy.tensor)
+    _set_local_attributes(layer, stack, stack.heads(config), strategy.tensor)
     return views
+
+
+def cut_parameter(
+    owner: nn.Module, spec: ParameterSpec, mesh: WeightMesh, megatron_sp: bool = False
+) -> LocalParameter:
+    """Makes a parameter of `owner` a DTensor over the tensor ranks, cut as its spec says, and returns its view."""
+    module, name, weight = owner.get_submodule(spec.owner), spec.name.rpartition(".")[2], spec.weight_shape
+    degree = mesh.tensor_degree
+    setattr(module, name, mesh.cut(getattr(module, name), weight.cut_dim(degree)))
+    return LocalParameter(
+        module=module,
+        name=name,
+        gradient_group=mesh.tensor_group if weight.sums_gradient(degree, megatron_sp) else None,
+        features=spec.used_features(degree, mesh.tensor_index),
+        dim=spec.output_dim,
+    )
 
 
 def set_key_value_groups(attention: nn.Module, query_heads: int, key_value_heads: int) -> None:
@@ -137,46 +132,13 @@ def set_key_value_groups(attention: nn.Module, query_heads: int, key_value_heads
         attention.num_key_value_groups = query_heads // key_value_heads
 
 
-def _output_dim(module: nn.Module, parameter: str) -> int:
-    return 1 if isinstance(module, Conv1D) and parameter == "weight" else 0
-
-
-def _cut_dim(module: nn.Module, parameter: str, style: Style | None) -> int | None:
-    if style is Style.COLUMN:
-        return _output_dim(module, parameter)
-    if style is Style.ROW and parameter == "weight":
-        return 1 - _output_dim(module, parameter)
-    return None
-
-
-def _copied_rows(heads: Heads, tensor: int, index: int) -> tuple[int, int]:
-    head = index * heads.key_value // tensor
-    return head * heads.dim, (head + 1) * heads.dim
-
-
-def _linear_part(module: nn.Module, start: int, size: int) -> nn.Module:
-    weight, bias = module.weight, module.bias
-    if isinstance(module, Conv1D):
-        part = Conv1D.__new__(Conv1D)
-        nn.Module.__init__(part)
-        part.nf, part.nx = size, module.nx
-        rows = weight.data[:, start : start + size]
-    else:
-        part = nn.Linear.__new__(nn.Linear)
-        nn.Module.__init__(part)
-        part.in_features, part.out_features = module.in_features, size
-        rows = weight.data[start : start + size]
-    part.weight = nn.Parameter(rows.clone(), requires_grad=weight.requires_grad)
-    part.bias = None if bias is None else nn.Parameter(bias.data[start : start + size].clone(), bias.requires_grad)
-    return part
-
-
-def _sum_row_outputs(module: nn.Module, group: dist.ProcessGroup, megatron_sp: bool) -> None:
-    """A row-cut module sums its outputs over the ranks and adds its bias once, afterwards."""
+def _sum_row_outputs(module: nn.Module, kind: LinearKind | None, group: dist.ProcessGroup, megatron_sp: bool) -> None:
+    """Makes a row-cut module sum its outputs over the ranks and add its bias once, afterwards."""
     reduce = scatter_sum_positions if megatron_sp else reduce_from_group
+    inputs_first = kind is not None and kind.output_dim == 1
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        weight = module.weight.t() if isinstance(module, Conv1D) else module.weight
+        weight = module.weight.t() if inputs_first else module.weight
         output = reduce(F.linear(hidden, weight), group)
         return output if module.bias is None else output + module.bias
 
@@ -184,10 +146,10 @@ def _sum_row_outputs(module: nn.Module, group: dist.ProcessGroup, megatron_sp: b
 
 
 def _gather_region_input(region: nn.Module, group: dist.ProcessGroup, megatron_sp: bool) -> None:
-    """The input of a region becomes whole on every rank, and its gradient is summed over them."""
+    """Makes the input of a region whole on every rank, and sums its gradient over the ranks."""
 
     def enter(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        # Pieces of one position come out of the gather as a strided view, which Conv1D cannot flatten.
+        # Pieces of one position come out of the gather as a strided view, which some linear modules cannot flatten.
         return gather_positions(hidden, group).contiguous() if megatron_sp else copy_to_group(hidden, group)
 
     def pre_hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -198,12 +160,13 @@ def _gather_region_input(region: nn.Module, group: dist.ProcessGroup, megatron_s
     region.register_forward_pre_hook(pre_hook, with_kwargs=True)
 
 
-def _set_local_attributes(layer: nn.Module, adapter: DecoderAdapter, heads: Heads, tensor: int) -> None:
+def _set_local_attributes(layer: nn.Module, stack: StackAdapter, heads: Heads, tensor: int) -> None:
+    """Divides the attributes that count heads or features; a configuration is copied first."""
     local = {
         "heads": lambda value: value // tensor,
         "key_value_heads": lambda value: heads.local_key_value(tensor),
     }
-    for path, kind in adapter.local_attributes.items():
+    for path, kind in stack.local_attributes.items():
         owner_path, attribute = path.rsplit(".", 1)
         owner = layer
         for part in owner_path.split("."):

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from galvatron_hf.models.adapter import LogitTransform
+from galvatron_hf.models.parameter_specs import vocabulary_specs, whole_specs
 from galvatron_hf.parallel.comm.collectives import copy_to_group
 from galvatron_hf.parallel.comm.mesh import WeightMesh
-from galvatron_hf.parallel.layers.tensor_parallel import LocalParameter, local_parameters
+from galvatron_hf.parallel.layers.tensor_parallel import LocalParameter, cut_parameter, local_parameters
 from galvatron_hf.parallel.layers.vocab_parallel_loss import (
     gather_local_logits,
     linear_cross_entropy,
@@ -24,20 +25,14 @@ from galvatron_hf.parallel.layers.vocab_parallel_loss import (
 from galvatron_hf.plan.layout import HEAD_CHUNK_TOKENS
 
 
-def cut_vocabulary_weight(module: nn.Module, name: str, mesh: WeightMesh, cut: bool = True) -> None:
-    """Makes a parameter whose first dimension is the vocabulary a DTensor over the tensor ranks (or whole on each)."""
-    setattr(module, name, mesh.cut(getattr(module, name), 0 if cut else None))
-
-
 def parallel_embedding(embedding: nn.Embedding, mesh: WeightMesh) -> None:
     """Cuts an embedding over the vocabulary; its forward looks up this rank's rows and sums over the ranks."""
     size = embedding.num_embeddings
     start, stop = vocabulary_range(size, mesh.tensor_degree, mesh.tensor_index)
-    cut_vocabulary_weight(embedding, "weight", mesh)
+    views = [cut_parameter(embedding, spec, mesh) for spec in vocabulary_specs(embedding, "embedding")]
     if embedding.padding_idx is not None:
         inside = start <= embedding.padding_idx < stop
         embedding.padding_idx = embedding.padding_idx - start if inside else None
-    views = [LocalParameter(module=embedding, name="weight")]
     lookup, group = embedding.forward, mesh.tensor_group
 
     def forward(input_ids: torch.Tensor) -> torch.Tensor:
@@ -47,12 +42,9 @@ def parallel_embedding(embedding: nn.Embedding, mesh: WeightMesh) -> None:
     embedding.forward = forward
 
 
-def whole_module(module: nn.Module, mesh: WeightMesh) -> None:
-    """Keeps a module beside the embedding or the head whole on every tensor rank."""
-    names = [name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
-    for name in names:
-        cut_vocabulary_weight(module, name, mesh, cut=False)
-    views = [LocalParameter(module=module, name=name) for name in names]
+def whole_module(module: nn.Module, mesh: WeightMesh, mesh_name: str) -> None:
+    """Keeps the parameters of a module whole on every tensor rank of the embedding or the head."""
+    views = [cut_parameter(module, spec, mesh) for spec in whole_specs(module, mesh_name)]
     original = module.forward
 
     def forward(*args: torch.Tensor) -> torch.Tensor:
@@ -103,11 +95,10 @@ class Head:
         self.group = mesh.tensor_group if mesh.tensor_degree > 1 else None
         self.views = []
         if mesh.tensor_degree > 1:
-            names = [name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)]
-            for name in names:
-                if not (tied and name == "weight"):
-                    cut_vocabulary_weight(module, name, mesh)
-            self.views = [LocalParameter(module=module, name=name) for name in names]
+            for spec in vocabulary_specs(module, "head"):
+                cut_already = tied and spec.name == "weight"
+                view = LocalParameter(module=module, name=spec.name)
+                self.views.append(view if cut_already else cut_parameter(module, spec, mesh))
         module.forward = self
 
     def __call__(self, hidden: torch.Tensor, request: HeadRequest) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
+from galvatron_hf.models.losses import IGNORED, shift_targets
 from galvatron_hf.parallel.activation.documents import Documents
+from galvatron_hf.parallel.activation.layer_state import LayerState
 from galvatron_hf.parallel.activation.micro_batch import (
-    IGNORED,
     ForwardOptions,
     MicroBatch,
     add_positions,
     add_rows,
-    shift_targets,
 )
 from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch
@@ -221,9 +221,9 @@ class ModelRunner:
         )
 
     def run(
-        self, stage: StageModule, batch: MicroBatch, received: torch.Tensor | None = None
-    ) -> torch.Tensor | CausalLMOutput:
-        """Runs one stage: hidden states for the next, or at the last stage what the micro-batch was wanted for."""
+        self, stage: StageModule, batch: MicroBatch, received: LayerState | None = None
+    ) -> LayerState | CausalLMOutput:
+        """Runs one stage and returns the state for the next one, or at the last stage the loss and the logits."""
         with self.current.of(batch):
             if not stage.is_last:
                 return stage(received, None)

@@ -10,13 +10,14 @@ loss graph of a step, wants one shape for all micro-batches, and treats all FSDP
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from transformers.modeling_outputs import CausalLMOutput
+from transformers.utils import ModelOutput
 
+from galvatron_hf.parallel.activation.layer_state import LayerState
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.pipeline.forward import ModelRunner
@@ -29,41 +30,55 @@ from galvatron_hf.utils.compat import input_gradients, weight_gradients
 # Gradients (in evaluation, activations) that may be on their way before a rank waits for the oldest of them.
 SENDS_UNDER_WAY = 2
 
+# Computes this rank's part of a micro-batch's loss, from its index and the last stage's output.
+LossOfOutput = Callable[[int, ModelOutput], torch.Tensor]
+
+
+# The tensors of one layer state, in the order of their names.
+Tensors = tuple[torch.Tensor, ...]
+
 
 @dataclass(kw_only=True)
 class _Transfer:
-    """A tensor on its way, with what has to live as long."""
+    """Tensors on their way; they have to live until the transfer ends."""
 
-    tensor: torch.Tensor
+    tensors: Tensors
     works: list[dist.Work]
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Tensors:
         for work in self.works:
             work.wait()
-        return self.tensor
+        return self.tensors
 
 
 @dataclass(kw_only=True)
 class _InFlight:
-    """What a stage keeps of a micro-batch from its forward to its backward."""
+    """The tensors that a stage keeps of a micro-batch from its forward to its backward.
 
-    received: torch.Tensor | None
-    result: torch.Tensor
+    Attributes:
+        received (`Tensors`, *optional*): the state before the stage, leaves; None at the first stage.
+        result (`Tensors`): the state after the stage, or the loss alone.
+        sent ([`_Transfer`], *optional*): the transfer of `result`.
+        weight_gradients (`Callable`, *optional*): the second half of a split backward.
+    """
+
+    received: Tensors | None
+    result: Tensors
     sent: _Transfer | None = None
     weight_gradients: Callable[[], None] | None = None
 
 
 @dataclass(kw_only=True)
 class _Step:
-    """The state of one step."""
+    """The state of one step; keys are (stage, micro-batch)."""
 
     batches: Sequence[MicroBatch]
-    loss_of: Callable[[int, CausalLMOutput], torch.Tensor] | None
+    loss_of: LossOfOutput | None
     in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
     arriving: dict[tuple[Work, int, int], _Transfer] = field(default_factory=dict)
-    gradients: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    gradients: dict[tuple[int, int], Tensors] = field(default_factory=dict)
     leaving: deque[_Transfer] = field(default_factory=deque)
-    outputs: dict[int, CausalLMOutput] = field(default_factory=dict)
+    outputs: dict[int, ModelOutput] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
     left: dict[int, int] = field(default_factory=dict)
 
@@ -73,69 +88,67 @@ class Pipeline:
 
     Args:
         shape ([`PipelineShape`]): schedule and stages.
-        place (`int`): index of this rank's list.
-        stages (`dict[int, StageModule]`): this rank's stages.
+        pipeline_rank (`int`): the pipeline rank that this rank belongs to.
+        stages (`dict[int, StageModule]`): its stages.
         units ([`ShardedUnits`]): their units.
         forward ([`ModelRunner`]): runs a stage.
-        group (`ProcessGroup`): the ranks with this rank's index in each list.
-        pairs (`dict[int, Sequence[ProcessGroup]]`): for each list that this one talks to, the two ranks with this
-            rank's index, once for activations and once for gradients. Nothing waits for another pair or direction: on
-            one communicator of a GPU transfers run one after the other, and some schedules would stand still.
-        hidden_size (`int`): features between layers.
+        group (`ProcessGroup`): the ranks with this rank's index in each pipeline rank.
+        pairs (`dict[int, Sequence[ProcessGroup]]`): for each pipeline rank that this one talks to, the two ranks with
+            this rank's index, once for activations and once for gradients. No transfer waits for another pair or
+            direction: one communicator of a GPU runs its transfers in turn, and some schedules would stand still.
+        state_features (`Mapping[str, int]`): the features of each tensor of the state between two stages.
         dtype (`torch.dtype`): their format.
-        timeline ([`Timeline`]): told when each action begins and ends.
+        timeline ([`Timeline`]): records when each action begins and ends.
     """
 
     def __init__(
         self,
         shape: PipelineShape,
-        place: int,
+        pipeline_rank: int,
         stages: dict[int, StageModule],
         units: ShardedUnits,
         forward: ModelRunner,
         group: dist.ProcessGroup,
         pairs: dict[int, Sequence[dist.ProcessGroup]],
-        hidden_size: int,
+        state_features: Mapping[str, int],
         dtype: torch.dtype,
         timeline: Timeline,
     ):
-        self.shape, self.place, self.stages, self.units = shape, place, stages, units
+        self.shape, self.pipeline_rank, self.stages, self.units = shape, pipeline_rank, stages, units
         self.forward, self.timeline = forward, timeline
         self.group, self.pairs = group, pairs
-        self.hidden_size, self.dtype = hidden_size, dtype
+        self.state_features, self.dtype = state_features, dtype
 
     @property
     def has_last(self) -> bool:
-        """Whether this rank has the last stage, and with it losses and logits."""
+        """Whether this rank has the last stage, which makes losses and logits."""
         return self.shape.stages - 1 in self.stages
 
-    def train(
-        self, batches: Sequence[MicroBatch], loss_of: Callable[[int, CausalLMOutput], torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Forward and backward of a step's micro-batches; collective.
+    def train(self, batches: Sequence[MicroBatch], loss_of: LossOfOutput) -> list[torch.Tensor]:
+        """Runs forward and backward of a step's micro-batches; collective.
 
         Args:
             batches (`Sequence[MicroBatch]`): the same on all ranks; shapes may differ.
             loss_of (`Callable`): this rank's part of a micro-batch's loss, from its index and the last stage's output.
 
         Returns:
-            `list[torch.Tensor]`: the losses, detached; empty where the last stage is not.
+            `list[torch.Tensor]`: the losses, detached; empty on ranks without the last stage.
         """
         step = _Step(batches=batches, loss_of=loss_of, left=dict.fromkeys(self.stages, len(batches)))
-        self._run(step, actions(self.shape, len(batches))[self.place])
+        self._run(step, actions(self.shape, len(batches))[self.pipeline_rank])
         self.units.finish_step()
         return step.losses
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[MicroBatch]) -> list[CausalLMOutput]:
-        """Forward of micro-batches; collective.
+    def evaluate(self, batches: Sequence[MicroBatch]) -> list[ModelOutput]:
+        """Runs the forward of micro-batches; collective.
 
         Returns:
-            `list[CausalLMOutput]`: the last stage's outputs; empty where it is not.
+            `list[ModelOutput]`: the last stage's outputs; empty on ranks without it.
         """
         step = _Step(batches=batches, loss_of=None)
         forward = (Work.FORWARD, Work.SEND_FORWARD, Work.RECEIVE_FORWARD)
-        order = actions(self.shape, len(batches))[self.place]
+        order = actions(self.shape, len(batches))[self.pipeline_rank]
         self._run(step, [action for action in order if action.work in forward])
         return [step.outputs[index] for index in sorted(step.outputs)]
 
@@ -159,48 +172,51 @@ class Pipeline:
 
     def _forward(self, step: _Step, action: Action) -> None:
         key, batch = (action.stage, action.micro_batch), step.batches[action.micro_batch]
-        received = self._awaited(step, Work.RECEIVE_FORWARD, action)
+        stage, received, state = self.stages[action.stage], self._awaited(step, Work.RECEIVE_FORWARD, action), None
         if received is not None:
-            received.requires_grad_(torch.is_grad_enabled())
+            received = tuple(tensor.requires_grad_(torch.is_grad_enabled()) for tensor in received)
+            state = LayerState.in_layout(batch.boundary, dict(zip(self.state_features, received, strict=True)))
         with self.timeline.span(action):
-            result = self.forward.run(self.stages[action.stage], batch, received)
-            if isinstance(result, CausalLMOutput):
-                if step.loss_of is None:
-                    step.outputs[action.micro_batch] = result
-                    return
-                result = step.loss_of(action.micro_batch, result)
-                step.losses.append(result.detach())
+            output = self.forward.run(stage, batch, state)
+            if not stage.is_last:
+                result = tuple(output.tensors[name].to(self.dtype) for name in self.state_features)
+            elif step.loss_of is None:
+                step.outputs[action.micro_batch] = output
+                return
             else:
-                result = result.to(self.dtype)
+                result = (step.loss_of(action.micro_batch, output),)
+                step.losses.append(result[0].detach())
         step.in_flight[key] = _InFlight(received=received, result=result)
         if action.stage + 1 in self.stages:  # a neighbour on the same ranks
-            handed = _Transfer(tensor=result.detach(), works=[])
+            handed = _Transfer(tensors=_detached(result), works=[])
             step.arriving[Work.RECEIVE_FORWARD, action.stage + 1, action.micro_batch] = handed
             if step.loss_of is None:
                 del step.in_flight[key]
 
     def _backward(self, step: _Step, action: Action) -> None:
-        kept, gradient = self._begin_backward(step, action)
+        kept, gradients = self._begin_backward(step, action)
         with self.timeline.span(action):
             self.units.begin_micro_batch(last=step.left[action.stage] == 1, stage=action.stage)
-            self._full_backward(kept, gradient)
+            self._full_backward(kept, gradients)
         self._end_backward(step, action, kept)
 
-    def _full_backward(self, kept: _InFlight, gradient: torch.Tensor | None) -> None:
-        if kept.result.requires_grad:  # not if all of the stage is frozen
-            torch.autograd.backward(kept.result, gradient)
+    def _full_backward(self, kept: _InFlight, gradients: Tensors | None) -> None:
+        found = zip(kept.result, gradients or (None,), strict=True)
+        found = [(tensor, gradient) for tensor, gradient in found if tensor.requires_grad]
+        if found:  # not if all of the stage is frozen
+            torch.autograd.backward(*zip(*found, strict=True))
 
     def _backward_input(self, step: _Step, action: Action) -> None:
-        kept, gradient = self._begin_backward(step, action)
+        kept, gradients = self._begin_backward(step, action)
         stage = self.stages[action.stage]
         with self.timeline.span(action):
             self.units.begin_micro_batch(last=False, stage=action.stage, keep_gradients=True)
             if kept.received is None:
-                # Nobody waits for the first stage's input gradient: all of its backward comes later.
-                kept.weight_gradients = lambda: self._full_backward(kept, gradient)
+                # No stage waits for the first stage's input gradient: all of its backward comes later.
+                kept.weight_gradients = lambda: self._full_backward(kept, gradients)
             else:
                 weights = [weight for weight in stage.parameters() if weight.requires_grad]
-                found = input_gradients(kept.result, gradient, kept.received, weights)
+                found = input_gradients(kept.result, gradients, kept.received, weights)
                 kept.weight_gradients = lambda: weight_gradients(weights, found)
         step.in_flight[action.stage, action.micro_batch] = kept
         self._hand_back(step, action, kept)
@@ -218,44 +234,47 @@ class Pipeline:
             if step.left[action.stage] == 0:
                 self.units.reduce_kept_gradients(action.stage)
 
-    def _begin_backward(self, step: _Step, action: Action) -> tuple[_InFlight, torch.Tensor | None]:
+    def _begin_backward(self, step: _Step, action: Action) -> tuple[_InFlight, Tensors | None]:
         kept = step.in_flight.pop((action.stage, action.micro_batch))
-        gradient = self._awaited(step, Work.RECEIVE_BACKWARD, action)
+        gradients = self._awaited(step, Work.RECEIVE_BACKWARD, action)
         if kept.sent is not None:
             kept.sent.wait()  # it has arrived, or there would be no gradient
             kept.sent = None
-        return kept, gradient
+        return kept, gradients
 
     def _end_backward(self, step: _Step, action: Action, kept: _InFlight) -> None:
         step.left[action.stage] -= 1
         self._hand_back(step, action, kept)
 
     def _hand_back(self, step: _Step, action: Action, kept: _InFlight) -> None:
-        """Takes the gradient of what was received, for the stage before."""
+        """Takes the gradients of the received tensors, for the stage before."""
         if kept.received is None:
             return
-        gradient = kept.received.grad
-        gradient = torch.zeros_like(kept.received) if gradient is None else gradient
-        kept.received.grad = None
+        gradients = tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in kept.received)
+        for leaf in kept.received:
+            leaf.grad = None
         if action.stage - 1 in self.stages:
-            handed = _Transfer(tensor=gradient, works=[])
+            handed = _Transfer(tensors=gradients, works=[])
             step.arriving[Work.RECEIVE_BACKWARD, action.stage - 1, action.micro_batch] = handed
         else:
-            step.gradients[action.stage, action.micro_batch] = gradient
+            step.gradients[action.stage, action.micro_batch] = gradients
 
     # ---- Transfers ----
 
     def _receive(self, step: _Step, action: Action) -> None:
         batch = step.batches[action.micro_batch]
         part = batch.grid.rectangle(batch.boundary, self.forward.mesh.index)
-        tensor = torch.empty(*part.shape, self.hidden_size, dtype=self.dtype, device=batch.input_ids.device)
+        tensors = tuple(
+            torch.empty(*part.shape, features, dtype=self.dtype, device=batch.input_ids.device)
+            for features in self.state_features.values()
+        )
         forward = action.work is Work.RECEIVE_FORWARD
         peer = self.shape.rank_group_of_stage[action.stage + (-1 if forward else 1)]
-        works = self._transfer(dist.irecv, tensor, 0 if forward else 1, peer)
-        step.arriving[action.work, action.stage, action.micro_batch] = _Transfer(tensor=tensor, works=works)
+        transfer = self._transfer(dist.irecv, tensors, 0 if forward else 1, peer)
+        step.arriving[action.work, action.stage, action.micro_batch] = transfer
 
-    def _awaited(self, step: _Step, work: Work, action: Action) -> torch.Tensor | None:
-        """What has been received for an action, or None where nothing comes."""
+    def _awaited(self, step: _Step, work: Work, action: Action) -> Tensors | None:
+        """Waits for the tensors that an action needs; None if it needs none."""
         transfer = step.arriving.pop((work, action.stage, action.micro_batch), None)
         if transfer is None:
             return None
@@ -265,9 +284,8 @@ class Pipeline:
     def _send_forward(self, step: _Step, action: Action) -> None:
         kept = step.in_flight[action.stage, action.micro_batch]
         with self.timeline.span(action):
-            tensor = kept.result.detach().contiguous()
-            works = self._transfer(dist.isend, tensor, 0, self.shape.rank_group_of_stage[action.stage + 1])
-            transfer = _Transfer(tensor=tensor, works=works)
+            peer = self.shape.rank_group_of_stage[action.stage + 1]
+            transfer = self._transfer(dist.isend, _detached(kept.result), 0, peer)
             if step.loss_of is None:
                 del step.in_flight[action.stage, action.micro_batch]
                 self._leave(step, transfer)
@@ -276,15 +294,22 @@ class Pipeline:
 
     def _send_backward(self, step: _Step, action: Action) -> None:
         with self.timeline.span(action):
-            tensor = step.gradients.pop((action.stage, action.micro_batch)).contiguous()
-            works = self._transfer(dist.isend, tensor, 1, self.shape.rank_group_of_stage[action.stage - 1])
-            self._leave(step, _Transfer(tensor=tensor, works=works))
+            gradients = step.gradients.pop((action.stage, action.micro_batch))
+            peer = self.shape.rank_group_of_stage[action.stage - 1]
+            self._leave(step, self._transfer(dist.isend, gradients, 1, peer))
 
     def _leave(self, step: _Step, transfer: _Transfer) -> None:
         step.leaving.append(transfer)
         while len(step.leaving) > SENDS_UNDER_WAY:
             step.leaving.popleft().wait()
 
-    def _transfer(self, operation, tensor: torch.Tensor, direction: int, peer: int) -> list[dist.Work]:
-        group, index = self.pairs[peer][direction], 0 if peer < self.place else 1
-        return dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=group, group_peer=index)])
+    def _transfer(self, operation: Callable, tensors: Tensors, direction: int, peer: int) -> _Transfer:
+        """Starts one message for each tensor to or from a pipeline rank."""
+        group, index = self.pairs[peer][direction], 0 if peer < self.pipeline_rank else 1
+        tensors = tuple(tensor.contiguous() for tensor in tensors)
+        messages = [dist.P2POp(operation, tensor, group=group, group_peer=index) for tensor in tensors]
+        return _Transfer(tensors=tensors, works=dist.batch_isend_irecv(messages))
+
+
+def _detached(tensors: Tensors) -> Tensors:
+    return tuple(tensor.detach() for tensor in tensors)

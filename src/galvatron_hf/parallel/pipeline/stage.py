@@ -12,9 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
-from galvatron_hf.models.adapter import DecoderAdapter
+from galvatron_hf.models.adapter import ModelAdapter, masks_by_type
+from galvatron_hf.parallel.activation.layer_state import HIDDEN, LayerState
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
-from galvatron_hf.parallel.activation.redistribute import redistribute
 from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch
 from galvatron_hf.parallel.layers.rng import random_stream
@@ -48,7 +48,7 @@ class StageModule(nn.Module):
 
     Args:
         model ([`PreTrainedModel`]): the model, with the modules of this rank's stages.
-        adapter ([`DecoderAdapter`]): its family.
+        adapter ([`ModelAdapter`]): its family.
         mesh ([`StageMesh`]): the ranks.
         current ([`CurrentMicroBatch`]): shared with the blocks.
         index (`int`): of the stage.
@@ -60,7 +60,7 @@ class StageModule(nn.Module):
     def __init__(
         self,
         model: PreTrainedModel,
-        adapter: DecoderAdapter,
+        adapter: ModelAdapter,
         mesh: StageMesh,
         current: CurrentMicroBatch,
         *,
@@ -74,106 +74,105 @@ class StageModule(nn.Module):
         self.index, self.is_first, self.is_last, self.layouts = index, is_first, is_last, layouts
         self.adapter, self.mesh, self.current = adapter, mesh, current
         self._model = (model,)  # seen here, owned elsewhere
-        self._received: torch.Tensor | None = None
-        base = model.base_model
-        whole = base.get_submodule(adapter.layers)
-        ends = [base.get_submodule(name) for name in adapter.positional] if is_first else []
-        ends += [model.get_input_embeddings()] if is_first else []
-        ends += [base.get_submodule(adapter.final_norm), model.get_output_embeddings()] if is_last else []
-        alone = is_first and is_last
+        self._received: LayerState | None = None
+        alone, ends = is_first and is_last, []
+        if is_first:
+            ends += adapter.embeddings(model)
+        if is_last:
+            ends += [adapter.final_norm(model), adapter.head(model)]
         self.ends = nn.ModuleList([model] if alone else ends)
-        places = [whole[place] if place in layers else PipelineIdentityLayer() for place in range(len(whole))]
-        if not is_first:
-            places[layers.start - 1] = StageInput(self._enter)
-        self.layers = whole if alone else nn.ModuleList(places)
-        norm = base.get_submodule(adapter.final_norm)
+        whole = [model.base_model.get_submodule(stack.layers) for stack in adapter.stacks]
+        self.stacks = nn.ModuleList(whole if alone else self._own_stacks(model, layers))
+        norm = adapter.final_norm(model)
         self.norm = getattr(norm.forward, "original", norm.forward)
         norm.forward = FinalNormHook(current, mesh, self.norm)
 
-    def forward(self, received: torch.Tensor | None, request: HeadRequest | None):
+    def _own_stacks(self, model: PreTrainedModel, layers: range) -> list[nn.ModuleList]:
+        """Makes the lists of layers of all stacks, with identities in the place of other stages' layers."""
+        places = self.adapter.places(model)
+        kept = self.adapter.layers(model)
+        kept = [layer if index in layers else PipelineIdentityLayer() for index, layer in enumerate(kept)]
+        if not self.is_first:
+            kept[layers.start - 1] = StageInput(self._enter)
+        of_stack = [[place.index for place in places if place.stack is stack] for stack in self.adapter.stacks]
+        return [nn.ModuleList([kept[index] for index in indices]) for indices in of_stack]
+
+    def forward(self, received: LayerState | None, request: HeadRequest | None):
         """Runs the current micro-batch.
 
         Args:
-            received (`torch.Tensor`, *optional*): hidden states at the boundary, this rank's part; None at the first
-                stage.
-            request ([`HeadRequest`], *optional*): what is wanted of the head; None but at the last stage.
+            received ([`LayerState`], *optional*): this rank's part of the state at the boundary before this stage;
+                None at the first stage.
+            request ([`HeadRequest`], *optional*): what the head computes; None except at the last stage.
 
         Returns:
-            `torch.Tensor`: hidden states at the boundary behind, or `tuple`: what [`Head`] returns.
+            [`LayerState`]: this rank's part of the state at the boundary after this stage, or at the last stage
+                `tuple`: the output of [`Head`].
         """
         batch, states = self.current.value, self.states(received)
         self.current.place = "head" if self.is_last else "exit"
-        hidden = redistribute(
-            states,
-            self.layouts[1],
-            batch.head if self.is_last else batch.boundary,
-            grid=batch.grid,
-            index=self.mesh.index,
-            groups=self.mesh.groups,
-        )
-        if not self.is_last:
-            return hidden
-        return self._model[0].get_output_embeddings()(self.norm(hidden), request)
+        state = LayerState.in_layout(self.layouts[1], {HIDDEN: states})
+        state = self._move(state, batch.head if self.is_last else batch.boundary)
+        if self.is_last:
+            return self.adapter.head(self._model[0])(self.norm(state.hidden), request)
+        # What came with the hidden states is at the boundary's layout already, and goes on to the next stage.
+        passed = {} if received is None else received.tensors
+        return LayerState.in_layout(batch.boundary, {**passed, **state.tensors})
 
-    def states(self, received: torch.Tensor | None) -> torch.Tensor:
-        """What the stage's last layer leaves of the current micro-batch, in that layer's layout."""
+    def states(self, received: LayerState | None) -> torch.Tensor:
+        """Returns the hidden states that the stage's last layer leaves of the current micro-batch, in its layout."""
         batch = self.current.value
         self.current.place = "embedding" if self.is_first else "entry"
         self._received = received
-        inputs, positions = self._inputs(batch, received)
+        inputs, positions = self._inputs(batch)
         device = batch.input_ids.device
         part = batch.grid.rectangle(batch.embedding, self.mesh.index)
         stream = random_stream(device, *batch.key, -1, part.row_start, part.position_start)
+        # The layers bring the masks of their own rows; a prepared mask keeps the family from making one.
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
         with stream, self._own_layers():
             self._model[0].base_model(
                 **inputs,
-                # The blocks bring the masks of their own rows; a prepared mask keeps the family from making one.
-                attention_mask=self._prepared_mask(device),
+                attention_mask=masks_by_type(self.current.config, mask),
                 position_ids=positions,
                 use_cache=False,
             )
         return batch.final_hidden.pop()
 
-    def _inputs(
-        self, batch: MicroBatch, received: torch.Tensor | None
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def _inputs(self, batch: MicroBatch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Returns the base model's tokens, or stand-ins for their embeddings, and the position ids."""
         part = batch.grid.rectangle(batch.embedding, self.mesh.index)
         positions = batch.positions()
-        if self.adapter.positional:
+        if any(stack.positional for stack in self.adapter.stacks):
             rows = slice(part.row_start, part.row_stop) if positions.shape[0] > 1 else slice(None)
             positions = positions[rows, part.position_start : part.position_stop]
-        if received is None:
+        if self._received is None:
             ids = batch.input_ids[part.row_start : part.row_stop, part.position_start : part.position_stop]
             return {"input_ids": ids}, positions
-        # What the family makes of embeddings was made in the first stage: here one zero stands for each token.
-        return {"inputs_embeds": received.new_zeros(*part.shape, 1)}, positions
+        # The first stage has applied what the family does to embeddings: here one zero stands for each token.
+        return {"inputs_embeds": self._received.hidden.new_zeros(*part.shape, 1)}, positions
 
     def _enter(self) -> torch.Tensor:
-        batch = self.current.value
+        """Returns the received hidden states in the layout of the first layer."""
         received, self._received = self._received, None
-        return redistribute(
-            received,
-            batch.boundary,
-            self.layouts[0],
-            grid=batch.grid,
-            index=self.mesh.index,
-            groups=self.mesh.groups,
-        )
+        hidden = LayerState.in_layout(received.layouts[HIDDEN], {HIDDEN: received.hidden})
+        return self._move(hidden, self.layouts[0]).hidden
+
+    def _move(self, state: LayerState, layout: Layout) -> LayerState:
+        grid = self.current.value.grid
+        return state.redistribute(layout, grid=grid, index=self.mesh.index, groups=self.mesh.groups)
 
     @contextlib.contextmanager
     def _own_layers(self) -> Iterator[None]:
-        base, name = self._model[0].base_model, self.adapter.layers
-        whole = getattr(base, name)
-        setattr(base, name, self.layers)
+        base, names = self._model[0].base_model, [stack.layers for stack in self.adapter.stacks]
+        whole = [base.get_submodule(name) for name in names]
+        for name, layers in zip(names, self.stacks, strict=True):
+            base.set_submodule(name, layers)
         try:
             yield
         finally:
-            setattr(base, name, whole)
-
-    def _prepared_mask(self, device: torch.device):
-        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-        types = getattr(self.current.config, "layer_types", None)
-        return mask if types is None else dict.fromkeys(types, mask)
+            for name, layers in zip(names, whole, strict=True):
+                base.set_submodule(name, layers)
 
 
 class FinalNormHook:

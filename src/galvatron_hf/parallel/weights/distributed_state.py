@@ -152,7 +152,7 @@ def load_plain_state(
     Raises:
         ValueError: if the checkpoint is of another model.
     """
-    fused = FusedNames.of(model, adapter_for(model))
+    fused = FusedNames.from_model(model, adapter_for(model))
     stored = stored_tensors(folder)
     parts = fused.split({name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()})
     tensors: dict[str, torch.Tensor] = {}

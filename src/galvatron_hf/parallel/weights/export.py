@@ -57,7 +57,7 @@ def export(
         raise ValueError(f"{output} is not empty: give a new folder")
     stored = stored_tensors(state)
     model = _model(checkpoint, getattr(torch, dtype), most_layers=len(stored))
-    config, fused = model.config, FusedNames.of(model, adapter_for(model))
+    config, fused = model.config, FusedNames.from_model(model, adapter_for(model))
     _check_fit(checkpoint, model, fused, stored)
 
     def gather(names: list[str]) -> dict[str, torch.Tensor]:

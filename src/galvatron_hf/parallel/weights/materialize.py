@@ -108,7 +108,7 @@ def weight_places(model: PreTrainedModel, fused: FusedNames) -> list[Place]:
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        whole, dim, first = fused.place(name)
+        whole, dim, first = fused.location(name)
         region = list(local_region(tensor))
         if first:
             region[dim] = slice(region[dim].start + first, region[dim].stop + first)

@@ -308,7 +308,7 @@ def adding_ms(found: dict[Key, tuple[float, ...]]) -> float:
 
 def _copies(small: PreTrainedModel, kinds: Sequence[int]) -> int:
     """Layers of each kind that are timed one behind the other, so that none finds its weights in a cache."""
-    layers = small.base_model.get_submodule(adapter_for(small).layers)
+    layers = adapter_for(small).layers(small)
     smallest = min(sum(weight.numel() for weight in layer.parameters()) for layer in layers)
     wanted = -(-UNCACHED_ELEMENTS // smallest)
     return max(1, min(wanted, MOST_COPIES, *Counter(kinds).values()))

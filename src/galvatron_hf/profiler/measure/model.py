@@ -18,6 +18,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from galvatron_hf.data.cost import fit_relative
+from galvatron_hf.models.families import adapter_for
 from galvatron_hf.parallel.comm.objects import from_rank_0
 from galvatron_hf.parallel.data_parallel.sharding import DTYPES
 from galvatron_hf.plan.validation import check_choice, check_int, check_number
@@ -169,7 +170,7 @@ def _default_degree() -> int:
 
 def _part_times(found: dict[Key, tuple[float, ...]], counted: CountedModel, timer: PartTimer) -> PartTimes:
     """The lines through what was measured."""
-    kinds = range(counted.small.base_model.config.num_hidden_layers)
+    kinds = range(len(adapter_for(counted.small).layers(counted.small)))
     tokens = timer.points()[0][0]
     layers: list[dict[int, Times]] = [{} for _ in kinds]
     for kind in kinds:

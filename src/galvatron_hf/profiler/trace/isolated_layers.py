@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -59,11 +58,11 @@ def empty_model(config: PreTrainedConfig, family: type[PreTrainedModel] | None =
 def layer_kinds(model: PreTrainedModel) -> tuple[int, ...]:
     """For each layer the number of its kind, counted from 0; of one kind are layers of equal shapes and settings."""
     adapter = adapter_for(model)
-    types = getattr(model.base_model.config, "layer_types", None)
+    config = model.base_model.config
     seen: dict[tuple, int] = {}
     kinds = []
-    for index, layer in enumerate(model.base_model.get_submodule(adapter.layers)):
-        key = (None if types is None else types[index], *_settings(layer))
+    for place, layer in zip(adapter.places(model), adapter.layers(model), strict=True):
+        key = (place.stack.name, place.type(config), *_settings(layer))
         kinds.append(seen.setdefault(key, len(seen)))
     if not kinds:
         raise ValueError("The model has no layers, and there is nothing to plan; give it some.")
@@ -99,14 +98,11 @@ def one_of_each(model: PreTrainedModel, copies: int = 1) -> PreTrainedModel:
     of_kind = [[index for index, one in enumerate(kinds) if one == kind] for kind in range(max(kinds) + 1)]
     first = [index for indices in of_kind for index in indices[:copies]]
     small = empty_model(model.config, type(model))
-    base = small.base_model
-    whole = base.get_submodule(adapter.layers)
-    base.set_submodule(adapter.layers, nn.ModuleList([whole[index] for index in first]))
-    for config in {id(config): config for config in (small.config, base.config)}.values():
-        types = getattr(config, "layer_types", None)
-        if types is not None:
-            config.layer_types = [types[index] for index in first]
-        config.num_hidden_layers = len(first)
+    places = adapter.places(small)
+    for stack in adapter.stacks:
+        adapter.keep_layers(
+            small, stack, [places[index].local_index for index in first if places[index].stack is stack]
+        )
     return small
 
 
@@ -176,10 +172,9 @@ class IsolatedLayers:
         """
         ranks = max(strategy.tensor * strategy.ulysses, vocabulary)
         ends = VocabularyStrategy(tensor=vocabulary)
-        count = small.base_model.config.num_hidden_layers
-        plan = ParallelPlan(
-            world_size=ranks, stacks={"decoder": count}, layers=(strategy,) * count, embedding=ends, head=ends
-        )
+        stacks = adapter_for(small).stack_sizes(small)
+        layers = (strategy,) * sum(stacks.values())
+        plan = ParallelPlan(world_size=ranks, stacks=stacks, layers=layers, embedding=ends, head=ends)
         return cls(rank=single_rank(copy.deepcopy(small), plan), packed=packed, copies=copies)
 
     def give_memory(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -263,29 +258,27 @@ class IsolatedLayers:
 
     def embedding(self, batch: MicroBatch) -> Part:
         """From tokens to what enters the first layer, with what the base model makes for all layers."""
-        rank, model = self.rank, self.rank.model
-        stage, empty = rank.stage, nn.ModuleList()
-        modules = [model.get_input_embeddings()]
-        modules += [model.base_model.get_submodule(name) for name in stage.adapter.positional]
+        rank, stage = self.rank, self.rank.stage
+        modules = stage.adapter.embeddings(rank.model)
+        empty = nn.ModuleList([nn.ModuleList() for _ in stage.stacks])
 
         def run() -> torch.Tensor:
-            layers, stage.layers = stage.layers, empty
+            stacks, stage.stacks = stage.stacks, empty
             try:
                 with rank.current.of(batch):
                     return stage.states(None)
             finally:
-                stage.layers = layers
+                stage.stacks = stacks
 
         return Part(run=run, input=None, modules=tuple(modules), shared=(batch.input_ids,))
 
     def head(self, batch: MicroBatch) -> Part:
         """From what leaves the last layer to the loss."""
-        model = self.rank.model
         own = batch.grid.rectangle(batch.head, 0)
         hidden = self._states(own.shape)
         targets = batch.targets[own.row_start : own.row_stop, own.position_start : own.position_stop].flatten()
-        request, stage, head = HeadRequest(targets=targets), self.rank.stage, model.get_output_embeddings()
-        norm = model.base_model.get_submodule(stage.adapter.final_norm)
+        request, stage = HeadRequest(targets=targets), self.rank.stage
+        head, norm = stage.adapter.head(self.rank.model), stage.adapter.final_norm(self.rank.model)
 
         def run() -> torch.Tensor:
             with self.rank.current.of(batch):
@@ -296,13 +289,15 @@ class IsolatedLayers:
     @contextlib.contextmanager
     def without_regions(self):
         """Makes the layers' tensor regions give back their input while the body runs: norms and residuals are left."""
-        adapter = self.rank.stage.adapter
-        with contextlib.ExitStack() as stack:
-            for block, name in itertools.product(self.rank.blocks, adapter.regions):
-                region = block.layer.get_submodule(name)
-                stack.enter_context(without_forward_pre_hooks(region))
-                stack.callback(setattr, region, "forward", region.forward)
-                region.forward = functools.partial(_give_back, block if name == adapter.attention else None)
+        places = self.rank.stage.adapter.places(self.rank.model)
+        with contextlib.ExitStack() as changes:
+            for block in self.rank.blocks:
+                stack = places[block.index].stack
+                for name in stack.regions:
+                    region = block.layer.get_submodule(name)
+                    changes.enter_context(without_forward_pre_hooks(region))
+                    changes.callback(setattr, region, "forward", region.forward)
+                    region.forward = functools.partial(_give_back, block if name in stack.attention else None)
             yield
 
     def _states(self, shape: tuple[int, int]) -> torch.Tensor:

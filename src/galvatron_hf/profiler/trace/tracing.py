@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.shape import ModelShape
 from galvatron_hf.parallel.data_parallel.sharding import DTYPES
 from galvatron_hf.plan import LayerStrategy
@@ -22,7 +23,7 @@ from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile, Time
 from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.profiler.trace.counting import Counts, Work, count
 from galvatron_hf.profiler.trace.isolated_layers import IsolatedLayers, empty_model, layer_kinds, one_of_each
-from galvatron_hf.profiler.trace.shapes import model_shape
+from galvatron_hf.profiler.trace.shapes import model_shape_from_model
 from galvatron_hf.utils.compat import FakeTensorMode
 
 
@@ -190,7 +191,7 @@ def profile_of(
 
     Of an update `optimizer_ms` is by element and by weight, of adding gradients `adding_ms` by element.
     """
-    shape, kinds = model_shape(model, counts.small), layer_kinds(model)
+    shape, kinds = model_shape_from_model(model, counts.small), layer_kinds(model)
     bytes_of = counts.layer_bytes(max_degree)
     ends = counts.end_bytes(sorted(times.embedding))
     return ModelProfile(
@@ -316,7 +317,7 @@ class CountedModel:
 
     def times(self, max_degree: int, speed: Speed) -> PartTimes:
         """By the device's speed."""
-        kinds = range(self.small.base_model.config.num_hidden_layers)
+        kinds = range(len(adapter_for(self.small).layers(self.small)))
         layers: list[dict[int, Times]] = [{} for _ in kinds]
         for tensor in self.tensor_degrees(max_degree):
             strategy = LayerStrategy(tensor=tensor)

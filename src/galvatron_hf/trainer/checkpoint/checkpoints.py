@@ -301,7 +301,7 @@ class CheckpointMixin(ResumeMixin):
     def _group_names(self) -> list[list[str]]:
         """The family's names of the weights in each of the optimizer's groups."""
         if self.parallel is None:
-            fused, names = FusedNames.of(self.model, adapter_for(self.model)), parameter_names(self.model)
+            fused, names = FusedNames.from_model(self.model, adapter_for(self.model)), parameter_names(self.model)
         else:
             fused, names = self.parallel.fused, self.parallel.parameter_names()
         return [[fused.family_name(names[id(p)]) for p in group["params"]] for group in self.optimizer.param_groups]

@@ -20,7 +20,7 @@ from galvatron_hf.data.lengths import sequence_lengths
 from galvatron_hf.data.loader import read_once
 from galvatron_hf.data.packing import NotPackable, Sequences, limit_lengths, pack
 from galvatron_hf.data.placement import Placement
-from galvatron_hf.parallel.activation.micro_batch import count_targets
+from galvatron_hf.models.losses import count_targets
 from galvatron_hf.parallel.layers.attention_probe import attention_obstacle
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.serialization import read_object, write_file

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers.utils import logging
 
-from galvatron_hf.parallel.activation.micro_batch import count_targets
+from galvatron_hf.models.losses import count_targets
 from galvatron_hf.parallel.comm.objects import gather_objects
 from galvatron_hf.parallel.debug.nonfinite import NonFinite, find_nonfinite
 from galvatron_hf.trainer.arguments import nonfinite_policy

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from transformers.utils import ModelOutput
 
-from galvatron_hf.parallel.activation.micro_batch import IGNORED
+from galvatron_hf.models.losses import IGNORED
 
 
 @dataclass

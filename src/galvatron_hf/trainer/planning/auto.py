@@ -84,7 +84,7 @@ class AutoPlanMixin:
 
     def _plan_without_search(self, model: nn.Module) -> ParallelPlan:
         """ZeRO-3, which needs the least memory of what is simple."""
-        layers = len(model.base_model.get_submodule(adapter_for(model).layers))
+        layers = len(adapter_for(model).layers(model))
         recompute = "full" if self.args.activation_checkpointing else "none"
         return ParallelPlan.uniform(self.args.world_size, layers, recompute=recompute)
 

@@ -1,0 +1,185 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""One table from each parameter of a model to the ranks that hold it.
+
+The runtime's cut, the sharding, the byte counts of the planner, the names in checkpoints and the profiler read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from galvatron_hf.models.adapter import ModelAdapter, StackAdapter, Style
+from galvatron_hf.models.shape import WeightShape
+
+
+TENSOR = "tensor"  # the mesh axis of tensor ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearKind:
+    """A class of linear modules.
+
+    Attributes:
+        module_class (`type`): the class.
+        output_dim (`int`): the dimension of `weight` that holds the output features; the other holds the inputs.
+        input_size, output_size (`str`): attributes with the numbers of features.
+    """
+
+    module_class: type[nn.Module]
+    output_dim: int
+    input_size: str
+    output_size: str
+
+
+LINEAR_KINDS = (
+    LinearKind(module_class=Conv1D, output_dim=1, input_size="nx", output_size="nf"),
+    LinearKind(module_class=nn.Linear, output_dim=0, input_size="in_features", output_size="out_features"),
+)
+
+
+def linear_kind(module: nn.Module) -> LinearKind | None:
+    """Returns the kind of a linear module; None for other modules."""
+    return next((kind for kind in LINEAR_KINDS if isinstance(module, kind.module_class)), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterSpec:
+    """
+    One parameter of a layer, of the embedding, of the final norm or of the head.
+
+    Attributes:
+        name (`str`): its name inside its owner, for example "attn.c_attn.query.weight" inside a layer.
+        family_name (`str`): the family's name, "attn.c_attn.weight"; equal to `name` unless it is a part of a fused
+            parameter.
+        shape (`tuple[int, ...]`): of the whole parameter.
+        axes (`tuple[str | None, ...]`): for each dimension the mesh axis whose ranks cut it.
+        output_dim (`int`): the dimension of the output features, along which parts of a fused parameter lie.
+        heads (`int`, *optional*): key/value heads along the cut dimension. More tensor ranks than heads have copies.
+        used_in_part (`bool`): whether each tensor rank uses the whole parameter for its own heads alone.
+        mesh (`str`): the mesh that holds it: "layer", "embedding" or "head", after the strategy that shapes the mesh.
+    """
+
+    name: str
+    family_name: str
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    output_dim: int = 0
+    heads: int | None = None
+    used_in_part: bool = False
+    mesh: str = "layer"
+
+    @property
+    def owner(self) -> str:
+        """The name of the module that has the parameter."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def weight_shape(self) -> WeightShape:
+        """The shape with the cut of the tensor ranks, from which bytes are counted."""
+        cut = self.axes.index(TENSOR) if TENSOR in self.axes else None
+        return WeightShape(shape=self.shape, cut=cut, used_in_part=self.used_in_part, heads=self.heads)
+
+    def used_features(self, tensor: int, index: int) -> tuple[int, int] | None:
+        """Returns the range of output features that rank `index` uses of a copy; None if it uses what it holds."""
+        if not self.weight_shape.is_copied(tensor):
+            return None
+        features = self.shape[self.output_dim] // self.heads
+        head = index * self.heads // tensor
+        return head * features, (head + 1) * features
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpecs:
+    """
+    The parameters of a model, by the part of it that owns them.
+
+    Attributes:
+        layers (`tuple[tuple[ParameterSpec, ...], ...]`): those of each layer, by global index.
+        embedding (`tuple[ParameterSpec, ...]`): those of the token embedding, then of learned positions.
+        final_norm, head (`tuple[ParameterSpec, ...]`): those of the norm before the head, and of the head.
+    """
+
+    layers: tuple[tuple[ParameterSpec, ...], ...]
+    embedding: tuple[ParameterSpec, ...]
+    final_norm: tuple[ParameterSpec, ...]
+    head: tuple[ParameterSpec, ...]
+
+
+def model_specs(model: PreTrainedModel, adapter: ModelAdapter) -> ModelSpecs:
+    """Returns the table of a model, whose fused projections may be split already, and whose weights may be cut."""
+    config, layers = model.base_model.config, adapter.layers(model)
+    tokens, *positions = adapter.embeddings(model)
+    return ModelSpecs(
+        layers=tuple(
+            layer_specs(layer, place.stack, config) for layer, place in zip(layers, adapter.places(model), strict=True)
+        ),
+        embedding=(
+            *vocabulary_specs(tokens, "embedding"),
+            *(spec for module in positions for spec in whole_specs(module, "embedding")),
+        ),
+        final_norm=whole_specs(adapter.final_norm(model), "head"),
+        head=vocabulary_specs(adapter.head(model), "head"),
+    )
+
+
+def layer_specs(layer: nn.Module, stack: StackAdapter, config: PreTrainedConfig) -> tuple[ParameterSpec, ...]:
+    """Returns the parameters of one layer; those of fused projections part by part, whether split already or not."""
+    return tuple(
+        spec
+        for name, parameter in layer.named_parameters(remove_duplicate=False)
+        for spec in _specs(name, tuple(parameter.shape), layer, stack, config)
+    )
+
+
+def _specs(
+    name: str, shape: tuple[int, ...], layer: nn.Module, stack: StackAdapter, config: PreTrainedConfig
+) -> Iterator[ParameterSpec]:
+    owner, _, parameter = name.rpartition(".")
+    kind, style = linear_kind(layer.get_submodule(owner)), stack.style(owner)
+    output_dim = kind.output_dim if kind is not None and parameter == "weight" else 0
+    cut = {Style.COLUMN: output_dim, Style.ROW: 1 - output_dim if parameter == "weight" else None}.get(style)
+    whole = owner.rpartition(".")[0]  # the fused projection, if this is a part of one
+    family_name = f"{whole}.{parameter}" if whole in stack.fused else name
+    parts, sizes = (owner,), (shape[output_dim],)
+    if owner in stack.fused:
+        fused = stack.fused[owner]
+        parts, sizes = tuple(f"{owner}.{part}" for part in fused.parts), fused.sizes(config)
+    for part, size in zip(parts, sizes, strict=True):
+        yield ParameterSpec(
+            name=f"{part}.{parameter}",
+            family_name=family_name,
+            shape=tuple(size if dim == output_dim else extent for dim, extent in enumerate(shape)),
+            axes=tuple(TENSOR if dim == cut else None for dim in range(len(shape))),
+            output_dim=output_dim,
+            heads=stack.heads(config).key_value if part in stack.key_value else None,
+            used_in_part=style is Style.REPLICATED_PARTIAL_GRAD and stack.in_region(owner),
+        )
+
+
+def vocabulary_specs(module: nn.Module, mesh: str) -> tuple[ParameterSpec, ...]:
+    """Returns the parameters of an embedding or a head, whose first dimension is the vocabulary."""
+    return _end_specs(module, mesh, TENSOR)
+
+
+def whole_specs(module: nn.Module, mesh: str) -> tuple[ParameterSpec, ...]:
+    """Returns the parameters of a module that every tensor rank holds whole."""
+    return _end_specs(module, mesh, None)
+
+
+def _end_specs(module: nn.Module, mesh: str, first_axis: str | None) -> tuple[ParameterSpec, ...]:
+    return tuple(
+        ParameterSpec(
+            name=name,
+            family_name=name,
+            shape=tuple(parameter.shape),
+            axes=(first_axis, *(None for _ in parameter.shape[1:])),
+            mesh=mesh,
+        )
+        for name, parameter in module.named_parameters()
+    )

@@ -1,0 +1,54 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors that pass from layer to layer, each with its layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from galvatron_hf.parallel.activation.redistribute import GroupCache, redistribute
+from galvatron_hf.plan.layout import Grid, Layout, PackedRow
+
+
+HIDDEN = "hidden"
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """Hidden states, and the tensors that travel with them, for example an encoder's output.
+
+    Attributes:
+        tensors (`Mapping[str, Tensor]`): by name, each [rows, positions, ...] of this rank; hidden states have the
+            name "hidden".
+        layouts (`Mapping[str, Layout]`): the layout of each.
+    """
+
+    tensors: Mapping[str, Tensor]
+    layouts: Mapping[str, Layout]
+
+    @classmethod
+    def in_layout(cls, layout: Layout, tensors: Mapping[str, Tensor]) -> LayerState:
+        """Makes a state whose tensors all have one layout."""
+        return cls(dict(tensors), dict.fromkeys(tensors, layout))
+
+    @property
+    def hidden(self) -> Tensor:
+        """The hidden states."""
+        return self.tensors[HIDDEN]
+
+    def replace(self, tensors: Iterable[Tensor]) -> LayerState:
+        """Returns the same state with other tensors, given in the order of the names."""
+        return LayerState(dict(zip(self.tensors, tensors, strict=True)), self.layouts)
+
+    def redistribute(self, layout: Layout, *, grid: Grid | PackedRow, index: int, groups: GroupCache) -> LayerState:
+        """Moves every tensor to `layout`, one after the other in the order of the names; collective."""
+        return LayerState.in_layout(
+            layout,
+            {
+                name: redistribute(tensor, self.layouts[name], layout, grid=grid, index=index, groups=groups)
+                for name, tensor in self.tensors.items()
+            },
+        )
