@@ -3,14 +3,19 @@
 #   TORCH_INDEX_URL=...      where torch comes from, e.g. https://download.pytorch.org/whl/cpu on a machine without
 #                            a GPU, where the default build would download several gigabytes it cannot use
 #   PYTEST_ARGS=...          passed on to pytest
+#   WORKERS=2                processes that run tests; each runs whole files
 PYTHON ?= python3
 TORCH_INDEX_URL ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
 QUICKSTART_DIR ?= output/quickstart
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 CHECKED_DIRS := src tests recipes benchmarks
+# Where `make test` and `make test-slow` write the CPU seconds of every test.
+CPU_SECONDS := output/cpu_seconds
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --durations=25
 # bf16 only where the CPU multiplies it in hardware; elsewhere it is emulated and slower than fp32.
 BF16 := $(shell grep -qE 'amx_bf16|avx512_bf16' /proc/cpuinfo 2>/dev/null && echo true || echo false)
 
@@ -21,10 +26,11 @@ export OMP_NUM_THREADS ?= 1
 
 help:
 	@echo "make quickstart   train a small Llama on the standard library's source with 4 CPU ranks (7 minutes on 2 cores)"
-	@echo "make test         the fast tests"
+	@echo "make test         the fast tests (under 10 minutes on 2 cores)"
+	@echo "make test-slow    the slow tests (under an hour on 2 cores)"
 	@echo "make test-all     the fast tests and the slow ones"
 	@echo "make style        format the code and fix what ruff can fix"
-	@echo "make quality      check formatting and lint, change nothing"
+	@echo "make quality      check formatting and lint, change nothing; report fast tests above 20 CPU seconds"
 
 install: $(INSTALLED)
 
@@ -43,10 +49,10 @@ quickstart: $(INSTALLED)
 	$(BIN)/python recipes/generate.py $(QUICKSTART_DIR)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" --cpu-seconds $(CPU_SECONDS)/fast.txt $(PYTEST_ARGS)
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(PYTEST) -m slow --cpu-seconds $(CPU_SECONDS)/slow.txt $(PYTEST_ARGS)
 
 test-all: test test-slow
 
@@ -57,6 +63,7 @@ style: $(INSTALLED)
 quality: $(INSTALLED)
 	$(BIN)/ruff check $(wildcard $(CHECKED_DIRS))
 	$(BIN)/ruff format --check $(wildcard $(CHECKED_DIRS))
+	@$(BIN)/python tests/cpu_seconds.py $(CPU_SECONDS)/fast.txt
 
 clean:
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis output

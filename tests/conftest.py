@@ -1,34 +1,49 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Lets tests import their helpers (`from ranks import run_ranks`) by name, and ends a run that has no more time."""
+"""Makes the helper modules of the tests importable by name, records CPU seconds, and begins with the longest files."""
 
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 
 sys.path.insert(0, str(Path(__file__).parent))
-BEGUN = time.monotonic()
+
+from cpu_seconds import CpuSeconds  # noqa: E402
+
+
+# Files of the fast tests that take longest. They begin first, so that two workers end at about the same time.
+LONGEST = (
+    "test_search.py",
+    "test_predicted_memory.py",
+    "test_trainer_equivalence.py",
+    "test_trainer_features.py",
+    "test_trainer_checkpoints.py",
+    "test_saving_corners.py",
+    "test_trainer_saving.py",
+    "test_pipeline_trainer.py",
+    "test_auto.py",
+    "test_trainer_packing.py",
+)
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--minutes", type=float, help="after which no further test begins: those that are left are skipped"
-    )
+    parser.addoption("--cpu-seconds", metavar="FILE", help="write the CPU seconds of every test to this file")
 
 
-@pytest.hookimpl(tryfirst=True)  # before the test's fixtures are made
-def pytest_runtest_setup(item):
-    minutes = item.config.getoption("minutes")
-    if minutes is not None and time.monotonic() - BEGUN > 60 * minutes:
-        pytest.skip(f"the {minutes:g} minutes that this run has are over")
+def pytest_configure(config):
+    config.pluginmanager.register(CpuSeconds(config.getoption("cpu_seconds")))
+
+
+def pytest_collection_modifyitems(items):
+    order = {name: index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))  # stable: other files keep their order
 
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_profiles(tmp_path_factory):
-    """`parallel_plan="auto"` measures for less than a second, and keeps nothing in the user's cache."""
+    """Makes `parallel_plan="auto"` measure for less than a second, and keeps its profiles out of the user's cache."""
     from galvatron_hf.trainer.planning import auto
 
     with pytest.MonkeyPatch.context() as patch:

@@ -9,7 +9,6 @@ in one world, and compares what both saw.
 from __future__ import annotations
 
 import functools
-import gc
 import math
 import tempfile
 import warnings
@@ -234,18 +233,13 @@ def _run(case: Case, trainer_class: type[Trainer], args: TrainingArguments) -> O
     )
 
 
-def check_cases(
-    cases: dict[str, Case],
-    world_size: int = WORLD_SIZE,
-    timeout: float = 240.0,
-) -> None:
+def check_cases(cases: dict[str, Case], world_size: int = WORLD_SIZE) -> None:
     """Runs cases in one world of ranks and fails with all that differ from their oracles, on any rank."""
     oracles = {name: run_oracle(case, world_size) for name, case in cases.items()}
     AcceleratorState._reset_state(True)
 
     def work() -> dict[str, str]:
         warnings.simplefilter("ignore")
-        gc.freeze()  # Trainer collects garbage at each start: not what the parent left
         wrong = {}
         for name, case in cases.items():
             try:
@@ -259,7 +253,7 @@ def check_cases(
         return wrong
 
     wrong: dict[str, str] = {}
-    for rank, found in enumerate(run_ranks(work, world_size, timeout=timeout)):
+    for rank, found in enumerate(run_ranks(work, world_size)):
         for name, message in found.items():
             wrong.setdefault(name, f"rank {rank}: {message}")
     assert not wrong, "\n".join(f"{name}: {message}" for name, message in wrong.items())

@@ -10,6 +10,7 @@ first, with the others' broken connections behind it.
 import ctypes
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -31,6 +32,8 @@ import torch.fx.experimental.symbolic_shapes  # noqa: F401  the first backward i
 
 # How long the other ranks may still report after the first failure: their errors are mostly consequences.
 _GRACE_SECONDS = 1.0
+# A guard against ranks that hang: no test comes near it, however busy the machine is.
+_TIMEOUT_SECONDS = 600.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -64,9 +67,15 @@ class _Rank:
             self.report = ("error", 0.0, f"The process died with {cause}.\n{stacks}")
 
     def where(self) -> str:
-        """Python stacks of a rank that does not answer."""
+        """Returns the Python stacks of a rank that does not answer."""
+        before = written = len(self._written())
         os.kill(self.process.pid, signal.SIGUSR2)
-        time.sleep(0.2)
+        for _ in range(100):  # until the rank has written, and then no more
+            time.sleep(0.1)
+            length = len(self._written())
+            if length > before and length == written:
+                break
+            written = length
         return self._written()
 
     def _written(self) -> str:
@@ -87,7 +96,11 @@ class _Rank:
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, grace: float = _GRACE_SECONDS
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = _TIMEOUT_SECONDS,
+    grace: float = _GRACE_SECONDS,
 ) -> list[Any]:
     """
     Runs `fn(*args)` on ranks 0 to `world_size - 1` of a fresh gloo world and returns what each rank returned.
@@ -96,7 +109,7 @@ def run_ranks(
         fn (`Callable`): Called on every rank with the default process group ready; any function, nested ones too.
         world_size (`int`): Number of ranks.
         args: Passed on as they are (the ranks are forks, so nothing is pickled on the way in).
-        timeout (`float`, *optional*, defaults to 60): Seconds after which ranks that have not finished are killed.
+        timeout (`float`, *optional*, defaults to 600): Seconds after which ranks that have not finished are killed.
         grace (`float`, *optional*, defaults to 1): Seconds that the others get to finish once a rank has failed.
 
     Returns:
@@ -177,6 +190,7 @@ def _raise_failures(ranks: Sequence[_Rank], timeout: float) -> None:
 
 def _rank_main(index, world_size, listener, timeout, fn, args, connection, native_stderr, parent) -> None:
     os.setpgid(0, 0)
+    gc.freeze()  # collections leave alone what the parent made: they would copy its pages
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before the call above

@@ -84,8 +84,8 @@ def test_rank_0_alone_reads_and_writes(tmp_path):
 
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "hardware.json").write_text("broken, and nobody looks")
-    first = run_ranks(load, 2, timeout=120)
-    second = run_ranks(load, 2, timeout=120)
+    first = run_ranks(load, 2)
+    second = run_ranks(load, 2)
     assert len({*first, *second}) == 1
     assert (tmp_path / "0" / "hardware.json").read_text() == first[0]
     assert (tmp_path / "1" / "hardware.json").read_text() == "broken, and nobody looks"

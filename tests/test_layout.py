@@ -218,7 +218,7 @@ def _least_volume(rows, length, src, dst):
     ],
 )
 def test_every_pair_of_layouts_is_exact_both_ways_at_the_least_volume(stage, shapes):
-    volumes = run_ranks(_check_all_pairs, len(stage), stage, shapes, timeout=120)
+    volumes = run_ranks(_check_all_pairs, len(stage), stage, shapes)
     for case in volumes[0]:
         assert sum(volume[case] for volume in volumes) == _least_volume(*case), case
 
@@ -260,7 +260,7 @@ def _check_packed_pairs(ranks, rows):
     ],
 )
 def test_every_pair_of_layouts_of_a_packed_row_is_exact_both_ways(ranks, rows):
-    run_ranks(_check_packed_pairs, ranks, ranks, rows, timeout=120)
+    run_ranks(_check_packed_pairs, ranks, ranks, rows)
 
 
 def test_packs_that_data_ranks_cannot_share_are_refused():

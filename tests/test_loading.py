@@ -81,7 +81,7 @@ def check_family(family: str, folder: Path, plans: dict) -> None:
             wrong[f"{name} initialised"] = different(parallel.model, fresh)
         return wrong
 
-    for wrong in run_ranks(work, 4, timeout=60.0 + 5.0 * len(plans)):
+    for wrong in run_ranks(work, 4):
         assert not any(wrong.values()), {name: found for name, found in wrong.items() if found}
 
 

@@ -93,7 +93,7 @@ def test_peak_is_the_shard_and_the_largest_tensor(folder, name, capsys):
             ),
         )
 
-    for rank, seen in enumerate(run_ranks(work, 4, timeout=120.0)):
+    for rank, seen in enumerate(run_ranks(work, 4)):
         bounds = {way: shard + largest_bytes() + CONSTANT_BYTES for way, (_, shard) in seen.items()}
         with capsys.disabled():
             peaks = ", ".join(

@@ -164,7 +164,7 @@ def test_vocabulary_over_ranks_equals_full_logits():
                         found = error(parallel(case, group, late=late, **variant), expected)
                         assert found < 1e-12, (vocab_size, bias, tied, variant, group.size(), late, found)
 
-    run_ranks(work, 4, timeout=120)
+    run_ranks(work, 4)
 
 
 def test_single_precision_and_bf16_are_as_good_as_full_logits():

@@ -88,7 +88,7 @@ def test_weights_gradients_and_optimizer_state(world_size):
         if world_size == 4:
             check_state(mixed_plans()["mixed_b"])
 
-    run_ranks(work, world_size, timeout=120.0)
+    run_ranks(work, world_size)
 
 
 def test_pieces_of_uneven_dimensions():
@@ -160,7 +160,7 @@ def test_saved_activations():
             found[name] = measure_saved(parallel, 1, batch)
         return found
 
-    for found in run_ranks(work, 4, timeout=120.0):
+    for found in run_ranks(work, 4):
         for name, saved in found.items():
             strategy = STRATEGIES[name]
             tokens = rows * length // strategy.data_degree(4)

@@ -108,7 +108,7 @@ def test_saved_bytes_are_those_of_the_runtime_on_real_ranks(packed):
         counts = CountedModel(model, torch.float32, TOKENS, packed)
         for name, strategy in STRATEGIES.items():
             counted[family, name] = counts.layers(strategy, TOKENS, TOKENS)[0].saved_bytes
-    for found in run_ranks(work, 4, timeout=180.0):
+    for found in run_ranks(work, 4):
         assert found == counted
 
 

@@ -144,7 +144,7 @@ def test_measuring_leaves_the_model_and_the_random_numbers_alone():
 
 
 def test_all_ranks_get_the_same_profile():
-    texts = run_ranks(lambda: quick().to_json(), 2, timeout=120.0)
+    texts = run_ranks(lambda: quick().to_json(), 2)
     assert texts[0] == texts[1]
     assert set(ModelProfile.from_json(texts[0]).kinds[0].times) == {1, 2}
 

@@ -285,7 +285,7 @@ def test_nothing_is_seen_without_an_error(oracles):
         cases = {(id(m.plan), m.batch): (oracles[m.batch], m.plan) for m in MUTATIONS.values()}
         return [complaint(*case) for case in cases.values()]
 
-    assert all(not any(found) for found in run_ranks(work, 4, timeout=120.0))
+    assert all(not any(found) for found in run_ranks(work, 4))
 
 
 @pytest.mark.parametrize("part", range(3))
@@ -301,7 +301,7 @@ def test_every_injected_error_is_seen(oracles, part):
                 found[name] = complaint(oracles[mutation.batch], mutation.plan)
         return found
 
-    results = run_ranks(work, 4, timeout=120.0)
+    results = run_ranks(work, 4)
     for name in names:
         complaints = {found[name] for found in results} - {""}
         assert complaints, f"nothing was seen of: {name}"

@@ -91,7 +91,7 @@ def check_cases(world_size: int, cases: dict[str, tuple[Reference, ParallelPlan]
                 raise RuntimeError(f"case {name!r}") from error
         return wrong
 
-    wrong = [found for found in run_ranks(work, world_size, timeout=60.0 + 10.0 * len(cases)) if found]
+    wrong = [found for found in run_ranks(work, world_size) if found]
     assert not wrong, wrong[0]
 
 

@@ -49,7 +49,7 @@ def check_cases(world_size: int, cases: dict[str, tuple[Reference, ParallelPlan]
         return wrong
 
     wrong: dict[str, str] = {}
-    for rank, found in enumerate(run_ranks(work, world_size, timeout=60.0 + 10.0 * len(cases))):
+    for rank, found in enumerate(run_ranks(work, world_size)):
         for name, message in found.items():
             wrong.setdefault(name, f"rank {rank}: {message}")
     assert not wrong, "\n".join(f"{name}: {message}" for name, message in wrong.items())

@@ -63,7 +63,7 @@ def test_streams_are_replayed_and_keyed_by_step(family):
             wanted = float(copy.deepcopy(plain).eval()(**BATCHES["right"]()).loss)
         assert losses == pytest.approx([wanted, wanted], rel=1e-5)
 
-    run_ranks(work, 4, timeout=120.0)
+    run_ranks(work, 4)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama_eager"])
@@ -99,7 +99,7 @@ def test_replicas_stay_equal_over_steps(family):
                     compared += 1
         return compared
 
-    assert min(run_ranks(work, 4, timeout=120.0)) > 20
+    assert min(run_ranks(work, 4)) > 20
 
 
 def dropped_rows(strategy: LayerStrategy) -> list[torch.Tensor]:

@@ -67,7 +67,7 @@ def check_sgd_updates(start, plans: dict[str, ParallelPlan]) -> None:
                 bound = max(1e-3 * expected.abs().max().item(), 1e-7 * before[key].abs().max().item())
                 assert (update - expected).abs().max().item() <= bound, (name, key)
 
-    run_ranks(work, 4, timeout=120.0)
+    run_ranks(work, 4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -87,7 +87,7 @@ def test_adamw_losses():
             found = train_parallel(parallel, lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=foreach))
             assert found == pytest.approx(losses, rel=1e-5)
 
-    run_ranks(work, 4, timeout=120.0)
+    run_ranks(work, 4)
 
 
 def bf16_oracle(model, batch) -> tuple[float, dict[str, torch.Tensor]]:
@@ -128,7 +128,7 @@ def test_bf16_is_as_near_to_fp32_as_one_process_in_bf16():
             found[name] = loss, distance(whole_gradients(parallel.model, start), exact.gradients)
         return found
 
-    for found in run_ranks(work, 4, timeout=120.0):
+    for found in run_ranks(work, 4):
         for name, (parallel_loss, parallel_distance) in found.items():
             assert 0.5 * oracle_distance <= parallel_distance <= 1.5 * oracle_distance, name
             assert abs(parallel_loss - exact.loss) <= max(2 * loss_distance, 2**-8 * exact.loss), name

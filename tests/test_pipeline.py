@@ -156,7 +156,7 @@ def test_steps_of_other_shapes_and_clean_gradients():
             for oracle in oracles:
                 compare(observe(parallel, oracle), oracle)
 
-    run_ranks(work, 4, timeout=120.0)
+    run_ranks(work, 4)
 
 
 def test_gradients_of_two_steps_add_up():
@@ -214,7 +214,7 @@ def test_adamw_losses_of_tied_embeddings():
             found = train_parallel(parallel, lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=False))
             assert found == pytest.approx(losses, rel=1e-5)
 
-    run_ranks(work, 4, timeout=120.0)
+    run_ranks(work, 4)
 
 
 def test_bf16_is_as_near_to_fp32_as_one_process_in_bf16():
@@ -236,7 +236,7 @@ def test_bf16_is_as_near_to_fp32_as_one_process_in_bf16():
             found[name] = loss, distance(whole_gradients(parallel.model, start), exact.gradients)
         return found
 
-    for found in run_ranks(work, 4, timeout=120.0):
+    for found in run_ranks(work, 4):
         for name, (parallel_loss, parallel_distance) in found.items():
             assert 0.5 * oracle_distance <= parallel_distance <= 1.5 * oracle_distance, name
             assert abs(parallel_loss - exact.loss) <= max(2 * loss_distance, 2**-8 * exact.loss), name
@@ -259,7 +259,7 @@ def test_dropout_masks_are_those_of_the_plan_without_stages(family):
     def work():
         return {name: steps(pipelined(lists, PAIR_LAYERS, name, ends=ends)) for name, lists in cuts.items()}
 
-    for found in run_ranks(work, 4, timeout=120.0):
+    for found in run_ranks(work, 4):
         for name, results in found.items():
             for (loss, gradients), (wanted_loss, wanted_gradients) in zip(results, wanted, strict=True):
                 assert loss == pytest.approx(wanted_loss, rel=1e-5), name

@@ -47,7 +47,6 @@ def test_trains_as_one_process():
             ),
             "zero_bubble": Case(plan=PLANS["zero_bubble_v"], **EVALUATED, options=evaluating(max_steps=4)),
         },
-        timeout=400.0,
     )
 
 
@@ -68,7 +67,6 @@ def test_epochs_counters_and_events():
                 ),
             ),
         },
-        timeout=400.0,
     )
 
 
@@ -87,7 +85,6 @@ def test_a_loss_function_of_the_users_own_and_label_smoothing():
                 plan=PLANS["1f1b_uneven"], **EVALUATED, options=evaluating(max_steps=3, label_smoothing_factor=0.2)
             ),
         },
-        timeout=400.0,
     )
 
 
@@ -132,7 +129,7 @@ def test_metrics_see_the_arrays_of_one_process():
         "included": untrained(PLANS["1f1b_mixed"], options=dict(include_for_metrics=["inputs", "loss"])),
         "loss_only": untrained(PLANS["1f1b_mixed"], options=dict(prediction_loss_only=True)),
     }
-    check_cases(cases, timeout=400.0)
+    check_cases(cases)
 
 
 # ---- Saving and resuming ----
@@ -183,7 +180,7 @@ def ranks(folder, plain) -> list[dict[str, Run]]:
         )
         return runs
 
-    return on_ranks(work, timeout=400.0)
+    return on_ranks(work)
 
 
 def test_whole_runs_are_those_of_one_process(ranks, plain):
@@ -329,4 +326,4 @@ def test_a_rank_that_fails_in_a_step_ends_the_others_with_its_traceback(tmp_path
         made.train()
 
     with pytest.raises(AssertionError, match="(?s)Rank 3 failed.*this rank fails in mid-step"):
-        run_ranks(work, 4, timeout=60.0)
+        run_ranks(work, 4)

@@ -25,7 +25,7 @@ QUICK = {"sizes": SIZES, "repetitions": 2}
 @pytest.fixture(scope="module")
 def measured():
     """The profiles of four ranks on two nodes."""
-    texts = run_ranks(lambda: profile_hardware(local_world_size=2, **QUICK).to_json(), 4, timeout=120)
+    texts = run_ranks(lambda: profile_hardware(local_world_size=2, **QUICK).to_json(), 4)
     return [HardwareProfile.from_json(text) for text in texts]
 
 

@@ -3,6 +3,7 @@
 """The helper that runs ranks must itself be trusted: failures are shown, nothing hangs, nothing is left behind."""
 
 import ctypes
+import multiprocessing.connection
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ranks
 from ranks import run_ranks
 
 
@@ -51,17 +53,17 @@ def test_the_failing_rank_is_shown_before_its_victims():
             raise KeyError("the real cause")
         dist.barrier()
 
-    started = time.monotonic()
     with pytest.raises(AssertionError) as failure:
-        run_ranks(work, 4)
+        run_ranks(work, 4, grace=120.0)
     message = str(failure.value)
     assert message.startswith("Rank 2 failed:\nTraceback")
     assert message.index("KeyError: 'the real cause'") < message.index("Rank 0")
-    assert time.monotonic() - started < 10
+    assert "killed" not in message  # the others failed too, and no time had to pass
 
 
-def test_a_hanging_rank_is_killed_and_located_with_all_it_started(tmp_path):
+def test_a_hanging_rank_is_killed_and_located_with_all_it_started(tmp_path, monkeypatch):
     def here_it_hangs():
+        (tmp_path / "hangs").touch()
         time.sleep(1000)
 
     def work():
@@ -71,11 +73,20 @@ def test_a_hanging_rank_is_killed_and_located_with_all_it_started(tmp_path):
             here_it_hangs()
         return dist.get_rank()
 
-    with pytest.raises(AssertionError, match=r"(?s)\ARank 1 did not finish within 2 s.*here_it_hangs"):
-        run_ranks(work, 2, timeout=2)
+    def wait(connections, timeout):
+        """The time is over as soon as one rank has answered and the other one hangs."""
+        while len(connections) == 1 and not (tmp_path / "hangs").exists():
+            time.sleep(0.01)
+        return [] if len(connections) == 1 else multiprocessing.connection.wait(connections, timeout)
+
+    monkeypatch.setattr(ranks, "wait", wait)
+    with pytest.raises(AssertionError, match=r"(?s)\ARank 1 did not finish within 600 s.*here_it_hangs"):
+        run_ranks(work, 2)
     pids = [int(pid) for rank in range(2) for pid in (tmp_path / str(rank)).read_text().split()]
-    time.sleep(0.1)
-    assert [pid for pid in pids if _is_running(pid)] == []
+    deadline = time.monotonic() + 60  # the kernel may take a moment
+    while (running := [pid for pid in pids if _is_running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert running == []
 
 
 def test_a_rank_that_dies_without_a_traceback_is_named_first():

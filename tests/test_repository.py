@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from cpu_seconds import above_limit
+
 
 ROOT = Path(__file__).parent.parent
 HEADER = "# Copyright 2026 The galvatron-hf team.\n# SPDX-License-Identifier: Apache-2.0\n"
@@ -80,14 +82,30 @@ def test_ci_runs_the_fast_and_the_slow_tests_and_shows_skips():
     script = (ROOT / ".ci" / "run").read_text()
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
     assert re.findall(r"^make (\S+)", script, re.M) == ["test", "quality", "test-slow"]
-    assert script.count('PYTEST_ARGS="-rs') == 2
-    assert script.count('--minutes $((MINUTES - SECONDS / 60))"') == 1 and "MINUTES=80 " in script
+    assert script.count('PYTEST_ARGS="-rs"') == 2
 
 
-@pytest.mark.parametrize("minutes, outcome", [("0", "1 skipped"), ("5", "1 passed")])
-def test_tests_that_a_run_has_no_time_for_are_skipped_and_say_so(minutes, outcome):
-    name = f"{__file__}::test_every_source_file_begins_with_the_licence"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", "--minutes", minutes, name]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert outcome in said
-    assert ("the 0 minutes that this run has are over" in said) == (minutes == "0")
+def test_make_runs_every_fast_and_every_slow_test_on_both_cores():
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.findall(r"^\t\$\(PYTEST\) -m (.*) --cpu-seconds", makefile, re.M) == ['"not slow"', "slow"]
+    assert "\nWORKERS ?= 2\n" in makefile and "-n $(WORKERS) --dist loadscope" in makefile
+
+
+def test_a_fast_test_above_the_limit_is_reported(tmp_path):
+    """A test that computes for longer than its limit, in a child too, and one that sleeps for longer."""
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text().split("@pytest.fixture")[0])
+    shutil.copy(ROOT / "tests" / "cpu_seconds.py", tmp_path)
+    (tmp_path / "test_two.py").write_text(
+        "import subprocess, sys, time\n"
+        "BUSY = 'import time\\nwhile time.process_time() < 1.5: pass'\n"
+        "def test_busy():\n    subprocess.run([sys.executable, '-c', BUSY], check=True)\n"
+        "def test_idle():\n    time.sleep(2)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--cpu-seconds", "seconds.txt"]
+    subprocess.run(command, cwd=tmp_path, capture_output=True, check=True)
+    assert [name for _, name in above_limit(tmp_path / "seconds.txt", 1.4)] == ["test_two.py::test_busy"]
+    script = [sys.executable, "cpu_seconds.py", "seconds.txt"]
+    seconds = (tmp_path / "seconds.txt").read_text()
+    (tmp_path / "seconds.txt").write_text(seconds + "20.10 9.00 test_two.py::test_long\n")
+    said = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert said == "test_two.py::test_long took 20.1 CPU s, over 20: make it cheaper or mark it slow\n"

@@ -137,7 +137,7 @@ def ranks(tmp_path_factory, plain) -> tuple[Path, list[dict[str, Run]]]:
         runs["best"] = run(folder / "best", FIRST, options=BEST, then=best_after, **evaluated())
         return runs
 
-    return folder, on_ranks(work, timeout=400.0)
+    return folder, on_ranks(work)
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def more_ranks(tmp_path_factory, plain) -> tuple[Path, list[dict[str, Run]]]:
         runs["limited"] = run(folder / "limited", ZERO2, options=limited)
         return runs
 
-    return folder, on_ranks(work, timeout=400.0)
+    return folder, on_ranks(work)
 
 
 def runs_of(request: pytest.FixtureRequest, family: str) -> tuple[Path, list[dict[str, Run]]]:

@@ -299,7 +299,7 @@ def ranks(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
         )
         return found
 
-    return folder, on_ranks(work, timeout=400.0)
+    return folder, on_ranks(work)
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)

@@ -69,13 +69,13 @@ def test_the_oracle_of_one_process():
 @pytest.mark.slow
 def test_mixed_plans_and_pipelines_of_four_ranks():
     plans = mixed_plans() | pipeline_plans()
-    check_cases({name: case(plan, max_steps=2) for name, plan in plans.items()}, timeout=900)
+    check_cases({name: case(plan, max_steps=2) for name, plan in plans.items()})
 
 
 @pytest.mark.slow
 def test_eight_ranks():
     plans = {"zero3": uniform(8), "ulysses": uniform(8, ulysses=2, tensor=2)} | pipeline_plans_on_eight()
-    check_cases({name: case(plan, max_steps=2) for name, plan in plans.items()}, world_size=8, timeout=900)
+    check_cases({name: case(plan, max_steps=2) for name, plan in plans.items()}, world_size=8)
 
 
 def a_document_left_out():

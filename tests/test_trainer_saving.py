@@ -135,7 +135,7 @@ def runs(request, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
         seen["small"] = run(folder / "small", plan, options=small, then=lambda made: made.save_model(folder / "model"))
         return seen
 
-    return folder, on_ranks(work, timeout=400.0)
+    return folder, on_ranks(work)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(runs):

@@ -140,10 +140,10 @@ def run(
     return Run(logs=logs.all, weights=whole_weights(made.model, plain), random=random, result=result)
 
 
-def on_ranks(work: Callable[[], Any], world_size: int = 4, timeout: float = 240.0) -> list[Any]:
+def on_ranks(work: Callable[[], Any], world_size: int = 4) -> list[Any]:
     """Runs `work` on ranks, forgetting what a Trainer in this process has set up."""
     AcceleratorState._reset_state(True)
-    return run_ranks(work, world_size, timeout=timeout)
+    return run_ranks(work, world_size)
 
 
 def assert_same_steps(seen: Run, wanted: Run, after: int = 0, names: tuple[str, ...] = ()) -> None:

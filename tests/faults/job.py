@@ -85,7 +85,7 @@ class Job:
         launcher: tuple[str, ...] = (),
         environment: dict[str, str] | None = None,
         while_running: Callable[[subprocess.Popen], None] | None = None,
-        timeout: float = 180.0,
+        timeout: float = 600.0,
     ) -> Outcome:
         """Runs under torchrun, with `launcher` and `environment` added to its own; nothing of it stays afterwards."""
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
@@ -107,7 +107,7 @@ class Job:
             text.seek(0)
             return Outcome(code=code, text=text.read(), seconds=time.monotonic() - begin, left=left)
 
-    def fork(self, *faults, resume: str | bool | None = None, timeout: float = 120.0, grace: float = 15.0) -> None:
+    def fork(self, *faults, resume: str | bool | None = None, timeout: float = 600.0, grace: float = 15.0) -> None:
         """Runs on forks of this process, which start faster than a launcher.
 
         Raises:
