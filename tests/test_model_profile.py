@@ -267,7 +267,7 @@ def test_the_command_counts_for_a_cluster_and_measures_here(tmp_path, capsys):
     assert "no folder and no file" in capsys.readouterr().err
     for flag, value in (("--device", "cpu"), ("--seconds", "3")):
         assert main([*arguments, "--cluster", "a100-80g", flag, value]) == 1
-        assert f"{flag} says how to measure" in capsys.readouterr().err
+        assert f"{flag} applies to measuring" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("packed", [True, False])

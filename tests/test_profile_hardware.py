@@ -157,7 +157,7 @@ def test_profile_hardware_of_one_process(tmp_path, capsys, monkeypatch):
 def test_message_sizes_are_read_as_people_write_them(capsys):
     assert message_sizes("100, 64KiB,1mib") == [100, 1 << 16, 1 << 20]
     assert main(["profile-hardware", "--sizes", "1MB"]) == 1
-    assert "'1MB', which is no number of bytes: write it as 64KiB,1MiB" in capsys.readouterr().err
+    assert "'1MB', which is not a number of bytes: write it as 64KiB,1MiB" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -46,10 +46,12 @@ def test_a_plan_of_other_number_formats_is_priced_with_a_word(capsys, tmp_path):
     assert main(["estimate", *FLAGS, "--json", "--plan", str(path)]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["step_ms"] > 0
-    assert '"master": "bf16"' in printed.err and "it is priced in" in printed.err
+    assert '"master": "bf16"' in printed.err and "the prediction is for" in printed.err
 
 
-@pytest.mark.parametrize("path, reason", [("", "is a folder"), ("none/plan.json", "is in no folder that exists")])
+@pytest.mark.parametrize(
+    "path, reason", [("", "is a folder"), ("none/plan.json", "is in a folder that does not exist")]
+)
 def test_an_output_that_cannot_be_written_is_refused_before_the_search(capsys, tmp_path, path, reason):
     with pytest.raises(SystemExit) as stopped:
         main(["search", *FLAGS, "--output", str(tmp_path / path)])
@@ -90,7 +92,7 @@ def test_flags_that_say_something_else_than_a_profile_are_refused(capsys, tmp_pa
     given = ["search", *profiles, "--seq-length", "8", "--global-batch", "4", "--json"]
     for flag, value, own in (("nodes", "2", "1"), ("devices-per-node", "8", "4"), ("dtype", "bf16", "fp32")):
         assert main([*given, f"--{flag}", value]) == 1
-        assert f"--{flag} {value}, but the profile is of {own}: " in capsys.readouterr().err
+        assert f"--{flag} is {value}, but the profile has {own}: " in capsys.readouterr().err
     assert main([*given, "--nodes", "1", "--devices-per-node", "4", "--dtype", "fp32"]) == 0
     assert json.loads(capsys.readouterr().out)["plan"]["world_size"] == 4
 
@@ -141,12 +143,12 @@ def test_the_tables_name_what_was_assumed(capsys):
     "flags, sentence",
     [
         (FLAGS[:-6] + ["--memory-gib", "3", "--global-batch", "64", "--seq-length", "2048"], "No plan fits 3.00 GiB"),
-        (FLAGS[:6] + FLAGS[8:], "do not tell a device's memory: give --memory-gib"),
-        ([*FLAGS, "--cluster", "h100"], "both say what is known: give one of them"),
-        (["--global-batch", "8", "--seq-length", "128", "--cluster", "h100"], "The model is not known"),
-        (["--global-batch", "8", "--seq-length", "128"], "The cluster is not known"),
+        (FLAGS[:6] + FLAGS[8:], "do not contain a device's memory: give --memory-gib"),
+        ([*FLAGS, "--cluster", "h100"], "exclude each other: give one of them"),
+        (["--global-batch", "8", "--seq-length", "128", "--cluster", "h100"], "No model is given"),
+        (["--global-batch", "8", "--seq-length", "128"], "No cluster is given"),
         (["--global-batch", "0", "--seq-length", "128"], "count from 1"),
-        ([*FLAGS, "--rounds", "0"], "--rounds 0 counts stages of a device: give 1 or more."),
+        ([*FLAGS, "--rounds", "0"], "--rounds 0 is not a number of stages: give 1 or more."),
         ([*FLAGS, "--max-tensor", "0"], "tensor is 0, which is outside"),
         (
             [*FLAGS, "--pipeline", "3"],
@@ -156,8 +158,8 @@ def test_the_tables_name_what_was_assumed(capsys):
         ([*FLAGS, "--micro-batches", "99"], "micro_batches=(99,): a step of 64 rows has 1 to 64 of them"),
         ([*FLAGS, "--micro-batches", "8", "99"], "micro_batches=(8, 99): a step of 64 rows has 1 to 64 of them"),
         ([*FLAGS, "--micro-batches", "0"], "micro_batches is 0, which is outside"),
-        ([*FLAGS, "--dtype", "fp32"], "--dtype fp32, but the profile is of bf16: leave --dtype out"),
-        ([*FLAGS, "--memory-gib", "1e-12"], "--memory-gib 1e-12 is no memory of a device"),
+        ([*FLAGS, "--dtype", "fp32"], "--dtype is fp32, but the profile has bf16: leave --dtype out"),
+        ([*FLAGS, "--memory-gib", "1e-12"], "--memory-gib 1e-12 is not the memory of a device"),
         ([*FLAGS, "--global-batch", str(10**10)], "--global-batch 10000000000 is above"),
     ],
 )
@@ -182,7 +184,9 @@ def test_a_model_profile_of_other_devices_than_the_cluster_is_refused(capsys, tm
     assert main([*case, "--cluster", "h100"]) == 0
     capsys.readouterr()
     assert main([*case, "--cluster", "rtx4090"]) == 1
-    assert "The model profile is of h100, the hardware of rtx4090: profile both" in capsys.readouterr().err
+    assert (
+        "The model profile is of h100, the hardware profile of rtx4090: profile one device" in capsys.readouterr().err
+    )
     measured = {name: str(tmp_path / f"{name}.json") for name in ("links", "layers")}
     for name, profile in (
         ("links", hardware_preset("h100", 1, 2)),
@@ -191,14 +195,14 @@ def test_a_model_profile_of_other_devices_than_the_cluster_is_refused(capsys, tm
         replace(profile, made={"devices": f"those of {name}"}).to_json(measured[name])
     case = ["search", "--model-profile", measured["layers"], *rows]
     assert main([*case, "--hardware-profile", measured["links"]]) == 1
-    assert "The model profile is of those of layers, the hardware of those of links" in capsys.readouterr().err
+    assert "The model profile is of those of layers, the hardware profile of those of links" in capsys.readouterr().err
     assert main([*case, "--cluster", "h100", "--devices-per-node", "2"]) == 0  # a data sheet has names of its own
 
 
 def test_sums_in_fewer_bits_than_layers_compute_in_are_refused(capsys, long_model):
     case = ["--model", long_model, "--cluster", "h100", "--global-batch", "8", "--seq-length", "64"]
     assert main(["search", *case, "--dtype", "fp32", "--reduce-dtype", "bf16"]) == 1
-    assert "--reduce-dtype bf16, but layers compute in fp32" in capsys.readouterr().err
+    assert "--reduce-dtype is bf16, but layers compute in fp32" in capsys.readouterr().err
 
 
 def test_all_devices_may_share_a_layer(capsys, tmp_path, long_model):

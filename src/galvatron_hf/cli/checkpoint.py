@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""`galvatron checkpoint`: look into a checkpoint, check it, or make a Hugging Face folder of it."""
+"""`galvatron checkpoint`: inspects, verifies or exports a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from galvatron_hf.checkpoint.folder import STATE_FOLDER, by_step, left_behind, p
 from galvatron_hf.checkpoint.manifest import Manifest
 
 
-def add_to(commands: argparse._SubParsersAction) -> None:
-    """Adds the command and its own commands to a parser."""
-    parser = commands.add_parser("checkpoint", help="inspect, verify or export checkpoints")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's actions to its parser."""
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     verify = actions.add_parser("verify", help="check every file against the manifest's checksums")
     verify.add_argument("path", help="a checkpoint, or a folder of checkpoints")
     verify.set_defaults(run=run_verify)
-    inspect = actions.add_parser("inspect", help="show step, plan, versions and sizes")
+    inspect = actions.add_parser("inspect", help="show the step, the plan, versions and sizes")
     inspect.add_argument("path", help="a checkpoint")
     inspect.set_defaults(run=run_inspect)
-    export = actions.add_parser("export", help="write the weights as a folder that from_pretrained opens")
+    export = actions.add_parser("export", help="write the weights as a folder for from_pretrained")
     export.add_argument("path", help="a checkpoint")
     export.add_argument("output", help="the folder to write; new or empty")
     export.add_argument("--max-shard-size", default="5GB", help="largest file (default: 5GB)")
@@ -36,7 +35,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 
 
 def run_verify(given: argparse.Namespace) -> int:
-    """Prints a line for each checkpoint and each problem; 1 if there is any problem, or no checkpoint."""
+    """Prints a line for each checkpoint and each problem; returns 1 after a problem, or if there is no checkpoint."""
     unfinished = {path: ["it was never completed"] for path in left_behind(given.path)}
     found = by_step(given.path)
     if not found and not unfinished:
@@ -53,10 +52,10 @@ def run_verify(given: argparse.Namespace) -> int:
 
 
 def run_inspect(given: argparse.Namespace) -> int:
-    """Prints what the manifest and the headers of the files tell; reads no tensor."""
+    """Prints the contents of the manifest and of the files' headers; reads no tensor."""
     wrong = list(structural_problems(given.path))
     if wrong:
-        raise ValueError(f"{given.path} is no complete checkpoint ({wrong[0]}): give another one")
+        raise ValueError(f"{given.path} is not a complete checkpoint ({wrong[0]}): give another one")
     from galvatron_hf.parallel.weights.distributed_state import stored_tensors
     from galvatron_hf.plan import ParallelPlan
     from galvatron_hf.plan.table import plan_table
@@ -85,12 +84,12 @@ def run_inspect(given: argparse.Namespace) -> int:
 
 
 def _kind(name: str) -> str:
-    """Of an entry: "weights", or the optimizer's word for it."""
+    """Returns "weights", or the optimizer's name for an entry."""
     return "weights" if name.startswith("model.") else re.sub(r"^(optimizer\.[^.]*)\..*", r"\1", name)
 
 
 def run_export(given: argparse.Namespace) -> int:
-    """Writes a Hugging Face folder, holding one file's weights at a time."""
+    """Writes a Hugging Face folder; the weights of one file are in memory at a time."""
     from galvatron_hf.parallel.weights.export import export
 
     export(given.path, given.output, max_shard_size=given.max_shard_size, dtype=given.dtype)

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""`galvatron data`: how long a dataset's sequences are, and what padding, grouping and packing make of them."""
+"""`galvatron data`: shows a dataset's sequence lengths and the cost of padding, grouping and packing them."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ from rich.table import Table
 _BAR = 24  # characters of the longest bar
 
 
-def add_to(commands: argparse._SubParsersAction) -> None:
-    """Adds the command to a parser."""
-    parser = commands.add_parser("data", help="show a dataset's lengths, and what each way to batch them costs")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments to its parser."""
     parser.add_argument("dataset", help="a save_to_disk folder, a file of rows or of lengths, or an id on the Hub")
     parser.add_argument("--config", help="the configuration of a dataset of the Hub")
-    parser.add_argument("--split", help="which part of the dataset (default: train)")
+    parser.add_argument("--split", help="the split of the dataset (default: train)")
     parser.add_argument("--column", default="input_ids", help="the column of token ids (default: input_ids)")
-    parser.add_argument("--cost", metavar="A,B,C", help="s tokens take A*s + B*s*s + C seconds, as measured")
-    parser.add_argument("--json", metavar="FILE", help="write the figures here too")
+    parser.add_argument("--cost", metavar="A,B,C", help="measured cost: s tokens take A*s + B*s*s + C seconds")
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
     numbers = {
-        "--max-length": (None, "cut longer sequences to so many tokens"),
+        "--max-length": (None, "cut longer sequences to N tokens"),
         "--batch-size": (64, "sequences of a global batch (default: 64)"),
         "--ranks": (8, "data ranks (default: 8)"),
-        "--max-tokens": (None, "of a rank's micro-batch (default: its share of a batch, all of the longest length)"),
-        "--hidden-size": (2048, "to count FLOPs without --cost (default: 2048)"),
-        "--layers": (24, "to count FLOPs without --cost (default: 24)"),
-        "--steps": (50, "global batches to look at (default: 50)"),
-        "--seed": (42, "of the order of sequences (default: 42)"),
+        "--max-tokens": (None, "tokens of a rank's micro-batch (default: its share of a batch of the longest rows)"),
+        "--hidden-size": (2048, "hidden size to count FLOPs for, without --cost (default: 2048)"),
+        "--layers": (24, "layers to count FLOPs for, without --cost (default: 24)"),
+        "--steps": (50, "global batches to forecast (default: 50)"),
+        "--seed": (42, "seed of the sequences' order (default: 42)"),
     }
     for name, (default, text) in numbers.items():
         parser.add_argument(name, type=int, metavar="N", default=default, help=text)
@@ -42,7 +41,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Prints the figures, and writes them if asked to."""
+    """Prints the figures and writes them to --json."""
     figures = _figures(given)
     _show(figures)
     if given.json is not None:
@@ -52,13 +51,14 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _figures(given: argparse.Namespace) -> dict[str, Any]:
-    """All that is shown, as JSON values."""
+    """Returns all figures as JSON values."""
+    # These import torch, which the command's --help does not need.
     from galvatron_hf.data.cost import SequenceCost
     from galvatron_hf.data.forecast import Workload, forecast_modes
     from galvatron_hf.data.named_dataset import named_lengths
 
     if not 0 <= given.seed < 1 << 63:
-        raise ValueError(f"seed={given.seed} is no seed: give a number from 0 to 2^63 - 1.")
+        raise ValueError(f"seed={given.seed} is out of range: give a number from 0 to 2^63 - 1.")
     coefficients = measured_cost(given.cost) if given.cost is not None else flops(given.hidden_size, given.layers)
     workload = Workload(
         **{name: getattr(given, name) for name in ("batch_size", "ranks", "max_tokens")},
@@ -106,19 +106,22 @@ def _figures(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def measured_cost(text: str) -> dict[str, float]:
-    """The coefficients of `a,b,c`, in seconds."""
+    """Returns the coefficients of a text `a,b,c`, in seconds."""
     try:
         per_token, per_token_squared, per_sequence = map(float, text.split(","))
     except ValueError:
         raise ValueError(f"cost={text!r} is not three numbers of seconds: write it as 2e-5,1e-9,1e-4.") from None
     if not any((per_token, per_token_squared, per_sequence)):
-        raise ValueError(f"cost={text!r} takes no time at all: give what was measured.")
+        raise ValueError(f"cost={text!r} is zero for every sequence: give measured seconds.")
     return {"per_token": per_token, "per_token_squared": per_token_squared, "per_sequence": per_sequence}
 
 
 def flops(hidden_size: int, layers: int) -> dict[str, float]:
-    """FLOPs of a sequence, forward and backward: 72*s*h^2 + 12*s^2*h for each layer (arXiv 2104.04473, equation 3,
-    without recompute and vocabulary)."""
+    """Returns the coefficients of a sequence's FLOPs, forward and backward.
+
+    A layer of hidden size h takes 72*s*h^2 + 12*s^2*h FLOPs for s tokens (arXiv 2104.04473, equation 3, without
+    recompute and vocabulary).
+    """
     for name, value in (("hidden_size", hidden_size), ("layers", layers)):
         if value < 1:
             raise ValueError(f"{name}={value} is less than 1: give a positive number.")
@@ -130,7 +133,7 @@ def flops(hidden_size: int, layers: int) -> dict[str, float]:
 
 
 def summary(lengths: np.ndarray) -> dict[str, float]:
-    """Count, sum and quantiles, in tokens."""
+    """Returns the count, the sum and quantiles of lengths in tokens."""
     median, p90, p99 = np.quantile(lengths, [0.5, 0.9, 0.99]).tolist()
     return {
         "sequences": len(lengths),
@@ -144,8 +147,8 @@ def summary(lengths: np.ndarray) -> dict[str, float]:
 
 
 def histogram(lengths: np.ndarray) -> list[dict[str, int]]:
-    """Sequences and their tokens by powers of two: bins [from, to), the first and the last not empty."""
-    # Of integers below 2^53 the exponent that frexp gives is exact, unlike a logarithm.
+    """Returns the sequences and their tokens in bins [from, to) of powers of two; the first and last are not empty."""
+    # The exponent of frexp is exact for integers below 2^53, unlike a logarithm.
     exponents = np.frexp(lengths.astype(np.float64))[1] - 1
     return [
         {
@@ -163,26 +166,26 @@ def _show(figures: dict[str, Any]) -> None:
     lengths, cut, workload, cost = (figures[name] for name in ("lengths", "cut", "workload", "cost"))
     console.print(f"{lengths['sequences']:,} sequences, {lengths['tokens']:,} tokens", markup=False)
     names = ("median", "mean", "p90", "p99", "max")
-    console.print("tokens of a sequence: " + ", ".join(f"{name} {lengths[name]:,.0f}" for name in names))
+    console.print("tokens per sequence: " + ", ".join(f"{name} {lengths[name]:,.0f}" for name in names))
     if lengths["rows_without_tokens"]:
         console.print(f"left out: {lengths['rows_without_tokens']:,} rows without tokens")
     console.print(_histogram_table(figures["histogram"], lengths, "#" if console.options.ascii_only else "█"))
     if cut["sequences"]:
         lost = cut["tokens"] / lengths["tokens"]
         console.print(
-            f"cut to {cut['max_length']:,} tokens from here on: {cut['sequences']:,} sequences lose {lost:.1%} of all "
-            "tokens"
+            f"all further figures are for sequences cut to {cut['max_length']:,} tokens: {cut['sequences']:,} "
+            f"sequences lose {lost:.1%} of all tokens"
         )
     console.print(
         f"{workload['steps']} global batches of {workload['batch_size']} sequences (seed {workload['seed']}) on "
-        f"{workload['ranks']} data ranks; a micro-batch of a rank has at most {workload['max_tokens']:,} tokens "
-        f"(rows if padded: {workload['padded_rows']})"
+        f"{workload['ranks']} data ranks; a rank's micro-batch has at most {workload['max_tokens']:,} tokens "
+        f"({workload['padded_rows']} rows if padded)"
     )
     console.print(_mode_table(figures["modes"], measured=cost["unit"] == "seconds"))
     if figures["model"] is not None:
         console.print(
-            "The speeds are relative and not measured: they count the FLOPs of {layers} layers of hidden size "
-            "{hidden_size}. Give --cost for tokens/s.".format(**figures["model"])
+            "Speeds are relative and not measured: they count the FLOPs of {layers} layers of hidden size "
+            "{hidden_size}. Use --cost for tokens/s.".format(**figures["model"])
         )
 
 

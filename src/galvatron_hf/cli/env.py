@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""`galvatron env`: what a report of a problem should say about the machine."""
+"""`galvatron env`: shows the versions, devices and launcher settings that a bug report needs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import platform
 from typing import Any
 
 
-def add_to(commands: argparse._SubParsersAction) -> None:
-    """Adds the command to a parser."""
-    parser = commands.add_parser("env", help="show versions, devices and what the launcher says; for bug reports")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments to its parser."""
     parser.add_argument("--json", action="store_true", help="print them as JSON")
     parser.set_defaults(run=run)
 
@@ -30,17 +29,11 @@ def run(given: argparse.Namespace) -> int:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, devices, memory, backends and the launcher's ranks."""
+    """Returns versions, devices, memory, backends and the launcher's ranks."""
     import torch
     import torch.distributed as dist
 
-    from galvatron_hf.utils.machine import (
-        cpu_quota,
-        device_memory_bytes,
-        device_name,
-        package_version,
-        usable_cores,
-    )
+    from galvatron_hf.utils.machine import cpu_quota, device_memory_bytes, device_name, package_version, usable_cores
 
     cpu = torch.device("cpu")
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]

@@ -1,33 +1,43 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the command line and runs the command that it names."""
+"""Reads the command line and runs the command in it."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from galvatron_hf.cli import checkpoint, data, env, profile_hardware, profile_model, search
+
+COMMANDS = {
+    "checkpoint": "inspect, verify or export checkpoints",
+    "data": "show a dataset's lengths and the cost of each way to batch them",
+    "env": "show versions, devices and the launcher's settings, for bug reports",
+    "profile-hardware": "measure links, matrix products and memory of this machine",
+    "profile-model": "measure forward, backward and memory of a model's layers on this machine",
+    "search": "find the fastest plan for a model on a cluster",
+    "estimate": "predict time and memory of a plan",
+    "explain": "show where a plan's time and memory go, and faster plans",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `galvatron`.
 
     Args:
-        arguments (`Sequence[str]`, *optional*): what follows the command's name; that of this process if absent.
+        arguments (`Sequence[str]`, *optional*): the arguments after the command's name, by default this process's.
 
     Returns:
-        `int`: the exit code: 0, or 1 if what was asked for could not be done or was found wanting.
+        `int`: the exit code: 0, or 1 after a failure.
     """
+    arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="galvatron", description="Train large Hugging Face models on many devices.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    checkpoint.add_to(commands)
-    data.add_to(commands)
-    env.add_to(commands)
-    profile_hardware.add_to(commands)
-    profile_model.add_to(commands)
-    search.add_to(commands)
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text)
+        if name in arguments[:1]:  # only this command's module is imported, so that --help stays fast
+            import_module(f"galvatron_hf.cli.{name.replace('-', '_')}").add_arguments(command)
     given = parser.parse_args(arguments)
     try:
         return given.run(given)

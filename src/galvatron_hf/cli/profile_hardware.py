@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""`galvatron profile-hardware`: measures links, matrix products and memory of the machines it is launched on."""
+"""`galvatron profile-hardware`: measures links, matrix products and memory of the machines on which it is launched."""
 
 from __future__ import annotations
 
@@ -23,22 +23,20 @@ if TYPE_CHECKING:
 _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
-def add_to(commands: argparse._SubParsersAction) -> None:
-    """Adds the command to a parser."""
-    parser = commands.add_parser(
-        "profile-hardware",
-        help="measure links, matrix products and memory of this machine",
-        description="Measure links, matrix products and memory. Launch it like training, for example with "
-        "`torchrun --nproc_per_node 4 --no-python galvatron profile-hardware`; by itself it measures one process.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments to its parser."""
+    parser.description = (
+        "Measure links, matrix products and memory. Launch it like training, for example with "
+        "`torchrun --nproc_per_node 4 --no-python galvatron profile-hardware`; by itself it measures one process."
     )
-    parser.add_argument("--output", type=output_file, metavar="FILE", help="write the profile here, as JSON")
-    parser.add_argument("--json", action="store_true", help="print the profile as JSON and not as a table")
-    parser.add_argument("--sizes", metavar="SIZE,...", help="bytes of the messages to time, such as 64KiB,1MiB,16MiB")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="write the profile to this file, as JSON")
+    parser.add_argument("--json", action="store_true", help="print the profile as JSON instead of a table")
+    parser.add_argument("--sizes", metavar="SIZE,...", help="message sizes to time, such as 64KiB,1MiB,16MiB")
     parser.add_argument(
         "--repetitions",
         type=int,
         metavar="N",
-        help="interleaved measurements of each (default: 5, or 3 under a quota)",
+        help="interleaved measurements of each size (default: 5, or 3 under a quota)",
     )
     parser.add_argument(
         "--seconds", type=float, metavar="S", default=40.0, help="to time links for, about (default: 40)"
@@ -49,7 +47,7 @@ def add_to(commands: argparse._SubParsersAction) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Measures on every rank; rank 0 prints, and writes if asked to."""
+    """Measures on every rank; rank 0 prints the profile and writes it to --output."""
     sizes = message_sizes(given.sizes) if given.sizes is not None else None
     from galvatron_hf.profiler.measure.hardware import profile_hardware
 
@@ -75,7 +73,10 @@ def run(given: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def launched_ranks(*, cpu: bool) -> Iterator[tuple[int, int]]:
-    """This process's rank and the ranks of its node, in a process group if a launcher started several processes."""
+    """Yields this process's rank and the number of ranks of its node.
+
+    A process group exists meanwhile if a launcher started several processes.
+    """
     import torch
     import torch.distributed as dist
 
@@ -95,18 +96,18 @@ def launched_ranks(*, cpu: bool) -> Iterator[tuple[int, int]]:
 
 
 def message_sizes(text: str) -> list[int]:
-    """Bytes of `64KiB,1MiB`."""
+    """Returns the bytes of each size in a text such as `64KiB,1MiB`."""
     sizes = []
     for word in text.split(","):
         found = re.fullmatch(r"\s*(\d+)\s*([KMG]iB)?\s*", word, re.IGNORECASE)
         if found is None:
-            raise ValueError(f"sizes={text!r} has {word!r}, which is no number of bytes: write it as 64KiB,1MiB")
+            raise ValueError(f"sizes={text!r} has {word!r}, which is not a number of bytes: write it as 64KiB,1MiB")
         sizes.append(int(found[1]) * _UNITS[(found[2] or "").upper()])
     return sizes
 
 
 def show(profile: HardwareProfile) -> None:
-    """Prints a profile for people."""
+    """Prints a profile as text and a table."""
     console = Console(soft_wrap=True, highlight=False)
     console.print(profile.name, markup=False)
     console.print(f"memory of a device: {profile.memory_bytes / 2**30:.1f} GiB")

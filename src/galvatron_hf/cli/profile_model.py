@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""`galvatron profile-model`: measures, or counts, what the layers and the ends of a model cost."""
+"""`galvatron profile-model`: measures or counts the cost of a model's layers, embedding and head."""
 
 from __future__ import annotations
 
@@ -21,46 +21,48 @@ if TYPE_CHECKING:
     from galvatron_hf.profiler.profiles.model import ModelProfile
 
 
-def add_to(commands: argparse._SubParsersAction) -> None:
-    """Adds the command to a parser."""
-    parser = commands.add_parser(
-        "profile-model",
-        help="measure forward, backward and memory of a model's layers on this machine",
-        description="Measure the layers and the ends of a model. Weights are not read. Launch it like training, so "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments to its parser."""
+    parser.description = (
+        "Measure the layers, the embedding and the head of a model. Weights are not read. Launch it like training, so "
         "that ranks measure at the same time; by itself it measures one process. With --cluster nothing is measured: "
-        "work and memory are counted, for devices that need not be there.",
+        "work and memory are counted for the devices of the preset."
     )
     parser.add_argument("--model", required=True, metavar="PATH", help="a folder with a config.json, or such a file")
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
-        help='what is measured, "cpu" or "cuda" (default: the GPU if there is one)',
+        help="the device to measure (default: the GPU if there is one)",
     )
-    parser.add_argument("--cluster", metavar="NAME", help="count for this device instead, such as h100")
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"), help="of computing (default: bf16)")
-    parser.add_argument("--tokens", type=int, metavar="N", help="of the largest micro-batch (default: 2048)")
-    parser.add_argument("--seq-length", type=int, metavar="N", help="of the longest document (default: as --tokens)")
-    parser.add_argument("--rows", action="store_true", help="rows without padding instead of packed documents")
+    parser.add_argument("--cluster", metavar="NAME", help="count for this preset instead of measuring, such as h100")
+    parser.add_argument(
+        "--dtype", default="bf16", choices=("bf16", "fp32"), help="number format of compute (default: bf16)"
+    )
+    parser.add_argument("--tokens", type=int, metavar="N", help="tokens of the largest micro-batch (default: 2048)")
+    parser.add_argument(
+        "--seq-length", type=int, metavar="N", help="tokens of the longest document (default: that of --tokens)"
+    )
+    parser.add_argument("--rows", action="store_true", help="measure rows without padding instead of packed documents")
     parser.add_argument(
         "--max-degree",
         type=int,
         metavar="N",
-        help="most tensor and Ulysses ranks (default: the world, or 64 with --cluster)",
+        help="largest tensor and Ulysses degree (default: all ranks, or 64 with --cluster)",
     )
-    parser.add_argument("--seconds", type=float, metavar="S", help="to measure for (default: 30)")
-    parser.add_argument("--output", type=output_file, metavar="FILE", help="write the profile here, as JSON")
-    parser.add_argument("--json", action="store_true", help="print the profile as JSON and not as tables")
+    parser.add_argument("--seconds", type=float, metavar="S", help="seconds of measuring (default: 30)")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="write the profile to this file, as JSON")
+    parser.add_argument("--json", action="store_true", help="print the profile as JSON instead of tables")
     parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
-    """Measures on every rank, or counts; rank 0 prints, and writes if asked to."""
+    """Measures on every rank, or counts; rank 0 prints the profile and writes it to --output."""
     for name in ("tokens", "seq_length", "max_degree"):
         if getattr(given, name) is not None:
             check_int(f"--{name.replace('_', '-')}", getattr(given, name), high=sys.maxsize)
     for name in ("device", "seconds") if given.cluster is not None else ():
         if getattr(given, name) is not None:
-            raise ValueError(f"--{name} says how to measure, with --cluster nothing is measured: give one of them.")
+            raise ValueError(f"--{name} applies to measuring, and --cluster measures nothing: leave out one of them.")
     with launched_ranks(cpu=given.device == "cpu") as (rank, _):
         profile = _counted(given) if given.cluster is not None else _measured(given)
         if rank == 0:
@@ -97,7 +99,7 @@ def _measured(given: argparse.Namespace) -> ModelProfile:
     from galvatron_hf.profiler.trace.tracing import read_config
 
     if given.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda, but PyTorch finds no GPU here: give --device cpu, or --cluster to count.")
+        raise ValueError("--device is cuda, but PyTorch finds no GPU: use --device cpu, or --cluster to count.")
     return profile_model(
         empty_model(read_config(given.model)),
         dtype=given.dtype,
@@ -111,15 +113,15 @@ def _measured(given: argparse.Namespace) -> ModelProfile:
 
 
 def _given(given: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """What was said of these, so that a function's own defaults stand for the rest."""
+    """Returns those of the arguments that were given, so that the function's defaults apply to the others."""
     return {name: getattr(given, name) for name in names if getattr(given, name) is not None}
 
 
 def show(profile: ModelProfile) -> None:
-    """Prints a profile for people."""
+    """Prints a profile as text and a table."""
     console = Console(soft_wrap=True, highlight=False)
     console.print(
-        f"{profile.name}, {profile.dtype}: {len(profile.layers)} layers, of {len(profile.kinds)} kinds", markup=False
+        f"{profile.name}, {profile.dtype}: {len(profile.layers)} layers of {len(profile.kinds)} kinds", markup=False
     )
     table = Table("part", "tensor", "forward ms", "backward ms", "fit errors", "kept KiB/token")
     for column in table.columns:
@@ -131,8 +133,8 @@ def show(profile: ModelProfile) -> None:
     _rows(table, "embedding", profile.embedding.times, profile.embedding.saved_bytes)
     _rows(table, "head, loss", profile.head.times, profile.head.saved_bytes)
     console.print(table)
-    console.print("times of one document of 1,024 tokens; what tensor ranks keep is that under Megatron-SP")
-    console.print(f"AdamW: {1e9 * profile.optimizer_ms_per_element:.3g} ms for 10^9 elements of a rank")
+    console.print("times are for one document of 1,024 tokens; kept bytes of tensor ranks are under Megatron-SP")
+    console.print(f"AdamW: {1e9 * profile.optimizer_ms_per_element:.3g} ms per 10^9 elements of a rank")
     for name, source in profile.assumed.items():
         console.print(f"assumed, {name}: {source}", markup=False)
     console.print(", ".join(f"{name} {value}" for name, value in profile.made.items()), markup=False)

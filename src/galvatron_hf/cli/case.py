@@ -1,0 +1,228 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of `galvatron search`, `estimate` and `explain`, read into profiles, a workload, a budget and a plan.
+
+No GPU and no launcher is needed: presets or profiles stand for the cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from galvatron_hf.interop.galvatron.hardware import read_galvatron_hardware
+from galvatron_hf.interop.galvatron.model import read_galvatron_model
+from galvatron_hf.interop.galvatron.plan import read_galvatron_plan
+from galvatron_hf.plan import ParallelPlan, Precision
+from galvatron_hf.plan.serialization import read_object
+from galvatron_hf.planner.cost.cost_model import Workload
+from galvatron_hf.planner.report.alternatives import Alternative
+from galvatron_hf.planner.search import Estimate
+from galvatron_hf.planner.space import Limits
+from galvatron_hf.profiler.profiles.hardware import DEVICES, HardwareProfile
+from galvatron_hf.profiler.profiles.model import ModelProfile
+from galvatron_hf.profiler.profiles.presets import hardware_preset
+from galvatron_hf.utils.progress import at_work
+
+
+GIB = 1 << 30
+_MOST_ROWS, _MOST_TOKENS = 1 << 20, 1 << 30
+
+
+def add_case_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that name the model, the cluster and the workload."""
+    profiles = parser.add_argument_group("model and cluster")
+    profiles.add_argument("--model", metavar="PATH", help="a folder with a config.json, or such a file")
+    profiles.add_argument("--cluster", metavar="NAME", help="a preset of devices, such as h100; none need be present")
+    profiles.add_argument(
+        "--model-profile", metavar="FILE", help="the output of `galvatron profile-model`, instead of --model"
+    )
+    profiles.add_argument(
+        "--hardware-profile", metavar="FILE", help="the output of `galvatron profile-hardware`, instead of --cluster"
+    )
+    profiles.add_argument(
+        "--galvatron-profiles",
+        metavar="DIR",
+        help="a folder of Galvatron's profiles, with model/ and hardware/, measured under Megatron-SP",
+    )
+    profiles.add_argument("--nodes", type=int, metavar="N", help="machines (default: 1, or the profile's)")
+    profiles.add_argument(
+        "--devices-per-node", type=int, metavar="N", help="devices of a machine (default: 8, or the profile's)"
+    )
+    profiles.add_argument(
+        "--memory-gib", type=float, metavar="X", help="memory of a device (default: the preset's or profile's)"
+    )
+    work = parser.add_argument_group("workload")
+    work.add_argument("--global-batch", type=int, required=True, metavar="N", help="rows of an optimizer step")
+    work.add_argument("--seq-length", type=int, required=True, metavar="N", help="tokens of a row")
+    work.add_argument(
+        "--dtype", choices=("bf16", "fp32"), help="number format of compute (default: bf16, or the model profile's)"
+    )
+    work.add_argument(
+        "--reduce-dtype",
+        choices=("bf16", "fp32"),
+        help="number format of gradient sums (default: fp32, or bf16 with --galvatron-profiles)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
+def add_plan_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument that names a plan."""
+    parser.add_argument("--plan", required=True, metavar="FILE", help="a plan of this project or of Galvatron")
+
+
+def add_rounds_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument that limits interleaved pipelines."""
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        metavar="N",
+        help="most interleaved stages of a pipeline on a device (default: 4, or 1 with --galvatron-profiles, because "
+        "Galvatron's plans are not interleaved)",
+    )
+
+
+def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile, Workload, int]:
+    """Returns the hardware profile, the model profile, the workload and the bytes of a device.
+
+    Raises:
+        ValueError: in one sentence, if an argument is missing, wrong or given twice.
+    """
+    sizes = (given.global_batch, given.seq_length, given.nodes, given.devices_per_node)
+    if min(size for size in sizes if size is not None) < 1:
+        raise ValueError("--global-batch, --seq-length, --nodes and --devices-per-node count from 1: give more.")
+    if given.global_batch > _MOST_ROWS:
+        raise ValueError(f"--global-batch {given.global_batch} is above {_MOST_ROWS}: give the rows of one step.")
+    if given.seq_length > _MOST_TOKENS:
+        raise ValueError(f"--seq-length {given.seq_length} is above {_MOST_TOKENS}: give the tokens of one row.")
+    if given.memory_gib is not None and not 1 / GIB <= given.memory_gib < 2**20:
+        raise ValueError(f"--memory-gib {given.memory_gib} is not the memory of a device: give GiB, such as 80.")
+    hardware, model = _galvatron(given) if given.galvatron_profiles is not None else _profiles(given)
+    if given.reduce_dtype == "bf16" and model.dtype != "bf16":
+        raise ValueError(f"--reduce-dtype is bf16, but layers compute in {model.dtype}: leave it out, or use bf16.")
+    reduce_dtype = given.reduce_dtype or ("bf16" if given.galvatron_profiles is not None else "fp32")
+    workload = Workload(
+        rows=given.global_batch,
+        length=given.seq_length,
+        precision=Precision(compute=model.dtype, reduce=reduce_dtype if model.dtype == "bf16" else "fp32"),
+    )
+    if model.max_length is not None and given.seq_length > model.max_length:
+        raise ValueError(
+            f"--seq-length {given.seq_length} is above the {model.max_length} positions of {model.name}: give fewer."
+        )
+    budget = hardware.memory_bytes if given.memory_gib is None else int(given.memory_gib * GIB)
+    return hardware, model, workload, budget
+
+
+def rounds_of(given: argparse.Namespace) -> int:
+    """Returns the most interleaved stages of a pipeline on a device."""
+    if given.rounds is None:
+        return 1 if given.galvatron_profiles is not None else Limits.rounds
+    if given.rounds < 1:
+        raise ValueError(f"--rounds {given.rounds} is not a number of stages: give 1 or more.")
+    return given.rounds
+
+
+def _galvatron(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]:
+    if given.memory_gib is None:
+        raise ValueError("Galvatron's profiles do not contain a device's memory: give --memory-gib.")
+    for flag in ("model", "cluster", "model_profile", "hardware_profile"):
+        if getattr(given, flag) is not None:
+            name = flag.replace("_", "-")
+            raise ValueError(f"--galvatron-profiles and --{name} exclude each other: give one of them.")
+    folder = given.galvatron_profiles
+    links = os.path.join(folder, "hardware")
+    where = links if os.path.isdir(links) else folder
+    hardware = read_galvatron_hardware(where, *_cluster_of(given), int(given.memory_gib * GIB))
+    model = read_galvatron_model(folder, length=given.seq_length)
+    _check_same(given, dtype=model.dtype)
+    return hardware, model
+
+
+def _profiles(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]:
+    if (given.cluster is None) == (given.hardware_profile is None):
+        raise ValueError("No cluster is given: use one of --cluster, --hardware-profile, --galvatron-profiles.")
+    if (given.model is None) == (given.model_profile is None):
+        raise ValueError("No model is given: use one of --model, --model-profile, --galvatron-profiles.")
+    if given.cluster is not None:
+        hardware = hardware_preset(given.cluster, *_cluster_of(given))
+    else:
+        hardware = HardwareProfile.from_json(given.hardware_profile)
+        _check_same(given, nodes=hardware.nodes, devices_per_node=hardware.devices_per_node)
+    if given.model_profile is not None:
+        model = ModelProfile.from_json(given.model_profile)
+        _check_same(given, dtype=model.dtype)
+        _check_same_devices(hardware, model)
+        return hardware, model
+    from galvatron_hf.profiler.trace.tracing import profile_from_config  # it imports torch
+
+    degrees = dict(max_degree=min(hardware.world_size, 64 if hardware.world_size <= 64 else 16))
+    with at_work("tracing the model"):
+        return hardware, profile_from_config(
+            given.model, hardware, given.dtype or "bf16", length=given.seq_length, packed=False, **degrees
+        )
+
+
+def _cluster_of(given: argparse.Namespace) -> tuple[int, int]:
+    """Returns the number of nodes and the devices of a node."""
+    return given.nodes or 1, given.devices_per_node or 8
+
+
+def _check_same(given: argparse.Namespace, **profiled: int | str) -> None:
+    """Raises ValueError if an argument contradicts a profile."""
+    for name, value in profiled.items():
+        asked = getattr(given, name)
+        if asked not in (None, value):
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} is {asked}, but the profile has {value}: leave {flag} out, or profile that.")
+
+
+def _check_same_devices(hardware: HardwareProfile, model: ModelProfile) -> None:
+    """Raises ValueError if the profiles are of different devices.
+
+    A measured profile is not compared with a preset, because they name devices differently.
+    """
+    for key in DEVICES:
+        links, layers = hardware.made.get(key), model.made.get(key)
+        if None not in (links, layers) and links != layers:
+            raise ValueError(f"The model profile is of {layers}, the hardware profile of {links}: profile one device.")
+
+
+def read_plan(path: str, world_size: int) -> ParallelPlan:
+    """Reads a plan of this project or of Galvatron."""
+    raw = read_object(path)
+    return read_galvatron_plan(raw, world_size) if "pp_deg" in raw else ParallelPlan.from_json(raw)
+
+
+def warn_of_precision(plan: ParallelPlan, workload: Workload) -> None:
+    """Warns on standard error if the plan has other number formats than the prediction."""
+    if plan.precision not in (None, workload.precision):
+        own, priced_in = (json.dumps(asdict(precision)) for precision in (plan.precision, workload.precision))
+        print(f"The plan's precision is {own}; the prediction is for {priced_in}.", file=sys.stderr)
+
+
+def priced(estimate: Estimate) -> dict[str, Any]:
+    """Returns an estimate as JSON values."""
+    return {
+        "samples_per_second": estimate.samples_per_second,
+        "step_ms": estimate.step_ms,
+        "memory_bytes": list(estimate.memory_bytes),
+        "plan": json.loads(estimate.plan.to_json()),
+    }
+
+
+def priced_all(others: list[Alternative]) -> dict[str, Any]:
+    """Returns the best plan of each alternative as JSON values, or the memory it would need."""
+    return {
+        other.name: priced(other.best) if other.best else {"least_memory_bytes": other.least_memory_bytes}
+        for other in others
+    }
+
+
+def assumptions(hardware: HardwareProfile, model: ModelProfile) -> dict[str, str]:
+    """Returns the source of each assumed figure."""
+    return {**hardware.assumed, **model.assumed}

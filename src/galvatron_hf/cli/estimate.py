@@ -1,0 +1,50 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""`galvatron estimate`: predicts time and memory of a plan."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+
+from rich.console import Console
+
+from galvatron_hf.cli.case import (
+    add_case_arguments,
+    add_plan_argument,
+    assumptions,
+    priced,
+    read_case,
+    read_plan,
+    warn_of_precision,
+)
+from galvatron_hf.planner.report.explain import explain_plan
+from galvatron_hf.planner.report.report import Report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments to its parser."""
+    parser.description = "Predict time and memory of a plan under the cost model of `galvatron search`."
+    add_case_arguments(parser)
+    add_plan_argument(parser)
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Prints the predicted time and memory of a plan."""
+    hardware, model, workload, budget = read_case(given)
+    plan = read_plan(given.plan, hardware.world_size)
+    warn_of_precision(plan, workload)
+    found = explain_plan(hardware, model, workload, plan)
+    if given.json:
+        more = {
+            "search_seconds": 0.0,
+            "memory_budget_bytes": budget,
+            "step_ms_by_kind": found.step_ms(),
+            "assumed": assumptions(hardware, model),
+        }
+        print(json.dumps(priced(replace(found.estimate, plan=plan)) | more, indent=2))
+        return 0
+    Console().print(Report(explanation=found, others=[], budget=budget))
+    return 0

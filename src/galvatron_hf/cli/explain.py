@@ -1,0 +1,64 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""`galvatron explain`: shows where a plan's time and memory go, beside the fastest and well-known plans."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, replace
+
+from rich.console import Console
+
+from galvatron_hf.cli.case import (
+    add_case_arguments,
+    add_plan_argument,
+    add_rounds_argument,
+    assumptions,
+    priced,
+    priced_all,
+    read_case,
+    read_plan,
+    rounds_of,
+    warn_of_precision,
+)
+from galvatron_hf.planner.report.alternatives import Alternative, alternatives
+from galvatron_hf.planner.report.explain import explain_plan
+from galvatron_hf.planner.report.report import Report
+from galvatron_hf.planner.search import search_plan
+from galvatron_hf.planner.space import Limits
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments to its parser."""
+    parser.description = "Show where a plan's predicted time and memory go, beside the fastest and well-known plans."
+    add_case_arguments(parser)
+    add_plan_argument(parser)
+    add_rounds_argument(parser)
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Prints the parts of a plan's cost and the cost of other plans."""
+    hardware, model, workload, budget = read_case(given)
+    plan = read_plan(given.plan, hardware.world_size)
+    warn_of_precision(plan, workload)
+    found = explain_plan(hardware, model, workload, plan)
+    limits = Limits(rounds=rounds_of(given))
+    result = search_plan(hardware, model, workload, memory_bytes=budget, limits=limits, progress=True)
+    others = [
+        Alternative(name="the fastest", best=result.best, least_memory_bytes=result.least_memory_bytes),
+        *alternatives(hardware, model, workload, memory_bytes=budget, rounds=limits.rounds, progress=True),
+    ]
+    if given.json:
+        more = {
+            "memory_budget_bytes": budget,
+            "step_ms_by_kind": found.step_ms(),
+            "stages": [asdict(stage) for stage in found.stages],
+            "alternatives": priced_all(others),
+            "assumed": assumptions(hardware, model),
+        }
+        print(json.dumps(priced(replace(found.estimate, plan=plan)) | more, indent=2))
+        return 0
+    Console().print(Report(explanation=found, others=others, budget=budget))
+    return 0
