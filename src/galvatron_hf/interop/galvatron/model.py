@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy.optimize
 
 from galvatron_hf.models.shape import ModelShape, WeightShape
 from galvatron_hf.plan.serialization import read_object
@@ -144,7 +143,9 @@ def _only_length(times: Mapping[str, Any], path: Path) -> int:
 
 
 def _forward(times: Mapping[str, Any], kind: str, length: int, path: Path) -> TimeFit:
-    """Of a batch of samples, by tokens."""
+    """Fits the forward times of batches to their tokens."""
+    import scipy.optimize  # not at the top: the command line's --help reads no profile
+
     points = []
     for key, value in times.items():
         found = re.fullmatch(rf"layertype_{kind}_bsz(\d+)_seq{length}", key)
