@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.utils import ModelOutput
 
 
 IGNORED = -100
@@ -25,12 +27,14 @@ class LossKind:
         labels (`str`): the batch's labels [B, S], as the family takes them.
         targets (`str`): labels [B, S] that are targets already: position `i` holds what position `i` predicts.
         make_targets (`Callable[[torch.Tensor], torch.Tensor]`): from labels [B, S] to targets [B, S].
+        output (`type`): the class of the forward's output, which has `loss` and `logits`.
     """
 
     function: Callable
     labels: str
     targets: str
     make_targets: Callable[[torch.Tensor], torch.Tensor]
+    output: type[ModelOutput] = CausalLMOutput
 
     def targets_of(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
         """Returns the targets [B, S] of a batch; None if it has no labels."""

@@ -160,7 +160,7 @@ class ParallelModel:
             inputs = part if loss_of is None else without_labels(part)
             batches.append(self.forward.micro_batch(**inputs, **options))
         own = (lambda index, output: output.loss) if loss_of is None else lambda i, output: loss_of(parts[i], output)
-        earlier = self.tied.put_aside() if self.tied is not None else []
+        earlier = self.tied.take_gradients() if self.tied is not None else []
         losses = self.pipeline.train(batches, own)
         if self.tied is not None:
             self.tied.sum_gradients(earlier)

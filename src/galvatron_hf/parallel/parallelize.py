@@ -233,7 +233,7 @@ def _untie(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPlan, wo
         head=head if dist.get_rank() in last else None,
         names=(f"{names[id(embedding)]}.weight", f"{names[id(head)]}.weight"),
         group=group,
-        alike=plan.embedding == plan.head,
+        uniform=plan.embedding == plan.head,
     )
 
 

@@ -19,7 +19,7 @@ from galvatron_hf.plan.layout import Grid, Layout, PackedRow, Rectangle
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardOptions:
-    """What a forward pass is to give.
+    """Says what a forward pass computes.
 
     Attributes:
         num_items (`torch.Tensor` or `int`, *optional*): what the sum of losses is divided by.
@@ -53,7 +53,7 @@ class MicroBatch:
         head (`Layout`): where the head takes them.
         boundary (`Layout`): where they lie between two pipeline stages.
         key (`tuple[int, ...]`): (seed, step, micro-batch), the beginning of every random stream's key.
-        wanted ([`ForwardOptions`]): what is to come out of it.
+        options ([`ForwardOptions`]): what the forward computes.
         documents ([`Documents`], *optional*): of a packed row; they do not see each other.
         masks (`dict`): attention masks made so far, by rows.
         final_hidden (`list[torch.Tensor]`): what the last layer left, set during the forward pass.
@@ -69,7 +69,7 @@ class MicroBatch:
     head: Layout
     boundary: Layout
     key: tuple[int, ...]
-    wanted: ForwardOptions
+    options: ForwardOptions
     documents: Documents | None = None
     masks: dict = field(default_factory=dict)
     final_hidden: list[torch.Tensor] = field(default_factory=list)

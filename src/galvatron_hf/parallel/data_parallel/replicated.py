@@ -1,9 +1,10 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Replicated data parallelism: whole weights without a second copy, gradients summed while the backward goes on.
+"""Replicated data parallelism: whole weights without a second copy, gradients summed during the backward.
 
-What PyTorch's DistributedDataParallel does (arXiv 2006.15704), one bucket per unit, for weights that are DTensors at
-rest. FSDP2 with one shard would do the same sums, but with two copies of the weights and, on gloo, waiting for each.
+The method is that of PyTorch's DistributedDataParallel (arXiv 2006.15704), with one bucket per unit, for weights that
+are DTensors at rest. FSDP2 with one shard would make the same sums with two copies of the weights, and on gloo it
+would wait for each sum.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from galvatron_hf.parallel.comm.mesh import WeightMesh
 
 
 class ReplicatedWeight:
-    """One weight: a DTensor at rest, a leaf of the autograd graph while it is in use.
+    """Holds one weight: a DTensor at rest, a leaf of the autograd graph while it is in use.
 
     Args:
         parameter (`nn.Parameter`): plain, or a DTensor over the tensor ranks.
-        places (`list[tuple[nn.Module, str]]`): the modules that hold it, under their names for it.
-        mesh ([`WeightMesh`]): where it lives.
+        owners (`list[tuple[nn.Module, str]]`): the modules that hold it, with its name in each.
+        mesh ([`WeightMesh`]): the mesh that holds it.
     """
 
-    def __init__(self, parameter: nn.Parameter, places: list[tuple[nn.Module, str]], mesh: WeightMesh):
-        self.places, self.mesh = places, mesh
+    def __init__(self, parameter: nn.Parameter, owners: list[tuple[nn.Module, str]], mesh: WeightMesh):
+        self.owners, self.mesh = owners, mesh
         self.tensor_placements = parameter.placements if isinstance(parameter, DTensor) else None
         self.shape, self.stride = parameter.shape, parameter.stride()
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         self.sharded_param = nn.Parameter(self._over_mesh(local.detach()), parameter.requires_grad)
         self.in_use: nn.Parameter | None = None
-        self.summed: torch.Tensor | None = None  # of earlier micro-batches, in the reduction's format
+        self.summed: torch.Tensor | None = None  # gradients of earlier micro-batches, in the reduction's format
 
     def _over_mesh(self, local: torch.Tensor) -> DTensor:
         placements = (Replicate(), Replicate(), *(self.tensor_placements or (Replicate(),)))
@@ -43,11 +44,11 @@ class ReplicatedWeight:
         )
 
     def _put(self, parameter: nn.Parameter) -> None:
-        for module, name in self.places:
+        for module, name in self.owners:
             setattr(module, name, parameter)
 
     def unshard(self, dtype: torch.dtype) -> nn.Parameter:
-        """Puts the leaf into its modules: the weight itself, or its copy in the compute format."""
+        """Puts a leaf into the modules: the weight itself, or its copy in the compute format."""
         local = self.sharded_param.to_local().detach().to(dtype)
         if self.tensor_placements is not None:
             local = DTensor.from_local(
@@ -63,12 +64,12 @@ class ReplicatedWeight:
         return self.in_use
 
     def reshard(self) -> None:
-        """Leaves the DTensor in its modules."""
+        """Puts the DTensor back into the modules."""
         self._put(self.sharded_param)
         self.in_use = None
 
     def collect(self, dtype: torch.dtype) -> None:
-        """Adds the gradient of one backward pass to those of the earlier ones."""
+        """Adds the gradient of one backward pass to the sum of the earlier ones."""
         gradient = None if self.in_use is None else self.in_use.grad
         if gradient is None:
             return
@@ -78,7 +79,7 @@ class ReplicatedWeight:
         self.summed = gradient if self.summed is None else self.summed.add_(gradient)
 
     def give_gradient(self) -> None:
-        """Makes the sum the gradient of the DTensor, or adds it to the one there is."""
+        """Makes the sum the gradient of the DTensor, or adds it to the gradient that the DTensor has."""
         if self.summed is None:
             return
         gradient, self.summed = self._over_mesh(self.summed.to(self.sharded_param.dtype)), None
@@ -92,9 +93,9 @@ class ReplicatedUnit:
     """Weights whose gradients are summed over the data ranks together, once in a step.
 
     Args:
-        modules (`list[nn.Module]`): the unit's weights are those below them that are in no unit yet.
-        taken (`set[int]`): `id`s of weights in units; the unit's own are added.
-        mesh ([`WeightMesh`]): where they live.
+        modules (`list[nn.Module]`): modules whose weights, as far as they are in no unit yet, are the unit's.
+        taken (`set[int]`): `id`s of weights in units; the unit adds its own.
+        mesh ([`WeightMesh`]): the mesh that holds the weights.
         compute (`torch.dtype`): the format of the weights in use.
         reduce (`torch.dtype`): the format in which gradients are summed.
         last_backward_runs (`Callable`): called whenever a gradient arrives in a step's last backward.
@@ -121,7 +122,7 @@ class ReplicatedUnit:
         self.reshard()
 
     def unshard(self) -> None:
-        """Makes the weights ready for a forward pass; one that was not announced ends a step by itself."""
+        """Makes the weights ready for a forward pass; without [`ReplicatedUnit.begin`] its backward ends a step."""
         if not self._begun:
             self.begin(last=True)
         if any(weight.in_use is None for weight in self.weights):
@@ -131,18 +132,18 @@ class ReplicatedUnit:
                     parameter.register_post_accumulate_grad_hook(lambda _, weight=weight: self._arrived(weight))
 
     def reshard(self) -> None:
-        """Leaves DTensors in the modules, as the optimizer and checkpoints want them."""
+        """Puts the DTensors back into the modules, for the optimizer and checkpoints."""
         for weight in self.weights:
             weight.reshard()
 
     def begin(self, last: bool) -> None:
-        """Before a micro-batch: `last` says whether its backward ends the step."""
+        """Prepares for a micro-batch; `last` says whether its backward ends the step."""
         self.collect()
         self.last, self._begun = last, True
         self._waiting = {id(weight) for weight in self.weights if weight.sharded_param.requires_grad}
 
     def collect(self) -> None:
-        """Adds what the last backward left to the gradients of those before."""
+        """Adds the gradients of the last backward to those of earlier ones."""
         for weight in self.weights:
             weight.collect(self.reduce)
 
@@ -155,7 +156,7 @@ class ReplicatedUnit:
                 self._start()
 
     def _start(self) -> None:
-        """Begins the sum over the ranks; the backward goes on meanwhile."""
+        """Starts the sum over the ranks, which runs during the backward."""
         owners = [weight for weight in self.weights if weight.summed is not None]
         if self.group is None or not owners or self._running is not None:
             return
@@ -167,12 +168,12 @@ class ReplicatedUnit:
         self._running = dist.all_reduce(sums, group=self.group, async_op=True)
 
     def start(self) -> None:
-        """Begins the sum where some weights got no gradient, so that it has not begun by itself."""
+        """Starts the sum, if it has not started because some weights got no gradient."""
         self.collect()
         self._start()
 
     def finish(self) -> None:
-        """After a step's last backward: waits for the sums and leaves them as the DTensors' gradients."""
+        """Waits for the sums after a step's last backward, and makes them the DTensors' gradients."""
         self.start()
         if self._running is not None:
             self._running.wait()
@@ -186,13 +187,13 @@ class ReplicatedUnit:
 def _weights_below(
     modules: list[nn.Module], taken: set[int]
 ) -> Iterator[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
-    """Each weight that is in no unit, with every place it has."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    """Yields each weight that is in no unit, with all modules that hold it."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
     weights: dict[int, nn.Parameter] = {}
     for module in {inner: None for outer in modules for inner in outer.modules()}:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) not in taken:
                 weights[id(parameter)] = parameter
-                places.setdefault(id(parameter), []).append((module, name))
+                owners.setdefault(id(parameter), []).append((module, name))
     for key, parameter in weights.items():
-        yield parameter, places[key]
+        yield parameter, owners[key]

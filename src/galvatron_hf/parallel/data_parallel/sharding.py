@@ -1,9 +1,9 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Data parallelism: which weights are gathered and reduced when, and everything that touches FSDP2.
+"""Data parallelism: the units of weights that are gathered and reduced together, and all uses of FSDP2.
 
-ZeRO (arXiv 1910.02054) by `torch.distributed.fsdp.fully_shard`, one unit per layer with a mesh of its own. Gradients
-are sum-reduced everywhere: the loss is already divided by the global number of targets.
+ZeRO (arXiv 1910.02054) is that of `torch.distributed.fsdp.fully_shard`, one unit per layer with a mesh of its own.
+Gradients are summed, not averaged: the loss is already divided by the global number of targets.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
-    """The FSDP2 policy of a plan's precision: weights are cast on use, gradients reduced in `precision.reduce`."""
+    """Returns the FSDP2 policy of a precision: weights are cast on use, gradients reduced in `precision.reduce`."""
     compute, reduce = DTYPES[precision.compute], DTYPES[precision.reduce]
     if compute is DTYPES[precision.master] and reduce is compute:
         return MixedPrecisionPolicy()
@@ -36,7 +36,7 @@ def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class _ShardedUnit:
-    """A module that FSDP2 manages, with the kind of its sharding and its stage."""
+    """Holds a module that FSDP2 manages, with its sharding and the index of its stage."""
 
     module: FSDPModule
     sharding: str
@@ -44,19 +44,19 @@ class _ShardedUnit:
 
 
 class ShardedUnits:
-    """The units of one model and when each communicates over the micro-batches of a step.
+    """Holds the units of one model and says when each communicates in a step of several micro-batches.
 
     - `zero3`: weights are gathered for each use, gradients reduced after each micro-batch.
     - `zero2`: weights stay gathered from a step's first use to its last, gradients are reduced after each micro-batch.
     - `replicate`: weights are whole on every rank, gradients are reduced once, during the last micro-batch's backward.
 
-    Where there are several copies of the weights, their gradients are summed once, in the last micro-batch. Sharded
-    weights are FSDP2's, replicated ones are [`ReplicatedUnit`]s.
+    Several copies of the weights have their gradients summed once, in the last micro-batch. FSDP2 holds sharded
+    weights, [`ReplicatedUnit`] holds replicated ones.
 
     Args:
         precision ([`Precision`]): weights are cast on use, gradients reduced in `precision.reduce`.
-        wait_at_end (`bool`): whether sums over copies are waited for in [`ShardedUnits.finish_step`], not where a
-            backward ends, behind which another stage's may come.
+        wait_at_end (`bool`): whether [`ShardedUnits.finish_step`] waits for sums over copies. Otherwise the end of the
+            last backward does, which would delay the backward of another stage of the same rank.
     """
 
     def __init__(self, precision: Precision, wait_at_end: bool = False):
@@ -82,12 +82,12 @@ class ShardedUnits:
 
         Args:
             module (`nn.Module` or `list[nn.Module]`): modules whose parameters are gathered and reduced together.
-            mesh ([`WeightMesh`]): where their shards live.
+            mesh ([`WeightMesh`]): the mesh that holds them.
             sharding (`str`): "replicate", "zero2" or "zero3".
             stage (`int`): index of the stage that it belongs to.
-            stay_gathered (`bool`): whether weights under `zero3` are kept from the forward to the backward, which
+            stay_gathered (`bool`): whether weights under `zero3` stay gathered from the forward to the backward, which
                 follows at once.
-            needed_in_backward (`bool`): whether the backward looks at the weights; a lookup's does not.
+            needed_in_backward (`bool`): whether the backward reads the weights; that of a lookup does not.
         """
         modules = module if isinstance(module, list) else [module]
         if sharding == "replicate":
@@ -115,7 +115,7 @@ class ShardedUnits:
     def add_root(
         self, module: nn.Module, mesh: WeightMesh, sharding: str, *, stage: int = 0, stay_gathered: bool = True
     ) -> None:
-        """Makes a unit of what is left of a stage, and FSDP2's root, which orders all of the stage's units."""
+        """Makes a unit of the remaining weights of a stage, and FSDP2's root, which orders all units of the stage."""
         if sharding == "replicate":
             self.add(module, mesh, sharding, stage=stage)
         if sharding != "replicate" or any(unit.stage == stage for unit in self.sharded):
@@ -130,7 +130,7 @@ class ShardedUnits:
             unit.reshard()
 
     def replace_weights(self, model: nn.Module, new: Callable[[nn.Parameter], nn.Parameter]) -> None:
-        """Puts other tensors, of the same pieces, in the place of all weights of `model`, whose units these are."""
+        """Replaces all weights of `model`, whose units these are, by tensors of the same pieces."""
         self.reshard()
         made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # with the old one, so that no other takes its id
         for module in model.modules():
@@ -145,10 +145,10 @@ class ShardedUnits:
             reset_sharded_parameters(unit.module)
 
     def begin_micro_batch(self, last: bool, *, stage: int = 0, keep_gradients: bool = False) -> None:
-        """Tells every unit of a stage what the coming backward is.
+        """Prepares every unit of a stage for the backward of one micro-batch.
 
         Args:
-            last (`bool`): whether it is the stage's last of the step.
+            last (`bool`): whether it is the stage's last backward of the step.
             stage (`int`): index of the stage.
             keep_gradients (`bool`): whether all gradients, and all weights, wait for
                 [`ShardedUnits.reduce_kept_gradients`].
@@ -165,25 +165,25 @@ class ShardedUnits:
         self._ending = False
 
     def collect(self, stage: int) -> None:
-        """Adds up replicated weights' gradients that came without hooks, as those of a split backward do."""
+        """Collects replicated weights' gradients that a split backward made, for which no hooks ran."""
         for unit, place in self.replicated:
             if place == stage:
                 unit.collect()
 
     def reduce_kept_gradients(self, stage: int) -> None:
-        """Reduces what the backward passes of a step have kept, for schedules whose backward FSDP2 does not see whole.
+        """Reduces the gradients that a step has kept, for schedules with a split backward, which FSDP2 does not see.
 
-        As `torch.distributed.pipelining` does at the end of its schedules.
+        `torch.distributed.pipelining` does the same at the end of its schedules.
         """
         self.begin_micro_batch(last=True, stage=stage)
         finish_fsdp_backward([unit.module for unit in self._of_stage(stage)])  # the root was added last
         self._finish()
 
     def prefetch_backward(self, stage: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module | None) -> None:
-        """Makes the backward of each sharded layer gather the one before it, and the embedding's gather nothing.
+        """Makes the backward of each sharded layer gather the layer before it, and that of the embedding nothing.
 
-        By itself FSDP2 takes what the forward ran before, which in a pipeline may be another micro-batch's: behind
-        the embedding's backward that would be a layer whose weights then wait for the next micro-batch.
+        FSDP2 would gather the module whose forward ran before, which in a pipeline may be another micro-batch's. After
+        the embedding's backward it would be a layer whose weights then wait for the next micro-batch.
         """
         sharded = [layer for layer in layers if isinstance(layer, FSDPModule)]
         for before, layer in zip([*sharded[:1], *sharded], sharded, strict=False):
@@ -195,13 +195,13 @@ class ShardedUnits:
         return [unit for unit in self.sharded if unit.stage == stage]
 
     def _backward_runs(self) -> None:
-        """Called during a step's last backward: sees to it that its end is not missed."""
+        """Has [`ShardedUnits._finish`] called at the end of the backward that runs now, a step's last."""
         if not self._ending:
             self._ending = True
             call_after_backward(self._finish)
 
     def _finish(self) -> None:
-        """At the end of a stage's last backward."""
+        """Ends the units of the stages whose last backward is over."""
         for unit, _ in self.replicated:
             if unit.last and self.wait_at_end:
                 unit.start()
@@ -210,16 +210,16 @@ class ShardedUnits:
         self._ending = False
 
     def finish_step(self) -> None:
-        """Behind the last backward of all stages: waits for the sums over copies that are under way."""
+        """Waits for the sums over copies that still run after the last backward of all stages."""
         for unit, _ in self.replicated:
             if unit.last:
                 unit.finish()
 
     def release_after_evaluation(self, model: nn.Module) -> None:
-        """Lets go of gathered weights after every forward pass that no backward follows.
+        """Frees gathered weights after every forward pass that no backward follows.
 
-        The gathered weights of `zero2`, `replicate`, the head and the root are kept until a backward pass; without
-        one, weights that are loaded next would not be seen by the forward pass after.
+        The gathered weights of `zero2`, `replicate`, the head and the root stay until a backward pass. Without one,
+        the next forward pass would not use weights that are loaded in between.
         """
 
         def release(*unused) -> None:

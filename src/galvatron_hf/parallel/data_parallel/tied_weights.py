@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""A weight that embedding and head share, on two stages: two copies that take the same steps."""
+"""The weight that embedding and head share, if they are on two stages: two copies that take the same steps."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from galvatron_hf.parallel.comm.objects import gather_objects
 
 @dataclass(frozen=True, kw_only=True)
 class TiedWeights:
-    """The two copies of a tied weight.
+    """Holds the two copies of a tied weight.
 
-    The embedding's is the one that counts: in the norm of all gradients, and in what is saved.
+    The norm of all gradients counts the embedding's copy alone, and checkpoints save it alone.
 
     Attributes:
-        embedding (`nn.Module`, *optional*): on the first stage's ranks.
-        head (`nn.Module`, *optional*): on the last stage's ranks.
-        names (`tuple[str, str]`): of the embedding's weight and of the head's.
-        group (`ProcessGroup`, *optional*): the two ranks that hold the same piece; None on other stages' ranks, and
-            where one rank has both copies.
-        alike (`bool`): whether both are cut alike, so that each rank's piece has its counterpart.
+        embedding (`nn.Module`, *optional*): the embedding, on the first stage's ranks.
+        head (`nn.Module`, *optional*): the head, on the last stage's ranks.
+        names (`tuple[str, str]`): names of the embedding's weight and of the head's.
+        group (`ProcessGroup`, *optional*): the two ranks that hold the same piece; None on other stages' ranks, and if
+            one rank has both copies.
+        uniform (`bool`): whether both copies are cut in the same way, so that the two ranks hold the same piece.
     """
 
     embedding: nn.Module | None
     head: nn.Module | None
     names: tuple[str, str]
     group: dist.ProcessGroup | None
-    alike: bool
+    uniform: bool
 
     def is_copy(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is the copy that does not count."""
+        """Tells whether a parameter is the head's copy, which norms and checkpoints leave out."""
         return self.head is not None and parameter is self.head.weight
 
     @torch.no_grad()
     def copy_weight(self) -> None:
-        """Makes the head's copy the embedding's weight, where one rank has both and only that was loaded."""
+        """Copies the embedding's weight to the head's, if one rank has both: loading fills the first alone."""
         if self.embedding is not None and self.head is not None:
             local_tensor(self.head.weight).copy_(local_tensor(self.embedding.weight))
 
@@ -52,7 +52,7 @@ class TiedWeights:
         """Refuses an optimizer that would take different steps with the two copies; collective over all ranks.
 
         Raises:
-            ValueError: if their groups' options differ, or one of them is in no group.
+            ValueError: if the options of their parameter groups differ, or one copy is in no group.
         """
         groups = {id(weight): group for group in optimizer.param_groups for weight in group["params"]}
         own = [groups.get(id(weight)) for weight in self._weights()]
@@ -64,8 +64,8 @@ class TiedWeights:
                 "optimizer has them in groups with different options; give both names the same."
             )
 
-    def put_aside(self) -> list[torch.Tensor | None]:
-        """Takes out the copies' gradients of earlier steps: these are sums over both copies already."""
+    def take_gradients(self) -> list[torch.Tensor | None]:
+        """Takes out and returns the copies' gradients of earlier calls, which are sums over both copies already."""
         earlier = [weight.grad for weight in self._weights()]
         for weight in self._weights():
             weight.grad = None
@@ -73,14 +73,14 @@ class TiedWeights:
 
     @torch.no_grad()
     def sum_gradients(self, earlier: list[torch.Tensor | None]) -> None:
-        """Gives both copies the sum of their gradients, with those of earlier steps; collective over both stages."""
+        """Gives both copies the sum of their gradients and adds the earlier ones; collective over both stages."""
         copies = [weight.grad for weight in self._weights()]
         if not copies or copies[0] is None:
             return
         if len(copies) == 2:
             copies[0].to_local().add_(copies[1].to_local())
             copies[1].to_local().copy_(copies[0].to_local())
-        elif self.alike:
+        elif self.uniform:
             dist.all_reduce(local_tensor(copies[0]), group=self.group)
         else:
             whole = full_tensor(copies[0]).contiguous()

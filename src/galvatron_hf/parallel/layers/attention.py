@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The registered attention function: the layer's own kernel, between the exchanges its strategy asks for."""
+"""The registered attention function: the layer's own kernel between the exchanges of its strategy."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from galvatron_hf.parallel.layers.varlen_attention import attention_by_document
 
 IMPLEMENTATION = "galvatron"
 
-POSITIONS = ("position_ids", "cache_position")  # the bounds say it already
+POSITIONS = ("position_ids", "cache_position")  # attention by document needs the bounds alone
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelAttention:
-    """What the attention of one layer needs beyond its module; attached to the module as `parallel_attention`.
+    """Holds the strategy's part of one attention module, which has it as its attribute `parallel_attention`.
 
     Attributes:
         kernel (`Callable`): the attention function the model was configured with (sdpa, eager, flash_attention_2...).
@@ -34,8 +34,8 @@ class ParallelAttention:
         ulysses_degree (`int`): its size.
         key_value_copies (`int`): how often each key/value head is repeated before the exchange.
         dropout_stream (`Callable[[], ContextManager]`): the stream for attention dropout, one per shard of heads.
-        document_bounds (`Callable[[], tuple[int, ...] | None]`): of packed documents, None for rows that are not
-            packed; asked once for each call.
+        document_bounds (`Callable[[], tuple[int, ...] | None]`): returns the bounds of packed documents, None for rows
+            that are not packed; called once for each call of the attention.
     """
 
     kernel: Callable
@@ -47,7 +47,7 @@ class ParallelAttention:
 
 
 def configured_kernel(module: nn.Module, implementation: str) -> Callable:
-    """The attention function that `implementation` names for this module's family; its own one for `eager`."""
+    """Returns the attention function with the name `implementation`; for `eager` that of the module's family."""
     eager = vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
     return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
 
@@ -61,17 +61,18 @@ def galvatron_attention(
     dropout: float = 0.0,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention of one layer under its strategy.
+    """Computes attention of one layer under its strategy.
 
-    With Ulysses (arXiv 2309.14509) each rank comes with all its heads for one piece of the positions, runs the kernel
-    for a part of the heads over all positions, and leaves as it came. Packed documents never attend to each other.
+    With Ulysses (arXiv 2309.14509) a rank has all its heads for one piece of the positions. It exchanges them for some
+    heads over all positions, runs the kernel, and exchanges the output back. Packed documents never attend to each
+    other.
 
     Args:
         module (`nn.Module`): the attention module, with `parallel_attention` attached.
         query (`torch.Tensor`): [B, heads, S or S/ulysses, D].
         key (`torch.Tensor`): [B, key/value heads, S or S/ulysses, D].
         value (`torch.Tensor`): like `key`.
-        attention_mask (`torch.Tensor`, *optional*): the kernel's own kind of mask, for the rows of the query and all S
+        attention_mask (`torch.Tensor`, *optional*): mask of the kernel's kind, for the rows of the query and all S
             positions.
         dropout (`float`): probability of dropping an attention weight.
 
@@ -79,7 +80,7 @@ def galvatron_attention(
         `tuple`: the output [B, S or S/ulysses, heads, D] and None (weights are never returned).
 
     Raises:
-        ValueError: for packed documents in a family that gives its attention more than windows and soft-caps.
+        ValueError: for packed documents in a family whose attention takes other options than windows and soft-caps.
     """
     parallel: ParallelAttention = module.parallel_attention
     group, degree = parallel.ulysses_group, parallel.ulysses_degree
@@ -93,7 +94,7 @@ def galvatron_attention(
         if bounds is not None and attention_mask is not None:
             raise ValueError(
                 f"{type(module).__name__} makes an attention mask of its own, which attention by document does not "
-                "know; train with packing='none'."
+                "support; train with packing='none'."
             )
         if bounds is None:
             output, _ = parallel.kernel(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
@@ -106,12 +107,12 @@ def galvatron_attention(
 
 
 def _document_options(module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-    """What a family's attention asks for beyond query, key and value, as [`attention_by_document`] takes it."""
+    """Returns the options of a family's attention as arguments of [`attention_by_document`]."""
     unknown = [name for name, value in given.items() if isinstance(value, torch.Tensor) and name not in POSITIONS]
     if unknown:
         raise ValueError(
-            f"{type(module).__name__} gives its attention {unknown[0]!r}, which attention by document does not know; "
-            "train with packing='none'."
+            f"{type(module).__name__} gives its attention {unknown[0]!r}, which attention by document does not "
+            "support; train with packing='none'."
         )
     causal = given.get("is_causal")
     return {

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What a family gives its attention, seen by running it once without weights."""
+"""Finds out which tensors a family passes to its attention, by one run without weights."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from galvatron_hf.parallel.layers.attention import POSITIONS
 from galvatron_hf.utils.compat import set_attention_implementation
 
 
-_SPY = "galvatron_spy"
+_PROBE = "galvatron_probe"
 
 
-class _Seen(Exception):
-    """EmbeddingAndHead the spied forward, with the names of the tensors that the attention was given."""
+class _Found(Exception):
+    """Ends the probed forward, with the names of the tensors that the attention got."""
 
 
 def attention_obstacle(family: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
-    """Why attention by document cannot stand in for a family's attention; None if it can.
+    """Says why attention by document cannot replace a family's attention; None if it can.
 
     Args:
         family (`type`): the model's class.
-        config (`PreTrainedConfig`): its configuration; left as it is.
+        config (`PreTrainedConfig`): its configuration, which stays as it is.
     """
     config = copy.deepcopy(config)
-    set_attention_implementation(config, _SPY)
+    set_attention_implementation(config, _PROBE)
     try:
         with torch.device("meta"):
             model = family(config).train()
@@ -39,16 +39,16 @@ def attention_obstacle(family: type[PreTrainedModel], config: PreTrainedConfig) 
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # prepared, so that the family makes none
             masks = masks_by_type(config, mask)
             model.base_model(input_ids=ids, position_ids=ids, attention_mask=masks, use_cache=False)
-    except _Seen as seen:
-        (names,) = seen.args
+    except _Found as found:
+        (names,) = found.args
         return f"{family.__name__} gives its attention {names[0]!r}" if names else None
-    except Exception as error:  # of whatever family: it cannot be known then
+    except Exception as error:  # a family may raise anything; its attention is unknown then
         return f"the attention of {family.__name__} could not be looked at ({type(error).__name__}: {error})"
     return f"the attention of {family.__name__} does not call the registered attention function"
 
 
-def _spy(module: nn.Module, query, key, value, attention_mask, **given) -> None:
-    raise _Seen([name for name, x in given.items() if isinstance(x, torch.Tensor) and name not in POSITIONS])
+def _probe(module: nn.Module, query, key, value, attention_mask, **given) -> None:
+    raise _Found([name for name, x in given.items() if isinstance(x, torch.Tensor) and name not in POSITIONS])
 
 
-AttentionInterface.register(_SPY, _spy)
+AttentionInterface.register(_PROBE, _probe)

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What surrounds the forward of one layer: its layout, its share of the small inputs, its weights, its recompute."""
+"""The forward of one layer under its strategy: layout, inputs, local weights, recompute."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from galvatron_hf.plan.layout import Layout, Rectangle
 
 
 class CurrentMicroBatch:
-    """The micro-batch that is being computed, forward or in recompute; one per parallelised model.
+    """Holds the micro-batch that is computed now, in forward or recompute; one for each parallelised model.
 
     Attributes:
-        config (`PreTrainedConfig`): of the model.
+        config (`PreTrainedConfig`): the model's configuration.
         value ([`MicroBatch`], *optional*): None outside of a forward.
-        place (`str`): what computes, such as "layer 3", forward or backward; read where a rank is asked what it does.
+        location (`str`): the part of the model that computes, such as "layer 3"; reports of hanging ranks show it.
     """
 
     def __init__(self, config: PreTrainedConfig):
         self.config = config
         self.value: MicroBatch | None = None
-        self.place = "embedding"
+        self.location = "embedding"
 
     @contextlib.contextmanager
-    def of(self, batch: MicroBatch) -> Iterator[None]:
+    def active(self, batch: MicroBatch) -> Iterator[None]:
         """Makes `batch` the current one while the body runs."""
         outer, self.value = self.value, batch
         try:
@@ -51,20 +51,20 @@ class CurrentMicroBatch:
 
 @dataclass(kw_only=True)
 class ParallelLayer:
-    """Runs one layer under its strategy; takes the place of the layer's `forward`.
+    """Runs one layer under its strategy; replaces the layer's `forward`.
 
     Attributes:
         index (`int`): the layer's global index.
         layer (`nn.Module`): the layer.
-        layer_type (`str`, *optional*): key of its mask where the family has several.
+        layer_type (`str`, *optional*): key of its mask, in families with several.
         inputs ([`LayerInputs`]): the tensors that it takes after the hidden states.
-        strategy ([`LayerStrategy`]): how it is parallelised.
-        source (`Layout`, *optional*): the layout the hidden states come in; None for the embedding's.
-        layout (`Layout`): the layer's own, in which they also leave.
-        mesh ([`StageMesh`]): the ranks.
-        views (`list[LocalParameter]`): how its parameters are seen.
-        current ([`CurrentMicroBatch`]): shared by all blocks of the model.
-        original (`Callable`): the family's forward.
+        strategy ([`LayerStrategy`]): its strategy.
+        source (`Layout`, *optional*): the layout in which hidden states enter; None for the embedding's.
+        layout (`Layout`): the layout in which the layer computes and returns them.
+        mesh ([`StageMesh`]): the ranks of its stage.
+        views (`list[LocalParameter]`): local views of its parameters.
+        current ([`CurrentMicroBatch`]): shared by all layers of the model.
+        original (`Callable`): the family's `forward` of the layer.
         alone (`bool`): whether the plan has one stage.
     """
 
@@ -104,7 +104,7 @@ class ParallelLayer:
         hidden = state.hidden
         arguments = self._inputs(batch, arguments, hidden.dtype) | {name: state.tensors[name] for name in names}
         if self.strategy.recompute == "full" and torch.is_grad_enabled():
-            # The streams are keyed, so nothing about the generator has to be stashed for the replay.
+            # Random streams are keyed, so that recompute needs no saved state of the generator.
             output = checkpoint(self._compute, batch, hidden, arguments, use_reentrant=False, preserve_rng_state=False)
         else:
             output = self._compute(batch, hidden, arguments)
@@ -113,15 +113,15 @@ class ParallelLayer:
         return output
 
     def _begin(self, gradient: torch.Tensor | None = None) -> None:
-        """Before the layer's forward, and its backward."""
-        self.current.place = self.name
+        """Records that the layer's forward, or its backward, begins."""
+        self.current.location = self.name
 
     def rectangle(self, batch: MicroBatch) -> Rectangle:
-        """The rows and positions that this rank holds while it is in this layer."""
+        """Returns the rows and positions of this rank in this layer."""
         return batch.grid.rectangle(self.layout, self.mesh.index)
 
     def attention_rectangle(self, batch: MicroBatch) -> Rectangle:
-        """Rows, and the positions that enter the attention module: Megatron-SP has gathered its pieces by then."""
+        """Returns the rows and positions that enter the attention module, after Megatron-SP has gathered positions."""
         gathered = Layout(
             data=self.layout.data,
             positions=self.strategy.ulysses * self.strategy.context,
@@ -130,12 +130,12 @@ class ParallelLayer:
         return batch.grid.rectangle(gathered, self.mesh.index)
 
     def pack(self, batch: MicroBatch) -> Rectangle:
-        """The whole documents of a packed row that this rank attends to, together with the other sequence ranks."""
+        """Returns the packs of a packed row that this rank and the other sequence ranks attend to together."""
         together = Layout(data=self.layout.data, replicas=self.layout.ranks // self.layout.data)
         return batch.grid.rectangle(together, self.mesh.index)
 
     def document_bounds(self) -> tuple[int, ...] | None:
-        """Bounds of the documents that the attention sees; None for rows that are not packed. Notes that it asked."""
+        """Returns the bounds of the documents in attention, None for rows that are not packed; records the call."""
         batch = self.current.value
         self.attended = True
         return None if batch.documents is None else batch.documents.bounds_within(self.pack(batch))
@@ -145,12 +145,12 @@ class ParallelLayer:
         key = (*batch.key, self.index, rectangle.row_start, rectangle.position_start)
         stream = random_stream(hidden.device, *key) if self.layer.training else contextlib.nullcontext()
         self.attended = False
-        with self.current.of(batch), stream, local_parameters(self.views):
+        with self.current.active(batch), stream, local_parameters(self.views):
             output = self.original(hidden, **arguments)
         if batch.documents is not None and not self.attended:
             raise ValueError(
                 f"The attention of {type(self.layer).__name__} does not call the registered attention function, so "
-                "packed documents would see each other; train with packing='none'."
+                "packed documents would attend to each other; train with packing='none'."
             )
         if not isinstance(output, torch.Tensor) and not self.alone:
             raise ValueError(
@@ -160,13 +160,13 @@ class ParallelLayer:
         return output
 
     def dropout_stream(self):
-        """The stream of attention dropout: each rank drops the weights of its own rows (or pack) and heads."""
+        """Returns the stream of attention dropout: each rank drops the weights of its own rows (or pack) and heads."""
         batch = self.current.value
         packed = batch.documents is not None
-        own = self.pack(batch).position_start if packed else self.attention_rectangle(batch).row_start
+        first = self.pack(batch).position_start if packed else self.attention_rectangle(batch).row_start
         heads = self.mesh.index % (self.strategy.tensor * self.strategy.ulysses)
         device = batch.input_ids.device
-        return random_stream(device, *batch.key, self.index, own, heads, 1)
+        return random_stream(device, *batch.key, self.index, first, heads, 1)
 
     def _inputs(self, batch: MicroBatch, arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
         rectangle = self.attention_rectangle(batch)
@@ -184,15 +184,15 @@ class ParallelLayer:
                     value = _part(value, batch, rectangle, positions=False)
             elif isinstance(value, torch.Tensor):
                 raise ValueError(
-                    f"{type(self.layer).__name__} is given a tensor {name!r}, which no adapter knows how to split; "
-                    "leave it out of the batch."
+                    f"{type(self.layer).__name__} gets a tensor {name!r}, which its adapter has no layout for; leave "
+                    "it out of the batch."
                 )
             prepared[name] = value
         return prepared
 
 
 def _part(tensor: torch.Tensor, batch: MicroBatch, rectangle: Rectangle, positions: bool) -> torch.Tensor:
-    """The rectangle's rows of [1 or B, S, ...], and its positions if asked."""
+    """Returns the rectangle's rows of [1 or B, S, ...], and if `positions` only its positions."""
     if tensor.shape[0] == batch.rows and batch.rows > 1:
         tensor = tensor[rectangle.row_start : rectangle.row_stop]
     return tensor[:, rectangle.position_start : rectangle.position_stop] if positions else tensor

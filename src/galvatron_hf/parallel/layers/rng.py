@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Random streams that agree on replicas, differ on shards, and are replayed by recompute and resume."""
+"""Random streams that are equal on replicas, different on shards, and repeated by recompute and resume."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 
 
 def stream_key(*parts: int) -> int:
-    """A 63-bit seed that depends on every part and on their order, the same on every machine."""
+    """Returns a 63-bit seed that depends on every part and on their order, the same on every machine."""
     digest = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 @contextlib.contextmanager
 def random_stream(device: torch.device, *parts: int) -> Iterator[None]:
-    """Runs its body on the stream keyed by `parts`; the generator continues afterwards where it was.
+    """Runs its body on the random stream keyed by `parts`, then restores the state of the generator.
 
     Args:
-        device (`torch.device`): whose default generator the body draws from.
+        device (`torch.device`): the device whose default generator the body draws from.
         parts (`int`): for example (seed, step, micro-batch, layer, first row, first position).
     """
     generator = torch.default_generator

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Attention inside the documents of a packed row, from their bounds: no [T, T] mask or matrix of scores exists."""
+"""Attention inside the documents of a packed row, from their bounds, without a [T, T] mask or matrix of scores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 
-# Queries whose scores exist at once, where scores must be made or masked.
+# Number of queries whose scores exist at once, if scores must be computed or masked.
 BLOCK = 128
 
 
@@ -30,21 +30,21 @@ def attention_by_document(
     softcap: float | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Attention of one packed row whose documents attend only inside themselves; memory is linear in T.
+    """Computes attention of one packed row whose documents attend only inside themselves; memory is linear in T.
 
-    The CPU's fused kernel runs document by document, neighbours of equal length as one batch. Sliding windows go over
-    blocks of queries, and so do soft-capping and dropout, which that kernel does not know. On CUDA, bf16 and fp16 take
-    `varlen_attn` where it knows what is asked for, else the path of the CPU; neither has been run on a GPU yet.
+    The CPU's fused kernel runs document by document, neighbours of equal length as one batch. Sliding windows,
+    soft-capping and dropout, which that kernel lacks, go over blocks of queries. On CUDA, bf16 and fp16 use
+    `varlen_attn` if it supports the options, else the path of the CPU; neither has been run on a GPU yet.
 
     Args:
         query (`torch.Tensor`): [1, heads, T, D].
         key (`torch.Tensor`): [1, key/value heads, T, D]; each head serves `heads / key/value heads` query heads.
         value (`torch.Tensor`): [1, key/value heads, T, value D].
-        bounds (`Sequence[int]`): where documents begin, and T: 0 = b0 < b1 < ... < bn = T.
+        bounds (`Sequence[int]`): offsets at which documents begin, and T: 0 = b0 < b1 < ... < bn = T.
         causal (`bool`): whether a token sees the tokens up to itself only.
-        scale (`float`, *optional*): of the scores; `D ** -0.5` by default.
-        sliding_window (`int`, *optional*): a token sees those less than this far away, itself counted, as the modules
-            of transformers pass it to their attention function (bidirectional ones pass their config's number + 1).
+        scale (`float`, *optional*): factor of the scores; `D ** -0.5` by default.
+        sliding_window (`int`, *optional*): a token sees tokens at a smaller distance. Modules of transformers
+            pass this number to their attention function (bidirectional ones pass their config's number + 1).
         softcap (`float`, *optional*): scores become `softcap * tanh(scores / softcap)`, in float32.
         dropout (`float`): probability of dropping an attention weight; drawn from the default generator.
 
@@ -81,7 +81,7 @@ def attention_by_document(
 
 
 def document_lengths(bounds: Sequence[int], tokens: int) -> list[int]:
-    """The length of each document; refuses bounds that do not rise from 0 to `tokens`."""
+    """Returns the length of each document; refuses bounds that do not rise from 0 to `tokens`."""
     lengths = [end - begin for begin, end in pairwise(bounds)]
     if not lengths or bounds[0] != 0 or bounds[-1] != tokens or min(lengths) < 1:
         raise ValueError(
@@ -92,13 +92,13 @@ def document_lengths(bounds: Sequence[int], tokens: int) -> list[int]:
 
 
 def _same_head_dim(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Pads with zeros to the widest head, because the fused kernels know one width; scores and outputs stay."""
+    """Pads with zeros to the widest head, because the fused kernels have one width; scores and outputs stay."""
     widest = max(each.shape[-1] for each in states)
     return tuple(each if each.shape[-1] == widest else F.pad(each, (0, widest - each.shape[-1])) for each in states)
 
 
 def _runs_of_equal_length(states: Sequence[torch.Tensor], lengths: list[int]) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Views [documents, heads, length, D] of [1, heads, T, D]: neighbours of equal length together."""
+    """Yields views [documents, heads, length, D] of [1, heads, T, D]: neighbours of equal length together."""
     runs = [len(list(run)) for _, run in groupby(lengths)]
     tokens = [length * documents for (length, _), documents in zip(groupby(lengths), runs, strict=True)]
     # One split, not a slice each: its backward is one concatenation, that of a slice fills all T positions.
@@ -118,7 +118,7 @@ def _fused_attention(
     causal: bool = False,
 ) -> torch.Tensor:
     if query.is_cuda and key.shape[1] != query.shape[1]:
-        # CUDA's kernels for float32 or a mask know no shared heads; what is left would make all scores.
+        # CUDA's kernels for float32 or a mask have no shared heads; the remaining kernel would compute all scores.
         copies = query.shape[1] // key.shape[1]
         key, value = (states.repeat_interleave(copies, dim=1) for states in (key, value))
     return F.scaled_dot_product_attention(
@@ -134,10 +134,10 @@ def _attention_in_blocks(
     window: int | None,
     weigh: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Attention of documents [N, heads, S, D], a block of queries after the other with the blocks of keys it reaches.
+    """Computes attention of documents [N, heads, S, D], one block of queries after the other.
 
     Args:
-        weigh (`Callable`): takes queries, the blocks of keys and of values they reach, and the mask to add to their
+        weigh (`Callable`): takes queries, the blocks of keys and of values that they reach, and the mask to add to the
             scores (or None); returns the output [N, heads, block, D].
     """
     length = query.shape[2]
@@ -162,9 +162,9 @@ def _attention_in_blocks(
 
 
 def _block_mask(query: torch.Tensor, block: int, blocks_back: int, causal: bool, window: int | None) -> torch.Tensor:
-    """What to add to the scores of one block of queries: [block, keys from `blocks_back` blocks before it, and after].
+    """Returns the mask to add to the scores of a block of queries: [block, keys from `blocks_back` blocks before on].
 
-    All blocks cut theirs from it, because a mask depends on distance alone.
+    All blocks slice this mask, because a mask depends on distance alone.
     """
     blocks_on = 0 if causal else blocks_back
     rows = torch.arange(block, device=query.device)[:, None]
@@ -198,10 +198,10 @@ def _recomputed_block(
     softcap: float | None,
     dropout: float,
 ) -> torch.Tensor:
-    """Attention of one block; backward makes its scores again, from the same random numbers."""
+    """Computes attention of one block; the backward computes its scores again, from the same random numbers."""
 
     def attend(query: torch.Tensor, mask: torch.Tensor | None, *blocks: torch.Tensor) -> torch.Tensor:
-        # Put together here, so that each block of keys is kept once and not with every block of queries.
+        # Joined here, so that each block of keys is saved once and not with every block of queries.
         key, value = (torch.cat(each, dim=2) for each in (blocks[: len(keys)], blocks[len(keys) :]))
         return _attention_from_scores(query, key, value, mask, scale, softcap, dropout)
 
@@ -245,8 +245,8 @@ def _varlen(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """All documents by one kernel of CUDA; not run on a GPU yet."""
-    reach = -1 if window is None else window - 1  # on each side, beside the token itself; -1 for all
+    """Computes attention of all documents by one kernel of CUDA; not run on a GPU yet."""
+    reach = -1 if window is None else window - 1  # on each side, without the token itself; -1 for all
     offsets = torch.tensor(bounds, dtype=torch.int32, device=query.device)
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     output = varlen_attn(

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The ends of the model: embedding and head cut over the vocabulary, and where their activations lie."""
+"""Embedding and head, cut over the vocabulary."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def whole_module(module: nn.Module, mesh: WeightMesh, mesh_name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadRequest:
-    """What is wanted of the head.
+    """Says what the head computes.
 
     Attributes:
-        targets (`torch.Tensor`, *optional*): [T], this rank's targets, -100 to ignore: asks for their loss.
-        logits (`bool`): asks for full-vocabulary logits of this rank's own rows.
+        targets (`torch.Tensor`, *optional*): [T], this rank's targets, -100 to ignore, whose loss is computed.
+        logits (`bool`): whether full-vocabulary logits of this rank's own rows are computed.
         label_smoothing (`float`): as in [`transformers.trainer_pt_utils.LabelSmoother`].
     """
 
@@ -74,8 +74,8 @@ class Head:
 
     Args:
         module (`nn.Linear`): the head; its weight is cut here unless it is tied and cut already.
-        mesh ([`WeightMesh`]): where its weights live.
-        transform ([`LogitTransform`]): what the family does to the logits.
+        mesh ([`WeightMesh`]): the mesh that holds its weights.
+        transform ([`LogitTransform`]): the family's function of the logits.
         tied (`bool`): whether the weight is the embedding's.
         recompute_logits_in_backward (`bool`): as in [`linear_cross_entropy`].
     """
@@ -102,7 +102,7 @@ class Head:
         module.forward = self
 
     def __call__(self, hidden: torch.Tensor, request: HeadRequest) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Loss and logits of hidden states [B, S, H], equal on all tensor ranks.
+        """Computes loss and logits of hidden states [B, S, H], which are equal on all tensor ranks.
 
         Returns:
             `tuple`: the sum of the targets' losses (fp32 scalar, *optional*), and the logits

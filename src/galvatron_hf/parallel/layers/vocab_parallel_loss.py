@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vocabulary-parallel embedding, cross-entropy without full logits, and full logits of a rank's own rows.
 
-All of it works on local tensors: each rank of a tensor group holds a range of the vocabulary's rows
-([`vocabulary_range`]), the last ranks possibly none. B rows, S positions, T tokens, H hidden, V vocabulary.
+Tensors are local: each rank of a tensor group holds a range of the vocabulary's rows ([`vocabulary_range`]), the last
+ranks possibly none. B rows, S positions, T tokens, H hidden, V vocabulary, n tensor ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from galvatron_hf.utils.compat import assert_without_waiting
 
 def vocabulary_range(vocab_size: int, degree: int, index: int) -> tuple[int, int]:
     """
-    The rows of a vocabulary matrix that rank `index` of `degree` holds: those that DTensor's `Shard(0)` gives it.
+    Returns the rows of a vocabulary matrix that DTensor's `Shard(0)` gives to rank `index` of `degree`.
 
     Every rank has ceil(V / degree) rows until they run out, so the last ranks may have fewer, or none.
 
@@ -38,7 +38,7 @@ def vocabulary_range(vocab_size: int, degree: int, index: int) -> tuple[int, int
         index (`int`): The rank's index in the group.
 
     Returns:
-        `tuple[int, int]`: First row and the row after the last.
+        `tuple[int, int]`: The first row, and the row after the last.
     """
     chunk = -(-vocab_size // degree)
     return min(index * chunk, vocab_size), min((index + 1) * chunk, vocab_size)
@@ -50,8 +50,8 @@ def vocabulary_parallel_embedding(
     """
     Embeds tokens with a matrix whose rows are spread over a group (Megatron-LM, arXiv:1909.08053).
 
-    The output is replicated, so its gradient is full on every rank and none is summed. `padding_idx` is the lookup's
-    business, counted from `start`.
+    The output is replicated, so its gradient is full on every rank and is not summed. The lookup handles its
+    `padding_idx`, counted from `start`.
 
     Args:
         lookup (`Callable`): From local ids in `[0, stop - start)` to embeddings `[*ids.shape, H]`, as the model's own
@@ -67,7 +67,7 @@ def vocabulary_parallel_embedding(
     if is_trivial(group):
         return lookup(ids)
     if start == stop:
-        # No rows: zeros that still hang on the weight, so that it gets a gradient (of no rows) as on the other ranks.
+        # No rows: zeros that depend on the weight, so that it gets a gradient (of no rows) as on the other ranks.
         embedded = lookup(ids.new_empty(0)).sum(0).expand(*ids.shape, -1)
     else:
         local = (ids >= start) & (ids < stop)
@@ -78,7 +78,7 @@ def vocabulary_parallel_embedding(
 
 @dataclass(frozen=True, kw_only=True)
 class _Head:
-    """What turns hidden states into a loss, besides tensors."""
+    """Options of a head and its loss; see [`linear_cross_entropy`]."""
 
     start: int
     group: ProcessGroup | None
@@ -107,12 +107,12 @@ def linear_cross_entropy(
     recompute_logits_in_backward: bool = False,
 ) -> Tensor:
     """
-    Sum of the tokens' cross-entropies under a head whose vocabulary is spread over a group.
+    Returns the sum of the tokens' cross-entropies under a head whose vocabulary is spread over a group.
 
-    The logits exist for `chunk_tokens` tokens at a time. Where gradients are wanted they are computed on the way
-    forward, unless `recompute_logits_in_backward`, chunk by chunk, and backward only scales them; so nothing of the
-    size of the logits is kept. Statistics are fp32, and so is the sum of the weight's gradient over chunks. One small
-    collective per chunk, and one for the gradient of `hidden`.
+    The logits exist for `chunk_tokens` tokens at a time. The forward computes gradients by chunk, and the backward
+    scales them, so that nothing of the size of the logits is saved; see `recompute_logits_in_backward`. Statistics are
+    fp32, and so is the sum of the weight's gradient over chunks. There is one small collective for each chunk, and one
+    for the gradient of `hidden`.
 
     The logits are `cap(logit_scale * (hidden @ weight.T + bias))` with `cap(z) = softcap * tanh(z / softcap)`. With
     `label_smoothing` e a token's loss is `(1 - e) * nll + e * mean over V of -log p`, as in
@@ -126,24 +126,24 @@ def linear_cross_entropy(
         start (`int`): First vocabulary row of this rank.
         group (`ProcessGroup` or `None`): The ranks that hold the vocabulary.
         vocab_size (`int`): V.
-        chunk_tokens (`int`): Tokens whose logits exist at a time.
+        chunk_tokens (`int`): Number of tokens whose logits exist at a time.
         logit_scale (`float`, *optional*, defaults to 1.0): Multiplier of the logits.
         softcap (`float`, *optional*): Bound of the logits.
         ignore_index (`int`, *optional*, defaults to -100): The target of tokens that do not count.
         label_smoothing (`float`, *optional*, defaults to 0.0): The share of the uniform distribution in the target.
-        recompute_logits_in_backward (`bool`, *optional*, defaults to False): Computes the logits once more in the
-            backward, and the gradients then: for schedules that keep several micro-batches in flight, each of which
-            would otherwise hold a gradient of the size of the weight.
+        recompute_logits_in_backward (`bool`, *optional*, defaults to False): Whether the backward computes logits
+            again, and then the gradients. Without it each micro-batch in flight holds a gradient of
+            the size of the weight.
 
     Returns:
         `Tensor`, a scalar in fp32 (fp64 for fp64 input), equal on every rank of the group.
 
     Raises:
-        ValueError: If `chunk_tokens` is not positive or the shapes do not fit.
+        ValueError: If `chunk_tokens` is not positive, or the shapes do not fit.
         RuntimeError: If a target is neither a token nor `ignore_index` (on CUDA: a device-side assertion).
     """
     if chunk_tokens < 1:
-        raise ValueError(f"Logits cannot exist for {chunk_tokens} tokens at a time; use chunk_tokens of at least 1.")
+        raise ValueError(f"chunk_tokens is {chunk_tokens}, but a chunk has at least one token; use 1 or more.")
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1]:
         raise ValueError(
             f"Hidden states of shape {tuple(hidden.shape)} and targets of shape {tuple(targets.shape)} are not [T, H]"
@@ -166,12 +166,12 @@ def linear_cross_entropy(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, head, grad_enabled, late):
-        # needs_input_grad looks at the inputs alone, also under no_grad
+    def forward(ctx, hidden, weight, bias, targets, head, grad_enabled, recompute):
+        # needs_input_grad depends on the inputs alone, also under no_grad
         needs = [grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
-        ctx.late, ctx.head, ctx.needs = late, head, needs
+        ctx.recompute, ctx.head, ctx.needs = recompute, head, needs
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
-        if late:
+        if recompute:
             ctx.save_for_backward(hidden, weight, bias, targets)
             return _loss_and_gradients(hidden, weight, bias, targets, head, [False] * 3)[0]
         loss, gradients = _loss_and_gradients(hidden, weight, bias, targets, head, needs)
@@ -182,7 +182,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         gradients = ctx.saved_tensors
-        if ctx.late:
+        if ctx.recompute:
             gradients = _loss_and_gradients(*gradients, ctx.head, ctx.needs)[1].finished(ctx.head.group)
         pairs = zip(gradients, ctx.dtypes, strict=True)
         scaled = [None if x is None else _scaled(x, grad, dtype) for x, dtype in pairs]
@@ -192,7 +192,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _loss_and_gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: _Head, needs: list[bool]
 ) -> tuple[Tensor, _Gradients]:
-    """Chunk by chunk; `needs` says which of the gradients of `hidden`, `weight` and `bias` are wanted."""
+    """Computes the loss chunk by chunk, and the gradients of `hidden`, `weight` and `bias` that `needs` marks."""
     statistics_dtype = torch.promote_types(hidden.dtype, torch.float32)
     gradients = _Gradients(hidden, weight, bias, needs, statistics_dtype)
     loss = hidden.new_zeros((), dtype=statistics_dtype)
@@ -203,19 +203,19 @@ def _loss_and_gradients(
         loss += chunk_loss
         if any(needs):
             gradients.add(tokens, logits_grad if slope is None else logits_grad.mul_(slope))
-        del logits, slope, logits_grad  # before the next chunk's come
+        del logits, slope, logits_grad  # before those of the next chunk exist
     return loss, gradients
 
 
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x * factor` in `dtype`, multiplied in the wider of the two types, without a copy of `x` in it on CUDA."""
+    """Returns `x * factor` in `dtype`, computed in the wider of the two types, on CUDA without a copy of `x` in it."""
     # CUDA rounds a factor without dimensions to the type of x first: 1 / tokens in bf16 is off by up to 0.4%.
     factor = factor.reshape([1] * x.dim())
     return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
 
 
 class _Gradients:
-    """Gradients of `hidden`, `weight` and `bias` as the chunks add to them; only those that are needed."""
+    """Sums the needed gradients of `hidden`, `weight` and `bias` over the chunks."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool], dtype: torch.dtype):
         self._inputs = hidden, weight
@@ -224,7 +224,7 @@ class _Gradients:
         self.bias = torch.zeros_like(bias, dtype=dtype) if needs[2] else None
 
     def add(self, tokens: slice, logits_grad: Tensor) -> None:
-        """`logits_grad`: `[C, V/n]` in the statistics' type, with respect to the linear layer's output."""
+        """Adds a chunk, given the gradient `[C, V/n]` of the linear layer's output in the statistics' type."""
         hidden, weight = self._inputs
         narrow = logits_grad.to(hidden.dtype)
         if self.hidden is not None:
@@ -235,20 +235,20 @@ class _Gradients:
             elif narrow.is_cuda:  # the only device with products of half-precision matrices in fp32
                 self.weight += torch.mm(narrow.t(), hidden[tokens], out_dtype=self.weight.dtype)
             else:
-                # The sum would cast by itself, but where no trace on fake tensors counts it.
+                # The sum would cast too, but a trace on fake tensors would not count it.
                 self.weight += (narrow.t() @ hidden[tokens]).to(self.weight.dtype)
         if self.bias is not None:
             self.bias += logits_grad.sum(0)
 
     def finished(self, group: ProcessGroup | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients; that of `hidden` summed over the parts of the vocabulary."""
+        """Returns the gradients, that of `hidden` summed over the parts of the vocabulary."""
         return None if self.hidden is None else all_reduce_sum(self.hidden, group), self.weight, self.bias
 
 
 def _local_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, head: _Head, dtype: torch.dtype, *, slope: bool
 ) -> tuple[Tensor, Tensor | float | None]:
-    """Logits `[C, V/n]` of this rank's vocabulary and, if wanted, their derivative by the linear layer's output."""
+    """Returns logits `[C, V/n]` of this rank's vocabulary and, on request, their derivative by the linear output."""
     logits = torch.nn.functional.linear(hidden, weight, bias).to(dtype)
     derivative: Tensor | float | None = None
     if head.logit_scale != 1.0:
@@ -263,7 +263,7 @@ def _local_logits(
 
 
 def _chunk_loss(logits: Tensor, targets: Tensor, head: _Head, *, gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """Loss of one chunk and its gradient by `logits`, which it overwrites. Nothing here waits for a device."""
+    """Returns the loss of one chunk and its gradient by `logits`, which are overwritten; never waits for a device."""
     vocab_here = logits.shape[1]
     counts = targets != head.ignore_index
     known = (targets >= 0) & (targets < head.vocab_size)
@@ -280,22 +280,25 @@ def _chunk_loss(logits: Tensor, targets: Tensor, head: _Head, *, gradient: bool)
     if not gradient:
         return loss, None
 
-    # `logits` now holds exponentials against this part's maximum
+    # `logits` now holds exp(logits - maximum of this part)
     grad = logits.mul_((part.top - log_sum).exp_().unsqueeze(1))
     if smoothing:
         grad.sub_(smoothing / head.vocab_size)
     if vocab_here:
         grad.scatter_add_(1, column, (here.to(grad.dtype) * (smoothing - 1)).unsqueeze(1))
-    # filled, not multiplied by zero: a token that does not count may have logits that are not finite
+    # filled, not multiplied by zero: an ignored token may have logits that are not finite
     return loss, grad.masked_fill_(~counts.unsqueeze(1), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Statistics:
-    """By token, over some part of the vocabulary; all `[C]`.
+    """Statistics of each token over a part of the vocabulary, all `[C]`.
 
-    `top` is the largest logit, `total` the sum of exponentials against it, `target` the target's logit (0 if it is not
-    in this part), `mean` the sum of logits divided by V (0 without label smoothing).
+    Attributes:
+        top: The largest logit.
+        total: The sum of exp(logit - top).
+        target: The target's logit; 0 if this part does not have it.
+        mean: The sum of logits divided by V; 0 without label smoothing.
     """
 
     top: Tensor
@@ -305,12 +308,12 @@ class _Statistics:
 
 
 def _statistics(logits: Tensor, here: Tensor, column: Tensor, head: _Head) -> _Statistics:
-    """Statistics of this rank's part. Overwrites `logits` by their exponentials against `top`."""
+    """Returns the statistics of this rank's part, and overwrites `logits` by exp(logits - top)."""
     smallest = torch.finfo(logits.dtype).min
     if logits.shape[1] == 0:
         zero = torch.zeros_like(here, dtype=logits.dtype)
         return _Statistics(top=zero + smallest, total=zero, target=zero, mean=zero)
-    # finite: where all of a part is masked with -inf, -inf - top must not be NaN
+    # finite: if a whole part is masked with -inf, -inf - top must not be NaN
     top = logits.amax(1).clamp_min(smallest)
     target = torch.where(here, logits.gather(1, column).squeeze(1), 0)
     mean = logits.sum(1) / head.vocab_size if head.label_smoothing else torch.zeros_like(top)
@@ -319,7 +322,7 @@ def _statistics(logits: Tensor, here: Tensor, column: Tensor, head: _Head) -> _S
 
 
 def _merge(part: _Statistics, group: ProcessGroup | None) -> _Statistics:
-    """Statistics of the whole vocabulary, bitwise equal on every rank of the group."""
+    """Returns the statistics of the whole vocabulary, bitwise equal on every rank of the group."""
     if is_trivial(group):
         return part
     # One small gather and the same arithmetic on every rank cost less than a maximum and a sum over the group.
@@ -345,10 +348,9 @@ class _GatherLocalLogits(torch.autograd.Function):
 
 def gather_local_logits(logits: Tensor, group: ProcessGroup | None, *, vocab_size: int) -> Tensor:
     """
-    From all rows of a group with a part of the vocabulary to the rank's own rows with all of it. Differentiable.
+    Exchanges logits of all rows over a part of the vocabulary for those of the rank's own rows over all of it.
 
-    Each rank then computes its own share of a loss or metric. The gradient that reaches `logits` is whole, because
-    every logit is used by one rank only.
+    It is differentiable. The gradient of `logits` is whole, because one rank alone uses each logit.
 
     Args:
         logits (`Tensor` of shape `[B, S, V/n]`): All rows of the group under this rank's vocabulary range.
@@ -385,7 +387,7 @@ def _local_columns(vocab_size: int, group: ProcessGroup) -> list[int]:
 def _swap(
     x: Tensor, split_dim: int, split: list[int], concat_dim: int, concat: list[int], group: ProcessGroup
 ) -> Tensor:
-    """All-to-all: rank k keeps piece k (`split[k]` long) of one dimension, and gets `concat[j]` of another from j."""
+    """Sends piece k of `split_dim`, `split[k]` long, to rank k, and joins pieces of `concat[j]` from each rank j."""
     sent = [piece.reshape(-1) for piece in x.split(split, split_dim)]
     shapes = [list(x.shape) for _ in concat]
     for shape, length in zip(shapes, concat, strict=True):

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The forward of a parallelised causal language model: a micro-batch in, the loss or the rank's own logits out."""
+"""The forward of a parallelised model: from a micro-batch to the loss, or the logits of the rank's own rows."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
+from transformers.utils import ModelOutput
 
-from galvatron_hf.models.losses import IGNORED, shift_targets
+from galvatron_hf.models.losses import IGNORED, without_labels
 from galvatron_hf.parallel.activation.documents import Documents
 from galvatron_hf.parallel.activation.layer_state import LayerState
 from galvatron_hf.parallel.activation.micro_batch import (
@@ -32,7 +32,7 @@ from galvatron_hf.plan.layout import Layout
 
 @dataclass(kw_only=True)
 class StreamPosition:
-    """Where the random streams stand: they depend on nothing else, so a resumed run continues them."""
+    """Holds the keys of all random streams: a resumed run with the same keys continues the streams."""
 
     seed: int = 0
     step: int = 0
@@ -43,18 +43,17 @@ class StreamPosition:
 
 
 class ModelRunner:
-    """Takes the place of the `forward` of a [`PreTrainedModel`] whose layers have been parallelised.
+    """Runs a parallelised [`PreTrainedModel`], whose `forward` it replaces.
 
     Every rank calls it with the same whole micro-batch. With labels the loss is the sum over the micro-batch's targets
     divided by `num_items_in_batch` (default: their number), the same on all ranks. Logits are those of the rank's own
-    rows, which [`ModelRunner.local_rows`] names. A model of several stages is run by its pipeline instead, which
-    uses the same parts: [`ModelRunner.micro_batch`] and [`ModelRunner.run`].
+    rows, [`ModelRunner.local_rows`]. A pipeline calls [`ModelRunner.micro_batch`] and [`ModelRunner.run`] instead.
 
     Args:
         model ([`PreTrainedModel`]): the model.
-        plan ([`ParallelPlan`]): how it is parallelised.
+        plan ([`ParallelPlan`]): its plan.
         mesh ([`StageMesh`]): the ranks of this rank's stages.
-        current ([`CurrentMicroBatch`]): shared with the blocks.
+        current ([`CurrentMicroBatch`]): shared with the layers.
         stages (`list[StageModule]`): this rank's stages.
     """
 
@@ -67,22 +66,22 @@ class ModelRunner:
         stages: list[StageModule],
     ):
         self.model, self.plan, self.mesh, self.current, self.stages = model, plan, mesh, current, stages
-        self.position = StreamPosition()
+        self.loss, self.position = stages[0].adapter.loss, StreamPosition()
         self.data_degree = max(layer.data_degree(mesh.size) for layer in plan.layers)
         self.sequence_degree = math.lcm(*(layer.sequence_degree for layer in plan.layers))
 
-    def __call__(self, input_ids: torch.Tensor, **inputs) -> CausalLMOutput:
+    def __call__(self, input_ids: torch.Tensor, **inputs) -> ModelOutput:
         """Runs one micro-batch; arguments as for [`ModelRunner.micro_batch`].
 
         Returns:
-            [`CausalLMOutput`]: `loss` (fp32 scalar) and `logits` [own rows, S, V].
+            [`~transformers.utils.ModelOutput`]: `loss` (fp32 scalar) and `logits` [own rows, S, V].
 
         Raises:
-            ValueError: for inputs that no layout is known for, or if the model is cut into pipeline stages.
+            ValueError: for inputs without a layout, or if the plan has several pipeline stages.
         """
         if len(self.plan.stages) > 1:
             raise ValueError(
-                f"The model is cut into {len(self.plan.stages)} pipeline stages, of which a call would run one; "
+                f"The model is cut into {len(self.plan.stages)} pipeline stages, and a call would run one of them; "
                 "call the trainer's evaluate or predict, or ParallelModel.evaluate, on every rank."
             )
         return self.run(self.stages[0], self.micro_batch(input_ids, **inputs))
@@ -92,44 +91,41 @@ class ModelRunner:
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
-        shift_labels: torch.Tensor | None = None,
         label_smoothing: float = 0.0,
         return_logits: bool | None = None,
         whole_loss: bool = True,
         documents: Documents | None = None,
-        **unused,
+        **inputs,
     ) -> MicroBatch:
-        """A micro-batch as all ranks of all stages see it, with the rows and positions that layouts need added.
+        """Makes the micro-batch of all ranks of all stages, padded to the rows and positions that layouts need.
 
         Args:
             input_ids (`torch.Tensor`): [B, S], the whole micro-batch, the same on every rank.
             attention_mask (`torch.Tensor`, *optional*): [B, S], 1 for real tokens.
             position_ids (`torch.Tensor`, *optional*): [B, S].
-            labels (`torch.Tensor`, *optional*): [B, S], -100 to ignore; shifted here.
-            num_items_in_batch (`torch.Tensor` or `int`, *optional*): what the sum of losses is divided by.
-            shift_labels (`torch.Tensor`, *optional*): [B, S], labels that are shifted already.
+            num_items_in_batch (`torch.Tensor` or `int`, *optional*): the divisor of the sum of losses.
             label_smoothing (`float`): as in [`transformers.trainer_pt_utils.LabelSmoother`].
-            return_logits (`bool`, *optional*): defaults to whether there are no labels.
-            whole_loss (`bool`): False leaves the loss this rank's own part, which adds up over the ranks to the whole.
-            documents ([`Documents`], *optional*): of one packed row [1, S], in [`ModelRunner.packs`] packs, each
-                of a multiple of [`ModelRunner.pack_multiple`] positions. There are no logits then.
+            return_logits (`bool`, *optional*): whether to compute logits; by default if there are no labels.
+            whole_loss (`bool`): whether the loss is the sum over all ranks; False gives this rank's part of it.
+            documents ([`Documents`], *optional*): documents of one packed row [1, S], in [`ModelRunner.packs`] packs,
+                each of a multiple of [`ModelRunner.pack_multiple`] positions. A packed row gives no logits.
+            inputs: the labels [B, S] of the loss, for example `labels`, or `shift_labels` that are targets already.
 
         Raises:
-            ValueError: for inputs that no layout is known for.
+            ValueError: for inputs without a layout.
         """
-        _refuse_inputs(unused, attention_mask)
-        targets = shift_labels if shift_labels is not None else (None if labels is None else shift_targets(labels))
-        wanted = ForwardOptions(
+        _refuse_inputs(without_labels(inputs, self.loss), attention_mask)
+        targets = self.loss.targets_of(inputs)
+        options = ForwardOptions(
             num_items=num_items_in_batch,
             label_smoothing=label_smoothing,
             logits=targets is None if return_logits is None else return_logits,
             whole_loss=whole_loss,
         )
         if documents is not None:
-            return self._packed(input_ids, attention_mask, position_ids, targets, wanted, documents)
-        return self._padded(input_ids, attention_mask, position_ids, targets, wanted)
+            return self._packed(input_ids, attention_mask, position_ids, targets, options, documents)
+        return self._padded(input_ids, attention_mask, position_ids, targets, options)
 
     def _padded(
         self,
@@ -137,10 +133,10 @@ class ModelRunner:
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         targets: torch.Tensor | None,
-        wanted: ForwardOptions,
+        options: ForwardOptions,
     ) -> MicroBatch:
         real_rows, real_length = input_ids.shape
-        rows = max(real_rows, self.mesh.size if wanted.logits else self.data_degree)
+        rows = max(real_rows, self.mesh.size if options.logits else self.data_degree)
         embedding = Layout.from_vocabulary(self.plan.embedding.tensor, self.mesh.size, rows)
         head = Layout.from_vocabulary(self.plan.head.tensor, self.mesh.size, rows)
         boundary = Layout.from_vocabulary(1, self.mesh.size, rows)
@@ -148,8 +144,8 @@ class ModelRunner:
         multiple = math.lcm(*degrees, *([boundary.positions] if len(self.plan.stages) > 1 else []))
         length = -(-real_length // multiple) * multiple
         if position_ids is not None and length > real_length:
-            # Counting on keeps the added positions in the last document of a packed row, as far as there are such
-            # positions: rotary embeddings may depend on the largest, and learned ones end somewhere.
+            # Counting on keeps the added positions in the last document of a row that the caller has packed. They stay
+            # below the largest position: rotary embeddings may depend on it, and learned ones have a last.
             more = position_ids[:, -1:] + torch.arange(1, length - real_length + 1, device=position_ids.device)
             position_ids = torch.cat([position_ids, more.clamp(max=position_ids.max())], dim=1)
         pad = self.model.config.pad_token_id
@@ -164,7 +160,7 @@ class ModelRunner:
             head=head,
             boundary=boundary,
             key=self.position.key(),
-            wanted=wanted,
+            options=options,
         )
 
     @property
@@ -189,7 +185,7 @@ class ModelRunner:
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         targets: torch.Tensor | None,
-        wanted: ForwardOptions,
+        options: ForwardOptions,
         documents: Documents,
     ) -> MicroBatch:
         lengths = {stop - start for start, stop in pairwise(documents.cuts)}
@@ -200,7 +196,7 @@ class ModelRunner:
                 f"{sorted(lengths)[:4]} positions does not fit the plan; pack {self.packs} of a multiple of "
                 f"{self.pack_multiple} positions."
             )
-        if attention_mask is not None or position_ids is None or wanted.logits:
+        if attention_mask is not None or position_ids is None or options.logits:
             raise ValueError(
                 "A packed row has position_ids that begin anew with each document, no attention_mask, and gives a "
                 "loss, no logits; pass the rows unpacked for anything else."
@@ -216,51 +212,51 @@ class ModelRunner:
             head=self._packed_layout(self.plan.head.tensor),
             boundary=self._packed_layout(1),
             key=self.position.key(),
-            wanted=wanted,
+            options=options,
             documents=documents,
         )
 
     def run(
         self, stage: StageModule, batch: MicroBatch, received: LayerState | None = None
-    ) -> LayerState | CausalLMOutput:
+    ) -> LayerState | ModelOutput:
         """Runs one stage and returns the state for the next one, or at the last stage the loss and the logits."""
-        with self.current.of(batch):
+        with self.current.active(batch):
             if not stage.is_last:
                 return stage(received, None)
             total, logits = stage(received, self._request(batch))
         loss = None
         if total is not None:
-            items = batch.wanted.num_items
+            items = batch.options.num_items
             items = (batch.targets != IGNORED).sum() if items is None else items
-            loss = self._reported_loss(total, items, batch.head.replicas, batch.wanted.whole_loss)
+            loss = self._reported_loss(total, items, batch.head.replicas, batch.options.whole_loss)
         if logits is not None:
             logits = logits[:, : batch.real_length]
-        return CausalLMOutput(loss=loss, logits=logits)
+        return self.loss.output(loss=loss, logits=logits)
 
     def _request(self, batch: MicroBatch) -> HeadRequest:
         targets = None
         if batch.targets is not None:
             own = batch.grid.rectangle(batch.head, self.mesh.index)
             targets = batch.targets[own.row_start : own.row_stop, own.position_start : own.position_stop].flatten()
-        return HeadRequest(targets=targets, logits=batch.wanted.logits, label_smoothing=batch.wanted.label_smoothing)
+        return HeadRequest(targets=targets, logits=batch.options.logits, label_smoothing=batch.options.label_smoothing)
 
     def local_rows(self, rows: int) -> slice:
-        """The rows whose logits this rank gets, of a micro-batch of `rows` rows; added rows are not counted.
+        """Returns the rows whose logits this rank gets of a micro-batch of `rows` rows, without padding.
 
-        Where there are fewer rows than ranks, the last ranks get none; their logits are of added rows.
+        With fewer rows than ranks the last ranks get none: their logits are those of padding.
         """
         padded, tensor = max(rows, self.mesh.size), self.plan.head.tensor
         group = Layout.from_vocabulary(tensor, self.mesh.size, padded).rectangle(self.mesh.index, padded, 1)
-        own = Layout(data=tensor).rectangle(self.mesh.index % tensor, group.shape[0], 1)
-        start, stop = group.row_start + own.row_start, group.row_start + own.row_stop
+        part = Layout(data=tensor).rectangle(self.mesh.index % tensor, group.shape[0], 1)
+        start, stop = group.row_start + part.row_start, group.row_start + part.row_stop
         return slice(min(start, rows), min(stop, rows))
 
     def local_part(self, tensor: torch.Tensor, fill: int | None = None) -> torch.Tensor:
-        """The rows of a whole micro-batch's tensor that belong to this rank's logits.
+        """Returns the rows of a tensor of the whole micro-batch that belong to this rank's logits.
 
         Args:
             tensor (`torch.Tensor`): [B, S].
-            fill (`int`, *optional*): what added rows hold; by default they repeat the last row.
+            fill (`int`, *optional*): value of padding rows; by default they repeat the last row.
         """
         tensor = add_rows(tensor, self.mesh.size, fill)
         return tensor[self.local_rows(tensor.shape[0])]
@@ -268,17 +264,17 @@ class ModelRunner:
     def _reported_loss(
         self, total: torch.Tensor, num_items: torch.Tensor | int, replicas: int, whole: bool
     ) -> torch.Tensor:
-        """This rank's part of the loss, or the sum of all parts, in value; the gradient of its own rows in both.
+        """Returns a loss with the gradient of this rank's rows, and the value of its part or (`whole`) of all parts.
 
-        Replicas hold the same rows, and each carries the full gradient of them, so only the value is divided. Without
-        targets the value is not a number and the gradient is zero, as in the family's own loss.
+        Replicas hold the same rows, and each has their full gradient: the value alone is divided by their number.
+        Without targets the value is NaN and the gradient is zero, as in the family's own loss.
         """
         items = torch.as_tensor(num_items, device=total.device)
-        own = total / torch.where(items == 0, 1, items)
+        local = total / torch.where(items == 0, 1, items)
         value = total.detach() / items / replicas
         if whole:
             dist.all_reduce(value, group=self.mesh.groups.block(self.mesh.size))
-        return own + (value - own.detach())
+        return local + (value - local.detach())
 
 
 def _refuse_inputs(unused: dict, attention_mask: torch.Tensor | None) -> None:

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a pipeline schedule on this rank's stages.
 
-The orders of work are those of `torch.distributed.pipelining` (see `galvatron_hf/plan/schedule.py`), and so is the
-split of the backward for zero-bubble schedules. Its own runtime is not used: it keeps every receive buffer, send and
-loss graph of a step, wants one shape for all micro-batches, and treats all FSDP2 units of a stage alike.
+`torch.distributed.pipelining` gives the orders of work (see `galvatron_hf/plan/schedule.py`) and the split of the
+backward for zero-bubble schedules. Its runtime is not used: it keeps every receive buffer, send and loss graph of a
+step, needs one shape for all micro-batches, and treats all FSDP2 units of a stage in one way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from galvatron_hf.plan.schedule import Action, PipelineShape, Work, actions
 from galvatron_hf.utils.compat import input_gradients, weight_gradients
 
 
-# Gradients (in evaluation, activations) that may be on their way before a rank waits for the oldest of them.
+# Sends of gradients (in evaluation, of activations) that may run before a rank waits for the oldest of them.
 SENDS_UNDER_WAY = 2
 
 # Computes this rank's part of a micro-batch's loss, from its index and the last stage's output.
@@ -40,7 +40,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(kw_only=True)
 class _Transfer:
-    """Tensors on their way; they have to live until the transfer ends."""
+    """Holds tensors that are sent or received until the transfer ends."""
 
     tensors: Tensors
     works: list[dist.Work]
@@ -77,7 +77,7 @@ class _Step:
     in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
     arriving: dict[tuple[Work, int, int], _Transfer] = field(default_factory=dict)
     gradients: dict[tuple[int, int], Tensors] = field(default_factory=dict)
-    leaving: deque[_Transfer] = field(default_factory=deque)
+    sends: deque[_Transfer] = field(default_factory=deque)
     outputs: dict[int, ModelOutput] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
     left: dict[int, int] = field(default_factory=dict)
@@ -165,8 +165,8 @@ class Pipeline:
         }
         for action in order:
             work_of[action.work](step, action)
-        while step.leaving:
-            step.leaving.popleft().wait()
+        while step.sends:
+            step.sends.popleft().wait()
 
     # ---- Compute ----
 
@@ -187,9 +187,9 @@ class Pipeline:
                 result = (step.loss_of(action.micro_batch, output),)
                 step.losses.append(result[0].detach())
         step.in_flight[key] = _InFlight(received=received, result=result)
-        if action.stage + 1 in self.stages:  # a neighbour on the same ranks
-            handed = _Transfer(tensors=_detached(result), works=[])
-            step.arriving[Work.RECEIVE_FORWARD, action.stage + 1, action.micro_batch] = handed
+        if action.stage + 1 in self.stages:  # the next stage is on the same ranks
+            local = _Transfer(tensors=_detached(result), works=[])
+            step.arriving[Work.RECEIVE_FORWARD, action.stage + 1, action.micro_batch] = local
             if step.loss_of is None:
                 del step.in_flight[key]
 
@@ -225,7 +225,7 @@ class Pipeline:
         kept = step.in_flight.pop((action.stage, action.micro_batch))
         with self.timeline.span(action):
             self.units.begin_micro_batch(last=False, stage=action.stage, keep_gradients=True)
-            # Let go of first: it holds what is kept, and only the garbage collector would find the circle.
+            # Dropped first: it refers to `kept`, and the garbage collector alone would find the cycle.
             compute, kept.weight_gradients = kept.weight_gradients, None
             compute()
             del compute
@@ -238,7 +238,7 @@ class Pipeline:
         kept = step.in_flight.pop((action.stage, action.micro_batch))
         gradients = self._awaited(step, Work.RECEIVE_BACKWARD, action)
         if kept.sent is not None:
-            kept.sent.wait()  # it has arrived, or there would be no gradient
+            kept.sent.wait()  # over already: the gradient depends on it
             kept.sent = None
         return kept, gradients
 
@@ -254,8 +254,8 @@ class Pipeline:
         for leaf in kept.received:
             leaf.grad = None
         if action.stage - 1 in self.stages:
-            handed = _Transfer(tensors=gradients, works=[])
-            step.arriving[Work.RECEIVE_BACKWARD, action.stage - 1, action.micro_batch] = handed
+            local = _Transfer(tensors=gradients, works=[])
+            step.arriving[Work.RECEIVE_BACKWARD, action.stage - 1, action.micro_batch] = local
         else:
             step.gradients[action.stage, action.micro_batch] = gradients
 
@@ -288,7 +288,7 @@ class Pipeline:
             transfer = self._transfer(dist.isend, _detached(kept.result), 0, peer)
             if step.loss_of is None:
                 del step.in_flight[action.stage, action.micro_batch]
-                self._leave(step, transfer)
+                self._limit_sends(step, transfer)
             else:
                 kept.sent = transfer
 
@@ -296,12 +296,12 @@ class Pipeline:
         with self.timeline.span(action):
             gradients = step.gradients.pop((action.stage, action.micro_batch))
             peer = self.shape.rank_group_of_stage[action.stage - 1]
-            self._leave(step, self._transfer(dist.isend, gradients, 1, peer))
+            self._limit_sends(step, self._transfer(dist.isend, gradients, 1, peer))
 
-    def _leave(self, step: _Step, transfer: _Transfer) -> None:
-        step.leaving.append(transfer)
-        while len(step.leaving) > SENDS_UNDER_WAY:
-            step.leaving.popleft().wait()
+    def _limit_sends(self, step: _Step, transfer: _Transfer) -> None:
+        step.sends.append(transfer)
+        while len(step.sends) > SENDS_UNDER_WAY:
+            step.sends.popleft().wait()
 
     def _transfer(self, operation: Callable, tensors: Tensors, direction: int, peer: int) -> _Transfer:
         """Starts one message for each tensor to or from a pipeline rank."""

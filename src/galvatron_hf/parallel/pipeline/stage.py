@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""One stage's part of a model: the family's own forward, from tokens or the stage before to the head or the next."""
+"""One pipeline stage: the family's own forward, from tokens or a received state to the head or the next stage."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from galvatron_hf.plan.layout import Layout
 
 
 class MissingModule(nn.Module):
-    """Stands for a module that another stage has; what it returns changes no sum."""
+    """Replaces a module of another stage; its output, zero, changes no sum."""
 
     def forward(self, *args, **kwargs) -> torch.Tensor:
         return torch.zeros(())
 
 
 class StageInput(nn.Module):
-    """Stands for the layer before a stage's first: lets in what was received."""
+    """Replaces the layer before the first one of a stage: returns the received hidden states."""
 
-    def __init__(self, take: Callable[[], torch.Tensor]):
+    def __init__(self, enter: Callable[[], torch.Tensor]):
         super().__init__()
-        self.take = take
+        self.enter = enter
 
     def forward(self, *args, **kwargs) -> torch.Tensor:
-        return self.take()
+        return self.enter()
 
 
 class StageModule(nn.Module):
-    """A stage's layers inside the family's own base model, and the root of the stage's FSDP2 units.
+    """Runs the layers of a stage inside the family's own base model; the root of the stage's FSDP2 units.
 
-    The base model's list of layers keeps its length, so that a family that counts its layers counts right; in place of
-    other stages' layers stand identities. The micro-batch is the current one.
+    The base model's lists of layers keep their length, because a family may count its layers: identities replace the
+    layers of other stages.
 
     Args:
         model ([`PreTrainedModel`]): the model, with the modules of this rank's stages.
-        adapter ([`ModelAdapter`]): its family.
-        mesh ([`StageMesh`]): the ranks.
-        current ([`CurrentMicroBatch`]): shared with the blocks.
-        index (`int`): of the stage.
+        adapter ([`ModelAdapter`]): the adapter of its family.
+        mesh ([`StageMesh`]): the ranks of the stage.
+        current ([`CurrentMicroBatch`]): the micro-batch that it computes; shared with the layers.
+        index (`int`): index of the stage.
         layers (`range`): global indices of its layers.
         is_first, is_last (`bool`): whether it has the embedding, and the head.
-        layouts (`tuple[Layout, Layout]`): those of its first and its last layer.
+        layouts (`tuple[Layout, Layout]`): layouts of its first and its last layer.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class StageModule(nn.Module):
         super().__init__()
         self.index, self.is_first, self.is_last, self.layouts = index, is_first, is_last, layouts
         self.adapter, self.mesh, self.current = adapter, mesh, current
-        self._model = (model,)  # seen here, owned elsewhere
+        self._model = (model,)  # in a tuple, so that it is no submodule
         self._received: LayerState | None = None
         alone, ends = is_first and is_last, []
         if is_first:
@@ -110,19 +110,19 @@ class StageModule(nn.Module):
                 `tuple`: the output of [`Head`].
         """
         batch, states = self.current.value, self.states(received)
-        self.current.place = "head" if self.is_last else "exit"
+        self.current.location = "head" if self.is_last else "exit"
         state = LayerState.in_layout(self.layouts[1], {HIDDEN: states})
         state = self._move(state, batch.head if self.is_last else batch.boundary)
         if self.is_last:
             return self.adapter.head(self._model[0])(self.norm(state.hidden), request)
-        # What came with the hidden states is at the boundary's layout already, and goes on to the next stage.
+        # The other tensors have the layout of the boundary already, and go on to the next stage.
         passed = {} if received is None else received.tensors
         return LayerState.in_layout(batch.boundary, {**passed, **state.tensors})
 
     def states(self, received: LayerState | None) -> torch.Tensor:
         """Returns the hidden states that the stage's last layer leaves of the current micro-batch, in its layout."""
         batch = self.current.value
-        self.current.place = "embedding" if self.is_first else "entry"
+        self.current.location = "embedding" if self.is_first else "entry"
         self._received = received
         inputs, positions = self._inputs(batch)
         device = batch.input_ids.device
@@ -176,7 +176,7 @@ class StageModule(nn.Module):
 
 
 class FinalNormHook:
-    """Stands where the final norm stood: keeps the hidden states, and returns a shape for the family to handle."""
+    """Replaces the final norm's forward: keeps the hidden states, and returns a tensor without memory."""
 
     def __init__(self, current: CurrentMicroBatch, mesh: StageMesh, original: Callable):
         self.current, self.mesh, self.original = current, mesh, original

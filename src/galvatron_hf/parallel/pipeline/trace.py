@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""When each rank did what: spans of a pipeline's actions, written as a trace that Chrome and Perfetto open."""
+"""Times of the actions of all ranks, written as a trace that Chrome and Perfetto open."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ import torch.distributed as dist
 from galvatron_hf.plan.schedule import Action
 
 
-SPANS_KEPT = 20_000  # by each rank, the latest: some MB of memory, and about as much of the file
+SPANS_KEPT = 20_000  # each rank keeps its latest: some MB of memory, and about as much of the file
 _UNMEASURED = contextlib.nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An action with the seconds (since the epoch) of its beginning and end, and the step it belongs to.
+    """Holds an action with its begin and end in seconds since the epoch, and its step.
 
-    The span of a receive is the time that the rank stood still for it, that of a send the time in which it was handed
-    over; the transfers themselves go on beside the computation.
+    The span of a receive is the time that the rank waited for it, that of a send the time that starting it took.
+    Transfers run during the computation.
     """
 
     action: Action
@@ -37,24 +37,24 @@ class Span:
 
 
 class Timeline:
-    """Measures a rank's actions while it is on; off, it remembers the current one, which costs next to nothing.
+    """Measures a rank's actions if it is on; otherwise it records the current action alone, at almost no cost.
 
-    On a GPU each span waits for the device, so that what is written was measured; training is slower meanwhile.
+    On a GPU each span waits for the device, which makes training slower.
 
     Args:
-        device (`torch.device`): where the actions compute.
-        spans_kept (`int`): how many spans are kept, the latest.
+        device (`torch.device`): the device of the actions.
+        spans_kept (`int`): the number of latest spans that are kept.
     """
 
     def __init__(self, device: torch.device, spans_kept: int = SPANS_KEPT):
         self.device = device
         self.on = False
         self.step = 0
-        self.action: Action | None = None  # set back by the training loop
+        self.action: Action | None = None  # the training loop resets it
         self.spans: deque[Span] = deque(maxlen=spans_kept)
 
     def span(self, action: Action) -> contextlib.AbstractContextManager[None]:
-        """Measures the body, which does `action`."""
+        """Measures the body, which performs `action`."""
         self.action = action
         return self._measured(action) if self.on else _UNMEASURED
 
@@ -72,9 +72,8 @@ class Timeline:
     def write(self, folder: str | os.PathLike) -> None:
         """Writes the spans of all ranks into `folder/timeline.json`; collective.
 
-        Each rank is a process of the trace, each of its stages a thread; times are those of the hosts' own clocks,
-        from the first span on. Of a run with more spans than are kept, the latest steps that every rank has whole are
-        written.
+        Each rank is a process of the trace, and each of its stages a thread. Times come from the hosts' clocks and
+        count from the first span. The file has the steps of which every rank keeps all spans.
         """
         gathered: list[tuple[int, list[Span]]] | None = [(0, [])] * dist.get_world_size()
         gathered = gathered if dist.get_rank() == 0 else None
@@ -90,17 +89,17 @@ class Timeline:
         os.replace(f"{path}.part", path)
 
     def _first_whole_step(self) -> int:
-        """The first step of which no span has been dropped."""
+        """Returns the first step of which no span has been dropped."""
         if len(self.spans) < self.spans.maxlen:
             return 0
         return self.spans[0].step + 1
 
 
 def trace_events(by_rank: Sequence[Iterable[Span]]) -> list[dict]:
-    """The spans of each rank as events of Chrome's trace format, times in microseconds.
+    """Returns the spans of each rank as events of Chrome's trace format, with times in microseconds.
 
-    Process and thread numbers begin at 1 and differ from each other, because Perfetto takes 0 for the idle task and
-    equal ones for a process's main thread.
+    Process and thread numbers begin at 1 and are distinct: Perfetto takes 0 for the idle task, and a thread with the
+    number of its process for the main thread.
     """
     spans = [(rank, span) for rank, own in enumerate(by_rank) for span in own]
     first = min((span.begin for _, span in spans), default=0.0)

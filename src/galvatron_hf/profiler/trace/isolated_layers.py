@@ -225,7 +225,7 @@ class IsolatedLayers:
         for layer in layers:
             layer.forward = keep
         try:
-            with torch.no_grad(), self.rank.current.of(batch):
+            with torch.no_grad(), self.rank.current.active(batch):
                 self.rank.stage.states(None)
         finally:
             for layer, forward in zip(layers, forwards, strict=True):
@@ -247,7 +247,7 @@ class IsolatedLayers:
             for block, (args, kwargs) in zip(blocks, captured, strict=True):
                 source, block.source = block.source, block.layout  # nothing is moved on the way in
                 try:
-                    with self.rank.current.of(batch):
+                    with self.rank.current.active(batch):
                         output = block.layer(output, *args, **kwargs)
                 finally:
                     block.source = source
@@ -265,7 +265,7 @@ class IsolatedLayers:
         def run() -> torch.Tensor:
             stacks, stage.stacks = stage.stacks, empty
             try:
-                with rank.current.of(batch):
+                with rank.current.active(batch):
                     return stage.states(None)
             finally:
                 stage.stacks = stacks
@@ -281,7 +281,7 @@ class IsolatedLayers:
         head, norm = stage.adapter.head(self.rank.model), stage.adapter.final_norm(self.rank.model)
 
         def run() -> torch.Tensor:
-            with self.rank.current.of(batch):
+            with self.rank.current.active(batch):
                 return head(stage.norm(hidden), request)[0]
 
         return Part(run=run, input=hidden, modules=(norm, head), shared=(targets,))

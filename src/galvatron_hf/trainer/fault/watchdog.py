@@ -276,5 +276,5 @@ class WatchdogMixin:
         if action is None:
             return f"{step}, outside of forward and backward", False
         place = f"stage {action.stage}, " if self.parallel.pipeline is not None else ""
-        place += self.parallel.forward.current.place
+        place += self.parallel.forward.current.location
         return f"{step}, micro-batch {action.micro_batch}, {action.work.value}, {place}", True
