@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from equivalence import Reference, compare, observe, reference
 from galvatron_hf.models.parameter_specs import ParameterSpec
-from galvatron_hf.parallel import model
+from galvatron_hf.parallel import executor, model
 from galvatron_hf.parallel import parallelize as apply
 from galvatron_hf.parallel.activation.redistribute import view
 from galvatron_hf.parallel.comm import collectives
@@ -125,8 +125,8 @@ def without_copied_rows() -> contextlib.AbstractContextManager:
 
 
 def counted(difference: int) -> Callable[[], contextlib.AbstractContextManager]:
-    original = model.count_targets
-    return replaced(model, "count_targets", lambda batch: original(batch) + difference)
+    original = executor.count_targets
+    return replaced(executor, "count_targets", lambda batch: original(batch) + difference)
 
 
 def with_targets_of_added_rows() -> contextlib.AbstractContextManager:

@@ -23,6 +23,8 @@ from galvatron_hf.parallel.comm.dtensor import local_tensor
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
 from galvatron_hf.trainer.data import global_batches
+from galvatron_hf.trainer.data.global_batches import as_one_process
+from galvatron_hf.trainer.loss.custom_loss import CustomLoss
 from oracle import Case, Outcome, Rows, Stream, check_cases, collate, run_case, run_oracle, with_options
 from own_losses import (
     WeightedRows,
@@ -339,7 +341,7 @@ def loss_divided_by_ranks():
 
 def items_counted_per_rank():
     def count(self, batches, device):
-        with self._as_one_process():
+        with as_one_process(self.args):
             return Trainer._get_num_items_in_batch(self, [dict(batch) for batch in batches], device).clamp(min=1)
 
     return mock.patch.object(GalvatronMixin, "_get_num_items_in_batch", count)
@@ -362,7 +364,7 @@ def a_row_twice():
 
 
 def own_loss_summed_over_ranks():
-    return mock.patch.object(GalvatronMixin, "_loss_is_divided", lambda *_: True)
+    return mock.patch.object(CustomLoss, "_is_divided", lambda *_: True)
 
 
 def test_faults_of_the_trainer_are_seen():

@@ -65,13 +65,13 @@ class EvaluationMixin:
             smoothing = self.args.label_smoothing_factor
             outputs = self.parallel.evaluate(packed, num_items_in_batch=num_items, label_smoothing=smoothing)
         elif self._loss_needs_logits() and labels is not None:
-            outputs = self._evaluate_custom_loss(batch, num_items, self._real_rows)
+            loss_of = self._custom_loss.loss_of(num_items, self._real_rows, outputs=True)
+            outputs = self.parallel.evaluate(batch, loss_of=loss_of)
         else:
             smoothing = self.args.label_smoothing_factor
             wanted = {} if labels is None else {"num_items_in_batch": num_items, "label_smoothing": smoothing}
             outputs = self.parallel.evaluate(batch, **wanted, return_logits=not prediction_loss_only)
         loss, logits = outputs.loss, outputs.logits
-        self.parallel.units.reshard()
         if prediction_loss_only:
             return loss, None, None
         own_labels = None if labels is None else self._share({"labels": labels})["labels"]

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.utils import logging
 
+from galvatron_hf.data.loader import batch_rows
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.model import ParallelModel
@@ -29,14 +30,14 @@ from galvatron_hf.trainer.checkpoint.checkpoints import PLAN_FILE, CheckpointMix
 from galvatron_hf.trainer.checkpoint.loading import LoadingMixin
 from galvatron_hf.trainer.checkpoint.restart import checkpoint_of_restart
 from galvatron_hf.trainer.checkpoint.saving import SaveError, save_on_every_rank
-from galvatron_hf.trainer.data.global_batches import GlobalBatchMixin
+from galvatron_hf.trainer.data.global_batches import GlobalBatchMixin, as_one_process
 from galvatron_hf.trainer.data.packing import PackingMixin
 from galvatron_hf.trainer.evaluation import EvaluationMixin
 from galvatron_hf.trainer.fault.nonfinite import HealthMixin
 from galvatron_hf.trainer.fault.signals import StoppingMixin
 from galvatron_hf.trainer.fault.watchdog import WatchdogMixin
 from galvatron_hf.trainer.hyperparameter_search import SearchMixin
-from galvatron_hf.trainer.loss.custom_loss import CustomLossMixin
+from galvatron_hf.trainer.loss.custom_loss import CustomLoss
 from galvatron_hf.trainer.loss.neftune import add_embedding_noise
 from galvatron_hf.trainer.planning.auto import AutoPlanMixin
 
@@ -52,7 +53,6 @@ class GalvatronMixin(
     CheckpointMixin,
     GlobalBatchMixin,
     PackingMixin,
-    CustomLossMixin,
     HealthMixin,
     StoppingMixin,
     WatchdogMixin,
@@ -140,6 +140,13 @@ class GalvatronMixin(
         world, device = self._own_world(), self.args.device
         self.parallel = parallelize(self.model, plan, world=world, weights=weights, device=device)
         self.parallel.streams.seed = self.args.seed
+        self._custom_loss = CustomLoss(
+            parallel=self.parallel,
+            compute_loss=as_one_process(self.args)(self.compute_loss),
+            count_items=lambda batches: self._get_num_items_in_batch(batches, device),
+            is_divided=self.loss_is_scaled_for_ga,
+            name=type(self).__name__,
+        )
         # Trainer then leaves placement and wrapping of the model to us.
         self.is_distributed_loading_by_transformers = True
         self._write_plan(plan)
@@ -306,12 +313,20 @@ class GalvatronMixin(
     def _forward_backward(self, batch: dict[str, Any] | list[dict[str, Any]], num_items_in_batch) -> torch.Tensor:
         """Gradients of a global batch, or of its packed micro-batches, and the loss."""
         if self._loss_needs_logits():
-            return self._custom_forward_backward(batch, num_items_in_batch)
+            loss_of = self._custom_loss.loss_of(num_items_in_batch, batch_rows(batch))
+            return self.parallel.forward_backward(batch, loss_of=loss_of)
         if isinstance(batch, dict):
             _require_labels(batch)
         return self.parallel.forward_backward(
             batch, num_items_in_batch, label_smoothing=self.args.label_smoothing_factor
         )
+
+    def _loss_needs_logits(self) -> bool:
+        """Whether the loss is somebody's own function of logits: compute_loss_func, or compute_loss overridden."""
+        return self._overrides_compute_loss() or self.compute_loss_func is not None
+
+    def _overrides_compute_loss(self) -> bool:
+        return type(self).compute_loss is not Trainer.compute_loss
 
 
 class GalvatronTrainer(GalvatronMixin, Trainer):

@@ -22,7 +22,8 @@ from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.parallel.comm.collective_log import observe_collectives
 from galvatron_hf.parallel.comm.dtensor import local_tensor
 from galvatron_hf.parallel.comm.objects import gather_objects
-from galvatron_hf.parallel.model import Batch, ParallelModel
+from galvatron_hf.parallel.executor import Batch
+from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.pipeline.stage import MissingModule
 from galvatron_hf.plan.layout import Layout, Rectangle
 from galvatron_hf.plan.schedule import Action, Work
@@ -191,7 +192,7 @@ class _Watch:
         """Rows of the global batch that a wrong value belongs to: all that this rank holds if that is not known."""
         if not isinstance(self.batch, Mapping):
             return self._rows_of_packed(tensor, self.batch[micro_batch]["documents"])
-        rows, count = self.batch["input_ids"].shape[0], self.parallel.micro_batch_count(self.batch)
+        rows, count = self.batch["input_ids"].shape[0], self.parallel.executor.micro_batch_count(self.batch)
         start, stop = (index * rows // count for index in (micro_batch, micro_batch + 1))
         if self.rectangle is None:
             return tuple(range(start, stop))

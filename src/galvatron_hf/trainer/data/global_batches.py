@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, Sampler
+from transformers import TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from galvatron_hf.data.loader import GlobalBatchLoader, join_batches, local_share, take_rows
@@ -93,15 +94,16 @@ class GlobalBatchMixin:
         if self.parallel is None:
             return super()._get_num_items_in_batch(batch_samples, device)
         whole = [getattr(batch, "whole", batch) for batch in batch_samples]
-        with self._as_one_process():
+        with as_one_process(self.args):
             return super()._get_num_items_in_batch(whole, device)
 
-    @contextlib.contextmanager
-    def _as_one_process(self) -> Iterator[None]:
-        """Keeps Trainer from gathering or scaling what is global already."""
-        average = self.args.average_tokens_across_devices
-        self.args.average_tokens_across_devices = False
-        try:
-            yield
-        finally:
-            self.args.average_tokens_across_devices = average
+
+@contextlib.contextmanager
+def as_one_process(args: TrainingArguments) -> Iterator[None]:
+    """Keeps Trainer from gathering or scaling numbers that are global already."""
+    average = args.average_tokens_across_devices
+    args.average_tokens_across_devices = False
+    try:
+        yield
+    finally:
+        args.average_tokens_across_devices = average

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""A parallelised model as a custom loss sees it: own rows in, full-vocabulary logits of own rows out."""
+"""The model that a custom loss is given: local rows in, logits of the whole vocabulary for local rows out."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from transformers.modeling_outputs import CausalLMOutput
 
 from galvatron_hf.data.loader import fill_rows, take_rows
+from galvatron_hf.parallel.executor import RunModel
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.trainer.loss.per_token import PerTokenOutput, per_token_output
 
@@ -19,63 +20,59 @@ _LABELS = ("labels", "shift_labels")
 
 
 class LocalBatchModel:
-    """Called like the model with this rank's rows; computes the whole micro-batch with the other ranks.
+    """Looks like the model on this rank's rows, and computes the whole micro-batch together with the other ranks.
 
-    A loss that is a sum over own targets divided by `num_items_in_batch` adds up over the ranks to the loss of the
-    micro-batch. Every rank has at least one row: where there are fewer rows than ranks, added ones have no targets.
+    A loss that is a sum over local targets divided by `num_items_in_batch` adds up over the ranks to the loss of the
+    micro-batch. Every rank has at least one row: if there are fewer rows than ranks, rows without targets are added.
 
     Args:
         parallel ([`ParallelModel`]): the model.
         micro_batch (`Mapping[str, Any]`): the whole micro-batch.
-        num_items_in_batch (`torch.Tensor` or `int`, *optional*): targets of the global batch, by which the model's own
-            loss is divided where the caller does not say.
-        given ([`CausalLMOutput`], *optional*): what a pipeline has computed already, with logits of the own rows.
+        run ([`RunModel`]): runs the model on the whole micro-batch, and returns logits of the local rows.
+        num_items_in_batch (`torch.Tensor` or `int`, *optional*): targets of the global batch. The model's own loss is
+            divided by them unless the caller passes another number.
     """
 
     def __init__(
         self,
         parallel: ParallelModel,
         micro_batch: Mapping[str, Any],
+        run: RunModel,
         num_items_in_batch: torch.Tensor | int | None = None,
-        given: CausalLMOutput | None = None,
     ):
-        self._parallel, self._num_items, self._given = parallel, num_items_in_batch, given
+        self._parallel, self._run, self._num_items = parallel, run, num_items_in_batch
         self._micro_batch = fill_rows(dict(micro_batch), parallel.mesh.size)
         self._outputs: list[CausalLMOutput] = []
 
     def local_inputs(self) -> dict[str, Any]:
-        """This rank's rows of the micro-batch."""
-        own = self._parallel.forward.local_rows(self._micro_batch["input_ids"].shape[0])
-        return take_rows(self._micro_batch, own.start, own.stop)
+        """Returns this rank's rows of the micro-batch."""
+        local = self._parallel.forward.local_rows(self._micro_batch["input_ids"].shape[0])
+        return take_rows(self._micro_batch, local.start, local.stop)
 
     def __call__(self, **inputs: Any) -> CausalLMOutput | PerTokenOutput:
-        """Logits [own rows, S, V] and, if labels are among the inputs, this rank's part of the loss.
+        """Returns logits [local rows, S, V] and, if labels are among the inputs, this rank's part of the loss.
 
-        What the caller has taken out of the inputs does not reach the model. With `fused_lm_head=True`, TRL's, it
-        gives a [`PerTokenOutput`] of the own rows.
+        Inputs that the caller has taken out do not reach the model. With `fused_lm_head=True`, an option of TRL's
+        trainers, the result is a [`PerTokenOutput`] of the local rows.
         """
         per_token = inputs.pop("fused_lm_head", False)
         hidden = _LABELS if per_token else ()
         whole = {name: value for name, value in self._micro_batch.items() if name in inputs and name not in hidden}
         options = {name: value for name, value in inputs.items() if name not in self._micro_batch}
-        options = {"num_items_in_batch": self._num_items} | options
-        if self._given is None:
-            outputs = self._parallel.model(**whole, **options, return_logits=True, whole_loss=False)
-        else:
-            outputs = self._given
+        outputs = self._run(**whole, **{"num_items_in_batch": self._num_items} | options)
         self._outputs.append(outputs)
         return _of_targets(outputs, inputs) if per_token else outputs
 
     def no_loss(self) -> torch.Tensor:
-        """Zero, through whose backward this rank takes part in the others'."""
+        """Returns zero with a backward, through which this rank takes part in the other ranks' backward."""
         return sum(0.0 * outputs.logits.float().sum() for outputs in self._outputs)
 
     def with_twice_the_items(self) -> Replay:
-        """The same outputs again, as they were with twice as many items in the batch."""
+        """Returns a model that gives the same outputs again, as they were with twice as many items in the batch."""
         return Replay(self, list(self._outputs))
 
     def _get_name(self) -> str:
-        # Trainer looks it up to know whether labels are shifted; sharding has put its own class over the family's.
+        # Trainer asks for the name to know whether labels are shifted; sharding has replaced the family's class.
         return self._parallel.family.__name__
 
     def __getattr__(self, name: str) -> Any:
@@ -83,7 +80,7 @@ class LocalBatchModel:
 
 
 class Replay:
-    """Answers with the outputs that an [`LocalBatchModel`] gave, detached."""
+    """Returns the outputs that a [`LocalBatchModel`] has given, detached, one after the other."""
 
     def __init__(self, model: LocalBatchModel, outputs: list[CausalLMOutput]):
         self._model, self._outputs = model, outputs
