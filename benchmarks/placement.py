@@ -61,7 +61,7 @@ def memory_bound(lengths: np.ndarray, costs: np.ndarray, ranks: int, max_tokens:
 def bounds(lengths: np.ndarray, ranks: int, max_tokens: int, stages: int) -> tuple[float, float]:
     """Seconds that no placement goes below, by the simple and by the tight bound."""
     lengths = np.sort(lengths)[::-1]
-    costs = COST.of(lengths)
+    costs = COST.seconds(lengths)
     if stages == 1:
         simple = max(costs.sum() / ranks, costs[0])
         best = max(simple, pigeonhole_bound(costs, ranks), memory_bound(lengths, costs, ranks, max_tokens))

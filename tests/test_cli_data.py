@@ -21,7 +21,7 @@ from galvatron_hf.cli.data import flops, histogram, summary
 from galvatron_hf.cli.main import main
 from galvatron_hf.data import named_dataset
 from galvatron_hf.data.cost import SequenceCost
-from galvatron_hf.data.forecast import Workload, forecast_modes
+from galvatron_hf.data.forecast import DataWorkload, forecast_modes
 from galvatron_hf.data.placement import place
 
 
@@ -60,7 +60,7 @@ def _grouped():
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_padded_modes_are_those_of_loaders_that_pad(number, order, micro_batches):
     rows = 8 // micro_batches
-    workload = Workload(batch_size=32, ranks=4, max_tokens=int(LENGTHS.max()) * rows + 1, steps=99, seed=5)
+    workload = DataWorkload(batch_size=32, ranks=4, max_tokens=int(LENGTHS.max()) * rows + 1, steps=99, seed=5)
     found = forecast_modes(LENGTHS, workload, COST)[number]
     batches = _really_padded(order, 4, rows, micro_batches)
     numbers = [[batch.numel() for batch in of_ranks] for of_ranks in batches]
@@ -78,7 +78,7 @@ def test_padded_modes_are_those_of_loaders_that_pad(number, order, micro_batches
 
 
 def test_packed_mode_places_the_batches_of_the_padded_one():
-    workload = Workload(batch_size=32, ranks=4, max_tokens=700, steps=99, seed=5)
+    workload = DataWorkload(batch_size=32, ranks=4, max_tokens=700, steps=99, seed=5)
     padded, _, packed = forecast_modes(LENGTHS, workload, COST)
     batches = [LENGTHS[rows] for rows in BatchSampler(_random(), 32, drop_last=True)]
     placements = [place(batch, 4, COST, max_tokens=700) for batch in batches]
@@ -92,8 +92,8 @@ def test_packed_mode_places_the_batches_of_the_padded_one():
 
 def test_one_small_batch_is_packed_as_well_as_can_be():
     lengths = np.array([900, 500, 400, 300, 200, 100])
-    packed = forecast_modes(lengths, Workload(batch_size=6, ranks=2), COST)[-1]
-    costs = COST.of(lengths)
+    packed = forecast_modes(lengths, DataWorkload(batch_size=6, ranks=2), COST)[-1]
+    costs = COST.seconds(lengths)
     best = min(
         max(costs[list(side)].sum(), costs[[not s for s in side]].sum()) for side in product([True, False], repeat=6)
     )
@@ -102,7 +102,7 @@ def test_one_small_batch_is_packed_as_well_as_can_be():
 
 
 def test_only_as_many_batches_as_asked_for_are_looked_at():
-    few = forecast_modes(LENGTHS, Workload(batch_size=32, ranks=4, steps=2), COST)
+    few = forecast_modes(LENGTHS, DataWorkload(batch_size=32, ranks=4, steps=2), COST)
     drawn = [int(LENGTHS[rows].sum()) for rows in BatchSampler(SeedableRandomSampler(ROWS, data_seed=42), 32, True)]
     assert few[0].useful_tokens in {drawn[i] + drawn[j] for i in range(6) for j in range(i)}
 
@@ -165,7 +165,7 @@ def test_every_form_of_a_dataset_gives_the_same_figures(folder, capsys, name):
     assert figures["lengths"] == summary(LENGTHS) | {"rows_without_tokens": 0}
     assert figures["histogram"] == histogram(LENGTHS)
     if name != "saved":  # whose rows stand in another order
-        modes = forecast_modes(LENGTHS, Workload(batch_size=32, ranks=4), SequenceCost(**flops(2048, 24)))
+        modes = forecast_modes(LENGTHS, DataWorkload(batch_size=32, ranks=4), SequenceCost(**flops(2048, 24)))
         assert [mode["padding"] for mode in figures["modes"]] == [mode.padding for mode in modes]
         assert [mode["relative_speed"] for mode in figures["modes"]] == [m.speed / modes[0].speed for m in modes]
     printed = capsys.readouterr().out
@@ -200,7 +200,7 @@ def test_measured_costs_give_tokens_per_second_and_cuts_are_counted(folder, caps
     assert main(["data", str(folder / "lengths.txt"), *options, "--json", str(written)]) == 0
     figures = json.loads(written.read_text())
     kept = np.array([min(length, 64) for length in LENGTHS.tolist()])
-    modes = forecast_modes(kept, Workload(batch_size=64, ranks=8, max_tokens=512, steps=3, seed=9), COST)
+    modes = forecast_modes(kept, DataWorkload(batch_size=64, ranks=8, max_tokens=512, steps=3, seed=9), COST)
     assert figures["cut"] == {
         "max_length": 64,
         "sequences": sum(length > 64 for length in LENGTHS.tolist()),

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from collective_counts import count_collectives
 from galvatron_hf.parallel.comm import collectives
-from galvatron_hf.parallel.comm.collective_log import count_collectives
 from ranks import run_ranks
 
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from transformers.modeling_outputs import CausalLMOutput
 
+from collective_counts import count_collectives
 from galvatron_hf.parallel.activation.layer_state import LayerState
 from galvatron_hf.parallel.activation.redistribute import GroupCache
-from galvatron_hf.parallel.comm.collective_log import count_collectives
 from galvatron_hf.parallel.pipeline.runtime import Pipeline
 from galvatron_hf.parallel.pipeline.trace import Timeline
 from galvatron_hf.plan.layout import Grid, Layout

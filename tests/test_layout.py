@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from collective_counts import count_collectives
 from galvatron_hf.parallel.activation.redistribute import GroupCache, redistribute
-from galvatron_hf.parallel.comm.collective_log import count_collectives
 from galvatron_hf.plan import LayerStrategy
 from galvatron_hf.plan.layout import (
     AttentionHeads,

@@ -156,7 +156,7 @@ def test_each_rank_reads_its_own_pieces_alone(tmp_path):
 def test_values_are_rounded_to_the_asked_format_on_their_way(tmp_path):
     plain = FAMILIES["llama"].build()
     plain.save_pretrained(tmp_path)
-    files = WeightFiles.of(tmp_path)
+    files = WeightFiles.find(tmp_path)
     rounded = copy.deepcopy(plain).bfloat16().float()
 
     def work() -> list[str]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.trainer_pt_utils import LabelSmoother
 
-from galvatron_hf.parallel.comm.collective_log import count_collectives
+from collective_counts import count_collectives
 from galvatron_hf.parallel.layers.vocab_parallel_loss import (
     gather_local_logits,
     linear_cross_entropy,

@@ -83,7 +83,7 @@ def test_batches_of_a_step_count_their_rows_on():
     first = {"input_ids": torch.ones(2, 3, dtype=torch.long), "labels": torch.ones(2, 3, dtype=torch.long)}
     second = {"input_ids": torch.ones(1, 5, dtype=torch.long), "labels": torch.ones(1, 5, dtype=torch.long)}
     nothing = {name: value[:0] for name, value in second.items()}
-    sequences = Sequences.of([first, second, nothing])
+    sequences = Sequences.from_batches([first, second, nothing])
     assert sequences.lengths.tolist() == [3, 3, 5] and sequences.rows.tolist() == [0, 1, 2]
     assert sequences.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 4]
 

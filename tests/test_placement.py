@@ -64,7 +64,7 @@ def brute_force(
     lengths, ranks, cost, *, max_tokens, overhead=0.0, stages=1, least_micro_batches=1, allowed=None
 ) -> float:
     """The best objective over all sets of bins and all ways to make micro-batches of them."""
-    seconds = cost.of(lengths)
+    seconds = cost.seconds(lengths)
     best = np.inf
     for bins in partitions(len(lengths), len(lengths)):
         if max_tokens is not None and any(sum(lengths[i] for i in bin_) > max_tokens for bin_ in bins):
@@ -237,7 +237,7 @@ def test_real_lengths_are_within_two_percent_of_the_bound(ranks, rows, cap, stag
     placement = place(
         lengths, ranks, COST, max_tokens=4 * cap, stages=stages, least_micro_batches=stages, overhead=overhead
     )
-    costs, count = COST.of(lengths), len(placement.micro_batches)
+    costs, count = COST.seconds(lengths), len(placement.micro_batches)
     if stages == 1:
         bound = max(costs.sum() / ranks, costs.max())
     else:  # the number of micro-batches with the best bound, of all there might be
@@ -253,13 +253,13 @@ def test_real_lengths_are_within_two_percent_of_the_bound(ranks, rows, cap, stag
 @given(st.lists(st.integers(1, 4000), min_size=1, max_size=40), st.integers(1, 6))
 def test_karmarkar_karp_is_the_textbook_s(lengths, ranks):
     placement = place(lengths, ranks, COST, max_tokens=None, planner="karmarkar_karp")
-    expected = plain_karmarkar_karp(COST.of(lengths), np.array(lengths), ranks, np.inf)
+    expected = plain_karmarkar_karp(COST.seconds(lengths), np.array(lengths), ranks, np.inf)
     assert np.sort(placement.loads(lengths, COST).ravel()) == pytest.approx(np.sort(expected), rel=1e-9)
 
 
 def test_local_search_betters_longest_first_and_karmarkar_karp():
     lengths = np.minimum(np.random.default_rng(0).permutation(LENGTHS)[:512], 2048)
-    costs = COST.of(lengths)
+    costs = COST.seconds(lengths)
     bound = costs.sum() / 64
     assert place(lengths, 64, COST, max_tokens=None).seconds(lengths, COST) <= 1.002 * bound
     assert plain_longest_first(costs, lengths, 64, np.inf).max() > 1.003 * bound
@@ -318,7 +318,7 @@ SHAPES = [(16, 1), (16, 8), (64, 1), (256, 1), (1024, 1), (4096, 1), (16384, 1)]
 
 
 def timed(overhead: float) -> np.ndarray:
-    return np.array([count * COST.of([length])[0] + overhead for length, count in SHAPES])
+    return np.array([count * COST.seconds([length])[0] + overhead for length, count in SHAPES])
 
 
 def test_a_fit_finds_the_coefficients_and_none_below_zero():

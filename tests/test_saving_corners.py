@@ -266,7 +266,7 @@ def copy_of(checkpoint: Path, path: Path) -> Path:
 def renew_manifest(checkpoint: Path) -> None:
     """As an attacker would, who can compute checksums too."""
     manifest = Manifest.read(checkpoint)
-    files = {name: FileEntry.of(checkpoint / name) for name in manifest.files}
+    files = {name: FileEntry.from_file(checkpoint / name) for name in manifest.files}
     (checkpoint / MANIFEST_NAME).write_text(replace(manifest, files=files).to_json())
 
 

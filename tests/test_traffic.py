@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
+from collective_counts import count_collectives
 from equivalence import single_stage
 from galvatron_hf.models.shape import ModelShape
-from galvatron_hf.parallel.comm.collective_log import count_collectives
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy

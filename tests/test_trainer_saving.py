@@ -38,7 +38,7 @@ class FailOnce:
     """Makes one rank's file number `call` fail as a full disk does."""
 
     def __init__(self, rank: int, call: int):
-        self.real, self.left = FileEntry.of, call if dist.get_rank() == rank else -1
+        self.real, self.left = FileEntry.from_file, call if dist.get_rank() == rank else -1
 
     def __call__(self, path) -> FileEntry:
         self.left -= 1
@@ -105,12 +105,12 @@ def runs(request, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
             StateWriter.write_data = real
 
     def failing(name: str, policy: str, **options) -> Any:
-        kept, FileEntry.of = FileEntry.of, FailOnce(rank=2, call=2)
+        kept, FileEntry.from_file = FileEntry.from_file, FailOnce(rank=2, call=2)
         try:
             options = SAVING | dict(on_save_failure=policy, max_steps=3) | options
             return run(folder / name, plan, options=options, then=lambda made: made.failed_saves)
         finally:
-            FileEntry.of = kept
+            FileEntry.from_file = kept
 
     def work() -> dict[str, Any]:
         seen: dict[str, Any] = {"whole": run(folder / "whole", plan, options=STEPS)}

@@ -1,3 +1,3 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints as files: manifest, folders, formats."""
+"""Files of checkpoints: folders, manifest and formats."""

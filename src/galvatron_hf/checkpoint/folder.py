@@ -1,9 +1,10 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of checkpoints: written beside, put in place by one rename, chosen, and deleted when there are too many.
+"""Creates, completes, finds and deletes the folders of checkpoints.
 
-Everything here is done by one process on a file system that all ranks share. At any moment, whatever is killed, a
-folder named `checkpoint-<step>` with a manifest is a whole checkpoint.
+One process calls these functions, on a file system that all ranks share. A checkpoint is written under another name,
+and renamed once it is complete. So a folder `checkpoint-<step>` with a manifest is always complete, whichever process
+is killed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from galvatron_hf.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
 from galvatron_hf.plan.serialization import write_file
 
 
-# Folders below a checkpoint of which every file is read.
+# Folder below a checkpoint of which every file is read.
 STATE_FOLDER = "parallel_state"
 
 _FINISHED = re.compile(r"checkpoint-(\d+)")
@@ -27,13 +28,13 @@ _UNFINISHED, _DELETED = "unfinished-", "deleted-"
 
 
 def unfinished(checkpoint: str | os.PathLike) -> Path:
-    """Where a checkpoint is written until it is complete: beside it, on the same file system."""
+    """Returns the folder in which a checkpoint is written until it is complete, next to the checkpoint."""
     checkpoint = Path(checkpoint)
     return checkpoint.with_name(_UNFINISHED + checkpoint.name)
 
 
 def sync_folder(path: str | os.PathLike) -> None:
-    """Makes the names in a folder survive a loss of power, where the file system can."""
+    """Makes the names in a folder survive a loss of power, if the file system can."""
     with contextlib.suppress(OSError):
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -43,7 +44,7 @@ def sync_folder(path: str | os.PathLike) -> None:
 
 
 def start(checkpoint: str | os.PathLike) -> Path:
-    """An empty folder to write a checkpoint into, see [`commit`]."""
+    """Creates an empty folder for a checkpoint, see [`commit`]."""
     folder = unfinished(checkpoint)
     if folder.exists():
         shutil.rmtree(folder)
@@ -52,12 +53,12 @@ def start(checkpoint: str | os.PathLike) -> Path:
 
 
 def commit(checkpoint: str | os.PathLike, manifest: Manifest, known: Mapping[str, FileEntry]) -> None:
-    """Completes what was written into [`unfinished`]: syncs it, writes the manifest, and renames the folder.
+    """Completes a checkpoint in [`unfinished`]: syncs its files, writes the manifest, and renames the folder.
 
     Args:
-        checkpoint (`str` or `os.PathLike`): the name it gets. A checkpoint that has it already is replaced.
-        manifest ([`Manifest`]): its `files` are filled in.
-        known (`Mapping[str, FileEntry]`): files that were synced and summed by whoever wrote them.
+        checkpoint (`str` or `os.PathLike`): the final name; an existing checkpoint of this name is replaced.
+        manifest ([`Manifest`]): the manifest; its `files` are filled in here.
+        known (`Mapping[str, FileEntry]`): files whose writer has synced them and computed their checksums.
     """
     checkpoint = Path(checkpoint)
     folder = unfinished(checkpoint)
@@ -68,7 +69,7 @@ def commit(checkpoint: str | os.PathLike, manifest: Manifest, known: Mapping[str
             sync_folder(path)
         elif name not in known:
             _sync_file(path)
-            files[name] = FileEntry.of(path)
+            files[name] = FileEntry.from_file(path)
     complete = Manifest(step=manifest.step, files=files, plan=manifest.plan, versions=manifest.versions)
     write_file(folder / MANIFEST_NAME, complete.to_json())
     sync_folder(folder)
@@ -85,7 +86,7 @@ def _sync_file(path: Path) -> None:
 
 
 def remove(checkpoint: str | os.PathLike) -> None:
-    """Deletes a checkpoint; one that is half deleted has another name, so that nobody takes it for whole."""
+    """Deletes a checkpoint; it is renamed first, so that a half deleted one is not taken for complete."""
     shutil.rmtree(_set_aside(Path(checkpoint)), ignore_errors=True)
 
 
@@ -97,17 +98,15 @@ def _set_aside(checkpoint: Path) -> Path:
 
 
 def prune(output_dir: str | os.PathLike, limit: int | None, keep: Iterable[str | os.PathLike | None] = ()) -> None:
-    """Deletes the oldest complete checkpoints above a limit, and what writers that died have left behind.
+    """Deletes the oldest complete checkpoints above a limit, and unfinished folders of writers that died.
 
-    Not while a checkpoint is being written.
-
-    The newest complete checkpoint stays, and so do folders that cannot be told to be complete: they may be somebody
-    else's.
+    Must not be called while a checkpoint is being written. The newest complete checkpoint stays. So do folders that
+    are not known to be complete checkpoints, because they may be somebody else's.
 
     Args:
         output_dir (`str` or `os.PathLike`): where the checkpoints are.
-        limit (`int`, *optional*): how many may stay; None or 0 for all.
-        keep (`Iterable`): checkpoints that stay in any case, for example the best one; they count.
+        limit (`int`, *optional*): number of checkpoints that stay; None or 0 for all.
+        keep (`Iterable`): checkpoints that always stay, such as the best one; they count.
     """
     kept = {Path(path).resolve() for path in keep if path is not None}
     for path in [*left_behind(output_dir), *Path(output_dir).glob(f"{_DELETED}checkpoint-*")]:
@@ -124,7 +123,7 @@ def prune(output_dir: str | os.PathLike, limit: int | None, keep: Iterable[str |
 
 
 def by_step(output_dir: str | os.PathLike) -> list[Path]:
-    """Folders named `checkpoint-<step>`, the oldest step first."""
+    """Returns the folders named `checkpoint-<step>`, the oldest step first."""
     try:
         paths = list(Path(output_dir).iterdir())
     except OSError:
@@ -134,22 +133,22 @@ def by_step(output_dir: str | os.PathLike) -> list[Path]:
 
 
 def left_behind(output_dir: str | os.PathLike) -> list[Path]:
-    """Checkpoints that were never completed."""
+    """Returns the folders of checkpoints that were never completed."""
     return sorted(Path(output_dir).glob(f"{_UNFINISHED}checkpoint-*"))
 
 
 def finish_renaming(output_dir: str | os.PathLike) -> None:
-    """Gives checkpoints their name that were complete but for it; where that name is taken, they stay as they are."""
+    """Renames unfinished checkpoints that are complete but for their name, unless the name is taken."""
     for path in left_behind(output_dir):
         checkpoint = path.with_name(path.name.removeprefix(_UNFINISHED))
         if not checkpoint.exists() and not list(structural_problems(path)):
-            with contextlib.suppress(OSError):  # then it is left out, as any other that is not complete
+            with contextlib.suppress(OSError):  # it then counts as incomplete
                 os.rename(path, checkpoint)
                 sync_folder(checkpoint.parent)
 
 
 def structural_problems(checkpoint: str | os.PathLike) -> Iterator[str]:
-    """Why a folder is no complete checkpoint, as far as names and sizes tell; reads the manifest alone."""
+    """Yields the reasons why a folder is not a complete checkpoint; reads the manifest, names and sizes."""
     try:
         manifest = Manifest.read(checkpoint)
     except ValueError as error:
@@ -159,6 +158,6 @@ def structural_problems(checkpoint: str | os.PathLike) -> Iterator[str]:
 
 
 def problems(checkpoint: str | os.PathLike) -> list[str]:
-    """Everything that is wrong with a checkpoint; reads all of it."""
+    """Returns the problems of a checkpoint; reads all files."""
     found = list(structural_problems(checkpoint))
     return found or list(Manifest.read(checkpoint).changed(checkpoint))

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face safetensors written a file at a time, so that no process ever holds the whole model."""
+"""Writes Hugging Face safetensors one file at a time, so that no process holds the whole model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\
 
 
 def meta_model(family: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A model without memory, which knows the names, shapes and ties of a family's weights."""
+    """Returns a model on the meta device, which has the names, shapes and ties of its weights."""
     with torch.device("meta"):
         model = family(config)
     model.tie_weights()
@@ -35,16 +35,16 @@ def meta_model(family: type[PreTrainedModel], config: PreTrainedConfig, dtype: t
 
 
 def weights_in(folder: str | os.PathLike) -> list[Path]:
-    """Files of weights and their index that `save_pretrained` or [`write_pretrained`] has left in a folder."""
+    """Returns the files of weights and their index that `save_pretrained` or [`write_pretrained`] has written."""
     return sorted(path for path in Path(folder).glob("model*.safetensors*") if _WEIGHTS.fullmatch(path.name))
 
 
 def weight_files(model: PreTrainedModel, max_shard_size: int | str) -> dict[str, list[str]]:
-    """Which weights of a model go into which file.
+    """Returns the names of the weights in each file of a model.
 
     Args:
         model ([`PreTrainedModel`]): may be on the meta device.
-        max_shard_size (`int` or `str`): bytes of a file, "5GB" for example; a larger weight has a file of its own.
+        max_shard_size (`int` or `str`): bytes of a file, such as "5GB"; a larger weight has a file of its own.
     """
     state = remove_tied_weights_from_state_dict(_saved(model), model)
     return _split(state, max_shard_size)
@@ -58,19 +58,20 @@ def write_pretrained(
     max_shard_size: int | str,
     writes: bool = True,
 ) -> None:
-    """Writes weights as `save_pretrained` does, holding those of one file at a time.
+    """Writes weights like `save_pretrained`, with the weights of one file in memory at a time.
 
-    Families whose files have other weights than the model (`WeightConverter`s of transformers) are held whole.
+    A family whose files have other weights than the model (`WeightConverter` of transformers) is held whole.
 
     Args:
-        model ([`PreTrainedModel`]): what [`meta_model`] returns.
-        folder (`str` or `os.PathLike`): exists, and has no weights of an earlier save.
-        gather (`Callable`): the weights with these names on a process that writes; called in the same order by all.
+        model ([`PreTrainedModel`]): result of [`meta_model`].
+        folder (`str` or `os.PathLike`): an existing folder without weights of an earlier save.
+        gather (`Callable`): returns the weights of these names on a process that writes; all ranks call it in the same
+            order.
         max_shard_size (`int` or `str`): bytes of a file.
         writes (`bool`): False on ranks that only take part in `gather`.
 
     Raises:
-        OSError: if a file cannot be written; after the last call of `gather`, so that other ranks do not wait for it.
+        OSError: if a file cannot be written; raised after the last `gather`, so that no other rank waits.
     """
     written: dict[str, tuple[int, int]] = {}
     places: dict[str, str] = {}
@@ -80,7 +81,7 @@ def write_pretrained(
             continue
         try:
             _write_file(Path(folder) / name, tensors)
-        except Exception as error:  # safetensors has its own kinds
+        except Exception as error:  # safetensors has exceptions of its own
             failed = error
         written |= {weight: (tensor.numel(), tensor.nbytes) for weight, tensor in tensors.items()}
         places |= dict.fromkeys(tensors, name)

@@ -1,9 +1,9 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest of a checkpoint: which files it has, how long they are and what their checksums are.
+"""The manifest of a checkpoint: its files with their sizes and checksums.
 
-It is written last, so that a folder with a manifest was written completely; it is read first, so that a file that was
-cut short or changed afterwards is found before anything is loaded.
+The manifest is written last: a folder that has one was written completely. It is read first: a file that was truncated
+or changed is found before anything is loaded.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file was when the checkpoint was written.
+    """Size and checksum of a file when the checkpoint was written.
 
     Args:
-        size (`int`): bytes.
+        size (`int`): bytes of the file.
         sha256 (`str`): hexadecimal digest, as `sha256sum` prints it.
     """
 
@@ -43,8 +43,8 @@ class FileEntry:
     sha256: str
 
     @classmethod
-    def of(cls, path: str | os.PathLike) -> FileEntry:
-        """Reads it off a file."""
+    def from_file(cls, path: str | os.PathLike) -> FileEntry:
+        """Reads a file and computes its entry."""
         with open(path, "rb") as file:
             digest = hashlib.file_digest(file, "sha256")
             return cls(size=file.tell(), sha256=digest.hexdigest())
@@ -52,13 +52,13 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a complete checkpoint holds.
+    """The content of a complete checkpoint.
 
     Args:
-        step (`int`): optimizer steps before it was written.
-        files (`Mapping[str, FileEntry]`): by path below the checkpoint's folder, with slashes; every file but this.
-        plan (`dict`, *optional*): the plan that it was written under, as JSON.
-        versions (`dict[str, str]`): of the libraries that wrote it.
+        step (`int`): optimizer steps before the checkpoint.
+        files (`Mapping[str, FileEntry]`): every file but the manifest, by its path below the checkpoint with slashes.
+        plan (`dict`, *optional*): the plan under which it was written, as JSON.
+        versions (`dict[str, str]`): versions of the libraries that wrote it.
     """
 
     step: int
@@ -68,20 +68,20 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: str | os.PathLike) -> Manifest:
-        """Reads and checks a checkpoint's manifest, not its files.
+        """Reads and checks the manifest of a checkpoint, not its files.
 
         Raises:
-            ValueError: if there is none, or it is not a manifest.
+            ValueError: if the folder has no valid manifest.
         """
         path = Path(folder) / MANIFEST_NAME
         raw = read_object(path, "manifest")
         try:
-            return cls._of(raw)
+            return cls._from_json(raw)
         except ValueError as error:
             raise ValueError(f"{path} is not a manifest: {error}") from None
 
     @classmethod
-    def _of(cls, raw: dict[str, Any]) -> Manifest:
+    def _from_json(cls, raw: dict[str, Any]) -> Manifest:
         check_fields("the manifest", raw, _FIELDS, required=_FIELDS)
         if type(raw["version"]) is not int or raw["version"] != VERSION:
             raise ValueError(f"version is {show(raw['version'])}, and only {VERSION} is known: update galvatron-hf")
@@ -99,12 +99,12 @@ class Manifest:
         return manifest
 
     def checksum(self) -> str:
-        """The hexadecimal SHA-256 of everything that it says, as JSON with sorted names and no spaces."""
+        """Returns the hexadecimal SHA-256 of the content, as JSON with sorted names and no spaces."""
         content = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(content.encode()).hexdigest()
 
     def to_json(self) -> str:
-        """As text, one file a line, with its own checksum last."""
+        """Returns the manifest as text, one file a line, with its own checksum last."""
         files = ",\n".join(
             f"    {json.dumps(name)}: {json.dumps({'size': entry.size, 'sha256': entry.sha256})}"
             for name, entry in sorted(self.files.items())
@@ -114,11 +114,11 @@ class Manifest:
         return "{\n" + ",\n".join(lines) + f',\n  "files": {{\n{files}\n  }},\n  "sha256": "{self.checksum()}"\n}}\n'
 
     def misplaced(self, folder: str | os.PathLike, whole: Iterable[str] = ()) -> Iterator[str]:
-        """What is wrong with the folder as far as names and sizes tell, in a few words each.
+        """Yields files that are missing, have another size, or are not in the manifest.
 
         Args:
             folder (`str` or `os.PathLike`): the checkpoint.
-            whole (`Iterable[str]`): folders below it whose every file must be in the manifest, because all are read.
+            whole (`Iterable[str]`): folders below it whose files must all be in the manifest, because all are read.
         """
         root = Path(folder)
         for name, entry in sorted(self.files.items()):
@@ -134,10 +134,10 @@ class Manifest:
                     yield f"{name} is not in the manifest"
 
     def changed(self, folder: str | os.PathLike, part: int = 0, parts: int = 1) -> Iterator[str]:
-        """Which files have another checksum; reads every `parts`-th file from number `part` on."""
+        """Yields files with another checksum; reads every `parts`-th file from number `part` on."""
         for name in sorted(self.files)[part::parts]:
             try:
-                found = FileEntry.of(Path(folder) / name)
+                found = FileEntry.from_file(Path(folder) / name)
             except OSError as error:
                 yield f"{name} cannot be read ({error.strerror})"
                 continue
@@ -146,7 +146,7 @@ class Manifest:
 
 
 def _plain_file(root: Path, name: str) -> os.stat_result | None:
-    """The status of a regular file that no link on the way leads to, else None."""
+    """Returns the status of a regular file whose path has no links, else None."""
     path = root
     for part in PurePosixPath(name).parts[:-1]:
         path = path / part
@@ -160,7 +160,7 @@ def _plain_file(root: Path, name: str) -> os.stat_result | None:
 
 
 def _checked_name(name: str) -> str:
-    """A path that stays below the checkpoint and has one spelling only."""
+    """Returns a path that stays below the checkpoint and has one spelling only; refuses any other."""
     path = PurePosixPath(name)
     escapes = path.is_absolute() or ".." in path.parts or not path.parts
     if escapes or str(path) != name or "\\" in name or not name.isprintable() or len(name) > 1024:
@@ -176,5 +176,7 @@ def _entry(name: str, raw: Any) -> FileEntry:
     check_fields(f"the entry of {show(name)}", raw, ("size", "sha256"), required=("size", "sha256"))
     check_int(f"size of {show(name)}", raw["size"], low=0, high=2**62)
     if not isinstance(raw["sha256"], str) or not _SHA256.fullmatch(raw["sha256"]):
-        raise ValueError(f"sha256 of {show(name)} is {show(raw['sha256'])}, which is none: use another checkpoint")
+        raise ValueError(
+            f"sha256 of {show(name)} is {show(raw['sha256'])}, which is not a SHA-256 digest: use another checkpoint"
+        )
     return FileEntry(size=raw["size"], sha256=raw["sha256"])

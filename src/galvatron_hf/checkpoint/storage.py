@@ -1,9 +1,9 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's distributed checkpoint in safetensors files alone: each rank's pieces with their offsets, no pickle.
+"""Stores PyTorch's distributed checkpoints in safetensors files only, without pickle.
 
-`torch.distributed.checkpoint` plans who writes and who reads which piece; its Hugging Face storage keeps the offsets
-in the headers of the files, where its file system storage has a pickled index.
+`torch.distributed.checkpoint` (DCP) plans which rank writes and reads which piece. Its Hugging Face storage keeps the
+offsets of pieces in the headers of the files; its file system storage would pickle an index.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from torch.futures import Future
 from galvatron_hf.checkpoint.manifest import FileEntry
 
 
-# A file is put together in memory before it is written.
+# A file is assembled in memory before it is written.
 MAX_FILE_BYTES = 2**30
 
 
 @dataclass(frozen=True)
 class _Written:
-    """In place of DCP's own word on where an item lies, which its safetensors files do not need."""
+    """Replaces DCP's record of the location of an item, which safetensors files do not need."""
 
     files: dict[str, FileEntry]
 
 
 class StateWriter(HuggingFaceStorageWriter):
-    """Writes the ranks' pieces, synced, and hands their checksums to the rank that completes the checkpoint.
+    """Writes and syncs the pieces of all ranks, and gives their checksums to the rank that completes the checkpoint.
 
     Args:
         folder (`str` or `os.PathLike`): created if needed.
-        complete (`Callable`, *optional*): called once, on the first rank of the group, when all ranks have written,
-            with the files by name; an error in it is everybody's.
-        max_file_bytes (`int`): how many bytes of tensors go into one file, but at least one tensor.
+        complete (`Callable`, *optional*): called once with the files by name, on the first rank of the group, after
+            all ranks have written; an error in it is raised on all ranks.
+        max_file_bytes (`int`): bytes of tensors in one file, which has at least one tensor.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class StateWriter(HuggingFaceStorageWriter):
         self._complete, self._max_file_bytes = complete, max_file_bytes
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As the parent's, with files of limited size; each rank has its own numbers."""
+        """Limits the size of files, where the parent writes one file a rank; numbers the ranks from 1."""
         return [
             replace(plan, storage_data={"shard_index": index, "fqn_to_index_mapping": self._files(plan.items)})
             for index, plan in enumerate(plans, start=1)
@@ -75,35 +75,35 @@ class StateWriter(HuggingFaceStorageWriter):
         return files
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """As the parent's; the results carry the checksums."""
+        """Writes like the parent, and returns the checksums in the results."""
         results = super().write_data(plan, planner).wait()
         names = sorted({result.storage_data.relative_path for result in results})
-        entries = _Written({name: FileEntry.of(Path(self.path) / name) for name in names})
+        entries = _Written({name: FileEntry.from_file(Path(self.path) / name) for name in names})
         done: Future[list[WriteResult]] = Future()
         done.set_result([replace(result, storage_data=entries) for result in results[:1]])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Completes the checkpoint."""
+        """Calls `complete` instead of writing DCP's index, which this format does not need."""
         files: dict[str, FileEntry] = {}
-        for of_rank in results:
-            for result in of_rank:
+        for rank_results in results:
+            for result in rank_results:
                 files |= result.storage_data.files
         if self._complete is not None:
             self._complete(files)
 
 
 class StateReader(HuggingFaceStorageReader):
-    """Reads what [`StateWriter`] wrote, whatever ranks wrote it.
+    """Reads the files of [`StateWriter`] on any number of ranks.
 
     Args:
-        folder (`str` or `os.PathLike`): where the files are.
+        folder (`str` or `os.PathLike`): folder of the files.
 
     Raises:
-        ValueError: if the folder has none.
+        ValueError: if the folder has no safetensors files.
     """
 
     def __init__(self, folder: str | os.PathLike):
         if not any(Path(folder).glob("*.safetensors")):
-            raise ValueError(f"{os.fspath(folder)} has no safetensors files; give the state of a checkpoint.")
+            raise ValueError(f"{os.fspath(folder)} has no safetensors files; give the state folder of a checkpoint.")
         super().__init__(os.fspath(folder))

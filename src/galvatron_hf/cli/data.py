@@ -54,13 +54,13 @@ def _figures(given: argparse.Namespace) -> dict[str, Any]:
     """Returns all figures as JSON values."""
     # These import torch, which the command's --help does not need.
     from galvatron_hf.data.cost import SequenceCost
-    from galvatron_hf.data.forecast import Workload, forecast_modes
+    from galvatron_hf.data.forecast import DataWorkload, forecast_modes
     from galvatron_hf.data.named_dataset import named_lengths
 
     if not 0 <= given.seed < 1 << 63:
         raise ValueError(f"seed={given.seed} is out of range: give a number from 0 to 2^63 - 1.")
     coefficients = measured_cost(given.cost) if given.cost is not None else flops(given.hidden_size, given.layers)
-    workload = Workload(
+    workload = DataWorkload(
         **{name: getattr(given, name) for name in ("batch_size", "ranks", "max_tokens")},
         steps=given.steps,
         seed=given.seed,

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What one document costs: attention is quadratic in its length, everything else linear."""
+"""The cost of a sequence: quadratic in its length for attention, linear for everything else."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ import scipy.optimize
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceCost:
-    """
-    Seconds that a sequence of `s` tokens adds to a packed micro-batch: `a * s + b * s**2 + c` (arXiv 2412.07894).
+    """Seconds that a sequence of s tokens adds to a packed micro-batch: `a * s + b * s**2 + c` (arXiv 2412.07894).
 
     Args:
-        per_token (`float`): a, of projections, MLP, embedding and head.
-        per_token_squared (`float`): b, of attention.
-        per_sequence (`float`): c, of what is done once for a document.
+        per_token (`float`): a, the cost of projections, MLP, embedding and head.
+        per_token_squared (`float`): b, the cost of attention.
+        per_sequence (`float`): c, the cost of a sequence of any length.
 
     Raises:
-        ValueError: for a coefficient that is negative or not finite.
+        ValueError: if a coefficient is negative or not finite.
     """
 
     per_token: float
@@ -35,37 +34,36 @@ class SequenceCost:
             if not (np.isfinite(value) and value >= 0):
                 raise ValueError(f"{field.name}={value}: a cost is finite and not negative; use {field.name}=0.")
 
-    def of(self, lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Seconds of each sequence, [n] for n lengths in tokens; a longer sequence never costs less."""
+    def seconds(self, lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Returns the seconds of each sequence, [n] for n lengths in tokens; a longer sequence never costs less."""
         lengths = np.asarray(lengths, dtype=np.float64)
         return self.per_token * lengths + self.per_token_squared * lengths**2 + self.per_sequence
 
 
 def fit_relative(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Coefficients [m] of `columns` [n, m], none negative, with the least squared relative error to `seconds` [n]."""
+    """Returns coefficients >= 0, [m], of `columns` [n, m] with the least squared relative error to `seconds` [n]."""
     relative = columns / seconds[:, None]
     scale = np.where(relative.any(axis=0), relative.max(axis=0), 1.0)
     return scipy.optimize.nnls(relative / scale, np.ones_like(seconds))[0] / scale
 
 
 def fit_cost(shapes: Sequence[tuple[int, int]], seconds: Sequence[float]) -> tuple[SequenceCost, float]:
-    """
-    The coefficients, none negative, with the least squared relative error, so that short sequences count too.
+    """Fits a cost with coefficients >= 0 and the least squared relative error, so that short sequences count too.
 
     Args:
-        shapes (`Sequence[tuple[int, int]]`): [n], tokens and number of the equal sequences of each timed micro-batch.
-        seconds (`Sequence[float]`): [n], what each took.
+        shapes (`Sequence[tuple[int, int]]`): [n], for each timed micro-batch the length and number of its sequences.
+        seconds (`Sequence[float]`): [n], the times of the micro-batches.
 
     Returns:
-        `tuple`: the cost of a sequence, and the seconds of a micro-batch whatever is in it.
+        `tuple`: the cost of a sequence, and the constant seconds of a micro-batch.
 
     Raises:
-        ValueError: without a measurement, for times that are not positive, or for unequally many of both.
+        ValueError: if there is no measurement, a time is not positive, or the arguments differ in length.
     """
     sizes, seconds = np.asarray(shapes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     if sizes.shape != (len(seconds), 2) or not len(seconds):
         raise ValueError(
-            f"shapes {sizes.shape} and {seconds.shape}: a fit needs (tokens, sequences) and seconds in pairs; pass as "
+            f"shapes {sizes.shape} and {seconds.shape}: a fit needs one time for each (tokens, sequences); pass as "
             "many of both, 1 or more."
         )
     if not (np.isfinite(seconds).all() and (seconds > 0).all()):
@@ -74,5 +72,5 @@ def fit_cost(shapes: Sequence[tuple[int, int]], seconds: Sequence[float]) -> tup
     columns = np.stack([count * length, count * length**2, count, np.ones_like(count)], axis=1)
     found = fit_relative(columns, seconds).tolist()
     if found[0] == found[1] == 0.0:
-        found[0] = float(seconds[-1] / (count[-1] * length[-1]))  # too noisy to tell: time is tokens
+        found[0] = float(seconds[-1] / (count[-1] * length[-1]))  # the times are too noisy: assume time per token
     return SequenceCost(per_token=found[0], per_token_squared=found[1], per_sequence=found[2]), found[3]

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What padding, grouping by length and packing make of a dataset, told by its lengths and the cost of a sequence."""
+"""Predicts the padding, imbalance and throughput of padded, grouped and packed batches of a dataset."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from galvatron_hf.data.placement import place
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
-    """How sequences become the work of ranks.
+class DataWorkload:
+    """Settings of a forecast.
 
     Args:
-        batch_size (`int`): sequences of a global batch.
-        ranks (`int`): data ranks.
-        max_tokens (`int`, *optional*): of a rank in one micro-batch, padding included; enough for a rank's whole share
-            of the longest sequences if absent.
-        steps (`int`): global batches to look at.
-        seed (`int`): of the sampler's order, and of which batches are looked at.
+        batch_size (`int`): sequences in a global batch.
+        ranks (`int`): number of data ranks.
+        max_tokens (`int`, *optional*): tokens of a rank in one micro-batch, padding included; by default enough for a
+            rank's share of a batch of the longest sequences.
+        steps (`int`): number of global batches to predict.
+        seed (`int`): seed of the sampler's order and of the choice of batches.
 
     Raises:
-        ValueError: for numbers below 1, and where ranks would have unequally many sequences.
+        ValueError: if a number is below 1, or `batch_size` is not a multiple of `ranks`.
     """
 
     batch_size: int
@@ -41,15 +41,15 @@ class Workload:
         for name in ("batch_size", "ranks", "max_tokens", "steps"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{name}={value} is less than 1: give a positive number.")
+                raise ValueError(f"{name}={value} is less than 1: give 1 or more.")
         if self.batch_size % self.ranks:
             raise ValueError(
-                f"batch_size={self.batch_size} is not a multiple of ranks={self.ranks}, by which padded rows are "
-                f"shared out: give {-(-self.batch_size // self.ranks) * self.ranks}."
+                f"batch_size={self.batch_size} is not a multiple of ranks={self.ranks}, which share padded rows "
+                f"equally: give {-(-self.batch_size // self.ranks) * self.ranks}."
             )
 
     def token_limit(self, longest: int) -> int:
-        """Tokens of a rank in one micro-batch, for sequences of at most `longest` tokens."""
+        """Returns the tokens of a rank in one micro-batch, for sequences of at most `longest` tokens."""
         if self.max_tokens is None:
             return self.batch_size // self.ranks * longest
         if self.max_tokens < longest:
@@ -60,7 +60,7 @@ class Workload:
         return self.max_tokens
 
     def padded_rows(self, longest: int) -> int:
-        """Rows of a rank's micro-batch that fit at any length: what one would set `per_device_train_batch_size` to."""
+        """Returns the rows of a micro-batch that fit at any length, the value for `per_device_train_batch_size`."""
         share = self.batch_size // self.ranks
         most = self.token_limit(longest) // longest
         return max(rows for rows in range(1, share + 1) if share % rows == 0 and rows <= most)
@@ -68,17 +68,15 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What a mode does with the batches that were looked at.
-
-    Ranks wait for each other at every micro-batch, as sharded weights make them.
+    """Prediction for one way to batch. Ranks wait for each other at every micro-batch, as with sharded weights.
 
     Args:
-        mode (`str`): its name.
-        micro_batches (`float`): of a step, on average.
-        padding (`float`): share of the computed positions that hold no token.
-        imbalance (`float`): time of the slowest ranks over that of the mean one.
-        useful_tokens (`int`): of all steps and ranks, padding not counted.
-        cost (`float`): of all steps, in the unit of the sequences' cost.
+        mode (`str`): "padded", "grouped" or "packed".
+        micro_batches (`float`): mean number of micro-batches in a step.
+        padding (`float`): share of the computed positions that are padding.
+        imbalance (`float`): time of the slowest rank / mean time of the ranks.
+        useful_tokens (`int`): tokens of all steps and ranks, without padding.
+        cost (`float`): time of all steps, in the unit of the sequences' cost.
     """
 
     mode: str
@@ -90,28 +88,28 @@ class Forecast:
 
     @property
     def speed(self) -> float:
-        """Useful tokens per unit of cost."""
+        """Useful tokens per unit of time."""
         return self.useful_tokens / self.cost
 
 
-# The computed positions of each sequence: of each micro-batch, of each rank.
-Step = Sequence[Sequence[np.ndarray]]
+# The computed positions of each sequence, [micro-batch][rank].
+StepPositions = Sequence[Sequence[np.ndarray]]
 
 
-def forecast_modes(lengths: np.ndarray, workload: Workload, cost: SequenceCost) -> list[Forecast]:
-    """Looks at global batches of one epoch, as many as asked for or there are.
+def forecast_modes(lengths: np.ndarray, workload: DataWorkload, cost: SequenceCost) -> list[Forecast]:
+    """Predicts padded, grouped and packed batches from global batches of one epoch.
 
     Args:
         lengths (`np.ndarray`): [rows], tokens of each sequence, at least 1.
-        workload (`Workload`): what is shared out, and among how many.
-        cost (`SequenceCost`): of one sequence; a padded one costs as much as one of its padded length.
+        workload ([`DataWorkload`]): settings.
+        cost ([`SequenceCost`]): cost of a sequence; a padded one costs as much as one of its padded length.
 
     Returns:
         `list[Forecast]`: padded in the sampler's order, grouped by length, packed. The first and the last have the
         same sequences.
 
     Raises:
-        ValueError: for fewer sequences than a batch has, or a sequence over `max_tokens`.
+        ValueError: if there are fewer sequences than `batch_size`, or a sequence is longer than `max_tokens`.
     """
     batches = len(lengths) // workload.batch_size
     if not batches:
@@ -136,33 +134,35 @@ def forecast_modes(lengths: np.ndarray, workload: Workload, cost: SequenceCost) 
 
 
 def _random_order(count: int, seed: int) -> list[int]:
-    """Trainer's own order of the first epoch under `data_seed`."""
+    """Returns Trainer's order of the first epoch under `data_seed`."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def _grouped_order(lengths: np.ndarray, workload: Workload) -> list[int]:
-    """Trainer's order under `train_sampling_strategy="group_by_length"`: groups have the size of one rank's share."""
+def _grouped_order(lengths: np.ndarray, workload: DataWorkload) -> list[int]:
+    """Returns Trainer's order under `train_sampling_strategy="group_by_length"`; a group is one rank's share."""
     generator = torch.Generator().manual_seed(workload.seed)
     share = workload.batch_size // workload.ranks
     return list(LengthGroupedSampler(share, lengths=lengths.tolist(), generator=generator))
 
 
-def _padded(batch: np.ndarray, ranks: int, rows: int) -> Step:
-    """A batch dealt out as plain Trainer does: the next rows to the next rank, each padded to the rank's longest."""
+def _padded(batch: np.ndarray, ranks: int, rows: int) -> StepPositions:
+    """Shares out a batch like plain Trainer: consecutive rows to each rank, padded to the longest of them."""
     dealt = batch.reshape(-1, ranks, rows)
     return np.broadcast_to(dealt.max(axis=-1, keepdims=True), dealt.shape)
 
 
-def _packed(batch: np.ndarray, ranks: int, limit: int, cost: SequenceCost) -> Step:
-    """A batch without padding, where the planner puts it."""
+def _packed(batch: np.ndarray, ranks: int, limit: int, cost: SequenceCost) -> StepPositions:
+    """Places the sequences of a batch without padding."""
     placement = place(batch, ranks, cost, max_tokens=limit)
-    return [[batch[np.asarray(own, dtype=np.int64)] for own in micro_batch] for micro_batch in placement.micro_batches]
+    return [
+        [batch[np.asarray(local, dtype=np.int64)] for local in micro_batch] for micro_batch in placement.micro_batches
+    ]
 
 
-def _forecast(mode: str, batches: list[np.ndarray], steps: list[Step], cost: SequenceCost) -> Forecast:
+def _forecast(mode: str, batches: list[np.ndarray], steps: list[StepPositions], cost: SequenceCost) -> Forecast:
     computed = sum(int(positions.sum()) for step in steps for micro_batch in step for positions in micro_batch)
     costs = np.array(
-        [[cost.of(own).sum() for own in micro_batch] for step in steps for micro_batch in step]
+        [[cost.seconds(local).sum() for local in micro_batch] for step in steps for micro_batch in step]
     )  # [micro-batches of all steps, ranks]
     slowest = costs.max(axis=1).sum()
     useful = int(sum(batch.sum() for batch in batches))

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""How long the sequences of a dataset are, before any token of them is read."""
+"""Lengths of the sequences of a dataset, without reading their tokens."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from galvatron_hf.utils.compat import row_indices
 
 
 def sequence_lengths(dataset: Any, column: str = "input_ids", length_column: str = "length") -> np.ndarray | None:
-    """Number of tokens of every row, from what stands beside the tokens.
+    """Returns the number of tokens of every row, without reading the tokens.
 
-    Of a `datasets.Dataset` Arrow's offsets tell, one for each row, whatever was selected, shuffled, sorted or
-    concatenated since. A row without a list has length 0. Where the tokens are no lists yet, a `length_column` of
-    integers is taken at its word. `Subset` and `ConcatDataset` of such datasets are followed.
+    For a `datasets.Dataset` the lengths come from Arrow's list offsets, after any select, shuffle, sort or
+    concatenation. A row without a list has length 0. If the tokens are not lists, the integers of `length_column` are
+    used. `Subset` and `ConcatDataset` of such datasets work too.
 
     Args:
-        dataset (`Any`): as given to a Trainer.
-        column (`str`, *optional*): holds the tokens.
-        length_column (`str`, *optional*): holds their number, if it is there.
+        dataset (`Any`): the dataset of a Trainer.
+        column (`str`, *optional*): name of the column of tokens.
+        length_column (`str`, *optional*): name of the column of lengths, if there is one.
 
     Returns:
-        `np.ndarray`: int64 [rows], or None where only reading the rows would tell: streams, lists, datasets of own
-        classes, and those whose rows are made by a transform when they are read.
+        `np.ndarray`: int64 [rows]; None if the rows would have to be read: streams, lists, other classes of datasets,
+        and datasets with a transform.
     """
     if _is_plain(dataset, Subset):
         lengths = sequence_lengths(dataset.dataset, column, length_column)
@@ -45,37 +45,37 @@ def sequence_lengths(dataset: Any, column: str = "input_ids", length_column: str
 
 
 def _is_plain(dataset: Any, kind: type) -> bool:
-    """Whether a dataset gives its rows as `kind` does: a subclass may make others of them."""
+    """Returns True if a dataset has the `__getitem__` of `kind`; a subclass may return other rows."""
     return isinstance(dataset, kind) and all(
         getattr(type(dataset), name, None) is getattr(kind, name, None) for name in ("__getitem__", "__getitems__")
     )
 
 
 def _arrow_lengths(dataset: datasets.Dataset, column: str, length_column: str) -> np.ndarray | None:
-    """Of the rows of a dataset without transform, through its mapping of indices."""
+    """Returns the lengths of a dataset without transform, in the order of its rows."""
     lengths = None
     if column in dataset.column_names and _is_shown(dataset, column):
         lengths = _list_lengths(dataset.data.column(column))
     if lengths is None and length_column in dataset.column_names:
-        lengths = _own_word(dataset.data.column(length_column))
+        lengths = _integer_lengths(dataset.data.column(length_column))
     indices = row_indices(dataset)
     return lengths if lengths is None or indices is None else lengths[indices]
 
 
 def _is_shown(dataset: datasets.Dataset, column: str) -> bool:
-    """Whether the rows have the column: a format may leave it out."""
+    """Returns True if the rows have the column, which a format may leave out."""
     return dataset.format["output_all_columns"] or column in dataset.format["columns"]
 
 
-def _own_word(column: pa.ChunkedArray) -> np.ndarray | None:
-    """The integers of a column of lengths; None if it holds anything else, or nothing in places."""
+def _integer_lengths(column: pa.ChunkedArray) -> np.ndarray | None:
+    """Returns the integers of a column of lengths; None if it has other values or nulls."""
     if not pa.types.is_integer(column.type) or column.null_count or (len(column) and pc.min(column).as_py() < 0):
         return None
     return column.to_numpy().astype(np.int64)
 
 
 def _list_lengths(column: pa.ChunkedArray) -> np.ndarray | None:
-    """Of lists, as their offsets tell; None if the column holds no lists."""
+    """Returns the lengths of the lists of a column; None if it has no lists."""
     kind = column.type
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
         return None
@@ -83,13 +83,12 @@ def _list_lengths(column: pa.ChunkedArray) -> np.ndarray | None:
 
 
 class LookAhead(Iterator):
-    """An iterator whose next items can be looked at before they are taken.
+    """An iterator with `peek`, which reads the next items before they are taken.
 
-    Nothing is read that was neither looked at nor taken. What the source draws from a random stream as it reads is
-    drawn in the same order, but earlier. An error of the source comes when the item in its place is taken.
+    The source is read no further than that. An error of the source is raised when the item in its place is taken.
 
     Args:
-        source (`Iterable`): such as a loader of collated batches.
+        source (`Iterable`): for example a loader of collated batches.
     """
 
     def __init__(self, source: Iterable):
@@ -98,11 +97,11 @@ class LookAhead(Iterator):
         self._end: Exception | None = None
 
     def peek(self, count: int) -> list:
-        """The next `count` items, or those left if fewer; they stay to be taken."""
+        """Returns the next `count` items, fewer at the end, without taking them."""
         while len(self._ahead) < count and self._end is None:
             try:
                 self._ahead.append(next(self._source))
-            except Exception as error:  # kept for the one who takes this item; the end of the source is one too
+            except Exception as error:  # raised when this item is taken; StopIteration too
                 self._end = error
         return list(self._ahead)[:count]
 

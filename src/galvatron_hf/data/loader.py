@@ -1,9 +1,8 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Global batches: read and collated once, on rank 0, and given to every rank.
+"""Global batches: read and collated once, on rank 0, and broadcast to every rank.
 
-One reader makes any collator right, random ones too: all ranks see one result, drawn from the stream that a single
-process would have used, and nothing is tokenised twice.
+One reader works with any collator, random ones too: all ranks get the batch of a single process.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ from galvatron_hf.utils.compat import register_dataloader, unregister_dataloader
 
 
 class RankBatch(dict):
-    """A rank's own rows of a global batch, with the global batch beside them.
+    """A rank's rows of a global batch; the global batch is its attribute `whole`.
 
-    What counts rows or tokens per rank and sums over ranks (input tokens seen, FLOPs, metrics' inputs) counts each row
-    once.
+    Trainer sums over ranks what it counts in each rank's rows (tokens seen, FLOPs): each row is counted once.
 
     Args:
         rows (`dict[str, Any]`): this rank's rows.
-        whole (`dict[str, Any]`): all rows, the same on every rank.
+        whole (`dict[str, Any]`): all rows, equal on every rank.
     """
 
     def __init__(self, rows: dict[str, Any], whole: dict[str, Any]):
@@ -37,14 +35,14 @@ class RankBatch(dict):
 
 
 def batch_rows(batch: dict[str, Any]) -> int:
-    """Number of rows of a batch: the first dimension of its ids, or else of its first tensor."""
+    """Returns the number of rows of a batch: the first dimension of `input_ids`, or else of its first tensor."""
     if isinstance(batch.get("input_ids"), torch.Tensor):
         return batch["input_ids"].shape[0]
     return next(value.shape[0] for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim > 0)
 
 
 def take_rows(batch: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-    """Rows [start, stop) of every tensor that has the batch's number of rows; other values are kept."""
+    """Returns rows [start, stop) of every tensor that has the batch's number of rows; keeps other values."""
     rows = batch_rows(batch)
     return {
         name: value[start:stop] if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == rows else value
@@ -53,27 +51,27 @@ def take_rows(batch: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
 
 
 def local_share(batch: dict[str, Any], rank: int, world_size: int) -> RankBatch:
-    """A rank's share for counting: every row belongs to exactly one rank, some ranks may have none."""
+    """Returns a rank's share for counting: every row belongs to one rank, and some ranks may have none."""
     rows = batch_rows(batch)
     return RankBatch(take_rows(batch, rank * rows // world_size, (rank + 1) * rows // world_size), batch)
 
 
 def equal_share(batch: dict[str, Any], rank: int, world_size: int) -> RankBatch:
-    """A rank's share for gathering: all ranks have equally many rows, the last row is repeated to fill them up."""
+    """Returns a rank's share for gathering: all ranks have equally many rows; the last row is repeated as padding."""
     rows = batch_rows(batch)
     share = -(-rows // world_size)
     index = torch.arange(rank * share, (rank + 1) * share).clamp(max=rows - 1)
-    own = {
+    local = {
         name: value[index.to(value.device)]
         if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == rows
         else value
         for name, value in batch.items()
     }
-    return RankBatch(own, batch)
+    return RankBatch(local, batch)
 
 
 def fill_rows(batch: dict[str, Any], rows: int) -> dict[str, Any]:
-    """Repeats the last row, without targets, until there are `rows`."""
+    """Appends copies of the last row, without targets, until there are `rows` rows."""
     real = batch_rows(batch)
     if real >= rows:
         return batch
@@ -88,14 +86,14 @@ def fill_rows(batch: dict[str, Any], rows: int) -> dict[str, Any]:
 
 
 def join_batches(batches: list[dict[str, Any]], pad_token_id: int) -> dict[str, Any]:
-    """Joins batches by rows; shorter ones get positions behind their last that no loss counts.
+    """Joins batches by rows; shorter ones are padded with positions that have no target.
 
     Args:
         batches (`list[dict]`): tensors [B_i, S_i] (or [B_i, ...] of equal trailing shape).
-        pad_token_id (`int`): for `input_ids`.
+        pad_token_id (`int`): padding of `input_ids`.
 
     Raises:
-        ValueError: for tensors that differ in more than their number of rows and positions.
+        ValueError: if tensors differ in more than their number of rows and positions.
     """
     batches = [batch for batch in batches if batch_rows(batch) > 0] or batches[:1]
     if len(batches) == 1:
@@ -107,7 +105,7 @@ def join_batches(batches: list[dict[str, Any]], pad_token_id: int) -> dict[str, 
         if not isinstance(first, torch.Tensor) or first.ndim == 0:
             joined[name] = first
             continue
-        # One row for all of a batch, as position ids may be, is one for each of its rows.
+        # Position ids may have one row for all rows of a batch.
         counts = [batch_rows(batch) for batch in batches]
         values = [
             value.expand(count, *value.shape[1:]) if value.shape[0] == 1 else value
@@ -131,16 +129,16 @@ def _lengthen(tensor: torch.Tensor, length: int, value: int) -> torch.Tensor:
 
 
 def read_once(read: Callable[[], Any]) -> Any:
-    """The result of `read` on rank 0, on every rank; collective.
+    """Calls `read` on rank 0 and returns its result on every rank; collective.
 
     Raises:
-        RuntimeError: on all ranks, if rank 0's read failed, so that none is left waiting.
+        RuntimeError: on every other rank, if `read` failed; rank 0 raises the error itself.
     """
     result, failure = None, None
     if dist.get_rank() == 0:
         try:
             result = read()
-        except Exception as error:  # handed to the other ranks before it goes on
+        except Exception as error:  # told to the other ranks before it is raised
             failure = error
     message = [(result, None if failure is None else f"{type(failure).__name__}: {failure}")]
     dist.broadcast_object_list(message, src=0)
@@ -153,10 +151,10 @@ def read_once(read: Callable[[], Any]) -> Any:
 
 
 class GlobalBatchLoader(DataLoaderStateMixin):
-    """Iterates over a loader's global batches on every rank, giving each rank an equal share to gather metrics from.
+    """Iterates over a loader's global batches on every rank, and gives each rank an equal share for metrics.
 
     Args:
-        loader (`DataLoader`): prepared for one process; only rank 0 reads from it.
+        loader (`DataLoader`): a loader prepared for one process; only rank 0 reads from it.
     """
 
     def __init__(self, loader: DataLoader):
@@ -183,7 +181,7 @@ class GlobalBatchLoader(DataLoaderStateMixin):
             while following is not None:
                 batch, following = following, read_once(lambda: next(iterator, None))
                 self.end_of_dataloader = following is None
-                # As accelerate's for one process: the rows of a smaller last batch.
+                # As in accelerate for one process: the rows of a smaller last batch.
                 self.remainder = batch_rows(batch) if batch_rows(batch) < self.total_batch_size else 0
                 yield equal_share(batch, rank, world_size)
         finally:

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""A dataset by its name: a folder, a file, or an id on the Hub, as the lengths of its sequences."""
+"""Opens a dataset by its name (folder, file or id on the Hub) and returns the lengths of its sequences."""
 
 from __future__ import annotations
 
@@ -13,33 +13,35 @@ from datasets.exceptions import DatasetsError
 from galvatron_hf.data.lengths import sequence_lengths
 
 
-_DIGITS = 9  # of a length: billions of them have a sum of 64 bits
+_DIGITS = 9  # of a length, so that a sum of billions of lengths has 64 bits
 _BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 
 
 def named_lengths(
     name: str, *, split: str | None = None, column: str = "input_ids", config: str | None = None
 ) -> np.ndarray:
-    """Number of tokens of every row of a dataset.
+    """Returns the number of tokens of every row of a dataset.
 
     Args:
         name (`str`): a folder written by `save_to_disk`; a `.parquet`, `.json`, `.jsonl` or `.arrow` file of rows; any
             other file, with one length in each line; or an id on the Hub.
         split (`str`, *optional*): as `load_dataset` understands it; `train` if absent.
-        column (`str`, *optional*): holds the token ids.
-        config (`str`, *optional*): the configuration of a dataset of the Hub.
+        column (`str`, *optional*): name of the column of token ids.
+        config (`str`, *optional*): configuration of a dataset on the Hub.
 
     Returns:
         `np.ndarray`: int64 [rows].
 
     Raises:
-        ValueError: for what cannot be opened, and for rows that are not of tokens.
+        ValueError: if the dataset cannot be opened, or has no lists of token ids.
     """
     path = Path(name)
     if path.is_file() and path.suffix not in (*_BUILDERS, ".arrow"):
         for what, given in (("split", split), ("config", config)):
             if given is not None:
-                raise ValueError(f"{what}={given!r}, but {name!r} is a file of lengths, which has none: leave it out.")
+                raise ValueError(
+                    f"{what}={given!r}, but {name!r} is a file of lengths, which has no {what}: leave it out."
+                )
         return _written_lengths(path)
     try:
         dataset = _open(path, name, split, config)
@@ -77,7 +79,7 @@ def _one_split(dataset: Dataset | DatasetDict, split: str | None) -> Dataset:
 
 
 def _written_lengths(path: Path) -> np.ndarray:
-    """The numbers of a text file, one in each line."""
+    """Reads the numbers of a text file, one in each line."""
     lengths = []
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
@@ -85,7 +87,7 @@ def _written_lengths(path: Path) -> np.ndarray:
                 continue
             if not line.strip().isdecimal():
                 raise ValueError(
-                    f"Line {number} of {str(path)!r} is {line.strip()[:40]!r}, which is no length: write one "
+                    f"Line {number} of {str(path)!r} is {line.strip()[:40]!r}, which is not a length: write one "
                     "number of tokens in each line."
                 )
             if len(line.strip()) > _DIGITS:

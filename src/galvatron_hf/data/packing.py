@@ -1,9 +1,9 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""From a padded global batch to its documents, and from documents to packed micro-batches.
+"""Takes the documents out of padded global batches, and packs them into micro-batches.
 
-Both keep what the batch asks for: which tokens are predicted from which, at which positions. So the sum of the losses
-is that of the padded batch, whatever is packed with what.
+Each document keeps its tokens, targets and positions. So the sum of the losses is that of the padded batch for any
+placement.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from galvatron_hf.parallel.activation.documents import PADDING, Documents
 
 
 _PACKED = {"input_ids", "attention_mask", "position_ids", "labels", "shift_labels"}
-# Bounds of documents for other kernels; position_ids say the same.
+# Bounds of documents for other kernels; position_ids contain the same.
 BOUNDS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 LONG_SEQUENCES = ("error", "truncate", "split")
 
 
 class NotPackable(ValueError):
-    """Why the rows of a batch cannot be packed without changing what is computed, in one sentence."""
+    """The rows of a batch cannot be packed without changing the result; the message is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """The documents of a global batch one behind the other, in the batch's order, without padding.
+    """The documents of a global batch, concatenated in the batch's order without padding.
 
     Attributes:
         input_ids, targets, position_ids (`torch.Tensor`): [T], int64, on the CPU; a target is the token to predict at
             a position, -100 for none.
         bounds (`np.ndarray`): [n + 1], offsets at which documents begin, and the end of the last.
-        rows (`np.ndarray`): [n], the row of the global batch that each comes from.
-        cut (`int`): documents that were longer than allowed.
+        rows (`np.ndarray`): [n], the row of the global batch of each document.
+        cut (`int`): number of documents that were too long.
     """
 
     input_ids: torch.Tensor
@@ -55,8 +55,8 @@ class Sequences:
         return np.diff(self.bounds)
 
     @classmethod
-    def of(cls, batches: Sequence[Mapping[str, Any]]) -> Sequences:
-        """Those of all batches of a step, in order; their rows are counted on. See [`unpad`]."""
+    def from_batches(cls, batches: Sequence[Mapping[str, Any]]) -> Sequences:
+        """Returns the documents of all batches of a step in order, with consecutive rows. See [`unpad`]."""
         parts = [unpad(batch) for batch in batches]
         tokens = np.cumsum([0, *(part.bounds[-1] for part in parts[:-1])])
         rows = np.cumsum([0, *(len(batch["input_ids"]) for batch in batches[:-1])])
@@ -71,14 +71,14 @@ class Sequences:
 
 
 def unpad(batch: Mapping[str, Any]) -> Sequences:
-    """The documents of a batch as a collator has made it.
+    """Returns the documents of a batch from a collator.
 
-    A row is one document, unless the batch has no attention mask and its position ids begin anew inside a row: then
-    the row was packed already, and each document counts by itself, as in the Hugging Face models.
+    A row is one document. If the batch has no attention mask and position ids start again inside a row, the row was
+    packed already, and its documents are separated as in the Hugging Face models.
 
     Args:
-        batch (`Mapping[str, Any]`): [B, S] tensors: `input_ids`, and `attention_mask`, `position_ids`, `labels` or
-            `shift_labels` if there are.
+        batch (`Mapping[str, Any]`): [B, S] tensors: `input_ids`, `labels` or `shift_labels`, and optionally
+            `attention_mask` and `position_ids`.
 
     Raises:
         NotPackable: for other inputs, masks with holes, and targets at masked positions.
@@ -86,7 +86,7 @@ def unpad(batch: Mapping[str, Any]) -> Sequences:
     known = _PACKED | BOUNDS if batch.get("position_ids") is not None else _PACKED
     others = [name for name, value in batch.items() if isinstance(value, torch.Tensor) and name not in known]
     if others:
-        raise NotPackable(f"the batch has {others[0]!r}, and it is not known how to pack that")
+        raise NotPackable(f"the batch has {others[0]!r}, which cannot be packed")
     ids = batch["input_ids"]
     if ids.ndim != 2:
         raise NotPackable(f"input_ids have the shape {tuple(ids.shape)} instead of [rows, positions]")
@@ -130,12 +130,12 @@ def _targets(batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 class Pieces(NamedTuple):
-    """What is kept of documents that may be too long, in order: three arrays [m].
+    """The pieces that are kept of documents, in order: three arrays [m].
 
     Attributes:
-        documents (`np.ndarray`): the index of the document that each piece comes from.
-        starts (`np.ndarray`): the token of its document at which it begins.
-        lengths (`np.ndarray`): its tokens.
+        documents (`np.ndarray`): index of the document of each piece.
+        starts (`np.ndarray`): first token of each piece in its document.
+        lengths (`np.ndarray`): tokens of each piece.
     """
 
     documents: np.ndarray
@@ -144,18 +144,18 @@ class Pieces(NamedTuple):
 
 
 def pieces(lengths: np.ndarray, longest: int, policy: str, rows: np.ndarray | None = None) -> Pieces:
-    """Documents of at most `longest` tokens, told by lengths alone.
+    """Cuts documents into pieces of at most `longest` tokens, from their lengths alone.
 
     Args:
         lengths (`np.ndarray`): [n], tokens of each document, at least 1.
         longest (`int`): tokens that a document may have.
-        policy (`str`): what becomes of longer ones: "truncate" keeps their beginning, "split" makes documents of their
-            pieces, "error" refuses them.
-        rows (`np.ndarray`, *optional*): [n], the row of the global batch that each comes from, for the error; by
-            default their numbers.
+        policy (`str`): treatment of longer documents: "truncate" keeps the beginning, "split" makes a document of each
+            piece, "error" refuses them.
+        rows (`np.ndarray`, *optional*): [n], the row of the global batch of each document, for the error message; by
+            default 0 to n - 1.
 
     Raises:
-        ValueError: for a longer document, if the policy says so.
+        ValueError: for a longer document under the policy "error".
     """
     long = np.flatnonzero(lengths > longest)
     if policy == "error" and len(long):
@@ -171,9 +171,9 @@ def pieces(lengths: np.ndarray, longest: int, policy: str, rows: np.ndarray | No
 
 
 def limit_lengths(sequences: Sequences, longest: int, policy: str) -> Sequences:
-    """The [`pieces`] of documents; arguments and errors are theirs.
+    """Cuts documents into [`pieces`], with the same arguments and errors.
 
-    Positions begin anew in each piece. The last token of what is cut off has no target.
+    Positions start again in each piece. The last token before a cut has no target.
     """
     lengths = sequences.lengths
     kept = pieces(lengths, longest, policy, sequences.rows)
@@ -198,17 +198,16 @@ def limit_lengths(sequences: Sequences, longest: int, policy: str) -> Sequences:
 
 
 def pack(sequences: Sequences, placement: Placement, multiple: int, pad_token_id: int) -> list[dict[str, Any]]:
-    """Packed micro-batches, for [`ParallelModel.forward_backward`].
+    """Packs documents into the micro-batches of [`ParallelModel.forward_backward`].
 
     Args:
         sequences ([`Sequences`]): the documents.
-        placement ([`Placement`]): which of them go into which pack of which micro-batch.
-        multiple (`int`): positions of a pack are a multiple of it; a document of padding fills it up, an empty pack
-            too.
-        pad_token_id (`int`): what padding consists of.
+        placement ([`Placement`]): the documents of each pack of each micro-batch.
+        multiple (`int`): each pack, also an empty one, is padded to a multiple of so many positions, at least one.
+        pad_token_id (`int`): token of the padding.
 
     Returns:
-        `list[dict]`: of each micro-batch `input_ids`, `position_ids`, `shift_labels` [1, T] and `documents`.
+        `list[dict]`: for each micro-batch `input_ids`, `position_ids`, `shift_labels` [1, T] and `documents`.
     """
     return [_micro_batch(sequences, packs, multiple, pad_token_id) for packs in placement.micro_batches]
 
@@ -216,11 +215,11 @@ def pack(sequences: Sequences, placement: Placement, multiple: int, pad_token_id
 def _micro_batch(
     sequences: Sequences, packs: Sequence[Sequence[int]], multiple: int, pad_token_id: int
 ) -> dict[str, Any]:
-    tokens: list[np.ndarray] = []  # where each document's tokens are; -1 for padding
+    tokens: list[np.ndarray] = []  # indices of each document's tokens; -1 for padding
     bounds, cuts, rows = [0], [0], []
     lengths = sequences.lengths
     for pack_ in packs:
-        # Neighbours of equal length share one call of the attention kernel.
+        # Neighbouring documents of equal length share one call of the attention kernel.
         for index in sorted(pack_, key=lambda index: lengths[index]):
             start, stop = sequences.bounds[index : index + 2]
             tokens.append(np.arange(start, stop))

@@ -1,10 +1,10 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Items with a cost and a size into bins with a capacity, so that the slowest bins are fast.
+"""Heuristics that assign items with a cost and a size to bins with a capacity, so that the slowest bins are fast.
 
-Bins stand in groups, and what is minimised is the sum over groups of their most loaded bin. One group is the classic
-problem of identical parallel machines (P||Cmax). Items come longest first: neither cost nor tokens grow along them.
-An assignment is an int array [n]: the bin of each item, `group * width + place`.
+Bins form groups. The objective is the sum over groups of the load of the most loaded bin. With one group this is the
+problem of identical parallel machines (P||Cmax). Items are ordered longest first, so costs and tokens never grow.
+An assignment is an int array [n]: the bin of each item, numbered `group * width + bin in the group`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 
 
-_PARTNERS = 8  # bins with the largest gaps, among which local search looks first
-_STEP = 4000  # comparisons that take as long as whatever else one look takes
-_CLOSE = 1e-4  # a slowest bin this near to its group's mean is left alone
+_PARTNERS = 8  # bins with the largest gaps, which local search tries first
+_STEP = 4000  # fixed cost of one search, in comparisons
+_CLOSE = 1e-4  # local search skips a group whose slowest bin is this near to its mean
 
 
 @dataclass(frozen=True, kw_only=True)
 class Items:
-    """
-    What is to be placed, longest first.
+    """Items to be assigned, longest first.
 
     Args:
         costs (`np.ndarray`): [n], seconds, never growing.
@@ -40,13 +39,12 @@ class Items:
 
 @dataclass(frozen=True, kw_only=True)
 class Bins:
-    """
-    Where items go.
+    """Groups of bins of equal capacity.
 
     Args:
-        groups (`int`): Groups of bins that wait for each other.
-        width (`int`): Bins of a group.
-        max_tokens (`int`): That one bin holds.
+        groups (`int`): number of groups; the bins of a group wait for each other.
+        width (`int`): bins in a group.
+        max_tokens (`int`): capacity of a bin.
     """
 
     groups: int
@@ -58,38 +56,37 @@ class Bins:
         return self.groups * self.width
 
     def flat(self) -> Bins:
-        """The same bins in one group."""
+        """Returns the same bins in one group."""
         return Bins(groups=1, width=self.count, max_tokens=self.max_tokens)
 
     def loads(self, items: Items, assignment: np.ndarray) -> np.ndarray:
-        """Seconds of each bin, [groups, width]."""
+        """Returns the seconds of each bin, [groups, width]."""
         return np.bincount(assignment, items.costs, self.count).reshape(self.groups, self.width)
 
     def peaks(self, items: Items, assignment: np.ndarray) -> float:
-        """The sum over groups of their most loaded bin."""
+        """Returns the sum over groups of the seconds of the most loaded bin."""
         return float(self.loads(items, assignment).max(axis=1).sum())
 
     def regroup(self, items: Items, assignment: np.ndarray) -> np.ndarray:
-        """The same bins, the most loaded ones in the first group: of all groupings the one with the smallest sum."""
+        """Regroups the bins, most loaded first: the grouping with the smallest sum of peaks."""
         order = np.argsort(-self.loads(items, assignment).ravel(), kind="stable")
-        place = np.empty_like(order)
-        place[order] = np.arange(self.count)
-        return place[assignment]
+        bin_ = np.empty_like(order)
+        bin_[order] = np.arange(self.count)
+        return bin_[assignment]
 
 
 def longest_first(items: Items, bins: Bins, held: np.ndarray | None = None) -> np.ndarray | None:
-    """
-    Each item in turn into the bin, among those with room, that is farthest below the slowest of its group.
+    """Assigns each item to the bin with room that is farthest below the slowest bin of its group.
 
-    With one group that bin is the least loaded one. With more, a group's slowest bin is raised only when no gap is
-    wide enough, so that what is long gathers in few groups and what is short fills them up; and then that of the group
-    with the most bins that still have room.
+    With one group this is the least loaded bin. With several groups, a group's peak is raised only if no gap is wide
+    enough; the group with the most bins with room is then chosen. So long items gather in few groups, and short items
+    fill the gaps.
 
     Args:
-        held (`np.ndarray`, *optional*): an assignment to go on from; -1 is not placed yet.
+        held (`np.ndarray`, *optional*): an assignment to start from; -1 marks items that are not assigned yet.
 
     Returns:
-        The assignment, or `None` when an item found no room.
+        The assignment, or `None` if an item has no room.
     """
     assignment = np.full(len(items), -1) if held is None else held.copy()
     placed, width = assignment >= 0, bins.width
@@ -100,80 +97,77 @@ def longest_first(items: Items, bins: Bins, held: np.ndarray | None = None) -> n
         heapq.heapify(heap)
     peaks = [max(load[g * width : (g + 1) * width]) for g in range(bins.groups)]
     gaps = [peak - heap[0][0] for peak, heap in zip(peaks, heaps, strict=True)]
-    full: list[tuple[float, int]] = []  # bins without room for an item as long as this one, the emptiest first
+    full: list[tuple[float, int]] = []  # bins without room for the current item, the emptiest first
     costs, tokens, chosen = items.costs.tolist(), items.tokens.tolist(), assignment.tolist()
     for item in np.flatnonzero(~placed).tolist():
         limit = bins.max_tokens - tokens[item]
         while full and full[0][0] <= limit:
-            place = heapq.heappop(full)[1]
-            group = place // width
-            heapq.heappush(heaps[group], (load[place], place))
+            bin_ = heapq.heappop(full)[1]
+            group = bin_ // width
+            heapq.heappush(heaps[group], (load[bin_], bin_))
             gaps[group] = peaks[group] - heaps[group][0][0]
         while True:
             group = gaps.index(max(gaps))
-            if gaps[group] < costs[item] and bins.groups > 1:  # some peak rises: best where most bins can follow
+            if gaps[group] < costs[item] and bins.groups > 1:  # a peak must rise: choose the group with the most bins
                 group = max(range(bins.groups), key=lambda g: (len(heaps[g]), gaps[g], -g))
             heap = heaps[group]
             if not heap:
                 return None
-            place = heap[0][1]
-            if used[place] <= limit:
+            bin_ = heap[0][1]
+            if used[bin_] <= limit:
                 break
             heapq.heappop(heap)
-            heapq.heappush(full, (used[place], place))
+            heapq.heappush(full, (used[bin_], bin_))
             gaps[group] = peaks[group] - heap[0][0] if heap else -1.0
-        chosen[item] = place
-        used[place] += tokens[item]
-        load[place] += costs[item]
-        heapq.heapreplace(heap, (load[place], place))
-        peaks[group] = max(peaks[group], load[place])
+        chosen[item] = bin_
+        used[bin_] += tokens[item]
+        load[bin_] += costs[item]
+        heapq.heapreplace(heap, (load[bin_], bin_))
+        peaks[group] = max(peaks[group], load[bin_])
         gaps[group] = peaks[group] - heap[0][0]
     return np.array(chosen, dtype=np.int64)
 
 
 def best_fit(items: Items, bins: Bins) -> np.ndarray | None:
-    """Each item in turn into the fullest bin that has room (best-fit decreasing), or `None`; costs play no part."""
-    rooms = [(bins.max_tokens, place) for place in range(bins.count)]
+    """Assigns each item to the fullest bin with room (best-fit decreasing), whatever its cost; `None` if full."""
+    rooms = [(bins.max_tokens, bin_) for bin_ in range(bins.count)]
     chosen = []
     for tokens in items.tokens.tolist():
         index = bisect_left(rooms, (tokens, -1))
         if index == len(rooms):
             return None
-        room, place = rooms.pop(index)
-        insort(rooms, (room - tokens, place))
-        chosen.append(place)
+        room, bin_ = rooms.pop(index)
+        insort(rooms, (room - tokens, bin_))
+        chosen.append(bin_)
     return np.array(chosen, dtype=np.int64)
 
 
 def karmarkar_karp(items: Items, bins: Bins) -> np.ndarray | None:
-    """
-    Largest differencing for as many ways as there are bins; what exceeds a bin's tokens is placed longest first.
+    """Partitions the items by largest differencing; items above a bin's capacity are then assigned longest first.
 
     Args:
-        bins (`Bins`): their groups play no part.
+        bins (`Bins`): the bins; their groups are ignored.
 
     Returns:
-        The assignment, or `None` when an item found no room.
+        The assignment, or `None` if an item has no room.
     """
     assignment = _largest_differencing(items.costs.tolist(), bins.count)
     used = [0] * bins.count
     held = assignment.tolist()
-    for item, (place, tokens) in enumerate(zip(held, items.tokens.tolist(), strict=True)):
-        if used[place] + tokens > bins.max_tokens:
+    for item, (bin_, tokens) in enumerate(zip(held, items.tokens.tolist(), strict=True)):
+        if used[bin_] + tokens > bins.max_tokens:
             held[item] = -1
         else:
-            used[place] += tokens
+            used[bin_] += tokens
     return longest_first(items, bins.flat(), np.array(held, dtype=np.int64))
 
 
 def _largest_differencing(costs: list[float], ways: int) -> np.ndarray:
-    """
-    The two partial partitions with the largest spreads become one, the largest part of each joined to the smallest of
-    the other, until one is left (Karmarkar and Karp, 1982).
+    """Joins the two partial partitions with the largest spreads until one is left (Karmarkar and Karp, 1982).
 
-    A partition is the ascending list of its parts that are not empty, each a (load, first item). The united one takes
-    the place of the larger in ties, hence grows by single items until no part is empty: these cheap unions are nearly
-    all there are.
+    The largest part of one is joined to the smallest part of the other. A partition is the ascending list of its
+    non-empty parts, each a (load, first item). In ties the joined partition comes first, so that it grows by single
+    items until no part is empty: nearly all joins are of this cheap kind.
     """
     if not costs:
         return np.empty(0, dtype=np.int64)
@@ -195,7 +189,7 @@ def _largest_differencing(costs: list[float], ways: int) -> np.ndarray:
         if singles < len(costs) and (-costs[singles], singles) < partition:
             heapq.heappush(waiting, partition)
             partition = None
-    place_of = {item: place for place, (_, item) in enumerate(partition[2])}
+    place_of = {item: bin_ for bin_, (_, item) in enumerate(partition[2])}
     result = np.empty(len(costs), dtype=np.int64)
     for item in range(len(costs)):
         root = item
@@ -206,8 +200,8 @@ def _largest_differencing(costs: list[float], ways: int) -> np.ndarray:
 
 
 def _joined(parts: list, others: list, ways: int, joined_to: list[int]) -> list:
-    """Two partial partitions as one; `parts` is used up."""
-    joins = max(0, len(parts) + len(others) - ways)  # pairs of which neither part is empty
+    """Joins two partial partitions; changes `parts`."""
+    joins = max(0, len(parts) + len(others) - ways)  # number of pairs without an empty part
     united = others[joins:]
     for (load, item), (more, other) in zip(parts, others[:joins][::-1], strict=False):
         joined_to[other] = item
@@ -220,17 +214,15 @@ def _joined(parts: list, others: list, ways: int, joined_to: list[int]) -> list:
 
 
 def local_search(items: Items, bins: Bins, assignment: np.ndarray, comparisons: int) -> tuple[np.ndarray, int]:
-    """
-    Moves an item out of a group's slowest bin, or swaps it for a cheaper one, as long as both bins end below where
-    that bin was, each measured from the peak of its own group.
+    """Moves an item out of a group's slowest bin, or swaps it for a cheaper one, while this lowers the bin.
 
-    No group's slowest bin becomes slower, and each step lowers one of them or leaves fewer bins that slow, so it ends.
+    After a step, no group has a higher peak, and a peak is lower or fewer bins are at a peak. So the search ends.
 
     Args:
-        comparisons (`int`): Pairs of items after which it ends in any case, so that all callers see the same result.
+        comparisons (`int`): pairs of items to compare at most; a count, not a time, gives the same result everywhere.
 
     Returns:
-        The assignment and how many comparisons are left.
+        The assignment and the number of comparisons that are left.
     """
     assignment = assignment.copy()
     load = bins.loads(items, assignment).ravel()
@@ -268,26 +260,25 @@ def local_search(items: Items, bins: Bins, assignment: np.ndarray, comparisons: 
 def _best_exchange(
     items: Items, assignment: np.ndarray, slow: int, partners: np.ndarray, gaps: np.ndarray, room: np.ndarray
 ) -> tuple[tuple[int, int | None, int] | None, int]:
-    """The item to leave `slow`, the one to come for it (or `None`) and from which bin; and the pairs compared."""
+    """Returns (item that leaves `slow`, item that comes back or `None`, other bin), and the pairs compared."""
     partners = partners[gaps[partners] > 0]
     wanted = np.zeros(len(gaps), dtype=bool)
     wanted[partners] = True
     mine, theirs = np.flatnonzero(assignment == slow), np.flatnonzero(wanted[assignment])
-    homes = np.concatenate(
-        [assignment[theirs], partners]
-    )  # each partner once more, for a move that takes nothing back
+    # Each partner once more, for a move without an item that comes back.
+    homes = np.concatenate([assignment[theirs], partners])
     costs = np.concatenate([items.costs[theirs], np.zeros(len(partners))])
     tokens = np.concatenate([items.tokens[theirs], np.zeros(len(partners), dtype=items.tokens.dtype)])
     compared = len(mine) * len(homes)
     if not compared:
         return None, 0
     moved = items.costs[mine][:, None] - costs
-    # How far the worse of both bins is above the old peak of its group.
+    # Load of the worse of both bins above the old peak of its group.
     score = np.maximum(-moved, moved - gaps[homes])
     score[items.tokens[mine][:, None] > tokens + room[homes]] = np.inf
     best = int(score.argmin())
     row, column = divmod(best, len(homes))
-    # Below the rounding of sums, "lower" would mean nothing and might go on for ever.
+    # A gain below the rounding of sums might repeat for ever.
     if not score[row, column] < -1e-12 * items.costs.sum():
         return None, compared
     back = int(theirs[column]) if column < len(theirs) else None

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The best assignment of a few items to bins, as a mixed-integer program that HiGHS solves."""
+"""Finds the best assignment of a few items to bins by a mixed-integer program (HiGHS)."""
 
 from __future__ import annotations
 
@@ -11,32 +11,31 @@ import scipy.sparse
 from galvatron_hf.data.partition import Bins, Items
 
 
-_LARGEST = 1500  # choices of a bin for an item; beyond, the search may not end in reasonable time
+_LARGEST = 1500  # items * bins; larger searches may not end in reasonable time
 _SOLVED, _INFEASIBLE = 0, 2  # of scipy.optimize.milp
 
 
 class TooLargeError(ValueError):
-    """A case that is too large to be solved to the end."""
+    """The case is too large for an exact solution."""
 
 
 def solve(
     items: Items, bins: Bins, *, overhead: float = 0.0, least_groups: int = 1, effort: int | None = None
 ) -> np.ndarray | None:
-    """
-    Minimises the sum over groups of the most loaded bin, and `overhead` for each group used beyond the fewest.
+    """Minimises sum of peaks + `overhead` * used groups, where a group's peak is the load of its most loaded bin.
 
-    Variables are, in this order: whether item i is in bin b [n * bins], the peak of each group, whether it is used.
-    Groups stand by falling peak, which leaves one of their equal permutations.
+    Variables, in this order: item i is in bin b [n * bins], the peak of each group, the group is used. Groups are
+    ordered by falling peak, which excludes equal permutations. The first `least_groups` groups cost no overhead.
 
     Args:
-        effort (`int`, *optional*): Nodes of the search times items times bins, after which it is given up; a clock
-            would give one placement here and another there.
+        effort (`int`, *optional*): limit of nodes * items * bins; a limit of time would give different placements on
+            different machines.
 
     Returns:
-        The assignment, whose first groups are the used ones, or `None` when the items do not fit.
+        The assignment, whose first groups are the used ones, or `None` if the items do not fit.
 
     Raises:
-        TooLargeError: when there are too many items and bins, or the search does not come to an end.
+        TooLargeError: if there are too many items and bins, or the search does not end within `effort`.
     """
     n, width, groups = len(items), bins.count, bins.groups
     if n * width > _LARGEST:
@@ -56,11 +55,11 @@ def solve(
     for item in range(n):  # each item once
         rows[item, chosen[item]] = 1
         low[item] = high[item] = 1
-    for place in range(width):
-        rows[n + place, chosen[:, place]] = costs
-        rows[n + place, peak[group_of[place]]] = -1
-        rows[n + width + place, chosen[:, place]] = items.tokens
-        high[n + width + place] = min(bins.max_tokens, int(items.tokens.sum()))
+    for bin_ in range(width):
+        rows[n + bin_, chosen[:, bin_]] = costs
+        rows[n + bin_, peak[group_of[bin_]]] = -1
+        rows[n + width + bin_, chosen[:, bin_]] = items.tokens
+        high[n + width + bin_] = min(bins.max_tokens, int(items.tokens.sum()))
     row = n + 2 * width
     for group in range(groups - 1):  # peak[group] >= peak[group + 1], and used ones first
         for kind in (peak, used):
@@ -86,7 +85,7 @@ def solve(
     )
     if nodes is not None and result.status not in (_SOLVED, _INFEASIBLE):
         raise TooLargeError(
-            f"{n} sequences for {width} bins: planner='exact' did not come to an end within {nodes} nodes; use "
+            f"{n} sequences for {width} bins: planner='exact' did not end within {nodes} nodes; use "
             "planner='longest_first'."
         )
     if result.x is None:

@@ -1,8 +1,8 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Which sequences of a step stand in which packed micro-batch, on which data rank (arXiv 2412.07894, second stage).
+"""Places the sequences of a step in packed micro-batches of data ranks (arXiv 2412.07894, second stage).
 
-Tokens bound a bin's memory, cost bounds its time, and equally many tokens are not equally much time.
+A bin is one data rank in one micro-batch. Its tokens determine its memory, the cost of its sequences its time.
 """
 
 from __future__ import annotations
@@ -20,39 +20,38 @@ from galvatron_hf.data.partition import Bins, Items
 
 
 PLANNERS = ("longest_first", "karmarkar_karp", "exact")
-_COMPARISONS = 600_000  # pairs of sequences that the local searches of one placement compare
-_SMALL = 1024  # up to so many sequences every number of micro-batches is tried with every start
-_CLOSE = 1e-3  # a start this near to its bound is not tried with another number of micro-batches
+_COMPARISONS = 600_000  # pairs of sequences that the local searches of one placement may compare
+_SMALL = 1024  # up to so many sequences, every start is tried for every number of micro-batches
+_CLOSE = 1e-3  # a result this near to its lower bound ends the search
 
 
 @dataclass(frozen=True)
 class Placement:
-    """
-    Where each sequence of a step is computed.
+    """The micro-batch and data rank of each sequence of a step.
 
     Args:
-        micro_batches (`tuple[tuple[tuple[int, ...], ...], ...]`): [micro-batch][data rank], the indices of the
-            sequences there, ascending; some may be empty.
+        micro_batches (`tuple[tuple[tuple[int, ...], ...], ...]`): [micro-batch][data rank], ascending indices of the
+            sequences; may be empty.
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
 
     def loads(self, lengths: Sequence[int], cost: SequenceCost) -> np.ndarray:
-        """Seconds of each bin, [micro-batch, data rank]."""
-        costs = cost.of(lengths)
+        """Returns the seconds of each bin, [micro-batch, data rank]."""
+        costs = cost.seconds(lengths)
         return np.array([[costs[list(rank)].sum() for rank in ranks] for ranks in self.micro_batches])
 
     def seconds(self, lengths: Sequence[int], cost: SequenceCost, *, overhead: float = 0.0, stages: int = 1) -> float:
-        """What the step takes: the objective of [`place`]."""
+        """Returns the time of the step, the objective of [`place`]."""
         loads = self.loads(lengths, cost)
         if stages == 1:
             return float((loads.max(axis=1) + overhead).sum())
         return float((loads.max() + overhead) * (stages - 1 + len(loads)))
 
     def imbalance(self, lengths: Sequence[int], cost: SequenceCost, *, stages: int = 1) -> float:
-        """
-        Slowest / mean, 1 when nobody waits: over the ranks of each micro-batch, weighted by its mean, or with a
-        pipeline over all bins.
+        """Returns slowest / mean time, 1 if no rank waits.
+
+        Without a pipeline, over the ranks of each micro-batch, weighted by its mean; with a pipeline, over all bins.
         """
         loads = self.loads(lengths, cost)
         slowest, mean = loads.max(axis=1).sum(), loads.mean(axis=1).sum()
@@ -74,29 +73,29 @@ def place(
     planner: str = "longest_first",
     effort: int | None = None,
 ) -> Placement:
-    """
-    Places every sequence once so that the step is short.
+    """Places every sequence once, and chooses the number of micro-batches v, so that the step is short.
 
-    Without a pipeline the data ranks wait for each other in every micro-batch: the sum over micro-batches of (slowest
-    rank + overhead) is minimised. With p stages and v micro-batches it is `(slowest bin + overhead) * (p - 1 + v)`.
-    v is chosen too. The same arguments give the same placement everywhere.
+    Without a pipeline the data ranks wait for each other in every micro-batch. The step then takes the sum over
+    micro-batches of (slowest rank + overhead). With p stages it takes `(slowest bin + overhead) * (p - 1 + v)`. The
+    same arguments give the same placement everywhere.
 
     Args:
         lengths (`Sequence[int]`): [n], tokens of each sequence.
-        ranks (`int`): Data ranks, N.
-        max_tokens (`int` or `None`): Tokens that one rank holds of one micro-batch; `None` for any number.
-        overhead (`float`): Seconds of a micro-batch whatever is in it.
-        stages (`int`): Pipeline stages, p.
-        least_micro_batches (`int`): The fewest that the schedule can run.
-        allowed (`Callable`, *optional*): Whether it can run so many; there is always a larger number that it can.
-        planner (`str`): "longest_first" (longest first and Karmarkar-Karp, then local search from there, so never
-            worse than either), "karmarkar_karp", or "exact" (HiGHS; small cases only).
-        effort (`int`, *optional*): How long "exact" may search before it gives up: nodes of a search times sequences
-            times bins. Without a bound two dozen sequences may take minutes.
+        ranks (`int`): number of data ranks.
+        max_tokens (`int` or `None`): tokens of one rank in one micro-batch; `None` for no limit.
+        overhead (`float`): constant seconds of a micro-batch.
+        stages (`int`): number of pipeline stages, p.
+        least_micro_batches (`int`): smallest v that the schedule can run.
+        allowed (`Callable`, *optional*): tells whether the schedule can run v micro-batches; must hold for some v
+            above any number.
+        planner (`str`): "longest_first" (longest first and Karmarkar-Karp, both improved by local search),
+            "karmarkar_karp", or "exact" (HiGHS; small cases only).
+        effort (`int`, *optional*): limit of nodes * sequences * bins for "exact". Without it two dozen sequences may
+            take minutes.
 
     Raises:
-        ValueError: for a sequence longer than `max_tokens`, an unknown planner, or numbers out of range.
-        partition_exact.TooLargeError: a ValueError, for a case too large for "exact".
+        ValueError: if a sequence is longer than `max_tokens`, the planner is unknown, or a number is out of range.
+        partition_exact.TooLargeError: a ValueError, if the case is too large for "exact".
     """
     lengths = _checked(lengths, ranks, max_tokens, least_micro_batches)
     if planner not in PLANNERS:
@@ -104,8 +103,8 @@ def place(
     if stages < 1 or not (np.isfinite(overhead) and overhead >= 0):
         raise ValueError(f"stages={stages}, overhead={overhead}: out of range; use stages >= 1 and overhead >= 0.")
     order = np.argsort(-lengths, kind="stable")
-    step = _Step(
-        items=Items(costs=cost.of(lengths[order]), tokens=lengths[order]),
+    problem = _Problem(
+        items=Items(costs=cost.seconds(lengths[order]), tokens=lengths[order]),
         ranks=ranks,
         max_tokens=sys.maxsize if max_tokens is None else max_tokens,
         overhead=overhead,
@@ -113,20 +112,19 @@ def place(
         least=least_micro_batches,
         allowed=allowed or (lambda count: True),
     )
-    micro_batches, assignment = step.search(planner)
+    micro_batches, assignment = problem.search(planner)
     if planner == "exact":
-        micro_batches, assignment = step.solve(micro_batches, assignment, effort)
-    return _placement(order, assignment, micro_batches, ranks, step.at_least)
+        micro_batches, assignment = problem.solve(micro_batches, assignment, effort)
+    return _placement(order, assignment, micro_batches, ranks, problem.at_least)
 
 
 def in_order(lengths: Sequence[int], ranks: int, *, max_tokens: int | None, least_micro_batches: int = 1) -> Placement:
-    """
-    The sequences in their own order, cut into contiguous pieces of about equally many tokens.
+    """Places the sequences in their own order, in contiguous pieces with about equally many tokens.
 
-    Needs no cost and finds a placement whenever every sequence fits; the arguments are those of [`place`].
+    Needs no cost, and finds a placement whenever every sequence fits. The arguments are those of [`place`].
 
     Raises:
-        ValueError: for a sequence longer than `max_tokens`, or numbers out of range.
+        ValueError: if a sequence is longer than `max_tokens`, or a number is out of range.
     """
     lengths = _checked(lengths, ranks, max_tokens, least_micro_batches)
     ends = np.concatenate([[0], np.cumsum(lengths)])
@@ -145,8 +143,8 @@ def in_order(lengths: Sequence[int], ranks: int, *, max_tokens: int | None, leas
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Step:
-    """What [`place`] was asked for."""
+class _Problem:
+    """The arguments of [`place`], longest sequence first."""
 
     items: Items
     ranks: int
@@ -157,11 +155,11 @@ class _Step:
     allowed: Callable[[int], bool]
 
     def at_least(self, count: int) -> int:
-        """The next number of micro-batches that the schedule can run."""
+        """Returns the smallest number of micro-batches from `count` on that the schedule can run."""
         return next(number for number in itertools.count(max(count, self.least)) if self.allowed(number))
 
     def bins(self, micro_batches: int) -> Bins:
-        """A pipeline waits for the slowest of all bins, hence they are one group."""
+        """Returns the bins; those of a pipeline are one group, because it waits for the slowest of all."""
         bins = Bins(groups=micro_batches, width=self.ranks, max_tokens=self.max_tokens)
         return bins.flat() if self.stages > 1 else bins
 
@@ -171,28 +169,28 @@ class _Step:
         return (peaks + self.overhead) * (self.stages - 1 + micro_batches)
 
     def bound(self, micro_batches: int) -> float:
-        """No placement takes fewer seconds."""
+        """Returns a lower bound of the seconds of any placement."""
         mean = self.items.costs.sum() / (self.ranks * (micro_batches if self.stages > 1 else 1))
         return self.seconds(micro_batches, max(mean, self.items.costs.max(initial=0)))
 
     def counts(self) -> Iterator[int]:
-        """Numbers of micro-batches, the most promising first; there is always one that all sequences fit into."""
+        """Yields numbers of micro-batches, the lowest bound first; all sequences fit into one of them."""
         fewest = max(self.least, -(-int(self.items.tokens.sum()) // (self.ranks * self.max_tokens)))
         most = self.at_least(max(fewest, -(-len(self.items) // self.ranks)))
         found = filter(self.allowed, range(fewest, most + 1))
         return iter(sorted(found, key=lambda count: (self.bound(count), count)))
 
     def _fewest_by_tokens(self) -> int:
-        """Micro-batches that surely suffice; where heuristics found no place for all in some, fewer rarely do."""
+        """Returns a number of micro-batches that best fit fills; fewer rarely suffice if other heuristics failed."""
         each = partition.best_fit(self.items, Bins(groups=len(self.items), width=1, max_tokens=self.max_tokens))
         return -(-(int(each.max(initial=0)) + 1) // self.ranks)
 
     def search(self, planner: str) -> tuple[int, np.ndarray]:
-        """The number of micro-batches and the assignment that a heuristic finds."""
+        """Returns the number of micro-batches and the assignment that a heuristic finds."""
         left = tries = 3 if len(self.items) <= _SMALL else 2
         best, limit, fewest = None, np.inf, 0
         for count in self.counts():
-            # What is tried depends on no planner, so that the default, which takes the best, is the best of all.
+            # All planners try the same numbers, so that the default, which takes the best start, is never worse.
             if left == 0 or self.bound(count) >= limit:
                 break
             if count < fewest:
@@ -219,11 +217,11 @@ class _Step:
         return best[1:]
 
     def solve(self, micro_batches: int, assignment: np.ndarray, effort: int | None) -> tuple[int, np.ndarray]:
-        """The best there is, where `assignment` is what a heuristic found."""
+        """Returns the best solution; `assignment` is that of a heuristic."""
         best = self.seconds(micro_batches, self.bins(micro_batches).peaks(self.items, assignment))
         if self.stages == 1:
-            # Two micro-batches whose non-empty bins fit side by side are better as one, so that in the best placement
-            # any two of them have more than `ranks` such bins.
+            # Two micro-batches with at most `ranks` non-empty bins together are better as one. So any two have more in
+            # the best placement.
             most = max(self.least, 2 * (len(self.items) // (self.ranks + 1)) + 1)
             counts = [self.least if self.max_tokens >= self.items.tokens.sum() else most]
         else:
@@ -244,7 +242,7 @@ class _Step:
 
 
 def _starts(items: Items, bins: Bins, thorough: bool) -> dict[str, np.ndarray]:
-    """Assignments by planner, without those that do not fit; by tokens alone if none does."""
+    """Returns assignments by planner, without those that do not fit; by best fit if none does."""
     starts = {"longest_first": partition.longest_first(items, bins)}
     if thorough:
         if bins.groups > 1:
@@ -256,7 +254,7 @@ def _starts(items: Items, bins: Bins, thorough: bool) -> dict[str, np.ndarray]:
 
 
 def _improve(items: Items, bins: Bins, starts: list[np.ndarray], comparisons: int) -> np.ndarray:
-    """The best of local searches from the starts, the better ones first, until so many pairs were compared."""
+    """Returns the best result of local searches from the starts, best start first, within `comparisons` pairs."""
     ordered = sorted(starts, key=lambda start: bins.peaks(items, start))
     best = ordered[0]
     for start in ordered:
@@ -287,7 +285,7 @@ def _checked(lengths: Sequence[int], ranks: int, max_tokens: int | None, least_m
 
 
 def _cuts(ends: np.ndarray, tokens: int) -> list[int]:
-    """Where pieces of at most so many tokens begin when each is as long as possible, and behind the last one, n."""
+    """Returns the starts of the longest possible pieces of at most `tokens` tokens, and n."""
     cuts = [0]
     while cuts[-1] < len(ends) - 1:
         cuts.append(int(np.searchsorted(ends, ends[cuts[-1]] + tokens, side="right")) - 1)
@@ -297,10 +295,10 @@ def _cuts(ends: np.ndarray, tokens: int) -> list[int]:
 def _placement(
     order: np.ndarray, assignment: np.ndarray, micro_batches: int, ranks: int, at_least: Callable[[int], int]
 ) -> Placement:
-    """From the bin of the i-th longest sequence; of empty micro-batches there are as few as there may be."""
+    """Builds the placement from the bin of the i-th longest sequence, with as few empty micro-batches as allowed."""
     table: list[list[list[int]]] = [[[] for _ in range(ranks)] for _ in range(micro_batches)]
-    for index, place in sorted(zip(order.tolist(), assignment.tolist(), strict=True)):
-        table[place // ranks][place % ranks].append(index)
+    for index, bin_ in sorted(zip(order.tolist(), assignment.tolist(), strict=True)):
+        table[bin_ // ranks][bin_ % ranks].append(index)
     filled = [row for row in table if any(row)]
     filled += [[[] for _ in range(ranks)]] * (at_least(len(filled)) - len(filled))
     return Placement(micro_batches=tuple(tuple(tuple(bin_) for bin_ in row) for row in filled))

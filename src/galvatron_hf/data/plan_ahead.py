@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Placing the sequences of the next step while this one is computed."""
+"""Places the sequences of the next step while the current step is computed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from galvatron_hf.data.placement import Placement
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A placement, and what it cost to find it.
+    """A placement with the time that it took.
 
     Attributes:
-        placement ([`Placement`]): of one step's sequences.
-        seconds (`float`): that the planner took.
-        hidden (`bool`): whether it was ready when it was asked for.
-        failure (`str`, *optional*): why the planner found none, so that the sequences are in the sampler's own order.
+        placement ([`Placement`]): placement of one step's sequences.
+        seconds (`float`): time of the planner.
+        hidden (`bool`): whether the placement was ready when it was needed.
+        failure (`str`, *optional*): error of the planner; the sequences are then in the sampler's order.
     """
 
     placement: Placement
@@ -32,11 +32,11 @@ class Planned:
 
 
 class PlanAhead:
-    """Plans steps, in the background where their lengths are known before.
+    """Plans steps, in the background if their lengths are known in advance.
 
     Args:
-        plan (`Callable`): from lengths [n] to a placement; a function of nothing else.
-        in_order (`Callable`): the same, for when `plan` fails.
+        plan (`Callable`): returns the placement of lengths [n], and depends on nothing else.
+        in_order (`Callable`): the same, used if `plan` fails.
     """
 
     def __init__(self, plan: Callable[[np.ndarray], Placement], in_order: Callable[[np.ndarray], Placement]):
@@ -48,12 +48,12 @@ class PlanAhead:
         """Starts to plan the next step in the background.
 
         Args:
-            lengths (`Callable`): gives its lengths, or None where they cannot be known; called in the background.
+            lengths (`Callable`): returns the lengths, or None if they are not known; called in the background.
         """
         self._next = self._thread.submit(self._plan_next, lengths)
 
     def take(self, lengths: np.ndarray) -> Planned:
-        """The placement of a step with these lengths: what was planned if it was for them, else planned now."""
+        """Returns the placement of a step with these lengths, and plans it now unless it was planned already."""
         ahead, self._next = self._next, None
         if ahead is not None:
             hidden = ahead.done()
@@ -66,14 +66,14 @@ class PlanAhead:
         return self._planned(lengths)
 
     def end(self) -> None:
-        """Ends the thread; what it is planning is left alone."""
+        """Ends the thread after its current placement."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _plan_next(self, lengths: Callable[[], np.ndarray | None]) -> tuple[np.ndarray, Planned] | None:
         try:
             expected = lengths()
             return None if expected is None else (expected, self._planned(expected))
-        except Exception:  # whatever a dataset raises or says: the lengths are known when its rows are read
+        except Exception:  # of any dataset: the lengths are known later, when its rows are read
             return None
 
     def _planned(self, lengths: np.ndarray) -> Planned:

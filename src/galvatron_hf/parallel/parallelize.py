@@ -92,7 +92,7 @@ def parallelize(
     check_plan(plan)
     check_model(model, adapter, plan)
     family, base = type(model), model.base_model
-    empty = EmptyModel.of(model, weights, device)
+    empty = EmptyModel.from_model(model, weights, device)
     device = empty.device if empty is not None else next(model.parameters()).device
     world = world or WorldMesh(device.type)
     if device.type == "cpu":

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The C library's allocator, told that what a step frees the next one wants again."""
+"""Settings of the C library's allocator."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _MOST = (1 << 31) - 1
 
 
 def keep_freed_memory() -> None:
-    """Has freed memory stay with this process, where the C library is glibc.
+    """Keeps freed memory in this process if the C library is glibc.
 
-    By itself glibc gives large blocks back to the kernel when they are freed and gets them again, filled with zeros
-    page by page, a moment later.
+    By default glibc returns large freed blocks to the kernel. The next step gets them again, and the kernel fills them
+    with zeros page by page.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Bars of what takes over a second, on the standard error, and nothing where that is no terminal."""
+"""Progress bars on the standard error, if it is a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Step = Callable[[str], None]
 
 @contextlib.contextmanager
 def progress_bar(steps: int, shown: bool) -> Iterator[Step]:
-    """What each of so many steps is told to; it draws a bar of them if that is to be shown, on one rank of several."""
+    """Yields a function that advances a bar by one step and shows its name; draws nothing unless `shown`."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -28,7 +28,7 @@ def progress_bar(steps: int, shown: bool) -> Iterator[Step]:
 
 @contextlib.contextmanager
 def at_work(what: str) -> Iterator[None]:
-    """Shows that something is done of which nobody knows how far it is."""
+    """Shows a spinner with the text `what` while the body runs."""
     from rich.console import Console
 
     with Console(stderr=True).status(what):

@@ -1,12 +1,12 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Every collective that an activation, a gradient of one, or a loss goes through.
+"""Collectives on activations, their gradients and losses, each with its backward.
 
-The functions are named by what they do to a layout, and each knows its backward. All of them take a process group or
-`None`; `None` and a group of one rank mean that nothing is to be communicated, and the input is returned as it is.
+The functions are named by their effect on a layout. They take a process group or `None`; for `None` and for a group of
+one rank they return the input unchanged.
 
-The collectives themselves are PyTorch's functional ones, waited for at once, inside our
-own autograd functions: those that PyTorch derives overcount when the consumer of a gathered tensor is replicated.
+They call PyTorch's functional collectives and wait at once, inside autograd functions of this module. PyTorch's own
+derivatives count a gradient several times if the consumer of a gathered tensor is replicated.
 """
 
 from collections.abc import Sequence
@@ -27,12 +27,12 @@ def _operations(group: ProcessGroup | FakeProcessGroup) -> Any:
 
 
 def is_trivial(group: ProcessGroup | None) -> bool:
-    """Whether a group needs no communication: there is none, or it has one rank."""
+    """Returns True if a group needs no communication: it is None, or has one rank."""
     return group is None or group.size() == 1
 
 
 def all_reduce_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Sum of `x` over the group, any shape, in a new tensor. Not differentiable."""
+    """Returns the sum of `x` over the group, any shape, in a new tensor. Not differentiable."""
     if is_trivial(group):
         return x
     record("all_reduce", x, group)
@@ -41,7 +41,7 @@ def all_reduce_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def all_gather_stacked(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """`[...]` on each rank to `[n, ...]` on all, in the group's rank order. Not differentiable."""
+    """Gathers `[...]` of each rank into `[n, ...]` on all, in the group's rank order. Not differentiable."""
     if is_trivial(group):
         return x.unsqueeze(0)
     record("all_gather", x, group)
@@ -54,22 +54,21 @@ def all_gather_stacked(x: Tensor, group: ProcessGroup | None) -> Tensor:
 def all_to_all_pieces(
     pieces: Tensor, received: Sequence[int], sent: Sequence[int], group: ProcessGroup | None
 ) -> Tensor:
-    """
-    Sends consecutive pieces of a flat buffer to the ranks of a group. Not differentiable.
+    """Sends consecutive pieces of a flat buffer to the ranks of a group. Not differentiable.
 
     Args:
-        pieces (`Tensor` of shape `[sum(sent)]`): What goes to the group's first rank, then to its second, and so on.
-        received (`Sequence[int]`): Elements that come from each rank, in the group's rank order. Zero is allowed.
-        sent (`Sequence[int]`): Elements that go to each rank. Zero is allowed.
+        pieces (`Tensor` of shape `[sum(sent)]`): Elements for the group's first rank, then for its second, and so on.
+        received (`Sequence[int]`): Elements from each rank, in the group's rank order; may be zero.
+        sent (`Sequence[int]`): Elements for each rank; may be zero.
         group (`ProcessGroup` or `None`): The ranks that exchange pieces.
 
     Returns:
-        `Tensor` of shape `[sum(received)]`: The pieces, ordered by the rank they come from.
+        `Tensor` of shape `[sum(received)]`: The received pieces in rank order.
     """
     if is_trivial(group):
         return pieces
     record("all_to_all", pieces, group)
-    # A move does not look at values, and not every backend knows every type: send the bytes.
+    # Sends bytes, because not every backend supports every type.
     width = pieces.element_size()
     operations = _operations(group)
     moved = operations.all_to_all_single(
@@ -82,13 +81,13 @@ def all_to_all_pieces(
 
 
 def _gather_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """`[.., P, ..]` on each of n ranks to `[.., n*P, ..]` on all."""
+    """Gathers `[.., P, ..]` of each of n ranks into `[.., n*P, ..]` on all."""
     dim = dim % x.dim()
     return all_gather_stacked(x, group).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def _scatter_sum_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """`[.., n*P, ..]`, partial on each of n ranks, to the sum's `[.., P, ..]`, rank k holding piece k."""
+    """Sums partial `[.., n*P, ..]` of n ranks; rank k gets piece k of the sum, `[.., P, ..]`."""
     pieces = _split_stacked(x, dim, group).contiguous()
     record("reduce_scatter", pieces, group)
     operations = _operations(group)
@@ -97,7 +96,7 @@ def _scatter_sum_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 
 def _split_stacked(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """`[.., n*P, ..]` to `[n, .., P, ..]`, a view."""
+    """Splits `[.., n*P, ..]` into `[n, .., P, ..]`, a view."""
     dim = dim % x.dim()
     if x.shape[dim] % group.size():
         raise ValueError(
@@ -183,17 +182,16 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        # fp32: bf16 parts lose what they would keep if one rank had summed all uses
+        # fp32, because a sum in bf16 rounds more often than on one rank
         wide = torch.promote_types(grad.dtype, torch.float32)
         return all_reduce_sum(grad.to(wide), ctx.group).to(grad.dtype), None
 
 
 def copy_to_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """
-    StageInput of a tensor-parallel region: a replicated tensor meets weights of which each rank holds a part.
+    """Enters a tensor-parallel region with a replicated tensor.
 
-    Forward is the identity; backward sums the partial gradients over the group (Megatron-LM, arXiv:1909.08053, the
-    operator f).
+    The forward is the identity. The backward sums the partial gradients over the group (operator f of Megatron-LM,
+    arXiv:1909.08053).
 
     Args:
         x (`Tensor` of any shape): Equal on every rank of the group.
@@ -206,11 +204,10 @@ def copy_to_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def reduce_from_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """
-    Exit of a tensor-parallel region: sums the ranks' partial results; every rank gets the sum.
+    """Leaves a tensor-parallel region: every rank gets the sum of the ranks' partial results.
 
-    Backward is the identity, because the gradient of a replicated tensor is full on every replica (Megatron-LM,
-    arXiv:1909.08053, the operator g).
+    The backward is the identity, because every rank has the full gradient of a replicated tensor (operator g of
+    Megatron-LM, arXiv:1909.08053).
 
     Args:
         x (`Tensor` of any shape): This rank's share of the sum.
@@ -223,11 +220,10 @@ def reduce_from_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def gather_positions(x: Tensor, group: ProcessGroup | None, dim: int = 1) -> Tensor:
-    """
-    StageInput of a tensor-parallel region whose input is split by position (Megatron-SP, arXiv:2205.05198).
+    """Enters a tensor-parallel region whose input is split by position (Megatron-SP, arXiv:2205.05198).
 
-    Forward gathers; backward reduce-scatters, because the consumer's gradient is partial on each rank. A consumer
-    whose gradient is already full needs [`galvatron_hf.plan.layout.redistribute`] instead.
+    The forward gathers. The backward reduce-scatters, because the consumer's gradient is partial on each rank. If the
+    consumer's gradient is full, use [`galvatron_hf.parallel.activation.redistribute.redistribute`] instead.
 
     Args:
         x (`Tensor` of shape `[B, S/n, ...]`): This rank's positions; every rank has equally many.
@@ -241,10 +237,9 @@ def gather_positions(x: Tensor, group: ProcessGroup | None, dim: int = 1) -> Ten
 
 
 def scatter_sum_positions(x: Tensor, group: ProcessGroup | None, dim: int = 1) -> Tensor:
-    """
-    Exit of a tensor-parallel region whose output is split by position (Megatron-SP, arXiv:2205.05198).
+    """Leaves a tensor-parallel region whose output is split by position (Megatron-SP, arXiv:2205.05198).
 
-    Forward reduce-scatters the ranks' partial results; backward gathers.
+    The forward reduce-scatters the ranks' partial results. The backward gathers.
 
     Args:
         x (`Tensor` of shape `[B, S, ...]`): This rank's share of the sum.
@@ -261,15 +256,14 @@ def scatter_sum_positions(x: Tensor, group: ProcessGroup | None, dim: int = 1) -
 
 
 def exchange(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup | None) -> Tensor:
-    """
-    Splits one dimension over the group and makes another whole (DeepSpeed-Ulysses, arXiv:2309.14509).
+    """Splits one dimension over the group and gathers another (DeepSpeed-Ulysses, arXiv:2309.14509).
 
-    Backward is the inverse exchange.
+    The backward is the inverse exchange.
 
     Args:
-        x (`Tensor`): For the way into attention `[B, S/n, heads, D]` with `split_dim=2`, `concat_dim=1`.
-        split_dim (`int`): The dimension of which rank k keeps piece k.
-        concat_dim (`int`): The dimension that becomes whole, pieces in rank order; different from `split_dim`.
+        x (`Tensor`): Before attention, `[B, S/n, heads, D]` with `split_dim=2`, `concat_dim=1`.
+        split_dim (`int`): The dimension to split; rank k keeps piece k.
+        concat_dim (`int`): The dimension to gather in rank order; different from `split_dim`.
         group (`ProcessGroup` or `None`): The sequence-parallel ranks.
 
     Returns:
@@ -282,8 +276,7 @@ def exchange(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup | N
 
 
 def sum_gradient(weight: Tensor, group: ProcessGroup | None) -> Tensor:
-    """
-    Marks a weight that the ranks of a group hold in full and each use in part; its gradient is summed in fp32.
+    """Marks a weight that all ranks of a group hold in full and each use in part: its gradient is summed in fp32.
 
     Examples are a norm's weight under Megatron-SP and key/value heads replicated over tensor ranks.
 
@@ -292,6 +285,6 @@ def sum_gradient(weight: Tensor, group: ProcessGroup | None) -> Tensor:
         group (`ProcessGroup` or `None`): The ranks whose gradients are shares of the whole.
 
     Returns:
-        `Tensor` of the same shape, to be used in place of the weight.
+        `Tensor` of the same shape, to be used instead of the weight.
     """
     return weight if is_trivial(group) else _SumGradient.apply(weight, group)

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces and wholes of DTensors, as this runtime cuts them."""
+"""Local pieces and whole values of DTensors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from galvatron_hf.utils.compat import DTENSOR_LOGGER
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The shard of a DTensor on this rank; a plain tensor is its own."""
+    """Returns the local shard of a DTensor, or a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def replicas(tensor: torch.Tensor) -> int:
-    """How many ranks hold the same piece of a DTensor."""
+    """Returns the number of ranks that hold the same piece of a DTensor; 1 for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return 1
     count = 1
@@ -29,10 +29,10 @@ def replicas(tensor: torch.Tensor) -> int:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A DTensor's whole value on every rank, a plain tensor as it is; collective."""
+    """Returns the whole value of a DTensor on every rank, or a plain tensor unchanged; collective."""
     if not isinstance(tensor, DTensor):
         return tensor
-    # One gather per mesh axis is what a weight cut twice needs; DTensor warns about it on every rank.
+    # A weight cut over two mesh axes needs one gather per axis; DTensor warns of that on every rank.
     warnings = logging.getLogger(DTENSOR_LOGGER)
     level = warnings.level
     warnings.setLevel(logging.ERROR)
@@ -43,10 +43,10 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_region(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """Which part of the whole tensor the piece on this rank is; all of it for a plain tensor."""
+    """Returns the position of the local piece in the whole tensor; everything for a plain tensor."""
     bounds = [(0, size) for size in tensor.shape]
     if isinstance(tensor, DTensor):
-        # Mesh axes cut in the order in which FSDP2 and tensor parallelism did: tensor first, then shard.
+        # Tensor parallelism has cut first and FSDP2 second; the mesh axes are in the opposite order.
         for axis, placement in reversed(list(enumerate(tensor.placements))):
             if not placement.is_replicate():
                 start, stop = bounds[placement.dim]
@@ -57,5 +57,5 @@ def local_region(tensor: torch.Tensor) -> tuple[slice, ...]:
 
 
 def assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
-    """Gives a DTensor this rank's pieces of a whole tensor that every rank has."""
+    """Copies the local piece of a whole tensor, which every rank has, into a DTensor."""
     local_tensor(tensor).copy_(whole[local_region(tensor)])

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives of one rank without the others: what comes out has the right shape and memory, and nothing is sent."""
+"""A process group without other ranks: results have the right shape and memory, and nothing is sent."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class FakeProcessGroup:
-    """Stands for a process group of which only this rank, its first, exists: for profiling what one rank does.
+    """Stands for a process group in profiling, where only its first rank exists.
 
     Args:
-        ranks (`int`): of the group that it stands for.
+        ranks (`int`): number of ranks of the group.
     """
 
     ranks: int
-    group_name: str = "lone"
+    group_name: str = "fake"
 
     def size(self) -> int:
         return self.ranks
@@ -27,7 +27,7 @@ class FakeProcessGroup:
     def rank(self) -> int:
         return 0
 
-    # The functional collectives, with this rank's values in place of the others'.
+    # The functional collectives, with this rank's values instead of the other ranks'.
 
     def all_gather_into_tensor(self, x: Tensor, size: int, name: str) -> Tensor:
         return x.expand(size, *x.shape[1:])

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What a process owes the threads of its gloo groups when it ends."""
+"""Delays the end of a process until the threads of its gloo groups have freed their tensors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LINGER_SECONDS = 0.5
 
 @functools.cache
 def linger_at_exit() -> None:
-    """Has this process wait a moment before its interpreter ends, in which gloo's threads let go of their tensors.
+    """Makes this process sleep for `LINGER_SECONDS` before its interpreter ends.
 
-    A thread of `ProcessGroupGloo` frees the tensors of a collective after those that waited for it have gone on, and
-    takes the interpreter's lock to do so. Python 3.11 ends a thread that wants this lock from an interpreter that has
-    begun to end; within a C++ destructor that aborts the process: "terminate called without an active exception",
-    with torch 2.13. Destroying the groups does not help, as their threads live as long as anything refers to them.
+    A thread of `ProcessGroupGloo` takes the interpreter's lock to free the tensors of a collective, after the
+    collective has returned. Python 3.11 ends a thread that asks for the lock while the interpreter ends. In a C++
+    destructor this aborts the process with "terminate called without an active exception" (torch 2.13). Destroying the
+    groups does not help, because their threads live as long as anything refers to them.
     """
     atexit.register(time.sleep, LINGER_SECONDS)

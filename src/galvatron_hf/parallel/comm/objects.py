@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Python objects and failures that ranks tell each other; none of it is counted as communication of training."""
+"""Exchange of Python objects and errors between ranks; none of it counts as communication of training."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ T = TypeVar("T")
 
 
 def is_rank_0() -> bool:
-    """Whether this process is the first of its world; a process without a group is."""
+    """Returns True on rank 0 and without a process group."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """What every rank of the world passes, by rank; anything that pickles. Collective if ranks are several."""
+    """Returns the values of all ranks in rank order; the values must pickle. Collective."""
     if not dist.is_initialized():
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -28,16 +28,16 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def from_rank_0(work: Callable[[], T]) -> T:
-    """The result of `work` on rank 0, on every rank; collective if there are several.
+    """Calls `work` on rank 0 and returns its result on every rank; collective.
 
     Raises:
-        ValueError: on every rank, if it failed.
+        ValueError: on every rank, if `work` failed.
     """
     result = problem = cause = None
     if is_rank_0():
         try:
             result = work()
-        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        except Exception as error:  # of any kind: the other ranks must not wait for this one
             problem, cause = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}", error
     result, problem = gather_objects((result, problem))[0]
     if problem is not None:
@@ -46,14 +46,14 @@ def from_rank_0(work: Callable[[], T]) -> T:
 
 
 def on_every_rank(work: Callable[[], T], *, rank_0_first: bool = False) -> T:
-    """Does something that may fail on some ranks, so that it then fails on all; collective if there are several.
+    """Calls `work` on every rank, and fails on all ranks if it fails on one; collective.
 
     Args:
-        work (`Callable`): called once on each rank; nothing in it is collective.
-        rank_0_first (`bool`): whether the others wait until rank 0 has done it.
+        work (`Callable`): called once on each rank; must not be collective.
+        rank_0_first (`bool`): whether the other ranks wait until rank 0 is done.
 
     Raises:
-        ValueError: on every rank, if it raised anything on one; names the rank if others succeeded.
+        ValueError: on every rank, if `work` raised anything on one; names the rank if others succeeded.
     """
     rank, result = dist.get_rank() if dist.is_initialized() else 0, None
     for turn in (rank == 0, rank != 0) if rank_0_first else (True,):
@@ -61,7 +61,7 @@ def on_every_rank(work: Callable[[], T], *, rank_0_first: bool = False) -> T:
         if turn:
             try:
                 result = work()
-            except Exception as error:  # whatever it is, the other ranks must not wait for this one
+            except Exception as error:  # of any kind: the other ranks must not wait for this one
                 known = isinstance(error, (OSError, ValueError))
                 problem, cause = str(error) if known else f"{type(error).__name__}: {error}", error
         problems = gather_objects(problem)

@@ -1,9 +1,8 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What a process is doing, as it would tell others: which collective it waits in, and its Python stack.
+"""Finds the collective in which a thread waits, from its Python stack.
 
-Nothing is recorded on the way: what a thread does is on its stack, arguments of collectives included, and is read only
-when somebody asks.
+Nothing is recorded in advance: the stack also holds the arguments of the collective.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from galvatron_hf.utils.compat import WAITING_FUNCTIONS
 
 
-# Functions that wait for other ranks, by file, with the local variable that holds the group.
+# Functions that wait for other ranks, in the form of `WAITING_FUNCTIONS`.
 _WAITING = {
     "galvatron_hf/parallel/comm/collectives.py": {
         "all_reduce_sum": ("all_reduce", "group"),
@@ -33,17 +32,17 @@ _WAITING = {
 
 
 def stack_of(frame: FrameType) -> list[tuple[FrameType, int]]:
-    """Frames and their lines from the outermost to the one that runs."""
+    """Returns the frames of a stack with their lines, outermost first."""
     return list(traceback.walk_stack(frame))[::-1]
 
 
 def stack_of_error(trace: TracebackType | None) -> list[tuple[FrameType, int]]:
-    """Frames and their lines from the one that caught an error to the one that raised it."""
+    """Returns the frames of an error with their lines, from the one that caught it to the one that raised it."""
     return list(traceback.walk_tb(trace))
 
 
 def waiting_in(stack: Sequence[tuple[FrameType, int]]) -> str | None:
-    """The innermost collective on a stack, with its ranks: "all_reduce over ranks [0, 1]"; None if there is none."""
+    """Returns the innermost collective of a stack, "all_reduce over ranks [0, 1]" for example; None without one."""
     for frame, _ in reversed(stack):
         path = frame.f_code.co_filename.replace("\\", "/")
         for file, functions in _WAITING.items():
@@ -54,7 +53,7 @@ def waiting_in(stack: Sequence[tuple[FrameType, int]]) -> str | None:
 
 
 def waiting_threads() -> Iterable[str]:
-    """What the threads of this process wait in: on a GPU the backward is not the main thread's."""
+    """Yields the collectives in which threads of this process wait; on a GPU another thread runs the backward."""
     for frame in sys._current_frames().values():
         waits = waiting_in(stack_of(frame))
         if waits is not None:
@@ -62,13 +61,13 @@ def waiting_threads() -> Iterable[str]:
 
 
 def format_stack(stack: Sequence[tuple[FrameType, int]], innermost: int = 12) -> str:
-    """The innermost lines of a stack, as Python writes them."""
+    """Formats the innermost lines of a stack like Python."""
     summary = traceback.StackSummary.extract(iter(stack))
     return "".join(traceback.format_list(summary[-innermost:])).rstrip()
 
 
 def _ranks(frame: FrameType, group: str) -> str:
-    """The ranks of a group that a frame knows by a name such as "group" or "self.group"."""
+    """Describes the ranks of the group in a frame's variable, such as "group" or "self.group"."""
     if not group:
         return ""
     name, _, attribute = group.partition(".")

@@ -1,9 +1,9 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Where a number of a step stopped being finite: the step is computed again, and every rank watches its own part.
+"""Finds the first non-finite number of a step: the step is computed again while every rank checks its own part.
 
-What a rank sees spreads: through the collectives of a layer to the ranks that share it, then to all layers behind, and
-with the sum of gradients to everybody. So what counts is who had it first, in the order of the computation.
+A non-finite number spreads through collectives and later layers to all ranks. Therefore the first one in the order of
+the computation counts.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from galvatron_hf.plan.schedule import Action, Work
 
 @dataclass(frozen=True, kw_only=True)
 class NonFinite:
-    """The first value of a micro-batch that a rank found to be infinite or not a number.
+    """The first value of a micro-batch that a rank found to be infinite or NaN.
 
     Attributes:
-        rank (`int`): who found it.
-        micro_batch (`int`): of the step.
-        position (`tuple[int, int, int]`): forward or backward, place in its order, and check at this place; the same
-            check has the same position on every rank that makes it.
-        what (`str`): what it was, as in "the output of layer 3".
-        rows (`tuple[int, ...]`): rows of the global batch that it belongs to.
+        rank (`int`): the rank that found it.
+        micro_batch (`int`): index of the micro-batch in the step.
+        position (`tuple[int, int, int]`): position in the computation: pass, module and check. The same check has the
+            same position on all ranks.
+        what (`str`): description of the tensor, such as "the output of layer 3".
+        rows (`tuple[int, ...]`): rows of the global batch that have the value.
     """
 
     rank: int
@@ -49,25 +49,25 @@ class NonFinite:
     rows: tuple[int, ...]
 
     def __str__(self) -> str:
-        place = f"rank {self.rank}, micro-batch {self.micro_batch}, {_ranges(self.rows)} of the global batch"
-        return f"{place}: {self.what}"
+        where = f"rank {self.rank}, micro-batch {self.micro_batch}, {_ranges(self.rows)} of the global batch"
+        return f"{where}: {self.what}"
 
 
 def find_nonfinite(parallel: ParallelModel, batch: Batch, run: Callable[[], Any]) -> list[NonFinite]:
-    """Who had the first non-finite value of each micro-batch; collective, the same on every rank.
+    """Finds the first non-finite value of each micro-batch; collective, the same result on every rank.
 
     Args:
-        parallel ([`ParallelModel`]): the model, without gradients that are still wanted.
+        parallel ([`ParallelModel`]): the model; its gradients are overwritten.
         batch (`Mapping[str, Any]`): the global batch, or its micro-batches as a list.
-        run (`Callable`): computes forward and backward of it again.
+        run (`Callable`): computes forward and backward of the batch again.
 
     Returns:
-        `list[NonFinite]`: empty if all is finite this time. Of ranks that share what they found, all of them.
+        `list[NonFinite]`: one for each rank that had the value first; empty if everything is finite this time.
     """
     watch = _Watch(parallel, batch)
     with watch.watching():
         run()
-    found = [one for of_rank in gather_objects(list(watch.first.values())) for one in of_rank]
+    found = [one for rank_found in gather_objects(list(watch.first.values())) for one in rank_found]
     first: dict[int, tuple[int, int, int]] = {}
     for one in found:
         first[one.micro_batch] = min(one.position, first.get(one.micro_batch, one.position))
@@ -76,11 +76,11 @@ def find_nonfinite(parallel: ParallelModel, batch: Batch, run: Callable[[], Any]
 
 
 class _Watch:
-    """Looks at what goes through this rank's layers, at what it puts into collectives, and at its gradients.
+    """Checks the outputs and gradients of this rank's modules, its inputs to collectives and its weights' gradients.
 
     Args:
         parallel ([`ParallelModel`]): the model.
-        batch (`Mapping[str, Any]`): the global batch.
+        batch (`Mapping[str, Any]`): the global batch, or its micro-batches as a list.
     """
 
     def __init__(self, parallel: ParallelModel, batch: Batch):
@@ -89,17 +89,17 @@ class _Watch:
         self.first: dict[int, NonFinite] = {}
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
         self.weights: dict[int, nn.Parameter] = {}
-        self.place, self.check, self.name = 0, 0, ""
+        self.module_index, self.check, self.name = 0, 0, ""
         self.rectangle: Rectangle | None = None
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Has its hooks in the model while the body runs."""
-        for place, (name, module, layout_of) in enumerate(self._places()):
+        """Adds its hooks to the model while the body runs."""
+        for index, (name, module, layout_of) in enumerate(self._modules_in_order()):
             if isinstance(module, (PipelineIdentityLayer, MissingModule)):
-                continue  # another stage's
-            self.handles.append(module.register_forward_pre_hook(self._entered(place, name, layout_of)))
-            self.handles.append(module.register_forward_hook(self._left(place, name, layout_of)))
+                continue  # on another stage
+            self.handles.append(module.register_forward_pre_hook(self._entered(index, name, layout_of)))
+            self.handles.append(module.register_forward_hook(self._left(index, name, layout_of)))
         for stage in self.parallel.forward.stages:
             self.handles.append(stage.register_forward_pre_hook(lambda *unused: self._watch_weights()))
         try:
@@ -109,24 +109,24 @@ class _Watch:
             for handle in self.handles:
                 handle.remove()
 
-    def _places(self) -> list[tuple[str, nn.Module, Callable[[MicroBatch], Layout]]]:
-        """Embedding, layers and head in the order of the forward, each with the layout of its output."""
+    def _modules_in_order(self) -> list[tuple[str, nn.Module, Callable[[MicroBatch], Layout]]]:
+        """Returns embedding, layers and head in the order of the forward, each with the layout of its output."""
         model, adapter = self.parallel.model, self.parallel.adapter
         plan, mesh, layers = self.parallel.plan, self.parallel.mesh, adapter.layers(model)
-        places = [("the embedding", adapter.embeddings(model)[0], lambda batch: batch.embedding)]
+        modules = [("the embedding", adapter.embeddings(model)[0], lambda batch: batch.embedding)]
         for index, layer in enumerate(layers):
             layout = Layout.from_strategy(plan.layers[index], mesh.size)
-            places.append((f"layer {index}", layer, lambda batch, layout=layout: layout))
-        return [*places, ("the head", adapter.head(model), lambda batch: batch.head)]
+            modules.append((f"layer {index}", layer, lambda batch, layout=layout: layout))
+        return [*modules, ("the head", adapter.head(model), lambda batch: batch.head)]
 
-    def _entered(self, place: int, name: str, layout_of: Callable[[MicroBatch], Layout]):
+    def _entered(self, index: int, name: str, layout_of: Callable[[MicroBatch], Layout]):
         def enter(*unused) -> None:
-            self._go(place, name, self._rectangle(layout_of))
+            self._go(index, name, self._rectangle(layout_of))
             self._watch_weights()
 
         return enter
 
-    def _left(self, place: int, name: str, layout_of: Callable[[MicroBatch], Layout]):
+    def _left(self, index: int, name: str, layout_of: Callable[[MicroBatch], Layout]):
         def leave(module: nn.Module, inputs, output) -> None:
             rectangle = self._rectangle(layout_of)
             for tensor in output if isinstance(output, tuple) else (output,):
@@ -134,23 +134,23 @@ class _Watch:
                     continue
                 self._look(f"the output of {name}", tensor)
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda gradient: self._gradient(place, name, rectangle, gradient))
+                    tensor.register_hook(lambda gradient: self._gradient(index, name, rectangle, gradient))
 
         return leave
 
-    def _gradient(self, place: int, name: str, rectangle: Rectangle, gradient: torch.Tensor) -> None:
-        self._go(-place, name, rectangle)
+    def _gradient(self, index: int, name: str, rectangle: Rectangle, gradient: torch.Tensor) -> None:
+        self._go(-index, name, rectangle)
         self._look(f"the gradient of the output of {name}", gradient)
 
-    def _go(self, place: int, name: str, rectangle: Rectangle) -> None:
-        self.place, self.check, self.name, self.rectangle = place, 0, name, rectangle
+    def _go(self, index: int, name: str, rectangle: Rectangle) -> None:
+        self.module_index, self.check, self.name, self.rectangle = index, 0, name, rectangle
 
     def _rectangle(self, layout_of: Callable[[MicroBatch], Layout]) -> Rectangle:
         batch = self.parallel.forward.current.value
         return batch.grid.rectangle(layout_of(batch), self.parallel.mesh.index)
 
     def _watch_weights(self) -> None:
-        """Looks at the gradients of the weights in use before they are summed with other ranks'."""
+        """Checks the gradients of the weights in use before they are summed over ranks."""
         for name, weight in self.parallel.model.named_parameters():
             if weight.requires_grad and id(weight) not in self.weights:
                 self.weights[id(weight)] = weight
@@ -162,7 +162,7 @@ class _Watch:
 
     def _collective(self, kind: str, x: torch.Tensor, group) -> None:
         if x.is_floating_point():
-            # Lowest numbers are in order there: the largest logit of a rank that has none is one.
+            # -inf is allowed here: it is the largest logit of a rank without logits.
             self._look(f"what it put into {kind} in the {self._action.work.value} of {self.name}", x.clamp(min=0.0))
 
     @property
@@ -180,8 +180,8 @@ class _Watch:
             self.first[micro_batch] = NonFinite(
                 rank=torch.distributed.get_rank(),
                 micro_batch=micro_batch,
-                # A gradient that enters a stage has no place of its own yet, only the forward's: after all that have.
-                position=(int(self._action.work is not Work.FORWARD), self.place, self.check),
+                # A gradient that enters a stage still has the module of the forward: it sorts after those of modules.
+                position=(int(self._action.work is not Work.FORWARD), self.module_index, self.check),
                 what=what,
                 rows=rows,
             )
@@ -189,7 +189,7 @@ class _Watch:
             self.first[micro_batch] = replace(known, rows=rows)
 
     def _rows_of(self, tensor: torch.Tensor, micro_batch: int) -> tuple[int, ...]:
-        """Rows of the global batch that a wrong value belongs to: all that this rank holds if that is not known."""
+        """Returns the rows of the global batch with a wrong value; all rows of this rank if it is not known which."""
         if not isinstance(self.batch, Mapping):
             return self._rows_of_packed(tensor, self.batch[micro_batch]["documents"])
         rows, count = self.batch["input_ids"].shape[0], self.parallel.executor.micro_batch_count(self.batch)
@@ -213,7 +213,7 @@ class _Watch:
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
-    """Numbers of rows as people write them: "row 3", "rows 0-3, 6"."""
+    """Formats numbers of rows: "row 3", "rows 0-3, 6"."""
     parts, start = [], 0
     for index, number in enumerate(numbers):
         if index + 1 == len(numbers) or numbers[index + 1] != number + 1:

@@ -1,10 +1,10 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""A family's own initialisation, one weight at a time: what plain construction would draw, for a model without memory.
+"""Replays a family's initialisation one weight at a time, with the random numbers of plain construction.
 
-Construction writes every weight in place: once where its module is made, once more in the family's `_init_weights`,
-sometimes in between. These writes are recorded on the meta device, where they cost nothing, and then run in their
-order on one weight after the other, so that the random numbers are those of plain construction on one process.
+Construction writes every weight in place: when its module is made, and again in the family's `_init_weights`. The
+writes are recorded on the meta device, which costs no memory. They are then run in their order with memory for one
+weight at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from galvatron_hf.utils.compat import (
 )
 
 
-# Besides the random ones: what these leave does not depend on what was there.
+# Operators whose result does not depend on the former content; random ones are recognised by their tag.
 _OVERWRITES = ("zero_", "fill_", "copy_")
 
 
@@ -36,9 +36,9 @@ class _Write:
     """One in-place operation on a meta tensor, which may be a view of a weight.
 
     Attributes:
-        operation (`OpOverload`): the operation.
-        target (`torch.Tensor`): the meta tensor; it keeps its storage, by which weights are told apart, alive.
-        arguments, options: of the operation, but for the target.
+        operation (`OpOverload`): the operator.
+        target (`torch.Tensor`): the meta tensor; it keeps its storage alive, whose address identifies the weight.
+        arguments, options: the other arguments of the operator.
     """
 
     operation: OpOverload
@@ -56,7 +56,7 @@ class _Write:
 
     @property
     def overwrites(self) -> bool:
-        """Whether nothing of what the storage held is left."""
+        """True if the operation replaces the whole content of the storage."""
         whole = self.target.numel() * self.target.itemsize == self.target.untyped_storage().nbytes()
         return whole and (self.is_random or self.operation.overloadpacket.__name__ in _OVERWRITES)
 
@@ -65,14 +65,14 @@ class _Write:
         return not any(isinstance(value, torch.Tensor) and value.is_meta for value in self.arguments)
 
     def run(self, storage: torch.Tensor) -> None:
-        """Does it to real memory, given as bytes."""
+        """Runs the operation on real memory, given as bytes."""
         view = storage.view(self.target.dtype)
         view = view.as_strided(self.target.shape, self.target.stride(), self.target.storage_offset())
         self.operation(view, *self.arguments, **self.options)
 
 
 class _Memory:
-    """Room for one weight after the other, as large as the largest: what is freed piece by piece, malloc may keep."""
+    """Reuses buffers of the largest weight's size, because malloc may keep freed blocks of many sizes."""
 
     def __init__(self, largest_bytes: int):
         self.largest_bytes = -(-largest_bytes // 16) * 16  # whole elements of any format
@@ -86,7 +86,7 @@ class _Memory:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes what is written to meta tensors in place."""
+    """Records the operators that write to meta tensors in place."""
 
     def __init__(self):
         super().__init__()
@@ -104,12 +104,12 @@ class _Recorder(TorchDispatchMode):
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """A family's own model without weights, but with the values of its buffers, and how its weights would be made.
+    """A family's model without memory for weights, and the recorded initialisation of its weights.
 
     Attributes:
-        model ([`PreTrainedModel`]): with parameters on the meta device and buffers on the CPU.
-        names (`dict[int, tuple[str, ...]]`): for each storage of a parameter its names, several where it is tied.
-        writes (`list`): what construction writes, in order.
+        model ([`PreTrainedModel`]): the model, with parameters on the meta device and buffers on the CPU.
+        names (`dict[int, tuple[str, ...]]`): names of the parameters by storage; a tied weight has several.
+        writes (`list`): the in-place writes of construction, in order.
     """
 
     model: PreTrainedModel
@@ -117,8 +117,8 @@ class Template:
     writes: list[_Write] = field(repr=False)
 
     @classmethod
-    def of(cls, family: type[PreTrainedModel], config, dtype: torch.dtype) -> Template:
-        """Constructs the family's model of a configuration as `from_config` does; takes no memory for weights."""
+    def from_config(cls, family: type[PreTrainedModel], config, dtype: torch.dtype) -> Template:
+        """Constructs the family's model as `from_config` does, without memory for weights."""
         recorder = _Recorder()
         with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False), recorder:
             model = model_from_config(family, copy.deepcopy(config), dtype)
@@ -128,21 +128,21 @@ class Template:
         return cls(model=model, names=names, writes=recorder.writes)
 
     def tied_to(self, name: str) -> tuple[str, ...]:
-        """All names of a weight, itself included; one name for a buffer."""
+        """Returns all names of a weight, including `name`; a buffer has one name."""
         return next((names for names in self.names.values() if name in names), (name,))
 
     def initial_values(self, only: set[str] | None = None) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-        """What the family would begin with; uses the CPU's default generator.
+        """Yields the initial value of each weight, drawn from the CPU's default generator.
 
         Args:
-            only (`set[str]`, *optional*): the weights that are wanted, as if all others had been loaded: then numbers
-                are drawn for these alone. The default is all, with all numbers that plain construction draws.
+            only (`set[str]`, *optional*): names of the weights that are missing after loading. Random numbers are
+                then drawn for these weights alone. By default all numbers of plain construction are drawn.
 
         Yields:
-            `tuple`: the names of a weight and its value, whose memory is the next one's too.
+            `tuple`: the names of a weight and its value, whose memory is reused after the next `next`.
 
         Raises:
-            ValueError: if the family does not write one of the weights whole.
+            ValueError: if the family does not write one of the weights as a whole.
         """
         wanted = {key: names for key, names in self.names.items() if only is None or not only.isdisjoint(names)}
         begins = {write.storage: index for index, write in enumerate(self.writes) if write.overwrites}
@@ -163,13 +163,13 @@ class Template:
                     memory.give_back(room)
             elif write.is_random and only is None:
                 room = memory.take()
-                write.run(room)  # overwritten later, but what comes next is drawn behind it
+                write.run(room)  # overwritten later, but it advances the generator
                 memory.give_back(room)
 
     def _require_replay(self, key: int, names: tuple[str, ...], begins: dict[int, int]) -> None:
         later = [write for write in self.writes[begins.get(key, 0) :] if write.storage == key]
         if key not in begins or not all(write.can_run for write in later):
             raise ValueError(
-                f"{type(self.model).__name__} has no initialisation of {names[0]} that can be done for one weight "
+                f"{type(self.model).__name__} has no initialisation of {names[0]} that can run for one weight "
                 "alone; build the model without torch.device('meta'), or load its weights from a folder."
             )

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""State in and out: distributed checkpoints that any plan can read, and whole weights in the family's own names."""
+"""Saves and loads the state of a model under any plan, and gathers whole weights under the family's names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from galvatron_hf.parallel.weights.optimizer_state import NamedOptimizerState, n
 from galvatron_hf.plan.serialization import read_object, write_file
 
 
-# Beside the distributed checkpoint, which holds tensors alone: nothing of ours is read by unpickling values.
+# Next to the distributed checkpoint, which holds only tensors: nothing is read by unpickling.
 OPTIMIZER_FILE = "optimizer.json"
 
 
@@ -43,29 +43,29 @@ def save_state(
     background: dist.ProcessGroup | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Future | None:
-    """Writes the weights and the optimizer's state as safetensors, each rank its own pieces; collective.
+    """Writes the weights and the optimizer's state as safetensors; each rank writes its own pieces; collective.
 
     Args:
         parallel ([`ParallelModel`]): the model.
         optimizer (`torch.optim.Optimizer`, *optional*): its optimizer.
         folder (`str` or `os.PathLike`): created if needed.
-        complete (`Callable`, *optional*): called on rank 0 when all pieces are on disk, with the files by name.
-        background (`ProcessGroup`, *optional*): all ranks, with a CPU backend, used for nothing else. The state is
-            copied and written while the caller goes on.
+        complete (`Callable`, *optional*): called on rank 0 with the files by name, once all pieces are on disk.
+        background (`ProcessGroup`, *optional*): a group of all ranks with a CPU backend, used for nothing else. The
+            state is copied, and written while the caller continues.
         max_file_bytes (`int`): bytes of tensors in one file.
 
     Returns:
-        `Future`: in the background, of the writing; else None.
+        `Future`: the result of writing in the background; None without `background`.
 
     Raises:
-        ValueError: if the optimizer's state is more than tensors and numbers.
+        ValueError: if the optimizer's state has values other than tensors and numbers.
         CheckpointException: on every rank, if writing failed on one.
     """
     tensors = _model_tensors(parallel)
     if parallel.tied is not None and parallel.tied.embedding is None:
-        tensors.pop(f"model.{parallel.tied.names[0]}", None)  # it is the embedding's stage that saves it
+        tensors.pop(f"model.{parallel.tied.names[0]}", None)  # the stage of the embedding saves it
     if optimizer is not None:
-        state = NamedOptimizerState.of(optimizer, parallel.parameter_names(), parallel.fused)
+        state = NamedOptimizerState.from_optimizer(optimizer, parallel.parameter_names(), parallel.fused)
         state = _of_all_stages(parallel, state)
         tensors |= _optimizer_tensors(state)
     options = {"groups": state.options_json(), "numbers": state.numbers} if optimizer is not None else None
@@ -77,7 +77,7 @@ def save_state(
 
 
 class _OptionsAndState(StateWriter):
-    """Writes the optimizer's options beside the tensors, before the checkpoint is complete."""
+    """Writes the optimizer's options next to the tensors, before the checkpoint is complete."""
 
     def __init__(self, folder: str | os.PathLike, options: dict | None, complete: Callable | None, max_bytes: int):
         super().__init__(folder, complete, max_bytes)
@@ -96,13 +96,13 @@ def load_state(
     *,
     weights: bool = True,
 ) -> None:
-    """Reads what [`save_state`] wrote, under whatever plan and world size it was; collective.
+    """Loads the files of [`save_state`], written under any plan and world size; collective.
 
     Args:
         parallel ([`ParallelModel`]): the model, of the same family and size.
-        optimizer (`torch.optim.Optimizer`, *optional*): with the same kind of state; None leaves optimizers alone.
+        optimizer (`torch.optim.Optimizer`, *optional*): with the same kind of state; None loads no optimizer.
         folder (`str` or `os.PathLike`): the checkpoint.
-        weights (`bool`): False leaves the weights alone.
+        weights (`bool`): whether to load the weights.
 
     Raises:
         ValueError: on every rank, if the checkpoint is of another model or cannot be read.
@@ -118,7 +118,7 @@ def load_state(
 def _to_load(
     parallel: ParallelModel, with_optimizer: bool, folder: str | os.PathLike, weights: bool
 ) -> tuple[dict[str, torch.Tensor], NamedOptimizerState | None]:
-    """The tensors of this rank that a checkpoint has values for, and those of them that are the optimizer's."""
+    """Returns the local tensors to load from a checkpoint, and those among them that are the optimizer's."""
     stored = stored_tensors(folder)
     tensors = _model_tensors(parallel) if weights else {}
     for name, tensor in tensors.items():
@@ -134,15 +134,15 @@ def _to_load(
     state = _read_options(folder)
     for kind, name in _optimizer_entries(stored):
         if name in parameters:
-            place = _place(parameters[name], stored[f"optimizer.{kind}.{name}"])
-            state.tensors.setdefault(kind, {})[name] = place
+            empty = _empty_entry(parameters[name], stored[f"optimizer.{kind}.{name}"])
+            state.tensors.setdefault(kind, {})[name] = empty
     return tensors | _optimizer_tensors(state), state
 
 
 def load_plain_state(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer | None, folder: str | os.PathLike
 ) -> None:
-    """Reads what [`save_state`] wrote into a plain model and its optimizer; without a process group.
+    """Loads the files of [`save_state`] into a plain model and its optimizer, without a process group.
 
     Args:
         model ([`PreTrainedModel`]): the family's own model.
@@ -179,7 +179,7 @@ def load_plain_state(
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
-    """From the `id` of a plain model's parameter, as an optimizer holds it, to its name."""
+    """Returns the names of a plain model's parameters by the `id` of the parameter."""
     names: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), name)
@@ -187,13 +187,13 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 
 
 def _model_tensors(parallel: ParallelModel) -> dict[str, torch.Tensor]:
-    """Each weight of this rank's stages once; of a tied weight's copy on another stage the embedding's name."""
+    """Returns each weight of this rank's stages once; a tied copy on another stage has the embedding's name."""
     left_out, state = parallel.tied_names(), _named_state(parallel)
     return {f"model.{name}": tensor.detach() for name, tensor in state.items() if name not in left_out}
 
 
 def _of_all_stages(parallel: ParallelModel, state: NamedOptimizerState) -> NamedOptimizerState:
-    """This rank's tensors to save, with the options and numbers of all stages; collective."""
+    """Returns this rank's tensors to save, with the options and numbers of all stages; collective."""
     if parallel.pipeline is None:
         return state
     tensors = {kind: dict(by_name) for kind, by_name in state.tensors.items()}
@@ -217,7 +217,7 @@ def _optimizer_tensors(state: NamedOptimizerState) -> dict[str, torch.Tensor]:
 
 
 def _optimizer_entries(stored: Mapping[str, TensorStorageMetadata]) -> Iterator[tuple[str, str]]:
-    """Kind and weight's name of every optimizer tensor; kinds have no dot in their names."""
+    """Yields the kind and the weight's name of every optimizer tensor; the name of a kind has no dot."""
     for entry in stored:
         if entry.startswith("optimizer."):
             _, kind, name = entry.split(".", 2)
@@ -225,10 +225,10 @@ def _optimizer_entries(stored: Mapping[str, TensorStorageMetadata]) -> Iterator[
 
 
 def stored_tensors(folder: str | os.PathLike) -> dict[str, TensorStorageMetadata]:
-    """What the files of [`save_state`] hold, by name; reads their headers alone.
+    """Returns the tensors in the files of [`save_state`] by name; reads only the headers.
 
     Raises:
-        ValueError: if they cannot be read.
+        ValueError: if a file cannot be read.
     """
     with _damage_told(folder):
         return dict(StateReader(folder).read_metadata().state_dict_metadata)
@@ -241,14 +241,16 @@ def _read(tensors: dict[str, torch.Tensor], folder: str | os.PathLike, no_dist: 
 
 @contextlib.contextmanager
 def _damage_told(folder: str | os.PathLike) -> Iterator[None]:
-    """Whatever goes wrong in reading is said in one sentence."""
+    """Turns any error of reading into a `ValueError` of one sentence."""
     try:
         yield
     except dcp.api.CheckpointException as error:
-        reasons = {f"{type(why).__name__}: {why}" for why, _ in error.failures.values()}
-        raise ValueError(f"{os.fspath(folder)} cannot be read ({'; '.join(reasons)}); use another one.") from error
+        reasons = {f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()}
+        raise ValueError(
+            f"{os.fspath(folder)} cannot be read ({'; '.join(reasons)}); use another checkpoint."
+        ) from error
     except Exception as error:
-        raise ValueError(f"{os.fspath(folder)} cannot be read ({error!r}); use another one.") from error
+        raise ValueError(f"{os.fspath(folder)} cannot be read ({error!r}); use another checkpoint.") from error
 
 
 def _read_options(folder: str | os.PathLike) -> NamedOptimizerState:
@@ -258,8 +260,8 @@ def _read_options(folder: str | os.PathLike) -> NamedOptimizerState:
     )
 
 
-def _place(parameter: torch.Tensor, stored: TensorStorageMetadata) -> torch.Tensor:
-    """An empty tensor for an entry: sharded as its weight if it has the weight's shape, else one number."""
+def _empty_entry(parameter: torch.Tensor, stored: TensorStorageMetadata) -> torch.Tensor:
+    """Returns an empty tensor for an entry: sharded like its weight if it has the weight's shape, else a scalar."""
     if stored.size == parameter.shape:
         return torch.zeros_like(parameter, dtype=stored.properties.dtype, requires_grad=False)
     if stored.size.numel() != 1:
@@ -271,7 +273,7 @@ def _place(parameter: torch.Tensor, stored: TensorStorageMetadata) -> torch.Tens
 
 
 def shard_optimizer_state(parallel: ParallelModel, state: NamedOptimizerState) -> NamedOptimizerState:
-    """Whole tensors, the same on every rank, as shards like those of this rank's weights; scalars stay."""
+    """Shards an optimizer state of whole tensors, equal on every rank, like this rank's weights; keeps scalars."""
     weights = _named_state(parallel)
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     for kind, by_name in state.tensors.items():
@@ -279,15 +281,15 @@ def shard_optimizer_state(parallel: ParallelModel, state: NamedOptimizerState) -
             if name not in weights:
                 continue  # another stage's
             if whole.shape == weights[name].shape:
-                place = torch.zeros_like(weights[name], dtype=whole.dtype, requires_grad=False)
-                assign(place, whole)
-                whole = place
+                shard = torch.zeros_like(weights[name], dtype=whole.dtype, requires_grad=False)
+                assign(shard, whole)
+                whole = shard
             tensors.setdefault(kind, {})[name] = whole
     return NamedOptimizerState(tensors=tensors, numbers=state.numbers, options=state.options)
 
 
 class WholeWeights:
-    """The weights in the family's own names and shapes, put together a few at a time; making it is collective.
+    """Gathers weights under the family's names and shapes, a few at a time; construction is collective.
 
     Args:
         parallel ([`ParallelModel`]): the model.
@@ -295,9 +297,9 @@ class WholeWeights:
 
     def __init__(self, parallel: ParallelModel):
         self._fused, self._device = parallel.fused, parallel.device
-        self._own = _named_state(parallel)
-        described = {name: (tensor.shape, tensor.dtype) for name, tensor in self._own.items()}
-        # What the stages of rank 0 do not have, and which rank sends it.
+        self._local = _named_state(parallel)
+        described = {name: (tensor.shape, tensor.dtype) for name, tensor in self._local.items()}
+        # Weights that no stage of rank 0 has, with the rank that sends them.
         self._elsewhere: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
         if parallel.pipeline is not None:
             gathered = gather_objects(described)
@@ -307,11 +309,11 @@ class WholeWeights:
                         self._elsewhere[name] = source, shape, dtype
 
     def names(self) -> list[str]:
-        """The names of all weights, known to rank 0."""
-        return list(dict.fromkeys(self._fused.family_name(name) for name in [*self._own, *self._elsewhere]))
+        """Returns the names of all weights; complete on rank 0 only."""
+        return list(dict.fromkeys(self._fused.family_name(name) for name in [*self._local, *self._elsewhere]))
 
     def gather(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """These weights on the CPU of rank 0; empty on the other ranks. Collective, with the same names everywhere."""
+        """Returns these weights on the CPU of rank 0, and {} elsewhere; collective, with equal names on all ranks."""
         weights: dict[str, torch.Tensor] = {}
         for part in self._fused.part_names(names):
             whole = self._one(part)
@@ -321,8 +323,8 @@ class WholeWeights:
 
     def _one(self, name: str) -> torch.Tensor | None:
         keeps = dist.get_rank() == 0
-        if name in self._own:
-            whole = full_tensor(self._own[name].detach())
+        if name in self._local:
+            whole = full_tensor(self._local[name].detach())
             if name in self._elsewhere and self._elsewhere[name][0] == dist.get_rank():
                 dist.send(whole.contiguous(), dst=0)
             return whole.clone() if keeps else None
@@ -335,7 +337,7 @@ class WholeWeights:
 
 
 def whole_weights(parallel: ParallelModel) -> dict[str, torch.Tensor]:
-    """All weights in the family's own names and shapes, on the CPU of rank 0; empty on the other ranks. Collective."""
+    """Returns all weights under the family's names on the CPU of rank 0, and {} elsewhere; collective."""
     weights = WholeWeights(parallel)
     names: list[list[str]] = [weights.names()]
     dist.broadcast_object_list(names, src=0)
@@ -345,11 +347,11 @@ def whole_weights(parallel: ParallelModel) -> dict[str, torch.Tensor]:
 def plain_model(
     parallel: ParallelModel, weights: dict[str, torch.Tensor], device: torch.device | None = None
 ) -> PreTrainedModel:
-    """The family's own model with whole weights, in evaluation mode.
+    """Returns the family's own model with whole weights, in evaluation mode.
 
     Args:
         parallel ([`ParallelModel`]): the model.
-        weights (`dict[str, torch.Tensor]`): what [`whole_weights`] returned on rank 0.
+        weights (`dict[str, torch.Tensor]`): result of [`whole_weights`] on rank 0.
         device (`torch.device`, *optional*): defaults to that of the parallel model.
     """
     with no_init_weights():
@@ -362,12 +364,12 @@ def plain_model(
 
 
 def _named_state(parallel: ParallelModel) -> dict[str, torch.Tensor]:
-    """Weights and persistent buffers of this rank's stages, as the whole model's `state_dict` names them.
+    """Returns weights and persistent buffers of this rank's stages, named as in the whole model's `state_dict`.
 
-    Tied weights are there under each of their names, but a head's copy on another stage than the embedding under the
-    embedding's name.
+    Tied weights appear under each of their names. A head's copy on a stage without the embedding has the embedding's
+    name.
     """
-    # After a forward alone some weights are still gathered, and cast to the compute dtype.
+    # After a forward without a backward some weights are still gathered, and cast to the compute dtype.
     parallel.units.reshard()
     state = dict(parallel.model.state_dict(keep_vars=True))
     if parallel.tied is not None and parallel.tied.head is not None:

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""From a checkpoint of any plan to a folder that `from_pretrained` opens, on one process."""
+"""Exports a checkpoint of any plan to a folder that `from_pretrained` opens, on one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from galvatron_hf.models.fused_weights import FusedNames
 from galvatron_hf.parallel.weights.distributed_state import stored_tensors
 
 
-# What a checkpoint has beside the model's own folder.
+# Files of a checkpoint that do not belong in the folder of a model.
 _NOT_EXPORTED = ("scheduler.json", "trainer_state.json", "training_args.bin", "parallel_plan.json", MANIFEST_NAME)
 
 
@@ -35,13 +35,13 @@ def export(
     max_shard_size: int | str = "5GB",
     dtype: str = "float32",
 ) -> None:
-    """Writes configuration, tokenizer and whole weights of a checkpoint, holding one file's weights at a time.
+    """Writes configuration, tokenizer and whole weights of a checkpoint, with the weights of one file in memory.
 
     Args:
         checkpoint (`str` or `os.PathLike`): a complete checkpoint with a state, written under any plan.
         output (`str` or `os.PathLike`): a new or empty folder.
-        max_shard_size (`int` or `str`): largest file.
-        dtype (`str`): "float32", as the checkpoint has them, "bfloat16" or "float16".
+        max_shard_size (`int` or `str`): bytes of the largest file.
+        dtype (`str`): "float32" (as in the checkpoint), "bfloat16" or "float16".
 
     Raises:
         ValueError: if the checkpoint is damaged, has no state, or is of another model, or the folder is not empty.
@@ -52,7 +52,7 @@ def export(
         raise ValueError(f"{checkpoint} is damaged ({wrong[0]}): export another checkpoint")
     state = checkpoint / STATE_FOLDER
     if not state.is_dir():
-        raise ValueError(f"{checkpoint} has whole weights alone, so there is nothing to put together: use it as it is")
+        raise ValueError(f"{checkpoint} has only whole weights: use it as it is, without an export")
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"{output} is not empty: give a new folder")
     stored = stored_tensors(state)
@@ -69,8 +69,8 @@ def export(
 
     output.mkdir(parents=True, exist_ok=True)
     for name in Manifest.read(checkpoint).files:
-        own = name not in _NOT_EXPORTED and not name.startswith("rng_state_") and ".safetensors" not in name
-        if own and "/" not in name:
+        copied = name not in _NOT_EXPORTED and not name.startswith("rng_state_") and ".safetensors" not in name
+        if copied and "/" not in name:
             shutil.copyfile(checkpoint / name, output / name)
     write_pretrained(model, output, gather, max_shard_size=max_shard_size)
     config.dtype = dtype
@@ -78,10 +78,10 @@ def export(
 
 
 def _model(checkpoint: Path, dtype: torch.dtype, most_layers: int) -> transformers.PreTrainedModel:
-    """The model that a checkpoint's configuration describes, without memory.
+    """Returns the model of a checkpoint's configuration on the meta device.
 
     Raises:
-        ValueError: if it describes none, or one of more layers than there can be.
+        ValueError: if the configuration is not valid, or has more layers than the checkpoint has tensors.
     """
     try:
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
@@ -89,7 +89,7 @@ def _model(checkpoint: Path, dtype: torch.dtype, most_layers: int) -> transforme
         if layers > most_layers:
             raise ValueError(f"{layers} layers for {most_layers} tensors")
         return meta_model(_family(config.architectures), config, dtype)
-    except Exception as error:  # from a configuration of any content
+    except Exception as error:  # the configuration may have any content
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ValueError(f"{checkpoint}/config.json makes no model ({reason}): correct it") from error
 
@@ -113,7 +113,7 @@ def _check_fit(
 
 
 def _family(architectures: list[str] | None) -> type[transformers.PreTrainedModel]:
-    """The class that a configuration names; transformers' own classes alone, so that no file can name any code."""
+    """Returns the class that a configuration names; only classes of transformers, so that a file cannot run code."""
     name = (architectures or [""])[0]
     family = getattr(transformers, name, None) if name.isidentifier() else None
     if not isinstance(family, type) or not issubclass(family, transformers.PreTrainedModel):

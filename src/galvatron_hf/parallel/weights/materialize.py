@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Weights for a model that was put under a plan without any: each rank has memory for its own pieces alone."""
+"""Gives a model on the meta device its weights after the plan is applied: each rank allocates only its pieces."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.weights.deferred_init import Template
 from galvatron_hf.parallel.weights.safetensors import WeightFiles
-from galvatron_hf.parallel.weights.sources import FamilyWeights, Place, WeightSource
+from galvatron_hf.parallel.weights.sources import FamilyWeights, WeightPiece, WeightSource
 
 
 def on_meta(model: nn.Module) -> bool:
-    """Whether a model has no weights.
+    """Returns True if all weights of a model are on the meta device.
 
     Raises:
-        ValueError: if it has some of them.
+        ValueError: if only some are.
     """
     meta = {name: parameter.is_meta for name, parameter in model.named_parameters()}
     if len(set(meta.values())) > 1:
         real = next(name for name, is_meta in meta.items() if not is_meta)
         raise ValueError(
             f"{type(model).__name__} has some weights on the meta device and others, such as {real}, not; "
-            "build it wholly inside or outside of torch.device('meta')."
+            "build the model wholly inside or outside of torch.device('meta')."
         )
     return any(meta.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmptyModel:
-    """A model on the meta device, and what its weights will be.
+    """A model on the meta device with the source of its weights.
 
     Attributes:
-        source ([`WeightSource`]): where they come from.
+        source ([`WeightSource`]): gives the weights.
         template ([`Template`]): the family's own model.
-        device (`torch.device`): where they go.
+        device (`torch.device`): device of the weights.
     """
 
     source: WeightSource
@@ -52,13 +52,13 @@ class EmptyModel:
     device: torch.device
 
     @classmethod
-    def of(
+    def from_model(
         cls,
         model: PreTrainedModel,
         weights: str | os.PathLike | WeightSource | None,
         device: torch.device | str | None,
     ) -> EmptyModel | None:
-        """See [`parallelize`]; None for a model that has its weights."""
+        """Returns None for a model that has its weights; the arguments are those of [`parallelize`]."""
         if not on_meta(model):
             if weights is not None:
                 raise ValueError(
@@ -68,19 +68,19 @@ class EmptyModel:
             return None
         source = FamilyWeights() if weights is None else weights
         if isinstance(source, (str, os.PathLike)):
-            source = WeightFiles.of(source)
+            source = WeightFiles.find(source)
         dtype = source.dtype or next(model.parameters()).dtype
         device = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
-        return cls(source=source, template=Template.of(type(model), model.config, dtype), device=device)
+        return cls(source=source, template=Template.from_config(type(model), model.config, dtype), device=device)
 
     def fill(self, model: PreTrainedModel, units: ShardedUnits, fused: FusedNames) -> None:
-        """Once the plan is on the model: makes room for this rank's pieces alone, and fills it."""
+        """Allocates and fills this rank's pieces, after the plan has been applied."""
         materialize(model, units, self.template, self.device)
-        self.source.fill(self.template, weight_places(model, fused))
+        self.source.fill(self.template, weight_pieces(model, fused))
 
 
 def materialize(model: PreTrainedModel, units: ShardedUnits, template: Template, device: torch.device) -> None:
-    """Gives a model on the meta device memory for this rank's pieces of its weights, and its buffers their values."""
+    """Allocates this rank's pieces of the weights of a model on the meta device, and computes its buffers."""
     units.replace_weights(model, lambda parameter: _with_memory(parameter, device))
     for module_name, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
@@ -90,20 +90,20 @@ def materialize(model: PreTrainedModel, units: ShardedUnits, template: Template,
 
 
 def load_pretrained_weights(parallel: ParallelModel, folder: str | os.PathLike) -> None:
-    """Gives a parallelised model the weights of a Hugging Face folder, each rank reading its own pieces; collective.
+    """Loads the weights of a Hugging Face folder into a parallelised model; each rank reads its pieces; collective.
 
     Raises:
-        ValueError: on every rank, if the folder has no safetensors, or not these weights.
+        ValueError: on every rank, if the folder has no safetensors or lacks a weight.
     """
     parallel.units.reshard()
     dtype = next(parallel.model.parameters()).dtype
-    template = Template.of(parallel.family, parallel.model.config, dtype)
-    WeightFiles.of(folder).fill(template, weight_places(parallel.model, parallel.fused))
+    template = Template.from_config(parallel.family, parallel.model.config, dtype)
+    WeightFiles.find(folder).fill(template, weight_pieces(parallel.model, parallel.fused))
 
 
-def weight_places(model: PreTrainedModel, fused: FusedNames) -> list[Place]:
-    """This rank's pieces of weights and persistent buffers, each tensor once."""
-    places, seen = [], set()
+def weight_pieces(model: PreTrainedModel, fused: FusedNames) -> list[WeightPiece]:
+    """Returns this rank's pieces of weights and persistent buffers, each tensor once."""
+    pieces, seen = [], set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) in seen:
             continue
@@ -112,8 +112,8 @@ def weight_places(model: PreTrainedModel, fused: FusedNames) -> list[Place]:
         region = list(local_region(tensor))
         if first:
             region[dim] = slice(region[dim].start + first, region[dim].stop + first)
-        places.append(Place(name=whole, region=tuple(region), tensor=local_tensor(tensor.detach())))
-    return places
+        pieces.append(WeightPiece(name=whole, region=tuple(region), tensor=local_tensor(tensor.detach())))
+    return pieces
 
 
 def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer's state by the names of its weights, so that it can move to another model, plan or number of groups."""
+"""An optimizer's state by the names of its weights, so that another plan or other parameter groups can load it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from galvatron_hf.plan.validation import show
 
 @dataclass(kw_only=True)
 class NamedOptimizerState:
-    """What an optimizer knows of each weight.
+    """The state of an optimizer by weight.
 
     Attributes:
-        tensors (`dict[str, dict[str, torch.Tensor]]`): from kind ("exp_avg") and weight's name to a tensor of the
-            weight's shape, or to a scalar.
-        numbers (`dict[str, dict[str, float]]`): from kind and weight's name to what is kept as a Python number.
-        options (`dict[str, dict[str, Any]]`): from the family's name of a weight to its group's options ("lr", ...).
+        tensors (`dict[str, dict[str, torch.Tensor]]`): by kind ("exp_avg") and weight's name, a tensor of the weight's
+            shape or a scalar.
+        numbers (`dict[str, dict[str, float]]`): by kind and weight's name, a state that is a Python number.
+        options (`dict[str, dict[str, Any]]`): by the family's name of a weight, the options of its group ("lr", ...).
     """
 
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -31,11 +31,13 @@ class NamedOptimizerState:
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, names: Mapping[int, str], fused: FusedNames) -> NamedOptimizerState:
-        """Reads an optimizer; `names` goes from the `id` of a parameter to this runtime's name for it.
+    def from_optimizer(
+        cls, optimizer: torch.optim.Optimizer, names: Mapping[int, str], fused: FusedNames
+    ) -> NamedOptimizerState:
+        """Reads an optimizer; `names` gives this runtime's name of a parameter by its `id`.
 
         Raises:
-            ValueError: for state that is neither a tensor nor a number.
+            ValueError: if a state is neither a tensor nor a number.
         """
         state = cls()
         for group in optimizer.param_groups:
@@ -48,18 +50,18 @@ class NamedOptimizerState:
         return state
 
     @classmethod
-    def of_file(
+    def from_file(
         cls, path: str | os.PathLike, names: Sequence[Sequence[str]], fused: FusedNames
     ) -> NamedOptimizerState:
-        """Reads an `optimizer.pt` of a plain model, which numbers weights by their place in the groups.
+        """Reads an `optimizer.pt` of a plain model, which numbers weights by their position in the groups.
 
         Args:
             path (`str` or `os.PathLike`): the file.
             names (`Sequence[Sequence[str]]`): the family's names of each group's weights, in order.
-            fused ([`FusedNames`]): of the model.
+            fused ([`FusedNames`]): fused weights of the model.
 
         Raises:
-            ValueError: if the groups are others.
+            ValueError: if the groups have other sizes.
         """
         saved = torch.load(path, map_location="cpu", weights_only=True)
         sizes = [len(group["params"]) for group in saved["param_groups"]]
@@ -89,7 +91,7 @@ class NamedOptimizerState:
             )
 
     def renamed(self, rename) -> NamedOptimizerState:
-        """The same state under other names; `rename` is [`FusedNames.join`] or [`FusedNames.split`]."""
+        """Returns the state under other names; `rename` is [`FusedNames.join`] or [`FusedNames.split`]."""
         as_tensors = {kind: {n: torch.tensor(v) for n, v in values.items()} for kind, values in self.numbers.items()}
         return NamedOptimizerState(
             tensors={kind: rename(values) for kind, values in self.tensors.items()},
@@ -98,29 +100,31 @@ class NamedOptimizerState:
         )
 
     def load_into(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], fused: FusedNames) -> None:
-        """Gives the state to an optimizer, in whatever groups it has the weights.
+        """Loads the state into an optimizer with any parameter groups.
 
         Raises:
-            ValueError: if a weight is unknown here.
+            ValueError: if the state lacks a weight of the optimizer.
         """
         state, groups, index, given = {}, [], 0, set()
         for group in optimizer.param_groups:
-            own = [names[id(parameter)] for parameter in group["params"]]
-            missing = [name for name in own if fused.family_name(name) not in self.options]
+            local = [names[id(parameter)] for parameter in group["params"]]
+            missing = [name for name in local if fused.family_name(name) not in self.options]
             if missing:
                 raise ValueError(
-                    f"The checkpoint's optimizer does not know {missing[0]}, because it was not trained there; "
+                    f"The checkpoint's optimizer does not know {missing[0]}, because it was frozen there; "
                     "resume with the same weights frozen, or start anew from save_model's folder."
                 )
-            # Where a stage is frozen its groups are empty, but their learning rate may be logged: they take another's.
-            options = dict(self.options[fused.family_name(own[0])] if own else next(iter(self.options.values()), {}))
+            # The groups of a frozen stage are empty, but their learning rate may be logged: they take another group's.
+            options = dict(
+                self.options[fused.family_name(local[0])] if local else next(iter(self.options.values()), {})
+            )
             for name, value in options.items():
                 options[name] = tuple(value) if isinstance(group.get(name), tuple) else value
-            groups.append({**group, **options, "params": list(range(index, index + len(own)))})
-            for name in own:
+            groups.append({**group, **options, "params": list(range(index, index + len(local)))})
+            for name in local:
                 kinds = [*self.tensors.items(), *self.numbers.items()]
                 values = {kind: by_name[name] for kind, by_name in kinds if name in by_name}
-                if name in given:  # the second copy of a tied weight has a state of its own
+                if name in given:  # the second copy of a tied weight needs a separate state
                     values = {kind: v.clone() if isinstance(v, torch.Tensor) else v for kind, v in values.items()}
                 given.add(name)
                 if values:
@@ -129,7 +133,7 @@ class NamedOptimizerState:
         optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def options_json(self) -> list[dict[str, Any]]:
-        """The options as JSON values: each set of them once, with the names that it is for."""
+        """Returns the options as JSON values: each set of options once, with the names of its weights."""
         groups: list[dict[str, Any]] = []
         for name, options in self.options.items():
             group = next((group for group in groups if group["options"] == options), None)
@@ -141,29 +145,29 @@ class NamedOptimizerState:
 
 
 def options_from_json(groups: Any) -> dict[str, dict[str, Any]]:
-    """What [`NamedOptimizerState.options_json`] returned, by name again.
+    """Returns the options by weight from [`NamedOptimizerState.options_json`].
 
     Raises:
-        ValueError: for any other value.
+        ValueError: if the value has another form.
     """
     check_groups(groups, "options")
     return {name: group["options"] for group in groups for name in group["names"]}
 
 
 def numbers_from_json(numbers: Any) -> dict[str, dict[str, int | float]]:
-    """Checks [`NamedOptimizerState.numbers`] as they were read.
+    """Checks and returns [`NamedOptimizerState.numbers`] read from a file.
 
     Raises:
-        ValueError: for any other value.
+        ValueError: if the value has another form.
     """
     kinds = list(numbers.values()) if isinstance(numbers, dict) else [None]
     if not all(isinstance(kind, dict) and all(type(n) in (int, float) for n in kind.values()) for kind in kinds):
-        raise ValueError(f"numbers is {show(numbers)}, which is no optimizer's state: use another checkpoint")
+        raise ValueError(f"numbers is {show(numbers)}, which is not the state of an optimizer: use another checkpoint")
     return numbers
 
 
 def check_groups(groups: Any, values: str) -> None:
-    """Refuses what is not a list of objects with `names` and plain values under the name `values`."""
+    """Raises a `ValueError` unless `groups` is a list of objects with `names` and an object named `values`."""
     for group in groups if isinstance(groups, list) else [groups]:
         names, given = (group.get("names"), group.get(values)) if isinstance(group, dict) else (None, None)
         if not isinstance(given, dict) or not isinstance(names, list) or not all(type(name) is str for name in names):

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""A pretrained model by its name, without its weights: what `from_pretrained` does before it reads any."""
+"""Builds a pretrained model without its weights: the part of `from_pretrained` before weights are read."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from galvatron_hf.parallel.comm.objects import on_every_rank
 from galvatron_hf.parallel.weights.safetensors import WeightFiles, find_files
 
 
-# Which files `from_pretrained` looks at.
+# Options that choose the files of `from_pretrained`.
 _HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-# What would place, split or replace weights, which is the plan's part.
+# Options that would place, split or replace weights, which the plan does.
 _REFUSED = {
     "device_map": "says where weights go, which the plan does",
     "distributed_config": "says where weights go, which the plan does",
@@ -25,14 +25,14 @@ _REFUSED = {
     "tp_size": "says where weights go, which the plan does",
     "quantization_config": "makes weights that cannot be sharded",
     "gguf_file": "makes weights that cannot be sharded",
-    "state_dict": "is a whole model's weights",
+    "state_dict": "holds the weights of a whole model",
 }
 
 
 def pretrained_on_meta(name: str | os.PathLike, **options: Any) -> tuple[PreTrainedModel, WeightFiles]:
-    """The causal language model of a folder or an id on the Hub, on the meta device, and where its weights are.
+    """Builds the causal language model of a folder or an id on the Hub on the meta device, and finds its weights.
 
-    With several ranks collective: rank 0 resolves and downloads before the others.
+    Collective: rank 0 resolves and downloads before the others.
 
     Args:
         name (`str` or `os.PathLike`): as for `AutoModelForCausalLM.from_pretrained`.
@@ -44,7 +44,7 @@ def pretrained_on_meta(name: str | os.PathLike, **options: Any) -> tuple[PreTrai
             [`parallelize`].
 
     Raises:
-        ValueError: if there is no such model, it is quantised, has no safetensors, or an option cannot be honoured.
+        ValueError: if the model does not exist, is quantised or has no safetensors, or if an option is not supported.
     """
     name = os.fspath(name)
     return on_every_rank(lambda: _build(name, dict(options)), rank_0_first=True)
@@ -70,7 +70,7 @@ def _build(name: str, options: dict[str, Any]) -> tuple[PreTrainedModel, WeightF
         )
     if unused:
         raise ValueError(
-            f"{sorted(unused)[0]} is neither an option of from_pretrained that a plan can honour nor a field of "
+            f"{sorted(unused)[0]} is neither an option of from_pretrained that works under a plan nor a field of "
             f"{type(config).__name__}; leave it out, or pass a loaded model."
         )
     _check_config(name, config)
@@ -87,7 +87,7 @@ def _check(name: str, options: dict[str, Any]) -> None:
     for option, reason in _REFUSED.items():
         if options.get(option) is not None:
             raise ValueError(
-                f"{option} {reason}, so it cannot go together with a model that is loaded under a plan; leave it out."
+                f"{option} {reason}, so a model that is loaded under a plan cannot have it; leave it out."
             )
     if os.path.isdir(name):
         return
@@ -104,7 +104,7 @@ def _check_config(name: str, config: PreTrainedConfig) -> None:
         )
     if getattr(config, "transformers_weights", None) is not None:
         raise ValueError(
-            f"{name} has its weights in {config.transformers_weights!r} (transformers_weights of its configuration), "
+            f"{name} keeps its weights in {config.transformers_weights!r} (transformers_weights in config.json), "
             "which is not supported; name the file model.safetensors."
         )
 
@@ -117,5 +117,5 @@ def _dtype(wanted: str | torch.dtype, config: PreTrainedConfig, files: WeightFil
         )
     dtype = getattr(torch, wanted, None) if isinstance(wanted, str) else wanted
     if dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"dtype {wanted!r} cannot be trained in under a plan; use 'float32', 'bfloat16' or 'auto'.")
+        raise ValueError(f"dtype {wanted!r} cannot be trained under a plan; use 'float32', 'bfloat16' or 'auto'.")
     return dtype

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in safetensors files, of which each rank reads its own pieces, one tensor at a time."""
+"""Loads weights from safetensors files: each rank reads its pieces, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -20,9 +19,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from galvatron_hf.parallel.comm.objects import on_every_rank
+from galvatron_hf.parallel.comm.objects import is_rank_0, on_every_rank
 from galvatron_hf.parallel.weights.deferred_init import Template
-from galvatron_hf.parallel.weights.sources import Place, fill_with_initial_values
+from galvatron_hf.parallel.weights.sources import WeightPiece, fill_with_initial_values
 from galvatron_hf.utils.compat import drop_harmless_keys
 
 
@@ -38,26 +37,27 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype | None
 
-    def read_into(self, place: torch.Tensor, region: tuple[slice, ...], dtype: torch.dtype | None = None) -> None:
-        """Reads a part of the tensor, rounded to `dtype` on the way.
+    def read_into(self, target: torch.Tensor, region: tuple[slice, ...], dtype: torch.dtype | None = None) -> None:
+        """Reads the region into `target`, rounding to `dtype` first.
 
-        The file is opened for it alone: what was mapped of it counts as this process's memory until it is closed.
+        The file is opened for this tensor alone, because mapped pages count as memory of the process until it is
+        closed.
         """
-        if place.numel():
+        if target.numel():
             with safe_open(self.file, framework="pt") as file:
                 stored = file.get_slice(self.key)[region] if self.shape else file.get_tensor(self.key)
-                rounded = dtype not in (None, place.dtype) and stored.is_floating_point()
-                place.copy_(stored.to(dtype) if rounded else stored)
+                rounded = dtype not in (None, target.dtype) and stored.is_floating_point()
+                target.copy_(stored.to(dtype) if rounded else stored)
                 del stored
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFiles:
-    """Safetensors files of a Hugging Face folder, of which each rank reads the parts it needs.
+    """Reads weights from the safetensors files of a Hugging Face folder.
 
     Attributes:
         name (`str`): the folder or the id on the Hub, for messages.
-        files (`tuple[str, ...]`): their paths.
+        files (`tuple[str, ...]`): paths of the files.
         dtype (`torch.dtype`, *optional*): as in [`WeightSource`].
         key_mapping (`Mapping[str, str]`, *optional*): as for `from_pretrained`.
     """
@@ -68,8 +68,8 @@ class WeightFiles:
     key_mapping: Mapping[str, str] | None = None
 
     @classmethod
-    def of(cls, name: str | os.PathLike, *, variant: str | None = None, **options: Any) -> WeightFiles:
-        """Finds them, on the Hub or its cache for an id; with several ranks collective, rank 0 first.
+    def find(cls, name: str | os.PathLike, *, variant: str | None = None, **options: Any) -> WeightFiles:
+        """Finds the files of a folder or of an id on the Hub; collective, rank 0 downloads first.
 
         Args:
             name (`str` or `os.PathLike`): a folder, or an id on the Hub.
@@ -77,13 +77,13 @@ class WeightFiles:
             options: `revision`, `subfolder`, `cache_dir`, `token` and so on, as for `from_pretrained`.
 
         Raises:
-            ValueError: if there are none.
+            ValueError: if there are no safetensors files.
         """
         name = os.fspath(name)
         return cls(name=name, files=on_every_rank(lambda: find_files(name, variant, options), rank_0_first=True))
 
     def stored(self) -> dict[str, StoredTensor]:
-        """What the files' headers list, by key."""
+        """Returns the tensors that the headers of the files list, by key."""
         found = {}
         for path in self.files:
             with safe_open(path, framework="pt") as file:
@@ -94,23 +94,23 @@ class WeightFiles:
                     found[key] = StoredTensor(file=path, key=key, shape=shape, dtype=kind)
         return found
 
-    def fill(self, template: Template, places: list[Place]) -> None:
+    def fill(self, template: Template, pieces: list[WeightPiece]) -> None:
         sources = on_every_rank(lambda: self._sources(template))
-        on_every_rank(lambda: self._read(sources, places))
+        on_every_rank(lambda: self._read(sources, pieces))
         fresh = template.model.state_dict().keys() - sources.keys()
         if fresh:
-            fill_with_initial_values(template, places, only=fresh)
+            fill_with_initial_values(template, pieces, only=fresh)
 
-    def _read(self, sources: Mapping[str, StoredTensor], places: list[Place]) -> None:
-        found = [(sources[place.name], place) for place in places if place.name in sources]
-        for stored, place in sorted(found, key=lambda pair: (pair[0].file, pair[0].key)):
-            stored.read_into(place.tensor, place.region, self.dtype)
+    def _read(self, sources: Mapping[str, StoredTensor], pieces: list[WeightPiece]) -> None:
+        found = [(sources[piece.name], piece) for piece in pieces if piece.name in sources]
+        for stored, piece in sorted(found, key=lambda pair: (pair[0].file, pair[0].key)):
+            stored.read_into(piece.tensor, piece.region, self.dtype)
 
     def _sources(self, template: Template) -> dict[str, StoredTensor]:
-        """For every weight and persistent buffer of the family, by each of its names, what holds it.
+        """Returns the stored tensor of every weight and persistent buffer, under each of its names.
 
-        Weights without a source are those that the family says may be missing, and heads that a base model's files
-        never have; the family initialises them.
+        A weight that the family allows to be missing has none, and neither has a head if the files are a base model's.
+        Such weights are initialised.
 
         Raises:
             ValueError: if a weight of the base model is missing, has another shape, or needs a conversion.
@@ -139,7 +139,7 @@ class WeightFiles:
     def _renamed(
         self, model: PreTrainedModel, expected: Mapping[str, torch.Tensor], keys: Iterable[str]
     ) -> dict[str, str]:
-        """From keys of the files to the names that this version of the family has for them."""
+        """Returns the name that this version of the family gives to each key of the files."""
         mapping = get_model_conversion_mapping(model, dict(self.key_mapping) if self.key_mapping else None)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -151,7 +151,7 @@ class WeightFiles:
             if converter is not None:
                 raise ValueError(
                     f"{key} in {self.name} is converted, not only renamed, where {type(model).__name__} is loaded, "
-                    "which pieces of it do not allow; load it by from_pretrained and pass the model."
+                    "which is not possible for a piece of a tensor; load it by from_pretrained and pass the model."
                 )
             names[key] = name
         return names
@@ -171,15 +171,15 @@ class WeightFiles:
             raise ValueError(
                 f"{self.name} lacks {_some(needed)}, which {type(model).__name__} needs; give a complete folder."
             )
-        if report.missing_keys and _speaks():
-            logger.warning(f"{self.name} has no {_some(sorted(report.missing_keys))}, which begins as a new model's.")
-        if report.unexpected_keys and _speaks():
+        if report.missing_keys and is_rank_0():
+            logger.warning(f"{self.name} has no {_some(sorted(report.missing_keys))}: initialised as in a new model.")
+        if report.unexpected_keys and is_rank_0():
             unused = _some(sorted(report.unexpected_keys))
-            logger.warning(f"{self.name} has {unused}, which {type(model).__name__} has no use for.")
+            logger.warning(f"{self.name} has {unused}, which {type(model).__name__} does not use.")
 
 
 def find_files(name: str, variant: str | None, options: dict[str, Any]) -> tuple[str, ...]:
-    """The safetensors files of a folder or an id on the Hub; see [`WeightFiles.of`]."""
+    """Returns the safetensors files of a folder or an id on the Hub; see [`WeightFiles.find`]."""
     one, index = SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME
     if variant is not None:
         one = one.replace(".safetensors", f".{variant}.safetensors")
@@ -192,7 +192,7 @@ def find_files(name: str, variant: str | None, options: dict[str, Any]) -> tuple
     if found is None:
         raise ValueError(
             f"{name} has no {one} and no {index}, and pickles such as pytorch_model.bin are never opened; "
-            "convert it first: from_pretrained(...).save_pretrained(FOLDER)."
+            "convert the model first: from_pretrained(...).save_pretrained(FOLDER)."
         )
     files, _ = get_checkpoint_shard_files(name, found, **options)
     folder = os.path.dirname(os.path.abspath(found))
@@ -207,8 +207,8 @@ def find_files(name: str, variant: str | None, options: dict[str, Any]) -> tuple
 
 
 def _check_tied(where: str, template: Template, found: Mapping[str, StoredTensor]) -> None:
-    """A weight of two names may be stored twice, but then alike."""
-    if dist.is_initialized() and dist.get_rank() != 0:
+    """Refuses a tied weight that is stored under two names with different values."""
+    if not is_rank_0():
         return
     for names in template.names.values():
         copies = list({(found[name].file, found[name].key): found[name] for name in names if name in found}.values())
@@ -234,7 +234,3 @@ def _equal(first: StoredTensor, second: StoredTensor, rows: int = 1024) -> bool:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
-
-
-def _speaks() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Where the weights of a model without any come from, as each rank sees it: pieces with names and regions."""
+"""Sources of the weights of a model on the meta device: each fills the pieces that a rank holds."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from galvatron_hf.parallel.weights.deferred_init import Template
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """A piece of a family's weight on this rank.
+class WeightPiece:
+    """The piece of a weight that this rank holds.
 
     Attributes:
-        name (`str`): the weight in the family's files, for example "transformer.h.0.attn.c_attn.weight".
-        region (`tuple[slice, ...]`): the piece inside it.
-        tensor (`torch.Tensor`): its memory.
+        name (`str`): name of the weight in the family's files, for example "transformer.h.0.attn.c_attn.weight".
+        region (`tuple[slice, ...]`): position of the piece inside the weight.
+        tensor (`torch.Tensor`): memory of the piece.
     """
 
     name: str
@@ -30,53 +30,53 @@ class Place:
 
 
 class WeightSource(Protocol):
-    """Where the weights of a model on the meta device come from."""
+    """Gives a model on the meta device its weights."""
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The format that values have on their way into the parameters, which may have a wider one; None: theirs."""
+        """The format to which values are rounded before they are copied into the parameters; None for no rounding."""
 
-    def fill(self, template: Template, places: list[Place]) -> None:
-        """Gives this rank's pieces their values; collective."""
+    def fill(self, template: Template, pieces: list[WeightPiece]) -> None:
+        """Writes the values of this rank's pieces; collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyWeights:
-    """The family's own initialisation: the values of `from_config` on one process, from rank 0's CPU generator."""
+    """Draws new weights: the values of `from_config` on one process with the CPU generator of rank 0."""
 
     dtype: torch.dtype | None = None
 
-    def fill(self, template: Template, places: list[Place]) -> None:
-        fill_with_initial_values(template, places)
+    def fill(self, template: Template, pieces: list[WeightPiece]) -> None:
+        fill_with_initial_values(template, pieces)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaterWeights:
-    """No weights yet, because a checkpoint is read next; what it left out would be seen as NaN."""
+    """Fills weights with NaN, because a checkpoint is read next; a weight that it lacks is then noticed."""
 
     dtype: torch.dtype | None = None
 
-    def fill(self, template: Template, places: list[Place]) -> None:
-        for place in places:
-            if place.tensor.is_floating_point():
-                place.tensor.fill_(float("nan"))
+    def fill(self, template: Template, pieces: list[WeightPiece]) -> None:
+        for piece in pieces:
+            if piece.tensor.is_floating_point():
+                piece.tensor.fill_(float("nan"))
 
 
 @torch.no_grad()
-def fill_with_initial_values(template: Template, places: list[Place], only: set[str] | None = None) -> None:
-    """Gives pieces the values that the family begins with; collective, from rank 0's CPU generator.
+def fill_with_initial_values(template: Template, pieces: list[WeightPiece], only: set[str] | None = None) -> None:
+    """Fills pieces with the family's initial values, drawn from the CPU generator of rank 0; collective.
 
     Args:
-        template ([`Template`]): of the family.
-        places (`list[Place]`): this rank's pieces.
-        only (`set[str]`, *optional*): the weights that are wanted, see [`Template.initial_values`].
+        template ([`Template`]): the family's model without weights.
+        pieces (`list[WeightPiece]`): this rank's pieces.
+        only (`set[str]`, *optional*): names of the weights to fill, see [`Template.initial_values`].
     """
     state = [torch.get_rng_state()]
     dist.broadcast_object_list(state, src=0)
     torch.set_rng_state(state[0])
-    by_name: dict[str, list[Place]] = {}
-    for place in places:
-        by_name.setdefault(place.name, []).append(place)
+    by_name: dict[str, list[WeightPiece]] = {}
+    for piece in pieces:
+        by_name.setdefault(piece.name, []).append(piece)
     buffers = dict(template.model.named_buffers())
     for name in by_name.keys() & buffers.keys():
         if only is None or name in only:
@@ -86,6 +86,6 @@ def fill_with_initial_values(template: Template, places: list[Place], only: set[
             _copy(value, by_name.get(name, []))
 
 
-def _copy(value: torch.Tensor, places: Iterable[Place]) -> None:
-    for place in places:
-        place.tensor.copy_(value[place.region])
+def _copy(value: torch.Tensor, pieces: Iterable[WeightPiece]) -> None:
+    for piece in pieces:
+        piece.tensor.copy_(value[piece.region])

@@ -289,7 +289,7 @@ class CheckpointMixin(ResumeMixin):
     def _load_plain_files(self, optimizer_file: str, scheduler_file: str) -> None:
         """The `optimizer.pt` and `scheduler.pt` of plain Trainer, into a parallelised model's optimizer."""
         names, fused = self._plain_groups(), self.parallel.fused
-        state = NamedOptimizerState.of_file(optimizer_file, names, fused)
+        state = NamedOptimizerState.from_file(optimizer_file, names, fused)
         state = shard_optimizer_state(self.parallel, state)
         state.load_into(_unwrapped(self.optimizer), self.parallel.parameter_names(), fused)
         scheduler = torch.load(scheduler_file, map_location="cpu", weights_only=True)

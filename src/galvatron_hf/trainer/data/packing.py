@@ -214,7 +214,7 @@ class PackingMixin:
         if not batches:
             return None
         try:
-            sequences = Sequences.of(batches)
+            sequences = Sequences.from_batches(batches)
         except NotPackable as reason:
             self._padded_because(reason)
             return None
@@ -246,7 +246,7 @@ class PackingMixin:
         step, self._placement = self._placement, None
         if step is None:
             return None
-        sequences = limit_lengths(Sequences.of(batches), step.longest, self._long_sequences)
+        sequences = limit_lengths(Sequences.from_batches(batches), step.longest, self._long_sequences)
         if sequences.cut:
             self.cut_sequences += sequences.cut
         return self._micro_batches(sequences, step.placement)

@@ -121,7 +121,7 @@ class StepsAhead:
         if random_state() != before:
             self.state_before_look, self._draws = before, True
         if following:
-            self.plan(lambda: Sequences.of(following).lengths)
+            self.plan(lambda: Sequences.from_batches(following).lengths)
 
     def end(self) -> None:
         """Ends the background."""
