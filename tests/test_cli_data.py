@@ -116,7 +116,7 @@ def test_flops_are_those_that_torch_counts():
         query, key, value = (x @ to_qkv).split(h, dim=-1)
         attended = (query @ key.T).softmax(-1) @ value @ to_out
         ((attended + x) @ up @ down).sum().backward()
-    assert SequenceCost(**flops(h, 5)).of([s]).tolist() == [5 * counter.get_total_flops()]
+    assert SequenceCost(**flops(h, 5)).seconds([s]).tolist() == [5 * counter.get_total_flops()]
 
 
 def test_histogram_and_summary_count_every_sequence_once():

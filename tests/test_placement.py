@@ -221,7 +221,7 @@ def test_the_default_is_never_worse_than_longest_first_or_karmarkar_karp(lengths
     ours = place(lengths, **arguments)
     seconds = seconds_of(ours, lengths, arguments)
     assert seconds <= seconds_of(place(lengths, **arguments, planner="karmarkar_karp"), lengths, arguments) * ROUNDING
-    costs, tokens, count = step["cost"].of(lengths), np.array(lengths), len(ours.micro_batches) * step["ranks"]
+    costs, tokens, count = step["cost"].seconds(lengths), np.array(lengths), len(ours.micro_batches) * step["ranks"]
     for plain in (plain_longest_first, plain_karmarkar_karp):
         loads = plain(costs, tokens, count, arguments["max_tokens"] or np.inf)
         if loads is not None:

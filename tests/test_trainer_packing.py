@@ -245,7 +245,7 @@ def test_the_planner_is_the_one_that_was_asked_for(tmp_path):
                 uniform(2),
                 train_dataset=dataset,
                 options=options | dict(placement_planner=planner),
-                then=lambda made: estimated_cost(made.model.config).sequence.of(lengths),
+                then=lambda made: estimated_cost(made.model.config).sequence.seconds(lengths),
             )
             for planner in PLANNERS
         ]
