@@ -1,26 +1,26 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""How near predicted step times and memory come to what training measures.
+"""Compares predicted step times and memory with those of training.
 
     PYTHONPATH=benchmarks OMP_NUM_THREADS=1 python benchmarks/accuracy.py --output accuracy      as root
     ... --shapes 384x6x6x2x1024x3000x192x8 --share 0.4 --plans 30 --seed 7
     ... --hosts 2 --mbit 400
 
-Four ranks have a share of a core each (see cpu_quota.py), in turns of a millisecond (see sched_tick.py), and a
-network namespace (see hosts.py), all of which this script gives and takes away; with `--hosts 2` they sit two by two
-in namespaces with a slow link between them. It profiles the machine and the model there, as training with
-`parallel_plan="auto"` does, draws different plans from the search's space (pipelines are half of them), writes what it
-predicts of each to OUTPUT/predictions-SHAPE.json, and only then trains under each, in turns: `--together` runs at a
-time take `--steps` steps each, `--rounds` times around, and the first two steps of a turn, which find cold caches and
-no memory of their own, do not count. The first run of each lot is there twice: how far the two are apart is the spread
-of any figure (A/A). Memory is the peak of the allocator on the rank of a rank list that has most, in a step after the
-first.
+Four ranks have a share of a core each (cpu_quota.py), scheduled every millisecond (sched_tick.py), and a network
+namespace (hosts.py). The script creates and removes all of these. With `--hosts 2` two ranks each are on a host, with
+a slow link between the hosts. The script profiles the machine and the model like `parallel_plan="auto"`, draws plans
+from the search space (half of them pipelines), and writes the predictions to OUTPUT/predictions-SHAPE.json before it
+trains.
 
-A virtual machine's cores are slower whenever its host has others work beside it, by up to two and a half times for
-seconds where this was written. So each core is watched (see cpu_interference.py): a turn waits for quiet cores, steps
-during which one was slower than usual do not count, and turns go on, up to three times as many, until half as many
-steps as asked for did. How much slower than usual the cores were in the steps that count, over that in the profile,
-is printed as the machine's drift, and the errors once more with the predictions stretched by it.
+Plans are trained in turns: `--together` runs take `--steps` steps each, `--rounds` times. The first two steps of a
+turn do not count, because their caches are cold. The first run of each lot is there twice: the difference of the two
+is the spread of any figure (A/A). Memory is the peak of the allocator in a step after the first, on the rank of a
+pipeline rank that has most.
+
+Other work on the host can slow a virtual machine's cores for seconds. So each core is watched (cpu_interference.py): a
+turn waits for quiet cores, and steps on a core that was slower than usual do not count. Turns are repeated, up to
+three times as many, until half of the steps count. The drift is the slowdown of the cores in the counted steps
+relative to the profile; the errors are also printed with predictions multiplied by it.
 
 A shape is HIDDENxLAYERSxHEADSxKV_HEADSxINTERMEDIATExVOCABULARYxLENGTHxROWS; rows are those of a step.
 
@@ -52,7 +52,7 @@ SHAPES = ("256x8x8x4x704x2048x128x8", "512x4x8x2x1408x4096x128x8")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One plan: what was predicted and measured of it."""
+    """The predictions and measurements of one plan."""
 
     plan: ParallelPlan
     predicted_ms: float
@@ -75,7 +75,7 @@ class Case:
 
 
 def compare(shape: Shape, seats: list[Seat], options: argparse.Namespace, watch: CoreWatch) -> list[Case]:
-    """Predicts, measures, prints."""
+    """Predicts and measures all plans, and prints the comparison."""
     hardware, model, slowdown = profiled(shape, seats, watch)
     hardware.to_json(options.output / "hardware.json")
     model.to_json(options.output / f"model-{shape}.json")
@@ -121,7 +121,7 @@ def compare(shape: Shape, seats: list[Seat], options: argparse.Namespace, watch:
 
 
 def summary(cases: list[Case]) -> str:
-    """The figures that count."""
+    """Returns the summary of the errors."""
     lines = []
     for name, errors in (
         ("step time", [abs(case.time_error) for case in cases]),

@@ -1,15 +1,15 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds and bytes of a checkpoint, beside those of accelerate's FSDP2 that plain Trainer uses.
+"""Compares time and size of checkpoints with those of accelerate's FSDP2, which plain Trainer uses.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 4 benchmarks/checkpoint.py
 
-One model with AdamW's state, sharded over all ranks by zero3 here and by `fully_shard` there, is saved and loaded by
-turns; printed are medians and the median of the ratios of neighbouring turns with its 95% interval by bootstrap, and
-the same for FSDP2 against itself (A/A). Ours writes checksums, a manifest and the whole weights beside the state where
-it says so; FSDP2's writes tensors alone. Accelerate switches FSDP2 on where there is an accelerator only, so that on
-CPU ranks its functions `save_fsdp_model`, `save_fsdp_optimizer` and their counterparts are called without Trainer.
-Evidence tier: measured on real ranks (gloo, CPU), on the disk under --folder.
+One model with AdamW's state is sharded over all ranks, by zero3 and by `fully_shard`, and saved and loaded in turns.
+The table has medians, and the median of the ratios of neighbouring turns with its 95% bootstrap interval; A/A is FSDP2
+against itself. Ours also writes checksums, a manifest and, if stated, whole weights. Accelerate enables FSDP2 only
+with an accelerator, so `save_fsdp_model`, `save_fsdp_optimizer` and their counterparts are called directly.
+
+Evidence tier: measured on real ranks (gloo, CPU), on the disk of --folder.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from galvatron_hf.trainer.checkpoint.saving import CheckpointWriter
 
 
 def one_step(model: torch.nn.Module, forward_backward: Callable[[torch.Tensor], None]) -> torch.optim.Optimizer:
-    """An optimizer with a state."""
+    """Returns an optimizer after one step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
     forward_backward(torch.arange(32 * dist.get_world_size()).view(dist.get_world_size(), 32) % 64)
     optimizer.step()
@@ -46,7 +46,7 @@ def one_step(model: torch.nn.Module, forward_backward: Callable[[torch.Tensor], 
 
 
 class Ours:
-    """What GalvatronTrainer does with the tensors of a checkpoint."""
+    """Saves and loads like GalvatronTrainer."""
 
     def __init__(self, options: argparse.Namespace, *, full: bool = False, background: bool = False):
         plan = ParallelPlan.uniform(dist.get_world_size(), options.layers, sharding="zero3")
@@ -74,7 +74,7 @@ class Ours:
 
 
 class Fsdp2:
-    """What plain Trainer does through accelerate."""
+    """Saves and loads like plain Trainer with accelerate."""
 
     def __init__(self, options: argparse.Namespace, kind: str):
         self.model = build(options)
@@ -109,7 +109,7 @@ class Fsdp2:
 
 
 def seconds(work: Callable[[], None]) -> float:
-    """Of the slowest rank."""
+    """Returns the seconds of the slowest rank."""
     dist.barrier()
     began = time.perf_counter()
     work()
@@ -123,7 +123,7 @@ def size(folder: Path) -> int:
 
 
 def turn(saver: Ours | Fsdp2, folder: Path) -> dict[str, float]:
-    """One save, where it is to wait for its end, and one load."""
+    """Runs one save, and one load if the save is not in the background."""
     found = {"save": seconds(lambda: saver.save(folder))}
     found["written"] = found["save"] + seconds(saver.finish)
     found["bytes"] = size(folder)

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Sees every collective that a process issues, whoever issues it, below all of this project's own code."""
+"""Records every collective that a process issues, below all code of this project."""
 
 from collections import Counter
 
@@ -34,11 +34,11 @@ _INPUTS = ("input", "inputs", "input_tensor", "input_tensors", "input_list", "te
 class CollectiveRecorder(TorchDispatchMode):
     """Counts the operators of PyTorch's `c10d` and `_c10d_functional` libraries while it is entered.
 
-    Every collective of PyTorch passes there, in the forward pass, in the backward pass and in recompute. What it does
-    not know (broadcasts, sends, barriers...) it counts under the operator's own name. Groups of one rank are left out.
+    All collectives of PyTorch are such operators, in the forward, the backward and recompute. Other operators
+    (broadcasts, sends, barriers) are counted under their own names. Groups of one rank are left out.
 
     Attributes:
-        calls (`Counter`): from (kind, ranks of the group, bytes of this rank's input) to how many there were.
+        calls (`Counter`): number of calls by (kind, ranks of the group, bytes of this rank's input).
     """
 
     def __init__(self):
@@ -47,7 +47,7 @@ class CollectiveRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # the DTensor goes first, and what it issues comes back here
+            return NotImplemented  # DTensor handles the operator first; its collectives come back here
         kwargs = kwargs or {}
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func._schema.name.split("::")[1]
@@ -61,7 +61,7 @@ class CollectiveRecorder(TorchDispatchMode):
 
 
 def totals(calls: Counter[tuple[str, int, int]]) -> dict[str, tuple[int, int]]:
-    """From kind to how many calls there were and to the bytes of this rank's inputs to them."""
+    """Returns for each kind the number of calls and the bytes of this rank's inputs."""
     found: dict[str, tuple[int, int]] = {}
     for (kind, _, size), count in sorted(calls.items()):
         calls_so_far, bytes_so_far = found.get(kind, (0, 0))
@@ -70,7 +70,7 @@ def totals(calls: Counter[tuple[str, int, int]]) -> dict[str, tuple[int, int]]:
 
 
 def _group_size(given: dict) -> int:
-    """Ranks of the group that an operator is given; 0 for operators without one, which only wait or wrap."""
+    """Returns the number of ranks of an operator's group; 0 for operators without a group."""
     if "process_group" in given:
         return ProcessGroup.unbox(given["process_group"]).size()
     if "group_name" not in given:

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The example of docs/communication.md, and one step's collectives beside the formula."""
+"""Prints the example of docs/communication.md, and one step's collectives next to the formula."""
 
 from collections import Counter
 
@@ -12,7 +12,7 @@ from galvatron_hf.planner.cost.traffic import Traffic, step_traffic
 
 
 def mixed_plan(world_size: int, layers: int) -> ParallelPlan:
-    """Two micro-batches under layers that take turns: Megatron-SP, Ulysses, ZeRO-3, tensor with recompute."""
+    """Returns a plan of two micro-batches and four alternating kinds of layers."""
     turns = (
         LayerStrategy(tensor=2, megatron_sp=True, sharding="zero2"),
         LayerStrategy(ulysses=2),
@@ -30,7 +30,7 @@ def mixed_plan(world_size: int, layers: int) -> ParallelPlan:
 
 
 def traffic_table(step: Traffic) -> str:
-    """Markdown: count and bytes of one step by what they are for, on one rank."""
+    """Returns a Markdown table of one step's collectives on one rank: count and bytes by purpose."""
     lines = ["| for | kind | ranks | count | bytes |", "|---|---|--:|--:|--:|"]
     groups: dict[tuple[str, str, int], list[int]] = {}
     for item in step.collectives:
@@ -44,13 +44,13 @@ def traffic_table(step: Traffic) -> str:
 
 
 def example_table() -> str:
-    """Rank 0 of 4 in `mixed_plan`, for the model and the batch that overhead.py has by default."""
+    """Returns the table of rank 0 of 4 in `mixed_plan`, for the default model and batch of overhead.py."""
     shape = ModelShape.llama(vocab=4096, hidden=320, intermediate=832, layers=6, heads=8, kv_heads=4)
     return traffic_table(step_traffic(mixed_plan(4, 6), shape, rows=8, length=512))
 
 
 def comparison(calls: Counter[tuple[str, int, int]], step: Traffic) -> str:
-    """Counted against formula, by kind; `calls` are a [`CollectiveRecorder`]'s."""
+    """Compares recorded `calls` of a [`CollectiveRecorder`] with the formula, by kind."""
     wanted: Counter[tuple[str, int, int]] = Counter()
     for item in step.collectives:
         wanted[item.kind, item.ranks, item.bytes] += item.count

@@ -1,12 +1,10 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Watches how fast each core is, so that steps count only while nobody else slows them down.
+"""Watches the speed of each core, so that steps slowed by other work do not count.
 
-The cores of a virtual machine are often threads of cores that it shares with other machines. Where this was written a
-fixed product took 44 ms of CPU time for minutes, and then, some seconds at a time, 60 to 116 on one core or on both:
-steps of one plan, predicted at 1.79 s, took 1.65 to 1.88 s in quiet moments and 2.2 to 3.2 s in others. What a moment
-was like is told by a process on each core that does a millisecond of the same work five times a second, and measures
-the CPU time that it takes.
+The cores of a virtual machine are often threads of cores that other machines use too. On one such machine a fixed
+product took 44 ms of CPU time for minutes, and then 60 to 116 ms for some seconds, on one core or on all. A process on
+each core therefore does the same millisecond of work five times a second, and measures its CPU time.
 """
 
 import contextlib
@@ -21,29 +19,24 @@ from pathlib import Path
 
 
 INTERVAL_S = 0.2
-PIECE_S = 0.001  # of CPU time, that a piece of work takes about
-QUIET = 1.15  # of the CPU time that a piece takes as a rule when nothing disturbs; pieces are up to a tenth apart then
-USUAL = 0.1  # quantile of all pieces of a core: its own speed, if it is quiet for a tenth of the time
+PIECE_S = 0.001  # approximate CPU time of a piece of work
+QUIET = 1.15  # limit of the slowdown of a quiet core, whose pieces differ by up to a tenth
+USUAL = 0.1  # quantile of the pieces that is the usual time of a core, if it is quiet for a tenth of the time
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoreWatch:
-    """What is known of each core's speed, since a while ago; may be asked in any process that can read the files.
+    """The recorded speed of each core; usable in any process that can read the files.
 
     Attributes:
-        files (`Sequence[Path]`): one for each core, with a line for each piece of work: when it ended, in seconds of
-            `time.perf_counter`, and the CPU seconds that it took.
+        files (`Sequence[Path]`): one file for each core, with a line for each piece of work: its end in seconds of
+            `time.perf_counter`, and its CPU seconds.
     """
 
     files: Sequence[Path]
 
     def slowdown(self, begin: float, end: float) -> float:
-        """
-        How much longer work takes than usual from `begin` to `end`, on the core where it takes longest.
-
-        Args:
-            begin, end (`float`): Seconds of `time.perf_counter`.
-        """
+        """Returns time / usual time of the work from `begin` to `end` (`time.perf_counter`), on the slowest core."""
         found = 1.0
         for file in self.files:
             pieces = self._pieces(file)
@@ -54,7 +47,7 @@ class CoreWatch:
         return found
 
     def wait_for_quiet(self, seconds: float = 1.0, most: float = 20.0) -> None:
-        """Returns when all cores were quiet for some seconds, or after `most` of them."""
+        """Waits until all cores have been quiet for `seconds`, but at most `most` seconds."""
         begun = time.perf_counter()
         while (now := time.perf_counter()) < begun + most:
             if now >= begun + seconds and self.slowdown(now - seconds, now) < QUIET:
@@ -68,12 +61,7 @@ class CoreWatch:
 
 @contextlib.contextmanager
 def cpu_interference(cores: Sequence[int] | None = None) -> Iterator[CoreWatch]:
-    """
-    Watches cores; not any more behind the body.
-
-    Args:
-        cores (`Sequence[int]`, *optional*): By default those of this process.
-    """
+    """Watches `cores`, by default those of this process, while the body runs."""
     cores = sorted(os.sched_getaffinity(0)) if cores is None else cores
     watchers: list[subprocess.Popen] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +73,7 @@ def cpu_interference(cores: Sequence[int] | None = None) -> Iterator[CoreWatch]:
                 watchers.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
             while not all(file.exists() and file.read_text().endswith("\n") for file in files):
                 if any(watcher.poll() is not None for watcher in watchers):
-                    raise RuntimeError("A process that watches a core has failed; its traceback stands above.")
+                    raise RuntimeError("A process that watches a core has failed; its traceback is above.")
                 time.sleep(0.05)
             yield CoreWatch(files=files)
         finally:
@@ -95,12 +83,12 @@ def cpu_interference(cores: Sequence[int] | None = None) -> Iterator[CoreWatch]:
 
 
 def watch(core: int, file: Path) -> None:
-    """Does a piece of work again and again, until whoever started it is gone."""
+    """Repeats a piece of work until the parent process ends."""
     import numpy as np
 
     starter = os.getppid()
     os.sched_setaffinity(0, {core})
-    with contextlib.suppress(PermissionError):  # a piece that is interrupted finds other things in the caches
+    with contextlib.suppress(PermissionError):  # an interrupted piece would find its caches replaced
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     matrix = np.full((128, 128), 1e-3, dtype=np.float32)
 
@@ -113,7 +101,7 @@ def watch(core: int, file: Path) -> None:
     products = max(1, round(PIECE_S / min(multiply(1) for _ in range(100))))
     with file.open("w") as out:
         while os.getppid() == starter:
-            multiply(max(1, products // 4))  # an idle core's caches are cold, and its clock is slow
+            multiply(max(1, products // 4))  # warms up the caches and the clock of an idle core
             seconds = multiply(products)
             out.write(f"{time.perf_counter():.3f} {seconds:.6f}\n")
             out.flush()

@@ -1,8 +1,8 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Gives processes a share of a core each, by a Linux control group (v1 or v2), so that each is a device of its own.
+"""Gives each process a share of a core by a Linux control group (v1 or v2), so that it acts as a device of its own.
 
-Without it, ranks that outnumber the cores hand theirs to each other while they wait, and waiting costs nothing.
+Without quotas, ranks that outnumber the cores use the time in which others wait, and waiting costs nothing.
 """
 
 import contextlib
@@ -18,16 +18,16 @@ ROOT = Path("/sys/fs/cgroup")
 
 
 class QuotaError(RuntimeError):
-    """Why no group with a quota can be made here, in one sentence."""
+    """No group with a quota can be made; the message is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CpuQuota:
-    """A control group that exists.
+    """An existing control group.
 
     Attributes:
-        folder (`Path`): of the group.
-        share (`float`): of one core.
+        folder (`Path`): folder of the group.
+        share (`float`): share of one core.
     """
 
     folder: Path
@@ -36,17 +36,16 @@ class CpuQuota:
     @classmethod
     def make(cls, name: str, share: float, period_ms: float, root: Path = ROOT) -> "CpuQuota":
         """
-        Makes a group of processes that together get `share` of a core in every period, before all other processes.
+        Makes a group of processes that get `share` of a core in every period, with priority over all others.
 
         Args:
-            name (`str`): of the group.
+            name (`str`): name of the group.
             share (`float`): of one core.
-            period_ms (`float`): the shorter, the more even the flow of time in the group; the kernel wants at least
-                1 ms, and 1 ms of CPU time in each.
-            root (`Path`, *optional*): where control groups are mounted.
+            period_ms (`float`): period of the quota; the kernel requires at least 1 ms of CPU time in each.
+            root (`Path`, *optional*): mount point of control groups.
 
         Raises:
-            QuotaError: if the kernel has no such groups here, or this user may not make them.
+            QuotaError: if the kernel has no such groups, or this user may not make them.
         """
         period, quota = round(1e3 * period_ms), round(1e3 * period_ms * share)
         version, parent = _mounted(root)
@@ -78,11 +77,11 @@ class CpuQuota:
         return group
 
     def enter(self) -> None:
-        """Puts this process, with the threads it has and will have, into the group."""
+        """Moves this process with all its threads into the group."""
         (self.folder / "cgroup.procs").write_text(str(os.getpid()))
 
     def remove(self) -> None:
-        """Removes the group, ending what is left in it."""
+        """Removes the group, and ends the processes in it."""
         for _ in range(100):
             try:
                 self.folder.rmdir()
@@ -100,7 +99,7 @@ class CpuQuota:
 
 @contextlib.contextmanager
 def cpu_quotas(name: str, count: int, share: float, period_ms: float, root: Path = ROOT) -> Iterator[list[CpuQuota]]:
-    """`count` groups as [`CpuQuota.make`] makes them, removed behind the body however it ends."""
+    """Makes `count` groups by [`CpuQuota.make`], and removes them after the body."""
     groups: list[CpuQuota] = []
     try:
         for index in range(count):
@@ -112,7 +111,7 @@ def cpu_quotas(name: str, count: int, share: float, period_ms: float, root: Path
 
 
 def _mounted(root: Path) -> tuple[int, Path]:
-    """The version of the control groups that limit CPU time here, and where new ones go."""
+    """Returns the version of the control groups that limit CPU time, and the folder of new ones."""
     for controller in ("cpu", "cpu,cpuacct"):
         if (root / controller / "cgroup.procs").exists():
             return 1, root / controller
@@ -130,11 +129,11 @@ def _give_children_cpu(parent: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineTime:
-    """CPU seconds of a whole machine since it was started.
+    """CPU seconds of the whole machine since its start.
 
     Attributes:
-        busy (`float`): spent by anything, and taken by a hypervisor for other machines.
-        wall (`float`): seconds that have passed.
+        busy (`float`): CPU seconds in use, including those taken by a hypervisor for other machines.
+        wall (`float`): wall-clock seconds.
     """
 
     busy: float

@@ -1,15 +1,16 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Attention by document against sdpa under the dense mask that transformers makes for a packed row.
+"""Compares attention by document with sdpa under the dense mask that transformers makes for a packed row.
 
     OMP_NUM_THREADS=1 python benchmarks/document_attention.py
 
-Documents have lognormal lengths; each round draws another row, runs forward and backward of one layer by document,
-under the mask, and by document again. Printed are medians over the rounds: milliseconds of CPU time; how many times
-longer the dense mask takes (with the range over the rounds); the same for by document against itself (A/A, the spread
-that any ratio of this run has); and making the mask, which a model does once for all layers and which is in no ratio.
-Peak memory, beyond inputs and imports, is that of one forward and backward in a process of its own (VmHWM of Linux);
-the mask is part of it. Evidence tier: measured on a CPU.
+Documents have lognormal lengths. Each round draws a new row and runs forward and backward of one layer by document,
+under the mask, and by document again. The table has medians over the rounds: CPU milliseconds; time with the mask /
+time by document, with its range; the same for by document against itself (A/A); and the time of making the mask, which
+is not in the ratios. Peak memory, beyond inputs and imports and with the mask, is VmHWM of a separate process for one
+forward and backward.
+
+Evidence tier: measured on a CPU.
 """
 
 import argparse
@@ -37,7 +38,7 @@ SIGMA = 1.4
 
 
 class Row:
-    """A packed row: its documents, its states of one layer, and the mask transformers makes of its positions."""
+    """A packed row: its documents, query, key and value of one layer, and the mask of transformers."""
 
     def __init__(self, options: argparse.Namespace, tokens: int, head_dim: int, dtype: torch.dtype, seed: int):
         draw = np.random.default_rng(seed)
@@ -69,20 +70,20 @@ class Row:
 
 
 def timed(run: Callable[..., torch.Tensor | None], *args: torch.Tensor) -> tuple[float, torch.Tensor | None]:
-    """Milliseconds of CPU time, which another process on the same core does not lengthen as it does wall time."""
+    """Returns milliseconds of CPU time, which other processes on the core lengthen less than wall time."""
     begun = time.process_time()
     result = run(*args)
     return 1e3 * (time.process_time() - begun), result
 
 
 def memory_of_this_process(field: str) -> int:
-    """Bytes of a line of /proc/self/status: VmRSS now, VmHWM at the peak."""
+    """Returns the bytes of a line of /proc/self/status: VmRSS now, VmHWM at the peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def peak_bytes_here(kind: str, row: Row, warm_up: Row) -> int:
-    """What one forward and backward takes at its peak beyond what the process holds before it."""
+    """Returns the peak bytes of one forward and backward, above those of the process before it."""
 
     def run(of: Row) -> None:
         if kind == "by_document":
@@ -98,14 +99,14 @@ def peak_bytes_here(kind: str, row: Row, warm_up: Row) -> int:
 
 
 def peak_bytes(kind: str, tokens: int, head_dim: int, dtype: str) -> int:
-    """[`peak_bytes_here`] in a process of its own, with the options of this one."""
+    """Returns [`peak_bytes_here`] of a separate process with the same options."""
     case = ["--memory_of", kind, "--tokens", str(tokens), "--head_dims", str(head_dim), "--dtypes", dtype]
     command = [sys.executable, __file__, *sys.argv[1:], *case]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def compare(options: argparse.Namespace, tokens: int, head_dim: int, dtype: str) -> str:
-    """One line of the table."""
+    """Returns one line of the table."""
     times: dict[str, list[float]] = {"mask": [], "dense": [], "ours": [], "again": []}
     documents = []
     warm_up = Row(options, 256, head_dim, DTYPES[dtype], seed=0)

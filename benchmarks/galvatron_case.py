@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""A plan as Galvatron's formulas see it (galvatron_formulas.py), and which plans they say nothing of."""
+"""Translates a plan into the terms of Galvatron's formulas (galvatron_formulas.py), or says why it cannot."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,23 +26,23 @@ class Part:
 
     @property
     def data(self) -> int:
-        """Ranks with rows of their own."""
+        """Number of data ranks."""
         return self.ranks // self.degree
 
     @property
     def sharing(self) -> int:
-        """Ranks with the same piece of the weights."""
+        """Number of ranks with the same piece of the weights."""
         return self.ranks if self.ulysses else self.data
 
     @property
     def tensor(self) -> int:
-        """Pieces of the weights."""
+        """Number of pieces of the weights."""
         return 1 if self.ulysses else self.degree
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A plan as the formulas see it."""
+    """A plan in the terms of the formulas."""
 
     engine: str
     profiles: GalvatronProfiles
@@ -63,17 +63,17 @@ class Case:
 
     @property
     def vocabulary(self) -> list[tuple[int, str, Part]]:
-        """(stage, table, part) of what the profiles have a table for: both ends together, or each by itself."""
+        """Yields (stage, table, part) for each table of the profiles: both ends together, or each separately."""
         if self.pipeline == 1 and self.ends[0] == self.ends[1]:
             return [(0, "whole", self.ends[0])]
         return [(0, "first", self.ends[0]), (self.pipeline - 1, "last", self.ends[1])]
 
     def rows(self, part: Part) -> int:
-        """Rows of a data rank in a micro-batch."""
+        """Returns the rows of a data rank in a micro-batch."""
         return self.global_batch // self.micro_batches // part.data
 
     def link_ms(self, part: Part, ranks: int) -> float:
-        """Per MiB reduced over `ranks` of those that share the part's weights."""
+        """Returns ms per MiB reduced over `ranks` of the ranks that share the part's weights."""
         return self.profiles.ms_per_mib(ranks, consecutive=part.tensor == 1)
 
 
@@ -82,7 +82,7 @@ def case_of(profiles: GalvatronProfiles, plan: ParallelPlan, global_batch: int |
     The plan in the terms of the formulas.
 
     Raises:
-        `ValueError`: in one sentence, where they say nothing of such a plan.
+        `ValueError`: if the formulas do not cover such a plan.
     """
     if engine not in ENGINES:
         raise ValueError(f"engine is {engine!r}: use 'main' or '240'")
@@ -121,7 +121,7 @@ def case_of(profiles: GalvatronProfiles, plan: ParallelPlan, global_batch: int |
 
 
 def extensions_of(plan: ParallelPlan) -> Iterator[str]:
-    """What the formulas are stretched to say, though Galvatron's files cannot ask for it or its search never does."""
+    """Returns the extensions of the formulas that a plan needs, beyond Galvatron's files or search."""
     ranks = len(plan.stages[0].ranks)
     sizes = [stage.layers[1] - stage.layers[0] for stage in plan.stages]
     if len(set(sizes[:-1])) > 1 or (sizes[0] != plan.num_layers // len(sizes)):
@@ -217,5 +217,5 @@ def _vocabulary_part(plan: ParallelPlan, end: VocabularyStrategy, ranks: int, ro
 
 
 def _sharding(sharding: str, data: int, ulysses: bool) -> str:
-    """Engines take a part with one data rank for unsharded, Ulysses ranks or not; ZeRO-3 over these is our reading."""
+    """Returns the sharding: engines treat one data rank as unsharded; ZeRO-3 over Ulysses ranks is our reading."""
     return "replicate" if data == 1 and (sharding == "zero2" or not ulysses) else sharding

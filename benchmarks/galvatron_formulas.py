@@ -1,12 +1,12 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What the cost models of Galvatron say of a plan: time of a step, samples per second, memory of each stage.
+"""Evaluates a plan under the cost models of Galvatron: step time, samples per second, memory of each stage.
 
     python benchmarks/galvatron_formulas.py --profiles tests/data/galvatron_profiles \
         --plan tests/data/galvatron_plans/main_1x8_38GB_bsz64_chunk8.json --nodes 1 --devices_per_node 8
 
-A separate statement of the formulas by which the search engines of PKU-DAIR/Hetu-Galvatron score plans, so that plans
-of ours can be held against theirs under their own model; nothing of this package's cost model is in here. Two engines:
+An independent statement of the formulas by which the search engines of PKU-DAIR/Hetu-Galvatron score plans, to compare
+our plans with theirs under their model. It shares nothing with the cost model of this package. Two engines:
 `main` (commit cea12ff) and `240` (release 2.4.0). On the plans and profiles of tests/data they give the throughput
 that the engines printed when they found them, to the last printed digit. How profiles are read: galvatron_profiles.py.
 
@@ -40,8 +40,8 @@ Memory in MiB: MemoryCostModelBase, EmbeddingLMHeadMemoryCostModel; search_engin
     all-gather buffer: the hidden states of G / m / R x (largest degree) rows, rounded down; main: only if a part is
     tensor-parallel; 2.4.0: + 8192 for all-to-all where Ulysses is used (from an older source; no printed figure tells)
 
-Where a plan of ours asks for what Galvatron has no word for, the formulas are extended if they have a natural reading
-(`Score.extensions` says so), else refused in a sentence: galvatron_case.py.
+If a plan of ours is outside of what Galvatron can express, galvatron_case.py extends the formulas naturally and lists
+this in `Score.extensions`, or refuses the plan.
 """
 
 import argparse
@@ -81,10 +81,10 @@ class Score:
     What an engine says of a plan.
 
     Attributes:
-        step_ms, samples_per_second (`float`): Of the whole plan.
-        stage_ms (`tuple[float, ...]`): A micro-batch in each stage without gradient sync.
-        memory (`tuple[StageMemory, ...]`): Of each stage.
-        extensions (`tuple[str, ...]`): Where the plan is outside of what Galvatron can express.
+        step_ms, samples_per_second (`float`): time and throughput of the whole plan.
+        stage_ms (`tuple[float, ...]`): time of a micro-batch in each stage without gradient sync.
+        memory (`tuple[StageMemory, ...]`): memory of each stage.
+        extensions (`tuple[str, ...]`): features of the plan that Galvatron cannot express.
     """
 
     step_ms: float
@@ -94,12 +94,12 @@ class Score:
     extensions: tuple[str, ...]
 
     def fits(self, memory_gib: int) -> bool:
-        """Whether the engine would let the plan have devices of `memory_gib`."""
+        """Returns True if the engine accepts the plan for devices of `memory_gib`."""
         return max(stage.counted for stage in self.memory) <= usable_mib(memory_gib)
 
 
 def usable_mib(memory_gib: int) -> int:
-    """The budget of a plan: above 20 GiB a fifth is kept for PyTorch's cache."""
+    """Returns the budget of a plan: above 20 GiB a fifth is kept for PyTorch's cache."""
     budget = memory_gib * 1024
     return budget - int(budget * 0.2) if memory_gib > 20 else budget
 
@@ -111,13 +111,13 @@ def score(
     The plan under the cost model of one of Galvatron's engines.
 
     Args:
-        profiles ([`GalvatronProfiles`]): Of the model and the cluster.
-        plan ([`ParallelPlan`]): Ours, or `read_galvatron_plan` of one of its files.
-        global_batch (`int`, *optional*): Rows of a step; the one that Galvatron's file names if not given.
+        profiles ([`GalvatronProfiles`]): profiles of the model and the cluster.
+        plan ([`ParallelPlan`]): a plan of ours, or `read_galvatron_plan` of one of its files.
+        global_batch (`int`, *optional*): rows of a step; by default that of Galvatron's file.
         engine (`str`, defaults to `"main"`): `"main"` or `"240"`.
 
     Raises:
-        `ValueError`: in one sentence, where the engine's formulas say nothing of such a plan.
+        `ValueError`: if the engine's formulas do not cover such a plan.
     """
     case = case_of(profiles, plan, global_batch, engine)
     chained = [part for stage in case.stages for part in stage]
@@ -136,7 +136,7 @@ def score(
 
 
 def layer_ms(case: Case, part: Part, sync: bool) -> float:
-    """One layer and micro-batch, forward and backward, with or without the gradients' reduction."""
+    """Returns the time of one layer and micro-batch, with or without the reduction of gradients."""
     profiles = case.profiles
     rows = case.rows(part)
     forward = profiles.layer_forward(rows / part.degree)
@@ -149,9 +149,9 @@ def layer_ms(case: Case, part: Part, sync: bool) -> float:
     if part.data == 1:
         result += backward
     elif case.main or part.degree == 1 or part.degree < part.ranks // 2:
-        result += _beside(profiles, reduce_ms, backward)
+        result += _overlapped_ms(profiles, reduce_ms, backward)
     else:
-        result += backward / 2 + _beside(profiles, reduce_ms, backward / 2)
+        result += backward / 2 + _overlapped_ms(profiles, reduce_ms, backward / 2)
     if part.sharding == "zero3":
         hybrid = part.shard_degree != part.sharing
         gathering = part.shard_degree if hybrid else reducing
@@ -164,19 +164,19 @@ def layer_ms(case: Case, part: Part, sync: bool) -> float:
 
 
 def _exchange_ms(case: Case, part: Part, rows: int) -> float:
-    """All-gathers and reduce-scatters of tensor ranks, or all-to-alls, of a layer's forward and backward."""
+    """Returns the time of a layer's all-gathers and reduce-scatters of tensor ranks, or all-to-alls."""
     times = case.profiles.all_to_all if part.ulysses else case.profiles.all_gather
     count = 6 if case.main and not part.ulysses else 4
     return count * (1.5 if part.recompute else 1.0) * times.ms(part.degree, case.profiles.hidden_mib(rows))
 
 
-def _beside(profiles: GalvatronProfiles, reduce_ms: float, backward: float) -> float:
-    """Both slowed down until the shorter one is done, then the rest of the longer one."""
+def _overlapped_ms(profiles: GalvatronProfiles, reduce_ms: float, backward: float) -> float:
+    """Returns the time of both together: slowed down until the shorter one is done, then the rest of the longer."""
     return max(reduce_ms, backward) + (profiles.overlap - 1) * min(reduce_ms, backward)
 
 
 def vocabulary_ms(case: Case) -> list[float]:
-    """Embedding and head in each stage, without their gradients' reduction."""
+    """Returns the time of embedding and head in each stage, without the reduction of gradients."""
     result = [0.0] * case.pipeline
     for stage, table, part in case.vocabulary:
         share = 1.0 if table == "whole" else 0.5
@@ -186,7 +186,7 @@ def vocabulary_ms(case: Case) -> list[float]:
         gather = 0.0
         if part.sharding == "zero3":
             gather = _vocabulary_gather_ms(case, part, table)
-        result[stage] += _behind(case, gather, forward) + _behind(case, gather, forward * BACKWARD)
+        result[stage] += _exposed_ms(case, gather, forward) + _exposed_ms(case, gather, forward * BACKWARD)
         result[stage] += exchange * (2 if table == "whole" else 1)
     return result
 
@@ -199,15 +199,15 @@ def _vocabulary_gather_ms(case: Case, part: Part, table: str) -> float:
     return 0.5 * weights * (part.shard_degree - 1) / part.shard_degree * case.link_ms(part, part.shard_degree)
 
 
-def _behind(case: Case, communication: float, compute: float) -> float:
-    """Communication at full speed beside slowed-down compute."""
+def _exposed_ms(case: Case, communication: float, compute: float) -> float:
+    """Returns the time of communication at full speed that slowed-down compute does not hide."""
     overlap = case.profiles.overlap
     slowed = compute * overlap
     return communication + (slowed - communication) / overlap if slowed > communication else communication
 
 
 def _fewest_rows(case: Case) -> int:
-    """2.4.0's micro-batch size: rows of a rank at the least tensor degree that leaves every rank whole rows."""
+    """Returns 2.4.0's micro-batch size: rows of a rank at the least tensor degree that leaves whole rows."""
     least = next(n for n in itertools.count() if case.global_batch * 2**n % (case.micro_batches * case.ranks) == 0)
     return case.global_batch * 2**least // (case.micro_batches * case.ranks)
 
@@ -217,8 +217,8 @@ def pipeline_ms(synced: list[float], computed: list[float], micro_batches: int) 
     A step from a micro-batch's time in each stage.
 
     Args:
-        synced (`list[float]`): Layers alone, gradients reduced.
-        computed (`list[float]`): Layers, embedding and head, nothing reduced.
+        synced (`list[float]`): time of the layers with the reduction of gradients.
+        computed (`list[float]`): time of layers, embedding and head without reductions.
     """
     stages = len(computed)
     from_last = sum(computed) + computed[-1] * (micro_batches - 1)
@@ -230,7 +230,7 @@ def pipeline_ms(synced: list[float], computed: list[float], micro_batches: int) 
 
 
 def stage_memory(case: Case, stage: int) -> StageMemory:
-    """What stage `stage` holds at its peak."""
+    """Returns the peak memory of stage `stage`."""
     states = [_layer_states_mib(case, part) for part in case.stages[stage]]
     activations = [_layer_activation_mib(case, part, stage) for part in case.stages[stage]]
     vocabulary = _vocabulary_mib(case, stage)
@@ -248,7 +248,7 @@ def stage_memory(case: Case, stage: int) -> StageMemory:
 
 
 def state_share(case: Case, part: Part) -> float:
-    """Share of the states (bf16 and fp32 weights, gradients, two moments) that a rank holds."""
+    """Returns the share of the states (bf16 and fp32 weights, gradients, two moments) on a rank."""
     piece = 1 / part.shard_degree + 0.003
     whole = {"zero2": 1, "zero3": 0}
     if part.sharding == "replicate":
@@ -272,7 +272,7 @@ def _layer_activation_mib(case: Case, part: Part, stage: int) -> float:
 
 
 def _in_flight(case: Case, stage: int) -> int:
-    """Micro-batches whose activations a stage holds."""
+    """Returns the number of micro-batches whose activations a stage holds."""
     if case.schedule == "gpipe" and case.pipeline > 1:
         return case.micro_batches
     return min(case.pipeline - stage, case.micro_batches)
@@ -294,7 +294,7 @@ def _end_mib(case: Case, part: Part, end: EndMemory, in_flight: int) -> float:
 
 
 def _buffer_mib(case: Case) -> float:
-    """Where all-gathers of Megatron's sequence parallelism write, and 2.4.0's reserve for all-to-alls."""
+    """Returns the buffer of all-gathers of Megatron's sequence parallelism, and 2.4.0's reserve for all-to-alls."""
     parts = {*case.ends, *(part for stage in case.stages for part in stage)}
     largest = max(part.degree for part in parts)
     rows = case.global_batch / case.micro_batches / case.ranks * largest
@@ -315,7 +315,7 @@ def _of_degree(table: dict[int, float], degree: int) -> float:
 
 
 def read_plan(path: Path, world_size: int) -> ParallelPlan:
-    """A plan file, ours or Galvatron's."""
+    """Reads a plan file, ours or Galvatron's."""
     raw = json.loads(path.read_text())
     return read_galvatron_plan(raw, world_size) if "pp_deg" in raw else ParallelPlan.from_json(raw)
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Galvatron's profile files as its search engines read them; used by galvatron_formulas.py.
+"""Reads Galvatron's profile files like its search engines; used by galvatron_formulas.py.
 
 A folder holds, itself or in `model/` and `hardware/`:
 
@@ -44,7 +44,7 @@ class Line:
 
     @classmethod
     def fit(cls, points: Mapping[float, float]) -> "Line":
-        """The least-squares line through {x: y}, of which Galvatron wants at least 8."""
+        """Returns the least-squares line through {x: y}; Galvatron requires 8 points."""
         if len(points) < 8:
             raise ValueError(
                 f"{len(points)} sizes were profiled, but Galvatron fits a line to no fewer than 8: profile 8"
@@ -59,7 +59,7 @@ class MessageTimes:
     Milliseconds of one collective by group size and message.
 
     Attributes:
-        name (`str`): Of the collective, for errors.
+        name (`str`): name of the collective, for errors.
         measured (`dict[int, dict[float, float]]`): {ranks: {MiB: ms}}.
     """
 
@@ -71,7 +71,7 @@ class MessageTimes:
         return {ranks: Line.fit(times) for ranks, times in self.measured.items()}
 
     def ms(self, ranks: int, mib: float) -> float:
-        """What was measured for `mib`, else the line through all measured sizes; 0 for one rank."""
+        """Returns the time measured for `mib`, or the line through all measured sizes; 0 for one rank."""
         if ranks == 1:
             return 0.0
         found = _known(self.measured, ranks, f"{self.name} time", "ranks")
@@ -92,7 +92,7 @@ class GalvatronProfiles:
     One model on one cluster.
 
     Attributes:
-        world_size (`int`): Devices.
+        world_size (`int`): number of devices.
         sequence_length, hidden_size (`int`): S and H.
         layer_forward, vocabulary_forward ([`Line`]): Forward ms of a layer, and of embedding + head, by rows.
         parameter_mib (`float`): A layer's parameters in fp32.
@@ -119,22 +119,22 @@ class GalvatronProfiles:
     overlap: float
 
     def ms_per_mib(self, ranks: int, consecutive: bool) -> float:
-        """Time of an all-reduced MiB; the message is the wire's, so the caller counts 2(n - 1)/n of the tensor."""
+        """Returns the time of a MiB on the wire of an all-reduce; the caller counts 2(n - 1)/n of the tensor."""
         if ranks == 1:
             return 0.0
         kind = "consecutive" if consecutive else "strided"
         return 1 / _known(self.bandwidth, (ranks, consecutive), "all-reduce bandwidth", f"({kind})")
 
     def p2p_ms_per_mib(self, stages: int) -> float:
-        """Time of a MiB between stages."""
+        """Returns the time of a MiB between stages."""
         return 1 / _known(self.p2p_bandwidth, stages, "p2p bandwidth", "stages")
 
     def layer_activation_mib(self, degree: int) -> float:
-        """A layer's activations per row without recompute."""
+        """Returns a layer's activations per row without recompute."""
         return _known(self.activation_mib, degree, "layer activation", "tensor or ulysses ranks")
 
     def hidden_mib(self, rows: float) -> float:
-        """Hidden states of `rows` whole sequences in 2 bytes."""
+        """Returns the MiB of the hidden states of `rows` whole sequences in 2 bytes."""
         return rows * self.sequence_length * self.hidden_size * 2 / MIB
 
     @classmethod
@@ -150,13 +150,13 @@ class GalvatronProfiles:
         Reads a folder of Galvatron's files.
 
         Args:
-            folder: Holds the files, or `model/` and `hardware/` that do.
-            nodes, devices_per_node (`int`): Choose the hardware files.
-            sequence_length (`int`, *optional*): Needed if the memory file has several.
-            hidden_size (`int`, defaults to 4096): Galvatron's profiles do not tell it.
+            folder: folder of the files, or of `model/` and `hardware/` with them.
+            nodes, devices_per_node (`int`): choose the hardware files.
+            sequence_length (`int`, *optional*): needed if the memory file has several.
+            hidden_size (`int`, defaults to 4096): not in Galvatron's profiles.
 
         Raises:
-            `ValueError`: in one sentence, for what is missing.
+            `ValueError`: if a file or entry is missing.
         """
         folder = Path(folder)
         memory = _read(folder, "memory_profiling_bf16_*_all.json")

@@ -1,13 +1,12 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Equivalence, attention kernels, step time and model FLOP utilisation on GPUs.
+"""Tests equivalence on GPUs, and measures attention kernels, step time and model FLOP utilisation.
 
     torchrun --nproc_per_node N benchmarks/gpu.py                       one process per GPU
     OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 benchmarks/gpu.py --tiny --device cpu
 
-What is printed was measured on the machine it ran on; no figure of a GPU run is quoted in this repository yet, because
-none has been made. `--tiny --device cpu` runs the same code on a model of a few thousand weights, and its times say
-nothing.
+This repository quotes no figure of a GPU run, because none has been made yet. `--tiny --device cpu` runs the same code
+on a model of a few thousand weights; its times mean nothing.
 """
 
 import argparse
@@ -31,7 +30,7 @@ PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
 
 
 def llama(tiny: bool, length: int) -> LlamaConfig:
-    """Llama-3.2-1B's shape, or a toy of the same family."""
+    """Returns a model of Llama-3.2-1B's shape, or a tiny one."""
     if tiny:
         return LlamaConfig(
             vocab_size=128,
@@ -70,7 +69,7 @@ def wait(device: torch.device) -> None:
 
 
 def median_ms(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median wall time of `run` after two warm-up calls, in milliseconds."""
+    """Returns the median wall time of `run` in milliseconds, after two warm-up calls."""
     times = []
     for index in range(repeats + 2):
         wait(device)
@@ -83,7 +82,7 @@ def median_ms(run: Callable[[], object], device: torch.device, repeats: int) -> 
 
 
 def compare_with_one_process(device: torch.device, length: int) -> None:
-    """Largest relative gradient error of a tiny model against plain transformers, in fp32 and in bf16."""
+    """Prints the largest relative gradient error of a tiny model against plain transformers, in fp32 and bf16."""
     world_size, config = dist.get_world_size(), llama(True, length)
     tokens = torch.randint(0, config.vocab_size, (2 * world_size, 64), device=device)
     dist.broadcast(tokens, src=0)
@@ -112,7 +111,7 @@ def compare_with_one_process(device: torch.device, length: int) -> None:
 
 
 def compare_attention(device: torch.device, length: int, repeats: int) -> None:
-    """Forward and backward of causal SDPA and of `varlen_attn` on one row, bf16, 32/8 heads of 64."""
+    """Times forward and backward of causal SDPA and `varlen_attn` on one row, bf16, 32/8 heads of 64."""
     query = torch.randn(1, 32, length, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     key, value = (torch.randn(1, 8, length, 64, device=device, dtype=torch.bfloat16) for _ in range(2))
 
@@ -139,7 +138,7 @@ def compare_attention(device: torch.device, length: int, repeats: int) -> None:
 
 
 def measure_steps(device: torch.device, options: argparse.Namespace) -> None:
-    """Step time, memory and model FLOP utilisation of one plan, and where the time goes."""
+    """Measures step time, memory, model FLOP utilisation and a profile of one plan."""
     world_size, config = dist.get_world_size(), llama(options.tiny, options.length)
     model = build(config, device)
     weights = sum(parameter.numel() for parameter in model.parameters())

@@ -1,10 +1,10 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts on one Linux machine, as network namespaces: one, or two and a slow link (a throttled veth pair) between.
+"""Emulates one or two hosts on one Linux machine: network namespaces, joined by a throttled veth pair.
 
-One host has a namespace for its congestion control. BBR, which some machines use throughout, stops a connection that
-was busy for ten seconds, or slept, for 0.2 s to see how short its round trip can be: in steps of a second that is all
-noise, and no interconnect of devices does so. In a namespace TCP Reno can be had without a change to the machine.
+A single host has a namespace too, for its TCP congestion control. BBR, the default of some machines, pauses a
+connection for 0.2 s after ten busy seconds or after sleep, to measure its round trip. No interconnect of devices does
+so. The namespace uses TCP Reno without a change to the machine.
 """
 
 import contextlib
@@ -25,17 +25,17 @@ TCP = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0", "ip_l
 
 
 class HostError(RuntimeError):
-    """Why no hosts can be made here, in one sentence."""
+    """No hosts can be made; the message is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostSeat:
-    """A rank's share of a core, on one of the hosts.
+    """A rank's share of a core on one of the hosts.
 
     Attributes:
-        quota ([`CpuQuota`]): the share.
+        quota ([`CpuQuota`]): share of a core.
         host (`int`): 0 or 1.
-        namespace, interface, address (`str`): of the host.
+        namespace, interface, address (`str`): network of the host.
     """
 
     quota: CpuQuota
@@ -45,7 +45,7 @@ class HostSeat:
     address: str
 
     def enter(self) -> None:
-        """Puts this process there; sockets that it opens from now on are the host's."""
+        """Moves this process to the host; sockets that it opens later belong to the host."""
         self.quota.enter()
         descriptor = os.open(f"/run/netns/{self.namespace}", os.O_RDONLY)
         try:
@@ -62,10 +62,10 @@ def one_host(quotas: Sequence[CpuQuota]) -> Iterator[list[HostSeat]]:
     Seats for as many ranks on one host; removed behind the body however it ends.
 
     Args:
-        quotas (`Sequence[CpuQuota]`): of the ranks.
+        quotas (`Sequence[CpuQuota]`): quotas of the ranks.
 
     Raises:
-        HostError: if this user may not make namespaces, or the tool for it is not there.
+        HostError: if this user may not make namespaces, or the `ip` tool is missing.
     """
     with _namespaces(1, tools=("ip",)) as (name,):
         place = dict(host=0, namespace=name, interface="lo", address="127.0.0.1")
@@ -78,11 +78,11 @@ def two_hosts(quotas: Sequence[CpuQuota], mbit: float) -> Iterator[list[HostSeat
     Seats for as many ranks, the first half on one host; removed behind the body however it ends.
 
     Args:
-        quotas (`Sequence[CpuQuota]`): of the ranks.
-        mbit (`float`): megabits a second that the link carries each way.
+        quotas (`Sequence[CpuQuota]`): quotas of the ranks.
+        mbit (`float`): bandwidth of the link in each direction, in megabits/s.
 
     Raises:
-        HostError: if this user may not make namespaces, or the tools for it are not there.
+        HostError: if this user may not make namespaces, or the tools `ip` and `tc` are missing.
     """
     own = os.getpid() % 100_000
     links = [f"gv{own}-{host}" for host in range(2)]
@@ -106,7 +106,7 @@ def two_hosts(quotas: Sequence[CpuQuota], mbit: float) -> Iterator[list[HostSeat
 
 @contextlib.contextmanager
 def _namespaces(count: int, tools: Sequence[str]) -> Iterator[list[str]]:
-    """Names of network namespaces with a loopback and the TCP that hosts have."""
+    """Makes network namespaces with a loopback and TCP Reno, and yields their names."""
     missing = [tool for tool in tools if shutil.which(tool) is None]
     if missing:
         raise HostError(

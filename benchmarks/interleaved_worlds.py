@@ -1,9 +1,9 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds of ranks that train in turns: each is one training run, which stands still while the others have theirs.
+"""Trains several worlds of ranks in turns: each is one training run, stopped while the others run.
 
-Between turns processes are stopped (SIGSTOP), with all their threads: heartbeats and watchdogs of a handful of them
-would take a tenth of a share that all of them have together.
+Between turns processes are stopped (SIGSTOP) with all their threads, whose heartbeats and watchdogs would otherwise
+take a tenth of the CPU share.
 """
 
 import atexit
@@ -34,20 +34,20 @@ T = TypeVar("T")
 
 
 class Seat(Protocol):
-    """Where a rank runs; one on another host says which by `host`, and rank 0's says its `address` then."""
+    """The CPU share and host of a rank. A seat on an emulated host has `host`, and rank 0's has `address`."""
 
     def enter(self) -> None:
-        """Puts this process there."""
+        """Moves this process to the seat."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """Steps that a world took without a pause.
+    """Steps of a world without a pause.
 
     Attributes:
-        seconds (`float`): from the word to go until the last rank was through.
-        times (`list[float]`): when it began and when each step ended, as rank 0 saw it (`time.perf_counter`).
-        tokens (`list[int]`): useful ones of each step, of all ranks.
+        seconds (`float`): time from the start until the last rank was done.
+        times (`list[float]`): `time.perf_counter` of rank 0 at the start and at the end of each step.
+        tokens (`list[int]`): useful tokens of each step, over all ranks.
     """
 
     seconds: float
@@ -56,12 +56,12 @@ class Turn:
 
     @property
     def steps(self) -> list[tuple[float, float]]:
-        """When each step began and ended."""
+        """Begin and end of each step."""
         return list(zip(self.times[:-1], self.times[1:], strict=True))
 
     @property
     def step_seconds(self) -> list[float]:
-        """Those of each step."""
+        """Seconds of each step."""
         return [end - begin for begin, end in self.steps]
 
     @property
@@ -72,13 +72,13 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """What rank 0 tells at the end of its run.
+    """The results of a run, from rank 0.
 
     Attributes:
-        losses (`list[float]`): of each step.
-        logged (`dict[str, float]`): the last step's log.
-        profile (`str`): a table, where one was asked for.
-        outcome ([`Outcome`], *optional*): what was predicted of the plan, and measured of all ranks.
+        losses (`list[float]`): loss of each step.
+        logged (`dict[str, float]`): log of the last step.
+        profile (`str`): table of the profile, if requested.
+        outcome ([`Outcome`], *optional*): predictions for the plan and measurements of all ranks.
     """
 
     losses: list[float]
@@ -88,15 +88,15 @@ class Ending:
 
 
 class World:
-    """The ranks of one training run, asleep before the first step that counts.
+    """The ranks of one training run, stopped before the first step that counts.
 
     Args:
-        make_trainer (`Callable`): called in each rank; returns the trainer, and the list to which its collator will
-            append the useful tokens of each of the rank's batches.
-        groups (`Sequence[Seat]`): one for each rank.
+        make_trainer (`Callable`): called on each rank; returns the trainer, and the list to which its collator appends
+            the useful tokens of each batch of the rank.
+        groups (`Sequence[Seat]`): seats of the ranks.
         warmup (`int`): steps before the first turn.
-        steps (`int`): of a turn.
-        profile ([`StepProfile`], *optional*): of rank 0 in its turns.
+        steps (`int`): steps of a turn.
+        profile ([`StepProfile`], *optional*): profile of rank 0 in its turns.
     """
 
     def __init__(
@@ -119,31 +119,31 @@ class World:
             theirs.close()
             self.connections.append(ours)
             self.processes.append(process)
-        atexit.register(self._signal, signal.SIGCONT)  # what is stopped would not hear that it is to end
+        atexit.register(self._signal, signal.SIGCONT)  # a stopped process does not react to signals
         self._hear()
         self._signal(signal.SIGSTOP)
 
     def turn(self) -> Turn:
-        """Lets the world take its steps."""
+        """Runs the steps of one turn."""
         self._signal(signal.SIGCONT)
         begun = time.perf_counter()
         reports = self._say_and_hear()
         seconds = time.perf_counter() - begun
         self._signal(signal.SIGSTOP)
-        tokens = [sum(of_ranks) for of_ranks in zip(*(own for _, own in reports), strict=True)]
+        tokens = [sum(counts) for counts in zip(*(local for _, local in reports), strict=True)]
         return Turn(seconds=seconds, times=reports[0][0], tokens=tokens)
 
     def finish(self) -> Ending:
-        """Lets the run end, however many turns it could still have."""
+        """Ends the run, and returns its results."""
         self._signal(signal.SIGCONT)
         ending = self._say_and_hear("end")[0]
-        self._say("leave")  # rank 0 hosts the store: none leaves before all are done
+        self._say("leave")  # rank 0 hosts the store: no rank leaves before all are done
         for process in self.processes:
             process.join()
         return ending
 
     def abandon(self) -> None:
-        """Ends the run where it stands."""
+        """Kills the run."""
         self._signal(signal.SIGKILL)
         for process in self.processes:
             process.join()
@@ -166,7 +166,7 @@ class World:
 
 
 class TakesTurns(TrainerCallback):
-    """Sleeps after the warm-up and after every turn until it is told to go on, and keeps the losses."""
+    """Waits after the warm-up and after every turn until the next one starts, and records the losses."""
 
     def __init__(
         self, connection: Connection, tokens: list[int], warmup: int, steps: int, profile: StepProfile | None
@@ -194,7 +194,7 @@ class TakesTurns(TrainerCallback):
             self.logged = logs
 
     def _sleep(self, step: int, last: int) -> str:
-        """Returns the word that ends it."""
+        """Waits for a message, and returns it."""
         if self.profile is not None:
             self.profile.stop()
         # The collator may be batches ahead of the steps; a rank that collates none trains on what others read.
@@ -235,7 +235,7 @@ def _run_rank(
 
 
 def join_world(rank: int, seats: Sequence[Seat], port: int) -> None:
-    """Makes this process a rank with the share of a core that is its seat's, and pins it to that core."""
+    """Makes this process a rank on its seat, pinned to one core."""
     seats[rank].enter()
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
@@ -256,7 +256,7 @@ def join_world(rank: int, seats: Sequence[Seat], port: int) -> None:
 
 
 def on_ranks(seats: Sequence[Seat], work: Callable[[], T]) -> T:
-    """What `work` returns on rank 0 of a world of its own, which is gone afterwards."""
+    """Calls `work` on the ranks of a temporary world, and returns the result of rank 0."""
     context, port = multiprocessing.get_context("fork"), _free_port()
 
     def run(rank: int, connection: Connection) -> None:
@@ -275,7 +275,7 @@ def on_ranks(seats: Sequence[Seat], work: Callable[[], T]) -> T:
         theirs.close()
         connections.append(ours)
     results = [_received(connection, processes) for connection in connections]
-    for connection in connections:  # rank 0 hosts the store: none leaves before all are done
+    for connection in connections:  # rank 0 hosts the store: no rank leaves before all are done
         connection.send("leave")
     for process in processes:
         process.join()
@@ -283,7 +283,7 @@ def on_ranks(seats: Sequence[Seat], work: Callable[[], T]) -> T:
 
 
 def _received(connection: Connection, processes: Sequence[multiprocessing.Process]) -> Any:
-    """What comes through; ends them all as soon as one has failed, whoever waits for it."""
+    """Receives a message; kills all processes as soon as one has failed."""
     running = {process.sentinel: process for process in processes}
     while True:
         ready = wait([connection, *running])

@@ -1,29 +1,29 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Useful tokens/s on documents of very different lengths: plain Trainer in four ways, and GalvatronTrainer.
+"""Compares useful tokens/s on documents of very different lengths: plain Trainer in four modes, and GalvatronTrainer.
 
     PYTHONPATH=recipes OMP_NUM_THREADS=1 python benchmarks/long_tail.py --caps 4096 --dtypes fp32      as root
 
-Documents are the modules of the standard library, cut at the cap in every mode, so that all have the same to learn.
-A Llama (sdpa; by default 8M parameters in 8 layers of 256) trains on four ranks, each of which has half a core (see
-cpu_quota.py). A step has two documents a rank, except for `trl`. Modes:
+Documents are the modules of the standard library, cut at the cap in every mode, so that all modes learn the same. A
+Llama (sdpa; by default 8M parameters in 8 layers of 256) trains on four ranks with half a core each (cpu_quota.py). A
+step has two documents a rank, except for `trl`. Modes:
 
     padded     Trainer and DistributedDataParallel, batches padded to their longest document
-    again      the same once more: how far it is from padded is the spread of any ratio (A/A)
+    again      the same as padded; their ratio is the spread of any ratio (A/A)
     grouped    train_sampling_strategy="group_by_length"
     rebalance  train_sampling_strategy="batch_rebalance"
-    trl        documents packed by TRL (best fit decreasing) into rows of the cap, one on each rank: its collator makes
-               one row of all those of a rank, whose mask grows with the square, so that one is the best for it
+    trl        documents packed by TRL (best fit decreasing) into rows of the cap, one row a rank: TRL's collator joins
+               all rows of a rank, and the mask grows with the square, so one row is the fastest
     ours       GalvatronTrainer, layers replicated
 
-Each mode is one training run in processes of its own, which sleep while the others have their turn. A round is a turn
-of each: `--steps` of padded and again, at least `--fast_steps` of the others (with 5 rounds of 5 grouped passes twice
-through a run of 100 documents, which it goes through from long to short). Speed is the useful tokens of a turn over
-its wall time, from the word to go to the slowest rank's last step; "all" is that of all turns together. Padded and
-ours draw the same global batches: their losses stand side by side.
+Each mode is one training run in processes of its own, which are stopped while the others run. A round is a turn of
+each mode: `--steps` steps of padded and again, at least `--fast_steps` of the others. (In 5 rounds of 5 steps, grouped
+passes twice through 100 documents, from long to short.) Speed is the useful tokens of a turn / its wall time, until
+the slowest rank is done; "all" is the speed over all turns. Padded and ours draw the same global batches, and their
+losses are compared.
 
-The dense masks of padded rows are kept for the backward by each layer, rows * cap^2 * 4 bytes (2 in bf16); from
-`--recompute_from` on every layer is recomputed, in all modes, so that one layer's are there at a time.
+The dense masks of padded rows are kept for the backward by each layer, rows * cap^2 * 4 bytes (2 in bf16). From the
+cap `--recompute_from` on, every layer is recomputed in all modes, so that only one layer's mask is kept at a time.
 
 Evidence tier: measured on devices emulated by CPU quotas (gloo).
 """
@@ -64,7 +64,7 @@ def compare(setting: Setting, groups: list[CpuQuota], options: argparse.Namespac
         first = number % len(worlds)
         for mode in options.modes[first:] + options.modes[:first]:
             turns[mode].append(worlds[mode].turn())
-        speeds = "  ".join(f"{mode} {of_mode[-1].speed:.0f}" for mode, of_mode in turns.items())
+        speeds = "  ".join(f"{mode} {mode_turns[-1].speed:.0f}" for mode, mode_turns in turns.items())
         print(f"  round {number + 1} of {time.perf_counter() - begun:.0f} s: {speeds}", flush=True)
     endings = {mode: world.finish() for mode, world in worlds.items()}
     print(speed_table(turns))
@@ -72,18 +72,18 @@ def compare(setting: Setting, groups: list[CpuQuota], options: argparse.Namespac
 
 
 def turn_steps(cap: int, options: argparse.Namespace) -> dict[str, int]:
-    """Steps of a turn of each mode."""
+    """Returns the steps of a turn of each mode."""
     padded = options.steps or STEPS.get(cap, 1)
     return {mode: padded if mode in PADDED else max(padded, options.fast_steps) for mode in options.modes}
 
 
 def speed_table(turns: dict[str, list[Turn]]) -> str:
-    """A line for each mode."""
-    total = {mode: overall(of_mode) for mode, of_mode in turns.items()}
+    """Returns a table with a line for each mode."""
+    total = {mode: overall(mode_turns) for mode, mode_turns in turns.items()}
     lines = ["  mode       steps  tokens/s  [lowest, highest]     all  ours / it  it / padded"]
-    for mode, of_mode in turns.items():
-        speeds = [turn.speed for turn in of_mode]
-        steps = sum(len(turn.tokens) for turn in of_mode)
+    for mode, mode_turns in turns.items():
+        speeds = [turn.speed for turn in mode_turns]
+        steps = sum(len(turn.tokens) for turn in mode_turns)
         lines.append(
             f"  {mode:9s}  {steps:5d}  {statistics.median(speeds):8.0f}  [{min(speeds):6.0f}, {max(speeds):7.0f}]"
             f"  {total[mode]:6.0f}  {quotient(total, 'ours', mode):>9s}  {quotient(total, mode, 'padded'):>11s}"
@@ -92,7 +92,7 @@ def speed_table(turns: dict[str, list[Turn]]) -> str:
 
 
 def overall(turns: list[Turn]) -> float:
-    """Useful tokens/s of all turns together."""
+    """Returns the useful tokens/s over all turns."""
     return sum(sum(turn.tokens) for turn in turns) / sum(turn.seconds for turn in turns)
 
 
@@ -101,7 +101,7 @@ def quotient(total: dict[str, float], one: str, other: str) -> str:
 
 
 def comparisons(turns: dict[str, list[Turn]], endings: dict[str, Ending], warmup: int) -> list[str]:
-    """Padded against itself, and against ours where both had the same global batches."""
+    """Compares padded with itself, and with ours on the same global batches."""
     lines = []
     if "padded" in turns and "again" in turns:
         ratios = [again.speed / padded.speed for again, padded in zip(turns["again"], turns["padded"], strict=True)]
@@ -114,7 +114,7 @@ def comparisons(turns: dict[str, list[Turn]], endings: dict[str, Ending], warmup
 
 
 def same_batches(padded: list[Turn], ours: list[Turn]) -> list[str]:
-    """How much faster ours took the steps that both took."""
+    """Compares the speed of the steps that both modes took."""
     tokens = [[count for turn in turns for count in turn.tokens] for turns in (padded, ours)]
     seconds = [[step for turn in turns for step in turn.step_seconds] for turns in (padded, ours)]
     common = min(map(len, tokens))
@@ -125,7 +125,7 @@ def same_batches(padded: list[Turn], ours: list[Turn]) -> list[str]:
 
 
 def same_losses(padded: list[float], ours: list[float], warmup: int) -> list[str]:
-    """The losses of the steps that both took, those of the warm-up included."""
+    """Compares the losses of the steps that both modes took, the warm-up included."""
     pairs = list(zip(padded, ours, strict=False))
     lines = [f"  step {step + 1:3d}  padded {one:.6f}  ours {other:.6f}" for step, (one, other) in enumerate(pairs)]
     largest = max(abs(one - other) / abs(one) for one, other in pairs)
@@ -133,7 +133,7 @@ def same_losses(padded: list[float], ours: list[float], warmup: int) -> list[str
 
 
 def profile_ours(setting: Setting, groups: list[CpuQuota], options: argparse.Namespace) -> None:
-    """Prints where rank 0 spends a turn of ours, and what its last step logged."""
+    """Prints a profile of rank 0 in a turn of ours, and the log of its last step."""
     steps = turn_steps(setting.corpus.cap, options)["ours"]
     make = functools.partial(make_trainer, "ours", setting, options.warmup + steps)
     world = World(make, groups, options.warmup, steps, StepProfile(VOCABULARY))

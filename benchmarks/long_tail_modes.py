@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The corpus and the trainers that long_tail.py compares: one model, one optimizer, five ways to feed them."""
+"""The corpus and the trainers of long_tail.py: one model, one optimizer, five ways to batch."""
 
 import os
 import sys
@@ -37,9 +37,9 @@ class Corpus:
     """Documents cut at a number of tokens.
 
     Attributes:
-        cap (`int`): that number.
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): theirs.
-        documents (`Dataset`): `input_ids`, and their number as `length`.
+        cap (`int`): maximum number of tokens.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): tokenizer of the documents.
+        documents (`Dataset`): the columns `input_ids` and `length`.
     """
 
     cap: int
@@ -49,15 +49,15 @@ class Corpus:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all modes share.
+    """Settings of all modes.
 
     Attributes:
-        corpus ([`Corpus`]): what they learn.
-        bf16 (`bool`): whether they compute in bf16.
+        corpus ([`Corpus`]): the documents.
+        bf16 (`bool`): whether to compute in bf16.
         ranks, rows (`int`): processes, and documents on each in a step.
         recompute (`bool`): whether every layer is computed again in the backward.
-        layers, hidden (`int`): of the model, whose heads have 32 dimensions.
-        folder (`str`): for what a trainer writes.
+        layers, hidden (`int`): sizes of the model, whose heads have 32 dimensions.
+        folder (`str`): output folder of the trainers.
     """
 
     corpus: Corpus
@@ -71,7 +71,7 @@ class Setting:
 
 
 def load_corpora(caps: list[int], cache: str) -> list[Corpus]:
-    """The standard library's modules, tokenised once and kept in `cache`, cut at each of `caps`."""
+    """Returns the standard library's modules cut at each of `caps`; tokens are cached in `cache`."""
 
     def make() -> tuple[PreTrainedTokenizerBase, DatasetDict]:
         texts = load_python_stdlib().select_columns("text")
@@ -96,7 +96,7 @@ def load_corpora(caps: list[int], cache: str) -> list[Corpus]:
 
 
 def make_trainer(mode: str, setting: Setting, steps: int) -> tuple[Trainer, list[int]]:
-    """A trainer, and the list to which its collator appends the useful tokens of each of this rank's batches."""
+    """Returns a trainer, and the list to which its collator appends the useful tokens of this rank's batches."""
     model, documents = build(setting), setting.corpus.documents
     collator = DataCollatorForLanguageModeling(setting.corpus.tokenizer, mlm=False)
     arguments = common_arguments(setting, steps)
@@ -157,7 +157,7 @@ def common_arguments(setting: Setting, steps: int) -> dict[str, Any]:
 
 
 def pack_as_trl(corpus: Corpus) -> tuple[Dataset, Callable]:
-    """TRL's best-fit decreasing packing into rows of the cap, and the collator that goes with it."""
+    """Returns TRL's best-fit decreasing packing into rows of the cap, and its collator."""
     from trl import pack_dataset
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as PackedCollator
 
@@ -168,7 +168,7 @@ def pack_as_trl(corpus: Corpus) -> tuple[Dataset, Callable]:
 def require_separate_documents(model: LlamaForCausalLM, collator: Callable) -> None:
     """
     Raises:
-        RuntimeError: if a document of a packed row changes what the model makes of the next one.
+        RuntimeError: if a document of a packed row changes the outputs of the next one.
     """
 
     def second_document(first: list[int]) -> torch.Tensor:
@@ -181,7 +181,7 @@ def require_separate_documents(model: LlamaForCausalLM, collator: Callable) -> N
 
 
 def count_tokens(collator: Any) -> list[int]:
-    """Makes a collator count the tokens of its documents; they are appended to the list that is returned."""
+    """Makes a collator append the number of tokens of each batch to the returned list."""
     counts: list[int] = []
     collate = collator.torch_call
 

@@ -1,15 +1,16 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""How near the predicted memory of a rank comes to its allocator's peak.
+"""Compares the predicted memory of a rank with its allocator's peak.
 
     PYTHONPATH=benchmarks OMP_NUM_THREADS=1 python benchmarks/memory.py
     ... --shape 384x6x6x2x1024x3000x192x16 --plans 30 --seed 7
 
-Bytes are counted and not timed, so neither quotas nor an idle machine are needed. Four ranks train two steps under
-simple plans (each sharding kind with and without recompute, tensor and Ulysses ranks, pipelines of two stages with two
-to eight micro-batches) and under plans that are drawn from the search's space, about half of them pipelines. What is
-predicted of a stage stands beside the most that was allocated on one of its ranks. The model profile is counted too
-(`profile_from_config`). A shape is as in accuracy.py.
+Bytes are counted, not timed, so neither quotas nor an idle machine are needed. Four ranks train two steps under simple
+plans: each sharding with and without recompute, tensor and Ulysses ranks, and pipelines of two stages with two to
+eight micro-batches. They also train under plans drawn from the search space, about half of them pipelines. The table
+has the
+prediction of each stage and the peak of its ranks. The model profile is counted too (`profile_from_config`). A shape
+is as in accuracy.py.
 
 Evidence tier: measured (CPU allocator; every allocation of a step, from PyTorch's profiler).
 """
@@ -39,14 +40,14 @@ MIB = 1 << 20
 
 
 class AnySeat:
-    """Wherever the process is."""
+    """A seat that leaves the process where it is."""
 
     def enter(self) -> None:
         pass
 
 
 def simple_plans(layers: int) -> list[ParallelPlan]:
-    """Uniform ones, as people write them."""
+    """Returns uniform plans."""
     make = functools.partial(ParallelPlan.uniform, RANKS, layers, precision=Precision(compute="fp32"))
     shardings = ("replicate", "zero2", "zero3")
     plans = []
@@ -61,7 +62,7 @@ def simple_plans(layers: int) -> list[ParallelPlan]:
 
 
 def train(plans: list[ParallelPlan], shape: Shape) -> list[Outcome]:
-    """What each plan's ranks needed; on every rank."""
+    """Trains under each plan, and returns the peak bytes of its ranks on every rank."""
     outcomes = []
     for plan in plans:
         with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +74,7 @@ def train(plans: list[ParallelPlan], shape: Shape) -> list[Outcome]:
 
 
 def compare(name: str, plans: list[ParallelPlan], shape: Shape, profile: ModelProfile) -> None:
-    """Predicts, trains, prints."""
+    """Predicts, trains and prints the comparison."""
     hardware, workload = hardware_preset("cpu", 1, RANKS), shape.workload()
     noted = [estimate_plan(hardware, profile, workload, plan).noted(workload) for plan in plans]
     outcomes = on_ranks([AnySeat()] * RANKS, functools.partial(train, noted, shape))

@@ -1,11 +1,11 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a model's measured parts add up: their profile against whole micro-batches of the runtime on one rank.
+"""Checks that a model's measured parts add up: their profile against whole micro-batches on one rank.
 
     OMP_NUM_THREADS=1 python benchmarks/model_profile.py --rounds 3
 
-Micro-batches are timed before and after each profile; both are CPU time of one thread. Other work on the machine
-changes that time too: how far the two timings of the same micro-batches are apart is printed beside the errors.
+Micro-batches are timed before and after each profile, in CPU time of one thread. Other work on the machine changes
+this time; the difference of the two timings is printed next to the errors.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def compare(profile: ModelProfile, real: list[float], tokens: int, length: int) -> list[float]:
-    """Relative errors of forward and backward of one micro-batch that takes `real` ms."""
+    """Returns the relative errors of forward and backward of a micro-batch that takes `real` ms."""
     squares, stretch = tokens * length, float(profile.made["stretch of CPU time"])
     times = [profile.kinds[kind].times[1] for kind in profile.layers]
     times += [profile.embedding.times[1], profile.head.times[1]]
@@ -81,7 +81,7 @@ def compare(profile: ModelProfile, real: list[float], tokens: int, length: int) 
 
 
 def micro_batch_ms(parallel: ParallelModel, tokens: int, length: int) -> list[float]:
-    """Medians of forward and backward, in ms of CPU time."""
+    """Returns the medians of forward and backward in ms of CPU time."""
     ids = torch.randint(0, VOCABULARY, (1, tokens))
     documents = Documents(bounds=tuple(range(0, tokens + 1, length)), cuts=(0, tokens))
     positions = torch.arange(tokens).remainder(length)[None]

@@ -1,16 +1,16 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What GalvatronTrainer costs beside plain Trainer, and what it sends.
+"""Measures the overhead of GalvatronTrainer over plain Trainer, and counts its collectives.
 
     OMP_NUM_THREADS=1 torchrun --nproc_per_node 1 benchmarks/overhead.py
     OMP_NUM_THREADS=1 torchrun --nproc_per_node 4 benchmarks/overhead.py
 
-Both trainers live in the same processes and take turns, a few steps each; the order inside a pair alternates. Printed
-are the median ratio over the pairs, its 95% interval by bootstrap, and the same for A/A pairs (plain Trainer against
-itself), which is the spread that any ratio of this run has. Evidence tier: measured on real ranks (gloo, CPU).
+Both trainers run in the same processes in turns of a few steps, in alternating order. The script prints the median
+ratio over the pairs, its 95% bootstrap interval, and the same for plain Trainer against itself (A/A), the spread of
+any ratio. Then it compares one step's collectives, recorded below all code of this project (collective_recorder.py),
+with the formula of docs/communication.md, for this plan and a mixed one.
 
-Then one step's collectives are counted against the formula of docs/communication.md, below all of this project's code
-(see collective_recorder.py), for the plan above and for one that mixes strategies.
+Evidence tier: measured on real ranks (gloo, CPU).
 """
 
 import argparse
@@ -45,7 +45,7 @@ class RandomTokens(Dataset):
 
 
 class StepTimes(TrainerCallback):
-    """Milliseconds from the beginning of a step to its end, without a run's first step."""
+    """Records the milliseconds of each step but the first of a run."""
 
     def __init__(self):
         self.milliseconds: list[float] = []
@@ -59,7 +59,7 @@ class StepTimes(TrainerCallback):
 
 
 class FirstStep(TrainerCallback):
-    """Records what a run's first step sends, from its batch to its update; reading the batch comes before."""
+    """Records the collectives of a run's first step, after the batch is read."""
 
     def __init__(self):
         self.recorder = CollectiveRecorder()
@@ -113,7 +113,7 @@ def make_trainer(kind: str, options: argparse.Namespace, folder: str) -> tuple[T
 
 
 def count_collectives(options: argparse.Namespace, folder: str) -> None:
-    """Prints one step of GalvatronTrainer as it was counted, beside the formula; of rank 0."""
+    """Prints the collectives of one step of GalvatronTrainer on rank 0 next to the formula."""
     world_size = dist.get_world_size()
     plans = {"replicate": ParallelPlan.uniform(world_size, options.layers, sharding="replicate")}
     if world_size % 2 == 0:
@@ -141,7 +141,7 @@ def count_collectives(options: argparse.Namespace, folder: str) -> None:
 
 
 def step_ms(trainer: Trainer, times: StepTimes) -> float:
-    """The median step of one short run, of the slowest rank."""
+    """Returns the median step of one short run on the slowest rank."""
     times.milliseconds.clear()
     trainer.train()
     slowest = torch.tensor(np.median(times.milliseconds))
@@ -150,7 +150,7 @@ def step_ms(trainer: Trainer, times: StepTimes) -> float:
 
 
 def interval(ratios: list[float]) -> tuple[float, float, float]:
-    """Median and its 95% bootstrap interval."""
+    """Returns the median and its 95% bootstrap interval."""
     draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
     low, high = np.quantile(np.median(draws, axis=1), [0.025, 0.975])
     return float(np.median(ratios)), float(low), float(high)

@@ -1,11 +1,10 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the host of a virtual machine from taking memory back while steps are timed.
+"""Keeps the host of a virtual machine from taking free memory back while steps are timed.
 
-A guest with free page reporting gives its host the pages that are free. One that is used again has to come back first,
-which took 6 to 14 microseconds instead of 2 where this was written: 16 MiB of them, a gathered layer, as long as three
-gathers. So messages and steps took twice as long whenever memory that had been free for a moment was touched. Some
-kernels let root say how long a page has to be free before it is given away; others have no such thing to say.
+A guest with free page reporting returns free pages to its host. Using such a page again takes 6 to 14 microseconds
+instead of 2 (measured), so messages and steps take twice as long whenever they touch memory that was free for a
+moment. Some kernels let root set how long a page must be free before it is returned.
 """
 
 import contextlib
@@ -14,18 +13,18 @@ from pathlib import Path
 
 
 MIN_FREE_MS = Path("/sys/module/page_reporting/parameters/min_free_ms")
-KEPT_MS = 60_000  # the most that is taken
+KEPT_MS = 60_000  # the kernel's maximum
 
 
 @contextlib.contextmanager
 def pages_kept(setting: Path = MIN_FREE_MS) -> Iterator[bool]:
-    """Free pages stay for a minute, where they can be kept; as before behind the body however it ends.
+    """Keeps free pages for a minute while the body runs, if the kernel allows it.
 
     Args:
-        setting (`Path`): of the kernel.
+        setting (`Path`): file of the kernel's setting.
 
     Yields:
-        `bool`: Whether they are.
+        `bool`: True if pages are kept.
     """
     try:
         before = setting.read_text()

@@ -1,23 +1,21 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a training step the ranks of a pipeline stand idle, beside the bubble that its schedule has on paper.
+"""Measures the idle share of the ranks of a pipeline, next to the theoretical bubble of its schedule.
 
     OMP_NUM_THREADS=1 python benchmarks/pipeline.py        as root, on at least two cores
 
-Each rank is held to half a core of its own by a control group, which the script makes and removes (see cpu_quota.py),
-so that four ranks on two cores are four devices: an idle one gives nothing to the others. Ranks go before all other
-processes, and stay on their cores: what a rank misses of a period because a core is taken is lost to it.
+A control group gives each rank half a core (cpu_quota.py), so that four ranks on two cores act as four devices: an
+idle rank gives nothing to the others. Ranks are pinned to their cores and have priority over all other processes.
 
-Each rank has one stage (under `interleaved` two half as large). Stages are equal: as many Llama layers in each, and a
-vocabulary of 64 tokens, so that looking up embeddings and computing the loss are little beside a layer ("slowest
-stage" says by how much the busiest rank exceeds the mean). Weights are replicated over one rank, so that nothing but
-activations and their gradients is sent.
+Each rank has one stage, or two half as large under `interleaved`. Stages have equally many Llama layers. With a
+vocabulary of 64 tokens, embedding and loss take little time ("slowest stage" is busiest rank / mean). Weights are
+replicated over one rank, so only activations and their gradients are sent.
 
-The idle share of a step is 1 - busy / step, where busy is the sum of a rank's forward and backward spans in the
-measured timeline and the step lasts from the first span's begin to the last one's end on any rank; printed is its mean
-over the ranks, and of several steps the median. With p ranks, m micro-batches and v stages on each rank, the bubble on
-paper is (p - 1) / (v m + p - 1) (arXiv 2104.04473). "core" is the CPU time that ranks got per second of computing,
-"others" how many cores all else took meanwhile, a hypervisor's other guests included: what disturbs shows there.
+The idle share of a step is 1 - busy / step. busy is the sum of a rank's forward and backward spans in the measured
+timeline; step is the time from the begin of the first span to the end of the last one on any rank. The table has its
+mean over the ranks, median over the steps. With p ranks, m micro-batches and v stages a rank, the theoretical bubble
+is (p - 1) / (v m + p - 1) (arXiv 2104.04473). "core" is the CPU time of the ranks per second of computing. "others" is
+the number of cores that everything else took, including other guests of a hypervisor; it shows disturbances.
 
 Evidence tier: measured on devices emulated by CPU quotas (gloo, fp32).
 """
@@ -53,13 +51,13 @@ HEAD = (
 
 @dataclass(frozen=True, kw_only=True)
 class RankStep:
-    """One step as one rank saw it; seconds.
+    """One step of one rank, in seconds.
 
     Attributes:
-        compute (`list[Span]`): its forwards and backwards.
+        compute (`list[Span]`): spans of its forwards and backwards.
         cpu (`float`): CPU time of the process while the step ran.
-        machine (`float`): CPU time of the whole machine meanwhile.
-        wall (`float`): from the call to its return.
+        machine (`float`): CPU time of the whole machine while the step ran.
+        wall (`float`): wall time of the call.
     """
 
     compute: list[Span]
@@ -77,10 +75,10 @@ class Step:
     """One step of all ranks.
 
     Attributes:
-        idle (`float`): share of the step, mean over the ranks.
-        seconds (`float`): from the first span to the last.
-        slowest (`float`): busy time of the busiest rank over the mean.
-        core (`float`): CPU time per busy time, mean over the ranks: the share of a core that they had.
+        idle (`float`): idle share of the step, mean over the ranks.
+        seconds (`float`): time from the first span to the last.
+        slowest (`float`): busy time of the busiest rank / mean.
+        core (`float`): CPU time / busy time, mean over the ranks: their share of a core.
         others (`float`): cores that everything else took.
         picture (`str`): see [`draw`].
     """
@@ -93,7 +91,7 @@ class Step:
     picture: str
 
     @classmethod
-    def of(cls, ranks: list[RankStep]) -> "Step":
+    def from_ranks(cls, ranks: list[RankStep]) -> "Step":
         begin, end = ranks[0].compute[0].begin, max(rank.compute[-1].end for rank in ranks)
         seconds = end - begin
         busy = statistics.mean(rank.busy for rank in ranks)
@@ -109,10 +107,10 @@ class Step:
 
 
 def draw(by_rank: list[list[Span]], begin: float, end: float) -> str:
-    """A step as text, a line for each rank and a character for each hundredth: what runs in its middle.
+    """Draws a step as text, a line for each rank and a character for each hundredth of its time.
 
-    Forwards are the micro-batch's digit, backwards its letter (a for 0), a capital on a rank's second stage. A dot is
-    idle.
+    A forward is the digit of its micro-batch, a backward its letter (a for 0, a capital on a rank's second stage),
+    idle a dot.
     """
     lines = []
     for rank, spans in enumerate(by_rank):
@@ -130,7 +128,7 @@ def draw(by_rank: list[list[Span]], begin: float, end: float) -> str:
 
 
 def make_plan(schedule: str, ranks: int, layers: int, micro_batches: int) -> ParallelPlan:
-    """One stage a rank, or under `interleaved` two, with equally many layers."""
+    """Returns a plan of one stage a rank, or two under `interleaved`, with equally many layers."""
     count = ranks * virtual_stages(schedule)
     share = layers // count
     stages = tuple(
@@ -154,7 +152,7 @@ def virtual_stages(schedule: str) -> int:
 
 
 def bubble(schedule: str, ranks: int, micro_batches: int) -> float:
-    """Idle share of a step on paper."""
+    """Returns the theoretical idle share of a step."""
     return (ranks - 1) / (virtual_stages(schedule) * micro_batches + ranks - 1)
 
 
@@ -190,7 +188,7 @@ def run_step(parallel: ParallelModel, batch: dict[str, torch.Tensor]) -> RankSte
 
 
 def measure(plan: ParallelPlan, options: argparse.Namespace) -> list[Step]:
-    """Steps of a plan; the same on every rank."""
+    """Measures steps of a plan; the result is the same on every rank."""
     parallel = parallelize(build(options), plan)
     ids = torch.randint(0, 64, (plan.micro_batches, options.length), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids}
@@ -200,7 +198,7 @@ def measure(plan: ParallelPlan, options: argparse.Namespace) -> list[Step]:
     for _ in range(options.steps):
         ranks: list[RankStep | None] = [None] * plan.world_size
         dist.all_gather_object(ranks, run_step(parallel, batch))
-        steps.append(Step.of(ranks))
+        steps.append(Step.from_ranks(ranks))
     return steps
 
 

@@ -1,21 +1,22 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""How near placements come to what no placement can beat, and how long planning takes.
+"""Compares placements with lower bounds of any placement, and times the planning.
 
     OMP_NUM_THREADS=1 python benchmarks/placement.py
     OMP_NUM_THREADS=1 python benchmarks/placement.py --lengths LENGTHS.txt --batches 20
 
-Batches are drawn from real token lengths, truncated to a cap. A cell is the worst over the batches of
-`seconds / bound`, less 1, in percent:
+Batches are drawn from real token lengths, truncated to a cap. A cell is the worst over the batches of `seconds / bound
+- 1` in percent:
 
-- "simple" against max(total / N, longest), with a pipeline (max(total / vN, longest) + overhead)(p - 1 + v) for the
+- "simple": the bound max(total / N, longest); with a pipeline (max(total / vN, longest) + overhead)(p - 1 + v) for the
   best v;
-- "tight" against that bound and two more: of the kN + 1 longest some k + 1 share a rank; and (without a pipeline) no
-  two of the sequences over max_tokens / 2 share a bin, and what memory leaves beside them is less work than they are.
-  Where sequences of about half of max_tokens are the longest, this bound is a few percent too low.
+- "tight": also, of the kN + 1 longest sequences some k + 1 share a rank; and without a pipeline, no two sequences over
+  max_tokens / 2 share a bin, and the memory that is left next to them holds less work than they are. If sequences of
+  about max_tokens / 2 are the longest, this bound is a few percent too low.
 
-Work is predicted seconds; the coefficients make attention half the cost of a sequence of 10,000 tokens. Evidence tier:
-predicted, but for the milliseconds of planning, which are measured on the machine that runs this.
+Work is predicted seconds; attention is half the cost of a sequence of 10,000 tokens.
+
+Evidence tier: predicted; the milliseconds of planning are measured on the machine that runs this.
 """
 
 import argparse
@@ -37,7 +38,7 @@ CAPS = (2048, 4096, 8192, 16384, 32768)
 
 
 def pigeonhole_bound(costs: np.ndarray, bins: int) -> float:
-    """Of the k * bins + 1 most costly sequences some k + 1 share a bin; the cheapest do at best. `costs` falls."""
+    """Returns a bound: of the k * bins + 1 most costly sequences some k + 1 share a bin. `costs` falls."""
     sums = np.concatenate([[0.0], np.cumsum(costs)])
     k = np.arange(1, (len(costs) - 1) // bins + 1)
     return float((sums[k * bins + 1] - sums[k * (bins - 1)]).max(initial=0.0))
@@ -59,7 +60,7 @@ def memory_bound(lengths: np.ndarray, costs: np.ndarray, ranks: int, max_tokens:
 
 
 def bounds(lengths: np.ndarray, ranks: int, max_tokens: int, stages: int) -> tuple[float, float]:
-    """Seconds that no placement goes below, by the simple and by the tight bound."""
+    """Returns the simple and the tight bound in seconds."""
     lengths = np.sort(lengths)[::-1]
     costs = COST.seconds(lengths)
     if stages == 1:
@@ -75,7 +76,7 @@ def bounds(lengths: np.ndarray, ranks: int, max_tokens: int, stages: int) -> tup
 
 
 def measure(options: argparse.Namespace, corpus: np.ndarray, ranks: int, rows: int, cap: int, memory: int) -> str:
-    """One line of the table, or with a pipeline in brackets behind."""
+    """Returns one line of the table, with the result under a pipeline in brackets."""
     random = np.random.default_rng([ranks, rows, cap, memory])
     cells = []
     for stages in (1, options.stages):
@@ -113,7 +114,7 @@ def measure(options: argparse.Namespace, corpus: np.ndarray, ranks: int, rows: i
 
 
 def compare_with_exact(options: argparse.Namespace, corpus: np.ndarray) -> None:
-    """Prints how far the default is from the best placement of batches small enough to solve."""
+    """Compares the default with the exact solution of small batches."""
     random = np.random.default_rng(0)
     for stages in (1, options.stages):
         ratios = []

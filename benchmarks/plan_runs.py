@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles of machine and model where ranks sit, and plans that train there in turns, while nobody slows the cores."""
+"""Profiles machine and model on the seats of ranks, and trains plans there in turns while the cores are quiet."""
 
 import argparse
 import contextlib
@@ -46,7 +46,7 @@ PERIOD_MS, LEAST_QUOTA_MS = 4.0, 1.0  # of a quota: at least, and what a kernel 
 
 @contextlib.contextmanager
 def devices(name: str, options: argparse.Namespace) -> Iterator[list[CpuQuota]]:
-    """A share of a core for each rank, as even a flow of time as can be had; given back behind the body.
+    """Gives each rank a share of a core, scheduled as evenly as possible, while the body runs.
 
     Raises:
         QuotaError: if this user may not give shares.
@@ -61,9 +61,9 @@ def devices(name: str, options: argparse.Namespace) -> Iterator[list[CpuQuota]]:
 
 
 def profiled(shape: Shape, seats: list[Seat], watch: CoreWatch) -> tuple[HardwareProfile, ModelProfile, float]:
-    """Profiles of machine and model, and how much slower than usual the cores were meanwhile.
+    """Returns profiles of machine and model, and the slowdown of the cores meanwhile.
 
-    If that is much they are made again, and those that were disturbed less count.
+    If the slowdown is large they are made again, and the less disturbed ones are returned.
     """
     found = []
     while len(found) < PROFILES and not (found and found[-1][0] < DISTURBED):
@@ -76,7 +76,7 @@ def profiled(shape: Shape, seats: list[Seat], watch: CoreWatch) -> tuple[Hardwar
 
 
 def _profiles(shape: Shape, watch: CoreWatch) -> tuple[str, str]:
-    """Of machine and model, as JSON; on every rank."""
+    """Measures the profiles of machine and model, as JSON, on every rank."""
     local, cpu, whole = int(os.environ["LOCAL_WORLD_SIZE"]), torch.device("cpu"), shape.model()
     tokens, steps = shape.rows * shape.length, dict(rows=shape.rows, length=shape.length)
     watch.wait_for_quiet()
@@ -106,7 +106,7 @@ class Rows(Dataset):
 
 
 def make_trainer(plan: ParallelPlan, shape: Shape, world: int, steps: int, folder: str):
-    """A trainer under the plan, and an empty list: nobody counts its tokens."""
+    """Returns a trainer under the plan, and an empty list instead of token counts."""
     if shape.rows % world:
         raise SystemExit(f"{shape.rows} rows are no multiple of {world} ranks; give a shape with more rows.")
     args = GalvatronTrainingArguments(
@@ -129,12 +129,12 @@ def make_trainer(plan: ParallelPlan, shape: Shape, world: int, steps: int, folde
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What was measured of one plan.
+    """The measurements of one plan.
 
     Attributes:
-        steps (`list[Step]`): That count, in order.
-        left_out (`int`): How many found cores that were slower than usual.
-        ending ([`Ending`]): What its ranks reported.
+        steps (`list[Step]`): the steps that count, in order.
+        left_out (`int`): number of steps on cores that were slower than usual.
+        ending ([`Ending`]): results of its ranks.
     """
 
     steps: list["Step"]
@@ -143,18 +143,18 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Of a step, in the median."""
+        """Returns the median seconds of a step."""
         return statistics.median(step.seconds for step in self.steps)
 
     @property
     def slowdown(self) -> float:
-        """Of the cores in these steps, in the median."""
+        """Returns the median slowdown of the cores in these steps."""
         return statistics.median(step.slowdown for step in self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """Seconds of a step, and how much slower than usual the cores were."""
+    """Seconds of a step, and the slowdown of the cores."""
 
     seconds: float
     slowdown: float
@@ -213,7 +213,7 @@ def _steps(turn: Turn, watch: CoreWatch) -> list[Step]:
 
 
 def quiet(steps: list[Step]) -> list[Step]:
-    """Those during which all cores were about as fast as usual."""
+    """Returns the steps during which no core was slower than usual."""
     return [step for step in steps if step.slowdown < QUIET]
 
 
@@ -225,7 +225,7 @@ def _steps_of_turn(text: str) -> int:
 
 
 def parser_of_runs(description: str, *, plans: int, shapes: tuple[str, ...]) -> argparse.ArgumentParser:
-    """The options that say what is run where."""
+    """Returns the parser of the options of all benchmarks of plans."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = [Shape.parse(shape) for shape in shapes]
     parser.add_argument("--shapes", nargs="+", default=default, type=Shape.parse)

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Llamas by their sizes, and plans for them that are drawn from the search's space, in a line each."""
+"""Llamas by their sizes, and random plans for them from the search space."""
 
 import random
 from dataclasses import asdict, dataclass
@@ -54,7 +54,7 @@ class Shape:
 
 
 def draw_plans(world: int, model: ModelProfile, shape: Shape, count: int, seed: int) -> list[ParallelPlan]:
-    """Different plans of the search's space, about half of them pipelines, and some of these interleaved."""
+    """Draws different plans from the search space, about half of them pipelines, some of these interleaved."""
     drawn, plans = random.Random(seed), {}
     pipelines = [degree for degree in (1, 2, 4, 8) if world % degree == 0 and degree <= min(world, shape.layers)]
     while len(plans) < count:
@@ -93,7 +93,7 @@ def draw_plans(world: int, model: ModelProfile, shape: Shape, count: int, seed: 
 
 
 def brief(plan: ParallelPlan) -> str:
-    """A plan in a line."""
+    """Returns a plan in one line."""
     layers = []
     for start, strategy in enumerate(plan.layers):
         if start == 0 or strategy != plan.layers[start - 1]:

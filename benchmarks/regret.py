@@ -1,18 +1,18 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""How much faster than the plan that `parallel_plan="auto"` picks the best of many measured plans is.
+"""Compares the plan of `parallel_plan="auto"` with the fastest of many measured plans.
 
     PYTHONPATH=benchmarks OMP_NUM_THREADS=1 python benchmarks/regret.py --output regret      as root
     ... --places local --plans 30 --seed 3
     ... --places hosts --mbit 200
 
-Ranks have a share of a core each, as in accuracy.py, whose options these are: "local" ranks on one host, "hosts" two
-and two behind a slow link. At each place machine and model are profiled, the search picks its plan, and that one, the
-best of DDP, ZeRO-3, Megatron and ZeRO-3 with Ulysses, and plans drawn from the space train in turns. The runs of all
-lots share the picked plan, beside which each is timed: its speed over that of the picked plan in the same rounds.
+Ranks have a share of a core each; the options are those of accuracy.py. "local" has all ranks on one host, "hosts" two
+on each of two hosts with a slow link. At each place the script profiles machine and model and searches a plan. It
+trains this plan, the best of DDP, ZeRO-3, Megatron and ZeRO-3 with Ulysses, and random plans in turns. Every lot of
+runs includes the searched plan; a plan's speed is relative to it in the same rounds.
 
-Regret is one less (the picked plan's speed over the best one's); the fastest of many noisy figures flatters itself, so
-the best three are timed once more with twice the rounds. Every place's picked plan is timed at the other place too.
+Regret is 1 - speed of the searched plan / speed of the fastest plan. The fastest of many noisy figures is biased, so
+the best three are timed again with twice the rounds. The searched plan of each place is also timed at the other place.
 
 Evidence tier: measured on devices emulated by CPU quotas (gloo), the link by a token bucket.
 """
@@ -45,9 +45,9 @@ BEST = 3  # that are timed again
 class Candidate:
     """
     Attributes:
-        name (`str`): how it came here.
-        plan ([`ParallelPlan`]): noted with its prediction.
-        speed (`float`, *optional*): over that of the picked plan.
+        name (`str`): origin of the plan.
+        plan ([`ParallelPlan`]): the plan with its prediction.
+        speed (`float`, *optional*): speed / speed of the searched plan.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Candidate:
 
 
 def candidates(shape: Shape, seats: list[Seat], options: argparse.Namespace, watch: CoreWatch) -> list[Candidate]:
-    """The picked plan first, then the well-known ones, then drawn ones."""
+    """Returns the searched plan, then well-known plans, then random ones."""
     hardware, model, _ = profiled(shape, seats, watch)
     workload = shape.workload()
     result = search_plan(hardware, model, workload)
@@ -81,7 +81,7 @@ def time_all(
     options: argparse.Namespace,
     watch: CoreWatch,
 ) -> list[Candidate]:
-    """Each with its speed beside the picked plan's."""
+    """Returns each candidate with its speed relative to the searched plan."""
     timed = []
     for start in range(0, len(ones), options.together - 1):
         lot = ones[start : start + options.together - 1]
@@ -99,7 +99,7 @@ def time_all(
 def compare(
     place: str, shape: Shape, seats: list[Seat], options: argparse.Namespace, watch: CoreWatch
 ) -> tuple[Candidate, float]:
-    """Sweeps one place; the picked plan, and its speed over the best one's."""
+    """Measures one place, and returns the searched plan and its speed / speed of the fastest plan."""
     picked, *others = candidates(shape, seats, options, watch)
     print(f"\n{place}, {shape}: auto picks {brief(picked.plan)}; speeds beside it", flush=True)
     timed = sorted(time_all(others, picked, shape, seats, options, watch), key=lambda one: -one.speed)

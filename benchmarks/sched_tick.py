@@ -1,12 +1,11 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the kernel look at CPU quotas every millisecond, so that half a core is a core of half the speed.
+"""Makes the kernel check CPU quotas every millisecond, so that half a core acts like a core of half the speed.
 
-A kernel looks whether a process has used up its quota, or its turn, when a timer ticks: every 4 ms with 250 ticks a
-second. Four processes with half a core each on two cores then run for 4 ms and stand still for 4 or 8, however short
-the quota's period is, and an exchange between them waits for whoever stands still. The kernel looks as well whenever
-something more urgent wakes up: with a process on each core that does nothing but wake up they run for 1 ms and stand
-still for 1 ms.
+The kernel checks quotas and time slices at a timer tick, every 4 ms with 250 ticks a second. Four processes with half
+a core each on two cores then run for 4 ms and stop for 4 or 8, however short the period of the quota is, and a message
+waits for a stopped process. The kernel also checks whenever a process of higher priority wakes up. With a process on
+each core that only wakes up every millisecond, the others run for 1 ms and stop for 1 ms.
 """
 
 import contextlib
@@ -22,11 +21,10 @@ TICK_MS = 1.0
 
 @contextlib.contextmanager
 def sched_tick(tick_ms: float = TICK_MS) -> Iterator[bool]:
-    """
-    The kernel looks at quotas every `tick_ms` milliseconds on each core of this process; not any more behind the body.
+    """Makes the kernel check quotas every `tick_ms` milliseconds on each core of this process while the body runs.
 
     Yields:
-        `bool`: Whether it does; not if this user may not have processes that come before all others.
+        `bool`: False if this user may not run real-time processes.
     """
     tickers: list[subprocess.Popen] = []
     try:
@@ -41,7 +39,7 @@ def sched_tick(tick_ms: float = TICK_MS) -> Iterator[bool]:
 
 
 def tick(core: int, tick_ms: float) -> None:
-    """Wakes up again and again, until whoever started it is gone."""
+    """Wakes up every `tick_ms` milliseconds until the parent process ends."""
     starter = os.getppid()
     os.sched_setaffinity(0, {core})
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))

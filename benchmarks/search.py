@@ -1,15 +1,17 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""How long searches take, what they find, and what Galvatron's plans and formulas say of it.
+"""Measures the time of searches, and compares their plans with Galvatron's plans and formulas.
 
     OMP_NUM_THREADS=1 python benchmarks/search.py [--json]
 
-Llama-2 7B on 8, 16 and 64 devices of 38 GiB, from Galvatron's published profiles, beside each of Galvatron's own plans
-for them: under our cost model and, where they have a word for our plan, under the formulas of Galvatron's two engines,
-which galvatron_formulas.py states apart. Then Llama-2 70B on 64 and 1,024 H100s, from data sheets. Memory is counted
-in bytes, no strategy of the space is left out, and what is returned is the optimum: `branches` are the ways to cut a
-step, `solved` those that a lower bound did not rule out, `states` the partial plans that were kept. Seconds are the
-median of `--turns` searches, with the range. Evidence tier: times of searches are measured, all else is predicted.
+Case 1: Llama-2 7B on 8, 16 and 64 devices of 38 GiB, from Galvatron's published profiles. Our plan is compared with
+each of Galvatron's plans for them, under our cost model and, if they cover our plan, under the formulas of Galvatron's
+two engines (galvatron_formulas.py). Case 2: Llama-2 70B on 64 and 1,024 H100s, from data sheets. Memory is counted in
+bytes, no strategy of the space is left out, and the result is the optimum. `branches` are the ways to cut a step,
+`solved` those that a lower bound did not exclude, `states` the partial plans that were kept. Seconds are the median of
+`--turns` searches, with the range.
+
+Evidence tier: times of searches are measured, everything else is predicted.
 """
 
 import argparse
@@ -48,7 +50,7 @@ LLAMA_70B = dict(
 
 
 def galvatron_case(nodes: int, turns: int) -> dict[str, Any]:
-    """Llama-2 7B on `nodes` x 8 devices."""
+    """Searches Llama-2 7B on `nodes` x 8 devices."""
     profiles, rows, budget = DATA / "galvatron_profiles", 64 * nodes, MEMORY_GIB << 30
     hardware = read_galvatron_hardware(profiles / "hardware", nodes, 8, budget)
     model = read_galvatron_model(profiles)
@@ -80,7 +82,7 @@ def _under(profiles: GalvatronProfiles, plan: ParallelPlan, rows: int, engine: s
 
 
 def large_case(nodes: int, turns: int) -> dict[str, Any]:
-    """Llama-2 70B on `nodes` x 8 H100s."""
+    """Searches Llama-2 70B on `nodes` x 8 H100s."""
     hardware = hardware_preset("h100", nodes, 8)
     model = profile_from_config(LlamaConfig(**LLAMA_70B), hardware, length=4096, packed=False, max_degree=16)
     work = Workload(rows=16 * nodes, length=4096, precision=Precision(compute="bf16"))

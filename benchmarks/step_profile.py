@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of a rank's steps goes, by torch.profiler: attention, linear layers, head and loss, waiting."""
+"""Profiles a rank's steps with torch.profiler: attention, linear layers, head and loss, waiting."""
 
 import re
 import time
@@ -24,10 +24,11 @@ _LINEAR = re.compile(r"aten::(mm|addmm|bmm|linear|matmul)$")
 
 
 class StepProfile:
-    """Profiles what runs between `start` and `stop`; each pair adds to the table.
+    """Profiles the code between `start` and `stop`; each pair adds to the table.
 
     Args:
-        vocabulary (`int`): tokens of the model, a number that no other dimension has: it tells the head's operators.
+        vocabulary (`int`): size of the vocabulary; no other dimension may have it, because it identifies the head's
+        operators.
     """
 
     def __init__(self, vocabulary: int):
@@ -66,14 +67,14 @@ class StepProfile:
                 self.seconds[_kind(event, self.vocabulary)] += event.self_cpu_time_total / 1e6
 
     def table(self) -> str:
-        """Shares of the wall time, largest first; what is in no operator is Python."""
+        """Returns the shares of the wall time, largest first; time outside of operators is Python."""
         rows = sorted(self.seconds.items(), key=lambda row: -row[1])
         rows.append(("Python, between operators", self.wall - sum(self.seconds.values())))
         return "\n".join(f"  {name:28s} {value:8.2f} s  {100 * value / self.wall:5.1f}%" for name, value in rows)
 
 
 def _kind(event: FunctionEvent, vocabulary: int) -> str:
-    """What an event's own time is for: the first of these that it or what called it is named after."""
+    """Returns the kind of an event's own time, from the name of the event or of its callers."""
     callers = [event]
     while callers[-1].cpu_parent is not None:
         callers.append(callers[-1].cpu_parent)
@@ -88,7 +89,7 @@ def _kind(event: FunctionEvent, vocabulary: int) -> str:
 
 
 def _sizes(event: FunctionEvent) -> set[int]:
-    """The lengths of all dimensions of an event's arguments."""
+    """Returns the sizes of all dimensions of an event's arguments."""
     return {size for shape in event.input_shapes or [] if isinstance(shape, list) for size in _flat(shape)}
 
 
