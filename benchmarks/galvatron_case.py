@@ -78,8 +78,7 @@ class Case:
 
 
 def case_of(profiles: GalvatronProfiles, plan: ParallelPlan, global_batch: int | None, engine: str) -> Case:
-    """
-    The plan in the terms of the formulas.
+    """Returns the plan in the terms of the formulas.
 
     Raises:
         `ValueError`: if the formulas do not cover such a plan.
@@ -193,9 +192,10 @@ def _layer_part(layer: LayerStrategy, ranks: int) -> Part:
 
 
 def _vocabulary_part(plan: ParallelPlan, end: VocabularyStrategy, ranks: int, rows: float, engine: str) -> Part:
-    """
-    The embedding or the head. Where its weights are whole, positions are split (Galvatron's `vsp`) over as many ranks
-    as the plan's file says (`vtp`), else over the fewest that leave each group of them whole rows.
+    """Returns the embedding or the head.
+
+    If its weights are whole, positions are split (Galvatron's `vsp`) over the `vtp` ranks of the plan's file, else
+    over the fewest ranks that leave each group whole rows.
     """
     kept = plan.meta.get("galvatron")
     kept = kept if isinstance(kept, dict) else {}

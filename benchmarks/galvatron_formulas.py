@@ -77,8 +77,7 @@ class StageMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """
-    What an engine says of a plan.
+    """The result of an engine for a plan.
 
     Attributes:
         step_ms, samples_per_second (`float`): time and throughput of the whole plan.
@@ -108,7 +107,7 @@ def score(
     profiles: GalvatronProfiles, plan: ParallelPlan, *, global_batch: int | None = None, engine: str = "main"
 ) -> Score:
     """
-    The plan under the cost model of one of Galvatron's engines.
+    Evaluates a plan under the cost model of one of Galvatron's engines.
 
     Args:
         profiles ([`GalvatronProfiles`]): profiles of the model and the cluster.

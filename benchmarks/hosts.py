@@ -58,8 +58,7 @@ class HostSeat:
 
 @contextlib.contextmanager
 def one_host(quotas: Sequence[CpuQuota]) -> Iterator[list[HostSeat]]:
-    """
-    Seats for as many ranks on one host; removed behind the body however it ends.
+    """Makes the seats of ranks on one host, and removes them after the body.
 
     Args:
         quotas (`Sequence[CpuQuota]`): quotas of the ranks.
@@ -74,8 +73,7 @@ def one_host(quotas: Sequence[CpuQuota]) -> Iterator[list[HostSeat]]:
 
 @contextlib.contextmanager
 def two_hosts(quotas: Sequence[CpuQuota], mbit: float) -> Iterator[list[HostSeat]]:
-    """
-    Seats for as many ranks, the first half on one host; removed behind the body however it ends.
+    """Makes the seats of ranks on two hosts, half on each, and removes them after the body.
 
     Args:
         quotas (`Sequence[CpuQuota]`): quotas of the ranks.

@@ -45,9 +45,10 @@ def pigeonhole_bound(costs: np.ndarray, bins: int) -> float:
 
 
 def memory_bound(lengths: np.ndarray, costs: np.ndarray, ranks: int, max_tokens: int) -> float:
-    """
-    The slowest k micro-batches together take at least the 1st, (N + 1)th, (2N + 1)th ... longest of the sequences that
-    stand alone, and hold at most the dearest k * N * max_tokens tokens; what is left takes its share of N ranks.
+    """Returns a bound from sequences that cannot share a bin.
+
+    The slowest k micro-batches take at least the 1st, (N + 1)th, (2N + 1)th ... longest of these sequences, and hold
+    at most the k * N * max_tokens most costly tokens; the rest is divided by N ranks.
     """
     alone = costs[lengths > max_tokens // 2][::ranks]
     slowest = np.concatenate([[0.0], np.cumsum(alone)])
