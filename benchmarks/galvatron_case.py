@@ -127,7 +127,7 @@ def extensions_of(plan: ParallelPlan) -> Iterator[str]:
         yield f"stages have {sizes} layers, but its search cuts evenly: the same sums over these stages"
     kinds = {layer.sharding for layer in plan.layers if layer.data_degree(ranks) > 1}
     if {"replicate", "zero2"} <= kinds:
-        yield "layers are 'replicate' and 'zero2', but it has one of them beside ZeRO-3: each by its own formula"
+        yield "layers are 'replicate' and 'zero2', but it has one of them next to ZeRO-3: each by its own formula"
     if any(layer.ulysses == ranks > 1 and layer.sharding == "zero3" for layer in plan.layers):
         yield "a layer has ZeRO-3 with one data rank, which its search leaves out: states shared by the Ulysses ranks"
     parts = [*plan.layers, plan.embedding, plan.head]

@@ -240,11 +240,11 @@ def join_world(rank: int, seats: Sequence[Seat], port: int) -> None:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     host = getattr(seats[rank], "host", 0)
-    beside = [index for index, seat in enumerate(seats) if getattr(seat, "host", 0) == host]
+    host_ranks = [index for index, seat in enumerate(seats) if getattr(seat, "host", 0) == host]
     world = {
         "RANK": rank,
-        "LOCAL_RANK": beside.index(rank),
-        "LOCAL_WORLD_SIZE": len(beside),
+        "LOCAL_RANK": host_ranks.index(rank),
+        "LOCAL_WORLD_SIZE": len(host_ranks),
         "WORLD_SIZE": len(seats),
         "MASTER_ADDR": getattr(seats[0], "address", "127.0.0.1"),
         "MASTER_PORT": port,

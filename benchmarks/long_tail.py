@@ -181,7 +181,7 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> None:
     options = parse_options()
-    # A request to end becomes an exception, behind which the groups are removed, and the ranks in them.
+    # A signal becomes an exception, after which the groups and their ranks are removed.
     signal.signal(signal.SIGTERM, lambda *unused: sys.exit("ended by SIGTERM"))
     datasets.disable_progress_bars()
     torch.set_num_threads(1)

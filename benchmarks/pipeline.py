@@ -253,7 +253,7 @@ def main() -> None:
         f"{options.length} tokens a micro-batch, {options.steps} steps\n{HEAD}",
         flush=True,
     )
-    # A request to end becomes an exception, behind which the groups are removed.
+    # A signal becomes an exception, after which the groups are removed.
     signal.signal(signal.SIGTERM, lambda *unused: sys.exit("ended by SIGTERM"))
     for ranks in options.ranks:
         with (

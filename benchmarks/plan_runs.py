@@ -55,7 +55,7 @@ def devices(name: str, options: argparse.Namespace) -> Iterator[list[CpuQuota]]:
     period_ms = options.period_ms or max(PERIOD_MS, LEAST_QUOTA_MS / share)
     with pages_kept(), sched_tick() as ticking, cpu_quotas(name, options.ranks, share, period_ms) as quotas:
         if not ticking:
-            print("The kernel looks at quotas at its own ticks only, because this user may not have processes that")
+            print("The kernel checks quotas only at its own ticks, because this user may not have processes that")
             print("come before all others (CAP_SYS_NICE): exchanges wait longer than they would on devices.")
         yield quotas
 

@@ -101,10 +101,10 @@ def compare(
 ) -> tuple[Candidate, float]:
     """Measures one place, and returns the searched plan and its speed / speed of the fastest plan."""
     picked, *others = candidates(shape, seats, options, watch)
-    print(f"\n{place}, {shape}: auto picks {brief(picked.plan)}; speeds beside it", flush=True)
+    print(f"\n{place}, {shape}: auto picks {brief(picked.plan)}; speeds relative to it", flush=True)
     timed = sorted(time_all(others, picked, shape, seats, options, watch), key=lambda one: -one.speed)
     again = argparse.Namespace(**vars(options) | {"rounds": 2 * options.rounds})
-    print(f" the best {BEST} once more, and the picked plan beside itself (A/A)")
+    print(f" the best {BEST} once more, and the picked plan against itself (A/A)")
     best = time_all([*timed[:BEST], replace(picked, name="auto again")], picked, shape, seats, again, watch)
     ratio = 1 / max(1.0, *(one.speed for one in best[:-1]))
     print(
