@@ -32,7 +32,7 @@ FLOOR = 1e-7  # of the global norm: GPT-2's key biases have gradients that are z
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """What one process computes.
+    """Results of one process.
 
     Attributes:
         model (`PreTrainedModel`): the model, untouched but for its gradients.
@@ -102,7 +102,7 @@ def single_stage(
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """What a parallelised model computes, as one rank sees it; see [`Reference`].
+    """Results of a parallelised model on one rank; see [`Reference`].
 
     Attributes:
         clipped_norm (`float`): the norm that is left after clipping to half the oracle's.
@@ -134,8 +134,10 @@ def observe(parallel: ParallelModel, oracle: Reference) -> Observed:
     model = parallel.model
     loss = parallel.forward_backward(oracle.batch, oracle.num_items)
     gradients, grad_norm = whole_gradients(model, oracle.model), parallel.grad_norm()
+    before = [local(parameter.grad).clone() for parameter in model.parameters()]
     parallel.clip_grad_norm_(oracle.grad_norm / 2)
-    clipped_norm = total_norm(whole_gradients(model, oracle.model))
+    after = [local(parameter.grad) for parameter in model.parameters()]
+    clipped_norm = total_norm(gradients) * clipping_scale(before, after, oracle.grad_norm / 2 / total_norm(gradients))
     model.zero_grad()
     model.eval()
     unlabelled = {name: x for name, x in oracle.batch.items() if not name.endswith("labels")}
@@ -219,8 +221,28 @@ def unequal_tensors(
     return found
 
 
+def clipping_scale(before: list[torch.Tensor], after: list[torch.Tensor], wanted: float) -> float:
+    """Returns the factor by which clipping scaled a gradient of this rank: of all factors, the farthest from `wanted`.
+
+    The factor is NaN if the entries of one gradient were scaled by different factors.
+    """
+    scales = [wanted]
+    for old, new in zip(before, after, strict=True):
+        largest = old.abs().max() if old.numel() else 0.0
+        scale = float((old.double() * new).sum() / old.double().square().sum()) if largest else wanted
+        if not torch.allclose(new, scale * old, rtol=0, atol=float(1e-6 * largest)):
+            return float("nan")
+        scales.append(scale)
+    return max(scales, key=lambda scale: abs(scale - wanted))
+
+
 def total_norm(tensors: Mapping[str, torch.Tensor]) -> float:
     return float(torch.stack([tensor.double().square().sum() for tensor in tensors.values()]).sum().sqrt())
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's shard."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -88,7 +88,7 @@ def _lengthen(row: torch.Tensor, length: int, value: int) -> torch.Tensor:
 
 
 class Recorder(TrainerCallback):
-    """What callbacks see: every event with its step, every log, and the gradients of the first step."""
+    """Records every event with its step, every log, and the gradients of the first step."""
 
     def __init__(self, plain: PreTrainedModel):
         self.plain, self.trainer = plain, None
@@ -147,7 +147,7 @@ class Case:
             per_device_train_batch_size=1,
             per_device_eval_batch_size=1,
             gradient_accumulation_steps=2,
-            max_steps=6,
+            max_steps=4,
             logging_steps=1,
             logging_first_step=True,
             optim="sgd",
@@ -166,7 +166,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one run showed; see [`Recorder`] and [`Case`]."""
+    """Results of one run; see [`Recorder`] and [`Case`]."""
 
     logs: list[dict[str, Any]]
     events: list[tuple[str, int]]
@@ -260,7 +260,7 @@ def check_cases(cases: dict[str, Case], world_size: int = WORLD_SIZE) -> None:
 
 
 def differences(seen: Outcome, wanted: Outcome, case: Case, relative: float = RELATIVE) -> list[str]:
-    """Where a rank's outcome is not the oracle's; empty if it is."""
+    """Returns the differences between a rank's outcome and the oracle's."""
     same_batches = case.accumulates or case.arguments("")["gradient_accumulation_steps"] == 1
     # Trainer counts batches, the last of them smaller ones, and their padding.
     counted = () if same_batches else ("flos", "tokens", "epoch")

@@ -1,9 +1,9 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of plans feed to the reader, and what they ask of a refusal."""
+"""Helpers that draw plans and other inputs with Hypothesis, and that check how a bad plan is refused."""
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from galvatron_hf.plan import ParallelPlan
@@ -22,6 +22,19 @@ JSON_VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
+
+
+def drawn(strategy: st.SearchStrategy, count: int) -> list:
+    """Returns as many examples as asked, always the same ones, so that one world of ranks can run all of them."""
+    found = []
+
+    @settings(parent=QUICK, max_examples=count, phases=[Phase.generate])
+    @given(strategy)
+    def draw(example) -> None:
+        found.append(example)
+
+    draw()
+    return found
 
 
 def refusal(source, make=ParallelPlan.from_json):

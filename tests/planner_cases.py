@@ -74,7 +74,7 @@ def random_times(draw: np.random.Generator, degrees: Sequence[int], scale: float
 
 
 def random_model(seed: int, *, layers: int, kinds: int = 1, tied: bool = False, degree: int = 2) -> ModelProfile:
-    """Of 8 features, with figures for tensor and Ulysses up to `degree`."""
+    """Returns a profile of a model with 8 features, for tensor and Ulysses degrees up to `degree`."""
     draw = np.random.default_rng(seed)
     degrees = powers(degree)
     strategies = [

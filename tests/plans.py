@@ -72,6 +72,12 @@ def mixed_plans() -> dict[str, ParallelPlan]:
     }
 
 
+def light_plan(**options: Any) -> ParallelPlan:
+    """For what does not depend on the plan: few collectives on 4 ranks, yet rows, layers and head are spread."""
+    layers = (LayerStrategy(sharding="replicate"),) * 3 + (LayerStrategy(tensor=2, sharding="zero2"),)
+    return single_stage(layers, 4, **options)
+
+
 def untied_plans() -> dict[str, ParallelPlan]:
     """Plans whose embedding and head differ, on 4 ranks."""
     S, V = LayerStrategy, VocabularyStrategy

@@ -79,7 +79,7 @@ class _Rank:
         return self._written()
 
     def _written(self) -> str:
-        """What C libraries wrote to stderr, and faulthandler: on SIGUSR2, or when the process died of a fault."""
+        """Returns what C libraries wrote to stderr, and the stacks that faulthandler wrote on SIGUSR2 or a fault."""
         self.native_stderr.seek(0)
         return self.native_stderr.read().decode(errors="replace")
 

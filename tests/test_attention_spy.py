@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What families give their attention, and which of them attention by document can stand in for."""
+"""The arguments that families give their attention, and which families can use attention by document."""
 
 import pytest
 import torch

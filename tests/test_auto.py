@@ -36,6 +36,9 @@ from tiny_models import FAMILIES
 from trainer_runs import Rows, arguments, on_ranks, run, trainer
 
 
+SHORT = dict(max_steps=4)  # the first two of them are not timed
+
+
 class OwnLoss(GalvatronTrainer):
     def compute_loss(self, *args, **kwargs):
         return super().compute_loss(*args, **kwargs)
@@ -48,7 +51,7 @@ def refuse(*args, **kwargs):
 def auto_run(folder: Path) -> dict:
     """Two runs under "auto", the second with what the first has measured."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        options = dict(disable_tqdm=False, profile_dir=str(folder / "profiles"))
+        options = SHORT | dict(disable_tqdm=False, profile_dir=str(folder / "profiles"))
         found = run(folder / "first", "auto", options=options, then=lambda made: made)
     made = found.result
     with pytest.MonkeyPatch.context() as patch:
@@ -69,13 +72,13 @@ def auto_run(folder: Path) -> dict:
 
 
 def factors_of(folder: Path) -> dict[str, float]:
-    """Of the one model that was profiled into a folder."""
+    """Returns the factors of the only model that was profiled into a folder."""
     [path] = folder.glob("model-*.json")
     return dict(ModelProfile.from_json(path).calibration_factors)
 
 
 def constrained(folder: Path) -> dict:
-    """What arguments and own methods leave of the space; and a budget that nothing fits."""
+    """Searches the space that arguments and own methods leave, and one with a budget that nothing fits."""
     recompute = trainer(folder / "recompute", "auto", options=dict(gradient_checkpointing=True))
     own = trainer(folder / "own", "auto", trainer_class=OwnLoss)
     small = trainer(folder / "small", "auto", options=dict(memory_gib=1e-6))
@@ -109,7 +112,7 @@ class Fails(TrainerCallback):
 
 def failed_then_trained(folder: Path) -> tuple[int, int, int]:
     """Steps that were timed in a run behind one that failed; callbacks before both and behind them."""
-    made, fails = trainer(folder, "auto"), Fails()
+    made, fails = trainer(folder, "auto", options=SHORT), Fails()
     before = len(made.callback_handler.callbacks)
     made.add_callback(fails)
     with pytest.raises(RuntimeError, match="enough"):
@@ -127,7 +130,7 @@ def on_four(folder: Path) -> tuple[dict, dict, tuple]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("auto")
-    plain = run(folder / "plain", "auto", trainer_class=Trainer, options=dict(gradient_accumulation_steps=1))
+    plain = run(folder / "plain", "auto", trainer_class=Trainer, options=SHORT | dict(gradient_accumulation_steps=1))
     return plain, on_ranks(functools.partial(on_four, folder))
 
 
@@ -145,7 +148,7 @@ def test_what_was_predicted_is_printed_beside_what_was_measured(ranks):
     first = found[0][0]
     noted = prediction(first["plan"])
     assert first["outcome"].predicted_ms == noted["step_ms"] > 0
-    assert first["outcome"].measured_ms > 0 and first["outcome"].steps == 4
+    assert first["outcome"].measured_ms > 0 and first["outcome"].steps == 2
     assert all(size > 0 for size in first["outcome"].measured_bytes)
     assert "Predicted" in first["printed"] and "measured" in first["printed"]
     assert str(first["outcome"]) in first["printed"]
@@ -170,7 +173,7 @@ def test_a_search_draws_nothing_from_the_random_streams_of_training(ranks):
 
 def test_a_run_behind_one_that_failed_is_measured(ranks):
     for _, _, (steps, before, behind) in ranks[1]:
-        assert steps == 4 and before == behind
+        assert steps == 2 and before == behind
 
 
 def test_one_process_without_a_plan_is_plain_trainer(tmp_path):
@@ -186,7 +189,7 @@ def test_whole_steps_have_stretched_the_profile(ranks, tmp_path):
 
 
 def test_factors_bring_the_parts_to_what_was_measured():
-    """Of twelve plans; a part that no plan has, and one that is next to nothing, keep the factor 1.
+    """Fits factors to twelve plans: a part that no plan has, and a part near zero, keep the factor 1.
 
     Times that are sums of parts have their factors in closed form: a ridge regression toward 1, of the wait toward 0.
     """
@@ -227,7 +230,7 @@ def test_whole_steps_are_tried_with_the_layers_there_are_up_to_eight():
 
 
 def test_calibration_has_plans_with_many_exchanges_and_one_that_is_sharded_in_pairs(monkeypatch):
-    """What two Ulysses ranks wait for, and what copies of shards cost, shows in no other plan."""
+    """Checks plans that alone show the waits of two Ulysses ranks and the costs of copied shards."""
     small = FAMILIES["llama"].build()
     monkeypatch.setattr(calibration.dist, "get_world_size", lambda: 4)
     for rows, most in ((16, 8), (6, 6)):
@@ -257,7 +260,7 @@ def layers_tried(count: int) -> set[int]:
 
 
 def tried_plans(seconds: float) -> tuple[list[str], list[float]]:
-    """What calibration tries where steps take 10, 90 and 12 ms in its passes, and what it makes of that."""
+    """Returns the plans and factors of a calibration whose passes take 10, 90 and 12 ms a step."""
     tried, seen = [], []
 
     def steps_ms(model, plan, *unused):

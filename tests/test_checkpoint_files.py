@@ -113,7 +113,7 @@ def test_paths_that_escape_are_refused(tmp_path, name):
 @QUICK
 @given(st.data())
 def test_mutated_manifests_are_a_manifest_or_one_line(tmp_path_factory, data):
-    """Where a value anywhere in a manifest is replaced or removed, it still is a manifest or is refused in a line."""
+    """Replaces or removes a value of a manifest: it stays a manifest or is refused in one line."""
     checkpoint = tmp_path_factory.getbasetemp() / "fuzzed" / "checkpoint-1"
     if not checkpoint.exists():
         write(checkpoint)

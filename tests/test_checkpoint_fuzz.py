@@ -29,7 +29,7 @@ from tiny_models import BATCHES, FAMILIES
 
 @pytest.fixture(scope="module")
 def state(tmp_path_factory) -> Path:
-    """What one rank wrote after a step of AdamW."""
+    """Returns the files that one rank wrote after a step of AdamW."""
     folder = tmp_path_factory.mktemp("state") / "written"
 
     def work():

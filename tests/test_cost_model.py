@@ -60,7 +60,7 @@ def test_gradients_of_all_but_the_first_micro_batch_are_added(pipeline, micro_ba
 
 
 def test_gradients_of_copies_stand_twice_while_they_are_joined():
-    """Of one layer at a time, if it has several weights; nothing else is there beside the state."""
+    """Counts one layer at a time, if it has several weights, in plans that hold nothing but their state."""
 
     def empty(part, **changes):
         nothing = {name: dict.fromkeys(getattr(part, name), 0.0) for name in ("saved_bytes", "working_bytes")}
@@ -105,7 +105,7 @@ def test_a_head_that_waits_keeps_its_input_and_computes_the_logits_again():
 
 
 def test_messages_within_a_node_are_priced_as_such():
-    """Of four stages on two nodes, or eight that go around twice."""
+    """Returns a plan of four stages on two nodes, or of eight virtual stages in two rounds."""
     hardware = hardware_preset("a100-80g", 2, 2)
     costs = CostModel(hardware, random_model(0, layers=8), workload(8), 1, 4)
     inside, between = (hardware.ms("send", 2, stride, costs.boundary_bytes) for stride in (1, 2))

@@ -10,7 +10,7 @@ from galvatron_hf.trainer.data.dataset_rows import DatasetRows
 
 
 def loader_of(sampler=None, drop_last: bool = False, shuffle: bool = False) -> DataLoader:
-    """Of 27 rows that are their own indices, in batches of 4."""
+    """Returns the rows of batches of 4, from 27 rows that are their own indices."""
     loader = DataLoader(range(27), batch_size=4, sampler=sampler, shuffle=shuffle, drop_last=drop_last)
     return prepare_data_loader(loader, put_on_device=False, use_seedable_sampler=True, data_seed=3)
 

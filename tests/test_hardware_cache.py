@@ -18,7 +18,7 @@ QUICK = {"sizes": (4096, 65537), "repetitions": 2}
 
 @pytest.fixture
 def counted(monkeypatch):
-    """How often the machine was measured."""
+    """Counts how often the machine was measured."""
     calls = []
 
     def measure(**arguments):

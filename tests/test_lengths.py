@@ -118,7 +118,7 @@ def test_files_of_several_shards_then_shuffled(tmp_path):
 
 
 def test_a_column_of_lengths_is_taken_at_its_word():
-    """Where nothing better is there: people count characters in such columns too."""
+    """Uses such a column only if there is no better one: people count characters in such columns too."""
     dataset = _dataset().add_column("length", list(range(9)))
     assert sequence_lengths(dataset).tolist() == _read(dataset)
     without = dataset.remove_columns("input_ids")
@@ -200,7 +200,7 @@ def test_parts_and_joins_of_torch_are_followed():
 
 
 def _resident_bytes(file: Path) -> int:
-    """Of the pages that map this file, which other memory of the process does not change."""
+    """Returns the bytes of the pages that map this file, which other memory of the process does not change."""
     mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
     mine = [mapping for mapping in mappings if mapping.partition("\n")[0].endswith(f" {file}")]
     assert mine

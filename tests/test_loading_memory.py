@@ -54,7 +54,7 @@ def resident(field: str) -> int:
 
 
 def peak_bytes(work: Callable[[], torch.nn.Module]) -> tuple[int, int]:
-    """How far resident memory rises while a model is made, and the bytes of its weights that it holds."""
+    """Returns how far resident memory rises while a model is made, and the bytes of the weights it then holds."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak

@@ -269,7 +269,7 @@ def test_no_gradient_work_and_nothing_kept_without_gradients():
 
 
 def test_logits_of_one_chunk_are_there_at_a_time():
-    """What four chunks need beside one is their part of the gradient of `hidden`."""
+    """Compares four chunks with one: they need no more than their part of the gradient of `hidden`."""
     chunk, width, words = 64, 8, 5000
     peaks = []
     for tokens in (chunk, 4 * chunk):

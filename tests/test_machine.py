@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank may use of its machine, and what a report of it says."""
+"""The share of the machine that a rank may use, and the report of it."""
 
 import json
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What is made of measured times, on clocks and CPUs that are made up: windows, overlap, medians and fits of links."""
+"""Windows, overlap, medians and fits of links from measured times, on made-up clocks and CPUs."""
 
 import dataclasses
 import functools
@@ -176,7 +176,7 @@ def test_the_end_of_a_forward_is_timed_from_the_last_tensor_that_it_saves():
 
 @pytest.mark.parametrize("device, point", [("cpu", (32, 8)), ("cuda", (512, 128))])
 def test_recompute_is_timed_where_its_bookkeeping_shows(device, point):
-    """Of layers that take 1 ms a token forward, a quarter of it behind what they save, 2 backward, and 0.7 beside."""
+    """Times layers of 1 ms a token forward, a quarter of it after the last saved tensor, 2 backward, 0.7 outside."""
     timer = object.__new__(part_timing.PartTimer)
     timer.tokens, timer.length, timer.device = 512, 128, torch.device(device)
     assert timer.recompute_point == point

@@ -13,9 +13,9 @@ import torch
 
 from equivalence import single_stage
 from galvatron_hf.parallel.comm.dtensor import local_tensor
-from galvatron_hf.parallel.memory import LayerShape, adam_bytes, piece, saved_activation_bytes, shard_elements
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan
+from memory_formulas import LayerShape, adam_bytes, piece, saved_activation_bytes, shard_elements
 from plans import mixed_plans, uniform_plans
 from ranks import run_ranks
 from tiny_models import BATCHES, FAMILIES, LAYERS, VOCABULARY
@@ -143,7 +143,7 @@ STRATEGIES = {
 
 
 def test_saved_activations():
-    """Of a Llama layer in fp32, without a mask, with as many key/value heads as heads (the kernel repeats none)."""
+    """Counts an fp32 Llama layer without a mask, with as many key/value heads as heads (the kernel repeats none)."""
     rows, length = 8, 16
     batch = BATCHES["plain"]()
     batch = {name: torch.cat([x, x.flip(0)], dim=1)[:rows, :length] for name, x in batch.items()}

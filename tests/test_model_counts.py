@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What is counted of a model's parts: shapes and bytes are the real runtime's, FLOPs the closed form."""
+"""Counts of a model's parts: shapes and bytes are those of the real runtime, FLOPs the closed form."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from transformers import LlamaConfig, PreTrainedModel
 from equivalence import single_stage
 from galvatron_hf.models.shape import ModelShape
 from galvatron_hf.parallel.activation.documents import Documents
-from galvatron_hf.parallel.memory import LayerShape, saved_activation_bytes
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy
 from galvatron_hf.profiler.trace.counting import count
 from galvatron_hf.profiler.trace.isolated_layers import Part, empty_model, layer_kinds
 from galvatron_hf.profiler.trace.shapes import model_shape_from_model
 from galvatron_hf.profiler.trace.tracing import CountedModel
+from memory_formulas import LayerShape, saved_activation_bytes
 from ranks import run_ranks
 from test_memory import measure_saved
 from tiny_models import FAMILIES, LAYERS, VOCABULARY
@@ -150,7 +150,7 @@ def test_flops_are_the_closed_form_of_llama(tensor):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
 def test_recomputing_leaves_out_what_comes_behind_the_last_saved_tensor(family):
-    """What PyTorch's checkpoints do of matrix products, and what the counts say of a layer."""
+    """Compares the matrix products of PyTorch's checkpoints with the counts of a layer."""
 
     def build() -> PreTrainedModel:
         return FAMILIES[family].build(max_position_embeddings=TOKENS, use_cache=False)

@@ -103,7 +103,7 @@ def test_replicas_stay_equal_over_steps(family):
 
 
 def dropped_rows(strategy: LayerStrategy) -> list[torch.Tensor]:
-    """What each rank's first layer drops of a residual of ones, by rank: [rows, positions, H] of its rectangle."""
+    """Returns by rank what its first layer leaves of a residual of ones: [rows, positions, H] of its rectangle."""
 
     def work():
         plan = single_stage((strategy,) * LAYERS, 4)

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot run is refused in one sentence that names the reason and a way out, and nothing has changed by then."""
+"""Models and plans that cannot run are refused in one sentence, with reason and fix, before anything changes."""
 
 from __future__ import annotations
 

@@ -10,16 +10,16 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equivalence import assert_same_gradients, compare, observe, reference, single_stage, total_norm, whole_gradients
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, VocabularyStrategy
 from galvatron_hf.plan.schedule import PipelineShape, orders
+from plan_inputs import drawn
 from plans import PAIR_LAYERS, pipeline_plans, pipeline_plans_on_eight, pipelined
 from ranks import run_ranks
-from test_parallelize import FIXED_SEED, check_cases, check_random_plan, layer_strategies, oracle_of, shardings
+from test_parallelize import check_cases, check_random_plans, layer_strategies, oracle_of, shardings
 from test_parallelize_dropout import MODELS, step
 from test_parallelize_steps import bf16_oracle, check_sgd_updates, distance, train_parallel, train_plain
 from tiny_models import BATCHES, FAMILIES, LAYERS
@@ -302,14 +302,11 @@ def kept(strategy):
     return dataclasses.replace(strategy, sharding="zero2") if strategy.sharding == "zero3" else strategy
 
 
-@settings(max_examples=8, **FIXED_SEED)
-@given(pipelines_and_inputs(4))
-def test_random_plans(drawn):
-    check_random_plan(*drawn)
+def test_random_plans():
+    check_random_plans(drawn(pipelines_and_inputs(4), 8))
 
 
 @pytest.mark.slow
-@settings(max_examples=12, **FIXED_SEED)
-@given(st.sampled_from([4, 8]).flatmap(pipelines_and_inputs))
-def test_many_random_plans(drawn):
-    check_random_plan(*drawn)
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_many_random_plans(ranks):
+    check_random_plans(drawn(pipelines_and_inputs(ranks), 6 if ranks == 8 else 14)[-6:])

@@ -113,7 +113,7 @@ def clipped_by_the_norm_of_one_stage() -> Iterator[None]:
     def clip(parallel: ParallelModel, max_norm: float) -> torch.Tensor:
         own = [parameter.grad for parameter in parallel.model.parameters()]
         total = torch.stack([local_tensor(grad).square().sum() / replicas(grad) for grad in own]).sum()
-        dist.all_reduce(total, group=parallel.mesh.block(parallel.mesh.size))
+        dist.all_reduce(total, group=parallel.mesh.groups.block(parallel.mesh.size))
         scale = (max_norm / total.sqrt()).clamp(max=1.0)
         for grad in own:
             local_tensor(grad).mul_(scale)
@@ -187,13 +187,13 @@ MUTATIONS = {
 
 @pytest.fixture(scope="module")
 def oracles() -> dict[str, Reference]:
-    """Of eight rows without padding, so that micro-batches have one shape and may be mistaken for each other."""
+    """Returns results for eight rows without padding: micro-batches of one shape can be mistaken for each other."""
     families = {"right": "llama", TIED: "llama_tied"}
     return {name: reference(FAMILIES[family].build(), BATCHES["plain"]()) for name, family in families.items()}
 
 
 def complaint(oracle: Reference, plan: ParallelPlan, world: WorldMesh) -> str:
-    """What the comparison says on this rank; empty when nothing is wrong."""
+    """Returns the comparison's complaint on this rank; empty if nothing is wrong."""
     try:
         # Copies of a tied weight that differ are seen on all ranks alike, as soon as gradients are gathered.
         compare(observe(parallelize(copy.deepcopy(oracle.model), plan, world), oracle), oracle)

@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, Trainer
 
+from custom_losses import calls_super, sum_of_losses
 from galvatron_hf import GalvatronTrainer
 from oracle import Case, Rows, Stream, check_cases
-from own_losses import calls_super, sum_of_losses
-from plans import mixed_plans, pipeline_plans
+from plans import light_plan, pipeline_plans
 from ranks import run_ranks
 from test_trainer_evaluation import evaluate, keep, predict, three_sets
 from tiny_models import FAMILIES
@@ -156,7 +156,7 @@ def plain(folder) -> dict[str, Run]:
 @pytest.fixture(scope="module")
 def ranks(folder, plain) -> list[dict[str, Run]]:
     """Runs of four ranks, in one world: from "a" to "b" resumes under b what a has saved."""
-    mixed = mixed_plans()["mixed_a"]
+    flat = light_plan()
 
     def resumed(name: str, family: str, plan, source: str, **more: Any) -> Run:
         checkpoint = folder / source / "checkpoint-3"
@@ -166,11 +166,11 @@ def ranks(folder, plain) -> list[dict[str, Run]]:
         whole = dict(family="gpt2", options=SAVING)
         runs = {
             "gpt2 staged": run(folder / "gpt2_staged", PLANS["1f1b_uneven"], **whole),
-            "gpt2 flat": run(folder / "gpt2_flat", mixed, **whole),
+            "gpt2 flat": run(folder / "gpt2_flat", flat, **whole),
             "tied staged": run(folder / "tied_staged", PLANS["interleaved"], family="llama_tied", options=SAVING),
         }
         runs["gpt2 staged to staged"] = resumed("r1", "gpt2", PLANS["1f1b_uneven"], "gpt2_staged")
-        runs["gpt2 staged to flat"] = resumed("r2", "gpt2", mixed, "gpt2_staged")
+        runs["gpt2 staged to flat"] = resumed("r2", "gpt2", flat, "gpt2_staged")
         runs["gpt2 flat to staged"] = resumed("r3", "gpt2", PLANS["1f1b_mixed"], "gpt2_flat")
         runs["gpt2 plain to staged"] = resumed("r4", "gpt2", PLANS["1f1b_of_four"], "plain_gpt2")
         runs["tied staged to returning"] = resumed("r5", "llama_tied", PLANS["zero_bubble_v"], "tied_staged")

@@ -115,7 +115,7 @@ def plain_karmarkar_karp(costs: np.ndarray, tokens: np.ndarray, count: int, max_
 
 
 def objective(loads: np.ndarray, ranks: int, overhead: float, stages: int) -> float:
-    """Of bins with these loads, the slowest ones in the same micro-batch."""
+    """Returns the cost of bins with these loads, the slowest ones in the same micro-batch."""
     table = np.sort(loads)[::-1].reshape(-1, ranks)
     if stages == 1:
         return float((table[:, 0] + overhead).sum())
@@ -158,7 +158,7 @@ def test_exact_equals_enumeration_and_the_default_is_near():
 
 
 def test_a_schedule_that_cannot_run_all_numbers_gets_the_best_that_it_can():
-    """Of forced numbers of micro-batches, in a case where the next larger one is a tenth slower than a smaller one."""
+    """Forces numbers of micro-batches, in a case where the next larger one is a tenth slower than a smaller one."""
     lengths = [385, 549, 246, 18, 483, 326, 633, 212, 50, 382, 319, 279, 127, 110, 13, 36, 147, 7, 21]
     options = dict(max_tokens=8000, overhead=1e-3, stages=2)
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What is planned in the background is taken only for the lengths it was planned for."""
+"""A plan made in the background is taken only for the lengths it was made for."""
 
 import threading
 

@@ -4,9 +4,11 @@
 
 import functools
 import statistics
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,12 +20,12 @@ from galvatron_hf.planner.cost.cost_model import Workload
 from galvatron_hf.planner.search import estimate_plan
 from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.profiler.trace.tracing import profile_from_config
-from galvatron_hf.trainer.planning.step_meter import Outcome
 from tiny_models import FAMILIES
 from trainer_runs import on_ranks, trainer
 
 
 RANKS, LAYERS, ROWS = 4, 4, 8
+ATTEMPTS = 5
 INTERLEAVED = tuple(Stage(ranks=(2 * (i % 2), 2 * (i % 2) + 1), layers=(i, i + 1)) for i in range(LAYERS))
 # Words of the model's vocabulary, whether both ends are tied, and tokens of a row.
 CASES = {
@@ -86,7 +88,7 @@ CASES = {
 
 
 class Rows(torch.utils.data.Dataset):
-    """Of one length."""
+    """Rows of one length."""
 
     def __init__(self, count: int, length: int):
         self.ids = torch.arange(count * length).reshape(count, length) % 1000
@@ -105,23 +107,36 @@ def llama(vocabulary: int, tied: bool, length: int) -> PreTrainedModel:
     )
 
 
-def train(plans: list[ParallelPlan], model: tuple[int, bool, int], folder: Path) -> list[Outcome]:
-    outcomes = []
+def train(plans: list[ParallelPlan], model: tuple[int, bool, int], folder: Path) -> list[np.ndarray]:
+    """Returns the ratio of predicted to measured bytes of each stage, by plan; all ranks return the same.
+
+    A thread of gloo that lets go of a tensor after Python does frees it unseen. The meter then counts the tensor for
+    too short a time and measures too few bytes, never too many. Two things keep this from deciding about a test. The
+    interpreter gives its lock to such a thread at once, and a plan that took too few bytes is measured again.
+    """
+    sys.setswitchinterval(1e-6)
+    ratios = []
     options = dict(max_steps=2, per_device_train_batch_size=ROWS // RANKS, gradient_accumulation_steps=1)
     options |= dict(packing="none", bf16=plans[0].precision.compute == "bf16")
     for index, plan in enumerate(plans):
-        made = trainer(
-            folder / str(index),
-            plan,
-            model=llama(*model),
-            train_dataset=Rows(2 * ROWS, model[-1]),
-            data_collator=None,
-            options=options,
-        )
-        made.train()
-        outcomes.append(made.plan_outcome)
-        dist.barrier()
-    return outcomes
+        ratio = np.inf
+        for _ in range(ATTEMPTS):
+            made = trainer(
+                folder / str(index),
+                plan,
+                model=llama(*model),
+                train_dataset=Rows(2 * ROWS, model[-1]),
+                data_collator=None,
+                options=options,
+            )
+            made.train()
+            outcome = made.plan_outcome
+            ratio = np.minimum(ratio, np.array(outcome.predicted_bytes) / outcome.measured_bytes)
+            dist.barrier()
+            if ratio.max() < 1.05:
+                break
+        ratios.append(ratio)
+    return ratios
 
 
 # One plan of each kind of sharding and parallelism, and what decides about the memory of large ends.
@@ -156,9 +171,8 @@ def check_memory(case: str, names: tuple[str, ...], folder: Path) -> None:
         plan = replace(ParallelPlan.uniform(RANKS, LAYERS, precision=work.precision, **uniform), **more)
         plans.append(estimate_plan(hardware, model, work, plan).noted(work))
     errors = {}
-    for name, outcome in zip(options, on_ranks(functools.partial(train, plans, given, folder))[0], strict=True):
-        pairs = zip(outcome.predicted_bytes, outcome.measured_bytes, strict=True)
-        errors |= {f"{name}, {stage}": said / measured - 1 for stage, (said, measured) in enumerate(pairs)}
+    for name, ratios in zip(options, on_ranks(functools.partial(train, plans, given, folder))[0], strict=True):
+        errors |= {f"{name}, {stage}": ratio - 1 for stage, ratio in enumerate(ratios)}
     apart = sorted(map(abs, errors.values()))
     print(case, {name: f"{100 * error:+.2f}%" for name, error in errors.items()})
     assert apart[-1] < 0.1, errors

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan is compiled to: against cases written by hand, and against counting ranks and tokens one by one."""
+"""Compiled plans, against cases written by hand and against counts of ranks and tokens one by one."""
 
 import itertools
 import math
@@ -169,7 +169,7 @@ def test_padding_gives_every_rank_equally_many_positions_and_is_the_least(plan):
     found = resolved(plan)
 
     def even(grid, ends) -> bool:
-        """Whether each rank has a token in each layout and the sequence ranks of a row have equally many."""
+        """Returns whether each rank has a token in each layout and the sequence ranks of a row have equally many."""
         for stage in found.stages:
             inside = [layer.layout for layer in stage.layers]
             for layout in {*inside, *chain(stage, ends)}:

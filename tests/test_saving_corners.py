@@ -35,6 +35,7 @@ from trainer_runs import Run, assert_equal_weights, assert_same_steps, on_ranks,
 
 
 STAGES = pipelined([(0,), (1,)], (LayerStrategy(),) * 4)
+FLAT = ParallelPlan.uniform(2, 4, sharding="zero2")
 STEPS = dict(max_steps=3)
 SAVING = STEPS | dict(save_strategy="steps", save_steps=1)
 BEST = SAVING | dict(
@@ -58,14 +59,14 @@ class FailBehind(TrainerCallback):
 
 
 def seconds_of_writers(made: Trainer) -> float:
-    """How long writers in the background wait for each other."""
+    """Returns the seconds that writers in the background wait for each other."""
     backend = made._writer._group._get_backend(torch.device("cpu"))
     return backend.options._timeout.total_seconds()
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
-    """What two ranks saw, in one world."""
+    """Returns the folder and the results of two ranks, from one world."""
     folder = tmp_path_factory.mktemp("corners")
 
     def with_one(owner, name: str, value, work: Callable[[], Any]) -> Any:
@@ -81,7 +82,7 @@ def runs(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
             return made.failed_saves, made.state.best_model_checkpoint
 
         def fail() -> Any:
-            return run(folder / name, "auto", options=options, eval_dataset=Rows(4, seed=2), then=after)
+            return run(folder / name, FLAT, options=options, eval_dataset=Rows(4, seed=2), then=after)
 
         return with_one(FileEntry, "of", FailOnce(rank=1, call=1), fail)
 
@@ -90,7 +91,7 @@ def runs(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
             (folder / "model").mkdir()
             (folder / "model" / "model_of_mine.safetensors").write_text("kept")
         dist.barrier()
-        trainer(folder / "saver", "auto").save_model(str(folder / "model"))
+        trainer(folder / "saver", FLAT).save_model(str(folder / "model"))
         return (folder / "model" / "model_of_mine.safetensors").exists()
 
     def without_prune() -> Run:
@@ -98,7 +99,7 @@ def runs(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
             raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
 
         options = SAVING | dict(save_total_limit=1)
-        return with_one(checkpoint_folder, "remove", refuse, lambda: run(folder / "kept", "auto", options=options))
+        return with_one(checkpoint_folder, "remove", refuse, lambda: run(folder / "kept", FLAT, options=options))
 
     def missing_on_the_last_stage() -> str:
         real = parallel_checkpoint.stored_tensors
@@ -123,7 +124,7 @@ def runs(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
             return write_data(*args)
 
         def fail() -> None:
-            run(folder / "fail", "auto", options=SAVING | dict(async_save=True), callbacks=(FailBehind(1),))
+            run(folder / "fail", FLAT, options=SAVING | dict(async_save=True), callbacks=(FailBehind(1),))
 
         with pytest.raises(KeyError):
             with_one(StateWriter, "write_data", late, fail)
@@ -150,7 +151,7 @@ def runs(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
 
         options = STEPS | dict(on_save_failure=policy)
         return with_one(
-            ParallelPlan, "to_json", to_json, lambda: len(run(folder / "read", "auto", options=options).steps())
+            ParallelPlan, "to_json", to_json, lambda: len(run(folder / "read", FLAT, options=options).steps())
         )
 
     def work() -> dict[str, Any]:
@@ -264,7 +265,7 @@ def copy_of(checkpoint: Path, path: Path) -> Path:
 
 
 def renew_manifest(checkpoint: Path) -> None:
-    """As an attacker would, who can compute checksums too."""
+    """Writes a manifest with matching checksums, as an attacker can."""
     manifest = Manifest.read(checkpoint)
     files = {name: FileEntry.from_file(checkpoint / name) for name in manifest.files}
     (checkpoint / MANIFEST_NAME).write_text(replace(manifest, files=files).to_json())

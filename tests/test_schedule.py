@@ -38,7 +38,7 @@ every_shape = pytest.mark.parametrize(
 
 
 def is_ready(action: Action, done: set[Action], last: int) -> bool:
-    """Whether what an action computes from exists, wherever it was computed."""
+    """Returns whether the inputs of an action exist, wherever they were computed."""
     stage, part = action.stage, action.micro_batch
     if action.work is Work.FORWARD:
         return stage == 0 or Action(Work.FORWARD, stage - 1, part) in done
@@ -98,7 +98,7 @@ class Simulation:
         ]
 
     def _end(self, key: tuple[str, int, int], place: int) -> tuple:
-        """Where a transfer stands in line on one of its lists."""
+        """Returns the place of a transfer in the order of one of its pipeline ranks."""
         return (place, key[0], *sorted(self._ends(key)))
 
     def _advance(self, place: int, action: Action) -> bool:
@@ -210,7 +210,7 @@ def test_transfers_have_two_ends_in_one_order(shape):
 
 @every_shape
 def test_receives_are_posted_before_another_compute(shape):
-    """What a compute waits for is asked for before the compute in front of it, so that it arrives meanwhile.
+    """Posts the receives of a compute before the compute in front of it, so that they arrive meanwhile.
 
     Unless nothing is computed before, or an earlier message of the same pair and direction stands between.
     """

@@ -206,7 +206,7 @@ def test_sums_in_fewer_bits_than_layers_compute_in_are_refused(capsys, long_mode
 
 
 def test_all_devices_may_share_a_layer(capsys, tmp_path, long_model):
-    """As many as the heads allow, where one row is all there is."""
+    """Uses as many ranks as the heads allow, for a batch of one row."""
     case = ["--model", long_model, "--cluster", "h100", "--nodes", "2", "--global-batch", "1", "--seq-length", "2048"]
     for strategy in ({"ulysses": 16}, {"tensor": 16}):
         path = tmp_path / "plan.json"

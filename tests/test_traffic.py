@@ -38,7 +38,7 @@ S, V = LayerStrategy, VocabularyStrategy
 
 
 def predicted(step: Traffic) -> Counter:
-    """What the recorder should see."""
+    """Returns the collectives that the recorder should see."""
     calls = Counter()
     for item in step.collectives:
         calls[item.kind, item.ranks, item.bytes] += item.count

@@ -20,7 +20,7 @@ from equivalence import single_stage
 from galvatron_hf import ParallelPlan
 from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
 from oracle import Rows
-from plans import mixed_plans, uniform
+from plans import light_plan, mixed_plans, uniform
 from tiny_models import FAMILIES
 from trainer_runs import Run, StopAt, assert_equal_weights, assert_same_steps, on_ranks, run, trainer
 
@@ -82,8 +82,18 @@ class Writer:
     def __init__(self, folder: Path, plain: Path):
         self.folder, self.plain = folder, plain
 
-    def whole(self, family: str) -> Run:
-        return run(self.folder / family, FIRST, options=options_of(family, SAVING), **of(family))
+    def whole(self, family: str, plan: ParallelPlan = FIRST) -> Run:
+        return run(self.folder / family, plan, options=options_of(family, SAVING), **of(family))
+
+    def interrupted(self, plan: ParallelPlan) -> dict[str, Run]:
+        """Returns a whole run with dropout, one that stops, and one that continues it."""
+
+        def dropping(name: str, options: dict[str, Any], **more) -> Run:
+            model = FAMILIES["gpt2"].build(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+            return run(self.folder / name, plan, model=model, options=options, **more)
+
+        whole, stopped = dropping("whole", RESUMED), dropping("stopped", SAVING, callbacks=(StopAt(4),))
+        return dict(whole=whole, stopped=stopped, continued=dropping("stopped", RESUMED, resume=True))
 
     def resumed(self, family: str, plan, source: Path | None = None, **more) -> Run:
         checkpoint = (source or self.folder) / family / "checkpoint-3"
@@ -115,10 +125,6 @@ def ranks(tmp_path_factory, plain) -> tuple[Path, list[dict[str, Run]]]:
     folder = tmp_path_factory.mktemp("ranks")
     writer = Writer(folder, plain[0])
 
-    def dropping(name: str, options: dict[str, Any], **more) -> Run:
-        model = FAMILIES["gpt2"].build(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
-        return run(folder / name, TWO_MICRO_BATCHES, model=model, options=options, **more)
-
     def plan_in_use(made: Trainer) -> ParallelPlan:
         return made.parallel.plan
 
@@ -126,15 +132,13 @@ def ranks(tmp_path_factory, plain) -> tuple[Path, list[dict[str, Run]]]:
         return made.state.best_model_checkpoint, made.evaluate()["eval_loss"], made.state.best_metric
 
     def work() -> dict[str, Run]:
-        runs = dict(whole=dropping("whole", RESUMED), stopped=dropping("stopped", SAVING, callbacks=(StopAt(4),)))
-        runs["continued"] = dropping("stopped", RESUMED, resume=True)
-        for family in FAMILY_NAMES:
-            runs[family] = writer.whole(family)
+        runs = writer.interrupted(light_plan(micro_batches=2))
+        runs |= {"gpt2": writer.whole("gpt2"), "llama": writer.whole("llama", light_plan())}
         runs["gpt2 b"] = writer.resumed("gpt2", SECOND, then=plan_in_use)
         runs["gpt2 auto"] = writer.resumed("gpt2", "auto", then=plan_in_use)
         runs["gpt2 plain"] = writer.resumed_from_plain("gpt2", SECOND)
         runs["llama plain"] = writer.resumed_from_plain("llama", ZERO2)
-        runs["best"] = run(folder / "best", FIRST, options=BEST, then=best_after, **evaluated())
+        runs["best"] = run(folder / "best", light_plan(), options=BEST, then=best_after, **evaluated())
         return runs
 
     return folder, on_ranks(work)
@@ -142,12 +146,13 @@ def ranks(tmp_path_factory, plain) -> tuple[Path, list[dict[str, Run]]]:
 
 @pytest.fixture(scope="module")
 def more_ranks(tmp_path_factory, plain) -> tuple[Path, list[dict[str, Run]]]:
-    """As `ranks`, for the slow tests."""
+    """Returns the same as `ranks`, for the slow tests."""
     folder = tmp_path_factory.mktemp("more_ranks")
     writer = Writer(folder, plain[0])
 
     def work() -> dict[str, Run]:
-        runs = {family: writer.whole(family) for family in (*SLOW_NAMES, "llama")}
+        runs = writer.interrupted(TWO_MICRO_BATCHES)
+        runs |= {family: writer.whole(family) for family in (*SLOW_NAMES, "llama")}
         runs["phi3 shuffled"] = writer.resumed("phi3", THIRD)
         runs["llama_tied zero2"] = writer.resumed("llama_tied", ZERO2)
         runs["llama b"] = writer.resumed("llama", SECOND)
@@ -167,8 +172,9 @@ def runs_of(request: pytest.FixtureRequest, family: str) -> tuple[Path, list[dic
     return request.getfixturevalue("more_ranks" if family in SLOW_NAMES else "ranks")
 
 
-def test_resumed_run_is_bit_equal_to_the_uninterrupted_one(ranks):
-    _, results = ranks
+@pytest.mark.parametrize("world", ["ranks", pytest.param("more_ranks", marks=pytest.mark.slow)])
+def test_resumed_run_is_bit_equal_to_the_uninterrupted_one(request, world):
+    _, results = request.getfixturevalue(world)
     for runs in results:
         whole = runs["whole"]
         assert len(whole.steps()) == 5

@@ -1,28 +1,20 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What surrounds training works as on one process: saving, the hub, searches, callbacks, other Trainers."""
+"""Features around training work as on one process: searches, noise, callbacks, other Trainers."""
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import optuna
 import pytest
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
-    AutoModelForCausalLM,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
@@ -33,62 +25,19 @@ from equivalence import single_stage, whole_weights
 from galvatron_hf import GalvatronMixin, GalvatronSeq2SeqTrainer, GalvatronSeq2SeqTrainingArguments
 from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
 from oracle import Rows, collate
-from plans import mixed_plans, uniform
-from tiny_models import FAMILIES, VOCABULARY
-from trainer_runs import Logs, Run, assert_equal_weights, assert_same_steps, on_ranks, run, trainer
+from plans import light_plan, uniform
+from tiny_models import FAMILIES, word_tokenizer
+from trainer_runs import Logs, Run, assert_same_steps, on_ranks, run, trainer
 
 
 S, V = LayerStrategy, VocabularyStrategy
-PLAN, OTHER = replace(mixed_plans()["mixed_a"], micro_batches=1), uniform(4, tensor=2)
-FAMILY_NAMES = ("llama", "llama_tied", "gpt2", "phi3")
+PLAN = light_plan()
 SHORT = dict(max_steps=2)
 SHORT_ALONE = SHORT | dict(gradient_accumulation_steps=1)
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    model = WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")
-    backend = Tokenizer(model)
-    backend.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0", pad_token="w3", eos_token="w2")
-
-
 def build_llama() -> PreTrainedModel:
     return FAMILIES["llama"].build()
-
-
-# --- saving and the hub
-
-
-@dataclass
-class Hub:
-    """Stands for the hub: keeps what would be sent to it."""
-
-    pushed: list[tuple[str, tuple[str, ...]]]
-
-    def create_repo(self, name, **kwargs):
-        return mock.Mock(repo_id=f"someone/{name}")
-
-    def upload_folder(self, folder_path, path_in_repo="", ignore_patterns=(), **kwargs):
-        names = [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()]
-        sent = tuple(sorted(name for name in names if not ("checkpoint-" in name and ignore_patterns)))
-        self.pushed.append((path_in_repo, sent))
-        return mock.Mock(**{"done.return_value": True})
-
-
-def push(folder: Path, plan, **more) -> list[tuple[str, tuple[str, ...]]]:
-    hub = Hub([])
-    options = dict(push_to_hub=True, hub_strategy="checkpoint", save_strategy="steps", save_steps=1, max_steps=1)
-    more["options"] = options | more.pop("options", {})
-    with mock.patch("transformers.trainer.hf_api", lambda: hub):
-        run(folder, plan, processing_class=tokenizer(), then=lambda made: made.push_to_hub(), **more)
-    return hub.pushed
-
-
-def save(folder: Path):
-    def then(made: Trainer) -> None:
-        made.save_model(str(folder))
-
-    return then
 
 
 # --- searches
@@ -133,7 +82,7 @@ class CountGroups(TrainerCallback):
 
 
 class EmbeddingNoise(TrainerCallback):
-    """What is added to the embedding's output in each micro-batch of the first step."""
+    """Records the noise on the embedding's output in each micro-batch of the first step."""
 
     def __init__(self):
         self.trainer, self.seen = None, []
@@ -250,13 +199,11 @@ def plain(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     """The same on one process with plain Trainers."""
     folder = tmp_path_factory.mktemp("plain")
     more = dict(trainer_class=Trainer, options=SHORT_ALONE)
-    for family in FAMILY_NAMES:
-        run(folder / family, family=family, processing_class=tokenizer(), then=save(folder / family / "saved"), **more)
     return folder, dict(
-        pushed=push(folder / "repository", "auto", trainer_class=Trainer, options=dict(gradient_accumulation_steps=1)),
         repeated=repeated(folder / "repeated", "auto", **more),
         search=search(folder / "search", "auto", trainer_class=Trainer, options=dict(gradient_accumulation_steps=1)),
         callback=with_callback(folder / "callback", "auto", trainer_class=_PlainGenerating, options=SHORT_ALONE),
+        llama=run(folder / "llama", **more),
         user=run(folder / "user", trainer_class=UsersTrainer, options=SHORT_ALONE),
         generating=generating(folder / "g", Seq2SeqTrainer, Seq2SeqTrainingArguments, per_device_eval_batch_size=4),
     )
@@ -274,21 +221,16 @@ def ranks(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("ranks")
 
     def work() -> dict[str, Any]:
-        more = dict(options=SHORT, processing_class=tokenizer())
-        found = {
-            family: run(folder / family, PLAN, family=family, then=save(folder / family / "saved"), **more)
-            for family in FAMILY_NAMES
-        }
-        found["pushed"] = push(folder / "repository", OTHER)
-        found["repeated"] = repeated(folder / "repeated", OTHER, options=SHORT)
-        found["search"] = search(folder / "search", OTHER)
+        found: dict[str, Any] = {}
+        found["repeated"] = repeated(folder / "repeated", PLAN, options=SHORT)
+        found["search"] = search(folder / "search", PLAN)
         found["noise"] = noisy(folder / "noise")
         found["recompute"] = run(
             folder / "recompute",
             options=SHORT | dict(gradient_checkpointing=True),
             then=lambda made: [layer.recompute for layer in made.parallel.plan.layers],
         )
-        found["callback"] = with_callback(folder / "callback", OTHER, options=SHORT)
+        found["callback"] = with_callback(folder / "callback", PLAN, options=SHORT)
         found["user"] = run(folder / "user", PLAN, trainer_class=UsersGalvatronTrainer, options=SHORT)
         found["generating"] = generating(
             folder / "generating",
@@ -300,34 +242,6 @@ def ranks(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
         return found
 
     return folder, on_ranks(work)
-
-
-@pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_saved_model_opens_anywhere_with_the_trained_weights(plain, ranks, family):
-    folder, (found, *_) = ranks
-    model = AutoModelForCausalLM.from_pretrained(folder / family / "saved")
-    assert type(model) is type(FAMILIES[family].build())
-    assert_equal_weights(dict(model.named_parameters()), found[family].weights)
-    saved, plain_saved = (root / family / "saved" for root in (folder, plain[0]))
-    assert {path.name for path in saved.iterdir()} == {path.name for path in plain_saved.iterdir()} | {
-        "parallel_plan.json"
-    }
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-        assert json.loads((saved / name).read_text()) == json.loads((plain_saved / name).read_text()), name
-
-
-def test_hub_gets_the_files_that_plain_trainer_sends(plain, ranks):
-    def without_plan(pushed):
-        extra = {"parallel_plan.json", "manifest.json"}
-        return [(path, sorted(set(names) - extra)) for path, names in pushed]
-
-    pushed, wanted = without_plan(ranks[1][0]["pushed"]), without_plan(plain[1]["pushed"])
-    states = {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
-    assert len(pushed) == len(wanted) > 1
-    for (path, names), (plain_path, plain_names) in zip(pushed, wanted, strict=True):
-        own = [name for name in names if not name.startswith(("parallel_state", "scheduler.json", "rng_state_"))]
-        assert (path, own) == (plain_path, [name for name in plain_names if name not in states])
-    assert all(found["pushed"] == [] for found in ranks[1][1:])
 
 
 def test_training_again_and_with_a_fresh_model(plain, ranks):
@@ -365,10 +279,10 @@ def test_embedding_noise_is_that_of_the_whole_sequence(ranks):
         assert not torch.equal(seen[0][1][:, 0], seen[1][1][:, 0])
 
 
-def test_recomputing_everywhere_is_a_constraint_for_the_automatic_plan(ranks):
+def test_recomputing_everywhere_is_a_constraint_for_the_automatic_plan(plain, ranks):
     for found in ranks[1]:
         assert found["recompute"].result == ["full"] * 4
-        assert_same_steps(found["recompute"], found["llama"])
+        assert_same_steps(found["recompute"], plain[1]["llama"])
 
 
 def test_callbacks_may_generate_and_evaluate(plain, ranks):
@@ -419,7 +333,11 @@ def sft(trainer_class, folder: Path, plan=None, **options) -> list[tuple]:
     data = datasets.Dataset.from_list([{"input_ids": rows[i]["input_ids"].tolist()} for i in range(16)])
     logs = Logs()
     made = trainer_class(
-        model=FAMILIES["llama"].build(), args=args, train_dataset=data, processing_class=tokenizer(), callbacks=[logs]
+        model=FAMILIES["llama"].build(),
+        args=args,
+        train_dataset=data,
+        processing_class=word_tokenizer(),
+        callbacks=[logs],
     )
     made.train()
     return [(log["loss"], log["grad_norm"]) for log in logs.all if "loss" in log]
@@ -437,7 +355,7 @@ def test_trl_sft_trainer_under_a_plan(tmp_path):
         return sft(
             GalvatronSFTTrainer,
             tmp_path / "ranks",
-            OTHER,
+            PLAN,
             per_device_train_batch_size=1,
             gradient_accumulation_steps=2,
         )

@@ -118,7 +118,7 @@ def ranks(tmp_path_factory, folders) -> tuple[Path, list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def more_ranks(tmp_path_factory, folders) -> list[dict[str, Any]]:
-    """As `ranks`, for the slow tests."""
+    """Returns the same as `ranks`, for the slow tests."""
     folder, config = tmp_path_factory.mktemp("more_ranks"), FAMILIES["llama_tied"].build().config
     gpt2 = dict(model=str(folders["gpt2"]), family="gpt2")
 

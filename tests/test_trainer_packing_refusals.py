@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What packing refuses, cuts or leaves padded, and says so."""
+"""Data that packing refuses, cuts or leaves padded, and its messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from trainer_runs import Run, assert_same_steps, on_ranks, run, trainer
 
 
 def test_long_sequences_are_refused_truncated_or_split(tmp_path):
-    """As a dataset of the same rows cut beforehand."""
+    """Trains as on a dataset of the same rows cut beforehand."""
     longest, whole = 16, rows(27)
     truncated = [{name: value[:longest] for name, value in row.items()} for row in whole]
     pieces = [

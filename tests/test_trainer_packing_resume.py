@@ -128,7 +128,7 @@ class NoisyLater(Stream):
 
 @pytest.mark.parametrize("stream, moved", [(Stream, None), (Noisy, None), (NoisyLater, 2)])
 def test_reading_ahead_leaves_the_saved_random_state_alone(tmp_path, stream, moved):
-    """What is drawn for the next step is not in the checkpoint of this one; where reading draws, it ends."""
+    """Keeps draws for the next step out of the checkpoint of this one; planning ahead ends if reading draws."""
 
     def work() -> tuple[bool, list]:
         seen: list = []

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot go together with a plan is refused in one sentence, before any step, with the model untouched."""
+"""Options that a plan excludes are refused in one sentence, before any step, with the model untouched."""
 
 from __future__ import annotations
 

@@ -23,12 +23,17 @@ from galvatron_hf.checkpoint.storage import StateWriter
 from galvatron_hf.cli.main import main
 from galvatron_hf.parallel.weights.export import export
 from galvatron_hf.trainer.checkpoint.saving import SaveError
-from plans import mixed_plans, pipeline_plans
+from plans import light_plan, mixed_plans, pipeline_plans
 from tiny_models import FAMILIES
 from trainer_runs import Run, StopAt, assert_equal_weights, on_ranks, run, trainer
 
 
-PLANS = {"flat": replace(mixed_plans()["mixed_a"], micro_batches=2), "stages": pipeline_plans()["1f1b_mixed"]}
+PLANS = {
+    "light": light_plan(micro_batches=2),
+    "flat": replace(mixed_plans()["mixed_a"], micro_batches=2),
+    "stages": pipeline_plans()["1f1b_mixed"],
+}
+SLOW = ("flat", "stages")
 STEPS = dict(max_steps=4, logging_steps=1)
 SAVING = STEPS | dict(save_strategy="steps", save_steps=1)
 BACKGROUND = SAVING | dict(async_save=True, save_full_weights=False)
@@ -83,9 +88,9 @@ class Vanish(TrainerCallback):
         dist.barrier()
 
 
-@pytest.fixture(scope="module", params=["flat", pytest.param("stages", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["light", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def runs(request, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
-    """What four ranks saw under one plan, in one world."""
+    """Returns the folder and the results of four ranks under one plan, from one world."""
     plan, folder = PLANS[request.param], tmp_path_factory.mktemp(request.param)
 
     def slowly_in_background() -> Run:

@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
 VOCABULARY = 97  # a prime: no degree divides it
@@ -122,6 +125,14 @@ FAMILIES: dict[str, Family] = {
     "gpt2_untied": Family(prefix="GPT2", base=_GPT2_LIKE, options=dict(tie_word_embeddings=False)),
     "gpt2_eager": Family(prefix="GPT2", base=_GPT2_LIKE, options=dict(attn_implementation="eager")),
 }
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Returns a tokenizer of the words w0, w1, ..., of which each model has a token."""
+    model = WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0", pad_token="w3", eos_token="w2")
 
 
 def _ids(rows: int, length: int, seed: int) -> torch.Tensor:

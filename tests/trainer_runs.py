@@ -48,7 +48,7 @@ class StopAt(TrainerCallback):
 
 @dataclass(kw_only=True)
 class Run:
-    """What a run showed.
+    """Results of a run.
 
     Attributes:
         logs (`list[dict]`): what was logged at the steps.

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What the fault tests share: their helpers by name, and the curves of runs that nothing went wrong in."""
+"""Makes the helpers of the fault tests importable by name, and runs without a fault available to them."""
 
 import sys
 from collections.abc import Callable

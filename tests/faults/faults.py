@@ -210,7 +210,7 @@ def inf_in_backward(trainer: Trainer, fault: Fault) -> None:
 
 @kind
 def nan_once(trainer: Trainer, fault: Fault) -> None:
-    """As a flipped bit: computed again, the gradient is right."""
+    """Spoils a gradient once, as a flipped bit does: computed again, the gradient is right."""
     values = iter([float("nan")])
     in_backward(trainer, fault, lambda gradient: poisoned(gradient, next(values, 0.0)))
 

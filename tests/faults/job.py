@@ -45,7 +45,7 @@ def plans() -> dict[str, ParallelPlan]:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a job ended.
+    """The end of a job.
 
     Attributes:
         code (`int`): exit status of the launcher.
@@ -107,7 +107,7 @@ class Job:
             text.seek(0)
             return Outcome(code=code, text=text.read(), seconds=time.monotonic() - begin, left=left)
 
-    def fork(self, *faults, resume: str | bool | None = None, timeout: float = 600.0, grace: float = 15.0) -> None:
+    def fork(self, *faults, resume: str | bool | None = None, timeout: float = 600.0, grace: float = 60.0) -> None:
         """Runs on forks of this process, which start faster than a launcher.
 
         Raises:
@@ -126,10 +126,13 @@ class Job:
         AcceleratorState._reset_state(True)  # a Trainer in this process may have set it up
         run_ranks(work, RANKS, timeout=timeout, grace=grace)
 
-    def fork_and_kill(self, seconds: float, **options) -> None:
-        """As [`Job.fork`], all ranks killed at once after some time."""
+    def fork_and_kill(self, steps: int, seconds: float, **options) -> None:
+        """Runs as [`Job.fork`] and kills all ranks at once, some seconds after so many steps have been logged."""
+        logged = len(self._log_lines()) + steps
         process = multiprocessing.get_context("fork").Process(target=self.fork, kwargs=options)
         process.start()
+        while process.is_alive() and len(self._log_lines()) < logged:
+            time.sleep(0.02)
         process.join(seconds)
         process.kill()  # the ranks die with it
         process.join()
@@ -138,11 +141,16 @@ class Job:
     def logs(self, name: str = "loss") -> dict[int, float]:
         """A logged value by step; a later attempt's in place of an earlier one's."""
         values = {}
-        for path in sorted(self.folder.glob("logs.*.jsonl"), key=lambda path: int(path.suffixes[0][1:])):
-            for line in path.read_text().splitlines():
-                logged = json.loads(line)
-                values |= {logged["step"]: logged[name]} if name in logged else {}
+        for line in self._log_lines():
+            logged = json.loads(line)
+            values |= {logged["step"]: logged[name]} if name in logged else {}
         return values
+
+    def _log_lines(self) -> list[str]:
+        """Returns the lines of all attempts, but one that is being written."""
+        paths = sorted(self.folder.glob("logs.*.jsonl"), key=lambda path: int(path.suffixes[0][1:]))
+        lines = [line for path in paths for line in path.read_text().splitlines(keepends=True)]
+        return [line for line in lines if line.endswith("\n")]
 
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in self.output_dir.glob("checkpoint-*"))

@@ -10,9 +10,9 @@ import torch
 from job import RANKS, Job, plans
 from transformers import Trainer
 
+from custom_losses import spoiled_by_a_row
 from faults import fail_at
 from galvatron_hf import GalvatronTrainer
-from own_losses import spoiled_by_a_row
 from plans import pipelined
 from trainer_runs import on_ranks, run
 

@@ -16,7 +16,8 @@ from trainer_runs import on_ranks, run
 
 
 RANK, STEP = 2, 4
-TIMEOUT = dict(ddp_timeout=8)
+TIMEOUT = dict(ddp_timeout=8)  # of the kinds in which a rank stands still; the others are noticed without it
+LONG_TIMEOUT = dict(ddp_timeout=120)
 FIRST_STAGE = {"layers": "layer 1", "pipeline": "stage 1, layer 2"}
 
 
@@ -25,7 +26,7 @@ def assert_reported(text: str, blamed: str) -> None:
     assert len(re.findall(r"RankLostError: ", text)) >= 1
     assert re.search(rf"Rank {RANK} {blamed}", text), text[-6000:]
     where = rf"in [a-z_ ]+( over ranks \[[0-9, ]+\])?, step {STEP}, (micro-batch \d|outside of)"
-    assert re.search(rf"Rank [0134] (lost a connection|waited longer than ddp_timeout \(8 s\)) {where}", text)
+    assert re.search(rf"Rank [0134] (lost a connection|waited longer than ddp_timeout \((8|120) s\)) {where}", text)
 
 
 # What a rank that is not there looks like to the others.
@@ -52,7 +53,7 @@ CASES += [("layers", "kill_in_backward"), ("pipeline", "kill_in_forward"), ("pip
     [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in dict.fromkeys(CASES)],
 )
 def test_the_job_ends_says_why_and_resumes(tmp_path, plan, kind, uninterrupted):
-    job = Job(folder=tmp_path, plan=plan, options=TIMEOUT)
+    job = Job(folder=tmp_path, plan=plan, options=TIMEOUT if kind.startswith(("stop", "sleep")) else LONG_TIMEOUT)
     with pytest.raises(AssertionError) as failure:
         job.fork(fail_at(RANK, STEP, kind))
     assert_reported(str(failure.value), BLAMED[kind].format(FIRST_STAGE[plan]))

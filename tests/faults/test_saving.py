@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,7 +49,7 @@ def assert_whole(job: Job, names: list[str]) -> None:
     [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in CASES],
 )
 def test_a_rank_killed_in_a_save_costs_that_save_at_most(tmp_path, plan, kind, background, uninterrupted):
-    job = Job(folder=tmp_path, plan=plan, options=LIMITED | dict(async_save=background, ddp_timeout=8))
+    job = Job(folder=tmp_path, plan=plan, options=LIMITED | dict(async_save=background, ddp_timeout=120))
     rank, names = KILLED[kind]
     with pytest.raises(AssertionError, match=rf"Rank {rank} failed:\nThe process died with signal 9"):
         job.fork(fail_at(rank, 4, kind))
@@ -94,13 +93,13 @@ def test_no_spoiled_file_is_loaded(tmp_path, plan, uninterrupted):
 def test_a_job_killed_twenty_times_ends_on_the_same_curve(tmp_path, plan="pipeline"):
     options = dict(max_steps=40, save_steps=1, save_total_limit=2, async_save=True)
     whole = Job(folder=tmp_path / "whole", plan=plan, options=options | dict(save_strategy="no"))
-    began = time.monotonic()
     whole.fork()
-    seconds = time.monotonic() - began
     job, moments = Job(folder=tmp_path / "killed", plan=plan, options=options), random.Random(plan)
     reached = []
     for _ in range(20):
-        job.fork_and_kill(moments.uniform(0.1, 0.6) * seconds, resume=True if by_step(job.output_dir) else None)
+        # In some moment of a step, of a save, or of the way back into training.
+        resume = True if by_step(job.output_dir) else None
+        job.fork_and_kill(moments.randrange(5), moments.uniform(0.0, 0.5), resume=resume)
         found = by_step(job.output_dir)
         assert {path.name: problems(path) for path in found} == {path.name: [] for path in found}
         reached.append(max((int(path.name.rsplit("-")[-1]) for path in found), default=0))

@@ -104,7 +104,7 @@ def saved_activation_bytes(shape: LayerShape, strategy: LayerStrategy, tokens: i
 
 @dataclass(frozen=True, kw_only=True)
 class StageBytes:
-    """What one stage holds of one micro-batch on one rank, in bytes.
+    """Bytes that one stage holds of one micro-batch on one rank.
 
     Attributes:
         saved (`int`): what autograd keeps from the forward to the backward: [`saved_activation_bytes`] of the stage's
@@ -177,7 +177,7 @@ def bytes_over_schedule(
 
 @dataclass(frozen=True, kw_only=True)
 class UnitBytes:
-    """What one unit of weights adds to its shard between two micro-batches of a step, in bytes.
+    """Bytes that one unit of weights adds to its shard between two micro-batches of a step.
 
     Attributes:
         gathered (`int`): weights that stay gathered, from the stage's first forward to its last backward.
