@@ -13,11 +13,11 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from collective_counts import count_collectives
 from galvatron_hf.parallel.activation.layer_state import LayerState
-from galvatron_hf.parallel.activation.redistribute import GroupCache
 from galvatron_hf.parallel.pipeline.runtime import Pipeline
 from galvatron_hf.parallel.pipeline.trace import Timeline
 from galvatron_hf.plan.layout import Grid, Layout
 from galvatron_hf.plan.schedule import PipelineShape
+from meshes import stage_mesh
 from ranks import run_ranks
 
 
@@ -43,11 +43,9 @@ def test_each_tensor_comes_from_its_own_layout():
     target = Layout(2, 1, 2)
 
     def work():
-        index = dist.get_rank()
-        groups = GroupCache(range(4))
-        groups.prepare((2, 4))
+        index, mesh = dist.get_rank(), stage_mesh(range(4), (2, 4))
         leaves = {name: part(wanted[name], start[name], index).clone().requires_grad_() for name in start}
-        where = dict(grid=Grid(ROWS, LENGTH), index=index, groups=groups)
+        where = dict(grid=Grid(ROWS, LENGTH), mesh=mesh)
         with count_collectives() as log:
             moved = LayerState(leaves, start).redistribute(target, **where)
         assert log.count() == 2 and list(moved.tensors) == ["hidden", "encoder"]
@@ -71,10 +69,10 @@ class Runner:
     def run(self, stage, batch, received):
         if received is None:
             tensors = {"hidden": batch.input_ids * self.weights[0], "extra": batch.input_ids[..., :2] * 3.0}
-            return LayerState.in_layout(batch.boundary, tensors)
+            return LayerState.in_layout(batch.ends.boundary, tensors)
         if not stage.is_last:
             tensors = {"hidden": received.hidden * self.weights[1], "extra": received.tensors["extra"]}
-            return LayerState.in_layout(batch.boundary, tensors)
+            return LayerState.in_layout(batch.ends.boundary, tensors)
         states = received.tensors
         loss = (states["hidden"].sum(-1) * states["extra"].prod(-1)).sum() * self.weights[2]
         return CausalLMOutput(loss=loss, logits=states["hidden"])
@@ -116,7 +114,10 @@ def test_every_tensor_crosses_the_boundary_with_its_gradient(schedule):
             dtype=torch.float64,
             timeline=Timeline(torch.device("cpu")),
         )
-        batches = [SimpleNamespace(input_ids=x, boundary=Layout(1), grid=Grid(1, LENGTH)) for x in inputs]
+        batches = [
+            SimpleNamespace(input_ids=x, ends=SimpleNamespace(boundary=Layout(1)), grid=Grid(1, LENGTH))
+            for x in inputs
+        ]
         found = pipeline.train(batches, lambda index, output: output.loss)
         assert own[rank].grad.item() == pytest.approx(weights[rank].grad.item(), rel=1e-12)
         outputs = pipeline.evaluate(batches)

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from collective_counts import count_collectives
-from galvatron_hf.parallel.activation.redistribute import GroupCache, redistribute
+from galvatron_hf.parallel.activation.redistribute import redistribute
+from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.plan import LayerStrategy
 from galvatron_hf.plan.layout import (
     AttentionHeads,
@@ -23,6 +24,7 @@ from galvatron_hf.plan.layout import (
     sent_tokens,
     vocabulary_layouts,
 )
+from meshes import stage_mesh
 from ranks import run_ranks
 
 
@@ -174,14 +176,13 @@ def test_weights_that_tensor_ranks_have_cut_are_cut_once_more():
 def _check_all_pairs(stage, shapes):
     """Values, gradients and bytes of every pair; returns the bytes each rank sent, and the least any way needs."""
     index, ranks = stage.index(dist.get_rank()), len(stage)
-    groups = GroupCache(stage)
-    groups.prepare(divisors(ranks))
+    mesh = stage_mesh(stage, divisors(ranks))
     volumes = {}
     for (rows, length), src, dst in itertools.product(shapes, layouts(ranks), layouts(ranks)):
         whole = whole_activation(rows, length)
         x = part(whole, src, index).clone().requires_grad_()
         with count_collectives() as forward:
-            y = redistribute(x, src, dst, grid=Grid(rows, length), index=index, groups=groups)
+            y = redistribute(x, src, dst, grid=Grid(rows, length), mesh=mesh)
         assert torch.equal(y, part(whole, dst, index)), (src, dst, rows, length)
         with count_collectives() as backward:
             # every replica carries the full gradient; it must arrive unsummed
@@ -237,13 +238,12 @@ def _pack_of(position, cuts):
 
 
 def _check_packed_pairs(ranks, rows):
-    index, groups = dist.get_rank(), GroupCache(range(ranks))
-    groups.prepare(divisors(ranks))
+    index, mesh = dist.get_rank(), stage_mesh(range(ranks), divisors(ranks))
     for cuts, src, dst in itertools.product(rows, layouts(ranks), layouts(ranks)):
         whole, grid = whole_activation(1, cuts[-1]), PackedRow(cuts)
         x = _packed_part(whole, src, index, cuts).clone().requires_grad_()
         with count_collectives() as log:
-            y = redistribute(x, src, dst, grid=grid, index=index, groups=groups)
+            y = redistribute(x, src, dst, grid=grid, mesh=mesh)
         assert torch.equal(y, _packed_part(whole, dst, index, cuts)), (src, dst, cuts)
         y.backward(-_packed_part(whole, dst, index, cuts))
         assert torch.equal(x.grad, -_packed_part(whole, src, index, cuts)), (src, dst, cuts)
@@ -271,28 +271,24 @@ def test_packs_that_data_ranks_cannot_share_are_refused():
 def test_a_stage_inside_a_larger_world_uses_its_own_blocks():
     def work():
         stages = [(3, 1), (2, 0)]
-        caches = [GroupCache(stage) for stage in stages]
-        for cache in caches:
-            cache.prepare([1, 2])
+        world = WorldMesh("cpu")
+        meshes = [stage_mesh(stage, [1, 2], world) for stage in stages]
         mine = next(i for i, stage in enumerate(stages) if dist.get_rank() in stage)
         index = stages[mine].index(dist.get_rank())
         whole = whole_activation(3, 5) * (mine + 1)
         src, dst = Layout(2, 1, 1), Layout(1, 2, 1)
-        y = redistribute(part(whole, src, index), src, dst, grid=Grid(3, 5), index=index, groups=caches[mine])
-        return torch.equal(y, part(whole, dst, index)), caches[mine].block(2).rank() == index
+        y = redistribute(part(whole, src, index), src, dst, grid=Grid(3, 5), mesh=meshes[mine])
+        return torch.equal(y, part(whole, dst, index)), meshes[mine].block(2).rank() == index
 
     assert run_ranks(work, 4) == [(True, True)] * 4
 
 
 def test_replicas_share_the_sending():
     def work():
-        groups = GroupCache(range(4))
-        groups.prepare([4])
+        mesh = stage_mesh(range(4), [4])
         index, src, dst = dist.get_rank(), Layout(2, 1, 2), Layout(1, 1, 4)
         with count_collectives() as log:
-            redistribute(
-                part(whole_activation(4, 5), src, index), src, dst, grid=Grid(4, 5), index=index, groups=groups
-            )
+            redistribute(part(whole_activation(4, 5), src, index), src, dst, grid=Grid(4, 5), mesh=mesh)
         return log.bytes()
 
     assert run_ranks(work, 4) == [2 * 5 * 3 * 8] * 4
@@ -315,13 +311,12 @@ DTYPES = [
 
 def test_every_type_and_any_trailing_dimensions_move():
     def work():
-        groups = GroupCache(range(2))
-        groups.prepare([2])
+        mesh = stage_mesh(range(2), [2])
         index, src, dst = dist.get_rank(), Layout(2, 1, 1), Layout(1, 2, 1)
         for dtype, tail in itertools.product(DTYPES, [(), (3,), (2, 3)]):
             whole = (torch.arange(15).view(3, 5, *[1] * len(tail)) % 13).expand(3, 5, *tail).to(dtype)
             x = part(whole, src, index)
-            y = redistribute(x, src, dst, grid=Grid(3, 5), index=index, groups=groups)
+            y = redistribute(x, src, dst, grid=Grid(3, 5), mesh=mesh)
             assert y.dtype == dtype
             # compared as bytes: not every type has a comparison
             want = part(whole, dst, index).contiguous()
@@ -332,13 +327,12 @@ def test_every_type_and_any_trailing_dimensions_move():
 
 def test_moves_without_communication():
     def work():
-        groups = GroupCache(range(2))
-        groups.prepare([2])
-        index, replicated = dist.get_rank(), Layout(1, 1, 2)
+        mesh = stage_mesh(range(2), [2])
+        replicated = Layout(1, 1, 2)
         x = whole_activation(4, 6).requires_grad_()
         with count_collectives() as log:
-            assert redistribute(x, replicated, replicated, grid=Grid(4, 6), index=index, groups=groups) is x
-            y = redistribute(x, replicated, Layout(2, 1, 1), grid=Grid(4, 6), index=index, groups=groups)
+            assert redistribute(x, replicated, replicated, grid=Grid(4, 6), mesh=mesh) is x
+            y = redistribute(x, replicated, Layout(2, 1, 1), grid=Grid(4, 6), mesh=mesh)
         assert log.count() == 0
         # a copy: the whole must not be kept alive by the part
         assert y.untyped_storage().nbytes() == y.numel() * y.element_size()
@@ -349,13 +343,13 @@ def test_moves_without_communication():
 
 def test_wrong_use_is_refused():
     def work():
-        groups = GroupCache(range(2))
+        mesh = stage_mesh(range(2), [])
         x = torch.zeros(2, 4, 3)
         with pytest.raises(ValueError, match="was not prepared"):
-            redistribute(x, Layout(2, 1, 1), Layout(1, 1, 2), grid=Grid(4, 4), index=dist.get_rank(), groups=groups)
+            redistribute(x, Layout(2, 1, 1), Layout(1, 1, 2), grid=Grid(4, 4), mesh=mesh)
         with pytest.raises(ValueError, match=r"which is \(3, 4\)"):
-            redistribute(x, Layout(2, 1, 1), Layout(1, 1, 2), grid=Grid(6, 4), index=dist.get_rank(), groups=groups)
+            redistribute(x, Layout(2, 1, 1), Layout(1, 1, 2), grid=Grid(6, 4), mesh=mesh)
         with pytest.raises(ValueError, match="divisor of 2"):
-            groups.prepare([3])
+            stage_mesh(range(2), [3])
 
     run_ranks(work, 2)

@@ -17,10 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 from equivalence import Reference, compare, observe, reference
 from galvatron_hf.models.parameter_specs import ParameterSpec
 from galvatron_hf.parallel import executor, model
-from galvatron_hf.parallel import parallelize as apply
 from galvatron_hf.parallel.activation.redistribute import view
 from galvatron_hf.parallel.comm import collectives
 from galvatron_hf.parallel.comm.dtensor import local_tensor
+from galvatron_hf.parallel.layers import embedding_and_head
 from galvatron_hf.parallel.layers import parallel_layer as block
 from galvatron_hf.parallel.layers import tensor_parallel as tensor
 from galvatron_hf.parallel.layers import vocab_parallel_loss as loss
@@ -146,7 +146,7 @@ def with_ignored_targets() -> contextlib.AbstractContextManager:
     def shifted(forward: ModelRunner, *args, **inputs):
         batch = original(forward, *args, **inputs)
         if forward.mesh.index == 1 and batch.targets is not None:
-            part = batch.grid.rectangle(batch.head, 1)
+            part = batch.grid.rectangle(batch.ends.head, 1)
             own = view(batch.targets, part, forward_rectangle(batch))
             own[own == -100] = 5
         return batch
@@ -194,13 +194,13 @@ def averaged_by_fsdp() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_padding_row() -> Iterator[None]:
-    original = apply.parallel_embedding
+    original = embedding_and_head.parallel_embedding
 
     def wrong(embedding, mesh):
         original(embedding, mesh)
         embedding.padding_idx = None
 
-    with patch.object(apply, "parallel_embedding", wrong):
+    with patch.object(embedding_and_head, "parallel_embedding", wrong):
         yield
 
 

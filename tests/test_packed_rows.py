@@ -57,12 +57,12 @@ def packed(
     parallel: ParallelModel, batch: dict[str, torch.Tensor], micro_batches: int, seed: int | None = 0
 ) -> list[dict]:
     """A random placement; in order without a seed."""
-    sequences, packs = unpad(batch), parallel.forward.packs
+    sequences, packs = unpad(batch), parallel.resolved.packs
     if seed is None:
         placement = in_order(sequences.lengths, packs, max_tokens=None)
     else:
         placement = random_placement(len(sequences.lengths), micro_batches, packs, seed)
-    return pack(sequences, placement, parallel.forward.pack_multiple, pad_token_id=3)
+    return pack(sequences, placement, parallel.resolved.pack_multiple, pad_token_id=3)
 
 
 def check_packed(oracle: Reference, plan: ParallelPlan, world: WorldMesh) -> None:

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from equivalence import single_stage
 from galvatron_hf.models.adapter import ModelAdapter, StackAdapter, Style
 from galvatron_hf.models.families import adapter_for
-from galvatron_hf.models.fused_weights import FusedNames, split_fused_projections
+from galvatron_hf.models.fused_weights import FusedNames, split_fused_projections_of_layer
 from galvatron_hf.models.parameter_specs import ParameterSpec, layer_specs, model_specs
 from galvatron_hf.parallel.comm.dtensor import local_tensor
 from galvatron_hf.parallel.parallelize import parallelize
@@ -90,7 +90,7 @@ def test_gpt2_axes_and_names_before_and_after_the_split():
     assert specs["attn.c_attn.key.weight"].family_name == "attn.c_attn.weight"
     names = FusedNames.from_model(model, adapter_for(model))
     for each in model.transformer.h:
-        split_fused_projections(each, stack, config)
+        split_fused_projections_of_layer(each, stack, config)
     assert {spec.name: spec for spec in layer_specs(layer, stack, config)} == specs
     assert FusedNames.from_model(model, adapter_for(model)) == names
 

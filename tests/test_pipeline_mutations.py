@@ -113,7 +113,7 @@ def clipped_by_the_norm_of_one_stage() -> Iterator[None]:
     def clip(parallel: ParallelModel, max_norm: float) -> torch.Tensor:
         own = [parameter.grad for parameter in parallel.model.parameters()]
         total = torch.stack([local_tensor(grad).square().sum() / replicas(grad) for grad in own]).sum()
-        dist.all_reduce(total, group=parallel.mesh.groups.block(parallel.mesh.size))
+        dist.all_reduce(total, group=parallel.mesh.block(parallel.mesh.size))
         scale = (max_norm / total.sqrt()).clamp(max=1.0)
         for grad in own:
             local_tensor(grad).mul_(scale)

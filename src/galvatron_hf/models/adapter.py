@@ -14,6 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from galvatron_hf.models.heads import Heads
 from galvatron_hf.models.losses import NEXT_TOKEN, LossKind
+from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.plan.resolved import ResolvedPlan, resolve
 
 
 class Style(Enum):
@@ -207,6 +209,12 @@ class ModelAdapter:
     def ties_embeddings(self, model: PreTrainedModel) -> bool:
         """Tells whether embedding and head share one weight."""
         return self.head(model).weight is self.embeddings(model)[0].weight
+
+    def resolve(self, model: PreTrainedModel, plan: ParallelPlan) -> ResolvedPlan:
+        """Compiles a plan for a model of the family."""
+        heads = [place.stack.heads(model.base_model.config) for place in self.places(model)]
+        counts = [(one.query, one.key_value) for one in heads]
+        return resolve(plan, heads=counts, tied=self.ties_embeddings(model))
 
     def state_features(self, config: PreTrainedConfig) -> dict[str, int]:
         """Returns the features of each tensor that passes from layer to layer, and so between pipeline stages."""

@@ -134,8 +134,14 @@ class FusedProjection(nn.Module):
 
 
 @torch.no_grad()
-def split_fused_projections(layer: nn.Module, stack: StackAdapter, config: PreTrainedConfig) -> None:
-    """Replaces each fused projection of a layer by its parts, so that every part can have plain shards."""
+def split_fused_projections(model: PreTrainedModel, adapter: ModelAdapter) -> None:
+    """Replaces each fused projection of each layer by its parts, so that every part can have plain shards."""
+    for layer, place in zip(adapter.layers(model), adapter.places(model), strict=True):
+        split_fused_projections_of_layer(layer, place.stack, model.base_model.config)
+
+
+def split_fused_projections_of_layer(layer: nn.Module, stack: StackAdapter, config: PreTrainedConfig) -> None:
+    """Replaces each fused projection of one layer by its parts."""
     for name, fused in stack.fused.items():
         module, sizes = layer.get_submodule(name), fused.sizes(config)
         starts = itertools.accumulate(sizes, initial=0)

@@ -25,6 +25,7 @@ from galvatron_hf.parallel.pipeline.forward import ModelRunner, StreamPosition
 from galvatron_hf.parallel.pipeline.runtime import Pipeline
 from galvatron_hf.parallel.pipeline.trace import Timeline
 from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.plan.resolved import ResolvedPlan
 from galvatron_hf.utils.compat import tensor_norms
 
 
@@ -36,6 +37,7 @@ class ParallelModel:
         model ([`PreTrainedModel`]): the model; its parameters are DTensors now, under a pipeline those of this rank's
             stages.
         plan ([`ParallelPlan`]): the plan it computes under.
+        resolved ([`ResolvedPlan`]): the plan compiled for the model.
         adapter ([`ModelAdapter`]): its family.
         world ([`WorldMesh`]): meshes and groups of all stages.
         mesh ([`StageMesh`]): those of this rank's stages.
@@ -49,6 +51,7 @@ class ParallelModel:
 
     model: PreTrainedModel
     plan: ParallelPlan
+    resolved: ResolvedPlan
     adapter: ModelAdapter
     world: WorldMesh
     mesh: StageMesh
@@ -134,7 +137,7 @@ class ParallelModel:
     def sum_over_stage(self, tensor: torch.Tensor) -> None:
         """Sums a tensor in place over the ranks of this rank's stages; collective over them."""
         if self.mesh.size > 1:
-            dist.all_reduce(tensor, group=self.mesh.groups.block(self.mesh.size))
+            dist.all_reduce(tensor, group=self.mesh.block(self.mesh.size))
 
     @property
     def device(self) -> torch.device:

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The first rank of a stage without the others: the runtime's own layers and ends, in one process without a group."""
+"""Computes as the first rank of a stage alone: the runtime's own layers and ends in one process without groups."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from transformers import PreTrainedModel
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.fused_weights import split_fused_projections
 from galvatron_hf.parallel.comm.fake_process_group import FakeProcessGroup
+from galvatron_hf.parallel.layers.embedding_and_head import EmbeddingAndHead
 from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch, ParallelLayer
-from galvatron_hf.parallel.parallelize import EmbeddingAndHead, parallelize_layers, stage_module
+from galvatron_hf.parallel.layers.stage_layers import parallelize_layers
 from galvatron_hf.parallel.pipeline.forward import ModelRunner
 from galvatron_hf.parallel.pipeline.stage import StageModule
 from galvatron_hf.parallel.validate import check_model
-from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
+from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.plan.resolved import GroupKey, MeshShape, ResolvedPlan
 
 
 @dataclass(frozen=True)
 class SingleRankWeights:
-    """Stands for a [`WeightMesh`]: weights are plain tensors, cut by tensor ranks and not sharded.
+    """Replaces a [`WeightMesh`]: weights are plain tensors, cut by tensor ranks and not sharded.
 
     Args:
         tensor_degree (`int`): tensor ranks.
@@ -36,7 +38,7 @@ class SingleRankWeights:
         return FakeProcessGroup(self.tensor_degree)
 
     def cut(self, parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
-        """The first rank's piece, which is the largest."""
+        """Returns the first rank's piece, which is the largest."""
         data = parameter.data
         if dim is not None:
             data = data.narrow(dim, 0, -(-data.shape[dim] // self.tensor_degree)).clone()
@@ -44,7 +46,7 @@ class SingleRankWeights:
 
 
 class SingleRankStage:
-    """Stands for a [`StageMesh`], and for its cache of groups.
+    """Replaces a [`StageMesh`] in one process without groups.
 
     Args:
         size (`int`): ranks of the stage.
@@ -53,13 +55,13 @@ class SingleRankStage:
     index = 0
 
     def __init__(self, size: int):
-        self.size, self.stage_ranks, self.groups = size, tuple(range(size)), self
+        self.size = size
 
-    def weights(self, strategy: LayerStrategy | VocabularyStrategy) -> SingleRankWeights:
-        return SingleRankWeights(strategy.tensor)
+    def weights(self, shape: MeshShape) -> SingleRankWeights:
+        return SingleRankWeights(shape.tensor)
 
-    def strided(self, stride: int, size: int) -> FakeProcessGroup | None:
-        return self.block(size)
+    def group(self, key: GroupKey) -> FakeProcessGroup | None:
+        return self.block(key.size)
 
     def block(self, size: int) -> FakeProcessGroup | None:
         return None if size == 1 else FakeProcessGroup(size)
@@ -67,10 +69,11 @@ class SingleRankStage:
 
 @dataclass(frozen=True, kw_only=True)
 class SingleRank:
-    """What one rank computes with.
+    """One rank's model and the parts that run it.
 
     Attributes:
         model ([`PreTrainedModel`]): with the rank's weights.
+        plan ([`ResolvedPlan`]): its plan.
         blocks (`list[ParallelLayer]`): around its layers.
         stage ([`StageModule`]): its only stage.
         forward ([`ModelRunner`]): also the model's.
@@ -78,6 +81,7 @@ class SingleRank:
     """
 
     model: PreTrainedModel
+    plan: ResolvedPlan
     blocks: list[ParallelLayer]
     stage: StageModule
     forward: ModelRunner
@@ -87,8 +91,8 @@ class SingleRank:
 def single_rank(model: PreTrainedModel, plan: ParallelPlan) -> SingleRank:
     """Rewrites a model in place as [`parallelize`] does, for rank 0 of a plan of one stage; nothing is collective.
 
-    Weights are whole where data parallelism would shard them, and gradients are summed over nobody. Which numbers come
-    out means nothing; shapes, memory and work are the rank's.
+    Weights that data parallelism would shard are whole, and gradients are not summed. The results mean nothing;
+    shapes, memory and work are those of the rank.
 
     Args:
         model ([`PreTrainedModel`]): a causal language model, on any device, meta too.
@@ -99,12 +103,12 @@ def single_rank(model: PreTrainedModel, plan: ParallelPlan) -> SingleRank:
     """
     adapter = adapter_for(model)
     check_model(model, adapter, plan)
-    layers, places = adapter.layers(model), adapter.places(model)
-    for layer, place in zip(layers, places, strict=True):
-        split_fused_projections(layer, place.stack, model.base_model.config)
+    resolved = adapter.resolve(model, plan)
+    split_fused_projections(model, adapter)
     mesh, current = SingleRankStage(plan.world_size), CurrentMicroBatch(model.base_model.config)
-    EmbeddingAndHead.of(model, adapter, plan, mesh)
-    blocks = parallelize_layers(layers, places, range(len(layers)), plan, mesh, current, entered=False)
-    stage = stage_module(0, blocks, model, plan, adapter, mesh, current)
-    model.forward = ModelRunner(model, plan, mesh, current, [stage])
-    return SingleRank(model=model, blocks=blocks, stage=stage, forward=model.forward, current=current)
+    EmbeddingAndHead.cut(model, adapter, resolved, mesh)
+    (stage,) = resolved.stages
+    blocks = parallelize_layers(model, adapter, stage, mesh, current)
+    module = StageModule(model, adapter, mesh, current, stage)
+    model.forward = ModelRunner(model, resolved, mesh, current, [module])
+    return SingleRank(model=model, plan=resolved, blocks=blocks, stage=module, forward=model.forward, current=current)

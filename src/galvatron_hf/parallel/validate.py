@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused before anything is changed: plans that cannot run, and plans that do not fit the model."""
+"""Refuses plans that cannot run, or that do not fit the model, before anything is changed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from galvatron_hf.models.adapter import ModelAdapter, StackAdapter
 from galvatron_hf.models.heads import Heads
 from galvatron_hf.models.parameter_specs import ModelSpecs, ParameterSpec, model_specs
 from galvatron_hf.plan import LayerStrategy, ParallelPlan
+from galvatron_hf.plan.resolved import ResolvedPlan
 from galvatron_hf.plan.supported import require_runnable
 from galvatron_hf.utils.compat import attention_implementation
 
 
 def check_plan(plan: ParallelPlan) -> None:
-    """Refuses what the runtime does not run yet.
+    """Refuses a plan that the runtime does not run yet, or not on the started processes.
 
     Raises:
         ValueError: one sentence with the field and the nearest plan that runs.
@@ -38,7 +39,7 @@ def check_plan(plan: ParallelPlan) -> None:
 
 
 def check_model(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPlan) -> None:
-    """Refuses a plan that does not fit the model, before the model is touched.
+    """Refuses a plan that does not fit the model; the model stays as it is.
 
     Raises:
         ValueError: one sentence with the layer, the reason and the nearest strategy that fits.
@@ -49,6 +50,20 @@ def check_model(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPla
             f"The plan has {plan.num_layers} layers and {type(model).__name__} has {len(layers)}; "
             f"make a plan for {len(layers)} layers."
         )
+    _check_weights(model)
+    _check_kernel(model)
+    for index, strategy in enumerate(plan.layers):
+        _check_attention(index, strategy, layers[index], model, places[index].stack)
+        _check_strategy(index, strategy, model, places[index].stack, specs.layers[index])
+        _check_regions(layers[index], strategy, places[index].stack, specs.layers[index])
+    _check_vocabulary(model, adapter, plan)
+    _check_shards(specs, adapter.resolve(model, plan))
+    if len(plan.stages) > 1:
+        _check_owners(model, adapter)
+
+
+def _check_weights(model: PreTrainedModel) -> None:
+    """Refuses weights that cannot be sharded together."""
     if getattr(model, "is_quantized", False):
         raise ValueError(
             f"{type(model).__name__} is quantised, and quantised weights cannot be sharded; load it in bf16 or fp32."
@@ -56,15 +71,13 @@ def check_model(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPla
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if len(dtypes) > 1:
         names = ", ".join(sorted(str(dtype) for dtype in dtypes))
-        raise ValueError(f"The weights have several dtypes ({names}), which no unit holds; call model.float() first.")
-    for index, strategy in enumerate(plan.layers):
-        _check_attention(index, strategy, layers[index], model, places[index].stack)
-        _check_strategy(index, strategy, model, places[index].stack, specs.layers[index])
-        _check_regions(layers[index], strategy, places[index].stack, specs.layers[index])
-    _check_vocabulary(model, adapter, plan)
-    _check_shards(specs, plan)
-    if len(plan.stages) > 1:
-        _check_owners(model, adapter)
+        raise ValueError(
+            f"The weights have several dtypes ({names}), which cannot be gathered together; call model.float() first."
+        )
+
+
+def _check_kernel(model: PreTrainedModel) -> None:
+    """Refuses a configuration under which the family does not call its attention function."""
     if getattr(model.config, "reorder_and_upcast_attn", False) and attention_implementation(model.config) == "eager":
         raise ValueError(
             "reorder_and_upcast_attn=True with eager attention bypasses the registered attention function; "
@@ -75,7 +88,7 @@ def check_model(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPla
 def _check_attention(
     index: int, strategy: LayerStrategy, layer: nn.Module, model: PreTrainedModel, stack: StackAdapter
 ) -> None:
-    """Every layer needs attention modules to stand in for, and Ulysses ones that look at their heads alone."""
+    """Refuses layers without the attention modules of their stack, and Ulysses for modules that mix heads."""
     name = type(model).__name__
     modules = dict(layer.named_modules())
     for attention in stack.attention:
@@ -109,6 +122,7 @@ def _check_strategy(
     stack: StackAdapter,
     specs: tuple[ParameterSpec, ...],
 ) -> None:
+    """Refuses degrees that the stack's heads and features cannot share."""
     name, heads = type(model).__name__, stack.heads(model.base_model.config)
     if strategy.tensor > 1 and not stack.styles:
         raise ValueError(
@@ -141,7 +155,7 @@ def _check_features(index: int, tensor: int, name: str, heads: Heads, spec: Para
 def _check_regions(
     layer: nn.Module, strategy: LayerStrategy, stack: StackAdapter, specs: tuple[ParameterSpec, ...]
 ) -> None:
-    """Every weight inside a tensor-parallel region must have a declared style."""
+    """Refuses tensor ranks for a layer with a weight whose cut the family does not declare."""
     for spec in specs:
         if strategy.tensor > 1 and stack.in_region(spec.owner) and stack.style(spec.owner) is None:
             raise ValueError(
@@ -158,14 +172,12 @@ def _check_vocabulary(model: PreTrainedModel, adapter: ModelAdapter, plan: Paral
             raise ValueError(f"{type(model).__name__} ties its embeddings: {error}.") from None
 
 
-def _check_shards(specs: ModelSpecs, plan: ParallelPlan) -> None:
+def _check_shards(specs: ModelSpecs, plan: ResolvedPlan) -> None:
     """Refuses sharding ranks that cannot share what tensor ranks have cut."""
-    ranks = len(plan.stages[0].ranks)
     owners = [("embedding", plan.embedding, specs.embedding), ("head", plan.head, specs.head)]
-    layers = zip(plan.layers, specs.layers, strict=True)
-    owners += [(f"layer {index}", strategy, of_layer) for index, (strategy, of_layer) in enumerate(layers)]
-    for owner, strategy, of_owner in owners:
-        tensor, degree = strategy.tensor, strategy.resolved_shard_degree(ranks)
+    owners += [(f"layer {one.index}", one, specs.layers[one.index]) for one in plan.layers]
+    for owner, resolved, of_owner in owners:
+        tensor, degree = resolved.weights.tensor, resolved.weights.shard
         for weight in (spec.weight_shape for spec in of_owner):
             if not weight.can_be_sharded(tensor, degree):
                 fits = [d for d in range(1, degree) if degree % d == 0 and weight.shape[0] % (tensor * d) == 0]
@@ -176,12 +188,12 @@ def _check_shards(specs: ModelSpecs, plan: ParallelPlan) -> None:
 
 
 def _check_owners(model: PreTrainedModel, adapter: ModelAdapter) -> None:
-    """Every weight must be on a stage: that of its layer, the embedding's or the head's."""
+    """Refuses a pipeline for a model with a weight that belongs to no layer and no end."""
     owners = [*adapter.embeddings(model), *adapter.layers(model), adapter.final_norm(model), adapter.head(model)]
     owned = {id(parameter) for owner in owners for parameter in owner.parameters()}
     for name, parameter in model.named_parameters():
         if id(parameter) not in owned:
             raise ValueError(
-                f"{type(model).__name__} has the weight {name} beside embedding, layers, final norm and head, and no "
+                f"{type(model).__name__} has the weight {name} outside embedding, layers, final norm and head, and no "
                 "adapter says which pipeline stage computes with it; use one stage."
             )

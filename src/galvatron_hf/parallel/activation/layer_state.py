@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from galvatron_hf.parallel.activation.redistribute import GroupCache, redistribute
+from galvatron_hf.parallel.activation.redistribute import redistribute
+from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.plan.layout import Grid, Layout, PackedRow
 
 
@@ -43,12 +44,12 @@ class LayerState:
         """Returns the same state with other tensors, given in the order of the names."""
         return LayerState(dict(zip(self.tensors, tensors, strict=True)), self.layouts)
 
-    def redistribute(self, layout: Layout, *, grid: Grid | PackedRow, index: int, groups: GroupCache) -> LayerState:
+    def redistribute(self, layout: Layout, *, grid: Grid | PackedRow, mesh: StageMesh) -> LayerState:
         """Moves every tensor to `layout`, one after the other in the order of the names; collective."""
         return LayerState.in_layout(
             layout,
             {
-                name: redistribute(tensor, self.layouts[name], layout, grid=grid, index=index, groups=groups)
+                name: redistribute(tensor, self.layouts[name], layout, grid=grid, mesh=mesh)
                 for name, tensor in self.tensors.items()
             },
         )

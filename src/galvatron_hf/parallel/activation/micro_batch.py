@@ -14,7 +14,8 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import create_masks_for_generate
 
 from galvatron_hf.parallel.activation.documents import Documents
-from galvatron_hf.plan.layout import Grid, Layout, PackedRow, Rectangle
+from galvatron_hf.plan.layout import Grid, PackedRow, Rectangle
+from galvatron_hf.plan.resolved import EndLayouts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +50,7 @@ class MicroBatch:
         targets (`torch.Tensor`, *optional*): [B, S], the token to predict at each position, -100 to ignore.
         real_rows (`int`): rows that the caller gave.
         real_length (`int`): positions that the caller gave.
-        embedding (`Layout`): where the embedding leaves the hidden states.
-        head (`Layout`): where the head takes them.
-        boundary (`Layout`): where they lie between two pipeline stages.
+        ends ([`EndLayouts`]): the layouts of the embedding's output, of the head's input and between two stages.
         key (`tuple[int, ...]`): (seed, step, micro-batch), the beginning of every random stream's key.
         options ([`ForwardOptions`]): what the forward computes.
         documents ([`Documents`], *optional*): of a packed row; they do not see each other.
@@ -65,9 +64,7 @@ class MicroBatch:
     targets: torch.Tensor | None
     real_rows: int
     real_length: int
-    embedding: Layout
-    head: Layout
-    boundary: Layout
+    ends: EndLayouts
     key: tuple[int, ...]
     options: ForwardOptions
     documents: Documents | None = None

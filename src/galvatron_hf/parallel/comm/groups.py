@@ -1,51 +1,55 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The process groups of a plan: all ranks make all of them, in one order, before anything is cut."""
+"""Process groups: each is made once, by all ranks of the world in one order."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable
+from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
-from galvatron_hf.parallel.comm.mesh import WorldMesh
-from galvatron_hf.plan import ParallelPlan
-from galvatron_hf.plan.layout import Layout, block_sizes, vocabulary_layouts
-from galvatron_hf.plan.schedule import PipelineShape
+from galvatron_hf.plan.resolved import RankGroup
 
 
-def prepare_groups(world: WorldMesh, plan: ParallelPlan) -> None:
-    """Creates every group of the plan, in an order that all ranks share; collective."""
-    for stage in plan.stages:
-        mesh = world.stage(stage.ranks)
-        layouts = [Layout.from_strategy(strategy, mesh.size) for strategy in plan.layers[slice(*stage.layers)]]
-        sizes = {*block_sizes(layouts), mesh.size}
-        before = 1 if stage is not plan.stages[0] else plan.embedding.tensor
-        for start in vocabulary_layouts(before, mesh.size):
-            sizes.update(block_sizes([start, layouts[0]]))
-        behind = 1 if stage is not plan.stages[-1] else plan.head.tensor
-        for stop in vocabulary_layouts(behind, mesh.size):
-            sizes.update(block_sizes([layouts[-1], stop]))
-        mesh.groups.prepare(sorted(sizes))
-        for strategy in plan.layers[slice(*stage.layers)]:
-            mesh.prepare(strategy)
-    world.stage(plan.stages[0].ranks).prepare(plan.embedding)
-    world.stage(plan.stages[-1].ranks).prepare(plan.head)
-    if len(plan.stages) > 1:
-        world.join(plan.rank_groups)
-        neighbour_pairs(world, PipelineShape.from_plan(plan), plan.rank_groups)
+class ProcessGroups:
+    """Makes process groups and keeps them. A group costs memory and time, so plans on the same ranks share them.
 
+    Args:
+        timeout (`timedelta`, *optional*): how long a collective waits; None for the backend's default. Groups do not
+            take over the timeout of the default group.
+    """
 
-def neighbour_pairs(
-    world: WorldMesh, shape: PipelineShape, lists: list[tuple[int, ...]]
-) -> dict[int, Sequence[dist.ProcessGroup]]:
-    """For each rank list that this rank's exchanges hidden states with, the groups for it; collective."""
-    own = next(place for place, ranks in enumerate(lists) if dist.get_rank() in ranks)
-    neighbours = {tuple(sorted(pair)) for pair in itertools.pairwise(shape.rank_group_of_stage) if pair[0] != pair[1]}
-    found = {}
-    for first, second in sorted(neighbours):
-        groups = world.join([lists[first], lists[second]], copies=2)
-        if groups:
-            found[second if own == first else first] = groups
-    return found
+    def __init__(self, timeout: timedelta | None = None):
+        self.timeout = timeout
+        self._groups: dict[tuple[tuple[int, ...], bool], list[ProcessGroup]] = {}
+
+    def prepare(self, groups: Iterable[RankGroup]) -> None:
+        """Makes the groups that do not exist yet; collective: every rank of the world gives the same list."""
+        for group in groups:
+            made = self._groups.setdefault((group.ranks, group.joins_stages), [])
+            while len(made) < group.copies:
+                made.append(self._make(group))
+
+    def get(self, ranks: tuple[int, ...], *, joins_stages: bool = False) -> list[ProcessGroup]:
+        """
+        Returns the groups of these ranks, one for each copy.
+
+        Raises:
+            ValueError: if none was prepared.
+        """
+        if (ranks, joins_stages) not in self._groups:
+            raise ValueError(
+                f"The ranks {list(ranks)} have no process group, because it was not prepared; give it to "
+                "WorldMesh.prepare on every rank first."
+            )
+        return self._groups[ranks, joins_stages]
+
+    def _make(self, group: RankGroup) -> ProcessGroup:
+        ranks = list(group.ranks)
+        # A transfer between stages must not wait for a collective of the whole world.
+        if len(ranks) > 1 and ranks == list(range(dist.get_world_size())) and not group.joins_stages:
+            return dist.group.WORLD
+        # PyTorch would number ranks by global rank: pieces would arrive in another order than the plan's.
+        return dist.new_group(ranks, timeout=self.timeout, sort_ranks=ranks == sorted(ranks))

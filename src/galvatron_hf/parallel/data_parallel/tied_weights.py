@@ -9,9 +9,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
 
+from galvatron_hf.models.adapter import ModelAdapter
 from galvatron_hf.parallel.comm.dtensor import assign, full_tensor, local_tensor
+from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.comm.objects import gather_objects
+from galvatron_hf.plan.resolved import ResolvedPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,26 @@ class TiedWeights:
     names: tuple[str, str]
     group: dist.ProcessGroup | None
     uniform: bool
+
+    @classmethod
+    def separate(
+        cls, model: PreTrainedModel, adapter: ModelAdapter, plan: ResolvedPlan, world: WorldMesh
+    ) -> TiedWeights | None:
+        """Gives the head its own copy of a tied weight if other stages lie between it and the embedding."""
+        if not plan.is_pipeline or not plan.tied:
+            return None
+        embedding, head = adapter.embeddings(model)[0], adapter.head(model)
+        first, last = plan.stages[0].ranks, plan.stages[-1].ranks
+        joined = world.joined([first, last]) if first != last else []
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+        names = {id(module): name for name, module in model.named_modules()}
+        return cls(
+            embedding=embedding if dist.get_rank() in first else None,
+            head=head if dist.get_rank() in last else None,
+            names=(f"{names[id(embedding)]}.weight", f"{names[id(head)]}.weight"),
+            group=joined[0] if joined else None,
+            uniform=plan.embedding == plan.head,
+        )
 
     def is_copy(self, parameter: torch.Tensor) -> bool:
         """Tells whether a parameter is the head's copy, which norms and checkpoints leave out."""

@@ -24,7 +24,7 @@ from galvatron_hf.parallel.comm.dtensor import local_tensor
 from galvatron_hf.parallel.comm.objects import gather_objects
 from galvatron_hf.parallel.executor import Batch
 from galvatron_hf.parallel.model import ParallelModel
-from galvatron_hf.parallel.pipeline.stage import MissingModule
+from galvatron_hf.parallel.pipeline.pruning import MissingModule
 from galvatron_hf.plan.layout import Layout, Rectangle
 from galvatron_hf.plan.schedule import Action, Work
 
@@ -112,12 +112,10 @@ class _Watch:
     def _modules_in_order(self) -> list[tuple[str, nn.Module, Callable[[MicroBatch], Layout]]]:
         """Returns embedding, layers and head in the order of the forward, each with the layout of its output."""
         model, adapter = self.parallel.model, self.parallel.adapter
-        plan, mesh, layers = self.parallel.plan, self.parallel.mesh, adapter.layers(model)
-        modules = [("the embedding", adapter.embeddings(model)[0], lambda batch: batch.embedding)]
-        for index, layer in enumerate(layers):
-            layout = Layout.from_strategy(plan.layers[index], mesh.size)
-            modules.append((f"layer {index}", layer, lambda batch, layout=layout: layout))
-        return [*modules, ("the head", adapter.head(model), lambda batch: batch.head)]
+        modules = [("the embedding", adapter.embeddings(model)[0], lambda batch: batch.ends.embedding)]
+        for layer, plan in zip(adapter.layers(model), self.parallel.resolved.layers, strict=True):
+            modules.append((f"layer {plan.index}", layer, lambda batch, layout=plan.layout: layout))
+        return [*modules, ("the head", adapter.head(model), lambda batch: batch.ends.head)]
 
     def _entered(self, index: int, name: str, layout_of: Callable[[MicroBatch], Layout]):
         def enter(*unused) -> None:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,11 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from galvatron_hf.parallel.comm.collectives import exchange
+from galvatron_hf.parallel.comm.mesh import StageMesh
+from galvatron_hf.parallel.layers.tensor_parallel import set_key_value_groups
 from galvatron_hf.parallel.layers.varlen_attention import attention_by_document
+from galvatron_hf.plan.resolved import ResolvedLayer
+from galvatron_hf.utils.compat import attention_implementation, set_attention_implementation
 
 
 IMPLEMENTATION = "galvatron"
@@ -50,6 +55,34 @@ def configured_kernel(module: nn.Module, implementation: str) -> Callable:
     """Returns the attention function with the name `implementation`; for `eager` that of the module's family."""
     eager = vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
     return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
+
+
+def attach_attention(
+    module: nn.Module,
+    plan: ResolvedLayer,
+    mesh: StageMesh,
+    dropout_stream: Callable[[], contextlib.AbstractContextManager],
+    document_bounds: Callable[[], tuple[int, ...] | None],
+) -> None:
+    """Makes an attention module call [`galvatron_attention`], which calls the module's configured kernel.
+
+    Args:
+        module (`nn.Module`): the attention module of a layer; changed in place.
+        plan ([`ResolvedLayer`]): the layer's heads and Ulysses ranks.
+        mesh ([`StageMesh`]): the ranks.
+        dropout_stream, document_bounds (`Callable`): as in [`ParallelAttention`].
+    """
+    set_key_value_groups(module, plan.heads.query, plan.heads.sent_key_value)
+    module.parallel_attention = ParallelAttention(
+        kernel=configured_kernel(module, attention_implementation(module.config)),
+        ulysses_group=mesh.group(plan.ulysses),
+        ulysses_degree=plan.ulysses.size,
+        key_value_copies=plan.heads.copies,
+        dropout_stream=dropout_stream,
+        document_bounds=document_bounds,
+    )
+    module.config = copy.copy(module.config)
+    set_attention_implementation(module.config, IMPLEMENTATION)
 
 
 def galvatron_attention(

@@ -21,8 +21,8 @@ from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.layers.rng import random_stream
 from galvatron_hf.parallel.layers.tensor_parallel import LocalParameter, local_parameters
-from galvatron_hf.plan import LayerStrategy
-from galvatron_hf.plan.layout import Layout, Rectangle
+from galvatron_hf.plan.layout import Rectangle
+from galvatron_hf.plan.resolved import ResolvedLayer
 
 
 class CurrentMicroBatch:
@@ -54,13 +54,10 @@ class ParallelLayer:
     """Runs one layer under its strategy; replaces the layer's `forward`.
 
     Attributes:
-        index (`int`): the layer's global index.
+        plan ([`ResolvedLayer`]): its index, strategy and layouts.
         layer (`nn.Module`): the layer.
         layer_type (`str`, *optional*): key of its mask, in families with several.
         inputs ([`LayerInputs`]): the tensors that it takes after the hidden states.
-        strategy ([`LayerStrategy`]): its strategy.
-        source (`Layout`, *optional*): the layout in which hidden states enter; None for the embedding's.
-        layout (`Layout`): the layout in which the layer computes and returns them.
         mesh ([`StageMesh`]): the ranks of its stage.
         views (`list[LocalParameter]`): local views of its parameters.
         current ([`CurrentMicroBatch`]): shared by all layers of the model.
@@ -68,13 +65,10 @@ class ParallelLayer:
         alone (`bool`): whether the plan has one stage.
     """
 
-    index: int
+    plan: ResolvedLayer
     layer: nn.Module
     layer_type: str | None
     inputs: LayerInputs
-    strategy: LayerStrategy
-    source: Layout | None
-    layout: Layout
     mesh: StageMesh
     views: list[LocalParameter]
     current: CurrentMicroBatch
@@ -83,7 +77,7 @@ class ParallelLayer:
 
     def __post_init__(self):
         self.attended = False
-        self.name = f"layer {self.index}"
+        self.name = f"layer {self.plan.index}"
         self.signature = inspect.signature(self.original)
         self.hidden_name = next(iter(self.signature.parameters))
         self.layer.gradient_checkpointing = False
@@ -98,12 +92,12 @@ class ParallelLayer:
                 arguments |= arguments.pop(name, {})
         names = [name for name in self.inputs.states if name in arguments]
         state = LayerState.in_layout(
-            self.source or batch.embedding,
+            self.plan.source or batch.ends.embedding,
             {HIDDEN: arguments.pop(self.hidden_name), **{name: arguments.pop(name) for name in names}},
-        ).redistribute(self.layout, grid=batch.grid, index=self.mesh.index, groups=self.mesh.groups)
+        ).redistribute(self.plan.layout, grid=batch.grid, mesh=self.mesh)
         hidden = state.hidden
         arguments = self._inputs(batch, arguments, hidden.dtype) | {name: state.tensors[name] for name in names}
-        if self.strategy.recompute == "full" and torch.is_grad_enabled():
+        if self.plan.strategy.recompute == "full" and torch.is_grad_enabled():
             # Random streams are keyed, so that recompute needs no saved state of the generator.
             output = checkpoint(self._compute, batch, hidden, arguments, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -118,21 +112,15 @@ class ParallelLayer:
 
     def rectangle(self, batch: MicroBatch) -> Rectangle:
         """Returns the rows and positions of this rank in this layer."""
-        return batch.grid.rectangle(self.layout, self.mesh.index)
+        return batch.grid.rectangle(self.plan.layout, self.mesh.index)
 
     def attention_rectangle(self, batch: MicroBatch) -> Rectangle:
         """Returns the rows and positions that enter the attention module, after Megatron-SP has gathered positions."""
-        gathered = Layout(
-            data=self.layout.data,
-            positions=self.strategy.ulysses * self.strategy.context,
-            replicas=self.strategy.tensor,
-        )
-        return batch.grid.rectangle(gathered, self.mesh.index)
+        return batch.grid.rectangle(self.plan.attention_layout, self.mesh.index)
 
     def pack(self, batch: MicroBatch) -> Rectangle:
         """Returns the packs of a packed row that this rank and the other sequence ranks attend to together."""
-        together = Layout(data=self.layout.data, replicas=self.layout.ranks // self.layout.data)
-        return batch.grid.rectangle(together, self.mesh.index)
+        return batch.grid.rectangle(self.plan.pack_layout, self.mesh.index)
 
     def document_bounds(self) -> tuple[int, ...] | None:
         """Returns the bounds of the documents in attention, None for rows that are not packed; records the call."""
@@ -142,7 +130,7 @@ class ParallelLayer:
 
     def _compute(self, batch: MicroBatch, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         rectangle = self.rectangle(batch)
-        key = (*batch.key, self.index, rectangle.row_start, rectangle.position_start)
+        key = (*batch.key, self.plan.index, rectangle.row_start, rectangle.position_start)
         stream = random_stream(hidden.device, *key) if self.layer.training else contextlib.nullcontext()
         self.attended = False
         with self.current.active(batch), stream, local_parameters(self.views):
@@ -164,9 +152,9 @@ class ParallelLayer:
         batch = self.current.value
         packed = batch.documents is not None
         first = self.pack(batch).position_start if packed else self.attention_rectangle(batch).row_start
-        heads = self.mesh.index % (self.strategy.tensor * self.strategy.ulysses)
+        heads = self.mesh.index % self.plan.head_shards
         device = batch.input_ids.device
-        return random_stream(device, *batch.key, self.index, first, heads, 1)
+        return random_stream(device, *batch.key, self.plan.index, first, heads, 1)
 
     def _inputs(self, batch: MicroBatch, arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
         rectangle = self.attention_rectangle(batch)

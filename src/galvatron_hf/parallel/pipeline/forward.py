@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -26,8 +25,8 @@ from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch
 from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest
 from galvatron_hf.parallel.pipeline.stage import StageModule
-from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.layout import Layout
+from galvatron_hf.plan.resolved import ResolvedPlan
 
 
 @dataclass(kw_only=True)
@@ -51,7 +50,7 @@ class ModelRunner:
 
     Args:
         model ([`PreTrainedModel`]): the model.
-        plan ([`ParallelPlan`]): its plan.
+        plan ([`ResolvedPlan`]): its plan.
         mesh ([`StageMesh`]): the ranks of this rank's stages.
         current ([`CurrentMicroBatch`]): shared with the layers.
         stages (`list[StageModule]`): this rank's stages.
@@ -60,15 +59,13 @@ class ModelRunner:
     def __init__(
         self,
         model: PreTrainedModel,
-        plan: ParallelPlan,
+        plan: ResolvedPlan,
         mesh: StageMesh,
         current: CurrentMicroBatch,
         stages: list[StageModule],
     ):
         self.model, self.plan, self.mesh, self.current, self.stages = model, plan, mesh, current, stages
         self.loss, self.position = stages[0].adapter.loss, StreamPosition()
-        self.data_degree = max(layer.data_degree(mesh.size) for layer in plan.layers)
-        self.sequence_degree = math.lcm(*(layer.sequence_degree for layer in plan.layers))
 
     def __call__(self, input_ids: torch.Tensor, **inputs) -> ModelOutput:
         """Runs one micro-batch; arguments as for [`ModelRunner.micro_batch`].
@@ -79,7 +76,7 @@ class ModelRunner:
         Raises:
             ValueError: for inputs without a layout, or if the plan has several pipeline stages.
         """
-        if len(self.plan.stages) > 1:
+        if self.plan.is_pipeline:
             raise ValueError(
                 f"The model is cut into {len(self.plan.stages)} pipeline stages, and a call would run one of them; "
                 "call the trainer's evaluate or predict, or ParallelModel.evaluate, on every rank."
@@ -108,8 +105,8 @@ class ModelRunner:
             label_smoothing (`float`): as in [`transformers.trainer_pt_utils.LabelSmoother`].
             return_logits (`bool`, *optional*): whether to compute logits; by default if there are no labels.
             whole_loss (`bool`): whether the loss is the sum over all ranks; False gives this rank's part of it.
-            documents ([`Documents`], *optional*): documents of one packed row [1, S], in [`ModelRunner.packs`] packs,
-                each of a multiple of [`ModelRunner.pack_multiple`] positions. A packed row gives no logits.
+            documents ([`Documents`], *optional*): documents of one packed row [1, S], in [`ResolvedPlan.packs`] packs,
+                each of a multiple of [`ResolvedPlan.pack_multiple`] positions. A packed row gives no logits.
             inputs: the labels [B, S] of the loss, for example `labels`, or `shift_labels` that are targets already.
 
         Raises:
@@ -136,13 +133,7 @@ class ModelRunner:
         options: ForwardOptions,
     ) -> MicroBatch:
         real_rows, real_length = input_ids.shape
-        rows = max(real_rows, self.mesh.size if options.logits else self.data_degree)
-        embedding = Layout.from_vocabulary(self.plan.embedding.tensor, self.mesh.size, rows)
-        head = Layout.from_vocabulary(self.plan.head.tensor, self.mesh.size, rows)
-        boundary = Layout.from_vocabulary(1, self.mesh.size, rows)
-        degrees = [self.sequence_degree, embedding.positions, head.positions]
-        multiple = math.lcm(*degrees, *([boundary.positions] if len(self.plan.stages) > 1 else []))
-        length = -(-real_length // multiple) * multiple
+        rows, length = self.plan.padded(real_rows, real_length, logits=options.logits)
         if position_ids is not None and length > real_length:
             # Counting on keeps the added positions in the last document of a row that the caller has packed. They stay
             # below the largest position: rotary embeddings may depend on it, and learned ones have a last.
@@ -156,28 +147,10 @@ class ModelRunner:
             targets=add_rows(add_positions(targets, length, IGNORED), rows, IGNORED),
             real_rows=real_rows,
             real_length=real_length,
-            embedding=embedding,
-            head=head,
-            boundary=boundary,
+            ends=self.plan.end_layouts(rows),
             key=self.position.key(),
             options=options,
         )
-
-    @property
-    def packs(self) -> int:
-        """Number of packs of a packed row: one for each data rank of the layer that has most of them."""
-        return math.lcm(*(layer.data_degree(self.mesh.size) for layer in self.plan.layers))
-
-    @property
-    def pack_multiple(self) -> int:
-        """What the number of positions of each pack is a multiple of, so that sequence ranks hold equally many."""
-        layouts = (self._packed_layout(tensor) for tensor in (self.plan.embedding.tensor, self.plan.head.tensor, 1))
-        return math.lcm(self.sequence_degree, *(layout.positions for layout in layouts))
-
-    def _packed_layout(self, tensor: int) -> Layout:
-        """Where embedding, head (of this tensor degree) or a stage boundary hold a packed row."""
-        pieces = self.mesh.size // tensor
-        return Layout.from_vocabulary(tensor, self.mesh.size, math.gcd(pieces, self.packs))
 
     def _packed(
         self,
@@ -189,12 +162,13 @@ class ModelRunner:
         documents: Documents,
     ) -> MicroBatch:
         lengths = {stop - start for start, stop in pairwise(documents.cuts)}
-        fits = len(documents.cuts) == self.packs + 1 and not any(length % self.pack_multiple for length in lengths)
+        packs, multiple = self.plan.packs, self.plan.pack_multiple
+        fits = len(documents.cuts) == packs + 1 and not any(length % multiple for length in lengths)
         if input_ids.shape != (1, documents.bounds[-1]) or not fits or 0 in lengths:
             raise ValueError(
                 f"A packed row of shape {tuple(input_ids.shape)} with {len(documents.cuts) - 1} packs of "
-                f"{sorted(lengths)[:4]} positions does not fit the plan; pack {self.packs} of a multiple of "
-                f"{self.pack_multiple} positions."
+                f"{sorted(lengths)[:4]} positions does not fit the plan; pack {packs} of a multiple of "
+                f"{multiple} positions."
             )
         if attention_mask is not None or position_ids is None or options.logits:
             raise ValueError(
@@ -208,9 +182,7 @@ class ModelRunner:
             targets=targets,
             real_rows=1,
             real_length=input_ids.shape[1],
-            embedding=self._packed_layout(self.plan.embedding.tensor),
-            head=self._packed_layout(self.plan.head.tensor),
-            boundary=self._packed_layout(1),
+            ends=self.plan.pack_end_layouts,
             key=self.position.key(),
             options=options,
             documents=documents,
@@ -228,7 +200,7 @@ class ModelRunner:
         if total is not None:
             items = batch.options.num_items
             items = (batch.targets != IGNORED).sum() if items is None else items
-            loss = self._reported_loss(total, items, batch.head.replicas, batch.options.whole_loss)
+            loss = self._reported_loss(total, items, batch.ends.head.replicas, batch.options.whole_loss)
         if logits is not None:
             logits = logits[:, : batch.real_length]
         return self.loss.output(loss=loss, logits=logits)
@@ -236,7 +208,7 @@ class ModelRunner:
     def _request(self, batch: MicroBatch) -> HeadRequest:
         targets = None
         if batch.targets is not None:
-            own = batch.grid.rectangle(batch.head, self.mesh.index)
+            own = batch.grid.rectangle(batch.ends.head, self.mesh.index)
             targets = batch.targets[own.row_start : own.row_stop, own.position_start : own.position_stop].flatten()
         return HeadRequest(targets=targets, logits=batch.options.logits, label_smoothing=batch.options.label_smoothing)
 
@@ -245,8 +217,8 @@ class ModelRunner:
 
         With fewer rows than ranks the last ranks get none: their logits are those of padding.
         """
-        padded, tensor = max(rows, self.mesh.size), self.plan.head.tensor
-        group = Layout.from_vocabulary(tensor, self.mesh.size, padded).rectangle(self.mesh.index, padded, 1)
+        padded, tensor = max(rows, self.mesh.size), self.plan.head.strategy.tensor
+        group = self.plan.end_layouts(padded).head.rectangle(self.mesh.index, padded, 1)
         part = Layout(data=tensor).rectangle(self.mesh.index % tensor, group.shape[0], 1)
         start, stop = group.row_start + part.row_start, group.row_start + part.row_stop
         return slice(min(start, rows), min(stop, rows))
@@ -273,7 +245,7 @@ class ModelRunner:
         local = total / torch.where(items == 0, 1, items)
         value = total.detach() / items / replicas
         if whole:
-            dist.all_reduce(value, group=self.mesh.groups.block(self.mesh.size))
+            dist.all_reduce(value, group=self.mesh.block(self.mesh.size))
         return local + (value - local.detach())
 
 

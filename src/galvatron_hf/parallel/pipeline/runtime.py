@@ -19,10 +19,12 @@ from transformers.utils import ModelOutput
 
 from galvatron_hf.parallel.activation.layer_state import LayerState
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
-from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
+from galvatron_hf.parallel.comm.mesh import WorldMesh
+from galvatron_hf.parallel.data_parallel.sharding import DTYPES, ShardedUnits
 from galvatron_hf.parallel.pipeline.forward import ModelRunner
 from galvatron_hf.parallel.pipeline.stage import StageModule
 from galvatron_hf.parallel.pipeline.trace import Timeline
+from galvatron_hf.plan.resolved import ResolvedPlan
 from galvatron_hf.plan.schedule import Action, PipelineShape, Work, actions
 from galvatron_hf.utils.compat import input_gradients, weight_gradients
 
@@ -119,6 +121,38 @@ class Pipeline:
         self.group, self.pairs = group, pairs
         self.state_features, self.dtype = state_features, dtype
 
+    @classmethod
+    def from_plan(
+        cls,
+        plan: ResolvedPlan,
+        world: WorldMesh,
+        stages: dict[int, StageModule],
+        units: ShardedUnits,
+        forward: ModelRunner,
+        state_features: Mapping[str, int],
+        timeline: Timeline,
+    ) -> Pipeline:
+        """Makes this rank's part of a plan's pipeline, whose groups were prepared."""
+        groups = plan.plan.rank_groups
+        own = plan.pipeline.rank_group_of_stage[next(iter(stages))]
+        pairs = {}
+        for pair in plan.neighbours:
+            if own in pair:
+                peer = pair[1] if own == pair[0] else pair[0]
+                pairs[peer] = world.joined([groups[index] for index in pair])
+        return cls(
+            plan.pipeline,
+            own,
+            stages=stages,
+            units=units,
+            forward=forward,
+            group=world.joined(groups)[0],
+            pairs=pairs,
+            state_features=state_features,
+            dtype=DTYPES[plan.precision.compute],
+            timeline=timeline,
+        )
+
     @property
     def has_last(self) -> bool:
         """Whether this rank has the last stage, which makes losses and logits."""
@@ -175,7 +209,7 @@ class Pipeline:
         stage, received, state = self.stages[action.stage], self._awaited(step, Work.RECEIVE_FORWARD, action), None
         if received is not None:
             received = tuple(tensor.requires_grad_(torch.is_grad_enabled()) for tensor in received)
-            state = LayerState.in_layout(batch.boundary, dict(zip(self.state_features, received, strict=True)))
+            state = LayerState.in_layout(batch.ends.boundary, dict(zip(self.state_features, received, strict=True)))
         with self.timeline.span(action):
             output = self.forward.run(stage, batch, state)
             if not stage.is_last:
@@ -263,7 +297,7 @@ class Pipeline:
 
     def _receive(self, step: _Step, action: Action) -> None:
         batch = step.batches[action.micro_batch]
-        part = batch.grid.rectangle(batch.boundary, self.forward.mesh.index)
+        part = batch.grid.rectangle(batch.ends.boundary, self.forward.mesh.index)
         tensors = tuple(
             torch.empty(*part.shape, features, dtype=self.dtype, device=batch.input_ids.device)
             for features in self.state_features.values()

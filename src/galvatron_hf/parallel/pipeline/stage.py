@@ -20,13 +20,7 @@ from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch
 from galvatron_hf.parallel.layers.rng import random_stream
 from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest
 from galvatron_hf.plan.layout import Layout
-
-
-class MissingModule(nn.Module):
-    """Replaces a module of another stage; its output, zero, changes no sum."""
-
-    def forward(self, *args, **kwargs) -> torch.Tensor:
-        return torch.zeros(())
+from galvatron_hf.plan.resolved import ResolvedStage
 
 
 class StageInput(nn.Module):
@@ -51,10 +45,7 @@ class StageModule(nn.Module):
         adapter ([`ModelAdapter`]): the adapter of its family.
         mesh ([`StageMesh`]): the ranks of the stage.
         current ([`CurrentMicroBatch`]): the micro-batch that it computes; shared with the layers.
-        index (`int`): index of the stage.
-        layers (`range`): global indices of its layers.
-        is_first, is_last (`bool`): whether it has the embedding, and the head.
-        layouts (`tuple[Layout, Layout]`): layouts of its first and its last layer.
+        plan ([`ResolvedStage`]): its place in the pipeline, and its layers.
     """
 
     def __init__(
@@ -63,26 +54,21 @@ class StageModule(nn.Module):
         adapter: ModelAdapter,
         mesh: StageMesh,
         current: CurrentMicroBatch,
-        *,
-        index: int,
-        layers: range,
-        is_first: bool,
-        is_last: bool,
-        layouts: tuple[Layout, Layout],
+        plan: ResolvedStage,
     ):
         super().__init__()
-        self.index, self.is_first, self.is_last, self.layouts = index, is_first, is_last, layouts
+        self.plan, self.index, self.is_first, self.is_last = plan, plan.index, plan.is_first, plan.is_last
         self.adapter, self.mesh, self.current = adapter, mesh, current
         self._model = (model,)  # in a tuple, so that it is no submodule
         self._received: LayerState | None = None
-        alone, ends = is_first and is_last, []
-        if is_first:
+        alone, ends = self.is_first and self.is_last, []
+        if self.is_first:
             ends += adapter.embeddings(model)
-        if is_last:
+        if self.is_last:
             ends += [adapter.final_norm(model), adapter.head(model)]
         self.ends = nn.ModuleList([model] if alone else ends)
         whole = [model.base_model.get_submodule(stack.layers) for stack in adapter.stacks]
-        self.stacks = nn.ModuleList(whole if alone else self._own_stacks(model, layers))
+        self.stacks = nn.ModuleList(whole if alone else self._own_stacks(model, plan.span))
         norm = adapter.final_norm(model)
         self.norm = getattr(norm.forward, "original", norm.forward)
         norm.forward = FinalNormHook(current, mesh, self.norm)
@@ -111,13 +97,13 @@ class StageModule(nn.Module):
         """
         batch, states = self.current.value, self.states(received)
         self.current.location = "head" if self.is_last else "exit"
-        state = LayerState.in_layout(self.layouts[1], {HIDDEN: states})
-        state = self._move(state, batch.head if self.is_last else batch.boundary)
+        state = LayerState.in_layout(self.plan.layers[-1].layout, {HIDDEN: states})
+        state = self._move(state, batch.ends.head if self.is_last else batch.ends.boundary)
         if self.is_last:
             return self.adapter.head(self._model[0])(self.norm(state.hidden), request)
         # The other tensors have the layout of the boundary already, and go on to the next stage.
         passed = {} if received is None else received.tensors
-        return LayerState.in_layout(batch.boundary, {**passed, **state.tensors})
+        return LayerState.in_layout(batch.ends.boundary, {**passed, **state.tensors})
 
     def states(self, received: LayerState | None) -> torch.Tensor:
         """Returns the hidden states that the stage's last layer leaves of the current micro-batch, in its layout."""
@@ -126,7 +112,7 @@ class StageModule(nn.Module):
         self._received = received
         inputs, positions = self._inputs(batch)
         device = batch.input_ids.device
-        part = batch.grid.rectangle(batch.embedding, self.mesh.index)
+        part = batch.grid.rectangle(batch.ends.embedding, self.mesh.index)
         stream = random_stream(device, *batch.key, -1, part.row_start, part.position_start)
         # The layers bring the masks of their own rows; a prepared mask keeps the family from making one.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
@@ -141,7 +127,7 @@ class StageModule(nn.Module):
 
     def _inputs(self, batch: MicroBatch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Returns the base model's tokens, or stand-ins for their embeddings, and the position ids."""
-        part = batch.grid.rectangle(batch.embedding, self.mesh.index)
+        part = batch.grid.rectangle(batch.ends.embedding, self.mesh.index)
         positions = batch.positions()
         if any(stack.positional for stack in self.adapter.stacks):
             rows = slice(part.row_start, part.row_stop) if positions.shape[0] > 1 else slice(None)
@@ -156,11 +142,11 @@ class StageModule(nn.Module):
         """Returns the received hidden states in the layout of the first layer."""
         received, self._received = self._received, None
         hidden = LayerState.in_layout(received.layouts[HIDDEN], {HIDDEN: received.hidden})
-        return self._move(hidden, self.layouts[0]).hidden
+        return self._move(hidden, self.plan.layers[0].layout).hidden
 
     def _move(self, state: LayerState, layout: Layout) -> LayerState:
         grid = self.current.value.grid
-        return state.redistribute(layout, grid=grid, index=self.mesh.index, groups=self.mesh.groups)
+        return state.redistribute(layout, grid=grid, mesh=self.mesh)
 
     @contextlib.contextmanager
     def _own_layers(self) -> Iterator[None]:
@@ -184,5 +170,5 @@ class FinalNormHook:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         batch = self.current.value
         batch.final_hidden.append(hidden)
-        part = batch.grid.rectangle(batch.embedding, self.mesh.index)
+        part = batch.grid.rectangle(batch.ends.embedding, self.mesh.index)
         return torch.empty(*part.shape, hidden.shape[-1], device="meta")

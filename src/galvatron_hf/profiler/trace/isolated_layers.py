@@ -8,7 +8,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -196,7 +196,7 @@ class IsolatedLayers:
         if not self.packed:
             ids = torch.zeros(tokens // length, length, dtype=torch.long, device=self.device)
             return self.rank.forward.micro_batch(ids, shift_labels=ids, whole_loss=False)
-        packs = self.rank.forward.packs
+        packs = self.rank.plan.packs
         ids = torch.zeros(1, tokens, dtype=torch.long, device=self.device)
         positions = torch.arange(tokens, device=self.device).remainder(length)[None]
         documents = Documents(
@@ -245,12 +245,13 @@ class IsolatedLayers:
         def run() -> torch.Tensor:
             output = hidden
             for block, (args, kwargs) in zip(blocks, captured, strict=True):
-                source, block.source = block.source, block.layout  # nothing is moved on the way in
+                plan = block.plan
+                block.plan = replace(plan, source=plan.layout)  # nothing is moved on the way in
                 try:
                     with self.rank.current.active(batch):
                         output = block.layer(output, *args, **kwargs)
                 finally:
-                    block.source = source
+                    block.plan = plan
                 output = output if isinstance(output, torch.Tensor) else output[0]
             return output
 
@@ -274,7 +275,7 @@ class IsolatedLayers:
 
     def head(self, batch: MicroBatch) -> Part:
         """From what leaves the last layer to the loss."""
-        own = batch.grid.rectangle(batch.head, 0)
+        own = batch.grid.rectangle(batch.ends.head, 0)
         hidden = self._states(own.shape)
         targets = batch.targets[own.row_start : own.row_stop, own.position_start : own.position_stop].flatten()
         request, stage = HeadRequest(targets=targets), self.rank.stage
@@ -292,7 +293,7 @@ class IsolatedLayers:
         places = self.rank.stage.adapter.places(self.rank.model)
         with contextlib.ExitStack() as changes:
             for block in self.rank.blocks:
-                stack = places[block.index].stack
+                stack = places[block.plan.index].stack
                 for name in stack.regions:
                     region = block.layer.get_submodule(name)
                     changes.enter_context(without_forward_pre_hooks(region))

@@ -61,10 +61,10 @@ class Placer:
             ValueError: for a `max_tokens_per_rank` that packs cannot have.
         """
         rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        shares = parallel.plan.micro_batches * parallel.forward.packs
+        shares = parallel.plan.micro_batches * parallel.resolved.packs
         return cls(
             plan=parallel.plan,
-            packs=parallel.forward.packs,
+            packs=parallel.resolved.packs,
             multiple=pack_multiple(parallel, args),
             bound=_pack_bound(parallel, args),
             rows_of_pack=-(-rows // shares),
@@ -116,7 +116,7 @@ def pack_multiple(parallel: ParallelModel, args: TrainingArguments) -> int:
     wanted = getattr(args, "pack_to_multiple_of", None)
     if wanted is None:
         wanted = 64 if args.device.type == "cuda" else 1
-    return int(np.lcm(parallel.forward.pack_multiple, wanted))
+    return int(np.lcm(parallel.resolved.pack_multiple, wanted))
 
 
 def _pack_bound(parallel: ParallelModel, args: TrainingArguments) -> int | None:

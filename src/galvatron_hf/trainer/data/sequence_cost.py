@@ -110,7 +110,7 @@ def measure_cost(parallel: ParallelModel, longest: int, most: int | None = None)
 
 def _seconds(parallel: ParallelModel, length: int, count: int) -> float:
     """Of one micro-batch with `count` documents on each data rank; the slowest rank's."""
-    packs = parallel.forward.packs
+    packs = parallel.resolved.packs
     documents = packs * count
     ids = torch.arange(documents * length) % parallel.model.config.vocab_size
     sequences = Sequences(
@@ -122,7 +122,7 @@ def _seconds(parallel: ParallelModel, length: int, count: int) -> float:
     )
     placement = Placement((tuple(tuple(range(k * count, (k + 1) * count)) for k in range(packs)),))
     device = parallel.device
-    parts = pack(sequences, placement, parallel.forward.pack_multiple, pad_token_id=0)
+    parts = pack(sequences, placement, parallel.resolved.pack_multiple, pad_token_id=0)
     parts = [
         {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in part.items()}
         for part in parts
