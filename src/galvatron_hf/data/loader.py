@@ -16,6 +16,7 @@ from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.state import GradientState
 from torch.utils.data import DataLoader
 
+from galvatron_hf.models.losses import IGNORED, NEXT_TOKEN
 from galvatron_hf.utils.compat import register_dataloader, unregister_dataloader
 
 
@@ -80,8 +81,8 @@ def fill_rows(batch: dict[str, Any], rows: int) -> dict[str, Any]:
     for name, value in batch.items():
         if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == real:
             filled[name] = value[index.to(value.device)]
-            if name in ("labels", "shift_labels"):
-                filled[name][real:] = -100
+            if name in NEXT_TOKEN.names:
+                filled[name][real:] = IGNORED
     return filled
 
 
@@ -98,7 +99,7 @@ def join_batches(batches: list[dict[str, Any]], pad_token_id: int) -> dict[str, 
     batches = [batch for batch in batches if batch_rows(batch) > 0] or batches[:1]
     if len(batches) == 1:
         return dict(batches[0])
-    fill = {"input_ids": pad_token_id, "labels": -100, "shift_labels": -100}
+    fill = {"input_ids": pad_token_id} | dict.fromkeys(NEXT_TOKEN.names, IGNORED)
     joined = {}
     for name, first in batches[0].items():
         values = [batch[name] for batch in batches]

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from galvatron_hf.data.placement import Placement
-from galvatron_hf.models.losses import IGNORED, shift_targets
+from galvatron_hf.models.losses import IGNORED, NEXT_TOKEN
 from galvatron_hf.parallel.activation.documents import PADDING, Documents
 
 
-_PACKED = {"input_ids", "attention_mask", "position_ids", "labels", "shift_labels"}
+_PACKED = {"input_ids", "attention_mask", "position_ids", *NEXT_TOKEN.names}
 # Bounds of documents for other kernels; position_ids contain the same.
 BOUNDS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 LONG_SEQUENCES = ("error", "truncate", "split")
@@ -121,12 +121,12 @@ def unpad(batch: Mapping[str, Any]) -> Sequences:
 
 
 def _targets(batch: Mapping[str, Any]) -> torch.Tensor:
-    name = next((name for name in ("shift_labels", "labels") if batch.get(name) is not None), None)
+    name = next((name for name in NEXT_TOKEN.names if batch.get(name) is not None), None)
     if name is None:
         raise NotPackable(f"the batch has no labels, only {sorted(batch)}")
     if batch[name].shape != batch["input_ids"].shape:
         raise NotPackable(f"{name} have the shape {tuple(batch[name].shape)}, and input_ids another")
-    return batch[name] if name == "shift_labels" else shift_targets(batch[name])
+    return NEXT_TOKEN.targets_of(batch)
 
 
 class Pieces(NamedTuple):

@@ -16,10 +16,11 @@ from galvatron_hf.models.heads import Heads
 from galvatron_hf.models.losses import NEXT_TOKEN, LossKind
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.resolved import ResolvedPlan, resolve
+from galvatron_hf.plan.strategies import DEFAULT_STACK
 
 
 class Style(Enum):
-    """How tensor ranks hold a module of a layer."""
+    """Says how tensor ranks hold a module of a layer."""
 
     COLUMN = "column"  # output features cut: every rank computes its own heads or channels
     ROW = "row"  # input features cut: outputs are summed over the ranks
@@ -93,7 +94,7 @@ class StackAdapter:
         inputs ([`LayerInputs`]): the tensors that its layers take after the hidden states.
     """
 
-    name: str = "decoder"
+    name: str = DEFAULT_STACK
     layers: str = "layers"
     final_norm: str = "norm"
     positional: tuple[str, ...] = ()

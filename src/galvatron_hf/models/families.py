@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from galvatron_hf.models.adapter import Fused, LogitTransform, ModelAdapter, StackAdapter, Style
@@ -69,6 +69,9 @@ _LOGIT_TRANSFORMS = {
     "cohere": lambda config: LogitTransform(scale=config.logit_scale),
     "cohere2": lambda config: LogitTransform(scale=config.logit_scale),
 }
+
+
+AUTO_MODEL = AutoModelForCausalLM  # makes a model of any known family from a configuration
 
 
 def adapter_for(model: PreTrainedModel) -> ModelAdapter:

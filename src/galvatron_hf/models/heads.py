@@ -35,10 +35,6 @@ class Heads:
         dim = getattr(config, "head_dim", None) or config.hidden_size // query
         return cls(query=query, key_value=key_value, dim=dim)
 
-    def local_key_value(self, tensor: int) -> int:
-        """Returns the key/value heads of each of `tensor` ranks; with fewer heads every rank has a copy of one."""
-        return max(1, self.key_value // tensor)
-
     def supports_tensor(self, tensor: int) -> bool:
         """Tells whether `tensor` ranks can share the heads evenly."""
         even = self.key_value % tensor == 0 or tensor % self.key_value == 0

@@ -36,6 +36,11 @@ class LossKind:
     make_targets: Callable[[torch.Tensor], torch.Tensor]
     output: type[ModelOutput] = CausalLMOutput
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """The names under which a batch may have labels; the first that it has counts."""
+        return self.targets, self.labels
+
     def targets_of(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
         """Returns the targets [B, S] of a batch; None if it has no labels."""
         if batch.get(self.targets) is not None:
@@ -61,4 +66,4 @@ def count_targets(batch: Mapping[str, Any] | Sequence[Mapping[str, Any]], loss: 
 
 def without_labels(batch: Mapping[str, Any], loss: LossKind = NEXT_TOKEN) -> dict[str, Any]:
     """Returns a batch without its labels, as the model gets it if the loss is computed elsewhere."""
-    return {name: value for name, value in batch.items() if name not in (loss.labels, loss.targets)}
+    return {name: value for name, value in batch.items() if name not in loss.names}

@@ -22,7 +22,14 @@ from galvatron_hf.plan.serialization import (
     write_file,
     write_text,
 )
-from galvatron_hf.plan.strategies import LayerStrategy, Precision, SequenceGroups, Stage, VocabularyStrategy
+from galvatron_hf.plan.strategies import (
+    DEFAULT_STACK,
+    LayerStrategy,
+    Precision,
+    SequenceGroups,
+    Stage,
+    VocabularyStrategy,
+)
 from galvatron_hf.plan.table import plan_text
 from galvatron_hf.plan.validation import MAX_MICRO_BATCHES, MAX_RANKS, check_choice, check_int, divisors, nearest, show
 
@@ -153,7 +160,7 @@ class ParallelPlan:
             `ValueError`: in one sentence, when no such plan is possible.
         """
         check_int("world_size", world_size, high=MAX_RANKS)
-        stacks = num_layers if isinstance(num_layers, Mapping) else {"decoder": num_layers}
+        stacks = num_layers if isinstance(num_layers, Mapping) else {DEFAULT_STACK: num_layers}
         total = check_stacks(stacks)
         layer = LayerStrategy(**strategy)
         beside = VocabularyStrategy(tensor=layer.tensor, sharding=layer.sharding, shard_degree=layer.shard_degree)

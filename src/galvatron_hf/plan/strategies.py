@@ -20,6 +20,7 @@ from galvatron_hf.plan.validation import (
 )
 
 
+DEFAULT_STACK = "decoder"  # the name of the stack, if a plan has one and the caller does not name it
 SHARDINGS = ("replicate", "zero2", "zero3")
 RECOMPUTES = ("none", "full")
 RECOMPUTES_NOT_YET = ("selective", "offload")

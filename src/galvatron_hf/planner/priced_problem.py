@@ -18,6 +18,7 @@ from galvatron_hf.planner.cost.strategy_costs import Costs
 from galvatron_hf.planner.solver.cut_bounds import below
 from galvatron_hf.planner.solver.pareto import nondominated
 from galvatron_hf.planner.solver.problem import Choice, Options, SearchProblem
+from galvatron_hf.profiler.profiles.model import ModelProfile
 
 
 PICOSECONDS = 10**9  # in a millisecond
@@ -51,7 +52,7 @@ class PricedProblem:
         chosen = {self.strategies[option] for option in choice.options}
         return not self.added or any(one.data_degree(self.ranks) == self.shape.rows for one in chosen)
 
-    def plan(self, choice: Choice, workload: Workload, tied: bool) -> ParallelPlan:
+    def plan(self, choice: Choice, workload: Workload, model: ModelProfile) -> ParallelPlan:
         """The plan that a solution stands for."""
         head = self.heads[choice.finish]
         embedding = self.embeddings[choice.start]
@@ -66,14 +67,14 @@ class PricedProblem:
         )
         return ParallelPlan(
             world_size=self.ranks * self.shape.pipeline,
-            stacks={"decoder": rounds * layers},
+            stacks=model.stack_sizes,
             micro_batches=self.shape.micro_batches,
             schedule=self.shape.schedule,
             precision=workload.precision,
             stages=stages,
             layers=tuple(self.strategies[option] for option in choice.options) * rounds,
             embedding=embedding,
-            head=embedding if tied and len(stages) == 1 else head,
+            head=embedding if model.tied and len(stages) == 1 else head,
         )
 
 

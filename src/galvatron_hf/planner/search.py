@@ -383,7 +383,7 @@ def _estimate(
         raise ValueError("The profiles say that a step takes no time at all; profile the machine and the model.")
     step_ms = found.cost / PICOSECONDS
     return Estimate(
-        plan=plan or problem.plan(choice, workload, model.tied),
+        plan=plan or problem.plan(choice, workload, model),
         step_ms=step_ms,
         samples_per_second=1e3 * workload.rows / step_ms,
         memory_bytes=found.memory,

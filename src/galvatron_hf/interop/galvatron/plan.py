@@ -9,7 +9,7 @@ from typing import Any
 
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.serialization import read_object
-from galvatron_hf.plan.strategies import LayerStrategy, Stage, VocabularyStrategy
+from galvatron_hf.plan.strategies import DEFAULT_STACK, LayerStrategy, Stage, VocabularyStrategy
 from galvatron_hf.plan.validation import (
     MAX_LAYERS,
     MAX_MICRO_BATCHES,
@@ -81,7 +81,7 @@ def read_galvatron_plan(
     vocabulary = _vocabulary(raw, len(stages[0].ranks), SHARDING_OF[default_type])
     return ParallelPlan(
         world_size=ranks,
-        stacks={"decoder": len(layers)},
+        stacks={DEFAULT_STACK: len(layers)},
         micro_batches=raw["chunks"],
         schedule=SCHEDULE_OF[pipeline_type],
         stages=stages,

@@ -31,6 +31,7 @@ from galvatron_hf.parallel.comm.collectives import (
 from galvatron_hf.parallel.comm.dtensor import local_tensor
 from galvatron_hf.parallel.comm.mesh import WeightMesh
 from galvatron_hf.plan import LayerStrategy
+from galvatron_hf.plan.layout import AttentionHeads
 from galvatron_hf.utils.compat import set_parameter_tensor
 
 
@@ -162,10 +163,7 @@ def _gather_region_input(region: nn.Module, group: dist.ProcessGroup, megatron_s
 
 def _set_local_attributes(layer: nn.Module, stack: StackAdapter, heads: Heads, tensor: int) -> None:
     """Divides the attributes that count heads or features; a configuration is copied first."""
-    local = {
-        "heads": lambda value: value // tensor,
-        "key_value_heads": lambda value: heads.local_key_value(tensor),
-    }
+    local = AttentionHeads.from_degrees(query=heads.query, key_value=heads.key_value, tensor=tensor, ulysses=1)
     for path, kind in stack.local_attributes.items():
         owner_path, attribute = path.rsplit(".", 1)
         owner = layer
@@ -173,4 +171,5 @@ def _set_local_attributes(layer: nn.Module, stack: StackAdapter, heads: Heads, t
             if isinstance(getattr(owner, part), PreTrainedConfig):
                 setattr(owner, part, copy.copy(getattr(owner, part)))
             owner = getattr(owner, part)
-        setattr(owner, attribute, local[kind](getattr(owner, attribute)))
+        value = local.key_value if kind == "key_value_heads" else getattr(owner, attribute) // tensor
+        setattr(owner, attribute, value)

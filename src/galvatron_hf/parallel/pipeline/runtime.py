@@ -155,7 +155,7 @@ class Pipeline:
 
     @property
     def has_last(self) -> bool:
-        """Whether this rank has the last stage, which makes losses and logits."""
+        """True on ranks of the last stage, which makes losses and logits."""
         return self.shape.stages - 1 in self.stages
 
     def train(self, batches: Sequence[MicroBatch], loss_of: LossOfOutput) -> list[torch.Tensor]:

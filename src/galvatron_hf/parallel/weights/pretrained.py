@@ -8,9 +8,10 @@ import os
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import resolve_revision
 
+from galvatron_hf.models.families import AUTO_MODEL
 from galvatron_hf.parallel.comm.objects import on_every_rank
 from galvatron_hf.parallel.weights.safetensors import WeightFiles, find_files
 
@@ -77,7 +78,7 @@ def _build(name: str, options: dict[str, Any]) -> tuple[PreTrainedModel, WeightF
     files = WeightFiles(name=name, files=find_files(name, variant, hub), key_mapping=key_mapping)
     dtype = _dtype(dtype, config, files)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust, **attention)
+        model = AUTO_MODEL.from_config(config, dtype=dtype, trust_remote_code=trust, **attention)
     whole = dict.fromkeys(_HUB_OPTIONS) | {"force_download": False, "local_files_only": False, "subfolder": ""} | hub
     model.adjust_generation_fn(generation, True, None, name, trust_remote_code=trust, **whole)
     return model.eval(), files

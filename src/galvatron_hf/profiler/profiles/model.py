@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from galvatron_hf.plan.serialization import check_version, read_object, write_file
+from galvatron_hf.plan.serialization import check_stacks, check_version, read_object, write_file
+from galvatron_hf.plan.strategies import DEFAULT_STACK
 from galvatron_hf.plan.validation import (
     MAX_LAYERS,
     check_bool,
@@ -58,6 +59,7 @@ class ModelProfile:
             gradients) and "sending" (between stages). Empty if not calibrated: all are 1.
         collective_launch_ms (`float`): Wait of the ranks for each other before each collective of activations or
             weights; 0 if not calibrated.
+        stacks (`Mapping[str, int]`): Number of layers of each stack, as in [`ParallelPlan`]; empty for one stack.
         assumed, made (`Mapping[str, str]`): As in [`HardwareProfile`].
     """
 
@@ -78,8 +80,14 @@ class ModelProfile:
     adding_ms_per_element: float = 0.0
     calibration_factors: Mapping[str, float] = field(default_factory=dict)
     collective_launch_ms: float = 0.0
+    stacks: Mapping[str, int] = field(default_factory=dict)
     assumed: Mapping[str, str] = field(default_factory=dict)
     made: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def stack_sizes(self) -> dict[str, int]:
+        """The stacks of a plan for this model."""
+        return dict(self.stacks) or {DEFAULT_STACK: len(self.layers)}
 
     @property
     def element_bytes(self) -> int:
@@ -104,6 +112,9 @@ class ModelProfile:
         _check_plain(given)
         kinds = read_each("kinds", given["kinds"], read_layer)
         layers = read_each("layers", given["layers"], _read_index)
+        stacks = given.get("stacks", {})
+        if stacks and check_stacks(stacks) != len(layers):
+            raise ValueError(f"stacks is {show(stacks)}, but there are {len(layers)} layers: make them agree")
         if len(layers) > MAX_LAYERS or max(layers) >= len(kinds):
             raise ValueError(
                 f"layers has {len(layers)} entries up to {max(layers)}, but there are {len(kinds)} kinds: give each "

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from accelerate import init_empty_weights
-from galvatron_hf.models.families import adapter_for
+from galvatron_hf.models.families import AUTO_MODEL, adapter_for
 from galvatron_hf.parallel.activation.documents import Documents
+from galvatron_hf.parallel.activation.layer_state import HIDDEN
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer
 from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest
@@ -38,7 +39,7 @@ def empty_model(config: PreTrainedConfig, family: type[PreTrainedModel] | None =
             model = model_from_config(family, config, torch.float32)
         else:
             try:
-                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+                model = AUTO_MODEL.from_config(config, dtype=torch.float32)
             except Exception as error:  # whatever a family says of odd sizes
                 problem = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
                 raise ValueError(
@@ -302,7 +303,8 @@ class IsolatedLayers:
             yield
 
     def _states(self, shape: tuple[int, int]) -> torch.Tensor:
-        size = self.rank.model.base_model.config.hidden_size
+        adapter, config = self.rank.stage.adapter, self.rank.model.base_model.config
+        size = adapter.state_features(config)[HIDDEN]
         return torch.randn(*shape, size, device=self.device).to(self.dtype).requires_grad_()
 
 

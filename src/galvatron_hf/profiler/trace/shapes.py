@@ -36,7 +36,7 @@ def model_shape_from_model(model: PreTrainedModel, small: PreTrainedModel | None
     heads, tied = stack.heads(model.base_model.config), adapter.ties_embeddings(model)
     weights = [_shapes(specs.layers[kinds.index(kind)]) for kind in range(max(kinds) + 1)]
     return ModelShape(
-        hidden=model.config.hidden_size,
+        hidden=adapter.state_features(model.base_model.config)["hidden"],
         heads=heads.query,
         kv_heads=heads.key_value,
         head_dim=heads.dim,

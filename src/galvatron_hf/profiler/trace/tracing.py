@@ -216,6 +216,7 @@ def profile_of(
         embedding=EndProfile(weights=shape.embedding, times=times.embedding, **ends["embedding"]),
         head=EndProfile(weights=_head_weights(shape), times=times.head, **ends["head"]),
         tied=shape.tied,
+        stacks=adapter_for(model).stack_sizes(model),
         max_length=positions(model),
         optimizer_ms_per_element=optimizer_ms[0],
         optimizer_ms_per_weight=optimizer_ms[1],
@@ -345,7 +346,9 @@ class CountedModel:
     def end_degrees(self, max_degree: int) -> list[int]:
         """Tensor degrees of embedding and head: any, as long as each rank has some of the vocabulary."""
         degrees = (2**power for power in range(max_degree.bit_length()))
-        return [degree for degree in degrees if degree <= self.small.get_input_embeddings().weight.shape[0]]
+        return [
+            degree for degree in degrees if degree <= adapter_for(self.small).embeddings(self.small)[0].weight.shape[0]
+        ]
 
     def _end_times(self, tensor: int, speed: Speed) -> dict[str, Times]:
         first, second = END_TOKENS

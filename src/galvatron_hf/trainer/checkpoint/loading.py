@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
+from galvatron_hf.models.families import AUTO_MODEL
 from galvatron_hf.parallel.weights.materialize import on_meta
 from galvatron_hf.parallel.weights.pretrained import pretrained_on_meta
 from galvatron_hf.parallel.weights.safetensors import WeightFiles
@@ -40,7 +41,7 @@ class LoadingMixin:
     def _model_of_name(self, name: str | os.PathLike, args: TrainingArguments) -> PreTrainedModel:
         options = getattr(args, "model_init_kwargs", None) or {}
         if args.world_size == 1 and requested_plan(args) is None:
-            return AutoModelForCausalLM.from_pretrained(name, **options)
+            return AUTO_MODEL.from_pretrained(name, **options)
         model, files = pretrained_on_meta(name, **options)
         self._named = model, files
         return model

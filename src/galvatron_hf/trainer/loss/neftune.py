@@ -34,4 +34,4 @@ def add_embedding_noise(parallel: ParallelModel, alpha: float) -> RemovableHandl
         bound = alpha / math.sqrt(parallel.forward.current.value.real_length * hidden.shape[-1])
         return hidden + torch.zeros_like(hidden).uniform_(-bound, bound)
 
-    return parallel.model.get_input_embeddings().register_forward_hook(add_noise)
+    return parallel.adapter.embeddings(parallel.model)[0].register_forward_hook(add_noise)

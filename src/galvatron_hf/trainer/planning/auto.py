@@ -84,9 +84,9 @@ class AutoPlanMixin:
 
     def _plan_without_search(self, model: nn.Module) -> ParallelPlan:
         """ZeRO-3, which needs the least memory of what is simple."""
-        layers = len(adapter_for(model).layers(model))
+        stacks = adapter_for(model).stack_sizes(model)
         recompute = "full" if self.args.activation_checkpointing else "none"
-        return ParallelPlan.uniform(self.args.world_size, layers, recompute=recompute)
+        return ParallelPlan.uniform(self.args.world_size, stacks, recompute=recompute)
 
     def _rows_of_step(self) -> int:
         return self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size

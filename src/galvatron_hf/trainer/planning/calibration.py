@@ -145,8 +145,7 @@ def fitted_factors(
 
 def _plans(small: PreTrainedModel, work: Workload) -> list[ParallelPlan]:
     """Simple plans that stress one thing each."""
-    world_size, layers = dist.get_world_size(), len(layer_kinds(small))
-    adapter, many = adapter_for(small), min(MICRO_BATCHES, work.rows)
+    world_size, adapter, many = dist.get_world_size(), adapter_for(small), min(MICRO_BATCHES, work.rows)
     kinds = [  # those without which a factor would be unknown come first
         dict(sharding="replicate"),
         dict(sharding="zero3"),
@@ -164,7 +163,7 @@ def _plans(small: PreTrainedModel, work: Workload) -> list[ParallelPlan]:
     plans = []
     for kind in kinds:
         try:
-            plan = ParallelPlan.uniform(world_size, layers, precision=work.precision, **kind)
+            plan = ParallelPlan.uniform(world_size, adapter.stack_sizes(small), precision=work.precision, **kind)
             check_model(small, adapter, plan)
         except ValueError:  # this model's heads, or this world, cannot be cut so
             continue
