@@ -12,7 +12,7 @@ QUICKSTART_DIR ?= output/quickstart
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-CHECKED_DIRS := src tests recipes benchmarks
+CHECKED_DIRS := src tests recipes benchmarks notebooks
 # Where `make test` and `make test-slow` write the CPU seconds of every test.
 CPU_SECONDS := output/cpu_seconds
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --durations=25
@@ -22,10 +22,11 @@ BF16 := $(shell grep -qE 'amx_bf16|avx512_bf16' /proc/cpuinfo 2>/dev/null && ech
 # One thread per rank: the ranks of the tests and of the quickstart already fill the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install quickstart test test-slow test-all style quality clean
+.PHONY: help install quickstart notebooks test test-slow test-all style quality clean
 
 help:
 	@echo "make quickstart   train a small Llama on the standard library's source with 4 CPU ranks (7 minutes on 2 cores)"
+	@echo "make notebooks    execute the notebooks and save their outputs"
 	@echo "make test         the fast tests (under 10 minutes on 2 cores)"
 	@echo "make test-slow    the slow tests (under an hour on 2 cores)"
 	@echo "make test-all     the fast tests and the slow ones"
@@ -40,13 +41,16 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 		{ echo "$(PYTHON) is older than Python 3.11, which transformers needs: run make with PYTHON=python3.11 or later"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install $$(grep '^torch==' constraints.txt) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
-	$(BIN)/python -m pip install -e '.[dev,plots]' -c constraints.txt
+	$(BIN)/python -m pip install -e '.[dev,notebooks]' -c constraints.txt
 	touch $@
 
 quickstart: $(INSTALLED)
 	$(BIN)/accelerate launch --config_file recipes/accelerate/cpu4.yaml recipes/train_clm.py \
 		recipes/quickstart.yaml --bf16 $(BF16) --output_dir $(QUICKSTART_DIR)
 	$(BIN)/python recipes/generate.py $(QUICKSTART_DIR)
+
+notebooks: $(INSTALLED)
+	$(BIN)/python notebooks/execute.py
 
 test: $(INSTALLED)
 	$(PYTEST) -m "not slow" --cpu-seconds $(CPU_SECONDS)/fast.txt $(PYTEST_ARGS)

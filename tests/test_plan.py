@@ -225,7 +225,7 @@ def test_degrees_account_for_all_ranks(plan):
             "embedding: tensor=3 does not divide the 4 ranks of its stage: use tensor=4",
         ),
         (changed(head={"tensor": 2, "ulysses": 2}), "head has the unknown field 'ulysses'"),
-        (changed(stacks={}), "names no stack"),
+        (changed(stacks={}), "has no stack"),
         (changed(stacks={"decoder": 10**12}), "use 65536"),
         (changed(stacks={"encoder": 60000, "decoder": 60000}), "sum of stacks"),
         (changed(stacks={"decoder": 13}), "leaves layer 12 without a span: end the last span at 13"),

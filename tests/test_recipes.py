@@ -215,8 +215,8 @@ def test_plans_of_the_recipes_run_in_this_release(path):
     assert unsupported(ParallelPlan.from_json(path)) == []
 
 
-def test_plan_of_the_readme_runs_in_this_release():
-    plan = ParallelPlan.from_json(re.search(r"```json\n(.*?)```", (ROOT / "README.md").read_text(), re.S)[1])
+def test_plan_of_the_documentation_runs_in_this_release():
+    plan = ParallelPlan.from_json(re.search(r"```json\n(.*?)```", (ROOT / "docs" / "plans.md").read_text(), re.S)[1])
     assert unsupported(plan) == []
 
 

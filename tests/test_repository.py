@@ -18,7 +18,7 @@ from cpu_seconds import above_limit
 ROOT = Path(__file__).parent.parent
 HEADER = "# Copyright 2026 The galvatron-hf team.\n# SPDX-License-Identifier: Apache-2.0\n"
 SOURCES = sorted(
-    path for folder in ("src", "tests", "recipes", "benchmarks") for path in (ROOT / folder).rglob("*.py")
+    path for folder in ("src", "tests", "recipes", "benchmarks", "notebooks") for path in (ROOT / folder).rglob("*.py")
 )
 
 
@@ -44,7 +44,10 @@ def test_every_direct_dependency_has_a_tested_version():
     config = configparser.ConfigParser(interpolation=None)
     config.read(ROOT / "setup.cfg")
     extras = config["options.extras_require"]
-    required = [config["options"]["install_requires"], *(extras[name] for name in ("test", "dev", "plots"))]
+    required = [
+        config["options"]["install_requires"],
+        *(extras[name] for name in ("test", "dev", "plots", "notebooks")),
+    ]
     names = {re.match(r"[A-Za-z0-9_-]+", line)[0] for block in required for line in block.split() if line[0] != "%"}
     assert names - {line.split("==")[0] for line in _constraints()} == set()
 

@@ -1,9 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The parallel plan: which ranks compute which layer, and how. Planner and runtime meet here and nowhere else.
-
-Importing this module needs neither torch nor transformers.
-"""
+"""The parallel plan: which ranks compute which layer, and how. The planner writes plans and the runtime reads them."""
 
 import os
 from collections.abc import Mapping
@@ -42,10 +39,10 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
     """
-    How a model is computed by `world_size` ranks: schema version 1.
+    States how `world_size` ranks compute a model, in schema version 1.
 
-    A plan is checked when it is made: one that exists is possible on `world_size` ranks, whatever the model. What this
-    release cannot run yet is listed by [`~galvatron_hf.plan.supported.unsupported`].
+    The constructor checks the plan: every plan is possible on `world_size` ranks, for some model.
+    [`~galvatron_hf.plan.supported.unsupported`] lists the parts that this release cannot run.
 
     Args:
         version (`int`, defaults to 1): Schema version.
@@ -53,16 +50,17 @@ class ParallelPlan:
         stacks (`Mapping[str, int]`): Layers of each stack in execution order (`encoder` before `decoder`); layers have
             one global index over all stacks.
         micro_batches (`int`, defaults to 1): Pieces into which the global batch of an optimizer step is split.
-        schedule (`str`, defaults to `"1f1b"`): Pipeline order: `"gpipe"` (all forwards, then all backwards), `"1f1b"`
-            (arXiv 2104.04473), `"interleaved"` (1F1B over virtual stages) or `"zero_bubble"` (arXiv 2401.10241).
-        precision ([`Precision`], *optional*): Number formats; None leaves them to the training arguments.
-        stages (`tuple[Stage, ...]`, *optional*): Stages in execution order. The same rank list again makes a virtual
-            stage. None means one stage of all ranks and layers.
+        schedule (`str`, defaults to `"1f1b"`): Order of the pipeline: `"gpipe"` (all forwards, then all
+            backwards), `"1f1b"` (arXiv 2104.04473), `"interleaved"` (1F1B over virtual stages) or `"zero_bubble"`
+            (arXiv 2401.10241).
+        precision ([`Precision`], *optional*): Number formats; None takes them from the training arguments.
+        stages (`tuple[Stage, ...]`, *optional*): Stages in execution order. A rank list that occurs again
+            makes a virtual stage. None means one stage of all ranks and layers.
         layers (`tuple[LayerStrategy, ...]`): One strategy per layer.
-        embedding ([`VocabularyStrategy`], *optional*): On the ranks of the first stage.
-        head ([`VocabularyStrategy`], *optional*): On the ranks of the last stage.
+        embedding ([`VocabularyStrategy`], *optional*): Strategy of the embedding, on the ranks of the first stage.
+        head ([`VocabularyStrategy`], *optional*): Strategy of the head, on the ranks of the last stage.
         sequence_groups ([`SequenceGroups`], *optional*): Groups chosen per micro-batch; needs ulysses = context = 1.
-        meta (`dict`, *optional*): Kept and never interpreted. Must be JSON.
+        meta (`dict`, *optional*): JSON values that are kept and never interpreted.
 
     Raises:
         `ValueError`: in one sentence with the value, the reason and the nearest value that works.
@@ -100,12 +98,12 @@ class ParallelPlan:
 
     @property
     def num_layers(self) -> int:
-        """Layers of all stacks."""
+        """Number of layers of all stacks."""
         return len(self.layers)
 
     @property
     def rank_groups(self) -> list[tuple[int, ...]]:
-        """The distinct rank lists of the stages, in the order in which they first occur; virtual stages share one."""
+        """The distinct rank lists of the stages, in the order of their first occurrence; virtual stages share one."""
         return list(dict.fromkeys(stage.ranks for stage in self.stages))
 
     @classmethod
@@ -117,12 +115,12 @@ class ParallelPlan:
             source (`str`, `os.PathLike` or `Mapping`): The path of a JSON file, JSON text, or the parsed object.
 
         Raises:
-            `ValueError`: in one sentence, for anything that is not a possible plan.
+            `ValueError`: in one sentence, if the source is not a possible plan.
         """
         return cls(**plan_arguments(read_object(source)))
 
     def to_json(self, path: str | os.PathLike | None = None) -> str:
-        """The plan as JSON text, equal neighbours folded into spans; also written to `path` if given."""
+        """Returns the plan as JSON text with equal neighbouring layers in one span; writes it to `path` if given."""
         text = write_text(self)
         if path is not None:
             write_file(path, text)
@@ -144,26 +142,28 @@ class ParallelPlan:
         **strategy: Any,
     ) -> "ParallelPlan":
         """
-        A plan with one strategy for all layers.
+        Returns a plan with one strategy for all layers.
 
         Args:
             world_size (`int`): Number of ranks.
-            num_layers (`int` or `Mapping[str, int]`): Layers of one stack called `decoder`, or of each stack.
+            num_layers (`int` or `Mapping[str, int]`): Number of layers of one stack
+                called `decoder`, or of each stack.
             pipeline (`int`, defaults to 1): Stages, each with world_size / pipeline consecutive ranks and an even
                 share of the layers (earlier stages take the remainder).
             micro_batches, schedule, precision, meta: As in [`ParallelPlan`].
-            embedding, head ([`VocabularyStrategy`], *optional*): The layers' tensor degree and sharding if not given.
+            embedding, head ([`VocabularyStrategy`], *optional*): By default they have the layers' tensor degree and
+                sharding.
             **strategy: The fields of [`LayerStrategy`] (tensor, megatron_sp, ulysses, context, sharding, shard_degree,
                 expert, recompute).
 
         Raises:
-            `ValueError`: in one sentence, when no such plan is possible.
+            `ValueError`: in one sentence, if the plan is impossible.
         """
         check_int("world_size", world_size, high=MAX_RANKS)
         stacks = num_layers if isinstance(num_layers, Mapping) else {DEFAULT_STACK: num_layers}
         total = check_stacks(stacks)
         layer = LayerStrategy(**strategy)
-        beside = VocabularyStrategy(tensor=layer.tensor, sharding=layer.sharding, shard_degree=layer.shard_degree)
+        vocabulary = VocabularyStrategy(tensor=layer.tensor, sharding=layer.sharding, shard_degree=layer.shard_degree)
         return cls(
             world_size=world_size,
             stacks=stacks,
@@ -172,8 +172,8 @@ class ParallelPlan:
             precision=precision,
             stages=even_stages(world_size, total, pipeline),
             layers=(layer,) * total,
-            embedding=embedding or beside,
-            head=head or beside,
+            embedding=embedding or vocabulary,
+            head=head or vocabulary,
             meta=dict(meta or {}),
         )
 
@@ -181,11 +181,11 @@ class ParallelPlan:
         return plan_text(self)
 
     def check_tied(self) -> None:
-        """Raises `ValueError` if embedding and head cannot share one weight under this plan (tied embeddings)."""
+        """Raises `ValueError` if embedding and head cannot share one tied weight under this plan."""
         same_ranks = self.stages[0].ranks == self.stages[-1].ranks
         if same_ranks and self.embedding != self.head:
             raise ValueError(
-                "embedding and head differ but their weights are tied and on the same ranks: "
+                "embedding and head differ, but their weights are tied and on the same ranks: "
                 "give head the fields of embedding"
             )
         if self.embedding.tensor != self.head.tensor:
@@ -196,7 +196,7 @@ class ParallelPlan:
 
 
 def even_stages(world_size: int, num_layers: int, pipeline: int) -> tuple[Stage, ...]:
-    """`pipeline` stages of equally many consecutive ranks; earlier stages take the layers left over."""
+    """Returns `pipeline` stages of equally many consecutive ranks; earlier stages take the remaining layers."""
     check_int("pipeline", pipeline, high=MAX_RANKS)
     if world_size % pipeline or pipeline > num_layers:
         fitting = nearest(pipeline, [degree for degree in divisors(world_size) if degree <= num_layers])
@@ -215,7 +215,7 @@ def _check_parts(plan: ParallelPlan, num_layers: int) -> None:
     for name, kind in (("stages", Stage), ("layers", LayerStrategy)):
         value = getattr(plan, name)
         if not isinstance(value, (list, tuple)) or not value or any(not isinstance(item, kind) for item in value):
-            raise ValueError(f"{name} is {show(value)}, which is not a tuple of {kind.__name__}: give one of these")
+            raise ValueError(f"{name} is {show(value)}, which is not a tuple of {kind.__name__}: give such a tuple")
         object.__setattr__(plan, name, tuple(value))
     for name in ("embedding", "head"):
         if not isinstance(getattr(plan, name), VocabularyStrategy):

@@ -1,9 +1,8 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""In which order the ranks of a pipeline do their work: the plan's schedules, as lists of actions.
+"""The schedules of a pipeline as lists of actions, one list for each pipeline rank.
 
-Interleaved and zero-bubble orders are those of `torch.distributed.pipelining`. Nothing here needs ranks, so that a
-cost model can read them too.
+Interleaved and zero-bubble orders are those of `torch.distributed.pipelining`. No process group is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ __all__ = ["Action", "PipelineShape", "Work", "actions", "most_in_flight", "orde
 
 
 class Work(str, Enum):
-    """What an action does with one micro-batch in one stage."""
+    """Kinds of actions on one micro-batch in one stage."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -37,17 +36,17 @@ class Work(str, Enum):
 
     @property
     def is_compute(self) -> bool:
-        """Whether it computes rather than moves something."""
+        """Whether the action computes instead of moving tensors."""
         return self.direction is None
 
     @property
     def is_receive(self) -> bool:
-        """Whether it waits for another rank."""
+        """Whether the action waits for another rank."""
         return self in (Work.RECEIVE_FORWARD, Work.RECEIVE_BACKWARD)
 
     @property
     def direction(self) -> str | None:
-        """ "forward" or "backward" for what moves activations or gradients."""
+        """The direction of moved activations ("forward") or gradients ("backward"); None for a compute."""
         if self in (Work.SEND_FORWARD, Work.RECEIVE_FORWARD):
             return "forward"
         return "backward" if self in (Work.SEND_BACKWARD, Work.RECEIVE_BACKWARD) else None
@@ -55,7 +54,7 @@ class Work(str, Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """One piece of work.
+    """Names one action of a pipeline rank.
 
     Attributes:
         work ([`Work`]): its kind.
@@ -71,28 +70,27 @@ class Action:
 @lru_cache(maxsize=256)
 def actions(shape: PipelineShape, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
     """
-    What each rank list does in a step, in order.
+    Returns the actions of each pipeline rank in a step, in order.
 
-    Receives stand where they are posted, as early as the sender can have begun; sends directly behind the work whose
-    result they send. Between two stages on the same ranks nothing is sent. A number of micro-batches that the schedule
-    does not order, such as a last, smaller batch has, goes in the order of the next one that it does: no more is in
-    flight than then.
+    A receive is where it is posted, as early as the sender can have begun. A send follows the compute of its tensor.
+    Two stages on the same ranks send nothing. If the schedule does not order `micro_batches`, as in a smaller last
+    batch, they take the order of the next number that it orders, so no more of them are in flight.
 
     Args:
         shape ([`PipelineShape`]): the pipeline.
         micro_batches (`int`): number of micro-batches of the step, at least 1.
 
     Returns:
-        `tuple[tuple[Action, ...], ...]`: one tuple for each rank list.
+        `tuple[tuple[Action, ...], ...]`: one tuple for each pipeline rank.
     """
     if shape.virtual_stages == 1 and shape.schedule != "zero_bubble":
         order = _gpipe if shape.schedule == "gpipe" else _one_forward_one_backward
-        compute = {place: order(place, shape.pipeline_ranks, micro_batches) for place in range(shape.pipeline_ranks)}
+        compute = {rank: order(rank, shape.pipeline_ranks, micro_batches) for rank in range(shape.pipeline_ranks)}
     else:
         ordered = next(count for count in itertools.count(micro_batches) if orders(shape, count))
         compute = {
-            place: [action for action in row if action.microbatch_index < micro_batches]
-            for place, row in _of_torch(shape, ordered).items()
+            rank: [action for action in row if action.microbatch_index < micro_batches]
+            for rank, row in _torch_order(shape, ordered).items()
         }
     lowered = with_transfers(compute, shape.rank_group_of_stage.__getitem__, shape.stages)
     ranks = range(shape.pipeline_ranks)
@@ -100,9 +98,9 @@ def actions(shape: PipelineShape, micro_batches: int) -> tuple[tuple[Action, ...
 
 
 def _post_early(order: list[Action], shape: PipelineShape) -> tuple[Action, ...]:
-    """Puts every receive in front of another compute than the one that needs it, so that it arrives meanwhile.
+    """Moves each receive before the previous compute, so that the tensor arrives during that compute.
 
-    It never passes a transfer with the same ranks in its own direction: on the order of these the other side counts.
+    A receive never passes a transfer with the same ranks in the same direction, because both sides rely on that order.
     """
 
     def channel(action: Action) -> tuple[str, int] | None:
@@ -113,33 +111,33 @@ def _post_early(order: list[Action], shape: PipelineShape) -> tuple[Action, ...]
 
     result: list[Action] = []
     for index, action in enumerate(order):
-        place = len(result)
+        target = len(result)
         following = next((later for later in order[index:] if later.work.is_compute), None)
         if action.work.is_receive and (following.stage, following.micro_batch) == (action.stage, action.micro_batch):
-            while place > 0 and channel(action) != channel(result[place - 1]):
-                place -= 1
-                if result[place].work.is_compute:
+            while target > 0 and channel(action) != channel(result[target - 1]):
+                target -= 1
+                if result[target].work.is_compute:
                     break
-        result.insert(place, action)
+        result.insert(target, action)
     return tuple(result)
 
 
-def _gpipe(place: int, lists: int, micro_batches: int) -> list:
-    """All forwards, then all backwards (arXiv 1811.06965)."""
+def _gpipe(rank: int, pipeline_ranks: int, micro_batches: int) -> list:
+    """Orders all forwards, then all backwards (arXiv 1811.06965)."""
     works = torch_schedules.FORWARD, torch_schedules.FULL_BACKWARD
-    return [pipeline_action(place, work, part) for work in works for part in range(micro_batches)]
+    return [pipeline_action(rank, work, part) for work in works for part in range(micro_batches)]
 
 
-def _one_forward_one_backward(place: int, lists: int, micro_batches: int) -> list:
-    """As many forwards as there are stages behind, then one forward and one backward in turn (arXiv 2104.04473)."""
-    forwards = [pipeline_action(place, torch_schedules.FORWARD, part) for part in range(micro_batches)]
-    backwards = [pipeline_action(place, torch_schedules.FULL_BACKWARD, part) for part in range(micro_batches)]
-    ahead = min(lists - 1 - place, micro_batches)
+def _one_forward_one_backward(rank: int, pipeline_ranks: int, micro_batches: int) -> list:
+    """Orders a warm-up forward for each later stage, then forwards and backwards in turn (arXiv 2104.04473)."""
+    forwards = [pipeline_action(rank, torch_schedules.FORWARD, part) for part in range(micro_batches)]
+    backwards = [pipeline_action(rank, torch_schedules.FULL_BACKWARD, part) for part in range(micro_batches)]
+    ahead = min(pipeline_ranks - 1 - rank, micro_batches)
     pairs = zip(forwards[ahead:], backwards, strict=False)
     return forwards[:ahead] + [action for pair in pairs for action in pair] + backwards[micro_batches - ahead :]
 
 
-def _of_torch(shape: PipelineShape, micro_batches: int) -> dict[int, list]:
+def _torch_order(shape: PipelineShape, micro_batches: int) -> dict[int, list]:
     classes = {
         "interleaved": torch_schedules.ScheduleInterleaved1F1B,
         "zero_bubble": torch_schedules.ScheduleInterleavedZeroBubble,
@@ -166,7 +164,7 @@ def _own(action) -> Action:
 
 
 def most_in_flight(order: Sequence[Action], stage: int) -> int:
-    """The largest number of micro-batches whose activations `stage` holds at once under an order of actions."""
+    """Returns the peak number of micro-batches whose activations `stage` holds under an order of actions."""
     ends = {Work.BACKWARD, Work.BACKWARD_WEIGHT}
     now = most = 0
     for action in order:

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Plan schema v1 as JSON: bounded, strict reading into the arguments of `ParallelPlan`, and compact writing."""
+"""Plan schema v1 as JSON: strict reading of bounded files and compact writing."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def read_object(source: Any, what: str = "plan") -> dict[str, Any]:
     Args:
         source (`str`, `os.PathLike` or `Mapping`): JSON text (it starts with a brace), the path of a file, or a parsed
             object.
-        what (`str`, defaults to `"plan"`): What the object is, for error messages.
+        what (`str`, defaults to `"plan"`): The name of the object in error messages.
 
     Raises:
         `ValueError`: for a missing or oversized source, broken JSON, repeated names, NaN and infinities.
@@ -89,14 +89,14 @@ def read_object(source: Any, what: str = "plan") -> dict[str, Any]:
 
 
 def copy_meta(meta: Any) -> dict[str, Any]:
-    """A deep copy of `meta` as JSON would give it back, so that a plan equals what is read from its file."""
+    """Returns a deep copy of `meta` through JSON, so that a plan equals the one read from its file."""
     if not isinstance(meta, Mapping):
         raise ValueError(f"meta is {show(meta)}, which is not an object: write {{}}")
     return read_object(meta, "meta")
 
 
 def plan_arguments(raw: dict[str, Any]) -> dict[str, Any]:
-    """Turns a parsed plan into the keyword arguments of `ParallelPlan`; spans become one strategy per layer."""
+    """Returns the keyword arguments of `ParallelPlan` for a parsed plan; spans become one strategy per layer."""
     check_fields("the plan", raw, PLAN_FIELDS, required=("version", "world_size", "stacks", "layers"))
     given = dict(raw)
     check_version(given["version"])
@@ -125,15 +125,15 @@ def plan_arguments(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_version(version: Any) -> None:
-    """Refuses every schema version but the one this code reads."""
+    """Raises `ValueError` unless `version` is the schema version of this release."""
     if type(version) is not int or version != VERSION:
         raise ValueError(f"version is {show(version)}, which this release cannot read: use version {VERSION}")
 
 
 def check_stacks(stacks: Any) -> int:
-    """Number of layers of all stacks, after checking names and counts."""
+    """Checks the names and counts of stacks, and returns the number of all their layers."""
     if not isinstance(stacks, Mapping) or not stacks:
-        raise ValueError(f"stacks is {show(stacks)}, which names no stack of layers: write {{'decoder': 12}}")
+        raise ValueError(f"stacks is {show(stacks)}, which has no stack of layers: write {{'decoder': 12}}")
     for name, count in stacks.items():
         if type(name) is not str or not name:
             raise ValueError(f"stacks has the name {show(name)}, which is not a word: write {{'decoder': 12}}")
@@ -162,7 +162,7 @@ def _expand(spans: Any, num_layers: int) -> tuple[LayerStrategy, ...]:
 
 
 def check_next_range(field: str, unit: str, start: int, end: int, done: int, num_layers: int) -> None:
-    """Refuses a range that does not begin where the ranges before it ended, or ends beyond the last layer."""
+    """Raises `ValueError` unless a range begins where the previous one ended and ends by the last layer."""
     if start > done:
         raise ValueError(f"{field} leaves layer {done} without a {unit}: begin {unit} [{start}, {end}] at {done}")
     if start < done:
@@ -176,13 +176,13 @@ def check_next_range(field: str, unit: str, start: int, end: int, done: int, num
 
 
 def check_covered(field: str, unit: str, done: int, num_layers: int) -> None:
-    """Refuses ranges that end before the last layer."""
+    """Raises `ValueError` if the ranges end before the last layer."""
     if done < num_layers:
         raise ValueError(f"{field} leaves layer {done} without a {unit}: end the last {unit} at {num_layers}")
 
 
 def write_text(plan: "ParallelPlan") -> str:
-    """The plan as JSON text with one line per field, stage and group of equal neighbouring layers."""
+    """Returns the plan as JSON text with one line per field, stage and span of equal neighbouring layers."""
     fields: dict[str, str] = {
         "version": json.dumps(plan.version),
         "world_size": json.dumps(plan.world_size),
@@ -206,7 +206,7 @@ def write_text(plan: "ParallelPlan") -> str:
 
 
 def write_file(path: str | os.PathLike, text: str) -> None:
-    """Writes `text` so that a reader sees the old file or the whole new one, never a part, even after a power cut."""
+    """Writes a file atomically: a reader sees the old file or the complete new one, even after a power cut."""
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
@@ -221,7 +221,7 @@ def write_file(path: str | os.PathLike, text: str) -> None:
 
 
 def fold(layers: tuple[LayerStrategy, ...]) -> list[tuple[tuple[int, int], LayerStrategy]]:
-    """Half-open spans of equal neighbours with their strategy."""
+    """Returns the half-open spans of equal neighbouring layers with their strategies."""
     spans = []
     start = 0
     for strategy, run in groupby(layers):
@@ -232,7 +232,7 @@ def fold(layers: tuple[LayerStrategy, ...]) -> list[tuple[tuple[int, int], Layer
 
 
 class _Refused(Exception):
-    """Raised inside the JSON parser, where the name of what is read is not known."""
+    """Reports a problem from inside the JSON parser, which does not know the name of the object."""
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def _refuse_constant(word: str) -> None:
 
 def _read_file(path: str | os.PathLike, what: str) -> str:
     try:
-        # Asked before opening, because opening a pipe would wait for a writer.
+        # Checked before opening, because opening a pipe waits for a writer.
         regular = stat.S_ISREG(os.stat(path).st_mode)
         content = b""
         if regular:

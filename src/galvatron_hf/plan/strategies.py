@@ -1,9 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a parallel plan: how one layer, the vocabulary, a stage, the number formats and dynamic groups run.
-
-Import them from `galvatron_hf.plan`.
-"""
+"""The parts of a parallel plan: strategies of layers and vocabulary, stages, number formats and dynamic groups."""
 
 import math
 from dataclasses import dataclass, replace
@@ -44,30 +41,30 @@ def _check_sharding(sharding: str, shard_degree: int | None) -> None:
 @dataclass(frozen=True, kw_only=True)
 class LayerStrategy:
     """
-    How one layer is computed by the R ranks of its stage.
+    States how the R ranks of a stage compute one layer.
 
-    Rank order inside a stage is tensor innermost, then ulysses, context and data. Ulysses and context ranks hold the
-    same weights as data ranks, so they count as sharding ranks.
+    Ranks of a stage are ordered with tensor innermost, then ulysses, context and data. Ulysses and context ranks
+    hold the same weights as data ranks, so they count as sharding ranks.
 
     Args:
-        tensor (`int`, defaults to 1): Ranks that hold the pieces of every weight matrix (arXiv 1909.08053).
+        tensor (`int`, defaults to 1): Ranks over which every weight matrix is split (arXiv 1909.08053).
         megatron_sp (`bool`, defaults to `False`): Whether positions are split over the tensor ranks between the
             matrix products (arXiv 2205.05198). Needs `tensor` > 1.
         ulysses (`int`, defaults to 1): Ranks that split positions outside attention and heads inside it
             (arXiv 2309.14509).
         context (`int`, defaults to 1): Ranks that split positions everywhere and pass keys and values in a ring
             (arXiv 2310.01889).
-        sharding (`str`, defaults to `"zero3"`): `"replicate"` (all hold everything), `"zero2"` (gradients and
-            optimizer state in pieces, arXiv 1910.02054) or `"zero3"` (weights too).
-        shard_degree (`int`, *optional*): Ranks that hold the pieces of one copy, a divisor of R / tensor. None means
-            all R / tensor of them; fewer is hybrid sharding (several copies).
+        sharding (`str`, defaults to `"zero3"`): `"replicate"` (every rank holds all weights), `"zero2"` (gradients
+            and optimizer state are sharded, arXiv 1910.02054) or `"zero3"` (weights too).
+        shard_degree (`int`, *optional*): Ranks that hold the shards of one replica, a divisor of R / tensor. None
+            means R / tensor; fewer is hybrid sharding (several replicas).
         expert (`int`, defaults to 1): Ranks over which the experts of a mixture are spread, a multiple of `tensor`
-            that divides R. 1 means that experts are treated as any other weight.
-        recompute (`str`, defaults to `"none"`): `"full"` keeps only the layer's input and computes the rest again in
-            the backward pass.
+            that divides R. 1 means that experts are sharded like any other weight.
+        recompute (`str`, defaults to `"none"`): `"full"` keeps only the layer's input and computes the rest again
+            in the backward pass.
 
     Raises:
-        `ValueError`: in one sentence, when a value is impossible whatever the ranks are.
+        `ValueError`: in one sentence, if a value is impossible for every number of ranks.
     """
 
     tensor: int = 1
@@ -89,7 +86,7 @@ class LayerStrategy:
         check_choice("recompute", self.recompute, RECOMPUTES)
         if self.megatron_sp and self.tensor == 1:
             raise ValueError(
-                "megatron_sp is true with tensor=1, which leaves no tensor ranks to split positions over: "
+                "megatron_sp is true with tensor=1, which leaves no ranks to split positions over: "
                 "use megatron_sp=false or tensor=2"
             )
         if self.expert != 1 and self.expert % self.tensor:
@@ -100,12 +97,12 @@ class LayerStrategy:
 
     @property
     def sequence_degree(self) -> int:
-        """Number of pieces into which positions are cut between layers."""
+        """Number of pieces into which positions are split between layers."""
         return self.ulysses * self.context * (self.tensor if self.megatron_sp else 1)
 
     def data_degree(self, ranks: int) -> int:
         """
-        Number of rank groups that see different rows.
+        Returns the number of rank groups that compute different rows.
 
         Args:
             ranks (`int`): R, the ranks of the layer's stage.
@@ -118,7 +115,7 @@ class LayerStrategy:
 
     def resolved_shard_degree(self, ranks: int) -> int:
         """
-        Number of ranks that hold the pieces of one copy of the layer's (tensor-split) weights.
+        Returns the number of ranks that hold the shards of one replica of the layer's (tensor-split) weights.
 
         Args:
             ranks (`int`): R, the ranks of the layer's stage.
@@ -130,7 +127,7 @@ class LayerStrategy:
         return _resolved_shard_degree(self, ranks)
 
     def check_ranks(self, ranks: int) -> None:
-        """Raises `ValueError`, with the nearest strategy that works, when the degrees do not fit R = `ranks`."""
+        """Raises `ValueError` with the nearest strategy that works, if the degrees do not fit R = `ranks`."""
         taken = self.tensor * self.ulysses * self.context
         if ranks % taken:
             degrees = f"tensor={self.tensor}, ulysses={self.ulysses} and context={self.context}"
@@ -150,7 +147,7 @@ class LayerStrategy:
         raise ValueError(f"{problem}: use {', '.join(changed)}")
 
     def nearest_fitting(self, ranks: int) -> "LayerStrategy":
-        """The strategy with the nearest degrees (smallest product of ratios) that fits R = `ranks`."""
+        """Returns the strategy with the nearest degrees (smallest product of ratios) that fits R = `ranks`."""
         best = None
         for tensor in divisors(ranks):
             for ulysses in divisors(ranks // tensor):
@@ -181,7 +178,7 @@ class LayerStrategy:
 @dataclass(frozen=True, kw_only=True)
 class VocabularyStrategy:
     """
-    How the embedding or the head, with what stands beside them (positions, final norm), runs on its stage's R ranks.
+    States how the R ranks of a stage compute the embedding (with positions) or the head (with the final norm).
 
     Args:
         tensor (`int`, defaults to 1): Ranks over which the vocabulary is split.
@@ -198,17 +195,17 @@ class VocabularyStrategy:
         _check_sharding(self.sharding, self.shard_degree)
 
     def data_degree(self, ranks: int) -> int:
-        """R / tensor for R = `ranks`."""
+        """Returns R / tensor for R = `ranks`."""
         self.check_ranks(ranks)
         return ranks // self.tensor
 
     def resolved_shard_degree(self, ranks: int) -> int:
-        """`shard_degree` if given, 1 under `"replicate"`, else R / tensor for R = `ranks`."""
+        """Returns `shard_degree` if given, 1 under `"replicate"`, else R / tensor for R = `ranks`."""
         self.check_ranks(ranks)
         return _resolved_shard_degree(self, ranks)
 
     def check_ranks(self, ranks: int) -> None:
-        """Raises `ValueError`, with the nearest degree that works, when the degrees do not fit R = `ranks`."""
+        """Raises `ValueError` with the nearest degree that works, if the degrees do not fit R = `ranks`."""
         if ranks % self.tensor:
             fitting = nearest(self.tensor, divisors(ranks))
             fix = f"tensor={fitting}"
@@ -229,14 +226,14 @@ def _resolved_shard_degree(strategy: LayerStrategy | VocabularyStrategy, ranks: 
 def _shard_problem(strategy: LayerStrategy | VocabularyStrategy, ranks: int) -> str:
     return (
         f"shard_degree={strategy.shard_degree} does not divide the {ranks // strategy.tensor} ranks that can share a "
-        f"copy ({ranks} ranks / tensor={strategy.tensor})"
+        f"replica ({ranks} ranks / tensor={strategy.tensor})"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """
-    Number formats of a plan; without one, the training arguments decide.
+    Names the number formats of a plan. A plan without them takes those of the training arguments.
 
     Args:
         compute (`str`, defaults to `"fp32"`): Format of matrix products and activations: fp32, bf16 or fp16.
@@ -257,7 +254,7 @@ class Precision:
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """
-    One stage of the pipeline.
+    Names the ranks and the layers of one pipeline stage.
 
     Args:
         ranks (`tuple[int, ...]`): Global ranks, in the order over which degrees are laid out.
@@ -284,12 +281,12 @@ class Stage:
 @dataclass(frozen=True, kw_only=True)
 class SequenceGroups:
     """
-    Sequence groups chosen anew for each micro-batch, as in FlexSP (arXiv 2412.01523).
+    Limits sequence groups that are chosen for each micro-batch, as in FlexSP (arXiv 2412.01523).
 
     Args:
-        max_tokens_per_rank (`int`): Most tokens a rank may hold of one micro-batch.
-        max_degree (`int`): Most ranks that may share one group.
-        kinds (`tuple[str, ...]`, defaults to `("ring", "ulysses")`): How a group may split attention.
+        max_tokens_per_rank (`int`): Most tokens of one micro-batch on a rank.
+        max_degree (`int`): Most ranks of a group.
+        kinds (`tuple[str, ...]`, defaults to `("ring", "ulysses")`): The ways in which a group may split attention.
     """
 
     max_tokens_per_rank: int
@@ -301,7 +298,7 @@ class SequenceGroups:
         check_int("max_degree", self.max_degree, high=MAX_RANKS)
         object.__setattr__(self, "kinds", _tuple("kinds", self.kinds))
         if not self.kinds:
-            raise ValueError("kinds is empty, which allows no group at all: use ['ring', 'ulysses']")
+            raise ValueError("kinds is empty, which allows no group: use ['ring', 'ulysses']")
         for position, kind in enumerate(self.kinds):
             check_choice("kind", kind, SEQUENCE_KINDS)
             if kind in self.kinds[:position]:
@@ -309,7 +306,7 @@ class SequenceGroups:
 
 
 def check_range(name: str, value: tuple) -> None:
-    """Refuses what is not a half-open, non-empty range `(start, end)` of non-negative integers."""
+    """Raises `ValueError` unless `value` is a half-open, non-empty range `(start, end)` of non-negative integers."""
     if len(value) != 2 or any(type(bound) is not int for bound in value):
         raise ValueError(f"{name} is {show(list(value))}, which is not two integers [start, end): write [0, 1]")
     start, end = value

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Which possible plans this release runs, and what to use instead of the others."""
+"""The parts of a plan that this release does not run, with their replacements."""
 
 from typing import TYPE_CHECKING
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def unsupported(plan: "ParallelPlan") -> list[str]:
-    """One sentence per feature of `plan` that does not run in this release, with the nearest plan that does."""
+    """Returns one sentence for each part of `plan` that does not run in this release, with the nearest that does."""
     return [
         sentence for check in (_stages, _context, _expert, _sequence_groups, _precision) for sentence in check(plan)
     ]
 
 
 def require_runnable(plan: "ParallelPlan", world_size: int) -> None:
-    """Raises `ValueError` when `plan` cannot run on `world_size` started processes."""
+    """Raises `ValueError` if `plan` cannot run on `world_size` started processes."""
     if world_size != plan.world_size:
         raise ValueError(
             f"the plan has world_size={plan.world_size}, but {world_size} "
@@ -53,7 +53,7 @@ def _stages(plan: "ParallelPlan") -> list[str]:
 
 
 def _zero_bubble(plan: "ParallelPlan") -> list[str]:
-    """The weights' backward comes after the layer's, when zero3 has freed the weights: gradients would be garbage."""
+    """Finds zero3, which frees the weights before the separate backward of the weights needs them."""
     if plan.schedule != "zero_bubble":
         return []
     named = [(f"layer {index}", layer) for index, layer in enumerate(plan.layers)]
@@ -61,7 +61,7 @@ def _zero_bubble(plan: "ParallelPlan") -> list[str]:
         if strategy.sharding == "zero3":
             return [
                 f"{where} has sharding 'zero3', which schedule 'zero_bubble' cannot run because it needs the weights "
-                "after they are freed: use 'zero2', or schedule '1f1b'"
+                "after zero3 has freed them: use 'zero2', or schedule '1f1b'"
             ]
     return []
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""A parallel plan as a table for people."""
+"""A parallel plan as a table."""
 
 import io
 from typing import TYPE_CHECKING
@@ -18,12 +18,12 @@ COLUMNS = ("part", "ranks", "tensor", "sequence", "data", "sharding", "expert", 
 
 
 def plan_table(plan: "ParallelPlan") -> "Table":
-    """A rich table: one row for the embedding, for each group of equal neighbouring layers, and for the head."""
+    """Returns a table with one row for the embedding, each span of equal neighbouring layers, and the head."""
     from rich.table import Table
 
     table = Table(title=_title(plan), title_justify="left")
     for name in COLUMNS:
-        # Long rank lists and combined degrees wrap; what names or counts things is never cut.
+        # Long rank lists and combined degrees wrap; names and counts are never cut.
         wraps = name in ("ranks", "sequence")
         table.add_column(name, justify="right" if name in ("tensor", "data", "expert") else "left", no_wrap=not wraps)
     for row in plan_rows(plan):
@@ -32,7 +32,7 @@ def plan_table(plan: "ParallelPlan") -> "Table":
 
 
 def plan_text(plan: "ParallelPlan", width: int = 119) -> str:
-    """The table as plain text of at most `width` columns."""
+    """Returns the table as plain text of at most `width` columns."""
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
@@ -41,7 +41,7 @@ def plan_text(plan: "ParallelPlan", width: int = 119) -> str:
 
 
 def plan_rows(plan: "ParallelPlan") -> list[tuple[str, ...]]:
-    """The cells of the table; layers are folded, but never across a stage or a stack."""
+    """Returns the cells of the table. A row of layers never crosses a stage or a stack."""
     rows = [_vocabulary_row("embedding", plan.embedding, plan.stages[0].ranks)]
     for stage in plan.stages:
         first = 0

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Checks shared by the parts of a plan: every failure is a ValueError of one sentence with value, reason and fix."""
+"""Checks of values. Every failure is a `ValueError` of one sentence with the value, the reason and the fix."""
 
 import difflib
 import math
@@ -15,7 +15,7 @@ MAX_TOKENS = 1 << 40
 
 
 def show(value: Any) -> str:
-    """A value for an error message: one line, at most about 60 characters, whatever the value is."""
+    """Returns a value as text for an error message: one line of about 60 characters at most."""
     try:
         text = ascii(value)
     except (RecursionError, ValueError):
@@ -24,7 +24,7 @@ def show(value: Any) -> str:
 
 
 def check_int(name: str, value: Any, *, low: int = 1, high: int) -> None:
-    """Refuses what is not an `int` (a `bool` is not one here) in `[low, high]`."""
+    """Raises `ValueError` unless `value` is an `int` (and no `bool`) in `[low, high]`."""
     if type(value) is not int:
         raise ValueError(f"{name} is {show(value)}, which is not an integer: write a whole number such as {low}")
     if not low <= value <= high:
@@ -33,10 +33,10 @@ def check_int(name: str, value: Any, *, low: int = 1, high: int) -> None:
 
 
 def check_number(name: str, value: Any, *, low: float = 0.0, positive: bool = False) -> None:
-    """Refuses what is not a finite `int` or `float` of at least `low`, or above 0 if it is to be positive."""
+    """Raises `ValueError` unless `value` is a finite `int` or `float` of at least `low`, above 0 if `positive`."""
     try:
         finite = type(value) in (int, float) and math.isfinite(value)
-    except OverflowError:  # an integer that no float holds
+    except OverflowError:  # an integer above every float
         finite = False
     if not finite:
         raise ValueError(f"{name} is {show(value)}, which is not a finite number: write one such as 1.5")
@@ -46,13 +46,13 @@ def check_number(name: str, value: Any, *, low: float = 0.0, positive: bool = Fa
 
 
 def check_bool(name: str, value: Any) -> None:
-    """Refuses what is not exactly `True` or `False`."""
+    """Raises `ValueError` unless `value` is `True` or `False`."""
     if type(value) is not bool:
         raise ValueError(f"{name} is {show(value)}, which is neither true nor false: write true or false")
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Refuses what is not one of `choices`, and names the nearest of them."""
+    """Raises `ValueError` with the nearest choice unless `value` is one of `choices`."""
     if type(value) is str and value in choices:
         return
     listed = ", ".join(choices)
@@ -61,7 +61,7 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def check_fields(where: str, given: Any, known: Sequence[str], required: Sequence[str] = ()) -> None:
-    """Refuses what is not a JSON object, has a field that is not in `known`, or lacks one of `required`."""
+    """Raises `ValueError` unless `given` is an object with fields of `known` and all of `required`."""
     if not isinstance(given, dict):
         raise ValueError(f"{where} is {show(given)}, which is not an object: write {{...}} with {', '.join(known)}")
     for name in given:
@@ -75,19 +75,19 @@ def check_fields(where: str, given: Any, known: Sequence[str], required: Sequenc
 
 
 def closest_word(value: Any, choices: Sequence[str]) -> str | None:
-    """The choice spelled most like `value`, or None when nothing comes near."""
-    # difflib is quadratic in the length, and a hostile word may be megabytes long.
+    """Returns the choice with the spelling nearest to `value`, or None if none is near."""
+    # difflib is quadratic in the length, and a word of a broken file may be megabytes long.
     word = value[:64].lower() if isinstance(value, str) else ""
     found = difflib.get_close_matches(word, choices, n=1)
     return found[0] if found else None
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of `number`, ascending."""
+    """Returns all divisors of `number` in ascending order."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def nearest(value: int, candidates: Iterable[int]) -> int:
-    """The candidate nearest to `value`; of two equally near, the larger."""
+    """Returns the candidate nearest to `value`; of two equally near, the larger."""
     return min(candidates, key=lambda candidate: (abs(candidate - value), -candidate))

@@ -1,28 +1,27 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the hardware profiles that Galvatron writes.
+"""Reads the hardware profiles of Galvatron.
 
-What the figures mean there (PKU-DAIR/Hetu-Galvatron, its profiler, `utils/config_utils.py` and `cost_model`), and what
-becomes of them here. W is the number of all devices. Galvatron divides MiB by GB/s and takes the result for
-milliseconds, so that its GB/s is 1000 MiB/s: `GALVATRON_GB`.
+The list states the meaning of each figure in Galvatron (PKU-DAIR/Hetu-Galvatron, its profiler, `utils/config_utils.py`
+and `cost_model`) and its use here. W is the number of all devices. Galvatron divides MiB by GB/s and takes the
+quotient as milliseconds, so its GB/s is 1000 MiB/s: `GALVATRON_GB`.
 
 - `allreduce_size_n_consec_c`, GB/s: the bandwidth of a ring over n consecutive devices (c = 1) or n that are W / n
   apart (c = 0). Gradients of P bytes over n data ranks take 2 (n - 1) / n P / bandwidth, a gather of ZeRO-3 half of
-  it. That is [`Link.ms`] of an all-reduce whose input has P bytes and of an all-gather whose input has P / n, with no
-  latency. These links have no points.
-- `pp_size_k`, GB/s: from one of k pipeline stages to the next, whose devices are W / k apart. Time is bytes /
-  bandwidth: that of `send`.
-- `allreduce_size_n_sMB_time`, ms, over n consecutive devices, for an input of s MiB. It prices Megatron-SP: half of it
-  is the time of an all-gather whose *result* has s MiB and of a reduce-scatter whose input has. Here these are the
-  `points` of an all-gather of s / n MiB and of a reduce-scatter of s MiB. They price ZeRO over consecutive devices
-  too, which Galvatron prices by bandwidth; an all-reduce stays priced by bandwidth.
+  that. [`Link.ms`] gives the same for an all-reduce with an input of P bytes and an all-gather with an input of P / n
+  bytes, without latency. These links have no points.
+- `pp_size_k`, GB/s: the bandwidth from one of k pipeline stages to the next, whose devices are W / k apart. A
+  `send` takes bytes / bandwidth.
+- `allreduce_size_n_sMB_time`, ms, over n consecutive devices, for an input of s MiB. Galvatron takes half of it as
+  the time of an all-gather with a *result* of s MiB and of a reduce-scatter with an input of s MiB under Megatron-SP.
+  Here these are the `points` of an all-gather of s / n MiB and of a reduce-scatter of s MiB. They also apply to ZeRO
+  over consecutive devices, for which Galvatron uses the bandwidth. An all-reduce uses the bandwidth.
 - `all2all_size_n_sMB_time`, ms, for an input of s MiB on each rank (nccl-tests' alltoall_perf): `points` of an
-  all-to-all. Galvatron's own formula looks it up with the bytes of all n ranks, and so charges Ulysses up to n times
-  as much.
-- `overlap_coe`: how much longer computing and communicating take beside each other.
+  all-to-all. Galvatron's formula looks it up with the bytes of all n ranks, so Ulysses costs up to n times
+  as much there.
+- `overlap_coe`: the factor by which overlap slows computation and communication.
 
-Where there is no figure of an all-to-all (strided, or over more ranks than the table has), its wire carries what that
-of an all-reduce does.
+An all-to-all without a figure (strided, or over more ranks than the table has) gets the bandwidth of an all-reduce.
 """
 
 from __future__ import annotations
@@ -47,16 +46,16 @@ def read_galvatron_hardware(
     folder: str | os.PathLike, nodes: int, devices_per_node: int, memory_bytes: int
 ) -> HardwareProfile:
     """
-    Reads the figures of one cluster.
+    Reads the profile of one cluster.
 
     Args:
-        folder (`str` or `os.PathLike`): with `allreduce_bandwidth_*.json`, `p2p_bandwidth_*.json`, `sp_time_*.json`
-            and `overlap_coefficient.json`; of these, the first must be there.
-        nodes, devices_per_node (`int`): of the cluster; they are in the names of the files.
-        memory_bytes (`int`): of one device, which Galvatron does not write down.
+        folder (`str` or `os.PathLike`): has `allreduce_bandwidth_*.json`, `p2p_bandwidth_*.json`, `sp_time_*.json`
+            and `overlap_coefficient.json`; only the first is required.
+        nodes, devices_per_node (`int`): size of the cluster, which is part of the files' names.
+        memory_bytes (`int`): memory of one device, which the files do not contain.
 
     Raises:
-        ValueError: in one sentence, if a file is missing or is none of Galvatron's.
+        ValueError: in one sentence, if a file is missing or is not one of Galvatron's.
     """
     world_size = nodes * devices_per_node
     size = f"{nodes}nodes_{devices_per_node}gpus_per_node.json"
@@ -81,26 +80,23 @@ def read_galvatron_hardware(
         hides_gathers=False,
         assumed={
             "memory_bytes": "given, not measured",
-            "links": f"{_SOURCE}; without a table of its own an all-to-all has the bandwidth of an all-reduce",
+            "links": f"{_SOURCE}; an all-to-all without a table has the bandwidth of an all-reduce",
             "overlap_slowdown": _SOURCE if overlap else "no overlap_coefficient.json: nothing overlaps",
-            "hides_gathers": "no (Galvatron's rule: what ZeRO-3 gathers is waited for)",
+            "hides_gathers": "no (Galvatron's rule: gathers of ZeRO-3 do not overlap)",
         },
     )
 
 
 def _check_there(folder: Path, name: str) -> None:
     if not (folder / name).is_file():
-        found = (
-            sorted(re.findall(r"allreduce_bandwidth_(\d+)nodes_(\d+)gpus", " ".join(os.listdir(folder))))
-            if (folder.is_dir())
-            else []
-        )
+        names = " ".join(os.listdir(folder)) if folder.is_dir() else ""
+        found = sorted(re.findall(r"allreduce_bandwidth_(\d+)nodes_(\d+)gpus", names))
         there = ", ".join(f"{nodes} x {devices}" for nodes, devices in found) or "none"
-        raise ValueError(f"{str(folder)!r} has no {name}: give nodes and devices per node that it has ({there})")
+        raise ValueError(f"{str(folder)!r} has no {name}: use the nodes and devices per node of its files ({there})")
 
 
 def _read(path: Path, pattern: str) -> dict[tuple[str, ...], float]:
-    """The figures of a file, by what `pattern` finds in their names; none if there is no such file."""
+    """Returns the figures of a file by the groups of `pattern` in their names; empty if the file does not exist."""
     if not path.exists():
         return {}
     what = f"Galvatron profile {path.name}"

@@ -1,22 +1,21 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the model profiles that Galvatron writes.
+"""Reads the model profiles of Galvatron.
 
-What the figures mean there (PKU-DAIR/Hetu-Galvatron, `galvatron/core/cost_model`), and what becomes of them here. A
-sample is one sequence.
+The list states the meaning of each figure in Galvatron (PKU-DAIR/Hetu-Galvatron, `galvatron/core/cost_model`) and its
+use here. A sample is one sequence.
 
-- `layertype_0_bszB_seqS`, ms for each sample of a batch of B: the forward of one layer. B samples take `m * B + c`;
-  t tensor or Ulysses ranks take `m * B / t + c`. Attention is not told apart: the times hold for S positions.
-- The backward takes twice the forward; it is not measured.
-- `layertype_other_...`: embedding and head together. Each end of a pipeline is charged half of it, and so are
-  embedding and head here.
-- `parameter_size`, MiB in fp32: only compared with the shapes, which come from the model's published configuration.
+- `layertype_0_bszB_seqS`, the forward of one layer, in ms for each sample of a batch of B. B samples take `m * B + c`;
+  t tensor or Ulysses ranks take `m * B / t + c`. The times include attention over S positions.
+- The backward is assumed to take twice the forward.
+- `layertype_other_...`: embedding and head together. Each of them takes half of it.
+- `parameter_size`, MiB in fp32: compared with the shapes of the model's published configuration.
 - `tp_activation_per_bsz_dict`, MiB for each sample on one of t ranks: recorded under Megatron-SP, and used for as many
-  Ulysses ranks. There is no figure for tensor ranks without it, nor for both together: these strategies are left out.
-  `checkpoint` is what stays under recompute, divided by t.
-- `other_memory_pp_on_first`, `..._last`: what the first and the last stage have beside their layers, by vocabulary
-  degree. Of these the activations are read; model states follow from the shapes. `other_memory_pp_off`, where both
-  ends are on one stage, is not used: its activations are about their sum.
+  Ulysses ranks too. Tensor parallelism without Megatron-SP, or with Ulysses, has no figure and is left out.
+  `checkpoint` is the memory under recompute, divided by t.
+- `other_memory_pp_on_first`, `..._last`: memory of the first and the last stage without their layers, by vocabulary
+  degree. Only the activations are read; model states follow from the shapes. `other_memory_pp_off`, for one stage, is
+  not used: its activations are about the sum of both.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ from galvatron_hf.profiler.profiles.model import ModelProfile
 
 MIB = 1 << 20
 BACKWARD = 2.0  # Galvatron's `bct_fct_coe`
-LAYERS_DIFFER = 0.05  # more than this of a layer's size, and the shapes are another model's
+LAYERS_DIFFER = 0.05  # a larger relative difference of a layer's size means another model
 
-# From the models' published configurations.
+# The models' published configurations.
 SHAPES = {
     "llama2-7b": dict(vocab=32000, hidden=4096, intermediate=11008, layers=32, heads=32),
     "llama2-13b": dict(vocab=32000, hidden=5120, intermediate=13824, layers=40, heads=40),
@@ -55,16 +54,16 @@ def read_galvatron_model(
     folder: str | os.PathLike, *, shape: ModelShape | None = None, length: int | None = None
 ) -> ModelProfile:
     """
-    Reads the figures of one model.
+    Reads the profile of one model.
 
     Args:
-        folder (`str` or `os.PathLike`): With one `computation_profiling_DTYPE_MODEL_all.json` and the
-            `memory_profiling_...` beside it, or with a folder `model` that has them.
-        shape ([`ModelShape`], *optional*): Of the model; by default that of its name in the files.
-        length (`int`, *optional*): Positions of a sample; by default the only ones that there are figures for.
+        folder (`str` or `os.PathLike`): Contains one `computation_profiling_DTYPE_MODEL_all.json` and one
+            `memory_profiling_...`, or a folder `model` with both.
+        shape ([`ModelShape`], *optional*): Shape of the model, by default that of the name in the files.
+        length (`int`, *optional*): Positions of a sample, by default the only length in the files.
 
     Raises:
-        ValueError: in one sentence, if a file is missing, is none of Galvatron's, or of a model of other shapes.
+        ValueError: in one sentence, if a file is missing, is not one of Galvatron's, or has another model's shapes.
     """
     computation, memory, dtype, name = _files(Path(folder))
     shape = shape or _published(name)
@@ -96,11 +95,11 @@ def read_galvatron_model(
         tied=shape.tied,
         assumed={
             "backward": "twice the forward (Galvatron's rule)",
-            "tensor degrees": "a t-th of the time of the tokens and all of the fixed one (Galvatron's rule)",
-            "embedding and head": "half of what both take together, each (Galvatron's rule)",
-            "per_square": f"0: attention is part of what a token takes, at {length} positions",
+            "tensor degrees": "1/t of the time per token and the whole fixed time (Galvatron's rule)",
+            "embedding and head": "each half of their common time (Galvatron's rule)",
+            "per_square": f"0: the time per token includes attention over {length} positions",
             "ulysses": "activations as recorded under Megatron-SP (Galvatron's rule)",
-            "optimizer": "nothing (Galvatron's rule)",
+            "optimizer": "no time (Galvatron's rule)",
             "weights": f"the published configuration of {name}",
         },
         made={"source": f"Galvatron's profile of {name}", "longest document": f"{length} tokens"},
@@ -125,8 +124,8 @@ def _files(folder: Path) -> tuple[Path, Path, str, str]:
 def _published(name: str) -> ModelShape:
     if name not in SHAPES:
         raise ValueError(
-            f"Galvatron's files do not hold the shapes of {name!r}, and only those of {', '.join(SHAPES)} are known "
-            "here: pass shape=ModelShape.llama(...)."
+            f"Galvatron's files do not contain the shapes of {name!r}, and only those of {', '.join(SHAPES)} are "
+            "known: pass shape=ModelShape.llama(...)."
         )
     return ModelShape.llama(**SHAPES[name])
 
@@ -172,7 +171,7 @@ def _times(forward: TimeFit, tensor: int) -> Times:
 def _activation(
     figures: Mapping[str, Any], shape: ModelShape, length: int, path: Path
 ) -> tuple[dict[tuple[int, bool, int], float], dict[tuple[int, bool, int], float]]:
-    """Bytes for each token, kept from forward to backward and under recompute, by strategy."""
+    """Returns the saved bytes per token by strategy, without and with recompute."""
     entry = _at(figures, path, "layertype_0_sp", str(length))
     recorded = _number(entry, path, "parameter_size") * MIB
     expected = sum(4 * int(np.prod(weight.shape)) for weight in shape.layers[0])
@@ -204,7 +203,7 @@ def _degrees(entry: Mapping[str, Any], path: Path) -> dict[int, float]:
     found = {}
     for key in entry:
         if not re.fullmatch(r"[1-9]\d{0,6}", key):
-            raise ValueError(f"{path.name} has {show(key)} where a number of ranks belongs: write one such as 2.")
+            raise ValueError(f"{path.name} has {show(key)} instead of a number of ranks: write one such as 2.")
         found[int(key)] = _number(entry, path, key)
     return dict(sorted(found.items()))
 
@@ -212,7 +211,7 @@ def _degrees(entry: Mapping[str, Any], path: Path) -> dict[int, float]:
 def _at(figures: Mapping[str, Any], path: Path, *names: str) -> Mapping[str, Any]:
     for name in names:
         if not isinstance(figures, Mapping) or not isinstance(figures.get(name), Mapping):
-            raise ValueError(f"{path.name} has no {name!r} in it: give a memory profile that Galvatron made under SP.")
+            raise ValueError(f"{path.name} has no {name!r}: give a memory profile that Galvatron made under SP.")
         figures = figures[name]
     return figures
 

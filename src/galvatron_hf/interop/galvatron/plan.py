@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Galvatron's own strategy files, read into a plan and written from one."""
+"""Galvatron's strategy files: read into a plan and written from one."""
 
 import os
 import re
@@ -25,7 +25,7 @@ from galvatron_hf.plan.validation import (
 
 
 REQUIRED = ("pp_deg", "tp_sizes_enc", "tp_consecutive_flags", "dp_types_enc", "global_bsz", "chunks")
-# What Galvatron's reader takes when a file has no such field (its arguments' defaults for the last three).
+# The values of Galvatron's reader for absent fields (its arguments' defaults for the last three).
 DEFAULTS = {
     "use_sp": 0,
     "checkpoint": 0,
@@ -94,14 +94,14 @@ def read_galvatron_plan(
 
 def to_galvatron(plan: ParallelPlan) -> dict[str, Any]:
     """
-    The plan as a strategy file of Galvatron, to be dumped as JSON.
+    Returns the fields of a strategy file of Galvatron, to be written as JSON.
 
-    Not in the file, because Galvatron takes them as launch arguments: Megatron-SP (`sequence_parallel`), precision
-    (`mixed_precision`) and the model's stacks. `global_bsz` comes from `meta["galvatron"]`, else it is one row per
-    data rank and micro-batch. A plan that came from a file gives the fields of that file.
+    Megatron-SP (`sequence_parallel`), precision (`mixed_precision`) and stacks are launch arguments of Galvatron, so
+    the file does not contain them. `global_bsz` comes from `meta["galvatron"]`, else it is one row per data rank and
+    micro-batch. A plan that was read from a file gives the fields of that file.
 
     Raises:
-        `ValueError`: in one sentence, naming the first thing that Galvatron cannot express.
+        `ValueError`: in one sentence, with the first field that Galvatron cannot express.
     """
     _check_expressible(plan)
     kept = plan.meta.get("galvatron")
@@ -109,7 +109,7 @@ def to_galvatron(plan: ParallelPlan) -> dict[str, Any]:
     count = plan.num_layers
     default_type = _default_type(plan, kept)
     degrees = [layer.tensor * layer.ulysses for layer in plan.layers]
-    # Where two values of a flag mean one thing, the file's own value is given back.
+    # If two values of a flag mean the same, the file's own value is written.
     same_type = default_type == "zero3"
     zero3 = _kept_flags(kept, "dp_types_enc", count, 1) if same_type else [1] * count
     ulysses = _kept_flags(kept, "use_sp", count, 0)
@@ -149,7 +149,7 @@ def _layers(raw: dict[str, Any], default: str, megatron_sp: bool) -> tuple[Layer
     for name, column in columns.items():
         for layer, flag in enumerate(column):
             if flag > 1 and name != "cp_sizes_enc":
-                raise ValueError(f"{name} is {flag} for layer {layer}, which has no counterpart here: use 0 or 1")
+                raise ValueError(f"{name} is {flag} for layer {layer}, which has no meaning here: use 0 or 1")
     if 0 in columns["tp_consecutive_flags"]:
         layer = columns["tp_consecutive_flags"].index(0)
         raise ValueError(
@@ -170,7 +170,7 @@ def _layers(raw: dict[str, Any], default: str, megatron_sp: bool) -> tuple[Layer
 
 
 def _kept(raw: dict[str, Any], default_type: str) -> dict[str, Any]:
-    """What a plan cannot hold of a strategy file, so that it can be written again as it was."""
+    """Returns the values of a strategy file that a plan has no field for, so that the file can be written again."""
     kept = {"fields": [name for name in FIELDS if name in raw], "default_dp_type": default_type}
     kept.update({name: raw[name] for name in ("global_bsz", "use_sp", "vsp", "vtp") if name in raw})
     if default_type == "zero3":
@@ -189,12 +189,12 @@ def _kept_flags(kept: dict[str, Any], name: str, count: int, otherwise: int) -> 
 
 def _world_size(raw: dict[str, Any], given: int | None) -> int:
     if "world_size" not in raw and given is None:
-        raise ValueError("the Galvatron plan has no world_size: pass world_size, the number of ranks it is for")
+        raise ValueError("the Galvatron plan has no world_size: pass world_size, its number of ranks")
     found = raw.get("world_size", given)
     check_int("world_size", found, high=MAX_RANKS)
     if given is not None and given != found:
         raise ValueError(
-            f"the Galvatron plan has world_size={found}, but world_size={show(given)} was asked for: "
+            f"the Galvatron plan has world_size={found}, but world_size={show(given)} was passed: "
             f"use world_size={found}"
         )
     return found
@@ -223,7 +223,7 @@ def _stages(raw: dict[str, Any], ranks: int, count: int) -> tuple[Stage, ...]:
 
 
 def _even_division(count: int, degree: int) -> list[int]:
-    """Galvatron's own rule for files without a division: the last stage takes the layers left over."""
+    """Returns Galvatron's division for files without one: the last stage takes the remaining layers."""
     return [count // degree] * (degree - 1) + [count - count // degree * (degree - 1)]
 
 
@@ -264,7 +264,7 @@ def _joined(numbers: Any) -> str:
 
 
 def _left_out(name: str, value: Any, plan: ParallelPlan, kept: dict[str, Any]) -> bool:
-    """Whether the file this plan came from had no such field and Galvatron would assume this very value."""
+    """Returns whether the plan's file had no such field and `value` is Galvatron's default for it."""
     given = kept.get("fields")
     if not isinstance(given, list) or not given or name in given or name in REQUIRED:
         return False
@@ -291,7 +291,7 @@ def _default_type(plan: ParallelPlan, kept: dict[str, Any]) -> str:
     if "replicate" in found and "zero2" in found:
         raise ValueError(
             f"{found['replicate']} is 'replicate' and {found['zero2']} 'zero2', but Galvatron has one default_dp_type "
-            "beside ZeRO-3: use one of the two"
+            "besides ZeRO-3: use one of the two"
         )
     names = {sharding: name for name, sharding in SHARDING_OF.items()}
     for sharding in ("replicate", "zero2"):
