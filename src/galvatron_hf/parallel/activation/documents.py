@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Which positions of a packed row belong to which document, and where the row is cut for the data ranks."""
+"""The documents of a packed row, and the packs into which data ranks cut it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PADDING = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """Whole documents one behind the other in one row; what lies between two cuts is a pack.
+    """Whole documents, one after the other in one row. The documents between two cuts are a pack.
 
     Args:
         bounds (`tuple[int, ...]`): offsets at which documents begin, and the end of the last: `0 = b_0 < ... < b_n`.
         cuts (`tuple[int, ...]`): some of the bounds, at which packs begin, and the end of the last.
         rows (`tuple[int, ...]`, *optional*): the row of the global batch that each document comes from, -1 for padding
-            that no loss counts; by default their numbers.
+            that no loss counts; by default the index of the document.
 
     Raises:
         ValueError: if the offsets do not fit each other.
@@ -40,8 +40,8 @@ class Documents:
         rising = all(start < stop for start, stop in pairwise(self.bounds))
         if len(self.bounds) < 2 or self.bounds[0] != 0 or not rising or len(self.rows) != len(self.bounds) - 1:
             raise ValueError(
-                f"bounds of {len(self.bounds)} offsets and {len(self.rows)} rows are no documents one behind the "
-                "other; give 0, the end of each document in rising order, and one row for each."
+                f"bounds of {len(self.bounds)} offsets and {len(self.rows)} rows are not consecutive "
+                "documents; give 0, the end of each document in rising order, and one row for each."
             )
         ends = (self.cuts[0], self.cuts[-1]) if len(self.cuts) > 1 else None
         if (
@@ -60,14 +60,14 @@ class Documents:
         return PackedRow(self.cuts)
 
     def bounds_within(self, part: Rectangle) -> tuple[int, ...]:
-        """Bounds of the documents in a part that begins and ends where documents do, from the part's start on."""
-        if part not in self._within:  # every layer asks, and its recompute
+        """Returns the bounds of a part's documents, counted from its start. It begins and ends where documents do."""
+        if part not in self._within:  # every layer needs them, and its recompute
             first = bisect.bisect_left(self.bounds, part.position_start)
             last = bisect.bisect_right(self.bounds, part.position_stop)
             self._within[part] = tuple(bound - part.position_start for bound in self.bounds[first:last])
         return self._within[part]
 
     def rows_at(self, positions: Iterable[int]) -> list[int]:
-        """Rows of the global batch that positions of the packed row belong to, without padding; sorted."""
+        """Returns the sorted rows of the global batch to which positions of the packed row belong, without padding."""
         found = {self.rows[bisect.bisect_right(self.bounds, position) - 1] for position in positions}
         return sorted(found - {PADDING})

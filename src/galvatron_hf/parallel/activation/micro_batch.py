@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""One micro-batch as every rank of the stage sees it: small inputs whole, hidden states by layout."""
+"""One micro-batch on the ranks of a stage: small inputs are whole on each, hidden states follow layouts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ForwardOptions:
     Attributes:
         num_items (`torch.Tensor` or `int`, *optional*): what the sum of losses is divided by.
         label_smoothing (`float`): as in [`transformers.trainer_pt_utils.LabelSmoother`].
-        logits (`bool`): whether full-vocabulary logits of the rank's own rows are wanted.
+        logits (`bool`): whether it returns full-vocabulary logits of the rank's own rows.
         whole_loss (`bool`): whether the loss is the sum over all ranks, not this rank's part.
     """
 
@@ -39,23 +39,22 @@ class ForwardOptions:
 class MicroBatch:
     """Inputs of one forward pass; whole on every rank of the stage.
 
-    Of packed documents there is one row, to which nothing has been added. Else rows and positions may have been added
-    so that every layout has something on each rank: added rows repeat the last one, added positions stand behind the
-    real ones, and neither has a target.
+    Packed documents are one row without padding. Other micro-batches are padded so that every rank has tokens in every
+    layout: added rows repeat the last one, added positions come after the real ones, and neither has a target.
 
     Attributes:
         input_ids (`torch.Tensor`): [B, S].
         attention_mask (`torch.Tensor`, *optional*): [B, S], 1 for real tokens.
-        position_ids (`torch.Tensor`, *optional*): [B, S], where the caller gave them.
+        position_ids (`torch.Tensor`, *optional*): [B, S], if the caller gave them.
         targets (`torch.Tensor`, *optional*): [B, S], the token to predict at each position, -100 to ignore.
         real_rows (`int`): rows that the caller gave.
         real_length (`int`): positions that the caller gave.
         ends ([`EndLayouts`]): the layouts of the embedding's output, of the head's input and between two stages.
         key (`tuple[int, ...]`): (seed, step, micro-batch), the beginning of every random stream's key.
         options ([`ForwardOptions`]): what the forward computes.
-        documents ([`Documents`], *optional*): of a packed row; they do not see each other.
+        documents ([`Documents`], *optional*): the documents of a packed row, which do not attend to each other.
         masks (`dict`): attention masks made so far, by rows.
-        final_hidden (`list[torch.Tensor]`): what the last layer left, set during the forward pass.
+        final_hidden (`list[torch.Tensor]`): the last layer's output, set during the forward pass.
     """
 
     input_ids: torch.Tensor
@@ -85,17 +84,17 @@ class MicroBatch:
         return Grid(self.rows, self.length) if self.documents is None else self.documents.grid
 
     def positions(self) -> torch.Tensor:
-        """Position ids [1 or B, S] for all rows; added positions repeat the last real one."""
+        """Returns position ids [1 or B, S] for all rows; added positions repeat the last real one."""
         if self.position_ids is not None:
             return self.position_ids
         return torch.arange(self.length, device=self.input_ids.device).clamp(max=self.real_length - 1)[None]
 
     def attention_masks(self, rectangle: Rectangle, config: PreTrainedConfig, dtype: torch.dtype):
-        """The family's own masks for the rows of a rectangle and all positions.
+        """Returns the family's own masks for the rows of a rectangle and all positions.
 
         Returns:
             `torch.Tensor`, `dict[str, torch.Tensor]` by layer type, or None, as the attention implementation wants it;
-                None for packed documents, whose bounds say more.
+                None for packed documents, whose bounds replace masks.
         """
         if self.documents is not None:
             return None
@@ -116,10 +115,10 @@ class MicroBatch:
         return self.masks[rows]
 
     def _hide_added_positions(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """Takes added positions out of additive masks [B, 1, S, S] for good.
+        """Sets added positions of additive masks [B, 1, S, S] to minus infinity.
 
-        Their lowest finite number hides nothing in a row that is hidden as a whole, as that of a position of left
-        padding is: its attention is then the mean over all positions, and its loss counts.
+        The masks' lowest finite number hides nothing in a row that is hidden as a whole, such as the row of a left
+        padding position: its attention is the mean over all positions, and its loss counts.
         """
         if self.length == self.real_length or mask is None or not mask.is_floating_point():
             return mask
@@ -128,9 +127,9 @@ class MicroBatch:
 
 
 def map_rows(batch: Mapping[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-    """A batch with `change` made to every tensor that has one row for each of its ids.
+    """Returns a batch with `change` applied to every tensor that has one row for each row of ids.
 
-    What has one row for all of them, as position ids and masks may, stays as it is, and so do other values.
+    Tensors with one row for all, as position ids and masks may have, and other values stay as they are.
     """
     rows = batch["input_ids"].shape[0]
     return {
@@ -140,7 +139,7 @@ def map_rows(batch: Mapping[str, Any], change: Callable[[torch.Tensor], torch.Te
 
 
 def split_rows(batch: Mapping[str, Any], count: int) -> Iterator[dict[str, Any]]:
-    """A batch in `count` parts of its rows, which differ by one at most."""
+    """Yields `count` parts of a batch, whose numbers of rows differ by one at most."""
     rows = batch["input_ids"].shape[0]
     for index in range(count):
         part = slice(index * rows // count, (index + 1) * rows // count)

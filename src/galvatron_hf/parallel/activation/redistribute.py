@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Moves an activation from one layer's layout to the next one's, as `galvatron_hf.plan.layout` says.
+"""Moves activations between layouts, as `galvatron_hf.plan.layout` plans the moves.
 
 Convention: a replicated activation carries the full gradient on every replica, so the backward of a move is the move
 back. The backward slices and never sums; partial sums never leave a layer.
