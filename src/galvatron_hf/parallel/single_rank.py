@@ -73,7 +73,7 @@ class SingleRank:
 
     Attributes:
         model ([`PreTrainedModel`]): with the rank's weights.
-        plan ([`ResolvedPlan`]): its plan.
+        resolved ([`ResolvedPlan`]): its plan.
         blocks (`list[ParallelLayer]`): around its layers.
         stage ([`StageModule`]): its only stage.
         forward ([`ModelRunner`]): also the model's.
@@ -81,7 +81,7 @@ class SingleRank:
     """
 
     model: PreTrainedModel
-    plan: ResolvedPlan
+    resolved: ResolvedPlan
     blocks: list[ParallelLayer]
     stage: StageModule
     forward: ModelRunner
@@ -111,4 +111,6 @@ def single_rank(model: PreTrainedModel, plan: ParallelPlan) -> SingleRank:
     blocks = parallelize_layers(model, adapter, stage, mesh, current)
     module = StageModule(model, adapter, mesh, current, stage)
     model.forward = ModelRunner(model, resolved, mesh, current, [module])
-    return SingleRank(model=model, plan=resolved, blocks=blocks, stage=module, forward=model.forward, current=current)
+    return SingleRank(
+        model=model, resolved=resolved, blocks=blocks, stage=module, forward=model.forward, current=current
+    )

@@ -41,13 +41,13 @@ class TiedWeights:
 
     @classmethod
     def separate(
-        cls, model: PreTrainedModel, adapter: ModelAdapter, plan: ResolvedPlan, world: WorldMesh
+        cls, model: PreTrainedModel, adapter: ModelAdapter, resolved: ResolvedPlan, world: WorldMesh
     ) -> TiedWeights | None:
         """Gives the head its own copy of a tied weight if other stages lie between it and the embedding."""
-        if not plan.is_pipeline or not plan.tied:
+        if not resolved.is_pipeline or not resolved.tied:
             return None
         embedding, head = adapter.embeddings(model)[0], adapter.head(model)
-        first, last = plan.stages[0].ranks, plan.stages[-1].ranks
+        first, last = resolved.stages[0].ranks, resolved.stages[-1].ranks
         joined = world.joined([first, last]) if first != last else []
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
         names = {id(module): name for name, module in model.named_modules()}
@@ -56,7 +56,7 @@ class TiedWeights:
             head=head if dist.get_rank() in last else None,
             names=(f"{names[id(embedding)]}.weight", f"{names[id(head)]}.weight"),
             group=joined[0] if joined else None,
-            uniform=plan.embedding == plan.head,
+            uniform=resolved.embedding == resolved.head,
         )
 
     def is_copy(self, parameter: torch.Tensor) -> bool:

@@ -59,7 +59,7 @@ def configured_kernel(module: nn.Module, implementation: str) -> Callable:
 
 def attach_attention(
     module: nn.Module,
-    plan: ResolvedLayer,
+    resolved: ResolvedLayer,
     mesh: StageMesh,
     dropout_stream: Callable[[], contextlib.AbstractContextManager],
     document_bounds: Callable[[], tuple[int, ...] | None],
@@ -68,16 +68,16 @@ def attach_attention(
 
     Args:
         module (`nn.Module`): the attention module of a layer; changed in place.
-        plan ([`ResolvedLayer`]): the layer's heads and Ulysses ranks.
+        resolved ([`ResolvedLayer`]): the layer's heads and Ulysses ranks.
         mesh ([`StageMesh`]): the ranks.
         dropout_stream, document_bounds (`Callable`): as in [`ParallelAttention`].
     """
-    set_key_value_groups(module, plan.heads.query, plan.heads.sent_key_value)
+    set_key_value_groups(module, resolved.heads.query, resolved.heads.sent_key_value)
     module.parallel_attention = ParallelAttention(
         kernel=configured_kernel(module, attention_implementation(module.config)),
-        ulysses_group=mesh.group(plan.ulysses),
-        ulysses_degree=plan.ulysses.size,
-        key_value_copies=plan.heads.copies,
+        ulysses_group=mesh.group(resolved.ulysses),
+        ulysses_degree=resolved.ulysses.size,
+        key_value_copies=resolved.heads.copies,
         dropout_stream=dropout_stream,
         document_bounds=document_bounds,
     )

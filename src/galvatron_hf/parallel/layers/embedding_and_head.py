@@ -25,47 +25,47 @@ class EmbeddingAndHead:
     Attributes:
         embedding (`list[nn.Module]`): the token embedding and learned positions; empty if the rank has none.
         head (`nn.Module`, *optional*): the head.
-        plan ([`ResolvedPlan`]): their meshes and sharding.
+        resolved ([`ResolvedPlan`]): their meshes and sharding.
         mesh ([`StageMesh`]): the ranks.
         tied (`bool`): whether the rank has both ends with one weight, which then belongs to the stage's own unit.
     """
 
     embedding: list[nn.Module]
     head: nn.Module | None
-    plan: ResolvedPlan
+    resolved: ResolvedPlan
     mesh: StageMesh
     tied: bool
 
     @classmethod
     def cut(
-        cls, model: PreTrainedModel, adapter: ModelAdapter, plan: ResolvedPlan, mesh: StageMesh
+        cls, model: PreTrainedModel, adapter: ModelAdapter, resolved: ResolvedPlan, mesh: StageMesh
     ) -> EmbeddingAndHead:
         """Cuts the ends over the vocabulary; must come before other code replaces their forwards."""
         (embedding, *positional), head = adapter.embeddings(model), adapter.head(model)
         first, last = not isinstance(embedding, MissingModule), not isinstance(head, MissingModule)
         tied = first and last and adapter.ties_embeddings(model)
-        if first and plan.embedding.weights.tensor > 1:
-            embedding_mesh = mesh.weights(plan.embedding.weights)
+        if first and resolved.embedding.weights.tensor > 1:
+            embedding_mesh = mesh.weights(resolved.embedding.weights)
             parallel_embedding(embedding, embedding_mesh)
             for module in positional:
                 whole_module(module, embedding_mesh, "embedding")
             if tied:
                 head.weight = embedding.weight
         if last:
-            head_mesh = mesh.weights(plan.head.weights)
-            if plan.head.weights.tensor > 1:
+            head_mesh = mesh.weights(resolved.head.weights)
+            if resolved.head.weights.tensor > 1:
                 whole_module(adapter.final_norm(model), head_mesh, "head")
             Head(
                 head,
                 head_mesh,
                 adapter.logit_transform(model.config),
                 tied,
-                recompute_logits_in_backward=_several_in_flight(plan),
+                recompute_logits_in_backward=_several_in_flight(resolved),
             )
         return cls(
             embedding=[embedding, *positional] if first else [],
             head=head if last else None,
-            plan=plan,
+            resolved=resolved,
             mesh=mesh,
             tied=tied,
         )
@@ -75,26 +75,26 @@ class EmbeddingAndHead:
         alone = stage.is_first and stage.is_last
         # One stage begins its backward right after its forward; in a pipeline other micro-batches may come between.
         for module, end, options in (
-            (self.embedding if stage.is_first else [], self.plan.embedding, dict(needed_in_backward=False)),
-            ([self.head] if stage.is_last else [], self.plan.head, dict(stay_gathered=alone)),
+            (self.embedding if stage.is_first else [], self.resolved.embedding, dict(needed_in_backward=False)),
+            ([self.head] if stage.is_last else [], self.resolved.head, dict(stay_gathered=alone)),
         ):
             if module and not self.tied:
                 mesh, sharding = self.mesh.weights(end.weights), end.strategy.sharding
                 units.add(module, mesh, sharding, stage=stage.index, **options)
         # A stage before the last has no weights left for the root.
-        owner = self.plan.head if stage.is_last else stage.layers[0]
+        owner = self.resolved.head if stage.is_last else stage.layers[0]
         mesh, sharding = self.mesh.weights(owner.weights), owner.strategy.sharding
         units.add_root(root, mesh, sharding, stage=stage.index, stay_gathered=alone)
 
 
-def _several_in_flight(plan: ResolvedPlan) -> bool:
+def _several_in_flight(resolved: ResolvedPlan) -> bool:
     """Returns whether the last stage holds several micro-batches between forward and backward.
 
     Zero-bubble schedules do too, but run the head's backward twice: for them its gradients are computed once, in the
     forward.
     """
-    if not plan.is_pipeline or plan.plan.schedule == "zero_bubble":
+    if not resolved.is_pipeline or resolved.plan.schedule == "zero_bubble":
         return False
-    last = plan.stages[-1]
-    order = actions(plan.pipeline, plan.plan.micro_batches)[last.pipeline_rank]
+    last = resolved.stages[-1]
+    order = actions(resolved.pipeline, resolved.plan.micro_batches)[last.pipeline_rank]
     return most_in_flight(order, last.index) > 1

@@ -54,7 +54,7 @@ class ParallelLayer:
     """Runs one layer under its strategy; replaces the layer's `forward`.
 
     Attributes:
-        plan ([`ResolvedLayer`]): its index, strategy and layouts.
+        resolved ([`ResolvedLayer`]): its index, strategy and layouts.
         layer (`nn.Module`): the layer.
         layer_type (`str`, *optional*): key of its mask, in families with several.
         inputs ([`LayerInputs`]): the tensors that it takes after the hidden states.
@@ -65,7 +65,7 @@ class ParallelLayer:
         alone (`bool`): whether the plan has one stage.
     """
 
-    plan: ResolvedLayer
+    resolved: ResolvedLayer
     layer: nn.Module
     layer_type: str | None
     inputs: LayerInputs
@@ -77,7 +77,7 @@ class ParallelLayer:
 
     def __post_init__(self):
         self.attended = False
-        self.name = f"layer {self.plan.index}"
+        self.name = f"layer {self.resolved.index}"
         self.signature = inspect.signature(self.original)
         self.hidden_name = next(iter(self.signature.parameters))
         self.layer.gradient_checkpointing = False
@@ -92,12 +92,12 @@ class ParallelLayer:
                 arguments |= arguments.pop(name, {})
         names = [name for name in self.inputs.states if name in arguments]
         state = LayerState.in_layout(
-            self.plan.source or batch.ends.embedding,
+            self.resolved.source or batch.ends.embedding,
             {HIDDEN: arguments.pop(self.hidden_name), **{name: arguments.pop(name) for name in names}},
-        ).redistribute(self.plan.layout, grid=batch.grid, mesh=self.mesh)
+        ).redistribute(self.resolved.layout, grid=batch.grid, mesh=self.mesh)
         hidden = state.hidden
         arguments = self._inputs(batch, arguments, hidden.dtype) | {name: state.tensors[name] for name in names}
-        if self.plan.strategy.recompute == "full" and torch.is_grad_enabled():
+        if self.resolved.strategy.recompute == "full" and torch.is_grad_enabled():
             # Random streams are keyed, so that recompute needs no saved state of the generator.
             output = checkpoint(self._compute, batch, hidden, arguments, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -112,15 +112,15 @@ class ParallelLayer:
 
     def rectangle(self, batch: MicroBatch) -> Rectangle:
         """Returns the rows and positions of this rank in this layer."""
-        return batch.grid.rectangle(self.plan.layout, self.mesh.index)
+        return batch.grid.rectangle(self.resolved.layout, self.mesh.index)
 
     def attention_rectangle(self, batch: MicroBatch) -> Rectangle:
         """Returns the rows and positions that enter the attention module, after Megatron-SP has gathered positions."""
-        return batch.grid.rectangle(self.plan.attention_layout, self.mesh.index)
+        return batch.grid.rectangle(self.resolved.attention_layout, self.mesh.index)
 
     def pack(self, batch: MicroBatch) -> Rectangle:
         """Returns the packs of a packed row that this rank and the other sequence ranks attend to together."""
-        return batch.grid.rectangle(self.plan.pack_layout, self.mesh.index)
+        return batch.grid.rectangle(self.resolved.pack_layout, self.mesh.index)
 
     def document_bounds(self) -> tuple[int, ...] | None:
         """Returns the bounds of the documents in attention, None for rows that are not packed; records the call."""
@@ -130,7 +130,7 @@ class ParallelLayer:
 
     def _compute(self, batch: MicroBatch, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         rectangle = self.rectangle(batch)
-        key = (*batch.key, self.plan.index, rectangle.row_start, rectangle.position_start)
+        key = (*batch.key, self.resolved.index, rectangle.row_start, rectangle.position_start)
         stream = random_stream(hidden.device, *key) if self.layer.training else contextlib.nullcontext()
         self.attended = False
         with self.current.active(batch), stream, local_parameters(self.views):
@@ -152,9 +152,9 @@ class ParallelLayer:
         batch = self.current.value
         packed = batch.documents is not None
         first = self.pack(batch).position_start if packed else self.attention_rectangle(batch).row_start
-        heads = self.mesh.index % self.plan.head_shards
+        heads = self.mesh.index % self.resolved.head_shards
         device = batch.input_ids.device
-        return random_stream(device, *batch.key, self.plan.index, first, heads, 1)
+        return random_stream(device, *batch.key, self.resolved.index, first, heads, 1)
 
     def _inputs(self, batch: MicroBatch, arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
         rectangle = self.attention_rectangle(batch)

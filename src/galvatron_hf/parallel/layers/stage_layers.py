@@ -26,11 +26,13 @@ def parallelize_layers(
 ) -> list[ParallelLayer]:
     """Cuts the layers of one stage and puts a [`ParallelLayer`] around each."""
     layers, places, blocks = adapter.layers(model), adapter.places(model), []
-    for plan in stage.layers:
-        layer, place = layers[plan.index], places[plan.index]
-        views = cut_layer(layer, place.stack, plan.strategy, {"layer": mesh.weights(plan.weights)}, current.config)
+    for resolved in stage.layers:
+        layer, place = layers[resolved.index], places[resolved.index]
+        views = cut_layer(
+            layer, place.stack, resolved.strategy, {"layer": mesh.weights(resolved.weights)}, current.config
+        )
         block = ParallelLayer(
-            plan=plan,
+            resolved=resolved,
             layer=layer,
             layer_type=place.type(current.config),
             inputs=place.stack.inputs,
@@ -41,7 +43,7 @@ def parallelize_layers(
             alone=stage.is_first and stage.is_last,
         )
         for name in place.stack.attention:
-            attach_attention(layer.get_submodule(name), plan, mesh, block.dropout_stream, block.document_bounds)
+            attach_attention(layer.get_submodule(name), resolved, mesh, block.dropout_stream, block.document_bounds)
         layer.forward = functools.partial(ParallelLayer.__call__, block)
         blocks.append(block)
     return blocks
@@ -50,5 +52,5 @@ def parallelize_layers(
 def add_layer_units(units: ShardedUnits, blocks: list[ParallelLayer], stage: int) -> None:
     """Makes a unit of each layer, whose weights are gathered and whose gradients are reduced together."""
     for block in blocks:
-        mesh, sharding = block.mesh.weights(block.plan.weights), block.plan.strategy.sharding
+        mesh, sharding = block.mesh.weights(block.resolved.weights), block.resolved.strategy.sharding
         units.add(block.layer, mesh, sharding, stage=stage)

@@ -50,7 +50,7 @@ class ModelRunner:
 
     Args:
         model ([`PreTrainedModel`]): the model.
-        plan ([`ResolvedPlan`]): its plan.
+        resolved ([`ResolvedPlan`]): its plan.
         mesh ([`StageMesh`]): the ranks of this rank's stages.
         current ([`CurrentMicroBatch`]): shared with the layers.
         stages (`list[StageModule]`): this rank's stages.
@@ -59,12 +59,12 @@ class ModelRunner:
     def __init__(
         self,
         model: PreTrainedModel,
-        plan: ResolvedPlan,
+        resolved: ResolvedPlan,
         mesh: StageMesh,
         current: CurrentMicroBatch,
         stages: list[StageModule],
     ):
-        self.model, self.plan, self.mesh, self.current, self.stages = model, plan, mesh, current, stages
+        self.model, self.resolved, self.mesh, self.current, self.stages = model, resolved, mesh, current, stages
         self.loss, self.position = stages[0].adapter.loss, StreamPosition()
 
     def __call__(self, input_ids: torch.Tensor, **inputs) -> ModelOutput:
@@ -76,10 +76,10 @@ class ModelRunner:
         Raises:
             ValueError: for inputs without a layout, or if the plan has several pipeline stages.
         """
-        if self.plan.is_pipeline:
+        if self.resolved.is_pipeline:
             raise ValueError(
-                f"The model is cut into {len(self.plan.stages)} pipeline stages, and a call would run one of them; "
-                "call the trainer's evaluate or predict, or ParallelModel.evaluate, on every rank."
+                f"The model is cut into {len(self.resolved.stages)} pipeline stages, and a call would run one of "
+                "them; call the trainer's evaluate or predict, or ParallelModel.evaluate, on every rank."
             )
         return self.run(self.stages[0], self.micro_batch(input_ids, **inputs))
 
@@ -133,7 +133,7 @@ class ModelRunner:
         options: ForwardOptions,
     ) -> MicroBatch:
         real_rows, real_length = input_ids.shape
-        rows, length = self.plan.padded(real_rows, real_length, logits=options.logits)
+        rows, length = self.resolved.padded(real_rows, real_length, logits=options.logits)
         if position_ids is not None and length > real_length:
             # Counting on keeps the added positions in the last document of a row that the caller has packed. They stay
             # below the largest position: rotary embeddings may depend on it, and learned ones have a last.
@@ -147,7 +147,7 @@ class ModelRunner:
             targets=add_rows(add_positions(targets, length, IGNORED), rows, IGNORED),
             real_rows=real_rows,
             real_length=real_length,
-            ends=self.plan.end_layouts(rows),
+            ends=self.resolved.end_layouts(rows),
             key=self.position.key(),
             options=options,
         )
@@ -162,7 +162,7 @@ class ModelRunner:
         documents: Documents,
     ) -> MicroBatch:
         lengths = {stop - start for start, stop in pairwise(documents.cuts)}
-        packs, multiple = self.plan.packs, self.plan.pack_multiple
+        packs, multiple = self.resolved.packs, self.resolved.pack_multiple
         fits = len(documents.cuts) == packs + 1 and not any(length % multiple for length in lengths)
         if input_ids.shape != (1, documents.bounds[-1]) or not fits or 0 in lengths:
             raise ValueError(
@@ -182,7 +182,7 @@ class ModelRunner:
             targets=targets,
             real_rows=1,
             real_length=input_ids.shape[1],
-            ends=self.plan.pack_end_layouts,
+            ends=self.resolved.pack_end_layouts,
             key=self.position.key(),
             options=options,
             documents=documents,
@@ -217,8 +217,8 @@ class ModelRunner:
 
         With fewer rows than ranks the last ranks get none: their logits are those of padding.
         """
-        padded, tensor = max(rows, self.mesh.size), self.plan.head.strategy.tensor
-        group = self.plan.end_layouts(padded).head.rectangle(self.mesh.index, padded, 1)
+        padded, tensor = max(rows, self.mesh.size), self.resolved.head.strategy.tensor
+        group = self.resolved.end_layouts(padded).head.rectangle(self.mesh.index, padded, 1)
         part = Layout(data=tensor).rectangle(self.mesh.index % tensor, group.shape[0], 1)
         start, stop = group.row_start + part.row_start, group.row_start + part.row_stop
         return slice(min(start, rows), min(stop, rows))

@@ -124,7 +124,7 @@ class Pipeline:
     @classmethod
     def from_plan(
         cls,
-        plan: ResolvedPlan,
+        resolved: ResolvedPlan,
         world: WorldMesh,
         stages: dict[int, StageModule],
         units: ShardedUnits,
@@ -133,15 +133,15 @@ class Pipeline:
         timeline: Timeline,
     ) -> Pipeline:
         """Makes this rank's part of a plan's pipeline, whose groups were prepared."""
-        groups = plan.plan.rank_groups
-        own = plan.pipeline.rank_group_of_stage[next(iter(stages))]
+        groups = resolved.plan.rank_groups
+        own = resolved.pipeline.rank_group_of_stage[next(iter(stages))]
         pairs = {}
-        for pair in plan.neighbours:
+        for pair in resolved.neighbours:
             if own in pair:
                 peer = pair[1] if own == pair[0] else pair[0]
                 pairs[peer] = world.joined([groups[index] for index in pair])
         return cls(
-            plan.pipeline,
+            resolved.pipeline,
             own,
             stages=stages,
             units=units,
@@ -149,7 +149,7 @@ class Pipeline:
             group=world.joined(groups)[0],
             pairs=pairs,
             state_features=state_features,
-            dtype=DTYPES[plan.precision.compute],
+            dtype=DTYPES[resolved.precision.compute],
             timeline=timeline,
         )
 

@@ -45,7 +45,7 @@ class StageModule(nn.Module):
         adapter ([`ModelAdapter`]): the adapter of its family.
         mesh ([`StageMesh`]): the ranks of the stage.
         current ([`CurrentMicroBatch`]): the micro-batch that it computes; shared with the layers.
-        plan ([`ResolvedStage`]): its place in the pipeline, and its layers.
+        resolved ([`ResolvedStage`]): its place in the pipeline, and its layers.
     """
 
     def __init__(
@@ -54,10 +54,11 @@ class StageModule(nn.Module):
         adapter: ModelAdapter,
         mesh: StageMesh,
         current: CurrentMicroBatch,
-        plan: ResolvedStage,
+        resolved: ResolvedStage,
     ):
         super().__init__()
-        self.plan, self.index, self.is_first, self.is_last = plan, plan.index, plan.is_first, plan.is_last
+        self.resolved, self.index = resolved, resolved.index
+        self.is_first, self.is_last = resolved.is_first, resolved.is_last
         self.adapter, self.mesh, self.current = adapter, mesh, current
         self._model = (model,)  # in a tuple, so that it is no submodule
         self._received: LayerState | None = None
@@ -68,7 +69,7 @@ class StageModule(nn.Module):
             ends += [adapter.final_norm(model), adapter.head(model)]
         self.ends = nn.ModuleList([model] if alone else ends)
         whole = [model.base_model.get_submodule(stack.layers) for stack in adapter.stacks]
-        self.stacks = nn.ModuleList(whole if alone else self._own_stacks(model, plan.span))
+        self.stacks = nn.ModuleList(whole if alone else self._own_stacks(model, resolved.span))
         norm = adapter.final_norm(model)
         self.norm = getattr(norm.forward, "original", norm.forward)
         norm.forward = FinalNormHook(current, mesh, self.norm)
@@ -97,7 +98,7 @@ class StageModule(nn.Module):
         """
         batch, states = self.current.value, self.states(received)
         self.current.location = "head" if self.is_last else "exit"
-        state = LayerState.in_layout(self.plan.layers[-1].layout, {HIDDEN: states})
+        state = LayerState.in_layout(self.resolved.layers[-1].layout, {HIDDEN: states})
         state = self._move(state, batch.ends.head if self.is_last else batch.ends.boundary)
         if self.is_last:
             return self.adapter.head(self._model[0])(self.norm(state.hidden), request)
@@ -142,7 +143,7 @@ class StageModule(nn.Module):
         """Returns the received hidden states in the layout of the first layer."""
         received, self._received = self._received, None
         hidden = LayerState.in_layout(received.layouts[HIDDEN], {HIDDEN: received.hidden})
-        return self._move(hidden, self.plan.layers[0].layout).hidden
+        return self._move(hidden, self.resolved.layers[0].layout).hidden
 
     def _move(self, state: LayerState, layout: Layout) -> LayerState:
         grid = self.current.value.grid

@@ -226,7 +226,7 @@ class PartTimer:
         return self.points()[0 if self.device.type == "cuda" else -1]
 
     def _end_jobs(self, parts: IsolatedLayers, tensor: int, tokens: int) -> list[_Job]:
-        packs = parts.rank.plan.packs
+        packs = parts.rank.resolved.packs
         length = max(1, min(self.length, tokens // packs))  # a model may have positions for no more
         batch = parts.micro_batch(packs * max(1, tokens // packs // length) * length, length)
         pair = {"embedding": parts.embedding(batch), "head": parts.head(batch)}

@@ -197,7 +197,7 @@ class IsolatedLayers:
         if not self.packed:
             ids = torch.zeros(tokens // length, length, dtype=torch.long, device=self.device)
             return self.rank.forward.micro_batch(ids, shift_labels=ids, whole_loss=False)
-        packs = self.rank.plan.packs
+        packs = self.rank.resolved.packs
         ids = torch.zeros(1, tokens, dtype=torch.long, device=self.device)
         positions = torch.arange(tokens, device=self.device).remainder(length)[None]
         documents = Documents(
@@ -246,13 +246,13 @@ class IsolatedLayers:
         def run() -> torch.Tensor:
             output = hidden
             for block, (args, kwargs) in zip(blocks, captured, strict=True):
-                plan = block.plan
-                block.plan = replace(plan, source=plan.layout)  # nothing is moved on the way in
+                resolved = block.resolved
+                block.resolved = replace(resolved, source=resolved.layout)  # nothing is moved on the way in
                 try:
                     with self.rank.current.active(batch):
                         output = block.layer(output, *args, **kwargs)
                 finally:
-                    block.plan = plan
+                    block.resolved = resolved
                 output = output if isinstance(output, torch.Tensor) else output[0]
             return output
 
@@ -294,7 +294,7 @@ class IsolatedLayers:
         places = self.rank.stage.adapter.places(self.rank.model)
         with contextlib.ExitStack() as changes:
             for block in self.rank.blocks:
-                stack = places[block.plan.index].stack
+                stack = places[block.resolved.index].stack
                 for name in stack.regions:
                     region = block.layer.get_submodule(name)
                     changes.enter_context(without_forward_pre_hooks(region))
