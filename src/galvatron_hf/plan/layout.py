@@ -81,16 +81,7 @@ class Layout:
     @classmethod
     @lru_cache(maxsize=65536)  # a search asks again and again for the same few
     def from_strategy(cls, strategy: LayerStrategy, ranks: int) -> Layout:
-        """
-        Returns the layout in which a layer takes and returns its hidden states.
-
-        Args:
-            strategy (`LayerStrategy`): The layer's strategy.
-            ranks (`int`): Number of ranks of its stage.
-
-        Raises:
-            ValueError: If the strategy's degrees do not divide the ranks.
-        """
+        """Returns the layout of a layer's hidden states on a stage of `ranks` ranks."""
         replicas = 1 if strategy.megatron_sp else strategy.tensor
         return cls(data=strategy.data_degree(ranks), positions=strategy.sequence_degree, replicas=replicas)
 
@@ -117,13 +108,9 @@ class Layout:
         return self.data * self.positions * self.replicas
 
     def rectangle(self, index: int, rows: int, length: int) -> Rectangle:
-        """
-        Returns what one rank holds. It is empty if there are fewer rows (or positions) than pieces.
+        """Returns what the rank with this index in its stage holds of `rows` rows of `length` positions.
 
-        Args:
-            index (`int`): The rank's index in its stage.
-            rows (`int`): Rows of the micro-batch.
-            length (`int`): Positions of a row.
+        The rectangle is empty if there are fewer rows (or positions) than pieces.
         """
         row, position = divmod(index // self.replicas, self.positions)
         return Rectangle(
