@@ -71,7 +71,6 @@ def test_blocks_that_another_one_lies_on_are_gone():
     assert _peak([*sent, made(4, 200, 10)]) == 10
     assert _peak([*sent, used(4, 100, 6), made(5, 200, 10)]) == 20
     assert _peak([*sent, made(4, 100, 4), made(5, 200, 10)]) == 14  # another one of the same start
-    assert _peak([*sent, made(5, 200, 10), (6, -10, 100, 6, False)]) == 10  # whichever thread frees it
     assert _peak([made(1, 100, 10, True), made(2, 200, 10)]) == 10  # a collective's own
 
 

@@ -37,10 +37,9 @@ def allocation_peak(profiler: torch.autograd.profiler.profile) -> int:
     """
     Most bytes that were alive at once while it ran, less those that were alive before.
 
-    Threads of a process group free blocks too, which the profiler does not see, and it depends on the machine's load
-    which thread is the last to let go of a block. A block that a collective was given, or allocated, therefore always
-    counts until the end of the last operator that was given it, even if something still refers to it. Any other block
-    counts until it is freed, or until another block lies where it was.
+    Threads of a process group free blocks too, which the profiler does not see. A block that a collective was given,
+    or allocated, and that nobody was seen to free counts until the end of the last operator that was given it, even if
+    something still refers to it. Any other block counts until another block lies where it was.
     """
     return _peak(_seen(profiler))
 
@@ -69,6 +68,7 @@ def _peak(seen: Iterable[_Seen]) -> int:
             blocks.append(alive[start])
             bisect.insort(starts, start)
         elif block is not None and size < 0:
+            block.of_collective = False  # whoever had it: its end was seen
             gone(start, time)
         elif block is not None:
             block.last_use = max(block.last_use, end)
