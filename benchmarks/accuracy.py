@@ -44,7 +44,7 @@ from plan_runs import devices, measure, parser_of_runs, profiled
 from random_plans import Shape, brief, draw_plans
 
 from galvatron_hf import ParallelPlan
-from galvatron_hf.planner.search import estimate_plan
+from galvatron_hf.planner.estimate import estimate_plan
 
 
 SHAPES = ("256x8x8x4x704x2048x128x8", "512x4x8x2x1408x4096x128x8")
@@ -81,7 +81,7 @@ def compare(shape: Shape, seats: list[Seat], options: argparse.Namespace, watch:
     model.to_json(options.output / f"model-{shape}.json")
     plans = draw_plans(len(seats), model, shape, options.plans, options.seed)
     workload = shape.workload()
-    noted = [estimate_plan(hardware, model, workload, plan).noted(workload) for plan in plans]
+    noted = [estimate_plan(hardware, model, workload, plan).plan_with_prediction(workload) for plan in plans]
     predictions = options.output / f"predictions-{shape}.json"
     predictions.write_text(json.dumps([json.loads(plan.to_json()) for plan in noted], indent=1))
     print(f"\n{shape}: predictions are in {predictions}", flush=True)

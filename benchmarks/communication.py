@@ -5,10 +5,10 @@
 from collections import Counter
 
 from collective_recorder import totals
+from step_traffic import Traffic, step_traffic
 
 from galvatron_hf.models.shape import ModelShape
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
-from galvatron_hf.planner.cost.traffic import Traffic, step_traffic
 
 
 def mixed_plan(world_size: int, layers: int) -> ParallelPlan:

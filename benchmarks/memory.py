@@ -28,7 +28,7 @@ from random_plans import Shape, brief, draw_plans
 
 from galvatron_hf import ParallelPlan
 from galvatron_hf.plan import Precision
-from galvatron_hf.planner.search import estimate_plan
+from galvatron_hf.planner.estimate import estimate_plan
 from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.profiler.trace.tracing import profile_from_config
@@ -76,7 +76,7 @@ def train(plans: list[ParallelPlan], shape: Shape) -> list[Outcome]:
 def compare(name: str, plans: list[ParallelPlan], shape: Shape, profile: ModelProfile) -> None:
     """Predicts, trains and prints the comparison."""
     hardware, workload = hardware_preset("cpu", 1, RANKS), shape.workload()
-    noted = [estimate_plan(hardware, profile, workload, plan).noted(workload) for plan in plans]
+    noted = [estimate_plan(hardware, profile, workload, plan).plan_with_prediction(workload) for plan in plans]
     outcomes = on_ranks([AnySeat()] * RANKS, functools.partial(train, noted, shape))
     errors = []
     print(f"\n{name}: predicted and measured MiB of a rank, by stage")

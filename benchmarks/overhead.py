@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from collective_recorder import CollectiveRecorder
 from communication import comparison, mixed_plan, traffic_table
+from step_traffic import step_traffic
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from galvatron_hf import GalvatronTrainer, GalvatronTrainingArguments, ParallelPlan
 from galvatron_hf.models.shape import ModelShape
-from galvatron_hf.planner.cost.traffic import step_traffic
 
 
 class RandomTokens(Dataset):

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from galvatron_hf import ParallelPlan
 from galvatron_hf.plan import Precision, Stage
-from galvatron_hf.planner.cost.cost_model import Workload
+from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.space import Limits, layer_strategies, schedules, vocabulary_strategies
 from galvatron_hf.profiler.profiles.model import ModelProfile
 

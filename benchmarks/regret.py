@@ -33,8 +33,9 @@ from plan_runs import devices, measure, parser_of_runs, profiled
 from random_plans import Shape, brief, draw_plans
 
 from galvatron_hf import ParallelPlan
+from galvatron_hf.planner.estimate import estimate_plan
 from galvatron_hf.planner.report.alternatives import alternatives
-from galvatron_hf.planner.search import estimate_plan, search_plan
+from galvatron_hf.planner.search import search_plan
 
 
 SHAPE = "256x8x8x4x704x2048x128x8"
@@ -68,7 +69,7 @@ def candidates(shape: Shape, seats: list[Seat], options: argparse.Namespace, wat
     found += [(f"drawn {index}", plan) for index, plan in enumerate(drawn)]
     unique: dict[str, Candidate] = {}
     for name, plan in found:
-        noted = estimate_plan(hardware, model, workload, plan).noted(workload)
+        noted = estimate_plan(hardware, model, workload, plan).plan_with_prediction(workload)
         unique.setdefault(replace(plan, meta={}).to_json(), Candidate(name=name, plan=noted))
     return list(unique.values())
 

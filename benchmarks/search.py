@@ -28,8 +28,9 @@ from galvatron_hf.interop.galvatron.hardware import read_galvatron_hardware
 from galvatron_hf.interop.galvatron.model import read_galvatron_model
 from galvatron_hf.interop.galvatron.plan import read_galvatron_plan
 from galvatron_hf.plan import ParallelPlan, Precision
-from galvatron_hf.planner.cost.cost_model import Workload
-from galvatron_hf.planner.search import SearchResult, estimate_plan, search_plan
+from galvatron_hf.planner.cost.workload import Workload
+from galvatron_hf.planner.estimate import estimate_plan
+from galvatron_hf.planner.search import SearchResult, search_plan
 from galvatron_hf.planner.space import Limits
 from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.profiler.trace.tracing import profile_from_config
@@ -37,7 +38,7 @@ from galvatron_hf.profiler.trace.tracing import profile_from_config
 
 DATA = Path(__file__).parent.parent / "tests" / "data"
 MEMORY_GIB = 38
-GALVATRONS = Limits(rounds=1)  # its plans have no interleaved stages, and its formulas no price for them
+GALVATRONS = Limits(virtual_stages=1)  # its plans have no interleaved stages, and its formulas no price for them
 LLAMA_70B = dict(
     vocab_size=32000,
     hidden_size=8192,
@@ -96,7 +97,7 @@ def described(name: str, results: list[SearchResult]) -> dict[str, Any]:
         "case": name,
         "seconds": statistics.median(seconds),
         "seconds_range": [min(seconds), max(seconds)],
-        "branches": first.branches,
+        "branches": first.problems,
         "solved": first.solved,
         "states": first.states,
         "memory_quantum_bytes": 1,

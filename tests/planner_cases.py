@@ -9,7 +9,7 @@ import numpy as np
 
 from galvatron_hf.models.shape import WeightShape
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy
-from galvatron_hf.planner.cost.cost_model import Workload
+from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.space import Limits, layer_strategies, vocabulary_strategies
 from galvatron_hf.profiler.profiles.hardware import KINDS, HardwareProfile, Link
 from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile, TimeFit, Times
@@ -131,14 +131,15 @@ def workload(rows: int, length: int = 8) -> Workload:
 
 
 def every_plan(hardware: HardwareProfile, model: ModelProfile, rows: int, limits: Limits) -> Iterator[ParallelPlan]:
-    """All plans of the space, by plain enumeration: any number of micro-batches, any cut, up to three like rounds."""
+    """Enumerates all plans of the space: any number of micro-batches, any cut, up to three equal virtual stages."""
     world, layers = hardware.world_size, len(model.layers)
-    for pipeline, rounds in itertools.product(range(1, 1 + min(world, layers)), range(1, 1 + min(limits.rounds, 3))):
-        share = layers // rounds
-        alike = model.layers == model.layers[:share] * rounds
+    most = min(limits.virtual_stages, 3)
+    for pipeline, virtual in itertools.product(range(1, 1 + min(world, layers)), range(1, 1 + most)):
+        share = layers // virtual
+        uniform = model.layers == model.layers[:share] * virtual
         if world % pipeline:
             continue
-        if limits.pipeline and pipeline not in limits.pipeline or rounds > 1 and (pipeline == 1 or not alike):
+        if limits.pipeline and pipeline not in limits.pipeline or virtual > 1 and (pipeline == 1 or not uniform):
             continue
         ranks = world // pipeline
         strategies: list[LayerStrategy] = [one for one, _ in layer_strategies(ranks, model, limits)]
@@ -150,22 +151,22 @@ def every_plan(hardware: HardwareProfile, model: ModelProfile, rows: int, limits
                     ranks=tuple(range(index * ranks, (index + 1) * ranks)),
                     layers=(number * share + bounds[index], number * share + bounds[index + 1]),
                 )
-                for number in range(rounds)
+                for number in range(virtual)
                 for index in range(pipeline)
             )
             chosen = itertools.product(itertools.product(strategies, repeat=share), vocabulary, vocabulary)
             for (of_layers, embedding, head), count in itertools.product(chosen, range(1, rows + 1)):
                 if model.tied and (embedding.tensor != head.tensor or (pipeline == 1 and embedding != head)):
                     continue
-                if rounds > 1 and (count < pipeline or count % (count // pipeline)):
-                    continue  # not in rounds of equally many micro-batches
+                if virtual > 1 and (count < pipeline or count % (count // pipeline)):
+                    continue  # rounds would have unequal numbers of micro-batches
                 yield ParallelPlan(
                     world_size=world,
                     stacks={"decoder": layers},
                     micro_batches=count,
-                    schedule="interleaved" if rounds > 1 else "1f1b",
+                    schedule="interleaved" if virtual > 1 else "1f1b",
                     stages=stages,
-                    layers=of_layers * rounds,
+                    layers=of_layers * virtual,
                     embedding=embedding,
                     head=head,
                     precision=Precision(),

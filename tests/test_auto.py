@@ -22,8 +22,9 @@ from galvatron_hf.models.families import adapter_for
 from galvatron_hf.parallel.validate import check_model
 from galvatron_hf.plan import Precision
 from galvatron_hf.plan.supported import require_runnable
-from galvatron_hf.planner.cost.cost_model import Workload
-from galvatron_hf.planner.search import estimate_plan, search_plan
+from galvatron_hf.planner.cost.workload import Workload
+from galvatron_hf.planner.estimate import estimate_plan
+from galvatron_hf.planner.search import search_plan
 from galvatron_hf.planner.space import Limits, layer_strategies, vocabulary_strategies
 from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
 from galvatron_hf.profiler.profiles.presets import hardware_preset
@@ -387,7 +388,7 @@ def searched(name: str) -> ParallelPlan:
         budget = int(least + share * (max(best.memory_bytes) - least))
         best = search_plan(hardware, model, work, limits=limits, memory_bytes=budget).best
         assert max(best.memory_bytes) <= budget
-    return best.noted(work)
+    return best.plan_with_prediction(work)
 
 
 def test_searched_plans_train_as_one_process(tmp_path):

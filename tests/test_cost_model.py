@@ -12,8 +12,8 @@ from galvatron_hf.models.shape import WeightShape
 from galvatron_hf.plan import LayerStrategy, Precision, VocabularyStrategy
 from galvatron_hf.planner.cost.cost_model import CostModel
 from galvatron_hf.planner.cost.step_shape import StepShape
+from galvatron_hf.planner.estimate import Estimate, estimate_plan
 from galvatron_hf.planner.report.explain import explain_plan
-from galvatron_hf.planner.search import Estimate, estimate_plan
 from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.profiler.profiles.presets import hardware_preset
@@ -86,14 +86,14 @@ def test_a_head_that_waits_keeps_its_input_and_computes_the_logits_again():
     light = CostModel(hardware, model, workload(8), 2, 4).end(model.head, whole, "head")
     model = replace(model, head=replace(model.head, saved_fixed_bytes=fixed))
     at_once, late = (
-        CostModel(hardware, model, workload(8), 2, 4, late_head=late).end(model.head, whole, "head")
+        CostModel(hardware, model, workload(8), 2, 4, recompute_logits_in_backward=late).end(model.head, whole, "head")
         for late in (False, True)
     )
     for each in (at_once, late):
         assert each.activation_bytes == light.activation_bytes
         for count in (1, 2):
-            needs = dict(alone=True, stages=1, micro_batches=count, one_layer=False)
-            assert each.working(**needs) == light.working(**needs) + 5000
+            needs = dict(one_stage=True, active_stages=1, micro_batches=count, one_layer=False)
+            assert each.peak_working_bytes(**needs) == light.peak_working_bytes(**needs) + 5000
     assert late.forward_ms == pytest.approx(at_once.forward_ms / 3)
     assert late.backward_ms == pytest.approx(at_once.backward_ms + at_once.forward_ms)
     plan = ParallelPlan.uniform(4, 4, pipeline=2, micro_batches=4, precision=Precision())
@@ -112,14 +112,14 @@ def test_messages_within_a_node_are_priced_as_such():
     assert inside < between
     shape = StepShape(pipeline=4, micro_batches=4, schedule="1f1b", rows=4)
     both = inside + between
-    assert costs.received_ms(shape.received()) == pytest.approx([inside, both, both, inside])
-    around = replace(shape, schedule="interleaved", rounds=2)
+    assert costs.received_ms(shape.receives()) == pytest.approx([inside, both, both, inside])
+    around = replace(shape, schedule="interleaved", virtual_stages=2)
     ends = 2 * inside + between
-    assert costs.received_ms(around.received()) == pytest.approx([ends, 2 * both, 2 * both, ends])
+    assert costs.received_ms(around.receives()) == pytest.approx([ends, 2 * both, 2 * both, ends])
     two = CostModel(hardware, random_model(0, layers=8), workload(8), 2, 4)
     between = hardware.ms("send", 2, 2, two.boundary_bytes)
     halves = replace(shape, pipeline=2)
-    assert two.received_ms(halves.received()) == pytest.approx([between, between])
+    assert two.received_ms(halves.receives()) == pytest.approx([between, between])
 
 
 def test_ranks_wait_before_each_collective_of_activations_and_weights():
@@ -148,7 +148,7 @@ def test_the_only_layer_of_a_stage_has_no_next_one_in_memory(sharding):
     ahead = weights if sharding == "zero3" else 0
 
     def working(**given) -> int:
-        return int(layer.working(alone=False, stages=1, **given)[0])
+        return int(layer.peak_working_bytes(one_stage=False, active_stages=1, **given)[0])
 
     assert working(micro_batches=2, one_layer=False) - working(micro_batches=2, one_layer=True) == ahead
     assert working(micro_batches=1, one_layer=False) - working(micro_batches=1, one_layer=True) <= ahead

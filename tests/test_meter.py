@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from galvatron_hf import ParallelPlan
 from galvatron_hf.plan import Precision, Stage
-from galvatron_hf.planner.cost.cost_model import Workload
-from galvatron_hf.planner.search import Estimate
+from galvatron_hf.planner.cost.workload import Workload
+from galvatron_hf.planner.estimate import Estimate
 from galvatron_hf.trainer.planning.cpu_peak_memory import _peak, allocation_peak, allocations_profiler
 from galvatron_hf.trainer.planning.step_meter import Outcome, StepMeter, held_bytes, outcome, prediction
 from trainer_runs import on_ranks
@@ -107,7 +107,7 @@ def test_only_whole_predictions_are_held_against_a_run(meta):
 def test_a_run_that_is_too_short_says_so():
     plan = Estimate(
         plan=ParallelPlan.uniform(1, 1), step_ms=2.0, samples_per_second=1.0, memory_bytes=(1 << 20,)
-    ).noted(Workload(rows=1, length=1, precision=Precision(compute="fp32")))
+    ).plan_with_prediction(Workload(rows=1, length=1, precision=Precision(compute="fp32")))
     (text,) = on_ranks(functools.partial(short_run, plan), 1)
     assert text == (
         "Predicted 2.0 ms a step; the run was too short to measure it.\n"

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline's stages make of a step and of memory: against its schedule, played action by action."""
+"""The cost and the memory of a pipeline, compared with a simulation of its schedule."""
 
 from collections import Counter
 from dataclasses import replace
@@ -11,7 +11,7 @@ from scipy.optimize import linprog
 
 from galvatron_hf.plan.schedule import PipelineShape, Work, actions, most_in_flight, orders
 from galvatron_hf.planner.cost.step_shape import StepShape
-from galvatron_hf.planner.solver.problem import Choice, Options, SearchProblem, score
+from galvatron_hf.planner.solver.problem import Options, SearchProblem, Solution, score
 
 
 UNIT = 10**6
@@ -22,19 +22,19 @@ def played(
     forward: np.ndarray,
     backward: np.ndarray,
     micro_batches: int,
-    rounds: int = 1,
+    virtual: int = 1,
     head: float = 0.0,
     once: float = 0.0,
 ) -> float:
-    """When the last rank has done its work, each action taking its rank list's time as soon as what it needs is there.
+    """Returns the time of a step in which each action starts when its inputs exist and its rank is free.
 
-    The last stage of all takes `head` longer, a third of it forward, and all lists `once` behind their last action.
+    The last stage takes `head` longer, a third of it forward, and all ranks take `once` after their last action.
     """
-    lists, stages = len(forward), rounds * len(forward)
+    ranks, stages = len(forward), virtual * len(forward)
     lined_up = actions(
-        PipelineShape(schedule=schedule, rank_group_of_stage=tuple(range(lists)) * rounds), micro_batches
+        PipelineShape(schedule=schedule, rank_group_of_stage=tuple(range(ranks)) * virtual), micro_batches
     )
-    clocks, waiting = np.zeros(lists), [[one for one in order if one.work.is_compute] for order in lined_up]
+    clocks, waiting = np.zeros(ranks), [[one for one in order if one.work.is_compute] for order in lined_up]
     done: dict[tuple[Work, int, int], float] = {}
     while any(waiting):
         for place, order in enumerate(waiting):
@@ -57,40 +57,41 @@ def priced(
     schedule: str,
     times: np.ndarray,
     micro_batches: int,
-    rounds: int = 1,
+    virtual: int = 1,
     head: float = 0.0,
     once: float | np.ndarray = 0.0,
 ) -> float:
-    """The cost of stages of one layer each that take so long for a micro-batch, forward and backward."""
+    """Returns the cost of stages of one layer each; `times` are forward and backward of one micro-batch."""
     stages = len(times)
-    shape = StepShape(pipeline=stages, micro_batches=micro_batches, schedule=schedule, rows=1, rounds=rounds)
-    a = np.rint(UNIT * times).astype(np.int64)[:, None]
+    shape = StepShape(pipeline=stages, micro_batches=micro_batches, schedule=schedule, rows=1, virtual_stages=virtual)
+    first = np.rint(UNIT * times).astype(np.int64)[:, None]
     none, nothing = np.zeros(1, dtype=np.int64), np.zeros(stages, dtype=np.int64)
-    end = Options(a=none, b=none, memory=none, working=none, layout=none)
+    end = Options(first_cost=none, other_cost=none, memory=none, working=none, layout=none)
     last = np.rint(UNIT * np.array([head])).astype(np.int64)
-    branch = SearchProblem(
+    problem = SearchProblem(
         kinds=np.arange(stages),
-        a=a,
-        b=(shape.passes - 1) * a + np.rint(UNIT * np.broadcast_to(once, stages)).astype(np.int64)[:, None],
-        **dict.fromkeys(("state", "activation", "working", "shared"), 0 * a),
-        allowed=a >= 0,
+        first_cost=first,
+        other_cost=(shape.passes - 1) * first
+        + np.rint(UNIT * np.broadcast_to(once, stages)).astype(np.int64)[:, None],
+        **dict.fromkeys(("state", "activation", "working", "reused"), 0 * first),
+        allowed=first >= 0,
         layout=none,
-        move_a=none[:, None],
-        move_b=none[:, None],
+        first_resharding=none[:, None],
+        other_resharding=none[:, None],
         boundary=0,
         in_flight=shape.in_flight(),
-        at_once=shape.at_once(),
-        stage_a=nothing,
-        stage_b=nothing,
+        reuse_count=shape.reuse_count(),
+        stage_first_cost=nothing,
+        stage_other_cost=nothing,
         stage_memory=nothing,
         starts=end,
-        finishes=replace(end, a=last, b=(micro_batches - 1) * last),
+        finishes=replace(end, first_cost=last, other_cost=(micro_batches - 1) * last),
         budget=1,
-        ahead=shape.ahead(),
-        waits=shape.waits(),
+        warmup=shape.warmup(),
+        later_stage_weights=shape.later_stage_weights(),
     )
-    choice = Choice(bounds=tuple(range(stages + 1)), options=(0,) * stages, start=0, finish=0)
-    return score(branch, choice).cost / UNIT
+    solution = Solution(bounds=tuple(range(stages + 1)), options=(0,) * stages, start=0, finish=0)
+    return score(problem, solution).cost / UNIT
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
@@ -114,7 +115,7 @@ def test_a_step_is_what_its_schedule_takes(stages):
 
 
 def test_gpipe_is_priced_no_lower_than_1f1b():
-    """One stage's optimizer takes longer than all that is behind it: both wait for its gradients first."""
+    """If a stage's optimizer takes longer than all later stages, both schedules wait for its gradients first."""
     draw = np.random.default_rng(0)
     for stages, micro_batches in ((2, 2), (2, 5), (3, 3), (4, 8)):
         for _ in range(20):
@@ -137,94 +138,94 @@ def test_stages_that_recompute_take_at_most_a_nineteenth_longer_than_priced(stag
                 assert low <= ratio <= 1.001, (micro_batches, times)
 
 
-def interleavings(lists: int, rounds: int, most: int):
-    """Numbers of micro-batches, at least as many as rank lists, that a schedule can order."""
-    shape = PipelineShape(schedule="interleaved", rank_group_of_stage=tuple(range(lists)) * rounds)
-    return [(shape, count) for count in range(lists, most) if orders(shape, count)]
+def interleavings(ranks: int, virtual: int, most: int):
+    """Returns the numbers of micro-batches, at least as many as pipeline ranks, that the schedule can order."""
+    shape = PipelineShape(schedule="interleaved", rank_group_of_stage=tuple(range(ranks)) * virtual)
+    return [(shape, count) for count in range(ranks, most) if orders(shape, count)]
 
 
-@pytest.mark.parametrize("rounds", [2, 4])
-@pytest.mark.parametrize("lists", [2, 3, 4, 8])
-def test_an_interleaved_step_is_what_its_schedule_takes(lists, rounds):
-    """Exactly where the rank lists are alike, with a head on the last or not; up to an eighth too long where they
-    differ by up to two times. Never too short."""
+@pytest.mark.parametrize("virtual", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_an_interleaved_step_is_what_its_schedule_takes(ranks, virtual):
+    """The cost is exact if the ranks are equal, with or without a head on the last one. It is up to an eighth too long
+    if they differ by up to two times, and never too short."""
     draw = np.random.default_rng(0)
-    for _, micro_batches in interleavings(lists, rounds, 4 * lists + 1):
+    for _, micro_batches in interleavings(ranks, virtual, 4 * ranks + 1):
         for most, high in ((1.0, 1.001), (1.1, 1.06), (2.0, 1.13)):
             for _ in range(3):
-                times = draw.uniform(1, most, lists)
-                parts = times / 3, times * 2 / 3, micro_batches, rounds
-                ratio = priced("interleaved", times, micro_batches, rounds) / played("interleaved", *parts)
+                times = draw.uniform(1, most, ranks)
+                parts = times / 3, times * 2 / 3, micro_batches, virtual
+                ratio = priced("interleaved", times, micro_batches, virtual) / played("interleaved", *parts)
                 assert 0.999 <= ratio <= high, (micro_batches, times)
-        alike, head = np.ones(lists), 0.5
-        real = played("interleaved", alike / 3, alike * 2 / 3, micro_batches, rounds, head)
-        ratio = priced("interleaved", alike, micro_batches, rounds, head) / real
+        equal, head = np.ones(ranks), 0.5
+        real = played("interleaved", equal / 3, equal * 2 / 3, micro_batches, virtual, head)
+        ratio = priced("interleaved", equal, micro_batches, virtual, head) / real
         assert 0.999 <= ratio <= 1.001, micro_batches
 
 
-@pytest.mark.parametrize("rounds", [1, 2, 3, 4])
-@pytest.mark.parametrize("lists", [1, 2, 3, 4, 8])
-def test_what_is_in_flight_is_what_the_order_of_actions_holds(lists, rounds):
-    """On a rank list in all, and in the first stage and the last."""
-    for places, count in interleavings(lists, rounds, 4 * lists + 2):
-        schedule = "1f1b" if rounds == 1 else "interleaved"
-        orders_of_lists = actions(replace(places, schedule=schedule), count)
-        shape = StepShape(pipeline=lists, micro_batches=count, schedule=schedule, rows=1, rounds=rounds)
+@pytest.mark.parametrize("virtual", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_what_is_in_flight_is_what_the_order_of_actions_holds(ranks, virtual):
+    """On a pipeline rank in total, in the first stage and in the last."""
+    for places, count in interleavings(ranks, virtual, 4 * ranks + 2):
+        schedule = "1f1b" if virtual == 1 else "interleaved"
+        orders_of_ranks = actions(replace(places, schedule=schedule), count)
+        shape = StepShape(pipeline=ranks, micro_batches=count, schedule=schedule, rows=1, virtual_stages=virtual)
         held = []
-        for order in orders_of_lists:
+        for order in orders_of_ranks:
             changes = [{Work.FORWARD: 1, Work.BACKWARD: -1}.get(action.work, 0) for action in order]
             held.append(int(np.cumsum(changes).max()))
         assert shape.in_flight().tolist() == held, count
-        ends = most_in_flight(orders_of_lists[0], 0), most_in_flight(orders_of_lists[-1], lists * rounds - 1)
+        ends = most_in_flight(orders_of_ranks[0], 0), most_in_flight(orders_of_ranks[-1], ranks * virtual - 1)
         assert shape.ends_in_flight() == ends, count
 
 
-@pytest.mark.parametrize("rounds", [1, 2, 4])
-@pytest.mark.parametrize("lists", [2, 3, 4])
+@pytest.mark.parametrize("virtual", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("gradient", [0.5, 1.0, 3.0])
-def test_gradients_come_when_activations_have_gone(lists, rounds, gradient):
-    """Of layers whose micro-batches keep 1: what `at_once` says is what the order of actions holds at most.
+def test_gradients_come_when_activations_have_gone(ranks, virtual, gradient):
+    """With activations of size 1, the memory by `reuse_count` is the maximum over the order of actions.
 
-    Where gradients are larger than that, and each stage sees all micro-batches once before it sees any again, later
-    activations would make room too: there it is more.
+    It is more than the maximum if gradients are larger and every stage runs all micro-batches before the rank's next
+    one, because the activations of later micro-batches would make room too.
     """
-    for places, count in interleavings(lists, rounds, 4 * lists + 2):
-        schedule = "1f1b" if rounds == 1 else "interleaved"
-        shape = StepShape(pipeline=lists, micro_batches=count, schedule=schedule, rows=1, rounds=rounds)
-        said = shape.in_flight() + rounds * gradient - shape.at_once() * min(gradient, 1.0)
+    for places, count in interleavings(ranks, virtual, 4 * ranks + 2):
+        schedule = "1f1b" if virtual == 1 else "interleaved"
+        shape = StepShape(pipeline=ranks, micro_batches=count, schedule=schedule, rows=1, virtual_stages=virtual)
+        said = shape.in_flight() + virtual * gradient - shape.reuse_count() * min(gradient, 1.0)
         for most, order in zip(said, actions(replace(places, schedule=schedule), count), strict=True):
             now, reached, peak = 0.0, set(), 0.0
             for action in order:
                 now += {Work.FORWARD: 1.0, Work.BACKWARD: -1.0}.get(action.work, 0.0)
                 reached |= {action.stage} if action.work is Work.BACKWARD else set()
                 peak = max(peak, now + gradient * len(reached))
-            exact = gradient <= 1.0 or rounds == 1 or count >= 2 * lists
+            exact = gradient <= 1.0 or virtual == 1 or count >= 2 * ranks
             assert most == peak if exact else most >= peak, count
 
 
-@pytest.mark.parametrize("rounds", [1, 2, 4])
-@pytest.mark.parametrize("lists", [2, 3, 4])
-def test_stages_at_work_are_those_that_have_some_of_their_micro_batches_back(lists, rounds):
-    """Of the rank list that has most of them at a time."""
-    for places, count in interleavings(lists, rounds, 4 * lists + 2):
-        schedule = "1f1b" if rounds == 1 else "interleaved"
-        shape = StepShape(pipeline=lists, micro_batches=count, schedule=schedule, rows=1, rounds=rounds)
+@pytest.mark.parametrize("virtual", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_active_stages_are_those_that_have_some_of_their_micro_batches_back(ranks, virtual):
+    """On the pipeline rank that has most of them at a time."""
+    for places, count in interleavings(ranks, virtual, 4 * ranks + 2):
+        schedule = "1f1b" if virtual == 1 else "interleaved"
+        shape = StepShape(pipeline=ranks, micro_batches=count, schedule=schedule, rows=1, virtual_stages=virtual)
         most = 0
         for order in actions(replace(places, schedule=schedule), count):
             back = Counter()
             for action in order:
                 back[action.stage] += action.work is Work.BACKWARD
                 most = max(most, sum(0 < done < count for done in back.values()))
-        assert shape.stages_at_work == max(1, most), count
+        assert shape.active_stages == max(1, most), count
 
 
 def test_the_least_step_is_a_linear_program_s():
     for stages in (2, 3, 4, 8):
         for micro_batches in range(1, 3 * stages):
             shape = StepShape(pipeline=stages, micro_batches=micro_batches, schedule="1f1b", rows=1)
-            waits, rows = 2 if micro_batches >= stages else 1, []
-            for stage, ahead in enumerate(shape.ahead()):
-                for less, times in ((0, 0), (ahead / 3, 1), (ahead, waits)):
+            weight, rows = 2 if micro_batches >= stages else 1, []
+            for stage, warmup in enumerate(shape.warmup()):
+                for less, times in ((0, 0), (warmup / 3, 1), (warmup, weight)):
                     done = micro_batches - 1 - less
                     row = [1.0 if one <= stage else times for one in range(stages)]
                     row[stage] += done

@@ -1,13 +1,13 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The search of a branch finds what enumeration and a mixed-integer program find, and its bound is one."""
+"""The solver finds what enumeration and a mixed-integer program find, and its bound is below it."""
 
 import pytest
 
-from branches import brute_force, mixed_integer, random_branch
 from galvatron_hf.planner.solver.cut_bounds import CutBounds
 from galvatron_hf.planner.solver.dp import solve
 from galvatron_hf.planner.solver.problem import score
+from search_problems import brute_force, mixed_integer, random_problem
 
 
 SMALL = [
@@ -27,12 +27,12 @@ SMALL = [
 @pytest.mark.parametrize("sizes", SMALL, ids=str)
 def test_the_search_finds_what_enumeration_finds(sizes):
     for seed in range(60):
-        branch = random_branch(seed, **sizes, tightness=[0.0, 0.1, 0.3, 0.6][seed % 4])
-        found, best = solve(branch), brute_force(branch)
+        problem = random_problem(seed, **sizes, tightness=[0.0, 0.1, 0.3, 0.6][seed % 4])
+        found, best = solve(problem), brute_force(problem)
         assert found.cost == best, seed
         if best is not None:
-            again = score(branch, found.choice)
-            assert again.cost == best and max(again.memory) <= branch.budget
+            again = score(problem, found.solution)
+            assert again.cost == best and max(again.memory) <= problem.budget
             assert found.bound <= best
 
 
@@ -40,14 +40,14 @@ def test_the_search_finds_what_enumeration_finds(sizes):
 def test_the_search_finds_what_a_mixed_integer_program_finds(stages, layers):
     for seed in range(8):
         sizes = dict(layers=layers, stages=stages, options=5, layouts=3, kinds=1 + seed % 2)
-        branch = random_branch(seed, **sizes, tightness=0.1 + 0.2 * (seed % 3))
-        assert solve(branch).cost == mixed_integer(branch), seed
+        problem = random_problem(seed, **sizes, tightness=0.1 + 0.2 * (seed % 3))
+        assert solve(problem).cost == mixed_integer(problem), seed
 
 
 def test_the_bound_of_all_cuts_is_below_the_best():
     for seed in range(60):
-        branch = random_branch(seed, layers=5, stages=1 + seed % 3, options=3, kinds=1 + seed % 2, tightness=0.2)
-        best, bounds = brute_force(branch), CutBounds(branch)
+        problem = random_problem(seed, layers=5, stages=1 + seed % 3, options=3, kinds=1 + seed % 2, tightness=0.2)
+        best, bounds = brute_force(problem), CutBounds(problem)
         if best is not None:
             assert bounds.bound <= best
             bounds.improve(best)
@@ -56,8 +56,8 @@ def test_the_bound_of_all_cuts_is_below_the_best():
 
 def test_a_limit_below_the_best_finds_nothing_and_one_at_it_finds_it():
     for seed in range(20):
-        branch = random_branch(seed, layers=4, stages=2, options=3, tightness=0.3)
-        best = brute_force(branch)
+        problem = random_problem(seed, layers=4, stages=2, options=3, tightness=0.3)
+        best = brute_force(problem)
         if best is not None:
-            assert solve(branch, limit=best - 1).cost is None
-            assert solve(branch, limit=best).cost == best
+            assert solve(problem, limit=best - 1).cost is None
+            assert solve(problem, limit=best).cost == best

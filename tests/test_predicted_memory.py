@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from galvatron_hf import ParallelPlan
 from galvatron_hf.plan import Precision, Stage
-from galvatron_hf.planner.cost.cost_model import Workload
-from galvatron_hf.planner.search import estimate_plan
+from galvatron_hf.planner.cost.workload import Workload
+from galvatron_hf.planner.estimate import estimate_plan
 from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.profiler.trace.tracing import profile_from_config
 from tiny_models import FAMILIES
@@ -169,7 +169,7 @@ def check_memory(case: str, names: tuple[str, ...], folder: Path) -> None:
         more = {"stages": kind["stages"], "schedule": "interleaved"} if "stages" in kind else {}
         uniform = {name: value for name, value in kind.items() if name != "stages"}
         plan = replace(ParallelPlan.uniform(RANKS, LAYERS, precision=work.precision, **uniform), **more)
-        plans.append(estimate_plan(hardware, model, work, plan).noted(work))
+        plans.append(estimate_plan(hardware, model, work, plan).plan_with_prediction(work))
     errors = {}
     for name, ratios in zip(options, on_ranks(functools.partial(train, plans, given, folder))[0], strict=True):
         errors |= {f"{name}, {stage}": ratio - 1 for stage, ratio in enumerate(ratios)}

@@ -13,25 +13,27 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig
 
-from branches import random_branch
 from galvatron_hf.interop.galvatron.hardware import read_galvatron_hardware
 from galvatron_hf.interop.galvatron.model import read_galvatron_model
 from galvatron_hf.interop.galvatron.plan import read_galvatron_plan
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, SequenceGroups, Stage, VocabularyStrategy
 from galvatron_hf.plan.layout import Grid, Layout, block_size, sent_tokens
-from galvatron_hf.planner.cost.cost_model import Workload
 from galvatron_hf.planner.cost.resharding import most_sent_tokens
+from galvatron_hf.planner.cost.workload import Workload
+from galvatron_hf.planner.estimate import estimate_plan
 from galvatron_hf.planner.report.alternatives import alternatives
 from galvatron_hf.planner.report.explain import explain_plan
-from galvatron_hf.planner.search import estimate_plan, micro_batchings, search_plan
+from galvatron_hf.planner.report.report import explain
+from galvatron_hf.planner.search import search_plan
 from galvatron_hf.planner.solver.cut_bounds import least_memory
 from galvatron_hf.planner.solver.dp import solve
-from galvatron_hf.planner.space import Limits, layer_strategies
+from galvatron_hf.planner.space import Limits, layer_strategies, micro_batch_sizes
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile, Link
 from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.profiler.trace.tracing import profile_from_config
 from planner_cases import every_plan, random_hardware, random_model, workload
+from search_problems import random_problem
 
 
 DATA = Path(__file__).parent / "data"
@@ -40,7 +42,7 @@ from galvatron_formulas import score as galvatron_score  # noqa: E402
 from galvatron_profiles import GalvatronProfiles  # noqa: E402
 
 
-GALVATRONS = Limits(rounds=1)  # its plans have no interleaved stages
+GALVATRONS = Limits(virtual_stages=1)  # its plans have no interleaved stages
 FEW = Limits(sequence=("megatron",), sharding=("replicate", "zero3"), hybrid_sharding=False)
 CASES = [
     # world size, layers, rows, kinds of layers, tied, limits
@@ -49,12 +51,12 @@ CASES = [
     (2, 3, 2, 2, False, Limits(sequence=("ulysses",), sharding=("zero2",), recompute=("none",))),
     (4, 2, 2, 1, True, Limits(sequence=(), sharding=("zero3", "replicate"), recompute=("none", "full"))),
     (4, 2, 5, 2, False, Limits(sequence=("none",), sharding=("zero2", "replicate"), recompute=("none",))),
-    # two rounds of interleaved stages, of layers that are alike and that are not
+    # two virtual stages per rank, of equal layers and of others
     (2, 4, 5, 1, False, Limits(sequence=(), sharding=("replicate",), pipeline=(2,))),
     (2, 4, 2, 2, True, Limits(sequence=(), sharding=("replicate",), pipeline=(2,))),
     (4, 4, 2, 1, False, replace(FEW, sharding=("zero3",), recompute=("none",), pipeline=(2,))),
     (4, 4, 3, 1, False, Limits(sequence=("megatron",), sharding=("zero3",), recompute=("none",), pipeline=(2,))),
-    # three rounds of them; numbers of ranks that are no powers of two, with fewer rows than ranks
+    # three virtual stages per rank; numbers of ranks that are no powers of two, with fewer rows than ranks
     (2, 6, 4, 1, False, Limits(sequence=(), sharding=("replicate",), pipeline=(2,))),
     (3, 3, 2, 1, False, Limits(sequence=(), sharding=("replicate", "zero3"))),
     (6, 2, 4, 1, False, Limits(sequence=("none",), sharding=("zero2",), recompute=("none",))),
@@ -129,7 +131,7 @@ def test_rows_are_added_for_nobody_but_a_layer_that_has_as_many_data_ranks(world
 
 @pytest.mark.parametrize("world, layers, rows", [(2, 3, 3), (4, 4, 2)])
 def test_the_best_plan_of_one_strategy_is_the_best_of_those(world, layers, rows):
-    limits = replace(FEW, sharding=("zero3",), recompute=("none",), alike=True)
+    limits = replace(FEW, sharding=("zero3",), recompute=("none",), uniform=True)
     for seed in range(3):
         model = random_model(seed, layers=layers)
         hardware = random_hardware(seed, world_size=world, memory_bytes=1 << 40)
@@ -154,22 +156,22 @@ def test_a_search_finds_the_same_plan_again():
 
 def test_options_that_are_left_out_are_not_missed():
     for seed in range(60):
-        branch = random_branch(seed, layers=6, stages=1 + seed % 3, options=8, layouts=4, tightness=0.3)
-        assert solve(branch.restricted(np.nonzero(branch.worth_having())[0])).cost == solve(branch).cost
+        problem = random_problem(seed, layers=6, stages=1 + seed % 3, options=8, layouts=4, tightness=0.3)
+        assert solve(problem.restricted(np.nonzero(problem.useful_options())[0])).cost == solve(problem).cost
 
 
 def test_the_least_memory_is_that_of_the_first_budget_that_has_a_solution():
     for seed in range(30):
-        branch = random_branch(seed, layers=5, stages=1 + seed % 3, options=4, kinds=1 + seed % 2)
-        least = least_memory(branch)
+        problem = random_problem(seed, layers=5, stages=1 + seed % 3, options=4, kinds=1 + seed % 2)
+        least = least_memory(problem)
         if least < np.inf:
-            assert solve(replace(branch, budget=int(least))).cost is not None
-            assert solve(replace(branch, budget=int(least) - 1)).cost is None
+            assert solve(replace(problem, budget=int(least))).cost is not None
+            assert solve(replace(problem, budget=int(least) - 1)).cost is None
 
 
 def test_micro_batches_are_all_sizes_and_all_numbers_of_each():
     for rows in range(1, 40):
-        found = {size: list(counts) for size, counts in micro_batchings(rows)}
+        found = {size: list(counts) for size, counts in micro_batch_sizes(rows)}
         assert sorted(found) == sorted({-(-rows // count) for count in range(1, rows + 1)})
         assert all(found[size] == [n for n in range(1, rows + 1) if -(-rows // n) == size] for size in found)
 
@@ -243,7 +245,9 @@ def test_galvatrons_own_formulas_find_ours_faster_too(nodes, engine):
 def test_well_known_plans_are_not_faster():
     hardware, model, work, budget = _galvatron(1)
     best = search_plan(hardware, model, work, memory_bytes=budget, limits=GALVATRONS).best
-    others = {other.name: other for other in alternatives(hardware, model, work, memory_bytes=budget, rounds=1)}
+    others = {
+        other.name: other for other in alternatives(hardware, model, work, memory_bytes=budget, virtual_stages=1)
+    }
     assert set(others) == {"DDP", "ZeRO-3", "Megatron TP + PP", "ZeRO-3 + Ulysses", "one for all layers"}
     assert len(set(others["one for all layers"].best.plan.layers)) == 1
     assert others["DDP"].best is None and others["DDP"].least_memory_bytes > budget
@@ -254,7 +258,7 @@ def test_well_known_plans_are_not_faster():
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("pipeline, kinds", [(1, 2), (2, 2), (2, 1)])
 def test_the_parts_of_a_price_add_up(pipeline, kinds, tied):
-    rounds = set()
+    virtual = set()
     for seed in range(6):
         model = random_model(seed, layers=4, kinds=kinds, tied=tied)
         hardware = random_hardware(seed, world_size=4, memory_bytes=1 << 40)
@@ -263,8 +267,8 @@ def test_the_parts_of_a_price_add_up(pipeline, kinds, tied):
         found = explain_plan(hardware, model, workload(12), best.plan)
         assert sum(found.step_ms().values()) == pytest.approx(best.step_ms, rel=1e-9)
         assert tuple(stage.memory_bytes for stage in found.stages) == best.memory_bytes
-        rounds.add(len(best.plan.stages) // pipeline)
-    assert pipeline == 1 or kinds > 1 or 2 in rounds
+        virtual.add(len(best.plan.stages) // pipeline)
+    assert pipeline == 1 or kinds > 1 or 2 in virtual
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -370,26 +374,25 @@ def test_memory_that_is_advised_is_enough():
         result = replace(
             search_plan(hardware, random_model(0, layers=2), workload(4), memory_bytes=1), least_memory_bytes=least
         )
-        advised = re.search(r"the least is ([0-9.]+) GiB", result.nothing_fits).group(1)
+        advised = re.search(r"the least is ([0-9.]+) GiB", result.no_plan_message).group(1)
         assert least <= float(advised) * 2**30 < 1.01 * least + 8
 
 
-def test_a_result_explains_itself():
+def test_a_report_explains_a_result():
     hardware, model = random_hardware(1, world_size=4, memory_bytes=1 << 40), random_model(1, layers=4)
     result = search_plan(hardware, model, workload(8))
-    text = str(result.explain())
+    text = str(explain(result))
     assert "Stages: ms of a micro-batch" in text and "Milliseconds of a step" in text
     assert f"{result.best.step_ms:.1f} ms a step" in text
     for other in alternatives(hardware, model, workload(8), memory_bytes=hardware.memory_bytes):
         assert f"{other.best.step_ms / result.best.step_ms:.2f}x as long" in text
     none = search_plan(hardware, model, workload(8), memory_bytes=1)
     with pytest.raises(ValueError, match="No plan fits 0.000.* GiB a device: the least is"):
-        none.explain()
-    tight = search_plan(hardware, model, workload(8), memory_bytes=max(result.best.memory_bytes)).explain(
-        compare=False
-    )
-    assert "It does not fit" not in str(tight)
-    assert "It does not fit" in str(replace(tight, budget=1))
+        explain(none)
+    tight = search_plan(hardware, model, workload(8), memory_bytes=max(result.best.memory_bytes))
+    tight = explain(tight, compare=False)
+    assert "The plan does not fit" not in str(tight)
+    assert "The plan does not fit" in str(replace(tight, budget=1))
 
 
 # ---- Plans that have no price, and the command line ----
@@ -401,45 +404,45 @@ def test_plans_without_a_price_are_refused():
     with pytest.raises(ValueError, match="The plan has 5 layers and the model 4; make a plan for 4 layers."):
         estimate_plan(hardware, model, workload(8), many)
     unknown = ParallelPlan(world_size=4, stacks={"decoder": 4}, layers=(LayerStrategy(tensor=4),) * 4)
-    with pytest.raises(ValueError, match="says nothing of degree .*; profile the model with it."):
+    with pytest.raises(ValueError, match="has no figures for degree .*; profile the model with it."):
         estimate_plan(hardware, model, workload(8), unknown)
     with pytest.raises(ValueError, match="for 2 devices and the hardware profile has 4; make a plan for 4"):
         estimate_plan(hardware, model, workload(8), ParallelPlan.uniform(2, 4))
     for name in ("context", "expert"):
-        with pytest.raises(ValueError, match=f"{name}=2 has no price yet; give a plan with {name}=1."):
+        with pytest.raises(ValueError, match=f"no formula for {name}=2 yet; use {name}=1."):
             estimate_plan(hardware, model, workload(8), ParallelPlan.uniform(4, 4, **{name: 2}))
     grouped = replace(ParallelPlan.uniform(4, 4), sequence_groups=SequenceGroups(max_tokens_per_rank=8, max_degree=2))
-    with pytest.raises(ValueError, match="sequence_groups have no price yet; give a plan without them."):
+    with pytest.raises(ValueError, match="no formula for sequence_groups yet; leave them out."):
         estimate_plan(hardware, model, workload(8), grouped)
     strided = [Stage(ranks=(0, 2), layers=(0, 2)), Stage(ranks=(1, 3), layers=(2, 4))]
-    with pytest.raises(ValueError, match="have no price yet; give them consecutive ranks, from 0 on."):
+    with pytest.raises(ValueError, match="no formula for stages on the ranks .*; use consecutive ranks, from 0 on."):
         estimate_plan(hardware, model, workload(8), replace(ParallelPlan.uniform(4, 4), stages=tuple(strided)))
     late = ParallelPlan.uniform(4, 4, pipeline=2, micro_batches=4, schedule="zero_bubble", sharding="zero2")
-    with pytest.raises(ValueError, match="schedule 'zero_bubble' has no price yet"):
+    with pytest.raises(ValueError, match="no formula for schedule 'zero_bubble' yet"):
         estimate_plan(hardware, model, workload(8), late)
-    alike = interleaved(replicate := LayerStrategy(), replicate, micro_batches=4)
-    assert estimate_plan(hardware, model, workload(8), alike).step_ms > 0
-    differ = "The 2 rounds of interleaved stages differ, which has no price yet"
+    equal = interleaved(replicate := LayerStrategy(), replicate, micro_batches=4)
+    assert estimate_plan(hardware, model, workload(8), equal).step_ms > 0
+    differ = "no formula for 2 different virtual stages per rank yet"
     with pytest.raises(ValueError, match=differ):
         estimate_plan(hardware, model, workload(8), interleaved(replicate, LayerStrategy(sharding="zero2")))
     with pytest.raises(ValueError, match=differ):
         kinds = replace(model, kinds=model.kinds * 2, layers=(0, 0, 0, 1))
-        estimate_plan(hardware, kinds, workload(8), alike)
+        estimate_plan(hardware, kinds, workload(8), equal)
     with pytest.raises(ValueError, match=differ):
         stages = tuple(
             Stage(ranks=ranks, layers=layers)
             for ranks, layers in zip([(0, 1), (2, 3)] * 2, [(0, 1), (1, 2), (2, 4), (4, 5)], strict=True)
         )
-        uneven = replace(alike, stacks={"decoder": 5}, layers=(replicate,) * 5, stages=stages)
+        uneven = replace(equal, stacks={"decoder": 5}, layers=(replicate,) * 5, stages=stages)
         estimate_plan(hardware, replace(model, layers=(0,) * 5), workload(8), uneven)
     with pytest.raises(
-        ValueError, match="micro_batches=5 interleaved on 2 rank lists have no price; give a multiple of 2"
+        ValueError, match="no formula for micro_batches=5 interleaved on 2 pipeline ranks; use a multiple of 2"
     ):
-        estimate_plan(hardware, model, workload(8), replace(alike, micro_batches=5))
+        estimate_plan(hardware, model, workload(8), replace(equal, micro_batches=5))
 
 
 def interleaved(first: LayerStrategy, second: LayerStrategy, micro_batches: int = 4) -> ParallelPlan:
-    """Four layers in two rounds on two rank lists; a strategy for each round."""
+    """Returns a plan of four layers, two virtual stages on each of two pipeline ranks, and a strategy for each."""
     stages = tuple(Stage(ranks=((0, 1), (2, 3))[index % 2], layers=(index, index + 1)) for index in range(4))
     return ParallelPlan(
         world_size=4,
@@ -456,5 +459,7 @@ def test_limits_without_a_plan_are_told():
     hardware, model = random_hardware(0, world_size=4, memory_bytes=1 << 40), random_model(0, layers=4)
     with pytest.raises(ValueError, match="No plan for 4 devices and 8 rows is within the limits"):
         search_plan(hardware, model, workload(8), limits=Limits(sharding=(), pipeline=(1,)))
-    with pytest.raises(ValueError, match=r"pipeline=\(3,\): 4 devices and 4 layers .* of 1, 2, 4 rank lists only"):
+    with pytest.raises(
+        ValueError, match=r"pipeline=\(3,\): 4 devices and 4 layers allow only the pipeline degrees 1, 2, 4"
+    ):
         search_plan(hardware, model, workload(8), limits=Limits(pipeline=(3,)))

@@ -102,7 +102,7 @@ def test_steps_of_no_time_and_of_too_much_are_refused(capsys, tmp_path):
     raw = json.loads(random_model(0, layers=2).to_json())
     given = ["search", f"--hardware-profile={tmp_path}/hardware.json", f"--model-profile={tmp_path}/model.json"]
     given += ["--seq-length", "8", "--global-batch", "4", "--json"]
-    for factor, reason in ((0.0, "no time at all"), (1e12, "A step is predicted to take"), (-1.0, "too small")):
+    for factor, reason in ((0.0, "a step of 0 ms"), (1e12, "A step is predicted to take"), (-1.0, "too small")):
 
         def scaled(value, factor=factor):
             if isinstance(value, list):
@@ -152,11 +152,14 @@ def test_the_tables_name_what_was_assumed(capsys):
         ([*FLAGS, "--max-tensor", "0"], "tensor is 0, which is outside"),
         (
             [*FLAGS, "--pipeline", "3"],
-            "pipeline=(3,): 8 devices and 32 layers make pipelines of 1, 2, 4, 8",
+            "pipeline=(3,): 8 devices and 32 layers allow only the pipeline degrees 1, 2, 4, 8",
         ),
-        ([*FLAGS, "--pipeline", "1", "5"], "pipeline=(1, 5): 8 devices and 32 layers make pipelines of 1, 2, 4, 8"),
-        ([*FLAGS, "--micro-batches", "99"], "micro_batches=(99,): a step of 64 rows has 1 to 64 of them"),
-        ([*FLAGS, "--micro-batches", "8", "99"], "micro_batches=(8, 99): a step of 64 rows has 1 to 64 of them"),
+        (
+            [*FLAGS, "--pipeline", "1", "5"],
+            "pipeline=(1, 5): 8 devices and 32 layers allow only the pipeline degrees 1, 2, 4, 8",
+        ),
+        ([*FLAGS, "--micro-batches", "99"], "micro_batches=(99,): a step of 64 rows has 1 to 64 micro-batches"),
+        ([*FLAGS, "--micro-batches", "8", "99"], "micro_batches=(8, 99): a step of 64 rows has 1 to 64 micro-batches"),
         ([*FLAGS, "--micro-batches", "0"], "micro_batches is 0, which is outside"),
         ([*FLAGS, "--dtype", "fp32"], "--dtype is fp32, but the profile has bf16: leave --dtype out"),
         ([*FLAGS, "--memory-gib", "1e-12"], "--memory-gib 1e-12 is not the memory of a device"),

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The closed form of a step's collectives is what real steps send: each one's kind, group size and input size."""
 
-import ast
 import copy
 import sys
 from collections import Counter
@@ -20,8 +19,6 @@ from galvatron_hf.models.shape import ModelShape
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy
-from galvatron_hf.planner.cost import traffic
-from galvatron_hf.planner.cost.traffic import Traffic, step_traffic
 from galvatron_hf.profiler.trace.shapes import model_shape_from_model
 from plans import mixed_plans, uniform, uniform_plans, untied_plans
 from ranks import run_ranks
@@ -32,6 +29,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from collective_recorder import CollectiveRecorder, totals  # noqa: E402
 from communication import example_table  # noqa: E402
+from step_traffic import KINDS, Traffic, step_traffic  # noqa: E402
 
 
 S, V = LayerStrategy, VocabularyStrategy
@@ -80,7 +78,7 @@ def check_steps(world_size: int, cases: dict[str, tuple[str, str, ParallelPlan]]
             if seen != wanted:
                 wrong.append(f"{name}, rank {rank}: sent {seen - wanted}, and not {wanted - seen}")
                 continue
-            for kind in traffic.KINDS:
+            for kind in KINDS:
                 assert totals(seen).get(kind, (0, 0)) == (step.count(kind), step.bytes(kind))
     assert not wrong, "\n".join(wrong)
 
@@ -187,43 +185,6 @@ def test_a_rank_is_counted_by_its_place_in_the_stage():
     plan = single_stage((S(tensor=2),), 2, embedding=V(tensor=2), head=V(tensor=2))
     turned = replace(plan, stages=(Stage(ranks=(1, 0), layers=(0, 1)),))
     assert step_traffic(plan, shape, rows=4, length=8) == step_traffic(turned, shape, rows=4, length=8)
-
-
-PROFILES = ("galvatron_hf.profiler.profiles.hardware", "galvatron_hf.profiler.profiles.model")
-
-
-def test_the_planner_imports_no_runtime():
-    imported = set()
-    for path in (ROOT / "src" / "galvatron_hf" / "planner").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                imported |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                imported.add(node.module if node.level == 0 else "." * node.level)
-    ours = {name for name in imported if name.split(".")[0] not in sys.stdlib_module_names}
-    # These are values, checks and bars; they import neither torch nor the runtime when they are imported.
-    others = (
-        *PROFILES,
-        "galvatron_hf.plan.layout",
-        "galvatron_hf.plan.pipeline_shape",
-        "galvatron_hf.plan.validation",
-        "galvatron_hf.utils.progress",
-    )
-    allowed = {"numpy", "rich.console", "rich.table", "galvatron_hf.plan", "galvatron_hf.models.shape", *others}
-    assert ours and all(name in allowed or name.startswith("galvatron_hf.planner.") for name in ours)
-    for module in others:
-        tree = ast.parse((ROOT / "src" / Path(*module.split("."))).with_suffix(".py").read_text())
-        names = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
-        names |= {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
-        own = {name for name in names if name.startswith("galvatron_hf")}
-        assert own <= {
-            "galvatron_hf.plan.layout",
-            "galvatron_hf.plan.validation",
-            "galvatron_hf.plan.serialization",
-            "galvatron_hf.models.shape",
-            *PROFILES,
-        }
-        assert not any(name.split(".")[0] in ("torch", "transformers") for name in names)
 
 
 def test_the_documentations_example_is_the_formulas():

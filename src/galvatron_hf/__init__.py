@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from galvatron_hf.parallel.parallelize import parallelize
     from galvatron_hf.plan import LayerStrategy, ParallelPlan
-    from galvatron_hf.planner.search import estimate_plan, search_plan
+    from galvatron_hf.planner.estimate import estimate_plan
+    from galvatron_hf.planner.search import search_plan
     from galvatron_hf.profiler.cache import load_or_profile_hardware, load_or_profile_model
     from galvatron_hf.profiler.measure.hardware import profile_hardware
     from galvatron_hf.profiler.measure.model import profile_model
@@ -43,7 +44,8 @@ __all__ = [
 _NAMES = {
     "parallel.parallelize": ("parallelize",),
     "plan": ("LayerStrategy", "ParallelPlan"),
-    "planner.search": ("estimate_plan", "search_plan"),
+    "planner.estimate": ("estimate_plan",),
+    "planner.search": ("search_plan",),
     "profiler.cache": ("load_or_profile_hardware", "load_or_profile_model"),
     "profiler.measure.hardware": ("profile_hardware",),
     "profiler.measure.model": ("profile_model",),

@@ -19,17 +19,17 @@ from galvatron_hf.interop.galvatron.model import read_galvatron_model
 from galvatron_hf.interop.galvatron.plan import read_galvatron_plan
 from galvatron_hf.plan import ParallelPlan, Precision
 from galvatron_hf.plan.serialization import read_object
-from galvatron_hf.planner.cost.cost_model import Workload
+from galvatron_hf.planner.cost.workload import Workload
+from galvatron_hf.planner.estimate import Estimate
 from galvatron_hf.planner.report.alternatives import Alternative
-from galvatron_hf.planner.search import Estimate
 from galvatron_hf.planner.space import Limits
 from galvatron_hf.profiler.profiles.hardware import DEVICES, HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.utils.progress import at_work
+from galvatron_hf.utils.units import GIB
 
 
-GIB = 1 << 30
 _MOST_ROWS, _MOST_TOKENS = 1 << 20, 1 << 30
 
 
@@ -118,10 +118,10 @@ def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile,
     return hardware, model, workload, budget
 
 
-def rounds_of(given: argparse.Namespace) -> int:
+def virtual_stages_of(given: argparse.Namespace) -> int:
     """Returns the most interleaved stages of a pipeline on a device."""
     if given.rounds is None:
-        return 1 if given.galvatron_profiles is not None else Limits.rounds
+        return 1 if given.galvatron_profiles is not None else Limits.virtual_stages
     if given.rounds < 1:
         raise ValueError(f"--rounds {given.rounds} is not a number of stages: give 1 or more.")
     return given.rounds

@@ -19,7 +19,7 @@ from galvatron_hf.cli.case import (
     priced_all,
     read_case,
     read_plan,
-    rounds_of,
+    virtual_stages_of,
     warn_of_precision,
 )
 from galvatron_hf.planner.report.alternatives import Alternative, alternatives
@@ -44,11 +44,12 @@ def run(given: argparse.Namespace) -> int:
     plan = read_plan(given.plan, hardware.world_size)
     warn_of_precision(plan, workload)
     found = explain_plan(hardware, model, workload, plan)
-    limits = Limits(rounds=rounds_of(given))
+    most = virtual_stages_of(given)
+    limits = Limits(virtual_stages=most)
     result = search_plan(hardware, model, workload, memory_bytes=budget, limits=limits, progress=True)
     others = [
         Alternative(name="the fastest", best=result.best, least_memory_bytes=result.least_memory_bytes),
-        *alternatives(hardware, model, workload, memory_bytes=budget, rounds=limits.rounds, progress=True),
+        *alternatives(hardware, model, workload, memory_bytes=budget, virtual_stages=most, progress=True),
     ]
     if given.json:
         more = {

@@ -17,11 +17,12 @@ from galvatron_hf.cli.case import (
     priced,
     priced_all,
     read_case,
-    rounds_of,
+    virtual_stages_of,
 )
 from galvatron_hf.cli.files import output_file
-from galvatron_hf.planner.cost.cost_model import Workload
+from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.report.alternatives import alternatives
+from galvatron_hf.planner.report.report import explain
 from galvatron_hf.planner.search import SearchResult, search_plan
 from galvatron_hf.planner.space import Limits
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
@@ -57,22 +58,23 @@ def run(given: argparse.Namespace) -> int:
         recompute=("none",) if given.no_recompute else ("none", "full"),
         pipeline=None if given.pipeline is None else tuple(given.pipeline),
         micro_batches=None if given.micro_batches is None else tuple(given.micro_batches),
-        rounds=rounds_of(given),
+        virtual_stages=virtual_stages_of(given),
     )
     result = search_plan(hardware, model, workload, memory_bytes=budget, limits=limits, progress=True)
     if result.best is None:
-        raise ValueError(result.nothing_fits)
+        raise ValueError(result.no_plan_message)
     if given.output is not None:
-        result.best.noted(workload).to_json(given.output)
+        result.best.plan_with_prediction(workload).to_json(given.output)
     if given.json:
         others = []
         if given.compare:
-            others = alternatives(hardware, model, workload, memory_bytes=budget, rounds=limits.rounds, progress=True)
-        found = priced(replace(result.best, plan=result.best.noted(workload))) | {
+            most = limits.virtual_stages
+            others = alternatives(hardware, model, workload, memory_bytes=budget, virtual_stages=most, progress=True)
+        found = priced(replace(result.best, plan=result.best.plan_with_prediction(workload))) | {
             "search_seconds": result.seconds,
             "memory_budget_bytes": budget,
             "memory_quantum_bytes": 1,
-            "branches": result.branches,
+            "branches": result.problems,
             "branches_solved": result.solved,
             "states": result.states,
             "runners_up": [priced(estimate) for estimate in result.runners_up],
@@ -87,9 +89,9 @@ def run(given: argparse.Namespace) -> int:
 
 def _show(result: SearchResult, compare: bool, case: tuple[HardwareProfile, ModelProfile, Workload]) -> None:
     console = Console()
-    console.print(result.explain(compare=compare, progress=True))
+    console.print(explain(result, compare=compare, progress=True))
     console.print(
-        f"{result.branches} ways to cut the step, {result.solved} of them searched to the end with {result.states} "
+        f"{result.problems} ways to cut the step, {result.solved} of them searched to the end with {result.states} "
         f"partial plans, memory counted in bytes, {result.seconds:.1f} s"
     )
     assumed = sorted({**case[0].assumed, **case[1].assumed})

@@ -1,3 +1,3 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan costs, worked out from the plan and the model's shapes alone; never imports the runtime."""
+"""The search for a plan and the prediction of its cost, from profiles alone; imports neither torch nor the runtime."""

@@ -1,14 +1,13 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The strategies that a layer, the embedding and the head can have on the ranks of one stage: the decision tree.
+"""The search space: strategies of a layer, the embedding and the head on the ranks of one stage, and schedules.
 
-First the ranks are shared out to tensor, Ulysses and data parallelism (context and expert degrees, which
-[`~galvatron_hf.plan.LayerStrategy`] has too, stay 1 until they run), then positions are split over the tensor ranks or
-not, then weights are sharded or copied, then activations are kept or computed again. Tensor and Ulysses degrees are
-those of the model profile, powers of two; all other degrees are any that divide what they share out. Pipelines are
-1F1B, or interleaved in rounds that are alike, of at least as many micro-batches as rank lists: GPipe takes no less
-time and keeps all of a step's activations, the zero-bubble schedules have no price yet.
-Source: Galvatron (arXiv 2211.13878), section 3.
+The strategies form a decision tree (Galvatron, arXiv 2211.13878, section 3): degrees of tensor, Ulysses and data
+parallelism, then Megatron sequence parallelism, then sharding, then recompute. Context and expert degrees stay 1.
+Tensor and Ulysses degrees are those of the model profile, powers of two. All other degrees divide their ranks.
+
+Pipelines use 1F1B, or the interleaved schedule with equal virtual stages and at least as many micro-batches as
+pipeline ranks. GPipe is never faster than 1F1B and keeps more activations. Zero-bubble schedules have no cost formula.
 """
 
 from __future__ import annotations
@@ -28,20 +27,21 @@ from galvatron_hf.profiler.profiles.model import ModelProfile
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """
-    What the search may use.
+    Limits what the search may use.
 
     Args:
-        tensor (`int`, *optional*): Largest tensor degree; None leaves it to the profile.
-        sequence (`tuple[str, ...]`): Of "none", "megatron" and "ulysses", what may split positions.
-        sharding (`tuple[str, ...]`): Of "replicate", "zero2" and "zero3".
-        hybrid_sharding (`bool`): Whether fewer ranks than all may hold the pieces of a copy.
-        recompute (`tuple[str, ...]`): Of "none" and "full".
-        pipeline, micro_batches (`tuple[int, ...]`, *optional*): Degrees and counts; None allows all.
-        rounds (`int`): Most stages that a rank list of a pipeline has; more than 1 are interleaved.
-        alike (`bool`): Whether all layers have the same strategy.
+        tensor (`int`, *optional*): Maximum tensor degree; None means no maximum.
+        sequence (`tuple[str, ...]`): Which of "none", "megatron" and "ulysses" may be used for tensor-parallel and
+            sequence-parallel layers.
+        sharding (`tuple[str, ...]`): Which of "replicate", "zero2" and "zero3" may be used.
+        hybrid_sharding (`bool`): Whether the shards of a replica may be on fewer ranks than all.
+        recompute (`tuple[str, ...]`): Which of "none" and "full" may be used.
+        pipeline, micro_batches (`tuple[int, ...]`, *optional*): Degrees and numbers; None allows all.
+        virtual_stages (`int`): Maximum number of stages on each pipeline rank; more than 1 are interleaved.
+        uniform (`bool`): Whether all layers have the same strategy.
 
     Raises:
-        ValueError: for degrees and counts below 1.
+        ValueError: if a degree or number is below 1.
     """
 
     tensor: int | None = None
@@ -51,11 +51,11 @@ class Limits:
     recompute: tuple[str, ...] = ("none", "full")
     pipeline: tuple[int, ...] | None = None
     micro_batches: tuple[int, ...] | None = None
-    rounds: int = 4
-    alike: bool = False
+    virtual_stages: int = 4
+    uniform: bool = False
 
     def __post_init__(self):
-        given = {"tensor": (self.tensor,), "rounds": (self.rounds,)}
+        given = {"tensor": (self.tensor,), "virtual_stages": (self.virtual_stages,)}
         given |= {"pipeline": self.pipeline or (None,), "micro_batches": self.micro_batches or (None,)}
         for name, values in given.items():
             for value in values:
@@ -63,49 +63,61 @@ class Limits:
                     check_int(name, value, high=sys.maxsize)
 
 
+def pipeline_degrees(world_size: int, layers: int) -> list[int]:
+    """Returns the degrees that give every pipeline rank equally many ranks and at least one layer."""
+    return [degree for degree in divisors(world_size) if degree <= layers]
+
+
+def micro_batch_sizes(rows: int) -> list[tuple[int, range]]:
+    """Returns each possible size of the largest micro-batch, with the numbers of micro-batches that have it."""
+    sizes = sorted({-(-rows // count) for count in range(1, rows + 1)}, reverse=True)
+    return [(size, range(-(-rows // size), -(-rows // (size - 1)) if size > 1 else rows + 1)) for size in sizes]
+
+
 def schedules(
     pipeline: int, counts: Sequence[int], layers: Sequence[int], limits: Limits
 ) -> Iterator[tuple[str, int, int]]:
     """
-    The orders in which a pipeline can go through a step, without those that another one is as good as.
+    Yields the schedules of a pipeline, without those that cannot be better than another one.
 
-    With rows of one number in a micro-batch, more micro-batches take longer and keep no less. But from as many as rank
-    lists on a pipeline is priced as it is, and no longer from above; and interleaved ones keep less where fewer of
-    them go through a round together.
+    At a fixed micro-batch size, more micro-batches take longer and need no less memory, with two exceptions. The cost
+    of 1F1B is exact only from as many micro-batches as pipeline ranks on. An interleaved schedule keeps fewer
+    activations if fewer micro-batches go through a virtual stage together.
 
     Args:
-        pipeline (`int`): rank lists.
-        counts (`Sequence[int]`): numbers of micro-batches to choose from, rising, of one number of rows each.
+        pipeline (`int`): number of pipeline ranks.
+        counts (`Sequence[int]`): numbers of micro-batches of one size, rising.
         layers (`Sequence[int]`): kind of each layer.
         limits ([`Limits`]): what may be used.
 
     Yields:
-        `tuple`: schedule, stages on each rank list, micro-batches.
+        `tuple`: schedule, stages on each pipeline rank, number of micro-batches.
     """
     enough = [count for count in counts if count >= pipeline]
     for count in sorted({counts[0], *enough[:1]}):
         yield "1f1b", 1, count
-    for rounds in range(2, 1 + min(limits.rounds, len(layers) // pipeline)) if pipeline > 1 else ():
-        alike = tuple(layers[: len(layers) // rounds]) * rounds == tuple(layers)
-        shape = PipelineShape(schedule="interleaved", rank_group_of_stage=tuple(range(pipeline)) * rounds)
+    most = min(limits.virtual_stages, len(layers) // pipeline)
+    for virtual in range(2, 1 + most) if pipeline > 1 else ():
+        uniform = tuple(layers[: len(layers) // virtual]) * virtual == tuple(layers)
+        shape = PipelineShape(schedule="interleaved", rank_group_of_stage=tuple(range(pipeline)) * virtual)
         least = math.inf
-        for count in enough if alike else []:
+        for count in enough if uniform else []:
             if orders(shape, count) and in_a_round(pipeline, count) < least:
                 least = in_a_round(pipeline, count)
-                yield "interleaved", rounds, count
+                yield "interleaved", virtual, count
 
 
 def layer_strategies(ranks: int, model: ModelProfile, limits: Limits) -> list[tuple[LayerStrategy, int]]:
     """
-    All strategies of a layer that the profile has figures for, which are those that the model can have.
+    Returns all strategies of a layer that the model profile has figures for.
 
     Args:
-        ranks (`int`): R, of its stage.
-        model ([`ModelProfile`]): What is trained.
+        ranks (`int`): Ranks of the layer's stage.
+        model ([`ModelProfile`]): The model's profile.
         limits ([`Limits`]): What may be used.
 
     Returns:
-        `list[tuple[LayerStrategy, int]]`: each with its data degree.
+        `list[tuple[LayerStrategy, int]]`: each strategy with its data degree.
     """
     found = []
     weights = {weight for kind in model.kinds for weight in kind.weights}
@@ -131,7 +143,7 @@ def layer_strategies(ranks: int, model: ModelProfile, limits: Limits) -> list[tu
 
 
 def vocabulary_strategies(ranks: int, model: ModelProfile, limits: Limits) -> list[VocabularyStrategy]:
-    """All strategies of the embedding or the head that the profile has figures for."""
+    """Returns all strategies of the embedding or the head that the model profile has figures for."""
     weights = {*model.embedding.weights, *model.head.weights}
     return [
         VocabularyStrategy(tensor=tensor, sharding=sharding, shard_degree=shard_degree)
@@ -144,10 +156,10 @@ def vocabulary_strategies(ranks: int, model: ModelProfile, limits: Limits) -> li
 def _shardings(
     ranks: int, limits: Limits, tensor: int, weights: Iterable[WeightShape]
 ) -> Iterator[tuple[str, int | None]]:
-    """Sharding and shard degree, None for all, of weights that `ranks` ranks hold the same `1 / tensor` of.
+    """Yields sharding and shard degree (None: all ranks) of weights that `ranks` ranks hold the same `1 / tensor` of.
 
-    A copy may be one piece under "zero3": it is cast for each use, and no cast copy stays. Under "zero2" one stays as
-    if replicated, and gradients are reduced beside it.
+    A replica may be a single shard under "zero3", which casts the weights for each use and keeps no cast copy. Under
+    "zero2" the cast copy stays, as under "replicate", and gradients need a reduction besides.
     """
     if ranks == 1:
         yield "replicate", None
@@ -162,9 +174,6 @@ def _shardings(
 
 def _all_shardings(ranks: int, limits: Limits) -> Iterator[tuple[str, int | None]]:
     for sharding in limits.sharding:
-        if sharding == "replicate":
-            yield sharding, None
-            continue
         yield sharding, None
-        if limits.hybrid_sharding:
+        if sharding != "replicate" and limits.hybrid_sharding:
             yield from ((sharding, degree) for degree in divisors(ranks)[:-1] if degree > 1 or sharding == "zero3")

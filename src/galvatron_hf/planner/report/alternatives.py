@@ -1,13 +1,14 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What people would have done without a search: well-known plans, each at its best, beside the one that was found."""
+"""Well-known plans that people use without a search, each with its best settings, for comparison."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from galvatron_hf.planner.cost.cost_model import Workload
-from galvatron_hf.planner.search import Estimate, search_plan
+from galvatron_hf.planner.cost.workload import Workload
+from galvatron_hf.planner.estimate import Estimate
+from galvatron_hf.planner.search import search_plan
 from galvatron_hf.planner.space import Limits
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
@@ -16,10 +17,12 @@ from galvatron_hf.profiler.profiles.model import ModelProfile
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
     """
+    Holds the best plan of one kind.
+
     Attributes:
-        name (`str`): as people call it.
+        name (`str`): the common name of the kind.
         best ([`Estimate`], *optional*): the fastest plan of this kind that fits; None if none does.
-        least_memory_bytes (`int`, *optional*): where none fits, what the one that needs least needs.
+        least_memory_bytes (`int`, *optional*): if none fits, the smallest budget with which one does.
     """
 
     name: str
@@ -33,24 +36,31 @@ def alternatives(
     workload: Workload,
     *,
     memory_bytes: int,
-    rounds: int = Limits.rounds,
+    virtual_stages: int = Limits.virtual_stages,
     progress: bool = False,
 ) -> list[Alternative]:
-    """DDP, ZeRO-3 and Megatron's tensor and pipeline parallelism, each with the best micro-batches and recompute, and
-    the best plan whose layers all have one strategy.
+    """
+    Searches DDP, ZeRO-3, Megatron's tensor and pipeline parallelism, ZeRO-3 with Ulysses, and the best uniform plan,
+    each with its best micro-batches and recompute.
 
-    A kind whose degrees this model and these ranks cannot have is left out. Pipelines have up to `rounds` interleaved
-    stages on a rank list. With `progress` each search shows a bar.
+    A kind whose degrees the model and the ranks cannot have is left out.
+
+    Args:
+        hardware ([`HardwareProfile`]), model ([`ModelProfile`]), workload ([`Workload`]): As in a search.
+        memory_bytes (`int`): Memory budget of a rank.
+        virtual_stages (`int`): Maximum number of stages on each pipeline rank.
+        progress (`bool`, defaults to `False`): Whether each search shows a bar.
     """
     plain = Limits(tensor=1, sequence=(), hybrid_sharding=False, pipeline=(1,))
+    megatron = Limits(
+        sequence=("megatron",), sharding=("replicate",), hybrid_sharding=False, virtual_stages=virtual_stages
+    )
     kinds = {
         "DDP": replace(plain, sharding=("replicate",)),
         "ZeRO-3": replace(plain, sharding=("zero3",)),
-        "Megatron TP + PP": Limits(
-            sequence=("megatron",), sharding=("replicate",), hybrid_sharding=False, rounds=rounds
-        ),
+        "Megatron TP + PP": megatron,
         "ZeRO-3 + Ulysses": replace(plain, sequence=("ulysses",), sharding=("zero3",)),
-        "one for all layers": Limits(alike=True, rounds=rounds),
+        "one for all layers": Limits(uniform=True, virtual_stages=virtual_stages),
     }
     found = []
     for name, limits in kinds.items():

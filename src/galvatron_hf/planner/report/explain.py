@@ -1,41 +1,39 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Where the predicted time and memory of a plan go: by stage, by what they are for, adding up to the estimate."""
+"""The predicted time and memory of a plan in parts that add up to its estimate."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.layout import Layout
-from galvatron_hf.planner.cost.cost_model import CostModel, Workload
+from galvatron_hf.planner.cost.cost_model import CostModel
 from galvatron_hf.planner.cost.step_shape import StepShape
-from galvatron_hf.planner.cost.strategy_costs import Costs
-from galvatron_hf.planner.search import GIB, Estimate, estimate_plan
+from galvatron_hf.planner.cost.strategy_costs import StrategyCosts
+from galvatron_hf.planner.cost.workload import Workload
+from galvatron_hf.planner.estimate import Estimate, estimate_plan, stage_costs
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
-
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageParts:
     """
-    One stage, or those that interleave on the same ranks, on the rank that has most to do.
+    Holds the parts of one pipeline rank, which has one stage or several virtual stages.
 
     Attributes:
-        layers (`tuple[tuple[int, int], ...]`): half-open ranges, one of each round.
-        computing_ms, communication_ms, layout_ms (`float`): of a micro-batch, forward and backward: kernels, what they
-            wait for, and changes of layout with the sends between stages.
-        sync_ms, update_ms (`float`): once in a step: what no computing hides, and the optimizer with adding up
-            gradients.
-        state_bytes, activation_bytes, working_bytes, boundary_bytes (`int`): weights with gradients and optimizer
-            state; of all micro-batches in flight; of the layer or end that needs most; of sends between stages.
+        layers (`tuple[tuple[int, int], ...]`): half-open range of layers of each stage.
+        computing_ms, communication_ms, layout_ms (`float`): forward and backward of one micro-batch: compute,
+            collectives, and changes of layout with messages between stages.
+        sync_ms, update_ms (`float`): once in a step: gradient reductions that compute does not hide, and the
+            optimizer with gradient additions.
+        state_bytes (`int`): weights, gradients and optimizer state.
+        activation_bytes (`int`): activations of all micro-batches in flight.
+        working_bytes (`int`): maximum of temporary memory over layers and ends.
+        boundary_bytes (`int`): messages between stages.
     """
 
     layers: tuple[tuple[int, int], ...]
@@ -51,25 +49,25 @@ class StageParts:
 
     @property
     def micro_batch_ms(self) -> float:
-        """Of one micro-batch in all."""
+        """Returns the time of one micro-batch."""
         return self.computing_ms + self.communication_ms + self.layout_ms
 
     @property
     def memory_bytes(self) -> int:
-        """Of all kinds."""
+        """Returns the sum of all memory."""
         return self.state_bytes + self.activation_bytes + self.working_bytes + self.boundary_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
     """
-    A plan's price in parts: the own time of the stage that has most to do, and what it waits for others.
+    Holds an estimate in parts: the time of the slowest pipeline rank, and its wait for the others.
 
     Attributes:
-        estimate ([`Estimate`]): what is explained.
-        stages (`tuple[StageParts, ...]`): in order.
-        slowest (`int`): index of the stage that has most to do.
-        once_ms (`float`): of a step beside the work of stages.
+        estimate ([`Estimate`]): the estimate.
+        stages (`tuple[StageParts, ...]`): by pipeline rank.
+        slowest (`int`): index of the slowest of `stages`.
+        once_ms (`float`): constant time of a step.
     """
 
     estimate: Estimate
@@ -78,7 +76,7 @@ class Explanation:
     once_ms: float = 0.0
 
     def step_ms(self) -> dict[str, float]:
-        """Milliseconds of a step by what they are for; their sum is the estimate's."""
+        """Returns the milliseconds of a step by purpose; their sum is the estimate's."""
         count, stage = self.estimate.plan.micro_batches, self.stages[self.slowest]
         own = {
             "computing": count * stage.computing_ms,
@@ -88,135 +86,135 @@ class Explanation:
         }
         return own | {"bubble": max(0.0, self.estimate.step_ms - sum(own.values()))}
 
-    def time_table(self) -> Table:
-        """For people."""
-        from rich.table import Table
-
-        parts = self.step_ms()
-        table = Table(title="Milliseconds of a step (predicted)", title_justify="left")
-        for name in (*parts, "all"):
-            table.add_column(name, justify="right")
-        total = sum(parts.values())
-        table.add_row(*(f"{ms:.1f} ({100 * ms / total:.0f}%)" for ms in parts.values()), f"{total:.1f}")
-        return table
-
-    def stage_table(self, budget: int) -> Table:
-        """For people; `budget` in bytes."""
-        from rich.table import Table
-
-        table = Table(title="Stages: ms of a micro-batch, GiB of a rank (predicted)", title_justify="left")
-        table.add_column("layers")
-        for name in ("computing", "comm.", "layout", "states", "activations", "working", "all GiB", "of budget"):
-            table.add_column(name, justify="right")
-        for stage in self.stages:
-            sizes = (stage.state_bytes, stage.activation_bytes + stage.boundary_bytes, stage.working_bytes)
-            table.add_row(
-                ", ".join(f"{first}-{last - 1}" for first, last in stage.layers),
-                *(f"{ms:.1f}" for ms in (stage.computing_ms, stage.communication_ms, stage.layout_ms)),
-                *(f"{size / GIB:.2f}" for size in (*sizes, stage.memory_bytes)),
-                f"{100 * stage.memory_bytes / budget:.0f}%",
-            )
-        return table
-
 
 def explain_plan(
     hardware: HardwareProfile, model: ModelProfile, workload: Workload, plan: ParallelPlan
 ) -> Explanation:
     """
-    The parts of [`~planner.search.estimate_plan`]'s estimate.
+    Layouts the estimate of [`~planner.estimate.estimate_plan`] into parts.
 
     Raises:
-        ValueError: for a plan that the cost model cannot price.
+        ValueError: if the cost model cannot price the plan.
     """
     estimate = estimate_plan(hardware, model, workload, plan)
-    shape = StepShape.of(workload, plan)
-    costs = CostModel(hardware, model, workload, len(plan.stages[0].ranks), shape.rows, late_head=shape.late_head)
-    stages = tuple(_stage(costs, plan, index, shape) for index in range(shape.pipeline))
-    pace = [shape.micro_batches * stage.micro_batch_ms + stage.sync_ms + stage.update_ms for stage in stages]
+    shape = StepShape.from_plan(plan, workload)
+    costs = stage_costs(hardware, model, workload, plan, shape)
+    stages = tuple(_Stage(costs, plan, shape, index).parts() for index in range(shape.pipeline))
+    totals = [shape.micro_batches * stage.micro_batch_ms + stage.sync_ms + stage.update_ms for stage in stages]
     return Explanation(
         estimate=replace(estimate, plan=replace(plan, micro_batches=shape.micro_batches)),
         stages=stages,
-        slowest=int(np.argmax(pace)),
+        slowest=int(np.argmax(totals)),
         once_ms=hardware.step_ms,
     )
 
 
-def _stage(costs: CostModel, plan: ParallelPlan, index: int, shape: StepShape) -> StageParts:
-    """Of a rank list: its stage of the first round as often as there are rounds, and the ends."""
-    stage, model, ranks = plan.stages[index], costs.model, costs.ranks
-    first, last, alone = index == 0, index == shape.pipeline - 1, shape.pipeline == 1
-    flight, at_once, count = int(shape.in_flight()[index]), int(shape.at_once()[index]), shape.micro_batches
-    layers = [
-        _Part(costs.layer(model.layers[layer], [plan.layers[layer]]), shape.rounds, flight, at_once, count)
-        for layer in range(*stage.layers)
-    ]
-    splits = [Layout.from_strategy(plan.layers[layer], ranks) for layer in range(*stage.layers)]
-    ends, boundary = [], costs.boundary()
-    opened = [Layout.from_vocabulary(plan.embedding.tensor, ranks, costs.rows)] * first
-    closed = [Layout.from_vocabulary(plan.head.tensor, ranks, costs.rows)] * last
-    start_flight, finish_flight = shape.ends_in_flight()
-    if first:
-        own = replace(model.embedding, weights=()) if model.tied and last else model.embedding
-        price = costs.end(own, [plan.embedding], "embedding")
-        ends.append(_Part(price, 1, start_flight, int(start_flight == count), count))
-    if last:
-        price = costs.end(model.head, [plan.head], "tied" if model.tied and first else "head")
-        ends.append(_Part(price, 1, finish_flight, int(finish_flight == count), count))
-    parts = [*layers, *ends]
+class _Stage:
+    """Computes the parts of one pipeline rank: its first stage times its virtual stages, and the model's ends."""
 
-    def total(name: str) -> float:
-        return float(sum(part.rounds * getattr(part.costs, name)[0] for part in parts))
+    def __init__(self, costs: CostModel, plan: ParallelPlan, shape: StepShape, index: int):
+        self.costs, self.plan, self.shape, self.index = costs, plan, shape, index
+        self.first, self.last = index == 0, index == shape.pipeline - 1
+        self.layers = range(*plan.stages[index].layers)
+        self.units = [*self._layer_units(), *self._end_units()]
 
-    def moved(*chain: Layout) -> float:
-        return sum(costs.move_ms(*pair) for pair in zip(chain[:-1], chain[1:], strict=True))
+    def parts(self) -> StageParts:
+        """Adds the parts up."""
+        plan, shape, costs, count = self.plan, self.shape, self.costs, self.shape.micro_batches
+        needs = dict(
+            one_stage=shape.pipeline == 1,
+            active_stages=shape.active_stages,
+            micro_batches=count,
+            one_layer=plan.num_layers == shape.virtual_stages * shape.pipeline,
+        )
+        share, communication = plan.num_layers // shape.virtual_stages, self._total("communication_ms")
+        positions_ms = int(shape.stages_after_first()[self.index]) * costs.later_stage_ms()
+        begins = range(0, shape.virtual_stages * share, share)
+        return StageParts(
+            layers=tuple(tuple(begin + layer for layer in plan.stages[self.index].layers) for begin in begins),
+            computing_ms=self._total("forward_ms") + self._total("backward_ms") - communication + positions_ms,
+            communication_ms=communication,
+            layout_ms=self._resharding_ms() + float(costs.received_ms(shape.receives())[self.index]),
+            sync_ms=self._total("sync_ms"),
+            update_ms=float(sum(unit.virtual_stages * unit.costs.total_update_ms(count)[0] for unit in self.units)),
+            state_bytes=sum(unit.state_bytes for unit in self.units),
+            activation_bytes=sum(unit.activation_bytes for unit in self.units),
+            working_bytes=max(
+                int(unit.costs.peak_working_bytes(**needs)[0]) + unit.end_only_bytes for unit in self.units
+            ),
+            boundary_bytes=int(shape.boundary_copies()[self.index]) * costs.boundary_bytes,
+        )
 
-    received_ms, later = float(costs.received_ms(shape.received())[index]), int(shape.later_stages()[index])
-    if shape.rounds > 1:
-        ends_ms = sum(moved(split, boundary) for split in (*opened, *closed))
-        layout = shape.rounds * moved(boundary, *splits, boundary) + ends_ms
-    else:
-        layout = moved(*(opened or [boundary]), *splits, *(closed or [boundary]))
-    communication = total("communication_ms")
-    one_layer = plan.num_layers == shape.rounds * shape.pipeline
-    needs = dict(alone=alone, stages=shape.stages_at_work, micro_batches=count, one_layer=one_layer)
-    share = plan.num_layers // shape.rounds
-    return StageParts(
-        layers=tuple(tuple(number * share + layer for layer in stage.layers) for number in range(shape.rounds)),
-        computing_ms=total("forward_ms") + total("backward_ms") - communication + later * costs.later_stage_ms(),
-        communication_ms=communication,
-        layout_ms=layout + received_ms,
-        sync_ms=total("sync_ms"),
-        update_ms=float(sum(part.rounds * part.costs.updating_ms(count)[0] for part in parts)),
-        state_bytes=sum(part.state_bytes for part in parts),
-        activation_bytes=sum(part.activation_bytes for part in parts),
-        working_bytes=max(int(part.costs.working(**needs)[0]) + part.own_bytes for part in parts),
-        boundary_bytes=int(shape.boundary_copies()[index]) * costs.boundary_bytes,
-    )
+    def _layer_units(self) -> list[_Unit]:
+        shape, flight, reuse = self.shape, self.shape.in_flight()[self.index], self.shape.reuse_count()[self.index]
+        model, strategies = self.costs.model, self.plan.layers
+        return [
+            _Unit(
+                self.costs.layer(model.layers[layer], [strategies[layer]]),
+                virtual_stages=shape.virtual_stages,
+                in_flight=int(flight),
+                reuse_count=int(reuse),
+                micro_batches=shape.micro_batches,
+            )
+            for layer in self.layers
+        ]
+
+    def _end_units(self) -> list[_Unit]:
+        model, plan, count = self.costs.model, self.plan, self.shape.micro_batches
+        one_unit = model.tied and self.first and self.last
+        embedding = replace(model.embedding, weights=()) if one_unit else model.embedding
+        first_flight, last_flight = self.shape.ends_in_flight()
+        ends = []
+        if self.first:
+            ends.append((self.costs.end(embedding, [plan.embedding], "embedding"), first_flight))
+        if self.last:
+            ends.append((self.costs.end(model.head, [plan.head], "tied" if one_unit else "head"), last_flight))
+        return [
+            _Unit(
+                costs=costs, virtual_stages=1, in_flight=flight, reuse_count=int(flight == count), micro_batches=count
+            )
+            for costs, flight in ends
+        ]
+
+    def _total(self, name: str) -> float:
+        return float(sum(unit.virtual_stages * getattr(unit.costs, name)[0] for unit in self.units))
+
+    def _resharding_ms(self) -> float:
+        """Returns the time of one micro-batch's changes of layout."""
+        costs, plan, boundary = self.costs, self.plan, self.costs.boundary()
+
+        def chain(*layouts: Layout) -> float:
+            return sum(costs.resharding_ms(*pair) for pair in zip(layouts[:-1], layouts[1:], strict=True))
+
+        layers = [Layout.from_strategy(plan.layers[layer], costs.ranks) for layer in self.layers]
+        opened = [Layout.from_vocabulary(plan.embedding.tensor, costs.ranks, costs.rows)] * self.first
+        closed = [Layout.from_vocabulary(plan.head.tensor, costs.ranks, costs.rows)] * self.last
+        if self.shape.virtual_stages == 1:
+            return chain(*(opened or [boundary]), *layers, *(closed or [boundary]))
+        ends_ms = sum(chain(layout, boundary) for layout in (*opened, *closed))
+        return self.shape.virtual_stages * chain(boundary, *layers, boundary) + ends_ms
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A layer or an end: what it costs in each of so many rounds, of which so many micro-batches are in flight.
+class _Unit:
+    """A layer or an end in each of `virtual_stages`; gradients reuse freed memory of `reuse_count` micro-batches."""
 
-    In `at_once` of them gradients take the place of activations.
-    """
-
-    costs: Costs
-    rounds: int
-    flight: int
-    at_once: int
+    costs: StrategyCosts
+    virtual_stages: int
+    in_flight: int
+    reuse_count: int
     micro_batches: int
 
     @property
     def state_bytes(self) -> int:
-        """With what is first activations and then gradients counted once."""
-        shared = self.at_once * int(self.costs.shared_bytes(self.micro_batches)[0])
-        return self.rounds * int(np.ceil(self.costs.state_bytes[0])) - shared - self.own_bytes
+        """Returns the state, less the memory that gradients reuse from activations."""
+        reused = self.reuse_count * int(self.costs.reused_bytes(self.micro_batches)[0])
+        return self.virtual_stages * int(np.ceil(self.costs.state_bytes[0])) - reused - self.end_only_bytes
 
     @property
-    def own_bytes(self) -> int:
-        return int(self.costs.own_bytes(self.micro_batches)[0])
+    def end_only_bytes(self) -> int:
+        return int(self.costs.end_only_bytes(self.micro_batches)[0])
 
     @property
     def activation_bytes(self) -> int:
-        return self.flight * int(np.ceil(self.costs.activation_bytes[0]))
+        return self.in_flight * int(np.ceil(self.costs.activation_bytes[0]))

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What people are shown of a plan: its layers, where its time and memory go, and what well-known plans would take."""
+"""Tables of a plan: its layers, where its time and memory go, and the time of other plans."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from galvatron_hf.plan.table import plan_table
-from galvatron_hf.planner.report.alternatives import Alternative
-from galvatron_hf.planner.report.explain import Explanation
-from galvatron_hf.planner.search import GIB
+from galvatron_hf.planner.report.alternatives import Alternative, alternatives
+from galvatron_hf.planner.report.explain import Explanation, explain_plan
+from galvatron_hf.planner.search import SearchResult
+from galvatron_hf.utils.units import GIB
 
 
 if TYPE_CHECKING:
@@ -23,9 +24,9 @@ class Report:
     """Prints as text, and through `rich` as tables.
 
     Attributes:
-        explanation ([`Explanation`]): of the plan.
-        others (`list[Alternative]`): to hold it against.
-        budget (`int`): bytes of a rank.
+        explanation ([`Explanation`]): the plan's parts.
+        others (`list[Alternative]`): plans to compare with.
+        budget (`int`): memory budget of a rank, in bytes.
     """
 
     explanation: Explanation
@@ -35,14 +36,14 @@ class Report:
     def __rich_console__(self, *unused: Any) -> Iterator[Table | str]:
         estimate = self.explanation.estimate
         yield plan_table(estimate.plan)
-        yield self.explanation.stage_table(self.budget)
-        yield self.explanation.time_table()
+        yield self._stage_table()
+        yield self._time_table()
         yield f"{estimate.step_ms:.1f} ms a step, {estimate.samples_per_second:.2f} samples/s (predicted)"
         missing = (max(estimate.memory_bytes) - self.budget) / GIB
         if missing > 0:
-            yield f"It does not fit: {missing:.2f} GiB a device are missing."
+            yield f"The plan does not fit: it needs {missing:.2f} GiB more on a device."
         if self.others:
-            yield self.comparison()
+            yield self._comparison()
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -52,19 +53,67 @@ class Report:
             console.print(self)
         return captured.get()
 
-    def comparison(self) -> Table:
-        """The other plans: how much longer they take, or how much memory they miss."""
-        from rich.table import Table
+    def _time_table(self) -> Table:
+        parts = self.explanation.step_ms()
+        total = sum(parts.values())
+        table = _table("Milliseconds of a step (predicted)", numbers=(*parts, "all"))
+        table.add_row(*(f"{ms:.1f} ({100 * ms / total:.0f}%)" for ms in parts.values()), f"{total:.1f}")
+        return table
 
-        table = Table(title="Instead (predicted)", title_justify="left")
-        table.add_column("plan")
-        table.add_column("ms a step", justify="right")
-        table.add_column("beside the plan above")
+    def _stage_table(self) -> Table:
+        columns = ("computing", "comm.", "layout", "states", "activations", "working", "all GiB", "of budget")
+        table = _table("Stages: ms of a micro-batch, GiB of a rank (predicted)", "layers", columns)
+        for stage in self.explanation.stages:
+            sizes = (stage.state_bytes, stage.activation_bytes + stage.boundary_bytes, stage.working_bytes)
+            table.add_row(
+                ", ".join(f"{first}-{last - 1}" for first, last in stage.layers),
+                *(f"{ms:.1f}" for ms in (stage.computing_ms, stage.communication_ms, stage.layout_ms)),
+                *(f"{size / GIB:.2f}" for size in (*sizes, stage.memory_bytes)),
+                f"{100 * stage.memory_bytes / self.budget:.0f}%",
+            )
+        return table
+
+    def _comparison(self) -> Table:
+        table = _table("Other plans (predicted)", "plan", ("ms a step",))
+        table.add_column("compared with the plan above")
         for other in self.others:
             if other.best is None:
                 missing = (other.least_memory_bytes - self.budget) / GIB
-                table.add_row(other.name, "-", f"does not fit: {missing:.2f} GiB a device are missing")
+                table.add_row(other.name, "-", f"does not fit: needs {missing:.2f} GiB more on a device")
             else:
                 ratio = other.best.step_ms / self.explanation.estimate.step_ms
                 table.add_row(other.name, f"{other.best.step_ms:.1f}", f"{ratio:.2f}x as long")
         return table
+
+
+def explain(result: SearchResult, *, compare: bool = True, progress: bool = False) -> Report:
+    """
+    Reports where the time and the memory of the best plan of a search go.
+
+    Args:
+        result ([`SearchResult`]): The search.
+        compare (`bool`, defaults to `True`): Whether to search the best DDP, ZeRO-3, Megatron and Ulysses plans too,
+            which takes about as long as the search.
+        progress (`bool`, defaults to `False`): Whether these searches show bars.
+
+    Raises:
+        ValueError: if no plan fits, with the smallest budget with which one does.
+    """
+    if result.best is None:
+        raise ValueError(result.no_plan_message)
+    case, budget = (result.hardware, result.model, result.workload), result.memory_bytes
+    virtual = result.limits.virtual_stages
+    others = alternatives(*case, memory_bytes=budget, virtual_stages=virtual, progress=progress) if compare else []
+    return Report(explanation=explain_plan(*case, result.best.plan), others=others, budget=budget)
+
+
+def _table(title: str, text: str | None = None, numbers: tuple[str, ...] = ()) -> Table:
+    """Returns an empty table with a column of text, if named, and columns of numbers."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    if text is not None:
+        table.add_column(text)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table

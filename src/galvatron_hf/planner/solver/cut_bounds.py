@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What a whole branch costs at least, and what is left for one stage: the bounds of stages, over all cuts."""
+"""Lower bounds on a whole problem, from the bounds of its stages, over all cuts of the layers into stages."""
 
 from __future__ import annotations
 
@@ -10,168 +10,169 @@ import numpy as np
 
 from galvatron_hf.planner.solver.pareto import nondominated
 from galvatron_hf.planner.solver.problem import SearchProblem
-from galvatron_hf.planner.solver.stage_bounds import TOTAL, WAITING, A, Objective, StageBounds
+from galvatron_hf.planner.solver.stage_bounds import FIRST, STEADY, TOTAL, Objective, StageBounds
 
 
-NO_STAGES = np.array([[0, *[-(1 << 60)] * 3]])  # their row: no path, in picoseconds
+NO_STAGES = np.array([[0, *[-(1 << 60)] * 3]])  # the row of an empty run; no path, in picoseconds
 
 
 class CutBounds:
     """
-    Bounds for every cut of the layers into stages.
+    Bounds every cut of the layers into stages.
 
-    A run of stages has a row of four figures, each from below: the sum of their A, and what the longest path of each
-    kind costs (see `branch.py`): through its slowest stage without a wait, with one, and with two for all behind it.
-    Rows of neighbouring runs make that of both; over all cuts, rows that are not dominated are enough.
+    A run of consecutive stages has a row of four lower bounds: the sum of its F, and its longest path of each of the
+    three kinds (see `problem.py`). Rows of two neighbouring runs give the row of both. Rows that are not dominated are
+    enough to bound all cuts.
 
     Args:
-        branch ([`SearchProblem`]): The problem.
+        problem ([`SearchProblem`]): The problem.
 
     Attributes:
-        objectives (`tuple[Objective, ...]`): of stages, that are bounded.
+        objectives (`tuple[Objective, ...]`): those for which stages are bounded.
         bound (`float`): no solution costs less.
     """
 
-    def __init__(self, branch: SearchProblem):
-        self.branch, self.stages = branch, StageBounds(branch)
-        # Of one stage there is nothing but the total; where no micro-batches go ahead, no other path.
-        self.objectives = (TOTAL,) if branch.stages == 1 else (TOTAL, A, WAITING) if branch.ahead.any() else (TOTAL, A)
+    def __init__(self, problem: SearchProblem):
+        self.problem, self.stages = problem, StageBounds(problem)
+        # One stage has only the total. Without warm-up all paths of a stage are equal.
+        several = (TOTAL, FIRST, STEADY) if problem.warmup.any() else (TOTAL, FIRST)
+        self.objectives = (TOTAL,) if problem.stages == 1 else several
         self._lower = {
             first: {objective: self.stages.lower(objective, first) for objective in self.objectives}
             for first in self.stages.classes
         }
-        self._hopeless = least_memory(branch) > branch.budget
-        self._firsts = [self.stages.class_of(place) for place in range(branch.layers)]
+        self._never_fits = least_memory(problem) > problem.budget
+        self._firsts = [self.stages.class_of(begin) for begin in range(problem.layers)]
         self.bound = self._whole()
 
     def _whole(self) -> float:
-        if self._hopeless:
+        if self._never_fits:
             return np.inf
-        rows = self._before[-1].get(self.branch.layers)
-        return np.inf if rows is None else below(float(rows[:, 1:].max(axis=1).min()))
+        rows = self._before[-1].get(self.problem.layers)
+        return np.inf if rows is None else round_down(float(rows[:, 1:].max(axis=1).min()))
 
-    def stage(self, stage: int, place: int, count: int) -> np.ndarray:
-        """(4,) at least A, and of each path, of `count` layers from `place` on; infinite where nothing fits."""
-        lower = self._lower[self._firsts[place]]
-        first, total, waiting = (lower.get(one, lower[TOTAL])[stage, count] for one in (A, TOTAL, WAITING))
-        return np.array([first, total, (2 * total + waiting) / 3, waiting])
+    def stage(self, stage: int, begin: int, count: int) -> np.ndarray:
+        """Returns (4,) bounds of F and of each path of `count` layers from `begin` on; infinite if nothing fits."""
+        lower = self._lower[self._firsts[begin]]
+        first, total, steady = (lower.get(one, lower[TOTAL])[stage, count] for one in (FIRST, TOTAL, STEADY))
+        return np.array([first, total, (2 * total + steady) / 3, steady])
 
     def improve(self, limit: float) -> None:
-        """Better prices for every stage and number of layers that some solution within the limit can have."""
-        for first, places in self.stages.classes.items():
-            found = {(i, n) for i, place, n in self.within(limit) if place in places}
+        """Refines the bounds of every stage and number of layers that a solution within the limit may have."""
+        for first, begins in self.stages.classes.items():
+            found = {(stage, count) for stage, begin, count in self.within(limit) if begin in begins}
             if not found:
                 continue
             stages, counts = np.array(sorted(found)).T
             for objective in self.objectives:
                 self._lower[first][objective][stages, counts] = self.stages.refine(objective, first, stages, counts)
-        for name in ("_before", "_behind"):
+        for name in ("_before", "_after"):
             self.__dict__.pop(name, None)
         self.bound = self._whole()
 
     def within(self, limit: float) -> list[tuple[int, int, int]]:
-        """(stage, place, number of layers) that some solution within the limit can have."""
+        """Returns each (stage, first layer, number of layers) that a solution within the limit may have."""
         found = []
-        for stage in range(self.branch.stages):
-            for place in self._before[stage]:
-                for count in self._counts(stage, place):
-                    own, others = self.stage(stage, place, count), self.others(stage, place, count)
+        for stage in range(self.problem.stages):
+            for begin in self._before[stage]:
+                for count in self._counts(stage, begin):
+                    own, others = self.stage(stage, begin, count), self.others(stage, begin, count)
                     if others is None or not np.isfinite(own).all():
                         continue
-                    before, behind = others
-                    whole = self._joined(self._joined(before, own[None]), behind)
+                    before, after = others
+                    whole = self._joined(self._joined(before, own[None]), after)
                     if float(whole[:, 1:].max(axis=1).min()) <= limit:
-                        found.append((stage, place, count))
+                        found.append((stage, begin, count))
         return found
 
-    def others(self, stage: int, place: int, count: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Rows (N, 4) of the stages before and (M, 4) of those behind, for the best cuts; None where one has none."""
-        before, behind = self._before[stage].get(place), self._behind[stage + 1].get(place + count)
-        return None if before is None or behind is None else (before, behind)
+    def others(self, stage: int, begin: int, count: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Returns rows (N, 4) of the earlier stages and (M, 4) of the later ones; None if either have no cut."""
+        before, after = self._before[stage].get(begin), self._after[stage + 1].get(begin + count)
+        return None if before is None or after is None else (before, after)
 
-    def room(self, objective: Objective, limit: float, before: np.ndarray, behind: np.ndarray) -> float:
-        """What a stage between two such runs can have of an objective at most, within the limit."""
-        waits = self.branch.waits
-        if objective in (TOTAL, WAITING):
-            times = waits[0] if objective == TOTAL else waits[-1]
-            return limit - float(before[:, 0].min() + times * behind[:, 0].min())
-        most = limit - before[:, None, 0] - behind[None, :, 1:].max(axis=2)
-        for path, times in enumerate(waits, start=1):
-            if times:
-                most = np.minimum(most, (limit - before[:, None, path]) / times - behind[None, :, 0])
+    def largest(self, objective: Objective, limit: float, before: np.ndarray, after: np.ndarray) -> float:
+        """Returns the largest value of an objective that a stage between two such runs may have within the limit."""
+        weights = self.problem.later_stage_weights
+        if objective in (TOTAL, STEADY):
+            weight = weights[0] if objective == TOTAL else weights[-1]
+            return limit - float(before[:, 0].min() + weight * after[:, 0].min())
+        most = limit - before[:, None, 0] - after[None, :, 1:].max(axis=2)
+        for path, weight in enumerate(weights, start=1):
+            if weight:
+                most = np.minimum(most, (limit - before[:, None, path]) / weight - after[None, :, 0])
         return float(most.max())
 
-    def _counts(self, stage: int, place: int) -> range:
-        """Numbers of layers that a stage can have, all others having one at least."""
-        behind = self.branch.stages - 1 - stage
-        if behind == 0:
-            return range(self.branch.layers - place, self.branch.layers - place + 1)
-        return range(1, self.branch.layers - place - behind + 1)
+    def _counts(self, stage: int, begin: int) -> range:
+        """Returns the numbers of layers that a stage may have if every later stage has one at least."""
+        later = self.problem.stages - 1 - stage
+        if later == 0:
+            return range(self.problem.layers - begin, self.problem.layers - begin + 1)
+        return range(1, self.problem.layers - begin - later + 1)
 
     @cached_property
     def _before(self) -> list[dict[int, np.ndarray]]:
-        """By number of stages and of their layers, the rows of these stages."""
+        """Rows of the first stages, by their number and then by their number of layers."""
         fronts = [{0: NO_STAGES}]
-        for stage in range(self.branch.stages):
+        for stage in range(self.problem.stages):
             found: dict[int, list[np.ndarray]] = {}
-            for place, rows in fronts[-1].items():
-                for count in self._counts(stage, place):
-                    own = self.stage(stage, place, count)[None]
+            for begin, rows in fronts[-1].items():
+                for count in self._counts(stage, begin):
+                    own = self.stage(stage, begin, count)[None]
                     if np.isfinite(own).all():
-                        found.setdefault(place + count, []).append(self._joined(rows, own))
+                        found.setdefault(begin + count, []).append(self._joined(rows, own))
             fronts.append({end: _front(np.concatenate(parts)) for end, parts in found.items()})
         return fronts
 
     @cached_property
-    def _behind(self) -> list[dict[int, np.ndarray]]:
-        """By stage and layer, the rows of this and all later stages from that layer on."""
-        fronts: list[dict[int, np.ndarray]] = [{self.branch.layers: NO_STAGES}]
-        for stage in range(self.branch.stages - 1, -1, -1):
+    def _after(self) -> list[dict[int, np.ndarray]]:
+        """Rows of a stage and all later ones, by stage and then by first layer."""
+        fronts: list[dict[int, np.ndarray]] = [{self.problem.layers: NO_STAGES}]
+        for stage in range(self.problem.stages - 1, -1, -1):
             found: dict[int, np.ndarray] = {}
-            for place in self._before[stage]:
+            for begin in self._before[stage]:
                 parts = []
-                for count in self._counts(stage, place):
-                    own, rest = self.stage(stage, place, count)[None], fronts[0].get(place + count)
+                for count in self._counts(stage, begin):
+                    own, rest = self.stage(stage, begin, count)[None], fronts[0].get(begin + count)
                     if rest is not None and np.isfinite(own).all():
                         parts.append(self._joined(own, rest))
                 if parts:
-                    found[place] = _front(np.concatenate(parts))
+                    found[begin] = _front(np.concatenate(parts))
             fronts.insert(0, found)
         return fronts
 
-    def _joined(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """Of every run of one with every run of the other behind it."""
-        return joined(one, other, self.branch.waits)
+    def _joined(self, runs: np.ndarray, later: np.ndarray) -> np.ndarray:
+        return joined(runs, later, self.problem.later_stage_weights)
 
 
-def below(bound: float) -> float:
-    """A bound that is a sum of floating-point numbers, less what rounding may have added."""
+def round_down(bound: float) -> float:
+    """Returns a bound less what rounding may have added to its sum of floating-point numbers."""
     return bound - 1e-9 * abs(bound) - 1.0
 
 
-def joined(one: np.ndarray, other: np.ndarray, waits: tuple[int, ...]) -> np.ndarray:
-    """(N * M, 4) of (N, 4) runs of stages, each with every one of (M, 4) behind it."""
-    one, other = one[:, None], other[None]
-    paths = np.maximum(one[..., 1:] + np.array(waits) * other[..., :1], one[..., :1] + other[..., 1:])
-    return np.concatenate([one[..., :1] + other[..., :1], paths], axis=2).reshape(-1, 1 + len(waits))
+def joined(runs: np.ndarray, later: np.ndarray, later_stage_weights: tuple[int, ...]) -> np.ndarray:
+    """Returns rows (N * M, 4) of each of (N, 4) runs of stages followed by each of (M, 4) runs."""
+    runs, later = runs[:, None], later[None]
+    weighted = np.array(later_stage_weights) * later[..., :1]
+    paths = np.maximum(runs[..., 1:] + weighted, runs[..., :1] + later[..., 1:])
+    return np.concatenate([runs[..., :1] + later[..., :1], paths], axis=2).reshape(-1, 1 + len(later_stage_weights))
 
 
 def _front(rows: np.ndarray) -> np.ndarray:
     return rows[nondominated(rows)]
 
 
-def least_memory(branch: SearchProblem) -> float:
-    """The smallest budget, in bytes, under which the branch has a solution."""
-    stages = StageBounds(branch)
+def least_memory(problem: SearchProblem) -> float:
+    """Returns the smallest budget, in bytes, with which the problem has a solution."""
+    stages = StageBounds(problem)
     tables = {first: stages.least_memory(first) for first in stages.classes}
     fronts = {0: 0.0}
-    for stage in range(branch.stages):
+    for stage in range(problem.stages):
         found: dict[int, float] = {}
-        behind = branch.stages - 1 - stage
-        for place, most in fronts.items():
-            own = tables[stages.class_of(place)][stage]
-            ends = [branch.layers] if behind == 0 else range(place + 1, branch.layers - behind + 1)
+        later = problem.stages - 1 - stage
+        for begin, most in fronts.items():
+            own = tables[stages.class_of(begin)][stage]
+            ends = [problem.layers] if later == 0 else range(begin + 1, problem.layers - later + 1)
             for end in ends:
-                found[end] = min(found.get(end, np.inf), max(most, float(own[end - place])))
+                found[end] = min(found.get(end, np.inf), max(most, float(own[end - begin])))
         fronts = found
-    return fronts[branch.layers]
+    return fronts[problem.layers]

@@ -1,11 +1,11 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The best solution of a branch, exactly: dynamic programming over layers with every trade of time against memory.
+"""The exact optimum of a problem: dynamic programming over layers that keeps every trade-off of time and memory.
 
-Partial stages are labels (A, B, memory) in a layout. One that is no better in anything than another, even if that had
-to pay for going on from another layout, is dropped, and so is one whose completion, by the bounds, costs more than
-what is known. Memory is not rounded: its quantum is a byte. Equal layers make the labels of one stage serve every
-place at which it can begin.
+A partial stage is a label (F, O - k F, memory) in a layout; `problem.py` defines the symbols. A label is dropped if
+another one is no worse even after the most expensive resharding from its layout. A label is also dropped if its bound
+exceeds the limit. Memory is counted in bytes. The labels of a stage serve every place where the same sequence of
+kinds begins.
 """
 
 from __future__ import annotations
@@ -16,50 +16,50 @@ import numpy as np
 
 from galvatron_hf.planner.solver.cut_bounds import NO_STAGES, CutBounds, joined
 from galvatron_hf.planner.solver.pareto import dominated, nondominated
-from galvatron_hf.planner.solver.problem import Choice, SearchProblem
+from galvatron_hf.planner.solver.problem import Options, SearchProblem, Solution
 from galvatron_hf.planner.solver.stage_bounds import Distances, Objective
 
 
-# Of the bound: within so much of it a solution is looked for, one limit after the other.
-SLACKS_OF_ONE = (0.001, 0.002, 0.003, 0.0045, 0.007, 0.01, 0.015, 0.03, 0.1, 0.3, np.inf)
+# Relative distances from the bound at which a solution is searched for, one after the other.
+SLACKS_OF_ONE_STAGE = (0.001, 0.002, 0.003, 0.0045, 0.007, 0.01, 0.015, 0.03, 0.1, 0.3, np.inf)
 SLACKS = (0.01, 0.03, 0.1, 0.3, np.inf)
-BEAM = 80  # labels of a stage after each layer, when a first solution of a pipeline is looked for
+BEAM = 80  # labels kept after each layer in the search for a first solution of a pipeline
 
 
 @dataclass(frozen=True, kw_only=True)
-class Solution:
+class SolverResult:
     """
-    What a search of one branch ended with.
+    Holds the outcome of one problem.
 
     Attributes:
-        bound (`float`): no solution of the branch costs less.
+        bound (`float`): no solution of the problem costs less.
         cost (`int`, *optional*): of the best solution; None if nothing fits the budget and the limit.
-        choice ([`Choice`], *optional*): that solution.
-        states (`int`): labels that were kept.
+        solution ([`Solution`], *optional*): the best solution.
+        states (`int`): number of labels that were kept.
     """
 
     bound: float
     cost: int | None
-    choice: Choice | None
+    solution: Solution | None
     states: int
 
 
-def solve(branch: SearchProblem, limit: float = np.inf, bounds: CutBounds | None = None) -> Solution:
+def solve(problem: SearchProblem, limit: float = np.inf, bounds: CutBounds | None = None) -> SolverResult:
     """
-    The best solution that costs at most `limit`.
+    Finds the best solution that costs at most `limit`.
 
-    The limit widens from the bound upwards: whatever is found within a limit is the best there is. With several stages
-    a wider limit makes little more work, and a tight one little less: there a first solution is looked for with few
-    labels, and what it costs is the limit.
+    The limit widens from the bound upwards, so that the best solution within the first limit that has one is the
+    optimum. With several stages a tight limit saves little work. There a beam search finds a first solution, and its
+    cost becomes the limit.
 
     Args:
-        branch ([`SearchProblem`]): The problem.
-        limit (`float`): What a solution may cost.
-        bounds ([`CutBounds`], *optional*): Of this branch, if they were made before.
+        problem ([`SearchProblem`]): The problem.
+        limit (`float`): Maximum cost.
+        bounds ([`CutBounds`], *optional*): Bounds of this problem, if they exist already.
     """
-    bounds = bounds or CutBounds(branch)
-    search = ExactSearch(branch, bounds)
-    slacks, beam = (SLACKS_OF_ONE, None) if branch.stages == 1 else (SLACKS, BEAM)
+    bounds = bounds or CutBounds(problem)
+    search = ExactSearch(problem, bounds)
+    slacks, beam = (SLACKS_OF_ONE_STAGE, None) if problem.stages == 1 else (SLACKS, BEAM)
     found = None
     for slack in slacks:
         if bounds.bound == np.inf or bounds.bound > limit:
@@ -71,16 +71,16 @@ def solve(branch: SearchProblem, limit: float = np.inf, bounds: CutBounds | None
             if beam is not None:
                 found = search.best(within if found is None else found[0])
             break
-    cost, choice = (None, None) if found is None else found
-    return Solution(bound=bounds.bound, cost=cost, choice=choice, states=search.states)
+    cost, solution = (None, None) if found is None else found
+    return SolverResult(bound=bounds.bound, cost=cost, solution=solution, states=search.states)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Labels:
     """
-    N partial stages after the same number of layers: `values` (N, 3), and how each came about.
+    Holds N partial stages of equally many layers: `values` (N, 3), and the option and parent label of each.
 
-    Values are A, B without the stage's k times A, and memory: more of any of them is worse on every path.
+    The values are F, O - k F and memory. An increase of any of them makes no path shorter.
     """
 
     values: np.ndarray
@@ -94,7 +94,7 @@ class Labels:
 
 @dataclass(kw_only=True)
 class _Run:
-    """The labels of one stage: `steps[k]` after k layers, `ends` what is left of them when it closes."""
+    """The labels of one stage: `steps[k]` after k layers, and `ends`, the labels of the whole stage."""
 
     steps: list[Labels] = field(default_factory=list)
     ends: Labels | None = None
@@ -102,10 +102,10 @@ class _Run:
 
 @dataclass(frozen=True, kw_only=True)
 class _Task:
-    """A stage of `count` layers from `first` on, and what the other stages leave for it within the limit.
+    """A stage of `count` layers from `first` on.
 
     Attributes:
-        distances (`tuple`): of objectives, each with what it may be at most.
+        distances (`tuple`): objectives, each with its distances and its largest value within the limit.
     """
 
     stage: int
@@ -116,121 +116,125 @@ class _Task:
 
 class ExactSearch:
     """
-    Finds the best solution of a branch that costs at most a limit.
+    Finds the best solution of a problem that costs at most a limit.
 
     Args:
-        branch ([`SearchProblem`]): The problem.
-        bounds ([`CutBounds`]): Of its stages.
+        problem ([`SearchProblem`]): The problem.
+        bounds ([`CutBounds`]): Its bounds.
 
     Attributes:
-        states (`int`): labels that were kept so far.
+        states (`int`): number of labels that were kept so far.
     """
 
-    def __init__(self, branch: SearchProblem, bounds: CutBounds):
-        self.branch, self.bounds = branch, bounds
+    def __init__(self, problem: SearchProblem, bounds: CutBounds):
+        self.problem, self.bounds = problem, bounds
         self.states = 0
         self._beam: int | None = None
-        self._of_stages = [branch.beside_waiting(int(ahead)) for ahead in branch.ahead]
-        self._moves = [np.stack([one.move_a, one.move_b], axis=2) for one in self._of_stages]
+        # Stage i counts in F and O - k_i F.
+        self._of_stages = [problem.without_warmup(int(warmup)) for warmup in problem.warmup]
+        self._resharding = [one.resharding() for one in self._of_stages]
         self._detours = [one.detours()[1] for one in self._of_stages]
 
-    def best(self, limit: float, beam: int | None = None) -> tuple[int, Choice] | None:
+    def best(self, limit: float, beam: int | None = None) -> tuple[int, Solution] | None:
         """
-        The cheapest solution of at most `limit`; None if there is none.
+        Returns the cheapest solution of at most `limit` with its cost, or None if there is none.
 
         Args:
-            limit (`float`): What it may cost.
-            beam (`int`, *optional*): Labels to go on with after each layer, those with the least bounds; then what is
-                found is a solution, but perhaps not the cheapest. None keeps all that can matter.
+            limit (`float`): Maximum cost.
+            beam (`int`, *optional*): Number of labels to keep after each layer, those with the smallest bounds. The
+                solution may then not be the cheapest. None keeps all labels that can matter.
         """
         self._beam = beam
-        most, limit = limit, limit + 1e-9 * abs(limit) + 1.0 if limit < np.inf else limit  # bounds have been rounded
+        most, limit = limit, limit + 1e-9 * abs(limit) + 1.0 if limit < np.inf else limit  # bounds are rounded
         groups: dict[tuple[int, int, int], list[int]] = {}
-        for stage, place, count in self.bounds.within(limit):
-            groups.setdefault((stage, self.bounds.stages.class_of(place), count), []).append(place)
+        for stage, begin, count in self.bounds.within(limit):
+            groups.setdefault((stage, self.bounds.stages.class_of(begin), count), []).append(begin)
         runs: dict[tuple[int, int], list[tuple[int, _Run]]] = {}
-        for (stage, first, count), places in groups.items():
-            task = self._task(stage, first, count, places, limit)
-            for room in range(len(self.bounds.stages.allowances)):
-                run = self._run(task, room)
+        for (stage, first, count), begins in groups.items():
+            task = self._task(stage, first, count, begins, limit)
+            for index in range(len(self.bounds.stages.allowances)):
+                run = self._run(task, index)
                 if run is not None:
-                    for place in places:
-                        runs.setdefault((stage, place), []).append((count, run))
+                    for begin in begins:
+                        runs.setdefault((stage, begin), []).append((count, run))
         return self._join(runs, most)
 
-    def _task(self, stage: int, first: int, count: int, places: list[int], limit: float) -> _Task:
-        others = [self.bounds.others(stage, place, count) for place in places]
+    def _task(self, stage: int, first: int, count: int, begins: list[int], limit: float) -> _Task:
+        others = [self.bounds.others(stage, begin, count) for begin in begins]
         distances = []
         for objective in self.bounds.objectives:
-            most = max(self.bounds.room(objective, limit, *runs) for runs in others)
-            distances.append((objective, Distances.of(self.bounds.stages, objective, first, stage, count), most))
+            most = max(self.bounds.largest(objective, limit, *runs) for runs in others)
+            found = Distances.from_bounds(self.bounds.stages, objective, first, stage, count)
+            distances.append((objective, found, most))
         return _Task(stage=stage, first=first, count=count, distances=tuple(distances))
 
     # ---- One stage ----
 
-    def _run(self, task: _Task, room: int) -> _Run | None:
-        """Labels of a stage whose largest working memory is this allowance; None if there is no such stage."""
-        branch, allowance = self.branch, self.bounds.stages.allowances[room]
-        keep = self._worthwhile(task, room)
-        kinds = branch.kinds[task.first : task.first + task.count]
-        exactly = any((branch.working[kind, keep[kind]] == allowance).any() for kind in keep)
+    def _run(self, task: _Task, index: int) -> _Run | None:
+        """Returns the labels of a stage whose peak of working memory is this allowance; None if no stage has it."""
+        problem, allowance = self.problem, self.bounds.stages.allowances[index]
+        options = self._useful(task, index)
+        kinds = problem.kinds[task.first : task.first + task.count]
+        reached = any((problem.working[kind, options[kind]] == allowance).any() for kind in options)
         if task.stage == 0:
-            exactly |= bool((branch.starts.working == allowance).any())
-        if task.stage == branch.stages - 1:
-            exactly |= bool((branch.finishes.working == allowance).any())
-        if not exactly:
-            return None  # a smaller allowance allows as much
+            reached |= bool((problem.starts.working == allowance).any())
+        if task.stage == problem.stages - 1:
+            reached |= bool((problem.finishes.working == allowance).any())
+        if not reached:
+            return None  # a smaller allowance has the same stages
         run = _Run(steps=[self._opened(task.stage, allowance)])
         for done, kind in enumerate(kinds, start=1):
-            labels = self._extended(run.steps[-1], task, room, done, int(kind), keep[int(kind)])
+            labels = self._extended(run.steps[-1], task, index, done, int(kind), options[int(kind)])
             if not len(labels):
                 return None
             run.steps.append(labels)
-        last = task.stage == branch.stages - 1
+        last = task.stage == problem.stages - 1
         run.ends = self._finished(labels, allowance) if last else self._closed(labels, task.stage)
         return run
 
-    def _worthwhile(self, task: _Task, room: int) -> dict[int, np.ndarray]:
-        """By kind, the options that some solution within the limit may have in this stage."""
-        branch = self.branch
-        kinds = branch.kinds[task.first : task.first + task.count]
-        keep = {int(kind): branch.allowed[kind].copy() for kind in np.unique(kinds)}
+    def _useful(self, task: _Task, index: int) -> dict[int, np.ndarray]:
+        """Returns, by kind, the options that a solution within the limit may have in this stage."""
+        problem = self.problem
+        kinds = problem.kinds[task.first : task.first + task.count]
+        keep = {int(kind): problem.allowed[kind].copy() for kind in np.unique(kinds)}
         for objective, distances, most in task.distances:
-            moves = self.bounds.stages.moves(objective, np.array([task.stage]))[0]
-            reached = (distances.before[:-1, room, :, None] + moves).min(axis=1)  # (n, Y)
-            through = reached + distances.behind[1:, room]
+            resharding = self.bounds.stages.resharding(objective, np.array([task.stage]))[0]
+            reached = (distances.before[:-1, index, :, None] + resharding).min(axis=1)  # (n, Y)
+            through = reached + distances.after[1:, index]
             for kind in keep:
-                least = through[kinds == kind].min(axis=0)[branch.layout] + distances.costs[room, kind]
+                least = through[kinds == kind].min(axis=0)[problem.layout] + distances.costs[index, kind]
                 keep[kind] &= np.isfinite(least) & (least <= most)
         return {kind: np.nonzero(kept)[0] for kind, kept in keep.items()}
 
     def _opened(self, stage: int, allowance: int) -> Labels:
-        branch = self._of_stages[stage]
-        constant = np.array([branch.stage_a[stage], branch.stage_b[stage], branch.stage_memory[stage] + allowance])
+        problem = self._of_stages[stage]
+        memory = problem.stage_memory[stage] + allowance
+        constant = np.array([problem.stage_first_cost[stage], problem.stage_other_cost[stage], memory])
         if stage > 0:
             one = np.zeros(1, dtype=np.int64)
-            return Labels(values=constant[None], layout=one + branch.boundary, option=one - 1, parent=one - 1)
-        starts = branch.starts
-        values = np.stack([starts.a, starts.b, starts.memory], axis=1) + constant
-        fits = np.nonzero((values[:, 2] <= branch.budget) & (starts.working <= allowance))[0]
+            return Labels(values=constant[None], layout=one + problem.boundary, option=one - 1, parent=one - 1)
+        starts = problem.starts
+        values = _values(starts) + constant
+        fits = np.nonzero((values[:, 2] <= problem.budget) & (starts.working <= allowance))[0]
         return Labels(values=values[fits], layout=starts.layout[fits], option=fits, parent=np.full(len(fits), -1))
 
-    def _extended(self, labels: Labels, task: _Task, room: int, done: int, kind: int, options: np.ndarray) -> Labels:
-        """One more layer of `kind`, the `done`-th."""
-        branch, ahead = self._of_stages[task.stage], self.branch.ahead[task.stage]
+    def _extended(self, labels: Labels, task: _Task, index: int, done: int, kind: int, options: np.ndarray) -> Labels:
+        """Returns the labels with one more layer of `kind`, the `done`-th."""
+        problem, warmup = self._of_stages[task.stage], self.problem.warmup[task.stage]
         if not len(options) or not len(labels):
-            return _none()
-        layout = branch.layout[options]
-        added = np.stack([branch.a[kind], branch.b[kind], branch.memory(task.stage)[kind]], axis=1)[options]
-        values = labels.values[:, None] + added
-        values[:, :, :2] += self._moves[task.stage][labels.layout[:, None], layout[None]]
+            return _no_labels()
+        layout = problem.layout[options]
+        columns = problem.first_cost[kind], problem.other_cost[kind], problem.memory(task.stage)[kind]
+        values = labels.values[:, None] + np.stack(columns, axis=1)[options]
+        values[:, :, :2] += self._resharding[task.stage][labels.layout[:, None], layout[None]]
         values = values.reshape(-1, 3)
         layout = np.tile(layout, len(labels))
-        good, bound = values[:, 2] <= branch.budget, np.zeros(len(values))
+        good, bound = values[:, 2] <= problem.budget, np.zeros(len(values))
         for objective, distances, most in task.distances:
-            again = objective.of_b * ahead * (not objective.waiting)  # of A, which these values have not in B
-            cost = (objective.of_a + again) * values[:, 0] + objective.of_b * values[:, 1]
-            least = cost + distances.price * (values[:, 2] - branch.budget) + distances.behind[done, room][layout]
+            again = objective.other * warmup * (not objective.without_warmup)  # the values hold O - k F
+            cost = (objective.first + again) * values[:, 0] + objective.other * values[:, 1]
+            least = cost + distances.multiplier * (values[:, 2] - problem.budget)
+            least = least + distances.after[done, index][layout]
             good &= least <= most
             bound = np.maximum(bound, least)
         kept = np.nonzero(good)[0]
@@ -246,18 +250,17 @@ class ExactSearch:
         )
 
     def _closed(self, labels: Labels, stage: int) -> Labels:
-        values = labels.values[:, :2] + self._moves[stage][labels.layout, self.branch.boundary]
+        values = labels.values[:, :2] + self._resharding[stage][labels.layout, self.problem.boundary]
         kept = nondominated(values)
         return Labels(values=values[kept], layout=labels.layout[kept], option=np.full(len(kept), -1), parent=kept)
 
     def _finished(self, labels: Labels, allowance: int) -> Labels:
-        branch, finishes = self._of_stages[-1], self._of_stages[-1].finishes
-        ends = np.stack([finishes.a, finishes.b, finishes.memory], axis=1)
-        values = labels.values[:, None] + ends
-        values[:, :, :2] += self._moves[-1][labels.layout[:, None], finishes.layout]
+        problem, finishes = self._of_stages[-1], self._of_stages[-1].finishes
+        values = labels.values[:, None] + _values(finishes)
+        values[:, :, :2] += self._resharding[-1][labels.layout[:, None], finishes.layout]
         values = values.reshape(-1, 3)
         allowed = np.tile(finishes.working <= allowance, len(labels))
-        fits = np.nonzero(allowed & (values[:, 2] <= branch.budget))[0]
+        fits = np.nonzero(allowed & (values[:, 2] <= problem.budget))[0]
         kept = fits[nondominated(values[fits, :2])]
         return Labels(
             values=values[kept, :2],
@@ -268,25 +271,25 @@ class ExactSearch:
 
     # ---- All stages ----
 
-    def _join(self, runs: dict[tuple[int, int], list[tuple[int, _Run]]], limit: float) -> tuple[int, Choice] | None:
-        """Stages one behind the other: at each layer the rows (see [`CutBounds`]) that are not dominated."""
-        branch = self.branch
-        # rows (N, 4); of each, its stages so far as (run, place, count, index of the closed label)
+    def _join(self, runs: dict[tuple[int, int], list[tuple[int, _Run]]], limit: float) -> tuple[int, Solution] | None:
+        """Joins stages one after the other; at each layer, keeps the rows (see [`CutBounds`]) not dominated."""
+        problem = self.problem
+        # rows (N, 4), and for each row its stages so far as (run, first layer, count, index of the closed label)
         fronts: dict[int, tuple[np.ndarray, list]] = {0: (NO_STAGES, [()])}
-        for stage in range(branch.stages):
+        for stage in range(problem.stages):
             found: dict[int, list[tuple[np.ndarray, list]]] = {}
-            for place, (rows, history) in fronts.items():
-                for count, run in runs.get((stage, place), []):
-                    a, b = run.ends.values.T
-                    own = np.stack([a, *branch.paths(stage, a, b + branch.ahead[stage] * a)], axis=1)
-                    longer = joined(rows, own, branch.waits)
+            for begin, (rows, history) in fronts.items():
+                for count, run in runs.get((stage, begin), []):
+                    first, steady = run.ends.values.T
+                    paths = problem.path_costs(stage, first, steady + problem.warmup[stage] * first)
+                    longer = joined(rows, np.stack([first, *paths], axis=1), problem.later_stage_weights)
                     kept = nondominated(longer)
                     kept = kept[longer[kept, 1:].max(axis=1) <= limit]
                     width = len(run.ends)
-                    then = [(*history[index // width], (run, place, count, int(index % width))) for index in kept]
-                    found.setdefault(place + count, []).append((longer[kept], then))
+                    then = [(*history[index // width], (run, begin, count, int(index % width))) for index in kept]
+                    found.setdefault(begin + count, []).append((longer[kept], then))
             fronts = {end: _merged(parts) for end, parts in found.items()}
-        rows, history = fronts.get(branch.layers, (np.zeros((0, 4)), []))
+        rows, history = fronts.get(problem.layers, (np.zeros((0, 4)), []))
         if not len(rows):
             return None
         totals = rows[:, 1:].max(axis=1)
@@ -294,9 +297,10 @@ class ExactSearch:
         return int(totals[best]), _traced(history[best])
 
 
-def _traced(history: tuple) -> Choice:
+def _traced(history: tuple) -> Solution:
+    """Follows the labels of every stage back to their options."""
     bounds, options, start, finish = [0], [], 0, 0
-    for stage, (run, place, count, index) in enumerate(history):
+    for stage, (run, begin, count, index) in enumerate(history):
         finish = int(run.ends.option[index])
         at, own = int(run.ends.parent[index]), []
         for step in range(count, 0, -1):
@@ -304,12 +308,12 @@ def _traced(history: tuple) -> Choice:
             at = int(run.steps[step].parent[at])
         start = int(run.steps[0].option[at]) if stage == 0 else start
         options += reversed(own)
-        bounds.append(place + count)
-    return Choice(bounds=tuple(bounds), options=tuple(options), start=start, finish=finish)
+        bounds.append(begin + count)
+    return Solution(bounds=tuple(bounds), options=tuple(options), start=start, finish=finish)
 
 
 def _best_of_layouts(values: np.ndarray, layout: np.ndarray, detour: np.ndarray) -> np.ndarray:
-    """Indices of what nothing dominates, in its own layout or after the costliest detour (Y, Y, 2) from another."""
+    """Returns indices of labels not dominated in their layout, or after the largest detour (Y, Y, 2) from another."""
     own = [np.nonzero(layout == one)[0] for one in np.unique(layout)]
     own = [members[nondominated(values[members])] for members in own]
     kept = []
@@ -321,13 +325,18 @@ def _best_of_layouts(values: np.ndarray, layout: np.ndarray, detour: np.ndarray)
             one, other = layout[others[0]], layout[members[0]]
             shifted = values[others].copy()
             shifted[:, :2] += detour[one, other]
-            # Two that dominate each other are equal, and the lower layout stays.
+            # If two labels dominate each other they are equal, and the lower layout stays.
             free &= ~dominated(values[members], shifted, strictly=bool(one > other))
         kept.append(members[free])
     return np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *kept]))
 
 
-def _none() -> Labels:
+def _values(end: Options) -> np.ndarray:
+    """Returns (N, 3) costs and memory of an end's options."""
+    return np.stack([end.first_cost, end.other_cost, end.memory], axis=1)
+
+
+def _no_labels() -> Labels:
     empty = np.zeros(0, dtype=np.int64)
     return Labels(values=np.zeros((0, 3), dtype=np.int64), layout=empty, option=empty, parent=empty)
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of a table no other row beats in every column, smaller being better."""
+"""The Pareto front of a table: rows that no other row dominates, smaller being better."""
 
 from bisect import bisect_right
 
@@ -8,13 +8,13 @@ import numpy as np
 
 
 def nondominated(values: np.ndarray, block: int = 256) -> np.ndarray:
-    """Indices of the rows that no other row is at most equal to in every column; of equal rows the first."""
+    """Returns indices of the rows to which no other row is at most equal in every column; of equal rows the first."""
     count = len(values)
     if count <= 1:
         return np.arange(count)
     order = np.lexsort((np.arange(count), *values.T[::-1]))
     rows = values[order]
-    if values.shape[1] == 2:  # by the first column upwards, the second has to fall
+    if values.shape[1] == 2:  # as the first column rises, the second has to fall
         lowest = np.minimum.accumulate(rows[:, 1])
         better = np.concatenate([[True], rows[1:, 1] < lowest[:-1]])
         return order[better]
@@ -28,7 +28,7 @@ def nondominated(values: np.ndarray, block: int = 256) -> np.ndarray:
         if len(kept):
             free = ~_at_most(kept[:, 1:], part[:, 1:]).any(axis=0)
             part, names = part[free], names[free]
-        # In order of the first column, a row can only be dominated by an earlier one.
+        # Rows are in order of the first column, so only an earlier row can dominate.
         free = ~np.triu(_at_most(part[:, 1:], part[:, 1:]), 1).any(axis=0)
         kept = np.concatenate([kept, part[free]])
         indices.append(names[free])
@@ -36,16 +36,16 @@ def nondominated(values: np.ndarray, block: int = 256) -> np.ndarray:
 
 
 def dominated(values: np.ndarray, by: np.ndarray, *, strictly: bool, block: int = 512) -> np.ndarray:
-    """(N,) whether some row of `by` is at most equal in every column, and `strictly` less in one."""
+    """Returns (N,) booleans: some row of `by` is at most equal in every column and, if `strictly`, less in one."""
     found = np.zeros(len(values), dtype=bool)
     if values.shape[1] == 3:
-        front, behind = Front(), zip(*_columns(by[np.lexsort(by.T[::-1])]))
-        row = next(behind, None)
+        front, candidates = Front(), zip(*_columns(by[np.lexsort(by.T[::-1])]))
+        row = next(candidates, None)
         order = np.argsort(values[:, 0], kind="stable")
         for index, *value in zip(order.tolist(), *_columns(values[order])):
             while row is not None and row[0] <= value[0]:
                 front.add(*row)
-                row = next(behind, None)
+                row = next(candidates, None)
             found[index] = front.dominates(*value, strictly)
         return found
     for begin in range(0, len(by), block):
@@ -62,10 +62,12 @@ def _columns(rows: np.ndarray) -> list[list[int]]:
 
 
 class Front:
-    """Of rows of three columns that come in lexical order, those that count for what comes behind.
+    """
+    Keeps the rows that may dominate later ones, of rows of three columns that come in lexical order.
 
-    None of these has a larger first column than what comes, so that the other two tell. In rising order of the second
-    column the third falls: where a row stands, the one before it has the least third column of all that may dominate.
+    No kept row has a larger first column than a later one, so the other two columns decide. Rows are kept in rising
+    order of the second column, in which the third falls. The row before a position therefore has the smallest third
+    column of all candidates.
     """
 
     def __init__(self):
@@ -74,30 +76,30 @@ class Front:
         self._thirds: list[int] = []
 
     def add(self, first: int, second: int, third: int) -> bool:
-        """Takes a row if none is at most equal to it in every column; whether it did."""
-        place = bisect_right(self._seconds, second)
-        if place and self._thirds[place - 1] <= third:
+        """Adds a row unless one is at most equal to it in every column, and returns whether it was added."""
+        position = bisect_right(self._seconds, second)
+        if position and self._thirds[position - 1] <= third:
             return False
-        begin = end = place - 1 if place and self._seconds[place - 1] == second else place
+        begin = end = position - 1 if position and self._seconds[position - 1] == second else position
         while end < len(self._thirds) and self._thirds[end] >= third:
             end += 1
         self._firsts[begin:end], self._seconds[begin:end], self._thirds[begin:end] = [first], [second], [third]
         return True
 
     def dominates(self, first: int, second: int, third: int, strictly: bool) -> bool:
-        """Whether one is at most equal in every column, and `strictly` less in one.
+        """Returns whether a row is at most equal in every column and, if `strictly`, less in one.
 
-        An equal one is in the front only if nothing else dominates it.
+        An equal row is in the front only if no other row dominates it.
         """
-        place = bisect_right(self._seconds, second) - 1
-        if place < 0 or self._thirds[place] > third:
+        position = bisect_right(self._seconds, second) - 1
+        if position < 0 or self._thirds[position] > third:
             return False
-        found = self._firsts[place], self._seconds[place], self._thirds[place]
+        found = self._firsts[position], self._seconds[position], self._thirds[position]
         return not strictly or found != (first, second, third)
 
 
 def _at_most(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """(M, N) whether each of M rows is at most equal to each of N others in every column."""
+    """Returns (M, N) booleans: row m is at most equal to other row n in every column."""
     found = np.ones((len(rows), len(others)), dtype=bool)
     for ours, theirs in zip(np.ascontiguousarray(rows.T), np.ascontiguousarray(others.T), strict=True):
         found &= ours[:, None] <= theirs

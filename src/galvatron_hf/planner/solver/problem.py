@@ -1,28 +1,26 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The search problem of one pipeline degree, micro-batch count and schedule, as arrays: nothing here knows of models.
+"""The search problem of one pipeline degree, number of micro-batches and schedule, as integer arrays.
 
-Layers 0 to L - 1 are cut into p consecutive runs, the stages. Every layer gets one option of its kind, and neighbours
-of different layouts pay a move. A stage adds up two costs of its layers and a memory, and takes the largest of their
-working memories:
+The solver knows nothing of models. Layers 0 to L - 1 are cut into p consecutive runs, the stages. Every layer gets one
+option of its kind. Neighbouring layers with different layouts pay a resharding cost.
 
-    A_i = stage + sum of layers + moves        B_i likewise
-    memory_i = stage + sum of (state + in flight * activation - at once * shared) + largest working memory  <= budget
-    minimise the largest, over stages i, of
-        sum of A_j up to j = i  +  B_i
-        sum of A_j up to j = i  +  B_i - k_i A_i / 3  +  sum of A_j behind i
-        sum of A_j up to j = i  +  B_i - k_i A_i      +  2 sum of A_j behind i
+    F_i = fixed + sum over layers + resharding     first micro-batch on stage i
+    O_i = fixed + sum over layers + resharding     other micro-batches on stage i, and what comes once in a step
+    memory_i = fixed + sum over layers of (state + in_flight * activation - reuse_count * reused)
+               + max over layers of working        must be <= budget
+    L_i = F_i+1 + ... + F_p-1                      first micro-batch on all later stages
+    cost = max over stages i of three paths, each plus F_0 + ... + F_i:
+        O_i                                        stage i never waits for later stages
+        O_i - k_i F_i / 3 + L_i                    stage i waits for its first gradient
+        O_i - k_i F_i     + 2 L_i                  stage i also waits for its last gradient
 
-A is what one of the m micro-batches takes on a stage, and B what the others do, and what follows once behind the last.
-These are the paths of 1F1B through its slowest stage, in which k_i = p - 1 - i micro-batches go forward before the
-first comes back. Those behind it may be so quick that it never waits for them. It may wait for its first gradient
-while they work, and have k_i forwards, taken to be a third of A each, less to do behind that. Or it waits for its last
-one too, while k_i micro-batches come back. Of stages that are alike the longest of the three is the pipeline's
-`sum A + max B`, which counts too much where one is much slower than those behind it. Where stages are interleaved, and
-with fewer micro-batches than stages, the cost is that sum: no k, and the A behind i counts once. Of GPipe it is that
-sum too, or what 1F1B takes if that is more, because a stage waits for its gradients there as well.
+k_i = p - 1 - i is the number of warm-up micro-batches of 1F1B: stage i runs their forwards before its first backward.
+A forward takes a third of F_i. If all stages take equally long, the maximum is the known `sum F + max O`.
+Interleaved schedules, and steps of fewer micro-batches than stages, cost that sum: k_i = 0, and L_i counts once in
+every path. GPipe costs that sum or the third path, whichever is larger, because its stages wait for gradients as well.
 
-Costs are integers (picoseconds), memory is bytes: sums are exact in any order, so that equal plans cost the same.
+Costs are integers (picoseconds) and memory is in bytes. Sums are exact in any order, so equal plans cost the same.
 """
 
 from __future__ import annotations
@@ -37,113 +35,123 @@ Numbers = np.ndarray | int
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Choices for one place: arrays of one length; `layout` is an index of the branch's layouts."""
+    """Options of one end of the model: arrays of one length. `layout` is an index of the problem's layouts."""
 
-    a: np.ndarray
-    b: np.ndarray
+    first_cost: np.ndarray
+    other_cost: np.ndarray
     memory: np.ndarray
     working: np.ndarray
     layout: np.ndarray
 
     def __len__(self) -> int:
-        return len(self.a)
+        return len(self.layout)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchProblem:
     """
-    One problem; see the module.
+    Holds one problem; the module defines the symbols. L layers, K kinds, S options, Y layouts, p stages.
 
     Args:
         kinds (`np.ndarray`): (L,) kind of each layer.
-        a, b, state, activation, working (`np.ndarray`): (K, S) of each kind under each option; int64.
-        allowed (`np.ndarray`): (K, S) whether the kind can have it.
-        layout (`np.ndarray`): (S,) index of the layout of each option.
-        move_a, move_b (`np.ndarray`): (Y, Y) from one layout to the next.
-        boundary (`int`): the layout in which hidden states go from stage to stage.
-        in_flight (`np.ndarray`): (p,) micro-batches whose activations a stage keeps at most.
-        shared (`np.ndarray`): (K, S) bytes, of those of a layer's state and of one micro-batch's activations, that are
-            first the one and then the other: gradients take the place of activations.
-        at_once (`np.ndarray`): (p,) how often they do in a stage, at most as often as it has activations in flight.
-        stage_a, stage_b, stage_memory (`np.ndarray`): (p,) of each stage, whatever its layers.
+        first_cost, other_cost (`np.ndarray`): (K, S) picoseconds of a layer, its parts of F and O.
+        state, activation, working (`np.ndarray`): (K, S) bytes of a layer: parameters, gradients and optimizer state;
+            activations of one micro-batch; peak of temporary memory.
+        reused (`np.ndarray`): (K, S) bytes that activations free and gradients then use.
+        allowed (`np.ndarray`): (K, S) whether a layer of the kind may have the option.
+        layout (`np.ndarray`): (S,) index of the option's layout.
+        first_resharding, other_resharding (`np.ndarray`): (Y, Y) cost from one layout to the next.
+        boundary (`int`): the layout of hidden states between stages.
+        in_flight (`np.ndarray`): (p,) maximum number of micro-batches whose activations a stage keeps.
+        reuse_count (`np.ndarray`): (p,) how often `reused` counts in a stage, at most `in_flight`.
+        stage_first_cost, stage_other_cost, stage_memory (`np.ndarray`): (p,) fixed terms of each stage.
         starts, finishes ([`Options`]): of the embedding, in the first stage, and of the head, in the last.
         budget (`int`): bytes of a rank.
-        ahead (`np.ndarray`): (p,) k; B is at least so many times A.
-        waits (`tuple[int, int, int]`): how often A of those behind a stage counts on each of its paths.
+        warmup (`np.ndarray`): (p,) k_i; the other cost of every stage is at least k_i times its first cost.
+        later_stage_weights (`tuple[int, int, int]`): factor of L_i in each of the three paths.
     """
 
     kinds: np.ndarray
-    a: np.ndarray
-    b: np.ndarray
+    first_cost: np.ndarray
+    other_cost: np.ndarray
     state: np.ndarray
     activation: np.ndarray
     working: np.ndarray
+    reused: np.ndarray
     allowed: np.ndarray
     layout: np.ndarray
-    move_a: np.ndarray
-    move_b: np.ndarray
+    first_resharding: np.ndarray
+    other_resharding: np.ndarray
     boundary: int
     in_flight: np.ndarray
-    shared: np.ndarray
-    at_once: np.ndarray
-    stage_a: np.ndarray
-    stage_b: np.ndarray
+    reuse_count: np.ndarray
+    stage_first_cost: np.ndarray
+    stage_other_cost: np.ndarray
     stage_memory: np.ndarray
     starts: Options
     finishes: Options
     budget: int
-    ahead: np.ndarray
-    waits: tuple[int, int, int]
+    warmup: np.ndarray
+    later_stage_weights: tuple[int, int, int]
 
     @property
     def stages(self) -> int:
-        """p."""
+        """Returns p."""
         return len(self.in_flight)
 
     @property
     def layers(self) -> int:
-        """L."""
+        """Returns L."""
         return len(self.kinds)
 
-    def paths(self, stage: int, a: Numbers, b: Numbers) -> tuple[Numbers, ...]:
-        """What a stage of so much A and B has of each path itself; fractions are rounded up."""
-        ahead = int(self.ahead[stage]) * a
-        return a + b, a + b - ahead // 3, a + b - ahead
+    def path_costs(self, stage: int, first: Numbers, other: Numbers) -> tuple[Numbers, ...]:
+        """Returns F + O, F + O - k F / 3 and F + O - k F of a stage; fractions are rounded up."""
+        warmup = int(self.warmup[stage]) * first
+        return first + other, first + other - warmup // 3, first + other - warmup
 
-    def beside_waiting(self, ahead: int) -> SearchProblem:
-        """With B less so many times A, of which and A all paths of a stage with this k are sums of multiples."""
-        starts, finishes = (replace(one, b=one.b - ahead * one.a) for one in (self.starts, self.finishes))
+    def without_warmup(self, warmup: int) -> SearchProblem:
+        """Returns the problem with O - k F for O. Every path of a stage with this k is a sum of multiples of F and
+        O - k F, none of them negative."""
+        ends = (
+            replace(end, other_cost=end.other_cost - warmup * end.first_cost) for end in (self.starts, self.finishes)
+        )
+        starts, finishes = ends
         return replace(
             self,
-            b=self.b - ahead * self.a,
-            move_b=self.move_b - ahead * self.move_a,
-            stage_b=self.stage_b - ahead * self.stage_a,
+            other_cost=self.other_cost - warmup * self.first_cost,
+            other_resharding=self.other_resharding - warmup * self.first_resharding,
+            stage_other_cost=self.stage_other_cost - warmup * self.stage_first_cost,
             starts=starts,
             finishes=finishes,
         )
 
+    def resharding(self) -> np.ndarray:
+        """Returns (Y, Y, 2) first and other cost of a resharding."""
+        return np.stack([self.first_resharding, self.other_resharding], axis=2)
+
     def detours(self) -> tuple[np.ndarray, np.ndarray]:
-        """(Y, Y, 2) how much more A and B it costs, at most, to come to the first layout, or to go on from it, than
-        with the second."""
-        moves = np.stack([self.move_a, self.move_b], axis=2)
-        return (moves[:, :, None] - moves[:, None]).max(axis=0), (moves[:, None] - moves[None]).max(axis=2)
+        """Returns two arrays (Y, Y, 2): the maximum extra cost to reach, and to leave, the first layout instead of
+        the second."""
+        resharding = self.resharding()
+        reach = (resharding[:, :, None] - resharding[:, None]).max(axis=0)
+        return reach, (resharding[:, None] - resharding[None]).max(axis=2)
 
-    def worth_having(self) -> np.ndarray:
-        """(S,) options without which the best solution costs as much.
-
-        One goes if another one, even if that is in another layout with the costliest moves there and back, costs no
-        more and needs no more memory in any layer.
+    def useful_options(self) -> np.ndarray:
         """
-        waiting = self.beside_waiting(int(self.ahead.max()))
-        extra = sum(waiting.detours())
-        columns = ("state", "activation", "least", "working")
+        Returns (S,) booleans: the options that may improve the best solution.
+
+        An option is not useful if another one costs no more and needs no more memory for any kind of layer, even with
+        the largest resharding cost to reach and to leave the other one's layout.
+        """
+        steady = self.without_warmup(int(self.warmup.max()))
+        extra = sum(steady.detours())
+        columns = (self.state, self.activation, self.min_memory, self.working)
         kept = np.ones(len(self.layout), dtype=bool)
         for option in range(len(kept)):
             more = extra[self.layout, self.layout[option]]
-            better = self.a + more[:, 0] <= self.a[:, [option]]
-            better &= waiting.b + more[:, 1] <= waiting.b[:, [option]]
-            for name in columns:
-                column = getattr(self, name)
+            better = self.first_cost + more[:, 0] <= self.first_cost[:, [option]]
+            better &= steady.other_cost + more[:, 1] <= steady.other_cost[:, [option]]
+            for column in columns:
                 better &= column <= column[:, [option]]
             better = (better & (self.allowed | ~self.allowed[:, [option]])).all(axis=0) & kept
             better[option] = False
@@ -151,28 +159,28 @@ class SearchProblem:
         return kept
 
     def restricted(self, kept: np.ndarray) -> SearchProblem:
-        """With some of the options only."""
-        columns = ("a", "b", "state", "activation", "shared", "working", "allowed")
+        """Returns the problem with the options of these indices only."""
+        columns = ("first_cost", "other_cost", "state", "activation", "reused", "working", "allowed")
         fewer = {name: getattr(self, name)[:, kept] for name in columns}
         return replace(self, **fewer, layout=self.layout[kept])
 
     @property
-    def least(self) -> np.ndarray:
-        """(K, S) bytes of a layer and of one micro-batch, where most gradients take the place of activations.
+    def min_memory(self) -> np.ndarray:
+        """Returns (K, S) bytes of a layer with one micro-batch at the largest `reuse_count`.
 
-        What a layer adds to any stage is a sum of multiples, none negative, of this, its state and its activations.
+        The memory of a layer in any stage is a sum of non-negative multiples of this, `state` and `activation`.
         """
-        return self.state + self.activation - max(1, int(self.at_once.max())) * self.shared
+        return self.state + self.activation - max(1, int(self.reuse_count.max())) * self.reused
 
     def memory(self, stages: int | np.ndarray) -> np.ndarray:
-        """(K, S) or (Q, K, S) bytes that a layer adds to a stage, or to each of (Q,), without its working memory."""
-        flight, at_once = (values[stages, ..., None, None] for values in (self.in_flight, self.at_once))
-        return self.state + flight * self.activation - at_once * self.shared
+        """Returns (K, S) bytes of a layer in a stage, without working memory; (Q, K, S) for (Q,) stages."""
+        flight, count = (values[stages, ..., None, None] for values in (self.in_flight, self.reuse_count))
+        return self.state + flight * self.activation - count * self.reused
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """A solution: `bounds` (p + 1 layer indices), an option of each layer, of the embedding and of the head."""
+class Solution:
+    """Chooses `bounds` (p + 1 layer indices) and an option of each layer, of the embedding and of the head."""
 
     bounds: tuple[int, ...]
     options: tuple[int, ...]
@@ -182,50 +190,60 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What a solution costs: integers, of each stage where there are several."""
+    """Holds F, O and memory of each stage, and the cost of a solution."""
 
-    a: tuple[int, ...]
-    b: tuple[int, ...]
+    first_cost: tuple[int, ...]
+    other_cost: tuple[int, ...]
     memory: tuple[int, ...]
-
     cost: int
 
 
-def score(branch: SearchProblem, choice: Choice) -> Score:
-    """Adds a solution up, one layer after the other."""
-    a, b, memory = [], [], []
-    for stage in range(branch.stages):
-        first, last = stage == 0, stage == branch.stages - 1
-        cost_a, cost_b = int(branch.stage_a[stage]), int(branch.stage_b[stage])
-        held, working, layout = int(branch.stage_memory[stage]), 0, branch.boundary
-        if first:
-            start = branch.starts
-            cost_a += int(start.a[choice.start])
-            cost_b += int(start.b[choice.start])
-            held += int(start.memory[choice.start])
-            working, layout = int(start.working[choice.start]), int(start.layout[choice.start])
-        for layer in range(choice.bounds[stage], choice.bounds[stage + 1]):
-            kind, option = branch.kinds[layer], choice.options[layer]
-            behind = int(branch.layout[option])
-            cost_a += int(branch.move_a[layout, behind] + branch.a[kind, option])
-            cost_b += int(branch.move_b[layout, behind] + branch.b[kind, option])
-            held += int(branch.memory(stage)[kind, option])
-            working, layout = max(working, int(branch.working[kind, option])), behind
-        behind = int(branch.finishes.layout[choice.finish]) if last else branch.boundary
-        cost_a += int(branch.move_a[layout, behind])
-        cost_b += int(branch.move_b[layout, behind])
-        if last:
-            finish = branch.finishes
-            cost_a += int(finish.a[choice.finish])
-            cost_b += int(finish.b[choice.finish])
-            held += int(finish.memory[choice.finish])
-            working = max(working, int(finish.working[choice.finish]))
-        a.append(cost_a)
-        b.append(cost_b)
-        memory.append(held + working)
+def score(problem: SearchProblem, solution: Solution) -> Score:
+    """Adds up a solution layer by layer."""
+    stages = [_score_stage(problem, solution, stage) for stage in range(problem.stages)]
+    first, other, memory = zip(*stages, strict=True)
     cost = max(
-        sum(a[:stage]) + own + waits * sum(a[stage + 1 :])
-        for stage in range(branch.stages)
-        for own, waits in zip(branch.paths(stage, a[stage], b[stage]), branch.waits, strict=True)
+        sum(first[:stage]) + own + weight * sum(first[stage + 1 :])
+        for stage in range(problem.stages)
+        for own, weight in zip(
+            problem.path_costs(stage, first[stage], other[stage]), problem.later_stage_weights, strict=True
+        )
     )
-    return Score(a=tuple(a), b=tuple(b), memory=tuple(memory), cost=cost)
+    return Score(first_cost=first, other_cost=other, memory=memory, cost=cost)
+
+
+def _score_stage(problem: SearchProblem, solution: Solution, stage: int) -> tuple[int, int, int]:
+    """Returns F, O and memory of one stage."""
+    first, other = int(problem.stage_first_cost[stage]), int(problem.stage_other_cost[stage])
+    held, working, layout = int(problem.stage_memory[stage]), 0, problem.boundary
+    layer_memory = problem.memory(stage)
+
+    def reshard(to: int) -> None:
+        nonlocal first, other, layout
+        first += int(problem.first_resharding[layout, to])
+        other += int(problem.other_resharding[layout, to])
+        layout = to
+
+    def add_end(end: Options, index: int) -> None:
+        nonlocal first, other, held, working
+        first += int(end.first_cost[index])
+        other += int(end.other_cost[index])
+        held += int(end.memory[index])
+        working = max(working, int(end.working[index]))
+
+    if stage == 0:
+        add_end(problem.starts, solution.start)
+        layout = int(problem.starts.layout[solution.start])
+    for layer in range(*solution.bounds[stage : stage + 2]):
+        kind, option = problem.kinds[layer], solution.options[layer]
+        reshard(int(problem.layout[option]))
+        first += int(problem.first_cost[kind, option])
+        other += int(problem.other_cost[kind, option])
+        held += int(layer_memory[kind, option])
+        working = max(working, int(problem.working[kind, option]))
+    if stage < problem.stages - 1:
+        reshard(problem.boundary)
+    else:
+        reshard(int(problem.finishes.layout[solution.finish]))
+        add_end(problem.finishes, solution.finish)
+    return first, other, held + working

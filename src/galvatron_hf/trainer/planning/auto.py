@@ -24,8 +24,9 @@ from galvatron_hf.parallel.comm.objects import from_rank_0
 from galvatron_hf.parallel.data_parallel.sharding import DTYPES
 from galvatron_hf.parallel.validate import check_model, check_plan
 from galvatron_hf.plan import ParallelPlan, Precision
-from galvatron_hf.planner.cost.cost_model import Workload
-from galvatron_hf.planner.search import GIB, SearchResult, search_plan
+from galvatron_hf.planner.cost.workload import Workload
+from galvatron_hf.planner.report.report import explain
+from galvatron_hf.planner.search import SearchResult, search_plan
 from galvatron_hf.planner.space import Limits
 from galvatron_hf.profiler.cache import load_or_profile_hardware, load_or_profile_model
 from galvatron_hf.profiler.measure.model import config_digest
@@ -36,6 +37,7 @@ from galvatron_hf.trainer.checkpoint.random_state import random_state, restore_r
 from galvatron_hf.trainer.data.packable import only_pads
 from galvatron_hf.trainer.planning.calibration import calibrated
 from galvatron_hf.trainer.planning.step_meter import Outcome, StepMeter, held_bytes, outcome, prediction
+from galvatron_hf.utils.units import GIB
 
 
 logger = logging.get_logger(__name__)
@@ -135,13 +137,13 @@ class AutoPlanMixin:
         shown = not self.args.disable_tqdm
         result = search_plan(hardware, profile, workload, memory_bytes=budget, limits=self._limits(), progress=shown)
         if result.best is None:
-            raise ValueError(result.nothing_fits)
+            raise ValueError(result.no_plan_message)
         self.search_result = result
         if shown:
             from rich.console import Console
 
-            Console().print(result.explain(compare=False))
-        return result.best.noted(workload)
+            Console().print(explain(result, compare=False))
+        return result.best.plan_with_prediction(workload)
 
     def _limits(self) -> Limits:
         """What the arguments and the Trainer's own methods leave of the space."""

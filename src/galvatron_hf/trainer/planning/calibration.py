@@ -28,8 +28,8 @@ from galvatron_hf.parallel.comm.objects import from_rank_0, gather_objects, is_r
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.parallel.validate import check_model
 from galvatron_hf.plan import ParallelPlan, Precision
-from galvatron_hf.planner.cost.cost_model import Workload
-from galvatron_hf.planner.search import estimate_plan
+from galvatron_hf.planner.cost.workload import Workload
+from galvatron_hf.planner.estimate import estimate_plan
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
 from galvatron_hf.profiler.trace.isolated_layers import layer_kinds, one_of_each

@@ -1,0 +1,220 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Search problems built from the cost model, and the plans that their solutions stand for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from galvatron_hf.plan import LayerStrategy, ParallelPlan, Stage, VocabularyStrategy
+from galvatron_hf.planner.cost.step_shape import StepShape
+from galvatron_hf.planner.cost.workload import Workload
+from galvatron_hf.planner.option_costs import OptionCosts, StepCosts, picoseconds
+from galvatron_hf.planner.solver.cut_bounds import round_down
+from galvatron_hf.planner.solver.pareto import nondominated
+from galvatron_hf.planner.solver.problem import Options, SearchProblem, Solution
+from galvatron_hf.profiler.profiles.model import ModelProfile
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanProblem:
+    """Holds a search problem with the meaning of its options.
+
+    Attributes:
+        problem ([`SearchProblem`]): the numbers.
+        shape ([`StepShape`]): the cut of the step.
+        ranks (`int`): ranks of each stage.
+        strategies (`list[LayerStrategy]`): by option.
+        embeddings, heads (`list[VocabularyStrategy]`): by start and by finish.
+        padded (`bool`): whether padding rows were added for a layer with as many data ranks as rows.
+    """
+
+    problem: SearchProblem
+    shape: StepShape
+    ranks: int
+    strategies: list[LayerStrategy]
+    embeddings: list[VocabularyStrategy]
+    heads: list[VocabularyStrategy]
+    padded: bool
+
+    def is_exact(self, solution: Solution) -> bool:
+        """Returns whether the solution costs what its plan costs; a plan without such a layer has no padding rows."""
+        chosen = {self.strategies[option] for option in solution.options}
+        return not self.padded or any(one.data_degree(self.ranks) == self.shape.rows for one in chosen)
+
+    def plan(self, solution: Solution, workload: Workload, model: ModelProfile) -> ParallelPlan:
+        """Returns the plan that a solution stands for."""
+        embedding, head = self.embeddings[solution.start], self.heads[solution.finish]
+        virtual, layers = self.shape.virtual_stages, self.problem.layers
+        cuts = list(zip(solution.bounds[:-1], solution.bounds[1:], strict=True))
+        stages = tuple(
+            Stage(
+                ranks=tuple(range(location * self.ranks, (location + 1) * self.ranks)),
+                layers=(number * layers + first, number * layers + last),
+            )
+            for number in range(virtual)
+            for location, (first, last) in enumerate(cuts)
+        )
+        return ParallelPlan(
+            world_size=self.ranks * self.shape.pipeline,
+            stacks=model.stack_sizes,
+            micro_batches=self.shape.micro_batches,
+            schedule=self.shape.schedule,
+            precision=workload.precision,
+            stages=stages,
+            layers=tuple(self.strategies[option] for option in solution.options) * virtual,
+            embedding=embedding,
+            head=embedding if model.tied and len(stages) == 1 else head,
+        )
+
+
+class UnsolvedProblem:
+    """
+    A problem with a quick lower bound, whose resharding costs are not computed yet.
+
+    Args:
+        options ([`OptionCosts`]): Costs of the options.
+        shape ([`StepShape`]): Cut of the step.
+        padded (`bool`, defaults to `False`): Whether padding rows were added for a layer with as many data ranks.
+            Solutions without such a layer stand for other plans, see `split`.
+
+    Attributes:
+        bound (`float`): lower bound of every solution: each layer has its cheapest option, memory does not count.
+    """
+
+    def __init__(self, options: OptionCosts, shape: StepShape, *, padded: bool = False):
+        self.options, self.shape, self.padded = options, shape, padded
+        self.strategies = options.strategies
+        layers = options.costs.model.layers
+        self.kinds = np.array(layers[: len(layers) // shape.virtual_stages])
+        self._step = StepCosts(options, shape)
+        self._columns = self._step.layers()
+        self._starts, self._finishes = self._step.starts(), self._step.finishes()
+        self.bound = self._bound()
+
+    def _bound(self) -> float:
+        kinds, stages = self.kinds, self.shape.pipeline
+        rest = [tuple(costs.sum() for costs in self._step.stages())]
+        rest += [(end.first_cost, end.other_cost) for end in (self._starts, self._finishes)]
+
+        def least(first_weight: float, other_weight: float) -> float:
+            """Returns the minimum of a weighted sum of F and O over all stages."""
+            costs = first_weight * self._columns["first_cost"] + other_weight * self._columns["other_cost"]
+            fixed = sum((first_weight * first + other_weight * other).min() for first, other in rest)
+            return round_down(float(costs.min(axis=1)[kinds].sum() + fixed))
+
+        if not self.shape.warmup().any():
+            return least(1.0, 1 / stages)
+        # F times the least step, as O is at least m - 1 times F; or the mean F + O of stages; or a mixture of both.
+        step = self.shape.least_step()
+        return max(least(share * step + (1 - share) / stages, (1 - share) / stages) for share in (0.0, 0.5, 0.9, 1.0))
+
+    def build(self, budget: int, *, prune: bool = True) -> PlanProblem:
+        """
+        Builds the whole problem.
+
+        Args:
+            budget (`int`): Bytes of a rank.
+            prune (`bool`): Whether to leave out strategies that cannot improve the best plan. Estimates of a given
+                plan keep all.
+        """
+        shape, options, costs = self.shape, self.options, self.options.costs
+        starts, finishes, embeddings, heads = self._starts, self._finishes, options.embeddings, options.heads
+        warmup = int(shape.warmup().max())
+        if prune:
+            embeddings, starts = _pruned_end(embeddings, starts, warmup)
+            heads, finishes = _pruned_end(heads, finishes, warmup)
+        first_resharding, other_resharding = self._step.resharding()
+        stage_first_cost, stage_other_cost = self._step.stages()
+        problem = SearchProblem(
+            kinds=self.kinds,
+            allowed=np.ones(self._columns["first_cost"].shape, dtype=bool),
+            first_resharding=first_resharding,
+            other_resharding=other_resharding,
+            boundary=0,
+            in_flight=shape.in_flight(),
+            reuse_count=shape.reuse_count(),
+            stage_first_cost=stage_first_cost,
+            stage_other_cost=stage_other_cost + picoseconds(costs.hardware.step_ms),
+            stage_memory=shape.boundary_copies() * costs.boundary_bytes,
+            starts=starts,
+            finishes=finishes,
+            budget=budget,
+            warmup=shape.warmup(),
+            later_stage_weights=shape.later_stage_weights(),
+            **self._columns,
+        )
+        strategies = self.strategies
+        if prune:
+            problem, strategies = _pruned_layers(problem, strategies, warmup)
+        return PlanProblem(
+            problem=problem,
+            shape=shape,
+            ranks=costs.ranks,
+            strategies=strategies,
+            embeddings=embeddings,
+            heads=heads,
+            padded=self.padded,
+        )
+
+    def split(self, budget: int) -> Iterator[PlanProblem]:
+        """
+        Yields problems that together have exactly the plans for which the padding rows were added, one per layer.
+
+        In each problem, that layer is the first with as many data ranks as there are rows.
+        """
+        whole = self.build(budget, prune=False)
+        full = np.array([one.data_degree(whole.ranks) == self.shape.rows for one in whole.strategies])
+        columns = ("first_cost", "other_cost", "state", "activation", "reused", "working")
+        # Every kind of layer exists three times: before that layer, at it, and after it.
+        thrice = {name: np.tile(getattr(whole.problem, name), (3, 1)) for name in columns}
+        count = len(whole.problem.first_cost)
+        allowed = np.repeat(np.stack([~full, full, np.ones_like(full)]), count, axis=0)
+        for first in range(len(self.kinds)):
+            part = 1 + np.sign(np.arange(len(self.kinds)) - first)
+            problem = replace(whole.problem, kinds=self.kinds + count * part, allowed=allowed, **thrice)
+            useful = np.nonzero(problem.useful_options())[0]
+            strategies = [whole.strategies[index] for index in useful]
+            yield replace(whole, problem=problem.restricted(useful), strategies=strategies)
+
+    def uniform(self) -> Iterator[UnsolvedProblem]:
+        """Yields, for each strategy, the problem in which all layers have it."""
+        for index, strategy in enumerate(self.strategies):
+            if self.padded and strategy.data_degree(self.options.costs.ranks) != self.shape.rows:
+                continue
+            one = copy.copy(self)
+            one.strategies, one.padded = [strategy], False
+            one._columns = {name: column[..., [index]] for name, column in self._columns.items()}
+            one.bound = one._bound()
+            yield one
+
+
+def _pruned_layers(
+    problem: SearchProblem, strategies: list[LayerStrategy], warmup: int
+) -> tuple[SearchProblem, list[LayerStrategy]]:
+    steady = problem.other_cost - warmup * problem.first_cost
+    columns = (problem.first_cost, steady, problem.state, problem.activation, problem.min_memory, problem.working)
+    kept = _front_of_layouts(np.concatenate(columns), problem.layout)
+    problem = problem.restricted(kept)
+    useful = np.nonzero(problem.useful_options())[0]
+    return problem.restricted(useful), [strategies[index] for index in kept[useful]]
+
+
+def _pruned_end(
+    strategies: list[VocabularyStrategy], options: Options, warmup: int
+) -> tuple[list[VocabularyStrategy], Options]:
+    steady = options.other_cost - warmup * options.first_cost
+    columns = np.stack([options.first_cost, steady, options.memory, options.working])
+    kept = _front_of_layouts(columns, options.layout)
+    names = ("first_cost", "other_cost", "memory", "working", "layout")
+    return [strategies[index] for index in kept], Options(**{name: getattr(options, name)[kept] for name in names})
+
+
+def _front_of_layouts(columns: np.ndarray, layout: np.ndarray) -> np.ndarray:
+    """Returns indices of options that no other option of the same layout dominates in the columns (C, S)."""
+    found = [np.nonzero(layout == one)[0] for one in np.unique(layout)]
+    return np.sort(np.concatenate([members[nondominated(columns.T[members])] for members in found]))

@@ -1,0 +1,157 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""The predicted time and memory of a given plan."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.plan.pipeline_shape import PipelineShape, orders
+from galvatron_hf.planner.build_problem import PlanProblem, UnsolvedProblem
+from galvatron_hf.planner.cost.cost_model import CostModel
+from galvatron_hf.planner.cost.step_shape import StepShape
+from galvatron_hf.planner.cost.workload import Workload
+from galvatron_hf.planner.option_costs import PICOSECONDS, OptionCosts
+from galvatron_hf.planner.solver.problem import Solution, score
+from galvatron_hf.profiler.profiles.hardware import HardwareProfile
+from galvatron_hf.profiler.profiles.model import ModelProfile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Holds the prediction of a plan; nothing in it was measured.
+
+    Attributes:
+        plan ([`ParallelPlan`]): the plan.
+        step_ms (`float`): time of one optimizer step.
+        samples_per_second (`float`): throughput in rows.
+        memory_bytes (`tuple[int, ...]`): peak memory of a rank of each pipeline rank.
+    """
+
+    plan: ParallelPlan
+    step_ms: float
+    samples_per_second: float
+    memory_bytes: tuple[int, ...]
+
+    def plan_with_prediction(self, workload: Workload) -> ParallelPlan:
+        """Returns the plan with the prediction in its `meta`; training compares it with what it measures."""
+        predicted = {
+            "step_ms": self.step_ms,
+            "memory_bytes": list(self.memory_bytes),
+            "rows": workload.rows,
+            "length": workload.length,
+        }
+        return replace(self.plan, meta={**self.plan.meta, "predicted": predicted})
+
+
+def estimate_plan(hardware: HardwareProfile, model: ModelProfile, workload: Workload, plan: ParallelPlan) -> Estimate:
+    """
+    Predicts time and memory of a plan, whether it fits or not.
+
+    Raises:
+        ValueError: if the cost model cannot price the plan.
+    """
+    shape = priced_shape(hardware, model, workload, plan)
+    costs = stage_costs(hardware, model, workload, plan, shape)
+    strategies = list(dict.fromkeys(plan.layers))
+    options = OptionCosts(costs, shape.pipeline, strategies, [plan.embedding], [plan.head])
+    unsolved = UnsolvedProblem(options, shape)
+    bounds = (0, *(stage.layers[1] for stage in plan.stages[: shape.pipeline]))
+    chosen = tuple(strategies.index(layer) for layer in plan.layers[: len(unsolved.kinds)])
+    solution = Solution(bounds=bounds, options=chosen, start=0, finish=0)
+    return estimate_solution(unsolved.build(hardware.memory_bytes, prune=False), solution, workload, plan)
+
+
+def estimate_solution(problem: PlanProblem, solution: Solution, workload: Workload, plan: ParallelPlan) -> Estimate:
+    """Returns the estimate of a solution that stands for `plan`."""
+    found = score(problem.problem, solution)
+    if found.cost <= 0:
+        raise ValueError("The profiles predict a step of 0 ms; profile the hardware and the model again.")
+    step_ms = found.cost / PICOSECONDS
+    return Estimate(
+        plan=plan, step_ms=step_ms, samples_per_second=1e3 * workload.rows / step_ms, memory_bytes=found.memory
+    )
+
+
+def stage_costs(
+    hardware: HardwareProfile, model: ModelProfile, workload: Workload, plan: ParallelPlan, shape: StepShape
+) -> CostModel:
+    """Returns the cost model of the plan's stages."""
+    ranks, recompute_logits = len(plan.stages[0].ranks), shape.recompute_logits_in_backward
+    return CostModel(hardware, model, workload, ranks, shape.rows, recompute_logits_in_backward=recompute_logits)
+
+
+def priced_shape(hardware: HardwareProfile, model: ModelProfile, workload: Workload, plan: ParallelPlan) -> StepShape:
+    """
+    Returns the shape of the plan's step.
+
+    Raises:
+        ValueError: if the plan does not fit the profiles, or the cost model cannot price it.
+    """
+    if plan.world_size != hardware.world_size:
+        raise ValueError(
+            f"The plan is for {plan.world_size} devices and the hardware profile has {hardware.world_size}; make a "
+            f"plan for {hardware.world_size}, or profile {plan.world_size}."
+        )
+    _check_supported(plan)
+    if plan.num_layers != len(model.layers):
+        raise ValueError(
+            f"The plan has {plan.num_layers} layers and the model {len(model.layers)}; make a plan for "
+            f"{len(model.layers)} layers."
+        )
+    shape = StepShape.from_plan(plan, workload)
+    if shape.virtual_stages > 1:
+        _check_virtual_stages(plan, shape, model)
+    return shape
+
+
+def _check_supported(plan: ParallelPlan) -> None:
+    """Raises ValueError if the plan uses anything that the cost model has no formula for."""
+    if plan.schedule == "zero_bubble" and len(plan.stages) > 1:
+        raise ValueError(
+            "The cost model has no formula for schedule 'zero_bubble' yet; use '1f1b', 'interleaved' or 'gpipe'."
+        )
+    sizes = sorted({len(stage.ranks) for stage in plan.stages})
+    if len(sizes) > 1:
+        raise ValueError(
+            f"The cost model has no formula for stages of {sizes} ranks in one plan yet; give each stage equally many."
+        )
+    if list(itertools.chain(*plan.rank_groups)) != list(range(plan.world_size)):
+        raise ValueError(
+            f"The cost model has no formula for stages on the ranks {plan.rank_groups} yet; use consecutive ranks, "
+            "from 0 on."
+        )
+    for name in ("context", "expert"):
+        degree = max(getattr(layer, name) for layer in plan.layers)
+        if degree > 1:
+            raise ValueError(f"The cost model has no formula for {name}={degree} yet; use {name}=1.")
+    if plan.sequence_groups is not None:
+        raise ValueError("The cost model has no formula for sequence_groups yet; leave them out.")
+
+
+def _check_virtual_stages(plan: ParallelPlan, shape: StepShape, model: ModelProfile) -> None:
+    """Raises ValueError unless the schedule orders the virtual stages and those of each rank are equal."""
+    if shape.pipeline == 1:
+        raise ValueError(
+            f"The plan has {len(plan.stages)} stages, all on the same ranks; use one stage with all layers."
+        )
+    if shape.micro_batches < shape.pipeline or not orders(PipelineShape.from_plan(plan), shape.micro_batches):
+        cut = "" if shape.micro_batches == plan.micro_batches else f" ({plan.micro_batches}, but too few rows)"
+        raise ValueError(
+            f"The cost model has no formula for micro_batches={shape.micro_batches}{cut} interleaved on "
+            f"{shape.pipeline} pipeline ranks; use a multiple of {shape.pipeline}, and at least as many rows."
+        )
+    share = plan.num_layers // shape.virtual_stages
+    begins = range(0, plan.num_layers, share)
+    cuts = {
+        tuple(number - begin for stage in plan.stages[first : first + shape.pipeline] for number in stage.layers)
+        for begin, first in zip(begins, range(0, len(plan.stages), shape.pipeline), strict=False)
+    }
+    layers = {(plan.layers[begin : begin + share], tuple(model.layers[begin : begin + share])) for begin in begins}
+    if plan.num_layers % shape.virtual_stages or len(cuts) > 1 or len(layers) > 1:
+        raise ValueError(
+            f"The cost model has no formula for {shape.virtual_stages} different virtual stages per rank yet; give "
+            "each the same cuts, kinds of layers and strategies."
+        )
