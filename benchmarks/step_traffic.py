@@ -1,11 +1,11 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The collectives of one training step, in closed form: how many, of what kind, between how many ranks, of what size.
+"""The collectives of one training step in closed form: their number, kind, group size and bytes.
 
-Convention: the bytes of a collective are those of this rank's input to it. A ring over n ranks puts
-`(n - 1) * input` bytes of an all-gather, `(n - 1) / n * input` of a reduce-scatter and of an all-to-all (whose input
-counts the part that a rank keeps, unless it says otherwise) and `2 * (n - 1) / n * input` of an all-reduce onto the
-wire of each rank. Groups of one rank communicate nothing and are not counted.
+The bytes of a collective are those of this rank's input to it. On a ring of n ranks each rank sends
+`(n - 1) * input` bytes of an all-gather, `(n - 1) / n * input` of a reduce-scatter or an all-to-all, and
+`2 * (n - 1) / n * input` of an all-reduce. The input of an all-to-all includes the part that stays on the rank, unless
+stated otherwise. Groups of one rank communicate nothing and are not counted.
 """
 
 import itertools
@@ -27,16 +27,16 @@ _FP32, _FP64 = 4, 8
 @dataclass(frozen=True, kw_only=True)
 class Collective:
     """
-    Equal collectives of one rank.
+    Describes equal collectives of one rank.
 
     Args:
-        source (`str`): What they are for, one of "weights" (gathers and gradient sums of sharded and replicated data
+        source (`str`): Their purpose, one of "weights" (gathers and gradient reductions of sharded and replicated data
             parallelism), "tensor", "megatron_sp", "ulysses", "layout", "embedding", "head", "partial gradients" (of
             weights that tensor ranks hold whole and use in part), "loss" or "gradient norm".
         kind (`str`): One of `KINDS`.
         ranks (`int`): Ranks of the group.
-        bytes (`int`): Of this rank's input to one of them.
-        count (`int`): How many.
+        bytes (`int`): Bytes of this rank's input to one of them.
+        count (`int`): Their number.
     """
 
     source: str
@@ -49,7 +49,7 @@ class Collective:
 @dataclass(frozen=True)
 class Traffic:
     """
-    The collectives of one rank in one step.
+    Holds the collectives of one rank in one batch.
 
     Args:
         collectives (`tuple[Collective, ...]`): No two of the same source, kind, ranks and bytes.
@@ -58,15 +58,15 @@ class Traffic:
     collectives: tuple[Collective, ...]
 
     def count(self, kind: str | None = None, source: str | None = None) -> int:
-        """How many there are, of one kind and source or of all."""
+        """Returns the number of collectives, of one kind and source or of all."""
         return sum(item.count for item in self._chosen(kind, source))
 
     def bytes(self, kind: str | None = None, source: str | None = None) -> int:
-        """Bytes of this rank's inputs to them."""
+        """Returns the bytes of this rank's inputs to them."""
         return sum(item.count * item.bytes for item in self._chosen(kind, source))
 
     def sources(self) -> list[str]:
-        """What there are collectives for, in a fixed order."""
+        """Returns the purposes of the collectives, in a fixed order."""
         return list(dict.fromkeys(item.source for item in self.collectives))
 
     def _chosen(self, kind: str | None, source: str | None) -> list[Collective]:
@@ -74,7 +74,7 @@ class Traffic:
 
 
 class _Tally:
-    """Adds collectives up by what they are."""
+    """Adds collectives up by purpose, kind, ranks and bytes."""
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, str, int, int]] = Counter()
@@ -93,10 +93,10 @@ class _Tally:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Step:
-    """What the parts of the formula share. `element` and `reduced`: bytes of an activation's and a gradient's element.
+class _MicroBatch:
+    """Holds a micro-batch on one rank: its padded `rows` and `length`, and the bytes of elements.
 
-    `rows` and `length` are those of one micro-batch with what is added to it.
+    `element` is an element of an activation, `reduced` one of a gradient reduction.
     """
 
     plan: ParallelPlan
@@ -119,18 +119,18 @@ class _Step:
 
 def step_traffic(plan: ParallelPlan, model: ModelShape, *, rows: int, length: int, rank_index: int = 0) -> Traffic:
     """
-    The collectives of one rank from a global batch to the norm of its gradients.
+    Returns the collectives of one rank from a global batch to the norm of its gradients.
 
     Args:
-        plan ([`ParallelPlan`]): Of one stage. Without a precision of its own it is taken to be fp32.
-        model ([`ModelShape`]): What is trained, all of it.
-        rows (`int`): Rows of the global batch; micro-batches share them as evenly as they can.
+        plan ([`ParallelPlan`]): A plan of one stage; fp32 if it has no precision.
+        model ([`ModelShape`]): The whole model, all of which is trained.
+        rows (`int`): Rows of the global batch; micro-batches share them as evenly as possible.
         length (`int`): Positions of a row.
-        rank_index (`int`, *optional*, defaults to 0): The rank's index in the stage's order. Ranks differ where rows
-            do not divide evenly, where a layout changes, and in the vocabulary's last piece.
+        rank_index (`int`, *optional*, defaults to 0): The rank's index in its stage. Ranks differ if rows do not
+            divide evenly, if a layout changes, and in the last piece of the vocabulary.
 
     Returns:
-        [`Traffic`]: Exactly what is sent for the loss, the gradients and their norm; see `docs/communication.md`.
+        [`Traffic`]: All that is sent for the loss, the gradients and their norm; see `docs/communication.md`.
 
     Raises:
         `ValueError`: if the plan does not run in this release, or not on this model.
@@ -154,7 +154,7 @@ def step_traffic(plan: ParallelPlan, model: ModelShape, *, rows: int, length: in
     for part in range(count):
         real_rows = (part + 1) * rows // count - part * rows // count
         padded_rows, padded_length = padded(plan, ranks, real_rows, length)
-        step = _Step(
+        batch = _MicroBatch(
             plan=plan,
             model=model,
             ranks=ranks,
@@ -164,16 +164,16 @@ def step_traffic(plan: ParallelPlan, model: ModelShape, *, rows: int, length: in
             rows=padded_rows,
             length=padded_length,
         )
-        _embedding(tally, step)
+        _embedding(tally, batch)
         for layer, strategy in enumerate(plan.layers):
-            _tensor_regions(tally, step, strategy)
-            _ulysses(tally, step, strategy)
-            _partial_gradients(tally, step, strategy, model.layers[layer])
-        _layout_changes(tally, step)
-        _head(tally, step)
-    _weights(tally, step, count)
+            _tensor_regions(tally, batch, strategy)
+            _ulysses(tally, batch, strategy)
+            _partial_gradients(tally, batch, strategy, model.layers[layer])
+        _layout_changes(tally, batch)
+        _head(tally, batch)
+    _weights(tally, batch, count)
     tally.add("loss", "all_reduce", ranks, _FP32)
-    # Where every rank has all gradients, it knows their norm.
+    # If every rank has all gradients, it knows their norm.
     strategies = (*plan.layers, plan.embedding, plan.head)
     if any(strategy.tensor > 1 or strategy.resolved_shard_degree(ranks) > 1 for strategy in strategies):
         tally.add("gradient norm", "all_reduce", ranks, _FP64)
@@ -181,41 +181,41 @@ def step_traffic(plan: ParallelPlan, model: ModelShape, *, rows: int, length: in
 
 
 def padded(plan: ParallelPlan, ranks: int, rows: int, length: int) -> tuple[int, int]:
-    """Rows and positions of a micro-batch with those that are added, so that every layer's split has some for all."""
+    """Returns rows and positions of a micro-batch with padding, so that every rank of every layer has some."""
     rows = max(rows, max(strategy.data_degree(ranks) for strategy in plan.layers))
     ends = [Layout.from_vocabulary(end.tensor, ranks, rows).positions for end in (plan.embedding, plan.head)]
     multiple = math.lcm(*ends, *(strategy.sequence_degree for strategy in plan.layers))
     return rows, -(-length // multiple) * multiple
 
 
-def _embedding(tally: _Tally, step: _Step) -> None:
-    """A vocabulary that is split over tensor ranks: each looks up what it has, and the results are summed."""
-    tensor = step.plan.embedding.tensor
-    tokens = step.tokens(Layout.from_vocabulary(tensor, step.ranks, step.rows))
-    tally.add("embedding", "all_reduce", tensor, tokens * step.model.hidden * step.element)
+def _embedding(tally: _Tally, batch: _MicroBatch) -> None:
+    """Adds the sum of the lookups of tensor ranks, each in its piece of the vocabulary."""
+    tensor = batch.plan.embedding.tensor
+    tokens = batch.tokens(Layout.from_vocabulary(tensor, batch.ranks, batch.rows))
+    tally.add("embedding", "all_reduce", tensor, tokens * batch.model.hidden * batch.element)
 
 
-def _head(tally: _Tally, step: _Step) -> None:
-    """Four fp32 statistics of each token are gathered chunk by chunk, and the hidden states' gradient is summed."""
-    tensor = step.plan.head.tensor
-    tokens = step.tokens(Layout.from_vocabulary(tensor, step.ranks, step.rows))
+def _head(tally: _Tally, batch: _MicroBatch) -> None:
+    """Adds gathers of four fp32 statistics per token, chunk by chunk, and the sum of hidden states' gradients."""
+    tensor = batch.plan.head.tensor
+    tokens = batch.tokens(Layout.from_vocabulary(tensor, batch.ranks, batch.rows))
     whole, rest = divmod(tokens, HEAD_CHUNK_TOKENS)
     tally.add("head", "all_gather", tensor, 4 * _FP32 * HEAD_CHUNK_TOKENS, whole)
     tally.add("head", "all_gather", tensor, 4 * _FP32 * rest, min(rest, 1))
-    tally.add("head", "all_reduce", tensor, tokens * step.model.hidden * step.element)
+    tally.add("head", "all_reduce", tensor, tokens * batch.model.hidden * batch.element)
 
 
-def _tensor_regions(tally: _Tally, step: _Step, strategy: LayerStrategy) -> None:
-    """Each region is entered and left once forward and once backward; recompute does the forward ones again.
+def _tensor_regions(tally: _Tally, batch: _MicroBatch, strategy: LayerStrategy) -> None:
+    """Adds the collectives of tensor regions: entry and exit in the forward, in the backward and in recompute.
 
-    Recompute stops at the last tensor that the backward pass needs, which is made before the last region is left.
+    Recompute stops at the last tensor that the backward needs, which exists before the exit of the last region.
     """
-    tensor, regions = strategy.tensor, step.model.regions
+    tensor, regions = strategy.tensor, batch.model.regions
     resent = strategy.recompute == "full"
     entered = regions * (1 + resent)
-    left = regions * (1 + resent) - (resent and not step.model.saves_after_last_region)
-    tokens = step.tokens(Layout.from_strategy(strategy, step.ranks))
-    piece = tokens * step.model.hidden * step.element
+    left = regions * (1 + resent) - (resent and not batch.model.saves_after_last_region)
+    tokens = batch.tokens(Layout.from_strategy(strategy, batch.ranks))
+    piece = tokens * batch.model.hidden * batch.element
     if strategy.megatron_sp:
         tally.add("megatron_sp", "all_gather", tensor, piece, entered + regions)
         tally.add("megatron_sp", "reduce_scatter", tensor, tensor * piece, left + regions)
@@ -223,74 +223,76 @@ def _tensor_regions(tally: _Tally, step: _Step, strategy: LayerStrategy) -> None
         tally.add("tensor", "all_reduce", tensor, piece, left + regions)
 
 
-def _ulysses(tally: _Tally, step: _Step, strategy: LayerStrategy) -> None:
-    """Queries, keys and values go from positions to heads and the output goes back; backward does the reverse."""
+def _ulysses(tally: _Tally, batch: _MicroBatch, strategy: LayerStrategy) -> None:
+    """Adds exchanges of queries, keys and values from positions to heads, and of the output back, and the reverse."""
     if strategy.ulysses == 1:
         return
-    model = step.model
-    layout = Layout.from_strategy(strategy, step.ranks)
+    model = batch.model
+    layout = Layout.from_strategy(strategy, batch.ranks)
     gathered = strategy.tensor if strategy.megatron_sp else 1
-    tokens = gathered * step.tokens(layout)
+    tokens = gathered * batch.tokens(layout)
     heads = AttentionHeads.from_degrees(
         query=model.heads, key_value=model.kv_heads, tensor=strategy.tensor, ulysses=strategy.ulysses
     )
     times = 3 if strategy.recompute == "full" else 2
-    size = tokens * model.head_dim * step.element
+    size = tokens * model.head_dim * batch.element
     tally.add("ulysses", "all_to_all", strategy.ulysses, heads.query * size, 2 * times)
     tally.add("ulysses", "all_to_all", strategy.ulysses, heads.sent_key_value * size, 2 * times)
 
 
-def _partial_gradients(tally: _Tally, step: _Step, strategy: LayerStrategy, weights: tuple[WeightShape, ...]) -> None:
-    """In fp32, weight by weight."""
+def _partial_gradients(
+    tally: _Tally, batch: _MicroBatch, strategy: LayerStrategy, weights: tuple[WeightShape, ...]
+) -> None:
+    """Adds the fp32 sum of each weight that tensor ranks use in part."""
     for weight in weights:
         if weight.sums_gradient(strategy.tensor, strategy.megatron_sp):
             tally.add("partial gradients", "all_reduce", strategy.tensor, math.prod(weight.shape) * _FP32)
 
 
-def _layout_changes(tally: _Tally, step: _Step) -> None:
-    """Hidden states on their way forward, their gradients on the way back."""
+def _layout_changes(tally: _Tally, batch: _MicroBatch) -> None:
+    """Adds the changes of layout of hidden states in the forward and of their gradients in the backward."""
     layouts = [
-        Layout.from_vocabulary(step.plan.embedding.tensor, step.ranks, step.rows),
-        *(Layout.from_strategy(strategy, step.ranks) for strategy in step.plan.layers),
-        Layout.from_vocabulary(step.plan.head.tensor, step.ranks, step.rows),
+        Layout.from_vocabulary(batch.plan.embedding.tensor, batch.ranks, batch.rows),
+        *(Layout.from_strategy(strategy, batch.ranks) for strategy in batch.plan.layers),
+        Layout.from_vocabulary(batch.plan.head.tensor, batch.ranks, batch.rows),
     ]
     for before, after in itertools.pairwise(layouts):
         for pair in ((before, after), (after, before)):
-            tokens = sent_tokens(*pair, step.grid)[step.index]
-            tally.add("layout", "all_to_all", block_size(*pair), tokens * step.model.hidden * step.element)
+            tokens = sent_tokens(*pair, batch.grid)[batch.index]
+            tally.add("layout", "all_to_all", block_size(*pair), tokens * batch.model.hidden * batch.element)
 
 
-def _weights(tally: _Tally, step: _Step, micro_batches: int) -> None:
-    """What sharded and replicated data parallelism send, unit by unit: each layer, embedding, head and final norm."""
-    plan, model = step.plan, step.model
+def _weights(tally: _Tally, batch: _MicroBatch, micro_batches: int) -> None:
+    """Adds the collectives of data parallelism, unit by unit: each layer, embedding, head and final norm."""
+    plan, model = batch.plan, batch.model
     for strategy, weights in zip(plan.layers, model.layers, strict=True):
         # zero3 frees a layer after its forward and gathers it again for its backward
-        _unit(tally, step, strategy, weights, micro_batches, gathers=2)
+        _unit(tally, batch, strategy, weights, micro_batches, gathers=2)
     if model.tied:
-        _unit(tally, step, plan.head, (*model.embedding, *model.final_norm, *model.head), micro_batches)
+        _unit(tally, batch, plan.head, (*model.embedding, *model.final_norm, *model.head), micro_batches)
         return
-    # An embedding's backward needs no weights, and the head and the norm begin theirs right after their forward.
-    _unit(tally, step, plan.embedding, model.embedding, micro_batches)
-    _unit(tally, step, plan.head, model.head, micro_batches)
-    _unit(tally, step, plan.head, model.final_norm, micro_batches)
+    # The embedding's backward needs no weights; those of head and norm begin right after their forwards.
+    _unit(tally, batch, plan.embedding, model.embedding, micro_batches)
+    _unit(tally, batch, plan.head, model.head, micro_batches)
+    _unit(tally, batch, plan.head, model.final_norm, micro_batches)
 
 
 def _unit(
     tally: _Tally,
-    step: _Step,
+    batch: _MicroBatch,
     strategy: LayerStrategy | VocabularyStrategy,
     weights: tuple[WeightShape, ...],
     micro_batches: int,
     gathers: int = 1,
 ) -> None:
-    """Weights that are gathered and reduced together; `gathers` of them in a micro-batch under zero3."""
-    shards = strategy.resolved_shard_degree(step.ranks)
-    copies = step.ranks // strategy.tensor // shards
-    position = step.index % strategy.tensor
+    """Adds the collectives of weights that are gathered and reduced together, under zero3 `gathers` times a batch."""
+    shards = strategy.resolved_shard_degree(batch.ranks)
+    replicas = batch.ranks // strategy.tensor // shards
+    position = batch.index % strategy.tensor
     elements = sum(weight.shard_elements(strategy.tensor, position, shards) for weight in weights)
     times = {"zero3": gathers * micro_batches, "zero2": 1, "replicate": 0}[strategy.sharding]
-    tally.add("weights", "all_gather", shards, elements * step.element, times)
+    tally.add("weights", "all_gather", shards, elements * batch.element, times)
     reduces = 1 if strategy.sharding == "replicate" else micro_batches
-    tally.add("weights", "reduce_scatter", shards, shards * elements * step.reduced, reduces)
-    # Copies wait for the last micro-batch: what is summed within a copy until then adds up where it is.
-    tally.add("weights", "all_reduce", copies, elements * step.reduced)
+    tally.add("weights", "reduce_scatter", shards, shards * elements * batch.reduced, reduces)
+    # Replicas are summed after the last micro-batch; until then each replica adds its own gradients up.
+    tally.add("weights", "all_reduce", replicas, elements * batch.reduced)
