@@ -41,6 +41,10 @@ class LossKind:
         """The names under which a batch may have labels; the first that it has counts."""
         return self.targets, self.labels
 
+    def is_labelled(self, batch: Mapping[str, Any]) -> bool:
+        """Tells whether a batch has labels."""
+        return any(batch.get(name) is not None for name in self.names)
+
     def targets_of(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
         """Returns the targets [B, S] of a batch; None if it has no labels."""
         if batch.get(self.targets) is not None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from galvatron_hf.models.losses import count_targets, without_labels
+from galvatron_hf.models.losses import NEXT_TOKEN, count_targets, without_labels
 from galvatron_hf.parallel.activation.micro_batch import map_rows, split_rows
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.data_parallel.tied_weights import TiedWeights
@@ -120,7 +120,7 @@ class Executor:
             ValueError: if logits are wanted and the ranks of a pipeline cannot share the rows evenly.
         """
         packed = not isinstance(batch, Mapping)
-        labelled = packed or batch.get("labels") is not None or batch.get("shift_labels") is not None
+        labelled = packed or NEXT_TOKEN.is_labelled(batch)
         logits = options.pop("return_logits", None)
         logits = not packed and (loss_of is not None or (not labelled if logits is None else logits))
         if labelled and options.get("num_items_in_batch") is None:

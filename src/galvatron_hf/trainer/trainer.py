@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from galvatron_hf.data.loader import batch_rows
 from galvatron_hf.models.families import adapter_for
+from galvatron_hf.models.losses import NEXT_TOKEN
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.parallelize import parallelize
@@ -358,7 +359,7 @@ def start_group_of_one(device: torch.device) -> None:
 
 
 def _require_labels(batch: dict[str, Any]) -> None:
-    if batch.get("labels") is None and batch.get("shift_labels") is None:
+    if not NEXT_TOKEN.is_labelled(batch):
         raise ValueError(
             f"The batch has no labels, only {sorted(batch)}, so there is no loss to train on; "
             "use DataCollatorForLanguageModeling(tokenizer, mlm=False) or add a labels column."

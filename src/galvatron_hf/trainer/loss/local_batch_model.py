@@ -11,12 +11,13 @@ import torch
 from transformers.modeling_outputs import CausalLMOutput
 
 from galvatron_hf.data.loader import fill_rows, take_rows
+from galvatron_hf.models.losses import NEXT_TOKEN
 from galvatron_hf.parallel.executor import RunModel
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.trainer.loss.per_token import PerTokenOutput, per_token_output
 
 
-_LABELS = ("labels", "shift_labels")
+_LABELS = NEXT_TOKEN.names
 
 
 class LocalBatchModel:
