@@ -104,7 +104,7 @@ def cut_layer(
         if style is Style.ROW:
             _sum_row_outputs(module, kind, group, strategy.megatron_sp)
         elif style is Style.COLUMN and kind is not None:
-            setattr(module, kind.output_size, getattr(module, kind.output_size) // strategy.tensor)
+            setattr(module, kind.output_size, local_tensor(module.weight).shape[kind.output_dim])
     for region in stack.regions:
         _gather_region_input(layer.get_submodule(region), group, strategy.megatron_sp)
     _set_local_attributes(layer, stack, stack.heads(config), strategy.tensor)

@@ -232,7 +232,8 @@ class Pipeline:
         with self.timeline.span(action):
             self.units.begin_micro_batch(last=step.left[action.stage] == 1, stage=action.stage)
             self._full_backward(kept, gradients)
-        self._end_backward(step, action, kept)
+        step.left[action.stage] -= 1
+        self._hand_back(step, action, kept)
 
     def _full_backward(self, kept: _InFlight, gradients: Tensors | None) -> None:
         found = zip(kept.result, gradients or (None,), strict=True)
@@ -275,10 +276,6 @@ class Pipeline:
             kept.sent.wait()  # over already: the gradient depends on it
             kept.sent = None
         return kept, gradients
-
-    def _end_backward(self, step: _Step, action: Action, kept: _InFlight) -> None:
-        step.left[action.stage] -= 1
-        self._hand_back(step, action, kept)
 
     def _hand_back(self, step: _Step, action: Action, kept: _InFlight) -> None:
         """Takes the gradients of the received tensors, for the stage before."""
