@@ -287,7 +287,7 @@ def test_galvatrons_links_cover_its_groups_and_survive_json(nodes, devices_per_n
 def test_folders_that_are_not_galvatrons_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no allreduce_bandwidth_4nodes.*\(1 x 4, 1 x 8, 2 x 8, 8 x 8\)"):
         _galvatron(4)
-    with pytest.raises(ValueError, match=r"devices per node that it has \(none\)"):
+    with pytest.raises(ValueError, match=r"devices per node of its files \(none\)"):
         read_galvatron_hardware(tmp_path / "nothing", 1, 8, 1 << 30)
     with pytest.raises(ValueError, match="nodes is 0"):
         _galvatron(0)

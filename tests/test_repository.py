@@ -35,6 +35,15 @@ def test_no_source_file_is_over_800_lines():
     assert [str(path) for path in SOURCES if len(path.read_text().splitlines()) > 800] == []
 
 
+def test_the_map_of_the_source_names_files_and_functions_that_exist():
+    rows = re.findall(r"^\|[^|]+\| `([\w/.]+)` \| (?:`(\w+)`)? ?\|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    assert len(rows) > 20
+    for path, name in rows:
+        source = ROOT / "src" / "galvatron_hf" / path
+        assert source.exists(), path
+        assert not name or re.search(rf"^(?:class|def| +def)? ?{name}\b", source.read_text(), re.M), (path, name)
+
+
 def test_tested_versions_are_exact_and_torch_is_first():
     assert _constraints()[0] == "torch==2.13.0"
     assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][0-9a-z.]*", line) for line in _constraints())

@@ -35,7 +35,7 @@ def plan_text(plan: "ParallelPlan", width: int = 119) -> str:
     """Returns the table as plain text of at most `width` columns."""
     from rich.console import Console
 
-    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, force_jupyter=False)
     console.print(plan_table(plan))
     return console.file.getvalue().rstrip("\n")
 

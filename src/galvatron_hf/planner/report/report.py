@@ -48,7 +48,7 @@ class Report:
     def __str__(self) -> str:
         from rich.console import Console
 
-        console = Console(width=120, color_system=None)
+        console = Console(width=120, color_system=None, force_jupyter=False)
         with console.capture() as captured:
             console.print(self)
         return captured.get()
