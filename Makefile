@@ -25,7 +25,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help install quickstart notebooks test test-slow test-all style quality clean
 
 help:
-	@echo "make quickstart   train a small Llama on the standard library's source with 4 CPU ranks (7 minutes on 2 cores)"
+	@echo "make quickstart   train a small Llama on the standard library's source with 4 CPU ranks (under 3 minutes on 2 cores)"
 	@echo "make notebooks    execute the notebooks and save their outputs"
 	@echo "make test         the fast tests (under 10 minutes on 2 cores)"
 	@echo "make test-slow    the slow tests (under an hour on 2 cores)"

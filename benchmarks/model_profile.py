@@ -63,7 +63,7 @@ def main() -> None:
 
 def compare(profile: ModelProfile, real: list[float], tokens: int, length: int) -> list[float]:
     """Returns the relative errors of forward and backward of a micro-batch that takes `real` ms."""
-    squares, stretch = tokens * length, float(profile.made["stretch of CPU time"])
+    squares, stretch = tokens * length, float(profile.made["wall time over CPU time"])
     times = [profile.kinds[kind].times[1] for kind in profile.layers]
     times += [profile.embedding.times[1], profile.head.times[1]]
     told = [sum(getattr(each, way).ms(tokens, squares) for each in times) / stretch for way in ("forward", "backward")]

@@ -15,19 +15,19 @@ from transformers.hf_argparser import HfArg
 
 @dataclass
 class GenerationArguments:
-    """What is generated."""
+    """Prompts and sampling."""
 
     prompts: list[str] = HfArg(
         default_factory=lambda: ["import os\nimport sys\n\ndef ", "class TestQueue(unittest.TestCase):\n"],
         help="The texts to continue.",
     )
     max_new_tokens: int = HfArg(default=80, help="How many tokens each continuation has at most.")
-    temperature: float = HfArg(default=0.7, help="Below 1 the likelier tokens are preferred; 0 takes the likeliest.")
+    temperature: float = HfArg(default=0.7, help="Below 1 likely tokens are preferred; 0 takes the most likely token.")
     seed: int = HfArg(default=0, help="Seed of the draws.")
 
 
 def generate(model_name_or_path: str, args: GenerationArguments) -> list[str]:
-    """Returns every prompt with its continuation."""
+    """Returns each prompt with its continuation."""
     tokenizer = AutoTokenizer.from_pretrained(model_name_or_path)
     model = AutoModelForCausalLM.from_pretrained(model_name_or_path, dtype=torch.float32).eval()
     set_seed(args.seed)

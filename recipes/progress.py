@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""A progress bar that also says how fast training is."""
+"""Progress bar with throughput."""
 
 import time
 
@@ -10,10 +10,10 @@ from transformers.trainer_callback import ProgressCallback
 
 class ThroughputCallback(ProgressCallback):
     """
-    [`~transformers.ProgressCallback`] whose log line is short and ends with tokens/s since the line before.
+    Shortens the log lines of [`~transformers.ProgressCallback`] and appends tokens/s since the previous line.
 
-    The tokens are those that `include_num_input_tokens_seen` counts, over all ranks; padding is counted under `"all"`
-    and not under `"non_padding"`. The clock is the wall's: evaluation and checkpoints in between are included.
+    `include_num_input_tokens_seen` counts the tokens over all ranks: with padding for `"all"`, without it for
+    `"non_padding"`. Wall time counts, including evaluation and checkpoints.
     """
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):

@@ -3,7 +3,7 @@
 """
 Trains a causal language model, new or pretrained, on any text under a layer-wise parallel plan.
 
-A new 6.45M-parameter Llama on the standard library's source, 4 CPU ranks (what `make quickstart` runs):
+A new 2M-parameter Llama on the standard library's source, 4 CPU ranks (what `make quickstart` runs):
 
     OMP_NUM_THREADS=1 accelerate launch --config_file recipes/accelerate/cpu4.yaml recipes/train_clm.py \\
         recipes/quickstart.yaml --output_dir output/quickstart
@@ -47,7 +47,7 @@ from progress import ThroughputCallback
 
 @dataclass
 class ModelArguments:
-    """Which model and tokenizer."""
+    """Model and tokenizer."""
 
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "A pretrained model, local or on the Hub. Absent: a new one of `model_type`."}
@@ -73,7 +73,7 @@ class ModelArguments:
 
 @dataclass
 class DataArguments:
-    """Which text, and how it becomes rows."""
+    """Text and its division into rows."""
 
     dataset_name: str = field(
         default="python-stdlib",
@@ -86,12 +86,15 @@ class DataArguments:
     validation_split_percentage: float = field(
         default=2.0, metadata={"help": "Share of the documents set aside if the dataset has no validation split."}
     )
+    max_documents: int | None = field(
+        default=None, metadata={"help": "Largest number of documents, to train and to evaluate together."}
+    )
     max_length: int = field(default=1024, metadata={"help": "Longest row, in tokens."})
     overflow: Literal["split", "truncate"] = field(
         default="split", metadata={"help": "Cut a document longer than max_length into rows, or keep its first row."}
     )
-    max_train_rows: int | None = field(default=None, metadata={"help": "Use at most so many rows to train."})
-    max_eval_rows: int | None = field(default=None, metadata={"help": "Use at most so many rows to evaluate."})
+    max_train_rows: int | None = field(default=None, metadata={"help": "Largest number of rows to train."})
+    max_eval_rows: int | None = field(default=None, metadata={"help": "Largest number of rows to evaluate."})
 
 
 def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, GalvatronTrainingArguments]:
@@ -106,7 +109,7 @@ def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, Gal
         argv = argv[1:]
     model_args, data_args, training_args = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
     if training_args.include_num_input_tokens_seen == "all":
-        # The parser knows this field as a flag only; tokens/s should be of useful tokens.
+        # The parser treats this field as a flag; throughput counts useful tokens.
         training_args.include_num_input_tokens_seen = "non_padding"
     return model_args, data_args, training_args
 
@@ -125,7 +128,7 @@ def get_tokenizer(
         )
     tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer.pad_token is None:
-        # Padding is never a target, so a token that is one (the end) must not stand for it if there is another.
+        # Padding is never a target, but the end of a document is: they need different tokens if possible.
         tokenizer.pad_token = tokenizer.unk_token or tokenizer.eos_token
     return tokenizer
 
@@ -148,9 +151,9 @@ def get_rows(
 
 
 def get_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | str:
-    """The pretrained model's name, or a new one for the tokenizer. Every rank makes the same: the seed is set."""
+    """Returns the pretrained model's name, or a new model, equal on every rank because the seed is set."""
     if args.model_name_or_path is not None:
-        return args.model_name_or_path  # each rank then reads its own pieces alone
+        return args.model_name_or_path  # each rank then reads only its own weights
     config = AutoConfig.for_model(
         args.model_type,
         vocab_size=len(tokenizer),
@@ -177,6 +180,7 @@ def main() -> None:
             data_args.text_column,
             data_args.validation_split_percentage,
             training_args.data_seed or training_args.seed,
+            data_args.max_documents,
         )
         tokenizer = get_tokenizer(model_args, documents, data_args.text_column, cache)
         rows = get_rows(data_args, documents, tokenizer, cache)

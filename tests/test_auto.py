@@ -26,12 +26,13 @@ from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.estimate import estimate_plan
 from galvatron_hf.planner.search import search_plan
 from galvatron_hf.planner.space import Limits, layer_strategies, vocabulary_strategies
+from galvatron_hf.profiler.measure import calibration
+from galvatron_hf.profiler.measure.calibration import LEAST, MOST, NOISE, SPREAD, fitted_factors
 from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
 from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.profiler.trace.tracing import profile_from_config
-from galvatron_hf.trainer.planning import calibration
 from galvatron_hf.trainer.planning.auto import profile_folder
-from galvatron_hf.trainer.planning.calibration import LEAST, MOST, NOISE, SPREAD, fitted_factors
+from galvatron_hf.trainer.planning.calibration import calibrated
 from galvatron_hf.trainer.planning.step_meter import prediction
 from tiny_models import FAMILIES
 from trainer_runs import Rows, arguments, on_ranks, run, trainer
@@ -216,18 +217,21 @@ def test_factors_bring_the_parts_to_what_was_measured():
     assert waiting == pytest.approx(0.0, abs=0.01)  # nobody waits for less than nothing
 
 
-def test_simple_plans_are_tried_three_times_and_one_of_them_at_least():
-    """Each pass as long as there is time; of a plan the median of all its steps counts, not those of a slow pass."""
-    runs = on_ranks(lambda: [tried_plans(seconds) for seconds in (1e6, 0.0)], 2)
-    for (tried, measured), (tried_at_once, measured_at_once) in runs[:1]:
-        once = len(tried) // 3
-        assert once > 3 and tried == 3 * tried[:once] and len(set(tried)) == once
-        assert measured == [12.0] * once
-        assert (tried_at_once, measured_at_once) == (tried[:1], [10.0])
+def test_simple_plans_are_tried_until_their_steps_agree_and_one_of_them_at_least():
+    """The median of all steps of a plan counts, not those of a slow pass."""
+    cases = [(1e6, 10.0, 90.0, 12.0), (1e6, 10.0, 10.0), (0.0, 10.0)]
+    disturbed, steady, hurried = on_ranks(lambda: [tried_plans(*case) for case in cases], 2)[0]
+    tried, measured = disturbed
+    once = len(tried) // 3
+    assert once > 3 and tried == 3 * tried[:once] and len(set(tried)) == once
+    assert measured == [12.0] * once
+    assert steady == (2 * tried[:once], [10.0] * once)
+    assert hurried == (tried[:1], [10.0])
 
 
-def test_whole_steps_are_tried_with_the_layers_there_are_up_to_eight():
-    assert on_ranks(lambda: [layers_tried(count) for count in (3, 9)], 2)[0] == [{3}, {8}]
+def test_whole_steps_are_tried_with_the_layers_there_are_up_to_eight_or_until_steps_are_long_enough():
+    cases = [(3, 1e6), (9, 1e6), (3, 0.0), (9, 0.0)]
+    assert on_ranks(lambda: [layers_tried(*case) for case in cases], 2)[0] == [{3}, {8}, {3}, {4}]
 
 
 def test_calibration_has_plans_with_many_exchanges_and_one_that_is_sharded_in_pairs(monkeypatch):
@@ -235,8 +239,7 @@ def test_calibration_has_plans_with_many_exchanges_and_one_that_is_sharded_in_pa
     small = FAMILIES["llama"].build()
     monkeypatch.setattr(calibration.dist, "get_world_size", lambda: 4)
     for rows, most in ((16, 8), (6, 6)):
-        work = Workload(rows=rows, length=32, precision=Precision(compute="fp32"))
-        plans = calibration._plans(small, work)
+        plans = calibration._plans(small, rows, Precision(compute="fp32"))
         assert max(plan.micro_batches for plan in plans) == most
         (exchanging,) = (plan for plan in plans if plan.layers[0].ulysses > 1 and len(plan.stages) > 1)
         assert exchanging.micro_batches == most
@@ -244,29 +247,30 @@ def test_calibration_has_plans_with_many_exchanges_and_one_that_is_sharded_in_pa
         assert (paired.layers[0].sharding, paired.layers[0].shard_degree) == ("zero3", 2)
 
 
-def layers_tried(count: int) -> set[int]:
-    """Layers of the models that calibration trains for a model that has so many."""
+def layers_tried(count: int, step_ms: float) -> set[int]:
+    """Layers of the models that calibration trains for a model of `count` layers and steps of `step_ms`."""
     seen = set()
 
-    def steps_ms(model, *unused):
-        seen.add(model.config.num_hidden_layers)
+    def steps_ms(steps, *unused):
+        seen.add(steps.new_model().config.num_hidden_layers)
         return [10.0]
 
     model, hardware = FAMILIES["llama"].build(num_hidden_layers=count), hardware_preset("cpu", 1, 2)
     profile = profile_from_config(model.config, hardware, "fp32", length=32, max_degree=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "_steps_ms", steps_ms)
-        calibration.calibrated(profile, model, hardware, rows=4, length=32, device=torch.device("cpu"), seconds=0.0)
+        patch.setattr(calibration, "STEP_MS", step_ms)
+        calibrated(profile, model, hardware, rows=4, length=32, device=torch.device("cpu"), seconds=0.0)
     return seen
 
 
-def tried_plans(seconds: float) -> tuple[list[str], list[float]]:
-    """Returns the plans and factors of a calibration whose passes take 10, 90 and 12 ms a step."""
+def tried_plans(seconds: float, *passes: float) -> tuple[list[str], list[float]]:
+    """The plans that calibration tries and what it finds if steps take so many ms in its passes."""
     tried, seen = [], []
 
-    def steps_ms(model, plan, *unused):
+    def steps_ms(steps, plan, *unused):
         tried.append(plan.to_json())
-        return [(10.0, 90.0, 12.0)[tried.count(tried[-1]) - 1]] * 4
+        return [passes[tried.count(tried[-1]) - 1]] * 4
 
     def fitted(predicted, measured):
         seen.extend(measured.tolist())
@@ -278,7 +282,7 @@ def tried_plans(seconds: float) -> tuple[list[str], list[float]]:
         patch.setattr(calibration, "_steps_ms", steps_ms)
         patch.setattr(calibration, "fitted_factors", fitted)
         options = dict(rows=4, length=32, device=torch.device("cpu"), seconds=seconds)
-        calibration.calibrated(profile, model, hardware, **options)
+        calibrated(profile, model, hardware, **options)
     return tried, seen
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""A measured machine is kept, and measured anew where what is kept is another's or broken."""
+"""A measured machine is kept, and measured again if the file is another machine's or broken."""
 
 import dataclasses
 import logging

@@ -10,16 +10,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from galvatron_hf.profiler.measure import compute, hardware, links
-from galvatron_hf.profiler.measure import layer_timing as part_timing
+from galvatron_hf.profiler.measure import compute, cpu_timing, layer_timing, links
 from galvatron_hf.profiler.measure.links import measure_links
 from galvatron_hf.profiler.measure.model import _recompute_fixed
-from galvatron_hf.profiler.profiles.hardware import wire_share
+from galvatron_hf.profiler.measure.rounds import Accuracy, median_error
+from galvatron_hf.profiler.profiles.hardware import KINDS, wire_share
 from galvatron_hf.profiler.trace.isolated_layers import Part
 from ranks import run_ranks
 
 
 CPU = torch.device("cpu")
+
+
+def exactly(rounds: int) -> Accuracy:
+    return Accuracy(least=rounds, most=rounds)
 
 
 def test_what_is_computed_between_messages_is_no_part_of_their_time(monkeypatch):
@@ -51,7 +55,7 @@ def test_links_of_a_synthetic_machine_are_recovered(monkeypatch):
     """Half as long on all ranks but one, and much longer in one repetition of three: neither counts."""
     repetition = [0]
 
-    def measured(trial, device, between):
+    def measured(trial, device, filler):
         repetition[0] += 1
         truth = 0.25 * trial.ranks + trial.stride + 1e3 * wire_share(trial.kind, trial.ranks) * trial.size / 3e9
         disturbed = 100 if repetition[0] % 3 == 0 else 1
@@ -63,7 +67,7 @@ def test_links_of_a_synthetic_machine_are_recovered(monkeypatch):
         # 28 trials: the third call is another one's in each repetition, and all have one disturbed of three
         return [
             dataclasses.astuple(link)
-            for link in measure_links(CPU, 4, (4096, 1 << 20), 3, 10.0, 1e6, lambda what: None)
+            for link in measure_links(CPU, 4, (4096, 1 << 20), exactly(3), 10.0, 1e6, lambda what: None)
         ]
 
     found = run_ranks(fitted, 4)
@@ -98,11 +102,12 @@ def test_a_cpu_that_became_slower_does_not_make_messages_longer(monkeypatch):
         cpu[0] += 1e-3 * pace[0]
 
     clocks = dict(perf_counter=lambda: wall[0], thread_time=lambda: cpu[0], process_time=lambda: cpu[0])
-    monkeypatch.setattr(links, "time", SimpleNamespace(**clocks))
-    monkeypatch.setattr(links.torch, "mm", multiply)
-    monkeypatch.setattr(links, "synchronize", lambda device: None)
-    monkeypatch.setattr(links, "slowest", lambda values, device: values)
-    between = links.ComputeFiller(CPU)
+    for module in (links, cpu_timing):
+        monkeypatch.setattr(module, "time", SimpleNamespace(**clocks))
+        monkeypatch.setattr(module, "synchronize", lambda device: None)
+    monkeypatch.setattr(cpu_timing.torch, "mm", multiply)
+    monkeypatch.setattr(cpu_timing, "slowest", lambda values, device: values)
+    between = cpu_timing.ComputeFiller(CPU)
     between.products = 1
     between.measure(100.0)
     assert between.ms == pytest.approx(2.0)
@@ -129,7 +134,7 @@ def test_a_cpu_that_became_slower_does_not_make_messages_longer(monkeypatch):
     ],
 )
 def test_a_message_whose_memory_was_new_does_not_count(pages, expected):
-    assert links._typical([1.0, 2.0, 3.0, 4.0, 5.0], pages) == expected
+    assert cpu_timing.typical_ms([1.0, 2.0, 3.0, 4.0, 5.0], pages) == expected
 
 
 def test_a_measurement_knows_how_much_memory_was_new_on_any_rank(monkeypatch):
@@ -138,7 +143,7 @@ def test_a_measurement_knows_how_much_memory_was_new_on_any_rank(monkeypatch):
     def fitted():
         pages, done = [0], [0]
 
-        def measured(trial, device, between):
+        def measured(trial, device, filler):
             done[0] += 1
             is_new = done[0] % 2 == 0
             if dist.get_rank() == 2 and is_new:
@@ -146,11 +151,11 @@ def test_a_measurement_knows_how_much_memory_was_new_on_any_rank(monkeypatch):
             return (10.0 if is_new else 1.0) * (1 + trial.size / 4096)
 
         monkeypatch.setattr(links, "_measured", measured)
-        monkeypatch.setattr(links, "_new_pages", lambda: pages[0])
+        monkeypatch.setattr(links, "new_pages", lambda: pages[0])
         # 12 trials for each of 3 rounds of warming up, and 5 measurements: new ones are the same trials' each time
         # unless their number is odd, so that one call more is made between any two rounds.
-        monkeypatch.setattr(links.ComputeFiller, "measure", lambda self, ms: done.__setitem__(0, done[0] + 1))
-        found = measure_links(CPU, 3, (4096, 1 << 20), 5, 10.0, 1e6, lambda what: None)
+        monkeypatch.setattr(cpu_timing.ComputeFiller, "measure", lambda self, ms: done.__setitem__(0, done[0] + 1))
+        found = measure_links(CPU, 3, (4096, 1 << 20), exactly(5), 10.0, 1e6, lambda what: None)
         return [ms for link in found for size, ms in link.points if size == 1 << 20]
 
     for found in run_ranks(fitted, 3):
@@ -166,7 +171,7 @@ def test_the_end_of_a_forward_is_timed_from_the_last_tensor_that_it_saves():
         now[0] += 3.0
         return first * 2  # keeps nothing
 
-    timer = object.__new__(part_timing.PartTimer)
+    timer = object.__new__(layer_timing.LayerTimer)
     timer.clock = SimpleNamespace(now=lambda: now[0], mark=lambda: now[0], between=lambda mark, later: later - mark)
     for saving, behind in ((True, 3.0), (False, 4.0)):
         part = Part(run=functools.partial(forward, saving), input=given, modules=())
@@ -177,7 +182,7 @@ def test_the_end_of_a_forward_is_timed_from_the_last_tensor_that_it_saves():
 @pytest.mark.parametrize("device, point", [("cpu", (32, 8)), ("cuda", (512, 128))])
 def test_recompute_is_timed_where_its_bookkeeping_shows(device, point):
     """Times layers of 1 ms a token forward, a quarter of it after the last saved tensor, 2 backward, 0.7 outside."""
-    timer = object.__new__(part_timing.PartTimer)
+    timer = object.__new__(layer_timing.LayerTimer)
     timer.tokens, timer.length, timer.device = 512, 128, torch.device(device)
     assert timer.recompute_point == point
     found = {("layer", 0, 1, *key): (1.0 * key[0], 2.0 * key[0]) for key in timer.points()}
@@ -197,7 +202,7 @@ def test_no_longer_message_takes_less():
 def test_what_is_exposed_is_what_a_message_adds_to_computing_at_the_cpus_pace_then(monkeypatch, pace, exposed):
     """Products of 10 ms, messages of 8 ms of which three quarters are not hidden; the last run is at another pace."""
 
-    def beside(product, messages, products, reduces, device):
+    def together(product, messages, products, reduces, device):
         faster = pace if products and reduces and products > reduces else 1.0
         computed = faster * 10.0 * products
         waited = exposed * 8.0 * reduces if products else 8.0 * reduces
@@ -210,10 +215,10 @@ def test_what_is_exposed_is_what_a_message_adds_to_computing_at_the_cpus_pace_th
         def run(self, calls):
             return 10.0 * calls
 
-    monkeypatch.setattr(compute, "_beside", beside)
+    monkeypatch.setattr(compute, "_together", together)
     monkeypatch.setattr(compute, "_Products", Products)
     monkeypatch.setattr(compute, "slowest", lambda values, device: values)
-    found = compute.measure_overlap(CPU, 3, 80.0, lambda what: None)
+    found = compute.measure_overlap(CPU, exactly(3), 80.0, lambda what: None)
     assert found["exposed"] == pytest.approx(exposed)
 
 
@@ -224,11 +229,71 @@ def test_what_is_exposed_is_what_a_message_adds_to_computing_at_the_cpus_pace_th
         ((0.5, 0.04), 160.0),
         ((0.5, 0.07), 210.0),
         ((0.5, 0.1), 200.0),
-        ((0.5, 0.002), 60.0),
-        ((1.0, 0.1), 60.0),
-        (None, 60.0),
+        ((0.5, 0.002), 30.0),
+        ((1.0, 0.1), 30.0),
+        (None, 30.0),
     ],
 )
 def test_a_measurement_lasts_for_many_periods_of_a_quota_or_for_whole_ones(monkeypatch, quota, window_ms):
-    monkeypatch.setattr(hardware, "cpu_quota", lambda: quota)
-    assert hardware._window_ms(CPU) == pytest.approx(window_ms)
+    monkeypatch.setattr(cpu_timing, "cpu_quota", lambda: quota)
+    assert cpu_timing.window_ms(CPU) == pytest.approx(window_ms)
+
+
+def test_the_error_of_a_median_is_that_of_normal_noise():
+    draws = torch.randn(2000, 41, generator=torch.Generator().manual_seed(0)) * 0.1 + 1
+    true_error = draws.median(dim=1).values.std().item()
+    estimates = [median_error(row.tolist()) for row in draws[:200]]
+    assert sum(estimates) / len(estimates) == pytest.approx(true_error, rel=0.1)
+    assert median_error([2.0, 2.0, 2.0]) == 0.0
+
+
+def test_measuring_ends_when_the_median_is_accurate_and_not_before_the_fewest_samples():
+    accuracy = Accuracy(error=0.05, least=3, most=6)
+    assert not accuracy.reached([1.0, 1.0])
+    assert accuracy.reached([1.0, 1.0, 1.0])
+    assert not accuracy.reached([1.0, 1.5, 2.0, 1.0, 1.5])
+    assert accuracy.reached([1.0, 1.5, 2.0, 1.0, 1.5, 2.0])  # no more than six
+
+
+def test_only_links_that_are_not_accurate_are_measured_again(monkeypatch):
+    """All-reduces alternate between two times, the others always take one time."""
+
+    def counts():
+        rounds: dict[tuple, int] = {}
+
+        def measured(trial, device, filler):
+            key = trial.kind, trial.ranks, trial.stride, trial.size
+            rounds[key] = rounds.get(key, 0) + 1
+            return 1.0 + (trial.kind == "all_reduce" and rounds[key] % 2)
+
+        monkeypatch.setattr(links, "_measured", measured)
+        monkeypatch.setattr(links, "new_pages", lambda: 0)
+        measure_links(CPU, 3, (4096, 1 << 20), Accuracy(least=3, most=7), 10.0, 1e6, lambda what: None)
+        return {(key[0], count - links._WARM_UP) for key, count in rounds.items()}
+
+    for found in run_ranks(counts, 3):
+        assert found == {("all_reduce", 7)} | {(kind, 3) for kind in KINDS if kind != "all_reduce"}
+
+
+def test_rounds_of_layers_end_when_their_medians_are_accurate_or_time_is_over(monkeypatch):
+    now = [0.0]
+
+    def rounds(noise: float, seconds: float) -> int:
+        runs = []
+
+        def run() -> tuple[float, float]:
+            now[0] += 1.0
+            runs.append(1)
+            return 1.0 + noise * (len(runs) % 2), 1.0
+
+        timer = object.__new__(layer_timing.LayerTimer)
+        timer.clock = cpu_timing.DeviceClock(CPU)
+        samples = timer._samples([layer_timing._Job(key=("layer",), run=run)], seconds, False)
+        assert len(runs) == 1 + len(samples["layer",])  # the first one allocates
+        return len(samples["layer",])
+
+    monkeypatch.setattr(layer_timing.time, "perf_counter", lambda: now[0])
+    assert rounds(noise=0.0, seconds=1e6) == layer_timing.ACCURACY.least
+    assert rounds(noise=2.0, seconds=1e6) == layer_timing.ACCURACY.most
+    assert rounds(noise=2.0, seconds=5.5) == 5
+    assert rounds(noise=2.0, seconds=0.1) == layer_timing.ACCURACY.least

@@ -13,6 +13,7 @@ from galvatron_hf import HardwareProfile, profile_hardware
 from galvatron_hf.cli.main import main
 from galvatron_hf.cli.profile_hardware import message_sizes
 from galvatron_hf.profiler.measure.links import _call, _own_group, count_steps, measure_links
+from galvatron_hf.profiler.measure.rounds import Accuracy
 from galvatron_hf.profiler.profiles.hardware import KINDS
 from ranks import run_ranks
 
@@ -118,7 +119,7 @@ def test_timing_ends_in_time_and_steps_are_counted():
         told = {}
         for seconds in (0.0, 1e6):
             names = []
-            found = measure_links(CPU, 3, SIZES, 3, 0.1, seconds, names.append)
+            found = measure_links(CPU, 3, SIZES, Accuracy(least=3, most=3), 0.1, seconds, names.append)
             told[seconds] = names
         return told, len(found)
 

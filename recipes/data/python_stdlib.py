@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The source of the interpreter's own standard library as a corpus: real code, a long tail of lengths, no download."""
+"""Corpus of the interpreter's own standard library: real code, a long tail of lengths, no download."""
 
 import sysconfig
 import tokenize
@@ -21,7 +21,7 @@ def load_python_stdlib(root: str | Path | None = None) -> Dataset:
 
     Args:
         root (`str` or `Path`, *optional*):
-            Where the library lies. Defaults to the running interpreter's, without the packages installed beside it.
+            Folder of the library; by default that of the running interpreter, without installed packages.
 
     Returns:
         [`~datasets.Dataset`] with the columns `path` (relative to `root`) and `text`.

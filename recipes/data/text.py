@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""From documents to rows of token ids: load, train or load the tokenizer, cut, keep what was made on disk."""
+"""Loads documents, trains tokenizers, cuts documents into rows of token ids, and caches results on disk."""
 
 import hashlib
 import json
@@ -18,14 +18,19 @@ from data import python_stdlib
 
 
 _FILE_BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-_TOKENIZER_CHARACTERS = 8_000_000  # a small vocabulary is the same from a sample, and made in seconds
+_TOKENIZER_CHARACTERS = 8_000_000  # a sample suffices for a small vocabulary, and takes seconds
 
 
 def load_documents(
-    name: str, config: str | None, text_column: str, validation_percentage: float, seed: int
+    name: str,
+    config: str | None,
+    text_column: str,
+    validation_percentage: float,
+    seed: int,
+    max_documents: int | None = None,
 ) -> DatasetDict:
     """
-    Loads documents and makes sure that there is a validation split.
+    Loads documents, and splits off a validation set if there is none.
 
     Args:
         name (`str`):
@@ -38,7 +43,9 @@ def load_documents(
         validation_percentage (`float`):
             Percentage of the training documents set aside when the dataset has no `validation` split.
         seed (`int`):
-            Chooses these documents.
+            Seed of the split and of the choice of `max_documents`.
+        max_documents (`int`, *optional*):
+            Number of documents to choose from the training split; by default all.
 
     Returns:
         [`~datasets.DatasetDict`] with the splits `train` and `validation` and `text_column` as only column.
@@ -53,6 +60,8 @@ def load_documents(
             f"text_column={text_column!r} is not in {name!r}: choose one of {documents['train'].column_names}."
         )
     documents = documents.select_columns(text_column)
+    if max_documents is not None and max_documents < len(documents["train"]):
+        documents["train"] = documents["train"].shuffle(seed=seed).select(range(max_documents))
     if "validation" not in documents:
         documents = documents["train"].train_test_split(test_size=validation_percentage / 100, seed=seed)
         documents["validation"] = documents.pop("test")
@@ -81,7 +90,7 @@ def _load(name: str, config: str | None) -> Dataset | DatasetDict:
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """
-    Trains a byte-level BPE tokenizer: any text can be encoded, no token is unknown.
+    Trains a byte-level BPE tokenizer, which can encode any text.
 
     Args:
         texts (iterable of `str`):
@@ -123,13 +132,13 @@ def documents_to_rows(
     documents: DatasetDict, tokenizer: PreTrainedTokenizerBase, text_column: str, max_length: int, overflow: str
 ) -> DatasetDict:
     """
-    Turns documents into rows of at most `max_length` tokens. A row never holds two documents.
+    Cuts documents into rows of at most `max_length` tokens. A row never holds two documents.
 
     Args:
         documents ([`~datasets.DatasetDict`]):
-            What [`load_documents`] returns.
+            Result of [`load_documents`].
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
-            Its end token is put after each document.
+            Tokenizer; its end token follows each document.
         text_column (`str`):
             The column that holds the text.
         max_length (`int`):
@@ -148,7 +157,7 @@ def documents_to_rows(
                 ids = ids + [tokenizer.eos_token_id]
             end = len(ids) if overflow == "split" else max_length
             pieces = (ids[start : start + max_length] for start in range(0, end, max_length))
-            rows.extend(piece for piece in pieces if len(piece) > 1)  # one token alone predicts nothing
+            rows.extend(piece for piece in pieces if len(piece) > 1)  # a single token predicts nothing
         return {"input_ids": rows}
 
     return documents.map(cut, batched=True, batch_size=100, remove_columns=[text_column], desc="Tokenizing")
@@ -156,11 +165,11 @@ def documents_to_rows(
 
 def fingerprint(*parts: object) -> str:
     """
-    A short name for what the parts are, the same in every process.
+    Returns a short name of the parts, equal in every process.
 
     Args:
         parts (JSON values, datasets or tokenizers):
-            Whatever the thing to be named is made from.
+            Everything that determines the named content.
 
     Returns:
         `str` of 16 hexadecimal digits.
@@ -180,20 +189,20 @@ def cached(
     folder: Path, make: Callable[[], object], save: Callable[[object, str], object], load: Callable[[str], object]
 ):
     """
-    Loads what lies in `folder`; makes and saves it there first if nothing does.
+    Loads the content of `folder`, which is made and saved first if the folder does not exist.
 
-    The folder appears complete or not at all, so that an interrupted run leaves nothing half made, and two machines
-    that make it at once on a shared disk do not mix their files.
+    The folder is renamed into place when it is complete. An interrupted run leaves no incomplete folder, and two
+    machines on a shared disk do not mix their files.
 
     Args:
         folder (`Path`):
-            Named by everything that goes into the content, see [`fingerprint`].
+            Folder whose name identifies the content, see [`fingerprint`].
         make (`Callable`):
-            Makes the content.
+            Function that makes the content.
         save (`Callable`):
-            Writes the content into a folder.
+            Function that writes the content into a folder.
         load (`Callable`):
-            Reads the content of a folder.
+            Function that reads the content of a folder.
     """
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -36,10 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--repetitions",
         type=int,
         metavar="N",
-        help="interleaved measurements of each size (default: 5, or 3 under a quota)",
+        help="number of measurements of each (default: 3 to 9, until they are accurate to 5%)",
     )
     parser.add_argument(
-        "--seconds", type=float, metavar="S", default=40.0, help="to time links for, about (default: 40)"
+        "--seconds", type=float, metavar="S", default=40.0, help="most seconds for timing links (default: 40)"
     )
     parser.add_argument("--name", help="of the cluster (default: its size and devices)")
     parser.add_argument("--cpu", action="store_true", help="measure the CPU and gloo where there are GPUs")

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="largest tensor and Ulysses degree (default: all ranks, or 64 with --cluster)",
     )
-    parser.add_argument("--seconds", type=float, metavar="S", help="seconds of measuring (default: 30)")
+    parser.add_argument("--seconds", type=float, metavar="S", help="most seconds of measuring (default: 30)")
     parser.add_argument("--output", type=output_file, metavar="FILE", help="write the profile to this file, as JSON")
     parser.add_argument("--json", action="store_true", help="print the profile as JSON instead of tables")
     parser.set_defaults(run=run)

@@ -1,3 +1,3 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What planning needs to know of machines and models, and the measurements that tell it."""
+"""Profiles machines and models for the planner."""

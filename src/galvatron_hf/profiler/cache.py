@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles kept between runs; one that was made under other circumstances is never used silently."""
+"""Keeps profiles between runs, and measures again if the circumstances have changed."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ Profile = TypeVar("Profile", HardwareProfile, ModelProfile)
 
 def load_or_profile_hardware(folder: str | os.PathLike, **arguments: Any) -> HardwareProfile:
     """
-    Reads `hardware.json` of a folder, or measures and writes it; collective as [`profile_hardware`] is.
+    Reads `hardware.json` from a folder, or measures and writes it; collective like [`profile_hardware`].
 
-    What was measured is read again only by a world of as many nodes and devices, on the same hosts, with the same
-    devices, CPU limits and threads, backend, PyTorch and release of this package. Otherwise, and if the file is
-    broken, a sentence in the log says why the machine is measured anew.
+    The file is used if these are unchanged: numbers of nodes and devices, hosts, devices, CPU limits, threads,
+    backend, PyTorch, release of this package and way of measuring. Otherwise, and if the file is broken, a warning
+    gives the reason and the machine is measured again.
 
     Args:
-        folder (`str` or `os.PathLike`): of rank 0, made if it is not there.
-        **arguments: of [`profile_hardware`].
+        folder (`str` or `os.PathLike`): Folder of rank 0, created if missing.
+        **arguments: Arguments of [`profile_hardware`].
     """
     device = arguments.get("device")
     device = torch.device(device) if device is not None else default_device()
@@ -61,15 +61,16 @@ def load_or_profile_model(
     """
     Reads the profile of a model from a folder, or measures and writes it; collective under a process group.
 
-    What was measured is read again only for the same configuration, number format and arguments, by as many ranks, on
-    the same hosts and devices with the same CPU limits and threads, PyTorch, transformers and release of this package.
-    Otherwise, and if the file is broken, a sentence in the log says why the model is measured anew.
+    The file is used if these are unchanged: configuration, number format, arguments, number of ranks, hosts, devices,
+    CPU limits, threads, PyTorch, transformers, release of this package and way of measuring. Otherwise, and if the
+    file is broken, a warning gives the reason and the model is measured again.
 
     Args:
-        folder (`str` or `os.PathLike`): Of rank 0, made if it is not there.
+        folder (`str` or `os.PathLike`): Folder of rank 0, created if missing.
         model ([`PreTrainedModel`]): The model.
-        finish (`Callable`, *optional*): What becomes of a profile that was measured before it is kept; collective.
-        **arguments: Of [`profile_model`].
+        finish (`Callable`, *optional*): Completes a measured profile before it is kept, e.g. by calibration;
+            collective.
+        **arguments: Arguments of [`profile_model`].
     """
     return _load_or_make(
         Path(folder) / f"model-{config_digest(model)}.json",
@@ -87,10 +88,10 @@ def _load_or_make(
     circumstances_of: Callable[[Profile], Mapping[str, str]],
     make: Callable[[], Profile],
 ) -> Profile:
-    """The profile of a file of rank 0 if its circumstances are those expected; else a new one, which is kept there."""
+    """Returns the profile in a file of rank 0 if its circumstances are the expected ones, else makes and keeps one."""
 
     def usable() -> str | None:
-        if not os.path.exists(path):  # a folder that may not be entered has none either
+        if not os.path.exists(path):  # also if the folder may not be entered
             return None
         try:
             profile = kind.from_json(path)
@@ -105,7 +106,7 @@ def _load_or_make(
             reason = f"was made under other circumstances ({'; '.join(different)})"
         except ValueError as error:
             reason = f"cannot be used ({error})"
-        logger.warning(f"The profile {path} {reason}: it is measured anew.")
+        logger.warning(f"The profile {path} {reason}: it is measured again.")
         return None
 
     text = from_rank_0(usable)

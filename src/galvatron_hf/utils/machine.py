@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank may use of its machine, and what tells one machine from another."""
+"""CPU and memory limits of a rank, and the identity of its machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CPU_NAMES = Path("/proc/cpuinfo")
 
 
 def device_memory_bytes(device: torch.device, ranks_of_node: int) -> int:
-    """Bytes of a GPU, or a rank's equal share of what this process may use of the machine's memory."""
+    """Returns the memory of a GPU, or a rank's equal share of the machine memory that this process may use."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -28,7 +28,7 @@ def device_memory_bytes(device: torch.device, ranks_of_node: int) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """As its maker calls it."""
+    """Returns the name of the GPU or CPU model."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -40,15 +40,15 @@ def device_name(device: torch.device) -> str:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Returns the number of cores that this process may run on."""
     try:
         return len(os.sched_getaffinity(0))
-    except AttributeError:  # only Linux tells
+    except AttributeError:  # not Linux
         return os.cpu_count() or 1
 
 
 def cpu_quota() -> tuple[float, float] | None:
-    """(CPU seconds per second, seconds of a period) that this process's control groups allow; None without a limit."""
+    """Returns (CPU seconds per second, seconds of a period) of the control groups' limit; None without a limit."""
     limits = []
     for folder in _folders("cpu"):
         try:
@@ -58,13 +58,13 @@ def cpu_quota() -> tuple[float, float] | None:
                 quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
             if quota not in ("max", "-1"):
                 limits.append((float(quota) / float(period), float(period) / 1e6))
-        except (OSError, ValueError):  # the root has none, or this kernel writes something else
+        except (OSError, ValueError):  # the root group has no limit, or the kernel has another format
             continue
     return min(limits, default=None)
 
 
 def memory_limits() -> list[int]:
-    """Bytes that this process's control groups allow, without those that say nothing."""
+    """Returns the memory limits of this process's control groups in bytes."""
     limits = []
     for folder in _folders("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -76,7 +76,7 @@ def memory_limits() -> list[int]:
 
 
 def identity(device: torch.device) -> dict[str, str]:
-    """What a measurement of this rank depends on beside the world: another value makes it another machine."""
+    """Returns the facts on which measurements of this rank depend; a changed one means another machine."""
     quota = cpu_quota()
     return {
         "host": socket.gethostname(),
@@ -89,7 +89,7 @@ def identity(device: torch.device) -> dict[str, str]:
 
 
 def package_version(name: str) -> str:
-    """Of an installed package; "unknown" if it was imported from its sources."""
+    """Returns the version of an installed package; "unknown" if it is imported from its sources."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -97,7 +97,7 @@ def package_version(name: str) -> str:
 
 
 def _folders(controller: str) -> Iterator[Path]:
-    """This process's group of a controller and those above it, of version 1 or 2, where they can be seen."""
+    """Yields the visible control groups of this process, from its own upwards, of version 1 or 2."""
     try:
         lines = _OWN_CGROUPS.read_text().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a rank multiplies matrices, alone and while it communicates."""
+"""Times matrix products, alone and during all-reduces."""
 
 from __future__ import annotations
 
@@ -10,80 +10,79 @@ import time
 import torch
 import torch.distributed as dist
 
-from galvatron_hf.profiler.measure.links import finish, slowest, synchronize
+from galvatron_hf.profiler.measure.rounds import Accuracy, finish, slowest, synchronize
 from galvatron_hf.utils.progress import Step
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _MESSAGE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-_PRODUCT_SIZE = {"cpu": 512, "cuda": 4096}
-# How much more of the one is done beside the other, so that the other has company from its beginning to its end.
-_MORE = 3
+_PRODUCT_SIDE = {"cpu": 512, "cuda": 4096}
+# To slow one kind of work from its beginning to its end, the other kind is done this many times as long.
+_LONGER = 3
 
 
-def measure_flops(device: torch.device, repetitions: int, window_ms: float, step: Step) -> dict[str, float]:
-    """FLOP/s of square matrix products by number format, on all ranks at the same time; of the slowest rank."""
+def measure_flops(device: torch.device, accuracy: Accuracy, window_ms: float, step: Step) -> dict[str, float]:
+    """Returns the FLOP/s of square matrix products by number format, on all ranks at once, of the slowest rank."""
     found = {}
     for name, dtype in _DTYPES.items():
         step("timing matrix products")
-        side = _PRODUCT_SIZE[device.type]
+        side = _PRODUCT_SIDE[device.type]
         product = _Products(side, dtype, device)
         product.run(2)
-        estimate = product.run(2)
+        (estimate,) = slowest([product.run(2)], device)
         calls = max(1, round(2 * window_ms / estimate))
-        times = []
-        for _ in range(repetitions):
+        times: list[float] = []
+        while not accuracy.reached(times):
             if dist.is_initialized():
                 synchronize(device)
-            times.append(product.run(calls) / calls)
-        if dist.is_initialized():
-            times = slowest(times, device)
+            times += slowest([product.run(calls) / calls], device)
         found[name] = 2 * side**3 / (statistics.median(times) / 1e3)
     return found
 
 
-def measure_overlap(device: torch.device, repetitions: int, window_ms: float, step: Step) -> dict[str, float]:
+def measure_overlap(device: torch.device, accuracy: Accuracy, window_ms: float, step: Step) -> dict[str, float]:
     """
-    How much longer matrix products take beside all-reduces over the world, and the other way round; collective.
+    Measures how matrix products and all-reduces over the world slow each other down; collective.
 
     Args:
-        device (`torch.device`): what computes, and where the messages are.
-        repetitions (`int`): interleaved ones; the median counts, of the slowest rank.
-        window_ms (`float`): how long each of both takes alone, about.
+        device (`torch.device`): Device that computes and holds the messages.
+        accuracy ([`Accuracy`]): Wanted accuracy of the two factors, and number of rounds.
+        window_ms (`float`): Approximate time of each kind of work alone.
 
     Returns:
-        `dict[str, float]`: times as long, at least 1, of "computing" and of "communicating"; "exposed", the share of a
-            message's time by itself that is left when computing takes as long as three messages.
+        `dict[str, float]`: Medians over the rounds, each of the slowest rank. "computing" and "communicating" are time
+            during the other over time alone, at least 1. "exposed" is the share of a message's time that remains if
+            computation takes as long as three messages.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    product = _Products(_PRODUCT_SIZE[device.type], dtype, device)
+    product = _Products(_PRODUCT_SIDE[device.type], dtype, device)
     messages = [torch.zeros(_MESSAGE_BYTES[device.type] // 4, device=device) for _ in range(4)]
-    _beside(product, messages, 1, 1, device)
-    products, reduces = slowest([product.run(2) / 2, _beside(product, messages, 0, 2, device)[1] / 2], device)
+    _together(product, messages, 1, 1, device)
+    products, reduces = slowest([product.run(2) / 2, _together(product, messages, 0, 2, device)[1] / 2], device)
     products, reduces = max(1, round(window_ms / products)), max(1, round(window_ms / reduces))
-    rows = []
-    for _ in range(repetitions):
+    computing, communicating, exposed = [], [], []
+    while not (accuracy.reached(computing) and accuracy.reached(communicating)):
         step("timing overlap")
-        alone, _, cpu_ms = _beside(product, messages, products, 0, device)
-        slowed, _, _ = _beside(product, messages, products, _MORE * reduces, device)
-        _, message, _ = _beside(product, messages, 0, reduces, device)
-        computed, communicated, more_cpu_ms = _beside(product, messages, _MORE * products, reduces, device)
-        # A CPU is not equally fast all the time: how long its computing had taken alone, its own time says.
-        by_itself = alone * (more_cpu_ms / cpu_ms if device.type == "cpu" else _MORE)
-        rows.append([alone, slowed, message, communicated, max(computed, communicated) - by_itself])
-    table = [slowest(row, device) for row in rows]
-    computing = statistics.median(row[1] / row[0] for row in table)
-    communicating = statistics.median(row[3] / row[2] for row in table)
-    exposed = statistics.median(row[4] / row[2] for row in table)
+        alone, _, cpu_ms = _together(product, messages, products, 0, device)
+        slowed, _, _ = _together(product, messages, products, _LONGER * reduces, device)
+        _, message, _ = _together(product, messages, 0, reduces, device)
+        computed, communicated, more_cpu_ms = _together(product, messages, _LONGER * products, reduces, device)
+        # The speed of a CPU changes: its CPU time tells how long the computation would have taken alone.
+        by_itself = alone * (more_cpu_ms / cpu_ms if device.type == "cpu" else _LONGER)
+        row = [alone, slowed, message, communicated, max(computed, communicated) - by_itself]
+        alone, slowed, message, communicated, added = slowest(row, device)
+        computing.append(slowed / alone)
+        communicating.append(communicated / message)
+        exposed.append(added / message)
     return {
-        "computing": max(1.0, computing),
-        "communicating": max(1.0, communicating),
-        "exposed": min(1.0, max(0.0, exposed)),
+        "computing": max(1.0, statistics.median(computing)),
+        "communicating": max(1.0, statistics.median(communicating)),
+        "exposed": min(1.0, max(0.0, statistics.median(exposed))),
     }
 
 
 class _Products:
-    """Products of two square matrices of one format."""
+    """Products of two square matrices of one number format."""
 
     def __init__(self, side: int, dtype: torch.dtype, device: torch.device):
         self.device = device
@@ -94,7 +93,7 @@ class _Products:
         torch.mm(self.left, self.right, out=self.result)
 
     def run(self, calls: int) -> float:
-        """Milliseconds of `calls` products."""
+        """Returns the milliseconds of so many products."""
         finish(self.device)
         start = time.perf_counter()
         for _ in range(calls):
@@ -103,11 +102,11 @@ class _Products:
         return 1e3 * (time.perf_counter() - start)
 
 
-def _beside(
+def _together(
     product: _Products, messages: list[torch.Tensor], products: int, reduces: int, device: torch.device
 ) -> tuple[float, float, float]:
-    """Milliseconds until so many products and so many all-reduces, begun at the same time, are done, and those of the
-    CPU that computed."""
+    """Returns the milliseconds until all products, and until all all-reduces begun with them, are done, and the CPU
+    milliseconds of the products."""
     synchronize(device)
     start, cpu_start = time.perf_counter(), time.thread_time()
     works = [dist.all_reduce(messages[index % len(messages)], async_op=True) for index in range(reduces)]

@@ -1,11 +1,10 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the machine that the ranks are on."""
+"""Measures the machines of the ranks: links, matrix products, overlap and memory."""
 
 from __future__ import annotations
 
 import datetime
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +15,12 @@ import torch.distributed as dist
 
 from galvatron_hf.parallel.comm.objects import gather_objects, is_rank_0
 from galvatron_hf.profiler.measure.compute import measure_flops, measure_overlap
-from galvatron_hf.profiler.measure.links import count_steps, measure_links, measure_step
+from galvatron_hf.profiler.measure.cpu_timing import window_ms
+from galvatron_hf.profiler.measure.links import count_steps, count_trials, measure_links, measure_step
+from galvatron_hf.profiler.measure.rounds import Accuracy, phase
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.utils.allocator import keep_freed_memory
-from galvatron_hf.utils.machine import cpu_quota, device_memory_bytes, identity
+from galvatron_hf.utils.machine import device_memory_bytes, identity
 from galvatron_hf.utils.progress import progress_bar
 
 
@@ -27,11 +28,11 @@ SIZES = {
     "cpu": (4 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20),
     "cuda": (64 << 10, 512 << 10, 4 << 20, 16 << 20, 64 << 20, 256 << 20),
 }
-METHOD = "3"  # of measuring machines, models and whole steps: the next number makes all kept profiles stale
-_WINDOW_MS = {"cpu": 60.0, "cuda": 10.0}
-_PERIODS, _FEWEST_PERIODS, _PERIODS_MS = 15, 2, 150.0  # of a quota: so many, within the time that there is
+METHOD = "4"  # of measuring machines, models and whole steps; a new number makes all kept profiles stale
+SECONDS = 40.0  # upper bound of timing links
+_ROUNDS = 3, 9  # of each measurement: fewest and most
 _OVERLAP_MS = 50.0
-_NUMBER_FORMATS = 2
+_TRIAL_WINDOWS = 2  # windows that a trial takes in a round, on average: long messages fill several
 
 
 def profile_hardware(
@@ -41,39 +42,37 @@ def profile_hardware(
     name: str | None = None,
     sizes: Sequence[int] | None = None,
     repetitions: int | None = None,
-    seconds: float = 40.0,
+    seconds: float = SECONDS,
     progress: bool = False,
 ) -> HardwareProfile:
     """
     Measures links, matrix products, overlap and memory; collective over the ranks of the default process group.
 
-    Without a process group it measures one process, which has no links.
+    Each measurement is repeated until the standard error of its median is 5%. One process alone has no links.
 
     Args:
-        local_world_size (`int`, *optional*): ranks of a node (LOCAL_WORLD_SIZE of a launcher); all of them if absent.
-        device (`torch.device` or `str`, *optional*): this rank's; if absent the current GPU, if there is one and the
-            group can use it, else the CPU.
-        name (`str`, *optional*): of the cluster.
-        sizes (`Sequence[int]`, *optional*): bytes of the messages to time; those of `SIZES` if absent.
-        repetitions (`int`, *optional*): interleaved measurements, of which the median counts; if absent 5, and 3 where
-            a CPU quota makes each of them long.
-        seconds (`float`, defaults to 40): after which, about, timing links ends with fewer repetitions.
-        progress (`bool`, defaults to `False`): whether rank 0 shows a bar.
+        local_world_size (`int`, *optional*): Ranks of a node (LOCAL_WORLD_SIZE of a launcher); by default all ranks.
+        device (`torch.device` or `str`, *optional*): Device of this rank; by default the current GPU if there is one
+            and the group can use it, else the CPU.
+        name (`str`, *optional*): Name of the cluster.
+        sizes (`Sequence[int]`, *optional*): Message sizes in bytes; by default `SIZES`.
+        repetitions (`int`, *optional*): Number of measurements of each; by default 3 to 9, as accuracy needs.
+        seconds (`float`, defaults to 40): Upper bound of the time for links, approximately.
+        progress (`bool`, defaults to `False`): Whether rank 0 shows what is measured.
 
     Returns:
-        [`HardwareProfile`]: the same on every rank.
+        [`HardwareProfile`]: The profile, the same on every rank.
 
     Raises:
-        ValueError: for ranks that do not fill nodes, and for sizes or repetitions that measure nothing or do not
-            fit the memory.
+        ValueError: If ranks do not fill nodes, or if sizes or repetitions measure nothing or do not fit the memory.
     """
     begun = time.perf_counter()
     device = torch.device(device) if device is not None else default_device()
     if device.type == "cpu":
-        keep_freed_memory()  # as training does: else long messages take what their new pages take
+        keep_freed_memory()  # as in training: otherwise long messages include the time of their new pages
     nodes, devices_per_node = nodes_of(local_world_size)
     memory_bytes = min(gather_objects(device_memory_bytes(device, devices_per_node)))
-    sweep = _Sweep.of(device, memory_bytes, sizes, repetitions, seconds)
+    sweep = _sweep(device, memory_bytes, sizes, repetitions, seconds)
     measured = _measured(device, sweep, nodes, devices_per_node, progress)
     slowdowns = measured.pop("slowdowns")
     made = machine(device) | _measurement(begun, str(sweep), slowdowns)
@@ -91,60 +90,53 @@ def profile_hardware(
     return HardwareProfile.from_json(gather_objects(profile.to_json())[0])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Sweep:
-    """What is timed: messages of these sizes, so often, for up to so long each, in about so many seconds in all."""
+    """Message sizes in bytes, duration of a measurement, wanted accuracy, and upper bound of the time for links."""
 
     sizes: tuple[int, ...]
-    repetitions: int
+    accuracy: Accuracy
     window_ms: float
     seconds: float
 
-    @classmethod
-    def of(
-        cls,
-        device: torch.device,
-        memory_bytes: int,
-        sizes: Sequence[int] | None,
-        repetitions: int | None,
-        seconds: float,
-    ) -> _Sweep:
-        """As asked for, or as it suits the device; collective."""
-        sizes = tuple(sizes) if sizes is not None else SIZES[device.type]
-        window_ms = _window_ms(device)
-        if repetitions is None:
-            repetitions = 5 if window_ms == _WINDOW_MS[device.type] else 3
-        _check_sweep(sizes, repetitions, memory_bytes)
-        return cls(sizes, repetitions, window_ms, seconds)
-
     def __str__(self) -> str:
-        sizes = ", ".join(map(str, self.sizes))
-        return f"{self.repetitions} x {sizes} bytes at most, up to {self.window_ms:g} ms each"
+        sizes, rounds = ", ".join(map(str, self.sizes)), f"{self.accuracy.least} to {self.accuracy.most}"
+        return f"{rounds} x {sizes} bytes at most, up to {self.window_ms:g} ms each"
 
-    def steps(self, world_size: int, devices_per_node: int) -> int:
-        """Of a progress bar."""
-        overlaps = (world_size > 1) * self.repetitions
-        return _NUMBER_FORMATS + overlaps + count_steps(world_size, devices_per_node, self.sizes, self.repetitions)
+
+def _sweep(
+    device: torch.device, memory_bytes: int, sizes: Sequence[int] | None, repetitions: int | None, seconds: float
+) -> _Sweep:
+    """Returns the sweep for a device, with what the caller asked for; collective."""
+    sizes = tuple(sizes) if sizes is not None else SIZES[device.type]
+    least, most = _ROUNDS if repetitions is None else (repetitions, repetitions)
+    _check_sweep(sizes, least, memory_bytes)
+    return _Sweep(sizes=sizes, accuracy=Accuracy(least=least, most=most), window_ms=window_ms(device), seconds=seconds)
 
 
 def _measured(
     device: torch.device, sweep: _Sweep, nodes: int, devices_per_node: int, progress: bool
 ) -> dict[str, Any]:
-    """Rates, links and the time of an empty step, by their names in a profile, and `slowdowns`; collective."""
-    repetitions, window_ms, world_size = sweep.repetitions, sweep.window_ms, nodes * devices_per_node
-    with progress_bar(sweep.steps(world_size, devices_per_node), progress and is_rank_0()) as step:
-        found = {"flops_per_s": measure_flops(device, repetitions, window_ms, step), "links": (), "slowdowns": {}}
+    """Returns rates, links and the time of a step's small messages by their names in a profile, and `slowdowns`."""
+    accuracy, window, world_size = sweep.accuracy, sweep.window_ms, nodes * devices_per_node
+    trials = count_trials(world_size, devices_per_node, sweep.sizes)
+    about = 1 + 1e-3 * accuracy.least * (trials * _TRIAL_WINDOWS * window + (world_size > 1) * 10 * _OVERLAP_MS)
+    steps = 2 + accuracy.least + count_steps(world_size, devices_per_node, sweep.sizes, accuracy.least)
+    with (
+        phase("links, matrix products and memory", about, sweep.seconds + about / 5, progress),
+        progress_bar(steps, progress and is_rank_0()) as step,
+    ):
+        found = {"flops_per_s": measure_flops(device, accuracy, window, step), "links": (), "slowdowns": {}}
         if world_size > 1:
-            found["slowdowns"] = measure_overlap(device, repetitions, max(window_ms, _OVERLAP_MS), step)
-            found["step_ms"] = measure_step(device, repetitions)
+            found["slowdowns"] = measure_overlap(device, accuracy, max(window, _OVERLAP_MS), step)
+            found["step_ms"] = measure_step(device, accuracy.least)
             sizes, seconds = sweep.sizes, sweep.seconds
-            found["links"] = measure_links(device, devices_per_node, sizes, repetitions, window_ms, seconds, step)
+            found["links"] = measure_links(device, devices_per_node, sizes, accuracy, window, seconds, step)
     return found
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """What tells this machine from others, and how it is measured, as a profile's `made` has it; collective, and the
-    same on every rank."""
+    """Returns what identifies the machine and the way of measuring, for a profile's `made`; collective."""
     ranks = gather_objects(identity(device))
     merged = {f"{name}s": ", ".join(sorted({rank.pop(name) for rank in ranks})) for name in ("host", "device")}
     for name in ranks[0]:
@@ -152,22 +144,8 @@ def machine(device: torch.device) -> dict[str, str]:
     return merged | {"backend": _backend(device), "method": METHOD}
 
 
-def _window_ms(device: torch.device) -> float:
-    """How long a measurement has to last; collective.
-
-    A rank that may use half a core uses a whole one until its period's share is spent, and then stands still: only
-    what lasts for many periods shows the rate that it keeps up, or for whole ones where they are long.
-    """
-    quotas = [quota for quota in gather_objects(cpu_quota()) if quota is not None]
-    enough = []
-    for period_ms in [1e3 * period for cores, period in quotas if cores < 1]:
-        within = math.ceil(round(_PERIODS_MS / period_ms, 6))
-        enough.append(period_ms * min(_PERIODS, max(_FEWEST_PERIODS, within)))
-    return max([_WINDOW_MS[device.type], *enough])
-
-
 def _measurement(begun: float, sweep: str, slowdowns: Mapping[str, float]) -> dict[str, str]:
-    """When, how long and how the machine was measured, and how computing and communicating slow each other down."""
+    """Returns when, how long and how the machine was measured, and the slow-downs, as texts."""
     return {
         **{f"slowdown of {what}": f"{much:.3f}" for what, much in slowdowns.items() if what != "exposed"},
         "sweep": sweep,
@@ -177,24 +155,24 @@ def _measurement(begun: float, sweep: str, slowdowns: Mapping[str, float]) -> di
 
 
 def nodes_of(local_world_size: int | None) -> tuple[int, int]:
-    """Nodes, and ranks of each; all ranks are on one if nothing is said.
+    """Returns the number of nodes and of ranks on each; by default all ranks are on one node.
 
     Raises:
-        ValueError: if ranks do not fill nodes.
+        ValueError: If the ranks do not fill nodes.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     local_world_size = world_size if local_world_size is None else local_world_size
     if local_world_size < 1 or world_size % local_world_size:
         raise ValueError(
-            f"local_world_size={local_world_size} does not divide {world_size} ranks: profile nodes that have equally "
-            "many."
+            f"local_world_size={local_world_size} does not divide {world_size} ranks; use nodes with equal numbers of "
+            "ranks."
         )
     return world_size // local_world_size, local_world_size
 
 
 def _check_sweep(sizes: Sequence[int], repetitions: int, memory_bytes: int) -> None:
     if not sizes or any(type(size) is not int or size < 1 for size in sizes) or len(set(sizes)) < 2:
-        raise ValueError(f"sizes={list(sizes)}: a fit needs two different numbers of bytes or more; give them.")
+        raise ValueError(f"sizes={list(sizes)}: a fit needs two different numbers of bytes; give them.")
     if max(sizes) > memory_bytes:
         raise ValueError(f"sizes={list(sizes)}: a device has {memory_bytes} bytes; give messages that fit.")
     if repetitions < 1:
@@ -202,13 +180,13 @@ def _check_sweep(sizes: Sequence[int], repetitions: int, memory_bytes: int) -> N
 
 
 def default_device() -> torch.device:
-    """This rank's: the current GPU if there is one and the group can use it, else the CPU."""
+    """Returns the current GPU if there is one and the process group can use it, else the CPU."""
     usable = torch.cuda.is_available() and (not dist.is_initialized() or "nccl" in dist.get_backend_config())
     return torch.device("cuda", torch.cuda.current_device()) if usable else torch.device("cpu")
 
 
 def _backend(device: torch.device) -> str:
-    """What carries the messages of a device: "gloo", "nccl", or "none" without a process group."""
+    """Returns the backend of a device: "gloo", "nccl", or "none" without a process group."""
     if not dist.is_initialized():
         return "none"
     by_device = dict(entry.split(":") for entry in dist.get_backend_config().split(",") if ":" in entry)

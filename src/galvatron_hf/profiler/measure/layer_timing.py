@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Times a model's layers, ends and update on every rank at once, as near to how training runs them as parts can be."""
+"""Times a model's layers, ends and optimizer update on every rank at once, under conditions close to training."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from galvatron_hf.models.families import adapter_for
 from galvatron_hf.parallel.comm.dtensor import local_tensor
 from galvatron_hf.parallel.comm.objects import gather_objects, is_rank_0
 from galvatron_hf.plan import LayerStrategy
+from galvatron_hf.profiler.measure.cpu_timing import DeviceClock
+from galvatron_hf.profiler.measure.rounds import Accuracy, median_error, phase
 from galvatron_hf.profiler.trace.isolated_layers import IsolatedLayers, Part, layer_kinds, one_of_each
 from galvatron_hf.profiler.trace.tracing import CountedModel
 from galvatron_hf.utils.compat import tensor_norms
@@ -30,72 +32,38 @@ from galvatron_hf.utils.progress import progress_bar
 LEAST_TOKENS = 128
 ADAM_WEIGHTS = 32
 MOST_COPIES, UNCACHED_ELEMENTS = 4, 1 << 24
-ADAM_ELEMENTS = 1 << 12, UNCACHED_ELEMENTS  # of all these weights
-REPETITIONS = range(3, 16)  # as many as there is time for
+ADAM_ELEMENTS = 1 << 12, UNCACHED_ELEMENTS  # elements of all these weights together
+ACCURACY = Accuracy(error=0.03, least=3, most=15)  # the error is the mean over all jobs
+FIRST_ROUNDS = 0.3  # share of the time for the fewest rounds; larger micro-batches are left out
 
-Key = tuple  # what is timed: ("layer", kind, tensor, tokens, length), ("head", tensor, tokens)...
+Key = tuple  # identifies a job: ("layer", kind, tensor, tokens, length), ("head", tensor, tokens)...
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """Something to time.
+    """One thing to time.
 
     Attributes:
-        key (`tuple`): what it is.
-        run (`Callable`): gives milliseconds: of forward and backward, and, of a layer's largest micro-batch, of what
-            the forward does behind the last tensor that it saves; of "adam", of an update and of a sum of gradients.
+        key (`tuple`): Identifies the job.
+        run (`Callable`): Runs the job once. Returns the milliseconds of forward and backward, and for a layer's
+            largest micro-batch of the forward after the last saved tensor; for "adam", of an update and of adding
+            gradients.
     """
 
     key: Key
     run: Callable[[], tuple[float, ...]]
 
 
-class _Clock:
-    """Milliseconds of this device, which may be a share of a core.
+class LayerTimer:
+    """Times all jobs on this rank.
 
-    Where one thread computes on a CPU, the CPU's time is taken, and stretched by what the whole profile took: a quota
-    stops a process for most of its period at once, and other ranks take turns with it, so the time on the wall of
-    something short means nothing.
+    Args:
+        model ([`PreTrainedModel`]): Model that is measured; only its configuration is used.
+        counted ([`CountedModel`]): Counts of the same model.
+        device (`torch.device`): Device that computes.
+        tokens, length (`int`): Tokens of the largest micro-batch, and of its documents.
+        max_degree (`int`): Largest tensor degree.
     """
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.shared = device.type == "cpu" and torch.get_num_threads() == 1
-        self._wall = self._cpu = 0.0
-
-    def now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return 1e3 * (time.process_time() if self.shared else time.perf_counter())
-
-    def mark(self) -> torch.cuda.Event | float:
-        """This moment of the device; no GPU is waited for."""
-        if self.device.type != "cuda":
-            return self.now()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, mark: torch.cuda.Event | float, later: torch.cuda.Event | float) -> float:
-        """Milliseconds; a GPU has to be through."""
-        return later - mark if self.device.type != "cuda" else mark.elapsed_time(later)
-
-    def __enter__(self) -> _Clock:
-        self._began = time.perf_counter(), time.process_time()
-        return self
-
-    def __exit__(self, *unused) -> None:
-        self._wall += time.perf_counter() - self._began[0]
-        self._cpu += time.process_time() - self._began[1]
-
-    @property
-    def stretch(self) -> float:
-        """What its milliseconds are multiplied by."""
-        return max(1.0, self._wall / self._cpu) if self.shared and self._cpu else 1.0
-
-
-class PartTimer:
-    """Times everything on this rank; the slowest rank's times come out."""
 
     def __init__(
         self,
@@ -106,7 +74,7 @@ class PartTimer:
         length: int,
         max_degree: int,
     ):
-        self.counted, self.device, self.clock = counted, device, _Clock(device)
+        self.counted, self.device, self.clock = counted, device, DeviceClock(device)
         self.degrees, self.end_degrees = counted.tensor_degrees(max_degree), counted.end_degrees(max_degree)
         self.tokens, self.length = tokens, length
         self._mesh: DeviceMesh | None = None
@@ -114,32 +82,47 @@ class PartTimer:
         self.small = one_of_each(model, self.copies)
 
     def run(self, seconds: float, progress: bool) -> tuple[dict[Key, tuple[float, ...]], float]:
-        """What the jobs give, by key, and how much longer than the CPU's time it is."""
-        self._shrink(seconds)
-        jobs = self._jobs()
+        """Times the jobs in rounds; collective.
+
+        Rounds end when the standard error of the medians is 3% on average over the jobs, or after `seconds`.
+
+        Returns:
+            `tuple`: Milliseconds by job on the slowest rank, and the largest ratio of wall time to CPU time.
+        """
+        about = self._shrink(FIRST_ROUNDS * seconds)
+        with phase("layers, embedding, head and optimizer", about, seconds + about / ACCURACY.least, progress):
+            samples = self._samples(self._jobs(), seconds, progress)
+        ratio = self.clock.wall_per_cpu
+        own = {key: tuple(ratio * statistics.median(times) for times in zip(*found)) for key, found in samples.items()}
+        ranks = gather_objects((own, ratio))
+        slowest = {key: tuple(np.max([rank[key] for rank, _ in ranks], axis=0).tolist()) for key in own}
+        return slowest, max(ratio for _, ratio in ranks)
+
+    def _samples(self, jobs: list[_Job], seconds: float, progress: bool) -> dict[Key, list[tuple[float, ...]]]:
+        """Runs all jobs in each round; the ranks begin together and do equally many rounds."""
         samples: dict[Key, list[tuple[float, ...]]] = {job.key: [] for job in jobs}
         for job in jobs:
-            job.run()  # the first one sets things up
-        gather_objects(None)  # ranks begin together
-        began = time.perf_counter()
-        with progress_bar(REPETITIONS.start * len(jobs), progress and is_rank_0()) as step, self.clock:
-            for repetition in range(REPETITIONS.stop):
-                each = (time.perf_counter() - began) / max(1, repetition)
-                if repetition >= REPETITIONS.start and time.perf_counter() + each > began + seconds:
+            job.run()  # the first run allocates
+        gather_objects(None)
+        began, error = time.perf_counter(), 1.0
+        with progress_bar(ACCURACY.least * len(jobs), progress and is_rank_0()) as step, self.clock:
+            for done in range(ACCURACY.most):
+                spent = max(gather_objects(time.perf_counter() - began))
+                if done >= ACCURACY.least and (error <= ACCURACY.error or spent + spent / done > seconds):
                     break
                 for job in jobs:
                     samples[job.key].append(job.run())
                     step(f"timing {job.key[0]}s")
-        stretch = self.clock.stretch
-        own = {
-            key: tuple(stretch * statistics.median(times) for times in zip(*found)) for key, found in samples.items()
-        }
-        ranks = gather_objects((own, stretch))
-        slowest = {key: tuple(np.max([rank[key] for rank, _ in ranks], axis=0).tolist()) for key in own}
-        return slowest, max(stretch for _, stretch in ranks)
+                errors = [median_error([sum(times[:2]) for times in found]) for found in samples.values()]
+                error = max(gather_objects(statistics.fmean(errors)))
+        return samples
 
-    def _shrink(self, seconds: float) -> None:
-        """Halves the largest micro-batch until all of it can be timed; collective, and alike on every rank."""
+    def _shrink(self, seconds: float) -> float:
+        """Halves the largest micro-batch until the fewest rounds fit; collective, with one result on all ranks.
+
+        Returns:
+            `float`: Seconds that the fewest rounds and the first run take, approximately.
+        """
         length = min(self.length, LEAST_TOKENS, self.tokens)
         few = min(LEAST_TOKENS, self.tokens) // length * length
         parts = self._parts(LayerStrategy())
@@ -147,18 +130,19 @@ class PartTimer:
         for job in jobs:
             job.run()
         with self.clock:
-            once = sum(sum(job.run()[:2]) for job in jobs) * 1e-3
-        once *= self.clock.stretch
-        once = max(gather_objects(once))
-        shares = sum(1 / degree for degree in self.degrees)
-        rows = sum(tokens for tokens, _ in self.points())
-        while REPETITIONS.start * once * shares * rows / few > seconds and self.tokens >= 2 * LEAST_TOKENS:
+            once = sum((self.copies if job.key[0] == "layer" else 1) * sum(job.run()[:2]) for job in jobs)
+        once = max(gather_objects(1e-3 * once * self.clock.wall_per_cpu))
+
+        def round_seconds() -> float:
+            return once * sum(1 / degree for degree in self.degrees) * sum(size for size, _ in self.points()) / few
+
+        while ACCURACY.least * round_seconds() > seconds and self.tokens >= 2 * LEAST_TOKENS:
             self.tokens //= 2
             self.length = min(self.length, self.tokens)
-            rows = sum(tokens for tokens, _ in self.points())
+        return (ACCURACY.least + 1) * round_seconds()
 
     def points(self) -> list[tuple[int, int]]:
-        """Tokens and length of the documents in each micro-batch to time; tensor and chunk sizes divide them."""
+        """Returns (tokens, document length) of each micro-batch to time; tensor and chunk sizes divide them."""
         found = []
         for tokens in (self.tokens, self.tokens // 4, max(self.tokens // 16, min(self.tokens, LEAST_TOKENS // 4))):
             longest = min(self.length, tokens)
@@ -167,7 +151,7 @@ class PartTimer:
         return [point for point in dict.fromkeys(found) if min(point) >= 1]
 
     def _parts(self, strategy: LayerStrategy, vocabulary: int = 1) -> IsolatedLayers:
-        parts = IsolatedLayers.of(self.small, strategy, vocabulary, self.counted.packed, self.copies)
+        parts = IsolatedLayers.from_model(self.small, strategy, vocabulary, self.counted.packed, self.copies)
         parts.give_memory(self.device, self.counted.dtype)
         return parts
 
@@ -186,7 +170,7 @@ class PartTimer:
         return self._spread([*jobs, *map(self._optimizer_job, ADAM_ELEMENTS)])
 
     def _spread(self, jobs: list[_Job]) -> list[_Job]:
-        """Ends and the optimizer behind layers, which leave nothing of theirs in a cache."""
+        """Puts each end and optimizer job after a layer job, which evicts the caches."""
         layers = [job for job in jobs if job.key[0] == "layer"]
         others = [job for job in jobs if job.key[0] != "layer"]
         order = []
@@ -219,15 +203,16 @@ class PartTimer:
 
     @property
     def recompute_point(self) -> tuple[int, int]:
-        """The micro-batch in which a checkpoint's bookkeeping is timed.
+        """Micro-batch that times the bookkeeping of a checkpoint.
 
-        The smallest, of which it is most; on a GPU the largest, as it is done while kernels run.
+        It is the smallest one, of which the bookkeeping is the largest share. On a GPU it is the largest one, because
+        the bookkeeping runs while kernels run.
         """
         return self.points()[0 if self.device.type == "cuda" else -1]
 
     def _end_jobs(self, parts: IsolatedLayers, tensor: int, tokens: int) -> list[_Job]:
         packs = parts.rank.resolved.packs
-        length = max(1, min(self.length, tokens // packs))  # a model may have positions for no more
+        length = max(1, min(self.length, tokens // packs))  # the model may have no more positions
         batch = parts.micro_batch(packs * max(1, tokens // packs // length) * length, length)
         pair = {"embedding": parts.embedding(batch), "head": parts.head(batch)}
         return [self._job((name, tensor, tokens), part) for name, part in pair.items()]
@@ -235,7 +220,7 @@ class PartTimer:
     def _job(self, key: Key, part: Part, copies: int = 1, last: bool = False) -> _Job:
         def run() -> tuple[float, ...]:
             began = self.clock.now()
-            output, behind = self._marked(part) if last else (part.run(), None)
+            output, marks = self._marked(part) if last else (part.run(), None)
             between = self.clock.now()
             gradient = torch.ones_like(output)
             ready = self.clock.now()
@@ -243,12 +228,12 @@ class PartTimer:
             ended = self.clock.now()
             part.forget_gradients()
             times = (between - began) / copies, (ended - ready) / copies
-            return times if behind is None else (*times, self.clock.between(*behind))
+            return times if marks is None else (*times, self.clock.between(*marks))
 
         return _Job(key=key, run=run)
 
     def _marked(self, part: Part) -> tuple[torch.Tensor, tuple]:
-        """The forward's output, and the moments of the last tensor that it saved and of its end."""
+        """Returns the forward's output, and marks at the last saved tensor and at the end."""
         saved = self.clock.mark()
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -261,10 +246,9 @@ class PartTimer:
         return output, (saved, self.clock.mark())
 
     def _optimizer_job(self, elements: int) -> _Job:
-        """The norm of gradients, their clipping and an update, and a sum of gradients; of DTensors where ranks are
-        several."""
+        """Returns the job of gradient norm, clipping, update, and adding gradients; with DTensors on several ranks."""
         weights = [
-            self._at_rest(torch.zeros(elements // ADAM_WEIGHTS, device=self.device)) for _ in range(ADAM_WEIGHTS)
+            self._sharded_param(torch.zeros(elements // ADAM_WEIGHTS, device=self.device)) for _ in range(ADAM_WEIGHTS)
         ]
         for weight in weights:
             weight.grad = torch.full_like(weight, 1e-3)
@@ -285,7 +269,7 @@ class PartTimer:
 
         return _Job(key=("adam", elements), run=run)
 
-    def _at_rest(self, tensor: torch.Tensor) -> torch.nn.Parameter:
+    def _sharded_param(self, tensor: torch.Tensor) -> torch.nn.Parameter:
         if not dist.is_initialized():
             return torch.nn.Parameter(tensor)
         if self._mesh is None:
@@ -294,20 +278,20 @@ class PartTimer:
 
 
 def optimizer_ms(found: dict[Key, tuple[float, ...]]) -> tuple[float, float]:
-    """Milliseconds for each element, and for each weight, of an update."""
+    """Returns the milliseconds of an update for each element and for each weight."""
     few, many = (found["adam", elements][0] for elements in ADAM_ELEMENTS)
     each = max(0.0, (many - few) / (ADAM_ELEMENTS[1] - ADAM_ELEMENTS[0]))
     return each, max(0.0, few - each * ADAM_ELEMENTS[0]) / ADAM_WEIGHTS
 
 
 def adding_ms(found: dict[Key, tuple[float, ...]]) -> float:
-    """Milliseconds for each element of gradients that are added to others."""
+    """Returns the milliseconds of adding gradients for each element."""
     few, many = (found["adam", elements][1] for elements in ADAM_ELEMENTS)
     return max(0.0, (many - few) / (ADAM_ELEMENTS[1] - ADAM_ELEMENTS[0]))
 
 
 def _copies(small: PreTrainedModel, kinds: Sequence[int]) -> int:
-    """Layers of each kind that are timed one behind the other, so that none finds its weights in a cache."""
+    """Returns how many layers of each kind are timed one after the other, so that no weights are cached."""
     layers = adapter_for(small).layers(small)
     smallest = min(sum(weight.numel() for weight in layer.parameters()) for layer in layers)
     wanted = -(-UNCACHED_ELEMENTS // smallest)

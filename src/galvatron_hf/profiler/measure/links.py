@@ -1,17 +1,15 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Times collectives on the ranks of the world: every arrangement of groups, its groups at the same time.
+"""Times collectives on the ranks of the world: every arrangement of groups, all groups of one at the same time.
 
-The calls are those of the runtime: PyTorch's functional collectives, waited for at once, and batched sends. FSDP2's
-own end in the same methods of the process group. Before each call a rank computes for a while, as it does in training,
-and what that takes by itself is subtracted: ranks that have computed do not come at the same moment, and the wait for
-the last one is part of what communicating costs.
+The calls are those of the runtime: PyTorch's functional collectives, each waited for at once, and batched sends. A
+rank computes before each call, as in training, and the time of the computation is subtracted. The ranks therefore
+arrive at different moments, and waiting for the last one is part of the cost of communication.
 """
 
 from __future__ import annotations
 
 import itertools
-import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,33 +20,32 @@ import torch
 import torch.distributed as dist
 from scipy.optimize import isotonic_regression
 
+from galvatron_hf.profiler.measure.cpu_timing import ComputeFiller, new_pages, typical_ms, without_new_pages
+from galvatron_hf.profiler.measure.rounds import Accuracy, finish, slowest, synchronize
 from galvatron_hf.profiler.profiles.hardware import Link, arrangements_by_kind
 from galvatron_hf.utils.compat import functional_collectives
 from galvatron_hf.utils.progress import Step
 
 
 _ELEMENT = 4  # bytes of fp32
-_WARM_UP = 3
+_WARM_UP = 3  # calls of each trial before it is timed
 _MOST_CALLS = 200
-_FEW_PAGES = 8.0  # that a call uses for the first time, in a measurement that counts
-_PRODUCT_SIDE = {"cpu": 256, "cuda": 2048}
-_BETWEEN_MS = {"cpu": 2.0, "cuda": 0.5}  # of computing before each call, on a device of its own
-_BASELINE_WINDOWS = 20  # that the computing by itself is timed for
-_LEAST_MS = 1e-3  # of a call that is lost in the noise of the computing beside it
+_BASELINE_WINDOWS = 20  # windows in which the computation between calls is timed alone
+_LEAST_MS = 1e-3  # time of a call that is too short to be seen beside the computation
 
 
 @dataclass(kw_only=True)
 class Trial:
-    """One collective with one size of message.
+    """One collective with one message size.
 
     Attributes:
-        kind, ranks, stride: as in [`Link`].
-        size (`int`): bytes of a rank's input.
-        call (`Callable`): does it once and waits for it.
-        transfers (`int`): messages one behind the other in a call.
-        calls (`int`): made in a measurement, one behind the other.
-        ms (`list[float]`): of one message, by measurement.
-        pages (`list[float]`): of memory that a call used for the first time, by measurement.
+        kind, ranks, stride: As in [`Link`].
+        size (`int`): Bytes of a rank's input.
+        call (`Callable`): Communicates once and waits.
+        transfers (`int`): Messages of a call, one after the other.
+        calls (`int`): Calls of a measurement.
+        ms (`list[float]`): Time of one message on the slowest rank, by measurement.
+        pages (`list[float]`): Memory pages that a call used for the first time, by measurement.
     """
 
     kind: str
@@ -62,68 +59,11 @@ class Trial:
     pages: list[float] = field(default_factory=list)
 
 
-class ComputeFiller:
-    """What a rank computes between two messages.
-
-    A CPU is faster at some times than at others, and a rank with a quota gets its share in pieces: what the computing
-    beside messages takes is therefore the CPU's own time for it, times what such time takes by itself on the wall.
-
-    Args:
-        device (`torch.device`): where.
-
-    Attributes:
-        ms (`float`): that it takes by itself, on the slowest rank.
-    """
-
-    def __init__(self, device: torch.device):
-        self.device, self.products, self.ms = device, 1, 0.0
-        self._runs, self._cpu_seconds, self._stretch = 0, 0.0, 1.0
-        side = _PRODUCT_SIDE[device.type]
-        self._left, self._right = (torch.full((side, side), 0.5, device=device) for _ in range(2))
-        self._result = torch.empty_like(self._left)
-        self.run()
-        began = time.process_time()
-        for _ in range(_WARM_UP):
-            self.run()
-        finish(device)
-        (once,) = slowest([1e3 * (time.process_time() - began) / _WARM_UP], device)
-        self.products = max(1, round(_BETWEEN_MS[device.type] / once))
-
-    def run(self) -> None:
-        began = time.thread_time()
-        for _ in range(self.products):
-            torch.mm(self._left, self._right, out=self._result)
-        self._cpu_seconds += time.thread_time() - began
-        self._runs += 1
-
-    def begin(self) -> None:
-        """From here on `taken_ms` counts."""
-        self._runs, self._cpu_seconds = 0, 0.0
-
-    def taken_ms(self) -> float:
-        """What all runs since `begin` take by themselves."""
-        if self.device.type == "cpu":
-            return 1e3 * self._stretch * self._cpu_seconds
-        return self._runs * self.ms
-
-    def measure(self, window_ms: float) -> None:
-        """Times it on all ranks at once; collective."""
-        synchronize(self.device)
-        self.begin()
-        began = time.perf_counter()
-        while self._runs < 2 or 1e3 * (time.perf_counter() - began) < window_ms:
-            self.run()
-            finish(self.device)
-        seconds = time.perf_counter() - began
-        self._stretch = seconds / max(self._cpu_seconds, 1e-9)
-        (self.ms,) = slowest([1e3 * seconds / self._runs], self.device)
-
-
 def measure_links(
     device: torch.device,
     devices_per_node: int,
     sizes: Sequence[int],
-    repetitions: int,
+    accuracy: Accuracy,
     window_ms: float,
     seconds: float,
     step: Step,
@@ -131,88 +71,89 @@ def measure_links(
     """
     Times and fits every kind of collective over every arrangement of the world; collective.
 
+    The first rounds measure every trial once, later rounds only those that are not accurate enough.
+
     Args:
-        device (`torch.device`): where the messages are.
-        devices_per_node (`int`): ranks of a node.
-        sizes (`Sequence[int]`): bytes of the whole message, which is an all-gather's result and any other's input.
-        repetitions (`int`): measurements of each; they are interleaved, and the median counts of those
-            for which the kernel had no memory to give.
-        window_ms (`float`): how long a measurement lasts, by repeating short calls; less if time is short.
-        seconds (`float`): after which, about, it ends with fewer repetitions; one is always done.
-        step (`Callable`): told what was done, once for each trial in each round of warming up and each repetition.
+        device (`torch.device`): Device of the messages.
+        devices_per_node (`int`): Ranks of a node.
+        sizes (`Sequence[int]`): Bytes of the whole message: the result of an all-gather, the input of the others.
+        accuracy ([`Accuracy`]): Wanted accuracy and number of rounds.
+        window_ms (`float`): Duration of a measurement, which repeats short calls; less if `seconds` asks for it.
+        seconds (`float`): Approximate time after which no further round begins. One round is always done.
+        step (`Callable`): Called for each trial in each round, warm-up included.
 
     Returns:
-        `tuple[Link, ...]`: equal on every rank; a measurement is as long as on the rank that took longest.
+        `tuple[Link, ...]`: The links, equal on every rank. The time of the slowest rank counts.
     """
     begun = time.perf_counter()
     kinds = arrangements_by_kind(dist.get_world_size(), devices_per_node)
     groups = {shape: _own_group(*shape) for shape in kinds}
-    # What a trial sends is the beginning of one buffer, whatever it holds.
+    # All trials send the beginning of one buffer; its values do not matter.
     buffer = torch.ones(max(_rounded(max(sizes), ranks) for ranks, _ in groups) // _ELEMENT, device=device)
     trials = [trial for shape in kinds for trial in _trials(shape, kinds[shape], groups[shape], buffer, sizes)]
-    window_ms = min(window_ms, 1e3 * seconds / (repetitions * len(trials)))
-    between = ComputeFiller(device)
-    between.measure(_BASELINE_WINDOWS * window_ms)
-    _warm_up(trials, device, between, window_ms, step)
+    window_ms = min(window_ms, 1e3 * seconds / (accuracy.least * len(trials)))
+    filler = ComputeFiller(device)
+    filler.measure(_BASELINE_WINDOWS * window_ms)
+    _warm_up(trials, device, filler, window_ms, step)
     (warm,) = slowest([time.perf_counter() - begun], device)
-    for done in range(repetitions):
+    pending, done = trials, 0
+    while pending:
         (spent,) = slowest([time.perf_counter() - begun], device)
         if done and spent + (spent - warm) / done > seconds:
             break
-        between.measure(_BASELINE_WINDOWS * window_ms)
-        for trial in trials:
-            step("timing links")
-            before = _new_pages()
-            trial.ms.append(_measured(trial, device, between))
-            trial.pages.append((_new_pages() - before) / trial.calls)
-    times = [_typical(slowest(trial.ms, device), slowest(trial.pages, device)) for trial in trials]
+        filler.measure(_BASELINE_WINDOWS * window_ms)
+        _measure_round(pending, device, filler, step)
+        pending = [trial for trial in pending if not _is_accurate(trial, accuracy)]
+        done += 1
     for group in groups.values():
         if group is not None:
             dist.destroy_process_group(group)
     sweeps: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
-    for trial, ms in zip(trials, times, strict=True):
-        sweeps.setdefault((trial.kind, trial.ranks, trial.stride), []).append((trial.size, ms))
+    for trial in trials:
+        point = trial.size, typical_ms(trial.ms, trial.pages)
+        sweeps.setdefault((trial.kind, trial.ranks, trial.stride), []).append(point)
     return tuple(Link.fitted(*arrangement, _rising(points)) for arrangement, points in sweeps.items())
 
 
+def _is_accurate(trial: Trial, accuracy: Accuracy) -> bool:
+    return len(trial.ms) >= accuracy.most or accuracy.reached(without_new_pages(trial.ms, trial.pages))
+
+
+def _measure_round(trials: Sequence[Trial], device: torch.device, filler: ComputeFiller, step: Step) -> None:
+    """Measures each trial once; the slowest rank's time and the largest number of new pages are kept."""
+    found = []
+    for trial in trials:
+        step("timing links")
+        before = new_pages()
+        found.append((_measured(trial, device, filler), (new_pages() - before) / trial.calls))
+    ms, pages = (slowest(values, device) for values in zip(*found, strict=True))
+    for trial, taken, new in zip(trials, ms, pages, strict=True):
+        trial.ms.append(taken)
+        trial.pages.append(new)
+
+
 def _rising(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Nearest to what was measured, relatively, of those times in which no longer message takes less."""
+    """Returns the times nearest to the measured ones, relatively, that do not fall as the message grows."""
     sizes, times = np.array(sorted(points), dtype=float).T
     rising = isotonic_regression(times, weights=times**-2.0).x
     return list(zip(sizes.astype(int).tolist(), rising.tolist(), strict=True))
 
 
 def _warm_up(
-    trials: Sequence[Trial], device: torch.device, between: ComputeFiller, window_ms: float, step: Step
+    trials: Sequence[Trial], device: torch.device, filler: ComputeFiller, window_ms: float, step: Step
 ) -> None:
-    """Connects the ranks, and chooses how many calls fill a window."""
+    """Connects the ranks, and chooses how many calls of each trial fill a window."""
     taken = []
     for _, trial in itertools.product(range(_WARM_UP), trials):
         step("warming up")
-        taken.append(_measured(trial, device, between) * trial.transfers)
+        taken.append(_measured(trial, device, filler) * trial.transfers)
     estimates = [min(taken[index :: len(trials)]) for index in range(len(trials))]
     for trial, estimate in zip(trials, slowest(estimates, device), strict=True):
-        trial.calls = max(1, min(_MOST_CALLS, round(window_ms / (estimate + between.ms))))
-
-
-def _typical(ms: Sequence[float], pages: Sequence[float]) -> float:
-    """The median of measurements that had the memory they needed; where none had, of what had most of it.
-
-    What a call uses can be new to the process long after the first one: gloo's threads take turns, and have memory of
-    their own. On a virtual machine a page that is used for the first time costs up to 60 microseconds, all those of a
-    message ten times what the message does, and a step of training has been through that after a few.
-    """
-    most = max(_FEW_PAGES, min(pages))
-    return statistics.median(one for one, new in zip(ms, pages, strict=True) if new <= most)
-
-
-def _new_pages() -> int:
-    """Pages of memory that this process has used, each counted when it was used for the first time."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        trial.calls = max(1, min(_MOST_CALLS, round(window_ms / (estimate + filler.ms))))
 
 
 def measure_step(device: torch.device, repetitions: int) -> float:
-    """Milliseconds of what a step of training sends beside its work: a small batch, a count, a norm and a loss."""
+    """Returns the milliseconds of a training step's small messages: a batch, a token count, a norm and a loss."""
     batch = {name: torch.zeros(8, 128, dtype=torch.long) for name in ("input_ids", "labels")}
     times = []
     for _ in range(1 + repetitions):
@@ -226,49 +167,35 @@ def measure_step(device: torch.device, repetitions: int) -> float:
     return statistics.median(slowest(times[1:], device))
 
 
-def count_steps(world_size: int, devices_per_node: int, sizes: Sequence[int], repetitions: int) -> int:
-    """How often [`measure_links`] calls `step`."""
+def count_trials(world_size: int, devices_per_node: int, sizes: Sequence[int]) -> int:
+    """Returns the number of trials of [`measure_links`]."""
     sweeps = sum(map(len, arrangements_by_kind(world_size, devices_per_node).values()))
-    return sweeps * len(set(sizes)) * (_WARM_UP + repetitions)
+    return sweeps * len(set(sizes))
 
 
-def synchronize(device: torch.device) -> None:
-    """Waits until every rank has come here and its device has done its work."""
-    dist.all_reduce(torch.zeros(1, device=device))
-    finish(device)
+def count_steps(world_size: int, devices_per_node: int, sizes: Sequence[int], rounds: int) -> int:
+    """Returns how often [`measure_links`] calls `step` in so many full rounds."""
+    return count_trials(world_size, devices_per_node, sizes) * (_WARM_UP + rounds)
 
 
-def finish(device: torch.device) -> None:
-    """Waits until the device has done its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def slowest(values: Sequence[float], device: torch.device) -> list[float]:
-    """The largest of each value over all ranks; collective."""
-    table = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(table, op=dist.ReduceOp.MAX)
-    return table.tolist()
-
-
-def _measured(trial: Trial, device: torch.device, between: ComputeFiller) -> float:
-    """Milliseconds of a message, less what the rank computes before it."""
+def _measured(trial: Trial, device: torch.device, filler: ComputeFiller) -> float:
+    """Returns the milliseconds of a message without the computation before it."""
     synchronize(device)
-    between.begin()
+    filler.begin()
     start = time.perf_counter()
     for _ in range(trial.calls):
-        between.run()
+        filler.run()
         trial.call()
     finish(device)
-    taken = 1e3 * (time.perf_counter() - start) - between.taken_ms()
+    taken = 1e3 * (time.perf_counter() - start) - filler.taken_ms()
     return max(taken / trial.calls / trial.transfers, _LEAST_MS)
 
 
 def _own_group(ranks: int, stride: int) -> dist.ProcessGroup | None:
-    """This rank's group of an arrangement; None for a rank that is left over.
+    """Returns this rank's group of an arrangement; None for a rank that is left over.
 
-    All ranks make all of its groups: those that only their members make have names that say their ranks and nothing
-    else, and the next group of that name finds in the store what the first has left there.
+    All ranks create all groups. If only its members create a group, the group's name depends on its ranks alone, and
+    the next group of the same name finds stale entries in the store.
     """
     own = None
     for start in range(0, dist.get_world_size(), ranks * stride):
@@ -303,12 +230,13 @@ def _trials(
 
 
 def _rounded(size: int, ranks: int) -> int:
-    """The size, up to whole elements for every rank."""
+    """Rounds a size up to whole elements for every rank."""
     unit = _ELEMENT * ranks
     return -(-size // unit) * unit
 
 
 def _call(kind: str, message: torch.Tensor, group: dist.ProcessGroup | None) -> Callable[[], None]:
+    """Returns a function that runs one collective and waits for it."""
     if group is None:
         return lambda: None
     name, ranks = group.group_name, group.size()
@@ -325,7 +253,7 @@ def _call(kind: str, message: torch.Tensor, group: dist.ProcessGroup | None) -> 
 
 
 def _ping_pong(message: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """There and back, so that a rank's clock sees the way that takes its time at the other rank too."""
+    """Sends a message there and back, so that both directions are on this rank's clock."""
     first = dist.get_rank(group) == 0
     for operation in (dist.isend, dist.irecv) if first else (dist.irecv, dist.isend):
         transfer = dist.P2POp(operation, message, group=group, group_peer=int(first))

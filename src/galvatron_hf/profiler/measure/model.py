@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What a model costs, measured: each distinct layer and each end by itself, forward and backward, on every rank."""
+"""Measures the cost of a model: forward and backward of each distinct layer and each end alone, on every rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from galvatron_hf.parallel.comm.objects import from_rank_0
 from galvatron_hf.parallel.data_parallel.sharding import DTYPES
 from galvatron_hf.plan.validation import check_choice, check_int, check_number
 from galvatron_hf.profiler.measure.hardware import machine
-from galvatron_hf.profiler.measure.layer_timing import Key, PartTimer, adding_ms, optimizer_ms
+from galvatron_hf.profiler.measure.layer_timing import Key, LayerTimer, adding_ms, optimizer_ms
 from galvatron_hf.profiler.profiles.layers import TimeFit, Times
 from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.profiler.trace.tracing import CountedModel, PartTimes, describe, positions, profile_of
@@ -48,27 +48,28 @@ def profile_model(
     """
     Measures forward and backward of a model's parts under each tensor degree, as the runtime computes them.
 
-    Only the configuration of `model` is looked at: its parts are made anew, one layer of each kind, with the weights
-    of one tensor rank and nobody to communicate with. Bytes are counted, not measured. Under a process group every
-    rank measures at the same time, which loads the machine as training does, and the slowest counts.
+    Only the configuration of `model` is used. One layer of each kind is built with the weights of one tensor rank, and
+    its collectives send nothing. Bytes are counted, not measured. All ranks of a process group measure at the same
+    time, which loads the machine as training does, and the slowest rank counts. Measuring ends when the medians are
+    accurate to 3%.
 
     Args:
-        model ([`PreTrainedModel`]): A causal language model, on any device, meta too; it stays as it is.
-        dtype (`str`, defaults to `"fp32"`): In which layers compute: "fp32" or "bf16".
-        device (`torch.device` or `str`, *optional*): What is measured; the current GPU, or the CPU if there is none.
-        tokens (`int`, *optional*): Of the largest micro-batch that is timed; fewer are timed if these take too long.
-        length (`int`, *optional*): Of the longest document that is timed; as many as `tokens` by default.
+        model ([`PreTrainedModel`]): A causal language model on any device, also meta. It is not changed.
+        dtype (`str`, defaults to `"fp32"`): Number format of the computation: "fp32" or "bf16".
+        device (`torch.device` or `str`, *optional*): Device to measure; by default the current GPU, or the CPU.
+        tokens (`int`, *optional*): Tokens of the largest micro-batch; fewer if this one takes too long.
+        length (`int`, *optional*): Tokens of the longest document; by default `tokens`.
         packed (`bool`, defaults to `True`): Whether micro-batches are packed documents, or rows without padding.
-        max_degree (`int`, *optional*): Most tensor and Ulysses ranks of a layer; by default the world, or 8 without
-            a process group.
-        seconds (`float`, defaults to 30): For timing, about; counting bytes comes on top.
-        progress (`bool`, defaults to `False`): Whether rank 0 shows a bar.
+        max_degree (`int`, *optional*): Largest tensor and Ulysses degree; by default the world size, or 8 without a
+            process group.
+        seconds (`float`, defaults to 30): Upper bound of the time for timing, approximately; counting is extra.
+        progress (`bool`, defaults to `False`): Whether rank 0 shows what is measured.
 
     Returns:
-        [`ModelProfile`]: The same on every rank.
+        [`ModelProfile`]: The profile, the same on every rank.
 
     Raises:
-        ValueError: in one sentence, for a model that the runtime does not know and for arguments that make no sense.
+        ValueError: If the family of the model is unknown or an argument is out of range.
     """
     check_choice("dtype", dtype, ("fp32", "bf16"))
     check_number("seconds", seconds, positive=True)
@@ -86,47 +87,19 @@ def profile_model(
     if device.type == "cpu":
         keep_freed_memory()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        return _profile(model, dtype, device, tokens, length, packed, max_degree, seconds, progress, made)
-
-
-def _profile(
-    model: PreTrainedModel,
-    dtype: str,
-    device: torch.device,
-    tokens: int,
-    length: int,
-    packed: bool,
-    max_degree: int,
-    seconds: float,
-    progress: bool,
-    made: dict[str, str],
-) -> ModelProfile:
-    """What [`profile_model`] gives, for arguments that are right."""
-    counted = CountedModel(model, DTYPES[dtype], length, packed)
-    timer = PartTimer(model, counted, device, tokens, length, max_degree)
-    found, stretch = timer.run(seconds, progress)
-    made |= {
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "largest micro-batch": f"{timer.tokens} tokens",
-        "stretch of CPU time": f"{stretch:.3f}",
-        **describe(timer.length, packed),
-    }
-
-    def build() -> str:
-        profile = profile_of(
-            model,
-            dtype,
-            counted,
-            _part_times(found, counted, timer),
-            max_degree=max_degree,
-            optimizer_ms=optimizer_ms(found),
-            adding_ms=adding_ms(found),
-            assumed={},
-            made=made,
-        )
-        return profile.to_json()
-
-    return ModelProfile.from_json(from_rank_0(build))
+        counted = CountedModel(model, DTYPES[dtype], length, packed)
+        timer = LayerTimer(model, counted, device, tokens, length, max_degree)
+        found, wall_per_cpu = timer.run(seconds, progress)
+        made |= {
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "largest micro-batch": f"{timer.tokens} tokens",
+            "wall time over CPU time": f"{wall_per_cpu:.3f}",
+            **describe(timer.length, packed),
+        }
+        parts = dict(max_degree=max_degree, optimizer_ms=optimizer_ms(found), adding_ms=adding_ms(found))
+        times = _part_times(found, counted, timer)
+        text = from_rank_0(lambda: profile_of(model, dtype, counted, times, assumed={}, made=made, **parts).to_json())
+    return ModelProfile.from_json(text)
 
 
 def circumstances(
@@ -140,7 +113,7 @@ def circumstances(
     max_degree: int | None = None,
     **others: Any,
 ) -> dict[str, str]:
-    """What a measurement depends on, as a profile's `made` has it; collective, and the same on every rank."""
+    """Returns what the measurement depends on, for a profile's `made`; collective."""
     asked = {"tokens": tokens, "length": length, "packed": packed, "max_degree": max_degree or _default_degree()}
     return machine(_default_device(device)) | {
         "configuration": config_digest(model),
@@ -152,7 +125,7 @@ def circumstances(
 
 
 def config_digest(model: PreTrainedModel) -> str:
-    """16 hexadecimal digits that tell configurations of models apart, whatever their names and weights."""
+    """Returns 16 hexadecimal digits that identify a configuration, whatever the model's name and weights."""
     config = model.config.to_dict()
     for name in ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype"):
         config.pop(name, None)
@@ -168,8 +141,8 @@ def _default_degree() -> int:
     return dist.get_world_size() if dist.is_initialized() else 8
 
 
-def _part_times(found: dict[Key, tuple[float, ...]], counted: CountedModel, timer: PartTimer) -> PartTimes:
-    """The lines through what was measured."""
+def _part_times(found: dict[Key, tuple[float, ...]], counted: CountedModel, timer: LayerTimer) -> PartTimes:
+    """Fits the measured times."""
     kinds = range(len(adapter_for(counted.small).layers(counted.small)))
     tokens = timer.points()[0][0]
     layers: list[dict[int, Times]] = [{} for _ in kinds]
@@ -195,8 +168,8 @@ def _part_times(found: dict[Key, tuple[float, ...]], counted: CountedModel, time
     return PartTimes(layers=layers, **ends)
 
 
-def _recompute_fixed(found: dict[Key, tuple[float, ...]], kind: int, timer: PartTimer) -> float:
-    """What a layer takes with recompute over what it takes without and the forward up to the last saved tensor."""
+def _recompute_fixed(found: dict[Key, tuple[float, ...]], kind: int, timer: LayerTimer) -> float:
+    """Returns the time with recompute, less forward, backward, and the forward up to the last saved tensor."""
     most, point = timer.points()[0], timer.recompute_point
     forward, backward = found["layer", kind, 1, *point][:2]
     last = found["layer", kind, 1, *most][2] * point[0] / most[0]
@@ -204,7 +177,7 @@ def _recompute_fixed(found: dict[Key, tuple[float, ...]], kind: int, timer: Part
 
 
 def _fit(points: Sequence[tuple[int, int]], ms: Sequence[float]) -> TimeFit:
-    """`a * tokens + b * tokens * length + c`, none negative, with the least squared relative error."""
+    """Fits ms = a * tokens + b * tokens * length + c with a, b, c >= 0 and the least squared relative error."""
     tokens, lengths = np.array(points, dtype=float).T
     measured = np.maximum(np.array(ms), 1e-6)
     columns = np.stack([tokens, tokens * lengths, np.ones_like(tokens)], axis=1)

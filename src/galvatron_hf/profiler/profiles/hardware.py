@@ -1,9 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What a machine can do, as far as planning needs it: its links, its rate of matrix products, its memory.
-
-Importing this module needs neither torch nor transformers.
-"""
+"""Links, speed and memory of a cluster as a value and as JSON. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,14 +26,14 @@ from galvatron_hf.plan.validation import (
 
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
-DEVICES = ("cluster", "devices")  # in `made`: of a data sheet, and of machines that were measured
+DEVICES = ("cluster", "devices")  # names in `made` of a preset, and of measured machines
 _MAX_BYTES = 1 << 60
 
 
 def wire_share(kind: str, ranks: int) -> float:
-    """Bytes that a ring over `ranks` puts on each rank's wire, over the bytes of the rank's input.
+    """Returns the bytes that each rank of a ring sends, divided by the bytes of its input.
 
-    That of an all-to-all counts what a rank keeps for itself, see docs/communication.md.
+    The input of an all-to-all includes the part that a rank keeps, see docs/communication.md.
     """
     return {
         "all_reduce": 2 * (ranks - 1) / ranks,
@@ -48,10 +45,10 @@ def wire_share(kind: str, ranks: int) -> float:
 
 
 def arrangements(world_size: int) -> Iterator[tuple[int, int]]:
-    """(ranks, stride) of the aligned groups that cover a world: every power of two, and whatever it leaves over.
+    """Yields (ranks, stride) of the aligned groups that tile a world.
 
-    Strides are the powers of two that divide the world. A stride's last group takes all ranks of the world that are so
-    far apart, which is no power of two if the world is none.
+    Strides are the powers of two that divide the world size. For each stride the numbers of ranks are the powers of
+    two that tile the world, and the largest number possible.
     """
     stride = 1
     while world_size % stride == 0 and stride < world_size:
@@ -66,10 +63,10 @@ def arrangements(world_size: int) -> Iterator[tuple[int, int]]:
 
 def arrangements_by_kind(world_size: int, devices_per_node: int) -> dict[tuple[int, int], tuple[str, ...]]:
     """
-    The kinds of collective of each (ranks, stride): all over [`arrangements`], and sends between pairs.
+    Returns the kinds of collective of each (ranks, stride): all over [`arrangements`], and sends between pairs.
 
-    Pipelines of any degree send, so that pairs need not tile the world: their strides are the powers of two below it,
-    and that from node to node.
+    Pairs of a pipeline need not tile the world. Their strides are the powers of two below the world size, and the
+    number of devices of a node.
     """
     found = dict.fromkeys(arrangements(world_size), KINDS[:-1])
     strides = {1 << exponent for exponent in range((world_size - 1).bit_length())} | {devices_per_node}
@@ -83,16 +80,16 @@ class Link:
     """One kind of collective between ranks of one arrangement.
 
     Attributes:
-        kind (`str`): one of `KINDS`.
-        ranks (`int`): of the group; 2 for `send`.
-        stride (`int`): from one rank of the group to the next; 1 for consecutive ranks.
-        latency_ms (`float`): of a message without bytes.
-        bytes_per_s (`float`): that each rank's wire carries.
-        error (`float`): median of |fitted / measured - 1| over the sweep; 0 where nothing was measured.
-        points (`tuple[tuple[int, float], ...]`): (bytes of a rank's input, ms) that were measured, in rising order.
+        kind (`str`): One of `KINDS`.
+        ranks (`int`): Ranks of the group; 2 for `send`.
+        stride (`int`): Distance from one rank of the group to the next; 1 for consecutive ranks.
+        latency_ms (`float`): Time of an empty message.
+        bytes_per_s (`float`): Bandwidth of each rank's wire.
+        error (`float`): Median of |fitted / measured - 1| over the points; 0 if nothing was measured.
+        points (`tuple[tuple[int, float], ...]`): Measured (bytes of a rank's input, ms) in rising order.
 
     Raises:
-        ValueError: in one sentence, for a value that no link has.
+        ValueError: If a value is out of range.
     """
 
     kind: str
@@ -114,7 +111,7 @@ class Link:
 
     @classmethod
     def fitted(cls, kind: str, ranks: int, stride: int, points: Sequence[tuple[int, float]]) -> Link:
-        """The link whose line, with no negative coefficient, has the least squared relative error at `points`."""
+        """Fits latency and bandwidth, 0 or more, to `points` with the least squared relative error."""
         import scipy.optimize
 
         sizes, times = np.array(_checked_points(points), dtype=float).T
@@ -122,7 +119,7 @@ class Link:
         columns = np.stack([np.ones_like(wire), wire], axis=1) / times[:, None]
         scale = columns.max(axis=0)
         latency_ms, per_byte = (scipy.optimize.nnls(columns / scale, np.ones_like(times))[0] / scale).tolist()
-        if per_byte == 0:  # noise hid the bytes: none are faster than those of the longest message
+        if per_byte == 0:  # noise hid the bandwidth: use that of the longest message
             per_byte = float(times[-1] / wire[-1])
         errors = np.abs((latency_ms + per_byte * wire) / times - 1)
         return cls(
@@ -136,9 +133,10 @@ class Link:
         )
 
     def ms(self, size: np.ndarray | float) -> np.ndarray | float:
-        """Milliseconds for `size` bytes of input: between measured points on the line that joins them.
+        """Returns the milliseconds for `size` bytes of input.
 
-        Outside them time goes on from the nearest point as the fitted line rises; without points it is that line.
+        The time is interpolated between the points. Beyond them it continues with the slope of the fitted line, which
+        is used alone if there are no points.
         """
         per_byte = 1e3 * wire_share(self.kind, self.ranks) / self.bytes_per_s
         size = np.asarray(size, dtype=float)
@@ -155,26 +153,25 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
-    """A cluster of equal nodes.
+    """Capabilities of a cluster of equal nodes.
 
     Attributes:
-        name (`str`): of the cluster.
-        nodes, devices_per_node (`int`): ranks are numbered node by node.
-        memory_bytes (`int`): of one device.
-        flops_per_s (`Mapping[str, float]`): of matrix products, by number format ("fp32", "bf16").
-        links (`tuple[Link, ...]`): no two of one kind, ranks and stride.
-        overlap_slowdown (`float`, *optional*): how much longer computing takes while weights and gradients are
-            communicated, and these while it computes; None where they do not run beside each other (gloo).
-        exposed_sync (`float`): where `overlap_slowdown` is None, the share of a sum of gradients, begun during the
-            backward, that training still waits for.
-        step_ms (`float`): of an optimizer step beside its work: rank 0 hands out the batch, and a few numbers are
-            summed over all ranks.
-        hides_gathers (`bool`): whether gathers of sharded weights run beside computing too, and not gradients alone.
-        assumed (`Mapping[str, str]`): source of each figure that was not measured, by its name.
-        made (`Mapping[str, str]`): versions, host and time of the measurement.
+        name (`str`): Name of the cluster.
+        nodes, devices_per_node (`int`): Size of the cluster. Ranks are numbered node by node.
+        memory_bytes (`int`): Memory of one device.
+        flops_per_s (`Mapping[str, float]`): Rate of matrix products by number format ("fp32", "bf16").
+        links (`tuple[Link, ...]`): Links, each kind, ranks and stride once.
+        overlap_slowdown (`float`, *optional*): Time of computation and of communication of weights and gradients when
+            they overlap, over their times alone; None if they do not overlap (gloo).
+        exposed_sync (`float`): If `overlap_slowdown` is None, the share of a gradient all-reduce, begun during the
+            backward, for which training still waits.
+        step_ms (`float`): Time of a step's small messages: the batch from rank 0, and a few sums over all ranks.
+        hides_gathers (`bool`): Whether gathers of sharded weights overlap computation as gradients do.
+        assumed (`Mapping[str, str]`): Source of each figure that was not measured, by name.
+        made (`Mapping[str, str]`): Versions, host and time of the measurement.
 
     Raises:
-        ValueError: in one sentence, for what is no cluster.
+        ValueError: If a value is out of range.
     """
 
     name: str
@@ -207,7 +204,7 @@ class HardwareProfile:
 
     @property
     def world_size(self) -> int:
-        """Ranks of all nodes."""
+        """Number of ranks on all nodes."""
         return self.nodes * self.devices_per_node
 
     @classmethod
@@ -219,7 +216,7 @@ class HardwareProfile:
             source (`str`, `os.PathLike` or `Mapping`): The path of a JSON file, JSON text, or the parsed object.
 
         Raises:
-            ValueError: in one sentence, for anything that is not a profile.
+            ValueError: If the source is not a profile.
         """
         what = "hardware profile"
         given = dict(read_object(source, what))
@@ -238,7 +235,7 @@ class HardwareProfile:
         return cls(**given | {"links": tuple(links)})
 
     def to_json(self, path: str | os.PathLike | None = None) -> str:
-        """The profile as JSON text with a line for each field and link; also written to `path` if given."""
+        """Returns the profile as JSON text with a line for each field and link, and writes it to `path` if given."""
         values = {"version": VERSION} | {entry.name: getattr(self, entry.name) for entry in fields(self)}
         lines = {name: json.dumps(value) for name, value in values.items() if name != "links"}
         links = [json.dumps({entry.name: getattr(link, entry.name) for entry in fields(Link)}) for link in self.links]
@@ -250,22 +247,22 @@ class HardwareProfile:
 
     def ms(self, kind: str, ranks: int, stride: int, size: np.ndarray | float) -> np.ndarray | float:
         """
-        Milliseconds of one collective; 0 for a group of one.
+        Returns the milliseconds of one collective; 0 for a group of one rank.
 
         Args:
             kind (`str`): One of `KINDS`.
-            ranks, stride (`int`): Of the group, as in [`Link`].
+            ranks, stride (`int`): Group as in [`Link`].
             size (`float` or `np.ndarray`): Bytes of this rank's input, as in docs/communication.md.
 
         Raises:
-            ValueError: if no link was profiled that tells.
+            ValueError: If the profile has no link of this kind.
         """
         if ranks == 1:
             return np.zeros_like(size, dtype=float)
         return self.link(kind, ranks, stride).ms(size)
 
     def link(self, kind: str, ranks: int, stride: int) -> Link:
-        """The profiled link, or the nearest that crosses nodes if this one does and stays inside if it does."""
+        """Returns the profiled link, or the most similar one that also crosses nodes or also stays in one."""
         arrangement = kind, ranks, stride
         found = self._by_arrangement.get(arrangement)
         if found is None:
@@ -273,7 +270,7 @@ class HardwareProfile:
         return found
 
     def crosses_nodes(self, ranks: int, stride: int) -> bool:
-        """Whether an aligned group of `ranks`, `stride` apart, has ranks of two nodes."""
+        """Returns whether an aligned group of `ranks`, `stride` apart, spans several nodes."""
         return ranks * stride > self.devices_per_node
 
     @cached_property
@@ -283,11 +280,11 @@ class HardwareProfile:
     def _nearest(self, kind: str, ranks: int, stride: int) -> Link:
         crosses = self.crosses_nodes(ranks, stride)
         alike = [link for link in self.links if link.kind == kind]
-        beside = [link for link in alike if self.crosses_nodes(link.ranks, link.stride) == crosses]
+        same_side = [link for link in alike if self.crosses_nodes(link.ranks, link.stride) == crosses]
         if not alike:
             raise ValueError(f"The hardware profile {self.name!r} has no {kind} between ranks; profile the machine.")
         nearest = min(
-            beside or alike,
+            same_side or alike,
             key=lambda link: (
                 abs(np.log2(link.ranks / ranks)) + abs(np.log2(link.stride / stride)),
                 link.ranks,

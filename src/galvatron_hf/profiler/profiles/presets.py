@@ -1,11 +1,10 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Clusters that one does not have: figures of data sheets and of published measurements, all of them assumed.
+"""Hardware profiles from data sheets and published measurements; all figures are assumed.
 
-A rate is that of a ring as nccl-tests counts it (busbw). Latency grows by a step with each doubling of the ranks
-inside a node and by another with each doubling of the nodes, as in a tree. Each device has a network adapter of its
-own, so a ring of p ranks in every node crosses nodes at p times an adapter's rate, but never faster than it goes
-inside.
+Bandwidths are those of a ring as nccl-tests counts them (busbw). Latency is that of a tree: it grows by one step with
+each doubling of the ranks in a node, and by another with each doubling of the nodes. Each device has its own network
+adapter. A ring with p ranks in each node crosses nodes at min(p * adapter rate, rate inside a node).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from galvatron_hf.profiler.profiles.hardware import HardwareProfile, Link, arran
 
 @dataclass(frozen=True, kw_only=True)
 class _Device:
-    """One device, its link to others of the node, and its network adapter, with the source of each."""
+    """Figures of a device, its link inside the node, and its network adapter, each with its source."""
 
     memory: tuple[float, str]
     flops: tuple[dict[str, float], str]
@@ -107,7 +106,7 @@ _DEVICES = {
         across_bytes_per_s=(0.125e9, "guessed: 1 Gb/s Ethernet per rank"),
         inside_ms=(0.2, _GUESSED),
         across_ms=(0.2, "guessed: gloo over Ethernet"),
-        overlap=(None, "gloo: nothing overlaps"),
+        overlap=(None, "gloo: no overlap"),
     ),
 }
 
@@ -116,14 +115,14 @@ PRESETS = tuple(_DEVICES)
 
 def hardware_preset(name: str, nodes: int, devices_per_node: int) -> HardwareProfile:
     """
-    A cluster of devices of one kind, with a link of each of [`arrangements_by_kind`].
+    Returns the profile of a cluster of equal devices, with every link of [`arrangements_by_kind`].
 
     Args:
-        name (`str`): one of `PRESETS`.
-        nodes, devices_per_node (`int`): of the cluster.
+        name (`str`): One of `PRESETS`.
+        nodes, devices_per_node (`int`): Size of the cluster.
 
     Raises:
-        ValueError: for another name, with the nearest of them.
+        ValueError: If the name is unknown; the nearest known name is proposed.
     """
     check_choice("the cluster", name, PRESETS)
     check_int("nodes", nodes, high=MAX_RANKS)
@@ -155,12 +154,12 @@ def hardware_preset(name: str, nodes: int, devices_per_node: int) -> HardwarePro
 
 def _link(device: _Device, kind: str, ranks: int, stride: int, devices_per_node: int) -> Link:
     inside, across = device.inside_bytes_per_s[0], device.across_bytes_per_s[0]
-    together = ranks  # in one node
+    together = ranks  # ranks of the group in one node
     if ranks * stride > devices_per_node:
         together = max(1, devices_per_node // stride)
     rate = inside
     if together < ranks:
-        # What leaves the node goes through the rank's own adapter, or through those of all ranks of a ring.
+        # Traffic leaves the node through the rank's own adapter, or through those of all the ring's ranks there.
         leaving = {"send": across, "all_to_all": across * (ranks - 1) / (ranks - together)}
         rate = min(inside, leaving.get(kind, together * across))
     steps_inside, steps_across = math.log2(together), math.log2(max(1, -(-ranks // together)))

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what one part of a model does without doing it: FLOPs, bytes moved, bytes kept, bytes alive."""
+"""Counts FLOPs, moved bytes, saved bytes and peak bytes of one part of a model, usually on fake tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _flash_backward(grad, query, key, value, out, lse, dropout_p, is_causal, **u
     return int(_causal_share(is_causal) * sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
 
 
-# PyTorch has no formula for the CPU's kernel, and its others count what a causal mask leaves out.
+# PyTorch has no formula for the CPU kernel, and its other formulas ignore the causal mask.
 _FORMULAS = {
     **flop_registry,
     CPU_ATTENTION: _flash_forward,
@@ -46,57 +46,60 @@ _FORMULAS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """What one pass does.
+class OperationCount:
+    """Operations of one pass.
 
     Attributes:
-        flops (`int`): of matrix products and attention; a causal mask halves attention's.
-        moved_bytes (`int`): that all other operations read and write.
+        flops (`int`): FLOPs of matrix products and attention; a causal mask halves those of attention.
+        moved_bytes (`int`): Bytes that all other operations read and write.
     """
 
     flops: int
     moved_bytes: int
 
-    def __add__(self, other: Work) -> Work:
-        return Work(flops=self.flops + other.flops, moved_bytes=self.moved_bytes + other.moved_bytes)
+    def __add__(self, other: OperationCount) -> OperationCount:
+        return OperationCount(flops=self.flops + other.flops, moved_bytes=self.moved_bytes + other.moved_bytes)
 
-    def __sub__(self, other: Work) -> Work:
-        return Work(flops=self.flops - other.flops, moved_bytes=self.moved_bytes - other.moved_bytes)
+    def __sub__(self, other: OperationCount) -> OperationCount:
+        return OperationCount(flops=self.flops - other.flops, moved_bytes=self.moved_bytes - other.moved_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What one part does in a micro-batch.
+    """Operations and bytes of one part in a micro-batch.
 
     Attributes:
-        forward, backward ([`Work`]): of the passes.
-        forward_after_last_saved ([`Work`]): of the forward, what comes behind the last tensor that autograd keeps.
-        saved_bytes (`int`): that autograd keeps from the forward to the backward, storage by storage, without weights
-            and without what all parts share.
-        forward_peak_bytes, backward_peak_bytes (`int`): most bytes alive at once while either runs, with the part's
-            input, without weights and their gradients.
+        forward, backward ([`OperationCount`]): Operations of the passes.
+        forward_after_last_saved ([`OperationCount`]): Operations of the forward after the last tensor that autograd
+            saves.
+        saved_bytes (`int`): Storages that autograd keeps from the forward to the backward, without weights and without
+            inputs shared by all parts.
+        forward_peak_bytes, backward_peak_bytes (`int`): Peak of each pass, with the part's input, without weights and
+            weight gradients.
     """
 
-    forward: Work
-    backward: Work
-    forward_after_last_saved: Work
+    forward: OperationCount
+    backward: OperationCount
+    forward_after_last_saved: OperationCount
     saved_bytes: int
     forward_peak_bytes: int
     backward_peak_bytes: int
 
     @property
     def working_bytes(self) -> int:
-        """Most bytes alive beside those that are saved."""
+        """Peak of the bytes that are not saved."""
         return max(self.forward_peak_bytes, self.backward_peak_bytes) - self.saved_bytes
 
 
 class _Counter(TorchDispatchMode):
-    """Adds up FLOPs, and what operations without any read and write, and notes what of their results is alive."""
+    """Adds up FLOPs and moved bytes, and follows the lifetimes of the results."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.work = Work(flops=0, moved_bytes=0)
-        self._events: list[tuple[int, int]] = []  # number of a storage, and its bytes: more than 0 when it is born
+        self.operations = OperationCount(flops=0, moved_bytes=0)
+        self._events: list[
+            tuple[int, int]
+        ] = []  # (number of a storage, its bytes when created or minus them when freed)
         self._numbers: dict[int, int] = {}  # of storages that are alive
         self._born, self._gradients = 0, set()
 
@@ -109,16 +112,16 @@ class _Counter(TorchDispatchMode):
         writes = any(written_arguments(operation))
         formula = _FORMULAS.get(operation.overloadpacket)
         if formula is not None:
-            self.work += Work(flops=formula(*args, **(kwargs or {}), out_val=results), moved_bytes=0)
+            self.operations += OperationCount(flops=formula(*args, **(kwargs or {}), out_val=results), moved_bytes=0)
         elif fresh or writes:
             read = fresh if operation.overloadpacket is aten.embedding else inputs
-            self.work += Work(flops=0, moved_bytes=sum(tensor.nbytes for tensor in (*read, *fresh)))
+            self.operations += OperationCount(flops=0, moved_bytes=sum(tensor.nbytes for tensor in (*read, *fresh)))
         for tensor in fresh:
             self.note(tensor)
         return results
 
     def note(self, tensor: torch.Tensor) -> None:
-        """Counts the tensor's memory as alive, as long as it is."""
+        """Counts the tensor's memory until it is freed."""
         storage, key = tensor.untyped_storage(), storage_key(tensor)
         if key not in self._numbers:
             self._born += 1
@@ -132,16 +135,16 @@ class _Counter(TorchDispatchMode):
         self._events.append((number, -size))
 
     def is_gradient(self, tensor: torch.Tensor) -> None:
-        """Says that the tensor's memory was never to be counted."""
+        """Excludes the tensor's memory, also for the past."""
         self._gradients.add(self._numbers.get(storage_key(tensor)))
 
     @property
     def moment(self) -> int:
-        """Stands for now in [`_Counter.peak_bytes`]."""
+        """Current time for [`_Counter.peak_bytes`]."""
         return len(self._events)
 
     def peak_bytes(self, begin: int, end: int) -> int:
-        """Most bytes that were alive at once between two moments."""
+        """Returns the peak of the memory between two moments."""
         now = peak = 0
         for place, (number, size) in enumerate(self._events[:end]):
             now += 0 if number in self._gradients else size
@@ -150,7 +153,7 @@ class _Counter(TorchDispatchMode):
 
 
 class _Saved:
-    """Storages that autograd keeps, without those of `excluded`; `kept` is called whenever it keeps anything."""
+    """Collects the storages that autograd keeps, except `excluded`; calls `kept` whenever it keeps a tensor."""
 
     def __init__(self, excluded: Iterable[torch.Tensor], kept: Callable[[], None]):
         self.excluded, self.kept = {storage_key(tensor) for tensor in excluded}, kept
@@ -168,11 +171,11 @@ class _Saved:
 
 
 def saved_tensors(part: Part, kept: Callable[[], None] = lambda: None) -> tuple[torch.Tensor, int]:
-    """Runs the forward; its output, and the bytes that autograd keeps for the backward.
+    """Runs the forward. Returns its output and the bytes that autograd keeps for the backward.
 
     Args:
-        part ([`Part`]): What runs.
-        kept (`Callable`, *optional*): Called before anything is kept, a weight too.
+        part ([`Part`]): Part to run.
+        kept (`Callable`, *optional*): Function called before autograd keeps a tensor, weights included.
     """
     saved = _Saved([*part.parameters(), *part.shared], kept)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
@@ -183,7 +186,7 @@ def saved_tensors(part: Part, kept: Callable[[], None] = lambda: None) -> tuple[
 
 
 def count(part: Part) -> Counts:
-    """Runs a part once forward and once backward, usually on fake tensors."""
+    """Counts one forward and one backward of a part."""
     counter = _Counter()
     hooks = [
         parameter.register_post_accumulate_grad_hook(lambda parameter: counter.is_gradient(parameter.grad))
@@ -193,14 +196,14 @@ def count(part: Part) -> Counts:
         if part.input is not None:
             counter.note(part.input)
         with counter:
-            until = counter.work
+            until = counter.operations
 
             def note_work() -> None:
                 nonlocal until
-                until = counter.work
+                until = counter.operations
 
             output, saved_bytes = saved_tensors(part, note_work)
-            forward, between = counter.work, counter.moment
+            forward, middle = counter.operations, counter.moment
             output.backward(torch.ones_like(output))
             end = counter.moment
     finally:
@@ -209,9 +212,9 @@ def count(part: Part) -> Counts:
         part.forget_gradients()
     return Counts(
         forward=forward,
-        backward=counter.work - forward,
+        backward=counter.operations - forward,
         forward_after_last_saved=forward - until,
         saved_bytes=saved_bytes,
-        forward_peak_bytes=counter.peak_bytes(0, between),
-        backward_peak_bytes=counter.peak_bytes(between, end),
+        forward_peak_bytes=counter.peak_bytes(0, middle),
+        backward_peak_bytes=counter.peak_bytes(middle, end),
     )

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""A model's distinct layers and its ends, each to be run alone as one rank of the runtime runs it."""
+"""Runs each distinct layer and each end of a model alone, as one rank of the runtime runs it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from galvatron_hf.utils.compat import model_from_config, without_forward_pre_hoo
 
 
 def empty_model(config: PreTrainedConfig, family: type[PreTrainedModel] | None = None) -> PreTrainedModel:
-    """The model of a configuration, with parameters on the meta device and buffers on the CPU.
+    """Returns the model of a configuration with parameters on the meta device and buffers on the CPU.
 
     Raises:
-        ValueError: if transformers has no causal language model for the configuration, or one with an empty weight.
+        ValueError: If transformers has no causal language model for the configuration, or one with an empty weight.
     """
     config = copy.deepcopy(config)
     with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False), no_init_weights():
@@ -40,7 +40,7 @@ def empty_model(config: PreTrainedConfig, family: type[PreTrainedModel] | None =
         else:
             try:
                 model = AUTO_MODEL.from_config(config, dtype=torch.float32)
-            except Exception as error:  # whatever a family says of odd sizes
+            except Exception as error:  # families raise various errors for odd sizes
                 problem = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
                 raise ValueError(
                     f"transformers has no causal language model for a {type(config).__name__} "
@@ -52,12 +52,12 @@ def empty_model(config: PreTrainedConfig, family: type[PreTrainedModel] | None =
                 f"The weight {name} has no elements, but the shape {tuple(weight.shape)}; give a configuration whose "
                 "sizes are 1 or more."
             )
-    model.tie_weights()  # making parameters empty has made two of a tied one
+    model.tie_weights()  # init_empty_weights separates tied parameters
     return model.train()
 
 
 def layer_kinds(model: PreTrainedModel) -> tuple[int, ...]:
-    """For each layer the number of its kind, counted from 0; of one kind are layers of equal shapes and settings."""
+    """Returns the kind of each layer, numbered from 0. Layers of one kind have equal shapes and settings."""
     adapter = adapter_for(model)
     config = model.base_model.config
     seen: dict[tuple, int] = {}
@@ -71,7 +71,7 @@ def layer_kinds(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def _settings(layer: nn.Module) -> tuple:
-    """Classes, shapes and plain attributes of a layer's modules; not their place in the model."""
+    """Returns classes, shapes and plain attributes of a layer's modules, without the layer's index."""
     plain = (bool, int, float, str, type(None))
     return tuple(
         (
@@ -89,11 +89,11 @@ def _settings(layer: nn.Module) -> tuple:
 
 
 def one_of_each(model: PreTrainedModel, copies: int = 1) -> PreTrainedModel:
-    """A model on the meta device with the first layers of each kind and the ends of `model`, which stays as it is.
+    """Returns a model on the meta device with the first layers of each kind and the ends of `model`.
 
     Args:
-        model ([`PreTrainedModel`]): the model.
-        copies (`int`): layers of each kind, one behind the other; there have to be so many.
+        model ([`PreTrainedModel`]): The model; it is not changed.
+        copies (`int`): Consecutive layers of each kind; the model must have so many.
     """
     adapter, kinds = adapter_for(model), layer_kinds(model)
     of_kind = [[index for index, one in enumerate(kinds) if one == kind] for kind in range(max(kinds) + 1)]
@@ -112,10 +112,10 @@ class Part:
     """One layer, the embedding, or the head with the loss.
 
     Attributes:
-        run (`Callable`): its forward.
-        input (`torch.Tensor`, *optional*): hidden states that it takes, a leaf; None for the embedding.
-        modules (`tuple[nn.Module, ...]`): those whose weights it uses.
-        shared (`tuple[torch.Tensor, ...]`): inputs that all parts of the micro-batch have in common.
+        run (`Callable`): Runs the forward.
+        input (`torch.Tensor`, *optional*): Input hidden states, a leaf; None for the embedding.
+        modules (`tuple[nn.Module, ...]`): Modules whose weights are used.
+        shared (`tuple[torch.Tensor, ...]`): Inputs shared by all parts of the micro-batch.
     """
 
     run: Callable[[], torch.Tensor]
@@ -127,7 +127,7 @@ class Part:
         return [parameter for module in self.modules for parameter in module.parameters()]
 
     def forget_gradients(self) -> None:
-        """Frees what a backward left."""
+        """Frees the gradients of a backward."""
         for leaf in (*self.parameters(), *(() if self.input is None else (self.input,))):
             leaf.grad = None
 
@@ -137,11 +137,11 @@ class IsolatedLayers:
     """The parts of one rank under one strategy.
 
     Attributes:
-        rank ([`SingleRank`]): the rank.
-        device (`torch.device`): where it computes.
-        dtype (`torch.dtype`): of hidden states.
-        packed (`bool`): whether micro-batches are documents in one row, or rows of equal length without a mask.
-        copies (`int`): layers of each kind, which are run as one part.
+        rank ([`SingleRank`]): The rank.
+        device (`torch.device`): Device that computes.
+        dtype (`torch.dtype`): Number format of hidden states.
+        packed (`bool`): Whether micro-batches are documents in one row, or rows of equal length without a mask.
+        copies (`int`): Layers of each kind, run as one part.
     """
 
     rank: SingleRank
@@ -151,7 +151,7 @@ class IsolatedLayers:
     copies: int = 1
 
     @classmethod
-    def of(
+    def from_model(
         cls,
         small: PreTrainedModel,
         strategy: LayerStrategy,
@@ -159,17 +159,17 @@ class IsolatedLayers:
         packed: bool = True,
         copies: int = 1,
     ) -> IsolatedLayers:
-        """Cuts a copy of a model that is on the meta device, where it stays.
+        """Cuts a copy of a model; the copy stays on the meta device.
 
         Args:
-            small ([`PreTrainedModel`]): from [`one_of_each`].
-            strategy ([`LayerStrategy`]): of its layers; the stage has as many ranks as its tensor and Ulysses degrees
-                or the vocabulary's ask for.
-            vocabulary (`int`): tensor degree of embedding and head.
-            packed, copies: see above.
+            small ([`PreTrainedModel`]): Model of [`one_of_each`].
+            strategy ([`LayerStrategy`]): Strategy of all layers. The stage has as many ranks as its tensor and Ulysses
+                degrees or the vocabulary's degree need.
+            vocabulary (`int`): Tensor degree of embedding and head.
+            packed, copies: As above.
 
         Raises:
-            ValueError: if the strategy does not fit the model.
+            ValueError: If the strategy does not fit the model.
         """
         ranks = max(strategy.tensor * strategy.ulysses, vocabulary)
         ends = VocabularyStrategy(tensor=vocabulary)
@@ -179,13 +179,13 @@ class IsolatedLayers:
         return cls(rank=single_rank(copy.deepcopy(small), plan), packed=packed, copies=copies)
 
     def give_memory(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Puts weights of `dtype` on a device, random ones; under a fake mode, fake ones."""
+        """Creates random weights of `dtype` on a device, or fake weights under a fake mode."""
         self.device, self.dtype = device, dtype
         made: dict[int, nn.Parameter] = {}
         for module in self.rank.model.modules():
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 if id(parameter) not in made:
-                    # Plain numbers: denormal ones or none at all would take their own time.
+                    # Denormal or uninitialized numbers could be slower.
                     weight = torch.ones(parameter.shape, dtype=dtype, device=device)
                     made[id(parameter)] = nn.Parameter(weight if weight.ndim < 2 else weight.normal_(std=0.02))
                 setattr(module, name, made[id(parameter)])
@@ -193,7 +193,7 @@ class IsolatedLayers:
                 setattr(module, name, buffer.to(device))
 
     def micro_batch(self, tokens: int, length: int) -> MicroBatch:
-        """`tokens` positions in documents of `length`."""
+        """Returns a micro-batch of `tokens` positions in documents of `length`."""
         if not self.packed:
             ids = torch.zeros(tokens // length, length, dtype=torch.long, device=self.device)
             return self.rank.forward.micro_batch(ids, shift_labels=ids, whole_loss=False)
@@ -208,13 +208,13 @@ class IsolatedLayers:
         )
 
     def layers(self, batch: MicroBatch) -> list[Part]:
-        """One for each kind of layer, of all its copies one behind the other."""
+        """Returns one part for each kind of layer: all its copies, one after the other."""
         captured, count = self._capture(batch), self.copies
         starts = range(0, len(self.rank.blocks), count)
         return [self._layers(self.rank.blocks[at : at + count], batch, captured[at : at + count]) for at in starts]
 
     def _capture(self, batch: MicroBatch) -> list[tuple[tuple, dict]]:
-        """What the base model gives to each of its layers beside hidden states."""
+        """Returns the arguments that the base model passes to each layer besides hidden states."""
         captured: list[tuple[tuple, dict]] = []
 
         def keep(hidden: torch.Tensor, *args, **kwargs) -> torch.Tensor:
@@ -247,7 +247,7 @@ class IsolatedLayers:
             output = hidden
             for block, (args, kwargs) in zip(blocks, captured, strict=True):
                 resolved = block.resolved
-                block.resolved = replace(resolved, source=resolved.layout)  # nothing is moved on the way in
+                block.resolved = replace(resolved, source=resolved.layout)  # no redistribution of the input
                 try:
                     with self.rank.current.active(batch):
                         output = block.layer(output, *args, **kwargs)
@@ -259,7 +259,7 @@ class IsolatedLayers:
         return Part(run=run, input=hidden, modules=tuple(block.layer for block in blocks), shared=shared)
 
     def embedding(self, batch: MicroBatch) -> Part:
-        """From tokens to what enters the first layer, with what the base model makes for all layers."""
+        """Returns the part from token ids to the input of the first layer, with the inputs shared by all layers."""
         rank, stage = self.rank, self.rank.stage
         modules = stage.adapter.embeddings(rank.model)
         empty = nn.ModuleList([nn.ModuleList() for _ in stage.stacks])
@@ -275,7 +275,7 @@ class IsolatedLayers:
         return Part(run=run, input=None, modules=tuple(modules), shared=(batch.input_ids,))
 
     def head(self, batch: MicroBatch) -> Part:
-        """From what leaves the last layer to the loss."""
+        """Returns the part from the output of the last layer to the loss."""
         own = batch.grid.rectangle(batch.ends.head, 0)
         hidden = self._states(own.shape)
         targets = batch.targets[own.row_start : own.row_stop, own.position_start : own.position_stop].flatten()
@@ -290,7 +290,7 @@ class IsolatedLayers:
 
     @contextlib.contextmanager
     def without_regions(self):
-        """Makes the layers' tensor regions give back their input while the body runs: norms and residuals are left."""
+        """Makes the tensor-parallel regions return their input while the body runs; norms and residuals remain."""
         places = self.rank.stage.adapter.places(self.rank.model)
         with contextlib.ExitStack() as changes:
             for block in self.rank.blocks:
@@ -309,7 +309,7 @@ class IsolatedLayers:
 
 
 def _give_back(attention_of: ParallelLayer | None, hidden_states: torch.Tensor, *args, **kwargs):
-    """What a region that does nothing returns; attention returns a pair, and must have asked for bounds."""
+    """Replaces a region's forward. Attention returns a pair, and the layer expects it to ask for document bounds."""
     if attention_of is None:
         return hidden_states
     attention_of.document_bounds()

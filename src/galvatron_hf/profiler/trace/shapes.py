@@ -56,7 +56,7 @@ def _shapes(specs: Iterable[ParameterSpec]) -> tuple[WeightShape, ...]:
 
 def saves_after_last_region(small: PreTrainedModel) -> bool:
     """Tells whether a module with weights, such as a norm, takes the output of the last region of a layer."""
-    parts = IsolatedLayers.of(small, LayerStrategy())
+    parts = IsolatedLayers.from_model(small, LayerStrategy())
     seen: list[str] = []
     layer, place = parts.rank.blocks[0].layer, parts.rank.stage.adapter.places(small)[0]
     regions = place.stack.regions

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What a model costs, counted from its configuration alone: one layer of each kind is run on fake tensors."""
+"""Counts the cost of a model from its configuration, by running one layer of each kind on fake tensors."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ from galvatron_hf.plan.layout import HEAD_CHUNK_TOKENS
 from galvatron_hf.profiler.profiles.hardware import DEVICES, HardwareProfile
 from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile, TimeFit, Times
 from galvatron_hf.profiler.profiles.model import ModelProfile
-from galvatron_hf.profiler.trace.counting import Counts, Work, count
+from galvatron_hf.profiler.trace.counting import Counts, OperationCount, count
 from galvatron_hf.profiler.trace.isolated_layers import IsolatedLayers, empty_model, layer_kinds, one_of_each
 from galvatron_hf.profiler.trace.shapes import model_shape_from_model
 from galvatron_hf.utils.compat import FakeTensorMode
 
 
-# What a rank reaches in a layer, over what it reaches in a large matrix product by itself.
+# FLOP/s of a layer over those of a large matrix product.
 EFFICIENCY = 0.85
-# Memory bandwidth in bytes/s by a device's name, from the makers' data sheets.
+# Memory bandwidth in bytes/s by device name, from data sheets.
 BANDWIDTHS = {"a100": 2.04e12, "h100": 3.35e12, "h200": 4.8e12, "4090": 1.01e12}
-# Of other devices by their fastest products, in FLOPs a byte: those of GPUs, and one core's.
+# FLOPs per byte of other devices: GPUs, and one CPU core.
 FLOPS_PER_BYTE = {"gpu": 200.0, "cpu": 20.0}
-CPU_FLOPS = 1e13  # no core reaches as many a second
+CPU_FLOPS = 1e13  # FLOP/s that no CPU core reaches
 ADAM_BYTES = 7 * 4  # AdamW reads a weight, its gradient and two moments, and writes all but the gradient, in fp32
-ADDING_BYTES = 3 * 4  # of a sum of two gradients in fp32
+ADDING_BYTES = 3 * 4  # bytes moved per element by a sum of two gradients in fp32
 
-END_TOKENS = (HEAD_CHUNK_TOKENS, 2 * HEAD_CHUNK_TOKENS)  # of the traces of embedding and head
+END_TOKENS = (HEAD_CHUNK_TOKENS, 2 * HEAD_CHUNK_TOKENS)  # tokens in the traces of embedding and head
 
 Strategy = tuple[int, bool, int]  # tensor, megatron_sp, ulysses
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """How fast a device is taken to be.
+    """Assumed speed of a device.
 
     Attributes:
-        flops_per_ms (`float`): of matrix products and attention.
-        bytes_per_ms (`float`): that other operations read and write.
+        flops_per_ms (`float`): Rate of matrix products and attention.
+        bytes_per_ms (`float`): Memory bandwidth of the other operations.
     """
 
     flops_per_ms: float
     bytes_per_ms: float
 
-    def ms(self, work: Work) -> float:
-        """Milliseconds of a pass."""
+    def ms(self, work: OperationCount) -> float:
+        """Returns the milliseconds of a pass."""
         return work.flops / self.flops_per_ms + work.moved_bytes / self.bytes_per_ms
 
 
@@ -77,10 +77,10 @@ def profile_from_config(
             family, its file, or the folder of the file.
         hardware ([`HardwareProfile`]): Gives the rate of matrix products, from which the times follow.
         dtype (`str`, defaults to `"bf16"`): Number format of the layers' computation: "fp32" or "bf16".
-        length (`int`, *optional*): Of the longest documents; 4,096 or as many positions as the model has by default.
+        length (`int`, *optional*): Tokens of the longest document; by default 4,096, or the positions of the model.
         packed (`bool`, defaults to `True`): Whether micro-batches are packed documents, or rows without padding.
-        max_degree (`int`, defaults to 64): Most tensor and Ulysses ranks of a layer.
-        efficiency (`float`, *optional*): What layers reach of the rate of matrix products.
+        max_degree (`int`, defaults to 64): Largest product of tensor and Ulysses degree of a layer.
+        efficiency (`float`, *optional*): FLOP/s of a layer over those of a large matrix product.
 
     Raises:
         ValueError: If the configuration is missing, its family is unknown, or its sizes do not fit together.
@@ -105,53 +105,39 @@ def profile_from_config(
     try:
         with torch.random.fork_rng(devices=[]):
             made = describe(length, packed) | {key: hardware.made[key] for key in DEVICES if key in hardware.made}
-            return _counted_profile(model, dtype, speed, length, packed, max_degree, assumed, made)
+            counts = CountedModel(model, DTYPES[dtype], length, packed)
+            return profile_of(
+                model,
+                dtype,
+                counts,
+                counts.times(max_degree, speed),
+                max_degree=max_degree,
+                optimizer_ms=(ADAM_BYTES / speed.bytes_per_ms, 0.0),
+                adding_ms=ADDING_BYTES / speed.bytes_per_ms,
+                assumed=assumed,
+                made=made,
+            )
     except ValueError:
         raise
-    except Exception as error:  # of sizes with which a family builds a model that cannot run
+    except Exception as error:  # some families build models of odd sizes that cannot run
         raise ValueError(
             f"The model of this {type(config).__name__} does not run ({type(error).__name__}: "
             f"{' '.join(str(error).split())[:80]}); give a configuration whose sizes fit together."
         ) from error
 
 
-def _counted_profile(
-    model: PreTrainedModel,
-    dtype: str,
-    speed: Speed,
-    length: int,
-    packed: bool,
-    max_degree: int,
-    assumed: dict[str, str],
-    made: dict[str, str],
-) -> ModelProfile:
-    counts = CountedModel(model, DTYPES[dtype], length, packed)
-    times = counts.times(max_degree, speed)
-    return profile_of(
-        model,
-        dtype,
-        counts,
-        times,
-        max_degree=max_degree,
-        optimizer_ms=(ADAM_BYTES / speed.bytes_per_ms, 0.0),
-        adding_ms=ADDING_BYTES / speed.bytes_per_ms,
-        assumed=assumed,
-        made=made,
-    )
-
-
 def memory_bandwidth(hardware: HardwareProfile) -> float:
-    """Bytes/s that a device is taken to read and write."""
+    """Returns the assumed memory bandwidth of a device in bytes/s."""
     fastest = max(hardware.flops_per_s.values())
     guess = fastest / FLOPS_PER_BYTE["gpu" if fastest > CPU_FLOPS else "cpu"]
     return next((rate for name, rate in BANDWIDTHS.items() if name in hardware.name.lower()), guess)
 
 
 def read_config(source: PreTrainedConfig | str | os.PathLike) -> PreTrainedConfig:
-    """A configuration, or that of a folder or a `config.json`.
+    """Returns a configuration, or reads it from a folder or a `config.json`.
 
     Raises:
-        ValueError: in one sentence, if there is none.
+        ValueError: If there is no readable configuration.
     """
     if isinstance(source, PreTrainedConfig):
         return source
@@ -159,7 +145,7 @@ def read_config(source: PreTrainedConfig | str | os.PathLike) -> PreTrainedConfi
         raise ValueError(f"{str(source)!r} is no folder and no file: give a folder with a config.json, or the file.")
     try:
         return AutoConfig.from_pretrained(source, local_files_only=True)
-    except Exception as error:  # whatever a configuration's class says of odd values
+    except Exception as error:  # configuration classes raise various errors
         problem = " ".join(str(error).split())[:120]
         raise ValueError(
             f"{str(source)!r} has no configuration that transformers knows ({problem}); give a config.json."
@@ -168,7 +154,7 @@ def read_config(source: PreTrainedConfig | str | os.PathLike) -> PreTrainedConfi
 
 @dataclass(frozen=True, kw_only=True)
 class PartTimes:
-    """Times by tensor degree of each kind of layer, of the embedding and of the head."""
+    """Times by tensor degree: of each kind of layer, the embedding and the head."""
 
     layers: list[dict[int, Times]]
     embedding: dict[int, Times]
@@ -187,9 +173,10 @@ def profile_of(
     assumed: dict[str, str],
     made: dict[str, str],
 ) -> ModelProfile:
-    """Puts a profile together from counted bytes and times of either origin.
+    """Returns the profile of counted bytes and of counted or measured times.
 
-    Of an update `optimizer_ms` is by element and by weight, of adding gradients `adding_ms` by element.
+    `optimizer_ms` is the time of an update for each element and for each weight; `adding_ms` is the time of adding
+    gradients for each element.
     """
     shape, kinds = model_shape_from_model(model, counts.small), layer_kinds(model)
     bytes_of = counts.layer_bytes(max_degree)
@@ -227,18 +214,18 @@ def profile_of(
 
 
 def _head_weights(shape: ModelShape) -> tuple:
-    """The final norm, then the head; of a tied one the weight is the embedding's."""
+    """Returns the weights of the final norm and of the head; a tied head has the weight of the embedding."""
     return (*shape.final_norm, *(shape.embedding[:1] if shape.tied else ()), *shape.head)
 
 
 class CountedModel:
-    """Counts of a model's parts under any strategy of one rank.
+    """Counts of a model's parts on one rank under any strategy.
 
     Args:
-        model ([`PreTrainedModel`]): stays as it is; may be on the meta device.
-        dtype (`torch.dtype`): in which it computes.
-        length (`int`): tokens of the documents that are traced.
-        packed (`bool`): as in [`IsolatedLayers`].
+        model ([`PreTrainedModel`]): The model, also on the meta device; it is not changed.
+        dtype (`torch.dtype`): Number format of the computation.
+        length (`int`): Tokens of the traced documents.
+        packed (`bool`): As in [`IsolatedLayers`].
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, length: int, packed: bool):
@@ -249,14 +236,14 @@ class CountedModel:
         self._ends: dict[tuple, dict[str, Counts]] = {}
 
     def parts(self, strategy: LayerStrategy, vocabulary: int = 1) -> IsolatedLayers:
-        """On fake tensors.
+        """Returns the parts on fake tensors.
 
         Raises:
-            ValueError: if the strategy does not fit the model.
+            ValueError: If the strategy does not fit the model.
         """
         key = strategy, vocabulary
         if key not in self._parts:
-            parts = IsolatedLayers.of(self.small, strategy, vocabulary, self.packed)
+            parts = IsolatedLayers.from_model(self.small, strategy, vocabulary, self.packed)
             self.mode = FakeTensorMode(allow_non_fake_inputs=True)
             with self.mode:
                 parts.give_memory(torch.device("cpu"), self.dtype)
@@ -264,7 +251,7 @@ class CountedModel:
         return self._parts[key]
 
     def layers(self, strategy: LayerStrategy, tokens: int, length: int) -> list[Counts]:
-        """Of each kind."""
+        """Returns the counts of each kind of layer."""
         key = strategy, tokens, length
         if key not in self._layers:
             parts = self.parts(strategy)
@@ -273,13 +260,13 @@ class CountedModel:
         return self._layers[key]
 
     def outside(self, strategy: LayerStrategy) -> list[Counts]:
-        """Of each kind, what is left of it without its tensor regions."""
+        """Returns the counts of each kind of layer without its tensor-parallel regions."""
         parts = self.parts(strategy)
         with self.mode, parts.without_regions():
             return [count(part) for part in parts.layers(parts.micro_batch(self.length, self.length))]
 
     def ends(self, tensor: int, tokens: int) -> dict[str, Counts]:
-        """Of the embedding and of the head."""
+        """Returns the counts of the embedding and of the head."""
         if (tensor, tokens) not in self._ends:
             parts = self.parts(LayerStrategy(), tensor)
             with self.mode:
@@ -289,7 +276,7 @@ class CountedModel:
         return self._ends[tensor, tokens]
 
     def layer_bytes(self, max_degree: int) -> dict[Strategy, list[tuple[float, float]]]:
-        """Saved and working bytes a token of each kind, by strategy."""
+        """Returns (saved, working) bytes per token of each kind of layer, by strategy."""
         found = {}
         for strategy in self.strategies(max_degree):
             counts = self.layers(strategy, self.length, self.length)
@@ -299,7 +286,7 @@ class CountedModel:
         return found
 
     def strategies(self, max_degree: int) -> Iterator[LayerStrategy]:
-        """Those that fit the model, powers of two."""
+        """Yields the strategies with power-of-two degrees that fit the model."""
         degrees = [2**power for power in range(max_degree.bit_length())]
         for tensor, megatron_sp, ulysses in itertools.product(degrees, (False, True), degrees):
             ranks = tensor * ulysses
@@ -313,11 +300,11 @@ class CountedModel:
             yield strategy
 
     def tensor_degrees(self, max_degree: int) -> list[int]:
-        """Of layers."""
+        """Returns the tensor degrees of layers."""
         return [each.tensor for each in self.strategies(max_degree) if not each.megatron_sp and each.ulysses == 1]
 
     def times(self, max_degree: int, speed: Speed) -> PartTimes:
-        """By the device's speed."""
+        """Returns the times on a device of the given speed."""
         kinds = range(len(adapter_for(self.small).layers(self.small)))
         layers: list[dict[int, Times]] = [{} for _ in kinds]
         for tensor in self.tensor_degrees(max_degree):
@@ -344,7 +331,7 @@ class CountedModel:
         )
 
     def end_degrees(self, max_degree: int) -> list[int]:
-        """Tensor degrees of embedding and head: any, as long as each rank has some of the vocabulary."""
+        """Returns the tensor degrees of embedding and head, up to one token of the vocabulary per rank."""
         degrees = (2**power for power in range(max_degree.bit_length()))
         return [
             degree for degree in degrees if degree <= adapter_for(self.small).embeddings(self.small)[0].weight.shape[0]
@@ -364,7 +351,7 @@ class CountedModel:
         return found
 
     def end_bytes(self, degrees: Sequence[int]) -> dict[str, dict[str, dict[int, float]]]:
-        """Fields of [`EndProfile`] for embedding and head."""
+        """Returns the bytes of [`EndProfile`] by field and tensor degree, for embedding and head."""
         fields = ("saved_bytes", "saved_fixed_bytes", "working_bytes", "working_fixed_bytes")
         found = {name: {field: {} for field in fields} for name in ("embedding", "head")}
         for tensor in degrees:
@@ -373,7 +360,7 @@ class CountedModel:
             for name, values in found.items():
                 short, long = few[name], many[name]
                 saved = _line(short.saved_bytes, long.saved_bytes, first, second)
-                # Forward needs the larger of what a chunk needs and what all tokens do, backward the latter.
+                # The forward needs the larger of a chunk's and all tokens' bytes, the backward all tokens'.
                 chunk = short.forward_peak_bytes - short.saved_bytes
                 growth = (long.forward_peak_bytes - long.saved_bytes - chunk) / (second - first)
                 each = max(growth, (long.backward_peak_bytes - long.saved_bytes) / second)
@@ -383,23 +370,23 @@ class CountedModel:
 
 
 def describe(length: int, packed: bool) -> dict[str, str]:
-    """What was looked at, as a profile's `made` has it."""
+    """Returns document length and kind of micro-batches for a profile's `made`."""
     return {"longest document": f"{length} tokens", "micro-batches": "packed" if packed else "rows"}
 
 
 def _line(short: float, long: float, few: int, many: int) -> tuple[float, float]:
-    """Slope and rest of the line through two points; neither is negative."""
+    """Returns slope and intercept of the line through two points, each at least 0."""
     slope = max(0.0, (long - short) / (many - few))
     return slope, max(0.0, short - slope * few)
 
 
 def _fit(whole: float, halves: float, length: int) -> TimeFit:
-    """The line in tokens and squared lengths through one document of `length` and two of half of it."""
+    """Fits times of one document of `length` and of two documents of half of it, in tokens and squared lengths."""
     per_square = max(0.0, (whole - halves) / (length * length / 2))
     return TimeFit(per_token=(whole - per_square * length * length) / length, per_square=per_square)
 
 
 def positions(model: PreTrainedModel) -> int | None:
-    """How many the model has; None if it has no end of them."""
+    """Returns the number of positions of the model; None if it is unlimited."""
     config = model.base_model.config
     return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)

@@ -45,7 +45,7 @@ logger = logging.get_logger(__name__)
 SAMPLED_ROWS = 64  # of a dataset whose lengths are not known
 SAMPLED_BATCHES = 256
 MOST_TOKENS = 4096  # of a micro-batch that is timed
-# For measuring the machine, the parts of the model and whole steps, about, where they are not known yet.
+# Upper bounds for measuring the machine, the parts of the model and whole steps; accuracy usually ends them earlier.
 HARDWARE_SECONDS, MODEL_SECONDS, CALIBRATION_SECONDS = 40.0, 30.0, 240.0
 GPU_SHARE = 0.92  # of a GPU's memory: the rest is the driver's, NCCL's, and lost between allocations
 

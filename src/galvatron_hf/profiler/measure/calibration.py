@@ -1,0 +1,249 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Measures how much longer computation and communication take in whole training steps than alone.
+
+Between two collectives the ranks do not keep exactly the same pace, and each collective waits for the slowest. Kernels
+find cold caches, and collectives meet each other. A few simple plans of a model with few layers are therefore trained
+for some steps on the real ranks. The profile keeps the factors, and the wait before each collective of activations or
+weights, that bring the predictions nearest to the measured steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from scipy.optimize import least_squares
+from transformers import PreTrainedModel
+
+from galvatron_hf.models.families import adapter_for
+from galvatron_hf.parallel.comm.mesh import WorldMesh
+from galvatron_hf.parallel.comm.objects import from_rank_0, gather_objects, is_rank_0
+from galvatron_hf.parallel.parallelize import parallelize
+from galvatron_hf.parallel.validate import check_model
+from galvatron_hf.plan import ParallelPlan, Precision
+from galvatron_hf.profiler.measure.rounds import Accuracy, median_error, phase
+from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
+from galvatron_hf.profiler.trace.isolated_layers import layer_kinds, one_of_each
+from galvatron_hf.utils.progress import progress_bar
+
+
+MOST_TOKENS = 4096  # of a rank in a step
+LAYERS = 4, 8  # layers of each kind: fewest and most
+STEP_MS = 200.0  # layers are added until a step is predicted to take this long, so that its noise is small
+# On shared CPUs the speed differs between steps and between minutes. Each plan is measured in two passes, and in a
+# third one if these differ. The first two steps of a pass are slower than the others and do not count.
+PASSES, WARM_UP = 3, 2
+STEPS = Accuracy(least=2, most=4)  # of a plan in one pass
+SETUP_SECONDS = 0.5  # of a plan in one pass, approximately
+MICRO_BATCHES = 8  # of plans that are to wait for many messages
+MEMORY_SHARE = 0.5  # share of a device's memory that a plan may use
+LEAST, MOST = 0.25, 8.0  # factors outside these bounds are disturbances
+NOISE, SPREAD = 0.04, 1.0  # relative noise of a measured step; prior deviation of factors, and of the wait in ms
+
+# (profile, plan, rows, length) -> (milliseconds of a step, largest bytes of a rank)
+Predict = Callable[[ModelProfile, ParallelPlan, int, int], tuple[float, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Steps:
+    """Training steps that are tried: `rows` of `length` tokens, with a model of `copies` layers of each kind."""
+
+    model: PreTrainedModel
+    copies: int
+    rows: int
+    length: int
+    device: torch.device
+
+    def new_model(self) -> PreTrainedModel:
+        return one_of_each(self.model, self.copies)
+
+
+def calibrate_profile(
+    profile: ModelProfile,
+    model: PreTrainedModel,
+    predict: Predict,
+    *,
+    memory_bytes: int,
+    rows: int,
+    length: int,
+    device: torch.device,
+    seconds: float,
+    world: WorldMesh | None = None,
+    progress: bool = False,
+) -> ModelProfile:
+    """
+    Returns the profile with factors for whole steps; collective. One rank alone keeps the profile.
+
+    Args:
+        profile ([`ModelProfile`]): Profile of `model`, measured on these ranks.
+        model ([`PreTrainedModel`]): Model whose configuration is used.
+        predict (`Callable`): Predicts step time and memory: `predict(profile, plan, rows, length)` returns
+            milliseconds, and the bytes of the rank that needs most.
+        memory_bytes (`int`): Memory of a device.
+        rows, length (`int`): Rows of a training step, and their tokens.
+        device (`torch.device`): Device of this rank.
+        seconds (`float`): Upper bound of the time, approximately. One plan is always tried.
+        world ([`WorldMesh`], *optional*): Groups for the plans; by default new ones, which stay.
+        progress (`bool`, defaults to `False`): Whether rank 0 shows what is measured.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if world_size == 1:
+        return profile
+    rows, precision = max(world_size, min(rows, MOST_TOKENS * world_size // length)), Precision(compute=profile.dtype)
+    few = _with_layers(profile, model, predict, rows, length)
+    steps = _Steps(model=model, copies=few.layers.count(0), rows=rows, length=length, device=device)
+    plans, step_ms = [], []
+    for plan in _plans(steps.new_model(), rows, precision):
+        ms, needed = predict(few, plan, rows, length)
+        if needed < MEMORY_SHARE * memory_bytes:
+            plans.append(plan)
+            step_ms.append(ms)
+    about = (PASSES - 1) * sum(SETUP_SECONDS + 1e-3 * (WARM_UP + STEPS.least) * ms for ms in step_ms)
+    with phase(f"steps of {len(plans)} simple plans", about, seconds, progress):
+        measured = _measured(plans, steps, world or WorldMesh(device.type), seconds, progress)
+    if not measured:
+        return profile
+
+    def predicted(factors: np.ndarray, collective_launch_ms: float) -> np.ndarray:
+        factors_by_name = dict(zip(CALIBRATION_FACTORS, factors.tolist(), strict=True))
+        tried = replace(few, calibration_factors=factors_by_name, collective_launch_ms=collective_launch_ms)
+        return np.array([predict(tried, plan, rows, length)[0] for plan in plans[: len(measured)]])
+
+    factors, collective_launch_ms, error = from_rank_0(lambda: fitted_factors(predicted, np.array(measured)))
+    made = {"whole steps": f"of {len(measured)} plans, {100 * error:.1f}% off in the median"}
+    return replace(
+        profile,
+        calibration_factors=dict(zip(CALIBRATION_FACTORS, factors, strict=True)),
+        collective_launch_ms=collective_launch_ms,
+        made=dict(profile.made) | made,
+    )
+
+
+def _with_layers(
+    profile: ModelProfile, model: PreTrainedModel, predict: Predict, rows: int, length: int
+) -> ModelProfile:
+    """Returns the profile of a model with as few layers of each kind as make steps of `STEP_MS`."""
+    there, adapter = min(profile.layers.count(kind) for kind in range(len(profile.kinds))), adapter_for(model)
+    precision = Precision(compute=profile.dtype)
+    for copies in range(min(there, LAYERS[0]), min(there, LAYERS[1]) + 1):
+        small = one_of_each(model, copies)
+        few = replace(profile, layers=layer_kinds(small))
+        plan = ParallelPlan.uniform(dist.get_world_size(), adapter.stack_sizes(small), precision=precision)
+        if predict(few, plan, rows, length)[0] >= STEP_MS:
+            break
+    return few
+
+
+def _measured(
+    plans: Sequence[ParallelPlan], steps: _Steps, world: WorldMesh, seconds: float, progress: bool
+) -> list[float]:
+    """Returns the median milliseconds of a step of each plan; of the first plans if there is no time for all."""
+    found: list[list[float]] = [[] for _ in plans]
+    began, tried = time.perf_counter(), 0
+    with progress_bar((PASSES - 1) * len(plans), progress and is_rank_0()) as step:
+        for number, index in itertools.product(range(PASSES), range(len(plans))):
+            if number == PASSES - 1 and median_error(found[index]) <= STEPS.error:
+                continue
+            spent = max(gather_objects(time.perf_counter() - began))
+            if tried and spent + spent / tried > seconds:
+                break
+            step("training with simple plans")
+            found[index] += _steps_ms(steps, plans[index], world)
+            tried += 1
+    return [statistics.median(of_plan) for of_plan in found if of_plan]
+
+
+def fitted_factors(
+    predicted: Callable[[np.ndarray, float], np.ndarray], measured: np.ndarray
+) -> tuple[tuple[float, ...], float, float]:
+    """
+    Fits the factors, in the order of `CALIBRATION_FACTORS`, and the wait before collectives.
+
+    The fit minimizes sum_i ((p_i / m_i - 1) / NOISE)^2 + sum_j ((f_j - f0_j) / SPREAD)^2, with predicted and measured
+    times p_i and m_i of plan i, and unknowns f_j: the factors (f0 = 1) and the wait in ms (f0 = 0). The second sum
+    keeps the unknowns of work that is a small part of every plan near f0.
+
+    Args:
+        predicted (`Callable`): Returns milliseconds [n] of the plans for factors [m] and a wait in milliseconds.
+        measured (`np.ndarray`): Milliseconds [n].
+
+    Returns:
+        `tuple`: The factors, the wait in milliseconds, and the median of the remaining relative errors.
+    """
+    usual = np.array([1.0] * len(CALIBRATION_FACTORS) + [0.0])
+    bounds = np.array([(LEAST, MOST)] * len(CALIBRATION_FACTORS) + [(0.0, np.inf)]).T
+
+    def errors(found: np.ndarray) -> np.ndarray:
+        return predicted(found[:-1], float(found[-1])) / measured - 1
+
+    def residuals(found: np.ndarray) -> np.ndarray:
+        return np.concatenate([errors(found) / NOISE, (found - usual) / SPREAD])
+
+    # The predictions have kinks where another stage becomes the slowest, hence the large difference step.
+    start = np.ones_like(usual)
+    found = least_squares(residuals, start, bounds=bounds, diff_step=1e-3, xtol=1e-3, ftol=1e-4).x
+    *factors, collective_launch_ms = found.tolist()
+    return tuple(factors), collective_launch_ms, float(np.median(np.abs(errors(found))))
+
+
+def _plans(small: PreTrainedModel, rows: int, precision: Precision) -> list[ParallelPlan]:
+    """Returns simple plans that each stress one kind of work."""
+    world_size, adapter, many = dist.get_world_size(), adapter_for(small), min(MICRO_BATCHES, rows)
+    kinds = [  # plans without which a factor would be unknown come first
+        dict(sharding="replicate"),
+        dict(sharding="zero3"),
+        dict(sharding="replicate", ulysses=world_size),
+        dict(sharding="replicate", tensor=world_size),
+        dict(sharding="replicate", pipeline=2, micro_batches=4),
+        dict(sharding="replicate", pipeline=4, micro_batches=many),
+        dict(sharding="replicate", micro_batches=2),
+        dict(sharding="zero2", ulysses=2, micro_batches=2, recompute="full"),
+        dict(sharding="zero3", tensor=2, megatron_sp=True),
+        dict(sharding="zero2", tensor=2, micro_batches=2),
+        dict(sharding="replicate", pipeline=2, ulysses=2, micro_batches=many, recompute="full"),
+        dict(sharding="zero3", shard_degree=2, recompute="full", micro_batches=2),
+    ]
+    plans = []
+    for kind in kinds:
+        try:
+            plan = ParallelPlan.uniform(world_size, adapter.stack_sizes(small), precision=precision, **kind)
+            check_model(small, adapter, plan)
+        except ValueError:  # the strategy does not fit the model's heads or the world
+            continue
+        plans.append(plan)
+    return plans
+
+
+def _steps_ms(steps: _Steps, plan: ParallelPlan, world: WorldMesh) -> list[float]:
+    """Returns the milliseconds of a few steps, each on its slowest rank."""
+    device = steps.device
+    parallel = parallelize(steps.new_model(), plan, world=world, device=device)
+    optimizer = torch.optim.AdamW(parallel.model.parameters(), lr=1e-5, fused=True)
+    ids = torch.arange(steps.rows * steps.length, device=device).reshape(steps.rows, steps.length)
+    ids %= steps.model.config.vocab_size
+    batch, found = {"input_ids": ids, "labels": ids}, []
+    while len(found) < WARM_UP or not STEPS.reached(found[WARM_UP:]):
+        dist.all_reduce(torch.zeros(1, device=device))
+        began = _now(device)
+        parallel.forward_backward(batch)
+        parallel.clip_grad_norm_(1.0)
+        optimizer.step()
+        parallel.model.zero_grad()
+        found.append(max(gather_objects(1e3 * (_now(device) - began))))
+    del parallel, optimizer
+    gc.collect()
+    return found[WARM_UP:]
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

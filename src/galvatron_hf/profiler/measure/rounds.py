@@ -1,0 +1,80 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Repeats measurements until their medians are accurate enough, and keeps the ranks together meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from galvatron_hf.parallel.comm.objects import is_rank_0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accuracy:
+    """Condition under which a measurement need not be repeated.
+
+    Attributes:
+        error (`float`): Largest standard error of the median, relative to the median.
+        least, most (`int`): Bounds of the number of samples.
+    """
+
+    error: float = 0.05
+    least: int = 3
+    most: int = 15
+
+    def reached(self, samples: Sequence[float]) -> bool:
+        """Returns whether the samples suffice."""
+        count = len(samples)
+        return count >= self.most or (count >= self.least and median_error(samples) <= self.error)
+
+
+def median_error(samples: Sequence[float]) -> float:
+    """
+    Returns the standard error of the median of n samples, relative to the median m.
+
+    The error is 0.93 * IQR / (sqrt(n) * m) with the interquartile range IQR. For normal noise of standard deviation s
+    the standard error is 1.253 * s / sqrt(n), and IQR = 1.349 * s.
+    """
+    low, median, high = np.percentile(samples, [25, 50, 75])
+    return float(0.93 * (high - low) / (math.sqrt(len(samples)) * max(median, 1e-12)))
+
+
+@contextlib.contextmanager
+def phase(what: str, about: float, at_most: float, shown: bool) -> Iterator[None]:
+    """Prints on rank 0 what is measured and for how long, and afterwards how long it took. Times are seconds."""
+    shown, began = shown and is_rank_0(), time.perf_counter()
+    if shown:
+        print(f"Measuring {what}: about {min(about, at_most):.0f} s, at most {at_most:.0f} s.", file=sys.stderr)
+    yield
+    if shown:
+        print(f"Measured {what} in {time.perf_counter() - began:.0f} s.", file=sys.stderr, flush=True)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until every rank has arrived and its device is idle."""
+    dist.all_reduce(torch.zeros(1, device=device))
+    finish(device)
+
+
+def finish(device: torch.device) -> None:
+    """Waits until the device is idle."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def slowest(values: Sequence[float], device: torch.device) -> list[float]:
+    """Returns the maximum of each value over all ranks; collective, and the identity without a process group."""
+    if not dist.is_initialized():
+        return list(values)
+    table = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(table, op=dist.ReduceOp.MAX)
+    return table.tolist()
