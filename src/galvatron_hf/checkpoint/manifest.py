@@ -117,7 +117,6 @@ class Manifest:
         """Yields files that are missing, have another size, or are not in the manifest.
 
         Args:
-            folder (`str` or `os.PathLike`): the checkpoint.
             whole (`Iterable[str]`): folders below it whose files must all be in the manifest, because all are read.
         """
         root = Path(folder)

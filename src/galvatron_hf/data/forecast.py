@@ -101,7 +101,6 @@ def forecast_modes(lengths: np.ndarray, workload: DataWorkload, cost: SequenceCo
 
     Args:
         lengths (`np.ndarray`): [rows], tokens of each sequence, at least 1.
-        workload ([`DataWorkload`]): settings.
         cost ([`SequenceCost`]): cost of a sequence; a padded one costs as much as one of its padded length.
 
     Returns:

@@ -24,10 +24,6 @@ class RankBatch(dict):
     """A rank's rows of a global batch; the global batch is its attribute `whole`.
 
     Trainer sums over ranks what it counts in each rank's rows (tokens seen, FLOPs): each row is counted once.
-
-    Args:
-        rows (`dict[str, Any]`): this rank's rows.
-        whole (`dict[str, Any]`): all rows, equal on every rank.
     """
 
     def __init__(self, rows: dict[str, Any], whole: dict[str, Any]):

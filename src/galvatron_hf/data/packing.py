@@ -201,7 +201,6 @@ def pack(sequences: Sequences, placement: Placement, multiple: int, pad_token_id
     """Packs documents into the micro-batches of [`ParallelModel.forward_backward`].
 
     Args:
-        sequences ([`Sequences`]): the documents.
         placement ([`Placement`]): the documents of each pack of each micro-batch.
         multiple (`int`): each pack, also an empty one, is padded to a multiple of so many positions, at least one.
         pad_token_id (`int`): token of the padding.

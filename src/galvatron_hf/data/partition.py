@@ -26,8 +26,7 @@ class Items:
     """Items to be assigned, longest first.
 
     Args:
-        costs (`np.ndarray`): [n], seconds, never growing.
-        tokens (`np.ndarray`): [n], never growing.
+        costs, tokens (`np.ndarray`): [n], seconds and tokens, never growing.
     """
 
     costs: np.ndarray

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -59,10 +59,7 @@ class PlanAhead:
             hidden = ahead.done()
             found = ahead.result()
             if found is not None and np.array_equal(found[0], lengths):
-                planned = found[1]
-                return Planned(
-                    placement=planned.placement, seconds=planned.seconds, hidden=hidden, failure=planned.failure
-                )
+                return replace(found[1], hidden=hidden)
         return self._planned(lengths)
 
     def end(self) -> None:

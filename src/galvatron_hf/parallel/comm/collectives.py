@@ -58,9 +58,7 @@ def all_to_all_pieces(
 
     Args:
         pieces (`Tensor` of shape `[sum(sent)]`): Elements for the group's first rank, then for its second, and so on.
-        received (`Sequence[int]`): Elements from each rank, in the group's rank order; may be zero.
-        sent (`Sequence[int]`): Elements for each rank; may be zero.
-        group (`ProcessGroup` or `None`): The ranks that exchange pieces.
+        received, sent (`Sequence[int]`): Elements from and for each rank, in the group's rank order; may be zero.
 
     Returns:
         `Tensor` of shape `[sum(received)]`: The received pieces in rank order.
@@ -188,33 +186,19 @@ class _SumGradient(torch.autograd.Function):
 
 
 def copy_to_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Enters a tensor-parallel region with a replicated tensor.
+    """Enters a tensor-parallel region with a replicated tensor of any shape.
 
     The forward is the identity. The backward sums the partial gradients over the group (operator f of Megatron-LM,
     arXiv:1909.08053).
-
-    Args:
-        x (`Tensor` of any shape): Equal on every rank of the group.
-        group (`ProcessGroup` or `None`): The tensor-parallel ranks.
-
-    Returns:
-        `Tensor` of the same shape.
     """
     return x if is_trivial(group) else _CopyToGroup.apply(x, group)
 
 
 def reduce_from_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Leaves a tensor-parallel region: every rank gets the sum of the ranks' partial results.
+    """Leaves a tensor-parallel region: every rank gets the sum of the ranks' partial results, of any shape.
 
     The backward is the identity, because every rank has the full gradient of a replicated tensor (operator g of
     Megatron-LM, arXiv:1909.08053).
-
-    Args:
-        x (`Tensor` of any shape): This rank's share of the sum.
-        group (`ProcessGroup` or `None`): The tensor-parallel ranks.
-
-    Returns:
-        `Tensor` of the same shape, equal on every rank of the group.
     """
     return x if is_trivial(group) else _ReduceFromGroup.apply(x, group)
 
@@ -222,16 +206,9 @@ def reduce_from_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
 def gather_positions(x: Tensor, group: ProcessGroup | None, dim: int = 1) -> Tensor:
     """Enters a tensor-parallel region whose input is split by position (Megatron-SP, arXiv:2205.05198).
 
-    The forward gathers. The backward reduce-scatters, because the consumer's gradient is partial on each rank. If the
-    consumer's gradient is full, use [`galvatron_hf.parallel.activation.redistribute.redistribute`] instead.
-
-    Args:
-        x (`Tensor` of shape `[B, S/n, ...]`): This rank's positions; every rank has equally many.
-        group (`ProcessGroup` or `None`): The tensor-parallel ranks.
-        dim (`int`, *optional*, defaults to 1): The dimension of positions.
-
-    Returns:
-        `Tensor` of shape `[B, S, ...]`.
+    The forward gathers `[B, S/n, ...]` along `dim` into `[B, S, ...]`. The backward reduce-scatters, because the
+    consumer's gradient is partial on each rank. If the consumer's gradient is full, use
+    [`galvatron_hf.parallel.activation.redistribute.redistribute`] instead.
     """
     return x if is_trivial(group) else _GatherPositions.apply(x, group, dim)
 
@@ -239,15 +216,8 @@ def gather_positions(x: Tensor, group: ProcessGroup | None, dim: int = 1) -> Ten
 def scatter_sum_positions(x: Tensor, group: ProcessGroup | None, dim: int = 1) -> Tensor:
     """Leaves a tensor-parallel region whose output is split by position (Megatron-SP, arXiv:2205.05198).
 
-    The forward reduce-scatters the ranks' partial results. The backward gathers.
-
-    Args:
-        x (`Tensor` of shape `[B, S, ...]`): This rank's share of the sum.
-        group (`ProcessGroup` or `None`): The tensor-parallel ranks.
-        dim (`int`, *optional*, defaults to 1): The dimension of positions.
-
-    Returns:
-        `Tensor` of shape `[B, S/n, ...]`: Piece k of the sum on rank k.
+    The forward sums the ranks' partial results `[B, S, ...]`, and rank k gets piece k along `dim`, `[B, S/n, ...]`.
+    The backward gathers.
 
     Raises:
         ValueError: If the positions are not a multiple of the group's size.
@@ -264,10 +234,6 @@ def exchange(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup | N
         x (`Tensor`): Before attention, `[B, S/n, heads, D]` with `split_dim=2`, `concat_dim=1`.
         split_dim (`int`): The dimension to split; rank k keeps piece k.
         concat_dim (`int`): The dimension to gather in rank order; different from `split_dim`.
-        group (`ProcessGroup` or `None`): The sequence-parallel ranks.
-
-    Returns:
-        `Tensor`: `split_dim` divided by the group's size, `concat_dim` multiplied by it.
 
     Raises:
         ValueError: If `split_dim` is not a multiple of the group's size.
@@ -278,13 +244,7 @@ def exchange(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup | N
 def sum_gradient(weight: Tensor, group: ProcessGroup | None) -> Tensor:
     """Marks a weight that all ranks of a group hold in full and each use in part: its gradient is summed in fp32.
 
-    Examples are a norm's weight under Megatron-SP and key/value heads replicated over tensor ranks.
-
-    Args:
-        weight (`Tensor` of any shape): Equal on every rank of the group.
-        group (`ProcessGroup` or `None`): The ranks whose gradients are shares of the whole.
-
-    Returns:
-        `Tensor` of the same shape, to be used instead of the weight.
+    Examples are a norm's weight under Megatron-SP and key/value heads replicated over tensor ranks. The result is used
+    instead of the weight.
     """
     return weight if is_trivial(group) else _SumGradient.apply(weight, group)

@@ -79,7 +79,6 @@ class _Watch:
     """Checks the outputs and gradients of this rank's modules, its inputs to collectives and its weights' gradients.
 
     Args:
-        parallel ([`ParallelModel`]): the model.
         batch (`Mapping[str, Any]`): the global batch, or its micro-batches as a list.
     """
 

@@ -46,8 +46,6 @@ def save_state(
     """Writes the weights and the optimizer's state as safetensors; each rank writes its own pieces; collective.
 
     Args:
-        parallel ([`ParallelModel`]): the model.
-        optimizer (`torch.optim.Optimizer`, *optional*): its optimizer.
         folder (`str` or `os.PathLike`): created if needed.
         complete (`Callable`, *optional*): called on rank 0 with the files by name, once all pieces are on disk.
         background (`ProcessGroup`, *optional*): a group of all ranks with a CPU backend, used for nothing else. The
@@ -101,7 +99,6 @@ def load_state(
     Args:
         parallel ([`ParallelModel`]): the model, of the same family and size.
         optimizer (`torch.optim.Optimizer`, *optional*): with the same kind of state; None loads no optimizer.
-        folder (`str` or `os.PathLike`): the checkpoint.
         weights (`bool`): whether to load the weights.
 
     Raises:
@@ -145,9 +142,7 @@ def load_plain_state(
     """Loads the files of [`save_state`] into a plain model and its optimizer, without a process group.
 
     Args:
-        model ([`PreTrainedModel`]): the family's own model.
         optimizer (`torch.optim.Optimizer`, *optional*): its optimizer, with the same kind of state.
-        folder (`str` or `os.PathLike`): the checkpoint.
 
     Raises:
         ValueError: if the checkpoint is of another model.
@@ -289,11 +284,7 @@ def shard_optimizer_state(parallel: ParallelModel, state: NamedOptimizerState) -
 
 
 class WholeWeights:
-    """Gathers weights under the family's names and shapes, a few at a time; construction is collective.
-
-    Args:
-        parallel ([`ParallelModel`]): the model.
-    """
+    """Gathers weights under the family's names and shapes, a few at a time; construction is collective."""
 
     def __init__(self, parallel: ParallelModel):
         self._fused, self._device = parallel.fused, parallel.device
@@ -350,7 +341,6 @@ def plain_model(
     """Returns the family's own model with whole weights, in evaluation mode.
 
     Args:
-        parallel ([`ParallelModel`]): the model.
         weights (`dict[str, torch.Tensor]`): result of [`whole_weights`] on rank 0.
         device (`torch.device`, *optional*): defaults to that of the parallel model.
     """

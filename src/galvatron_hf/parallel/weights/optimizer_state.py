@@ -56,9 +56,7 @@ class NamedOptimizerState:
         """Reads an `optimizer.pt` of a plain model, which numbers weights by their position in the groups.
 
         Args:
-            path (`str` or `os.PathLike`): the file.
             names (`Sequence[Sequence[str]]`): the family's names of each group's weights, in order.
-            fused ([`FusedNames`]): fused weights of the model.
 
         Raises:
             ValueError: if the groups have other sizes.

@@ -72,7 +72,6 @@ class WeightFiles:
         """Finds the files of a folder or of an id on the Hub; collective, rank 0 downloads first.
 
         Args:
-            name (`str` or `os.PathLike`): a folder, or an id on the Hub.
             variant (`str`, *optional*): as for `from_pretrained`.
             options: `revision`, `subfolder`, `cache_dir`, `token` and so on, as for `from_pretrained`.
 

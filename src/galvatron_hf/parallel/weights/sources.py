@@ -67,8 +67,6 @@ def fill_with_initial_values(template: Template, pieces: list[WeightPiece], only
     """Fills pieces with the family's initial values, drawn from the CPU generator of rank 0; collective.
 
     Args:
-        template ([`Template`]): the family's model without weights.
-        pieces (`list[WeightPiece]`): this rank's pieces.
         only (`set[str]`, *optional*): names of the weights to fill, see [`Template.initial_values`].
     """
     state = [torch.get_rng_state()]
