@@ -187,10 +187,10 @@ def test_lengths_alone_tell_what_is_left_of_documents(batch, longest, policy):
 @pytest.mark.parametrize(
     "bounds, cuts, rows, message",
     [
-        ((0,), (0, 0), (), "are no documents"),
-        ((0, 3, 3), (0, 3), (), "are no documents"),
-        ((1, 3), (1, 3), (), "are no documents"),
-        ((0, 3), (0, 3), (0, 1), "are no documents"),
+        ((0,), (0, 0), (), "are not consecutive documents"),
+        ((0, 3, 3), (0, 3), (), "are not consecutive documents"),
+        ((1, 3), (1, 3), (), "are not consecutive documents"),
+        ((0, 3), (0, 3), (0, 1), "are not consecutive documents"),
         ((0, 3, 5), (0, 4, 5), (), "do not cut the row of 5"),
         ((0, 3, 5), (0, 3), (), "do not cut the row of 5"),
         ((0, 3, 5), (0, 5, 3, 5), (), "do not cut the row of 5"),
