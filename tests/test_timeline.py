@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from galvatron_hf.parallel.activation.layer_state import LayerState
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.parallel.pipeline.trace import Span, Timeline
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Stage, VocabularyStrategy
@@ -78,9 +79,9 @@ def slow_down(parallel) -> None:
 
     def slow(*args):
         result = run(*args)
-        return (
-            Slow.apply(result) if isinstance(result, torch.Tensor) else replace(result, loss=Slow.apply(result.loss))
-        )
+        if isinstance(result, LayerState):
+            return result.replace(Slow.apply(tensor) for tensor in result.tensors.values())
+        return replace(result, loss=Slow.apply(result.loss))
 
     parallel.forward.run = slow
 

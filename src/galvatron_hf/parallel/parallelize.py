@@ -57,8 +57,8 @@ def parallelize(
             default the current accelerator, or the CPU if there is none.
 
     Returns:
-        [`ParallelModel`]: the methods that a training loop needs: forward and backward over the plan's micro-batches, the gradient
-            norm, whole weights for saving.
+        [`ParallelModel`]: runs forward and backward over the plan's micro-batches, computes the gradient norm, gathers
+            weights for saving.
 
     Raises:
         ValueError: if the plan cannot run, or not with this model; the model is untouched then. If the weights do not
