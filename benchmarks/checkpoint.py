@@ -33,7 +33,7 @@ from galvatron_hf import ParallelPlan, parallelize
 from galvatron_hf.checkpoint.folder import STATE_FOLDER
 from galvatron_hf.checkpoint.hugging_face import meta_model, write_pretrained
 from galvatron_hf.parallel.weights.distributed_state import WholeWeights, load_state
-from galvatron_hf.trainer.checkpoint.saving import CheckpointWriter
+from galvatron_hf.trainer.checkpoint.checkpoint_writer import CheckpointWriter
 
 
 def one_step(model: torch.nn.Module, forward_backward: Callable[[torch.Tensor], None]) -> torch.optim.Optimizer:

@@ -30,7 +30,7 @@ from galvatron_hf.profiler.measure.hardware import profile_hardware
 from galvatron_hf.profiler.measure.model import profile_model
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
-from galvatron_hf.trainer.planning.auto import CALIBRATION_SECONDS
+from galvatron_hf.trainer.planning.auto_planner import CALIBRATION_SECONDS
 from galvatron_hf.trainer.planning.calibration import calibrated
 
 

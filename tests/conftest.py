@@ -44,10 +44,10 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True, scope="session")
 def quick_profiles(tmp_path_factory):
     """Makes `parallel_plan="auto"` measure for less than a second, and keeps its profiles out of the user's cache."""
-    from galvatron_hf.trainer.planning import auto
+    from galvatron_hf.trainer.planning import auto_planner
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GALVATRON_CACHE", str(tmp_path_factory.mktemp("profiles")))
         for name in ("HARDWARE_SECONDS", "MODEL_SECONDS", "CALIBRATION_SECONDS"):
-            patch.setattr(auto, name, 0.1)
+            patch.setattr(auto_planner, name, 0.1)
         yield

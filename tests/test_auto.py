@@ -31,7 +31,7 @@ from galvatron_hf.profiler.measure.calibration import LEAST, MOST, NOISE, SPREAD
 from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
 from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.profiler.trace.tracing import profile_from_config
-from galvatron_hf.trainer.planning.auto import profile_folder
+from galvatron_hf.trainer.planning.auto_planner import profile_folder
 from galvatron_hf.trainer.planning.calibration import calibrated
 from galvatron_hf.trainer.planning.step_meter import prediction
 from tiny_models import FAMILIES
@@ -98,7 +98,7 @@ def constrained(folder: Path) -> dict:
         recompute.plan_for(recompute.model)  # what was found for another budget does not stay
     return dict(
         recompute=recomputed,
-        stages=own._limits().pipeline,
+        stages=own._planner.limits().pipeline,
         refused=str(refused.value),
         evaluated=evaluated.parallel.plan,
         undrawn=torch.equal(before[0], after[0]) and before[1:] == after[1:],
@@ -327,16 +327,16 @@ def test_lengths_are_read_where_they_can_be_and_change_no_random_stream(tmp_path
     made = trainer(tmp_path, "auto", train_dataset=Rows(27))
     made.train_dataset = dataset
     before = torch.get_rng_state()
-    assert sorted(made._row_lengths().tolist()) == sorted(lengths)
+    assert sorted(made._planner.row_lengths().tolist()) == sorted(lengths)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_workload_is_the_global_batch(tmp_path):
     made = trainer(tmp_path, "auto", train_dataset=Dataset.from_dict({"input_ids": [[1] * 4, [1] * 8]}))
-    packed = made._workload(made.model)
+    packed = made._planner.workload(made.model)
     assert (packed.rows, packed.length, packed.precision) == (8, 8, Precision(compute="fp32"))
     made.args.packing = "none"
-    padded = made._workload(made.model)
+    padded = made._planner.workload(made.model)
     assert padded.length == 8 and padded.mean_length == 8  # of eight rows one is the longer one, nearly always
 
 
@@ -345,7 +345,7 @@ def test_profiles_have_a_place(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert profile_folder(arguments(tmp_path)) == tmp_path / "galvatron-hf"
     assert profile_folder(arguments(tmp_path, profile_dir="here")) == Path("here")
-    with pytest.raises(ValueError, match="memory_gib -1 is no memory of a rank"):
+    with pytest.raises(ValueError, match="memory_gib -1 is not a positive number of GiB"):
         trainer(tmp_path, ParallelPlan.uniform(1, 4), options=dict(memory_gib=-1))
 
 

@@ -145,7 +145,7 @@ def test_mutated_states_of_the_scheduler(data):
     optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     names = [["weight"], ["bias"]]
-    raw = SchedulerState.of(scheduler.state_dict(), names).to_json()
+    raw = SchedulerState.from_state_dict(scheduler.state_dict(), names).to_json()
     mutate(data, raw)
 
     def read() -> None:

@@ -60,7 +60,7 @@ class FailBehind(TrainerCallback):
 
 def seconds_of_writers(made: Trainer) -> float:
     """Returns the seconds that writers in the background wait for each other."""
-    backend = made._writer._group._get_backend(torch.device("cpu"))
+    backend = made._components.checkpointer._writer._group._get_backend(torch.device("cpu"))
     return backend.options._timeout.total_seconds()
 
 

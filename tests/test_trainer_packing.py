@@ -27,7 +27,7 @@ from galvatron_hf.data.packing import pack
 from galvatron_hf.data.placement import PLANNERS, Placement
 from galvatron_hf.data.plan_ahead import PlanAhead
 from galvatron_hf.parallel.activation.documents import Documents
-from galvatron_hf.trainer.data import packing
+from galvatron_hf.trainer.data import step_packer
 from galvatron_hf.trainer.data.sequence_cost import estimated_cost
 from oracle import PAD, Case, Stream, check_cases
 from packing_runs import (
@@ -79,14 +79,14 @@ def test_eight_ranks():
 
 
 def a_document_left_out():
-    original = packing.pack
+    original = step_packer.pack
 
     def without_longest(sequences, placement, multiple, pad):
         longest = sequences.lengths.argmax()
         kept = [[[i for i in pack_ if i != longest] for pack_ in packs] for packs in placement.micro_batches]
         return original(sequences, Placement(tuple(tuple(map(tuple, packs)) for packs in kept)), multiple, pad)
 
-    return mock.patch.object(packing, "pack", without_longest)
+    return mock.patch.object(step_packer, "pack", without_longest)
 
 
 def documents_that_see_each_other():
@@ -106,7 +106,7 @@ def positions_one_further():
             part["position_ids"] = (part["position_ids"] + 1).clamp(max=39)
         return parts
 
-    return mock.patch.object(packing, "pack", moved)
+    return mock.patch.object(step_packer, "pack", moved)
 
 
 def targets_across_documents():
@@ -117,7 +117,7 @@ def targets_across_documents():
             part["shift_labels"][0, last] = part["input_ids"][0, [bound + 1 for bound in last]]
         return parts
 
-    return mock.patch.object(packing, "pack", shifted)
+    return mock.patch.object(step_packer, "pack", shifted)
 
 
 def test_faults_of_packing_are_seen():

@@ -13,9 +13,7 @@ from transformers import Trainer
 from transformers.data.data_collator import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq
 
 from galvatron_hf import GalvatronTrainer
-from galvatron_hf.trainer.data import pack_planner as placing
-from galvatron_hf.trainer.data import packing
-from galvatron_hf.trainer.data import step_prefetch as steps_ahead
+from galvatron_hf.trainer.data import pack_planner, packing_rules, step_packer, step_prefetch
 from oracle import collate
 from packing_runs import (
     KEYS,
@@ -83,7 +81,7 @@ def test_nothing_is_timed_before_a_refusal_nor_where_all_is_to_be_determined(tmp
     """Rows of unknown lengths that are too long; and full determinism, where no clock has a say."""
 
     def work() -> tuple[str, bool]:
-        packing.measure_cost = mock.Mock(side_effect=AssertionError("it was timed"))
+        step_packer.measure_cost = mock.Mock(side_effect=AssertionError("it was timed"))
         short, data = STATIC | dict(max_tokens_per_rank=16), dict(train_dataset=rows())
         try:
             trainer(tmp_path / "long", REPLICATE, options=short, **data).train()
@@ -91,7 +89,7 @@ def test_nothing_is_timed_before_a_refusal_nor_where_all_is_to_be_determined(tmp
             refusal = str(error)
         made = trainer(tmp_path / "same", REPLICATE, options=STATIC | dict(full_determinism=True, max_steps=1), **data)
         made.train()
-        return refusal, made._cost.measured
+        return refusal, made._components.packer.cost.measured
 
     for refusal, measured in on_ranks(work):
         assert "tokens, above max_tokens_per_rank (16)" in refusal and not measured
@@ -107,7 +105,7 @@ def test_a_bound_that_packs_cannot_fill_is_refused(tmp_path):
         return "no error"
 
     for message in on_ranks(work):
-        assert "max_tokens_per_rank=50 is no multiple of 16" in message and "give 48" in message
+        assert "max_tokens_per_rank=50 is not a multiple of 16" in message and "use 48" in message
 
 
 def test_a_planner_that_fails_leaves_the_samplers_order(tmp_path):
@@ -120,9 +118,9 @@ def test_a_planner_that_fails_leaves_the_samplers_order(tmp_path):
             raise KeyError("no plan")
 
         messages: list[str] = []
-        steps_ahead.logger.warning = lambda message, *args: messages.append(message)
-        packing.logger.warning_once = messages.append
-        placing.place = fails
+        step_prefetch.logger.warning = lambda message, *args: messages.append(message)
+        step_packer.logger.warning_once = messages.append
+        pack_planner.place = fails
         return run(tmp_path / "run", MIXED, options=STATIC | dict(prediction_loss_only=True), **data), messages
 
     results = on_ranks(work)
@@ -140,7 +138,7 @@ def test_steps_that_are_too_large_for_the_exact_planner_are_placed_by_the_defaul
 
     def work() -> tuple[list[dict], list[str]]:
         messages: list[str] = []
-        placing.logger.warning_once = messages.append
+        pack_planner.logger.warning_once = messages.append
         found = []
         for planner in ("longest_first", "exact"):
             options = dict(per_device_train_batch_size=64, gradient_accumulation_steps=1, max_steps=1)
@@ -207,7 +205,7 @@ def test_batches_that_cannot_be_packed(tmp_path, name):
 
 def test_what_packing_cannot_keep_is_refused(tmp_path):
     cases = {
-        "a loss of one's own": (dict(compute_loss_func=lambda *args, **more: None), {}),
+        "a custom loss": (dict(compute_loss_func=lambda *args, **more: None), {}),
         "NEFTune": ({}, dict(neftune_noise_alpha=5.0)),
     }
 
@@ -228,9 +226,11 @@ def test_what_packing_cannot_keep_is_refused(tmp_path):
 
 def test_a_family_with_more_than_windows_is_padded_or_refused(tmp_path):
     def work() -> tuple[list, str]:
-        obstacle = mock.patch.object(packing, "attention_obstacle", lambda *_: "Sinks gives its attention 's_aux'")
+        obstacle = mock.patch.object(
+            packing_rules, "attention_obstacle", lambda *_: "Sinks gives its attention 's_aux'"
+        )
         messages: list[str] = []
-        packing.logger.warning_once = messages.append
+        packing_rules.logger.warning_once = messages.append
         collator = DataCollatorForLanguageModeling(tokenizer(), mlm=False)
         data = dict(train_dataset=without_labels(arrow()), data_collator=collator)
         with obstacle:
@@ -253,16 +253,16 @@ def test_static_packing_without_a_plan_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(packing="dynamic"), "packing 'dynamic' is none of auto, static, none; use one of these."),
-        (dict(long_sequences="drop"), "long_sequences 'drop' is none of error, truncate, split; use one of these."),
+        (dict(packing="dynamic"), "packing 'dynamic' is not one of auto, static, none; use one of these."),
+        (dict(long_sequences="drop"), "long_sequences 'drop' is not one of error, truncate, split; use one of these."),
         (
             dict(max_tokens_per_rank=0),
-            "max_tokens_per_rank 0 is no number of tokens; use a positive integer, or leave",
+            "max_tokens_per_rank 0 is not a number of tokens; use a positive integer, or leave",
         ),
-        (dict(pack_to_multiple_of=-8), "pack_to_multiple_of -8 is no number of tokens"),
+        (dict(pack_to_multiple_of=-8), "pack_to_multiple_of -8 is not a number of tokens"),
         (
             dict(placement_planner="best"),
-            "placement_planner 'best' is none of longest_first, karmarkar_karp, exact; use one of these.",
+            "placement_planner 'best' is not one of longest_first, karmarkar_karp, exact; use one of these.",
         ),
     ],
 )
@@ -293,5 +293,5 @@ def test_inputs_that_are_prepared_in_ones_own_way_stay_rows(tmp_path):
         return run(tmp_path / "ours", REPLICATE, trainer_class=of(GalvatronTrainer), **case)
 
     assert_same_steps(on_ranks(work)[0], wanted)
-    with pytest.raises(AssertionError, match="inputs that are prepared in one's own way are rows"):
+    with pytest.raises(AssertionError, match="the Trainer's own preparation of inputs sees rows"):
         on_ranks(lambda: run(tmp_path / "no", REPLICATE, trainer_class=of(GalvatronTrainer), options=STATIC, **case))

@@ -15,8 +15,9 @@ from transformers import Trainer
 
 from galvatron_hf import GalvatronTrainer
 from galvatron_hf.trainer.checkpoint.random_state import random_state
-from galvatron_hf.trainer.data import packing
+from galvatron_hf.trainer.data import step_packer
 from galvatron_hf.trainer.data.sequence_cost import measure_cost
+from galvatron_hf.trainer.data.step_packer import StepPacker
 from oracle import Stream
 from packing_runs import (
     LONG_TAIL,
@@ -64,7 +65,7 @@ def test_a_resumed_run_packs_as_the_run_before(tmp_path):
         whole = run(tmp_path / "whole", MIXED, options=saving | constant, train_dataset=rows(27))
         checkpoint = tmp_path / "whole" / "checkpoint-3"
         seen = run(tmp_path / "then", MIXED, options=constant, resume=checkpoint, train_dataset=rows(27))
-        return whole, seen, json.loads((checkpoint / packing.COST_FILE).read_text())
+        return whole, seen, json.loads((checkpoint / step_packer.COST_FILE).read_text())
 
     whole, seen, cost = on_ranks(work)[0]
     assert_equal_weights(seen.weights, whole.weights)
@@ -77,7 +78,7 @@ def test_documents_are_timed_anew_under_another_plan_alone(tmp_path):
         options = dict(lr_scheduler_type="constant", save_strategy="steps", save_steps=3) | STATIC
         for name, plan in {"whole": MIXED, "then": MIXED, "other": REPLICATE}.items():
             resume = None if name == "whole" else tmp_path / "whole" / "checkpoint-3"
-            with mock.patch.object(packing, "measure_cost", side_effect=measure_cost) as measured:
+            with mock.patch.object(step_packer, "measure_cost", side_effect=measure_cost) as measured:
                 run(tmp_path / name, plan, options=options, resume=resume, train_dataset=rows(27))
             timed[name] = measured.call_count
         return timed
@@ -132,19 +133,19 @@ def test_reading_ahead_leaves_the_saved_random_state_alone(tmp_path, stream, mov
 
     def work() -> tuple[bool, list]:
         seen: list = []
-        original = packing.PackingMixin._plan_next
+        original = StepPacker.plan_ahead
 
-        def noted(self, batches, count):
+        def noted(self, batches, count, step):
             before = random_state()
-            original(self, batches, count)
-            seen.append((before, self._ahead.state_before_look))
+            original(self, batches, count, step)
+            seen.append((before, self.prefetch.state_before_look))
 
-        packing.PackingMixin._plan_next = noted
+        StepPacker.plan_ahead = noted
         made = trainer(tmp_path, REPLICATE, train_dataset=stream(61, **LONG_TAIL), options=STATIC | dict(max_steps=5))
         made.train()
-        packing.PackingMixin._plan_next = original
+        StepPacker.plan_ahead = original
         right = all(state == (before if step == moved else None) for step, (before, state) in enumerate(seen))
-        return right, [made._ahead, len(seen)]
+        return right, [made._components.packer.prefetch, len(seen)]
 
     right, left = on_ranks(work)[0]
     assert right and left == [None, 5]

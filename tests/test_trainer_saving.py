@@ -22,7 +22,7 @@ from galvatron_hf.checkpoint.manifest import FileEntry
 from galvatron_hf.checkpoint.storage import StateWriter
 from galvatron_hf.cli.main import main
 from galvatron_hf.parallel.weights.export import export
-from galvatron_hf.trainer.checkpoint.saving import SaveError
+from galvatron_hf.trainer.checkpoint.checkpoint_writer import SaveError
 from plans import light_plan, mixed_plans, pipeline_plans
 from tiny_models import FAMILIES
 from trainer_runs import Run, StopAt, assert_equal_weights, on_ranks, run, trainer

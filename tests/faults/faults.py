@@ -29,7 +29,7 @@ from transformers import Trainer, TrainerCallback
 from galvatron_hf.checkpoint import folder
 from galvatron_hf.checkpoint.manifest import FileEntry
 from galvatron_hf.checkpoint.storage import StateWriter
-from galvatron_hf.trainer.checkpoint import saving
+from galvatron_hf.trainer.checkpoint import checkpoint_writer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +278,7 @@ def kill_before_rename(trainer: Trainer, fault: Fault) -> None:
 
 @kind
 def kill_between_rename_and_prune(trainer: Trainer, fault: Fault) -> None:
-    in_save(trainer, fault, saving, "prune")
+    in_save(trainer, fault, checkpoint_writer, "prune")
 
 
 @kind

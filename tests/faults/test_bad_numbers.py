@@ -166,5 +166,5 @@ def test_a_frozen_stage_is_no_bad_number_and_hides_none(tmp_path):
 
 
 def test_a_policy_that_is_none_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="nonfinite_policy 'ignore' is none of stop, skip"):
+    with pytest.raises(ValueError, match="nonfinite_policy 'ignore' is not one of stop, skip"):
         run(tmp_path, plans()["layers"], options=dict(nonfinite_policy="ignore"))

@@ -92,8 +92,8 @@ def test_no_thread_outlives_the_training_that_it_watched(tmp_path):
     """One that is in torch's C++ code when the interpreter ends aborts the process."""
 
     def work():
-        talk = watchdog.Watchdog._talk
-        watchdog.Watchdog._talk = lambda dog: (talk(dog), time.sleep(0.5))  # a store that answers late
+        talk = watchdog.Watchdog._exchange
+        watchdog.Watchdog._exchange = lambda dog: (talk(dog), time.sleep(0.5))  # a store that answers late
         watchdog.PERIOD_SECONDS = 0.0
         run(tmp_path, plans()["layers"], options=dict(max_steps=1))
         return [thread.name for thread in threading.enumerate() if thread.name == "galvatron-watchdog"]

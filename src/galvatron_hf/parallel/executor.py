@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
+from transformers.utils import ModelOutput
 
-from galvatron_hf.models.losses import NEXT_TOKEN, count_targets, without_labels
+from galvatron_hf.models.losses import LossKind, count_targets, without_labels
 from galvatron_hf.parallel.activation.micro_batch import map_rows, split_rows
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.data_parallel.tied_weights import TiedWeights
@@ -27,16 +27,16 @@ from galvatron_hf.plan.schedule import Action, Work
 # A global batch [B, S], or its micro-batches if packing has chosen them.
 Batch = Mapping[str, torch.Tensor] | Sequence[Mapping[str, Any]]
 # Runs the model on a micro-batch's inputs. Under a pipeline the output exists already, and the inputs are ignored.
-RunModel = Callable[..., CausalLMOutput]
+RunModel = Callable[..., ModelOutput]
 # Returns a rank's part of a micro-batch's loss, and in evaluation the logits of the rank's rows.
-LossOf = Callable[[dict[str, Any], RunModel], CausalLMOutput]
+LossOf = Callable[[dict[str, Any], RunModel], ModelOutput]
 
 
 @dataclass(kw_only=True)
 class Executor:
     """Computes batches that every rank has as a whole; all methods are collective.
 
-    Without `loss_of` the loss is that of next-token prediction. A given `loss_of` is called for each micro-batch on
+    Without `loss_of` the loss is the model's own. A given `loss_of` is called for each micro-batch on
     the ranks that have its logits, and the model gets no labels.
 
     Args:
@@ -61,9 +61,9 @@ class Executor:
         `options` are passed to the model's forward.
         """
         if loss_of is None and options.get("num_items_in_batch") is None:
-            options["num_items_in_batch"] = count_targets(batch)
+            options["num_items_in_batch"] = count_targets(batch, self._loss)
         options |= {"return_logits": loss_of is not None, "whole_loss": False}
-        compute, inputs_of = _functions(loss_of)
+        compute, inputs_of = self._functions(loss_of)
         count = self.micro_batch_count(batch)
         parts = [dict(part) for part in (split_rows(batch, count) if isinstance(batch, Mapping) else batch)]
         if self.pipeline is None:
@@ -102,7 +102,7 @@ class Executor:
         return losses
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch, loss_of: LossOf | None = None, **options) -> CausalLMOutput:
+    def evaluate(self, batch: Batch, loss_of: LossOf | None = None, **options) -> ModelOutput:
         """Computes loss and logits of a batch without gradients.
 
         Args:
@@ -112,22 +112,22 @@ class Executor:
             options: passed to the model's forward.
 
         Returns:
-            [`CausalLMOutput`]: `loss`, the same on every rank. `logits`: without a pipeline, of the rows that
-                [`ModelRunner.local_rows`] names; under one, of the rank's equal share of the rows, see
+            [`~transformers.utils.ModelOutput`]: `loss`, the same on every rank. `logits`: without a pipeline, of the
+                rows that [`ModelRunner.local_rows`] names; under one, of the rank's equal share of the rows, see
                 [`ParallelModel.share_index`].
 
         Raises:
             ValueError: if logits are wanted and the ranks of a pipeline cannot share the rows evenly.
         """
         packed = not isinstance(batch, Mapping)
-        labelled = packed or NEXT_TOKEN.is_labelled(batch)
+        labelled = packed or self._loss.is_labelled(batch)
         logits = options.pop("return_logits", None)
         logits = not packed and (loss_of is not None or (not labelled if logits is None else logits))
         if labelled and options.get("num_items_in_batch") is None:
-            options["num_items_in_batch"] = count_targets(batch)
+            options["num_items_in_batch"] = count_targets(batch, self._loss)
         options |= {"return_logits": logits, "whole_loss": False}
         parts = list(batch) if packed else list(self._evaluation_parts(batch, logits))
-        compute, inputs_of = _functions(loss_of)
+        compute, inputs_of = self._functions(loss_of)
         outputs = [compute(dict(part), run) for part, run in self._forward(parts, inputs_of, options)]
         self.units.reshard()
         loss = None
@@ -135,7 +135,7 @@ class Executor:
             loss = self._sum([output.loss for output in outputs])
             dist.all_reduce(loss)
         found = self._share_logits([output.logits for output in outputs]) if logits else None
-        return CausalLMOutput(loss=loss, logits=found)
+        return self._loss.output(loss=loss, logits=found)
 
     def micro_batch_count(self, batch: Batch) -> int:
         """Returns the number of micro-batches of a global batch: the plan's, or fewer if it has fewer rows."""
@@ -195,18 +195,21 @@ class Executor:
     def _sum(self, losses: list[torch.Tensor]) -> torch.Tensor:
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
 
+    def _functions(self, loss_of: LossOf | None) -> tuple[LossOf, Callable]:
+        """Returns the function that computes the loss, and the one that selects a pipeline's inputs."""
+        if loss_of is None:
+            return (lambda micro_batch, run: run(**micro_batch)), dict
+        return loss_of, partial(without_labels, loss=self._loss)
+
+    @property
+    def _loss(self) -> LossKind:
+        return self.model.forward.loss
+
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
 
 
-def _functions(loss_of: LossOf | None) -> tuple[LossOf, Callable]:
-    """Returns the function that computes the loss, and the one that selects a pipeline's inputs of a micro-batch."""
-    if loss_of is None:
-        return (lambda micro_batch, run: run(**micro_batch)), dict
-    return loss_of, without_labels
-
-
-def _returning(output: CausalLMOutput) -> RunModel:
+def _returning(output: ModelOutput) -> RunModel:
     """Returns a function that ignores its inputs and returns an output that exists already."""
     return lambda **inputs: output

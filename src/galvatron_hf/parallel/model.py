@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
-from transformers.modeling_outputs import CausalLMOutput
+from transformers.utils import ModelOutput
 
 from galvatron_hf.models.adapter import ModelAdapter
 from galvatron_hf.models.fused_weights import FusedNames
@@ -31,22 +31,22 @@ from galvatron_hf.utils.compat import tensor_norms
 
 @dataclass(kw_only=True)
 class ParallelModel:
-    """What [`parallelize`] returns.
+    """A model that [`parallelize`] has parallelised.
 
     Attributes:
-        model ([`PreTrainedModel`]): the model; its parameters are DTensors now, under a pipeline those of this rank's
-            stages.
-        plan ([`ParallelPlan`]): the plan it computes under.
+        model ([`PreTrainedModel`]): the model. Its parameters are DTensors; under a pipeline it has those of this
+            rank's stages.
+        plan ([`ParallelPlan`]): its plan.
         resolved ([`ResolvedPlan`]): the plan compiled for the model.
-        adapter ([`ModelAdapter`]): its family.
+        adapter ([`ModelAdapter`]): the tables of its family.
         world ([`WorldMesh`]): meshes and groups of all stages.
-        mesh ([`StageMesh`]): those of this rank's stages.
-        units ([`ShardedUnits`]): what is gathered and reduced together.
+        mesh ([`StageMesh`]): meshes and groups of this rank's stages.
+        units ([`ShardedUnits`]): the parts of the model that are gathered and reduced together.
         family (`type`): the model's own class.
         fused ([`FusedNames`]): its fused weights.
-        timeline ([`Timeline`]): told when each micro-batch's work begins and ends.
-        pipeline ([`Pipeline`], *optional*): runs a plan of several stages.
-        tied ([`TiedWeights`], *optional*): a tied weight with stages between its copies.
+        timeline ([`Timeline`]): records when the work of each micro-batch begins and ends.
+        pipeline ([`Pipeline`], *optional*): runs the stages of a plan that has several.
+        tied ([`TiedWeights`], *optional*): a tied weight whose copies lie on different stages.
     """
 
     model: PreTrainedModel
@@ -80,17 +80,17 @@ class ParallelModel:
 
     @property
     def streams(self) -> StreamPosition:
-        """Where the random streams stand; a training loop sets `seed` once and `step` before each step."""
+        """Position of the random streams; a training loop sets `seed` once and `step` before each step."""
         return self.forward.position
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The layers of this rank's stages, in order."""
+        """Layers of this rank's stages, in order."""
         layers = self.adapter.layers(self.model)
         return [layer for layer in layers if not isinstance(layer, PipelineIdentityLayer)]
 
     def tied_names(self) -> list[str]:
-        """Names under which a weight appears a second time in the state dict."""
+        """Returns the names under which a weight appears a second time in the state dict."""
         seen, tied = set(), []
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if id(tensor) in seen or (self.tied is not None and self.tied.is_copy(tensor)):
@@ -99,7 +99,7 @@ class ParallelModel:
         return tied
 
     def parameter_names(self) -> dict[int, str]:
-        """From the `id` of a parameter, as an optimizer holds it, to its name; tied copies share one."""
+        """Returns the name of each parameter by its `id`; tied copies share a name."""
         self.units.reshard()
         names: dict[int, str] = {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
@@ -115,14 +115,14 @@ class ParallelModel:
         loss_of: LossOf | None = None,
         **options,
     ) -> torch.Tensor:
-        """Forward and backward of a global batch in the plan's micro-batches.
+        """Runs forward and backward of a global batch in the plan's micro-batches.
 
         Args:
             batch (`Mapping[str, torch.Tensor]`): [B, S] tensors with `labels` or `shift_labels`, the same on every
                 rank. Or a list of micro-batches, packed ones as [`galvatron_hf.data.packing.pack`] makes them.
             num_items_in_batch (`torch.Tensor` or `int`, *optional*): targets of the global batch; counted if absent.
             loss_of (`Callable`, *optional*): returns this rank's part of a micro-batch's loss, see [`LossOf`]. The
-                default is the loss of next-token prediction.
+                default is the model's own loss.
             options: passed to the model's forward.
 
         Returns:
@@ -130,7 +130,7 @@ class ParallelModel:
         """
         return self.executor.train(batch, loss_of, num_items_in_batch=num_items_in_batch, **options)
 
-    def evaluate(self, batch: Batch, *, loss_of: LossOf | None = None, **options) -> CausalLMOutput:
+    def evaluate(self, batch: Batch, *, loss_of: LossOf | None = None, **options) -> ModelOutput:
         """Computes loss and logits of a batch without gradients; see [`Executor.evaluate`]."""
         return self.executor.evaluate(batch, loss_of, **options)
 
@@ -145,20 +145,20 @@ class ParallelModel:
 
     @property
     def share_index(self) -> int:
-        """Index of the equal share of an evaluated batch's rows whose logits this rank gets."""
-        place = 0 if self.pipeline is None else self.pipeline.pipeline_rank
-        return self.mesh.index * (self.plan.world_size // self.mesh.size) + place
+        """Index of this rank's share of an evaluated batch's rows, all of which are equal in size."""
+        pipeline_rank = 0 if self.pipeline is None else self.pipeline.pipeline_rank
+        return self.mesh.index * (self.plan.world_size // self.mesh.size) + pipeline_rank
 
     def share_order(self) -> list[int]:
-        """The ranks in the order of their shares of an evaluated batch."""
+        """Returns the ranks in the order of their shares of an evaluated batch."""
         return [ranks[index] for index in range(self.mesh.size) for ranks in self.plan.rank_groups]
 
     def grad_norm(self) -> torch.Tensor:
-        """The 2-norm of all gradients, each counted once however many ranks hold it; an fp32 scalar."""
+        """Returns the 2-norm of all gradients, an fp32 scalar. A gradient that several ranks hold counts once."""
         return self.sum_with_grad_norm()[0]
 
     def sum_with_grad_norm(self, *values: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of all gradients, and sums of other numbers over all ranks, in one collective.
+        """Computes the norm of all gradients and sums of other numbers over all ranks, in one collective.
 
         Args:
             values (`float`): this rank's numbers; the other ranks give as many.
@@ -182,7 +182,7 @@ class ParallelModel:
         return sums[0].sqrt().float(), sums[1:]
 
     def clip_grad_norm_(self, max_norm: float, norm: torch.Tensor | None = None) -> torch.Tensor:
-        """Scales all gradients so that their norm is at most `max_norm`; returns that before, which may be given."""
+        """Scales all gradients to a norm of at most `max_norm`; returns the norm before, which may be given."""
         norm = self.grad_norm() if norm is None else norm
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for parameter in self.model.parameters():

@@ -2,62 +2,75 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hyperparameter search with optuna on several ranks.
 
-Rank 0 runs the study and the other ranks follow it from trial to trial. transformers has them count trials and decide
-about pruning by themselves, so that a pruned trial or a `timeout` leaves them waiting; here rank 0 tells them.
+Rank 0 runs the study, and the other ranks follow it from trial to trial. In transformers every rank counts trials and
+decides about pruning by itself, so a pruned trial or a `timeout` leaves ranks waiting. Here rank 0 decides for all.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 from transformers.trainer_utils import HPSearchBackend
 
 
-class _SearchEnded(Exception):
+class _StudyEnded(Exception):
     """Ends a following rank's loop of trials."""
 
 
 class _Result:
-    """Sent in the place of a trial when the study is over."""
+    """Takes the place of a trial when the study is over."""
 
-    def __init__(self, best=None, failure: str | None = None):
+    def __init__(self, best: Any = None, failure: str | None = None):
         self.best, self.failure = best, failure
 
 
-class SearchMixin:
-    """The part of [`GalvatronMixin`] that searches hyperparameters; see there."""
+class SharedStudy:
+    """Keeps the ranks of a hyperparameter search together.
 
-    def hyperparameter_search(
-        self, hp_space=None, compute_objective=None, n_trials=20, direction="minimize", backend=None, *args, **kwargs
+    Args:
+        rank, world_size (`int`): this process and the number of processes.
+    """
+
+    def __init__(self, rank: int, world_size: int):
+        self.rank, self.world_size = rank, world_size
+        self._best: Any = None
+
+    def search(
+        self, search: Callable[..., Any], hp_space, compute_objective, n_trials, direction, backend, *args, **kwargs
     ):
-        """See [`~transformers.Trainer.hyperparameter_search`]; every rank returns rank 0's result.
+        """Runs a search on all ranks; every rank returns rank 0's result.
+
+        Args:
+            search (`Callable`): [`~transformers.Trainer.hyperparameter_search`], which takes the other arguments.
 
         Raises:
             ValueError: for a backend other than optuna on several ranks.
         """
-        search = super().hyperparameter_search
-        if self.args.world_size == 1:
+        if self.world_size == 1:
             return search(hp_space, compute_objective, n_trials, direction, backend, *args, **kwargs)
         if backend not in (None, "optuna", HPSearchBackend.OPTUNA):
             raise ValueError(
                 f"hyperparameter_search has backend {str(backend)!r}, which starts processes of its own; "
                 "use backend='optuna' on several ranks."
             )
-        if self.args.process_index == 0:
-            return self._lead_search(search, hp_space, compute_objective, n_trials, direction, *args, **kwargs)
-        self._search_result = None
+        if self.rank == 0:
+            return self._lead(
+                lambda: search(hp_space, compute_objective, n_trials, direction, "optuna", *args, **kwargs)
+            )
+        self._best = None
         try:
-            # Without end: rank 0 says when it is over.
-            search(hp_space, compute_objective, sys.maxsize, direction, "optuna", *args, **kwargs)
-        except _SearchEnded:
-            self.hp_search_backend = None
-        return self._search_result
+            search(hp_space, compute_objective, sys.maxsize, direction, "optuna", *args, **kwargs)  # rank 0 ends it
+        except _StudyEnded:
+            pass
+        return self._best
 
-    def _lead_search(self, search, hp_space, compute_objective, n_trials, direction, *args, **kwargs):
+    def _lead(self, search: Callable[[], Any]) -> Any:
         result = _Result(failure="it was interrupted")
         try:
-            result = _Result(search(hp_space, compute_objective, n_trials, direction, "optuna", *args, **kwargs))
+            result = _Result(search())
         except Exception as error:
             result = _Result(failure=f"{type(error).__name__}: {error}")
             raise
@@ -65,32 +78,39 @@ class SearchMixin:
             dist.broadcast_object_list([result], src=0)
         return result.best
 
-    def train(self, resume_from_checkpoint=None, trial=None, *args, **kwargs):
-        """As Trainer's; the end of a search arrives as a trial, and a pruned one ends on all ranks."""
+    def train(self, train: Callable[[], Any], trial: Any, searching: bool) -> Any:
+        """Trains for a trial; the end of the study arrives in the place of a trial.
+
+        Args:
+            train (`Callable`): trains.
+            trial: the trial of rank 0.
+            searching (`bool`): whether a search is running.
+        """
         if isinstance(trial, _Result):
             if trial.failure is not None:
                 raise RuntimeError(f"The hyperparameter search failed on rank 0 ({trial.failure}); see its traceback.")
-            self._search_result = trial.best
-            raise _SearchEnded
-        following = self.hp_search_backend is not None and self.args.world_size > 1 and self.args.process_index > 0
-        if not following:
-            return super().train(resume_from_checkpoint, trial, *args, **kwargs)
-        import optuna  # the search's own dependency, not the project's
+            self._best = trial.best
+            raise _StudyEnded
+        if not (searching and self.world_size > 1 and self.rank > 0):
+            return train()
+        import optuna  # a dependency of the search, not of the project
 
         try:
-            return super().train(resume_from_checkpoint, trial, *args, **kwargs)
+            return train()
         except optuna.TrialPruned:
-            return None  # optuna's study, which the exception is for, is on rank 0
+            return None  # the exception is meant for optuna's study, which is on rank 0
 
-    def _report_to_hp_search(self, trial, step: int, metrics: dict[str, float]) -> None:
-        if self.hp_search_backend is None or trial is None or self.args.world_size == 1:
-            super()._report_to_hp_search(trial, step, metrics)
-            return
+    def report(self, report: Callable[[], None]) -> None:
+        """Reports a trial's metrics on all ranks.
+
+        Raises:
+            optuna.TrialPruned: on every rank, if rank 0's study prunes the trial.
+        """
         import optuna
 
         pruned = [False]
         try:
-            super()._report_to_hp_search(trial, step, metrics)
+            report()
         except optuna.TrialPruned:
             pruned = [True]
         dist.broadcast_object_list(pruned, src=0)

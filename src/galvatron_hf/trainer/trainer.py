@@ -9,60 +9,80 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.utils import logging
 
-from galvatron_hf.data.loader import batch_rows
-from galvatron_hf.models.families import adapter_for
-from galvatron_hf.models.losses import NEXT_TOKEN
+from galvatron_hf.data.loader import GlobalBatchLoader, batch_rows
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.parallelize import parallelize
-from galvatron_hf.parallel.validate import check_model, check_plan
 from galvatron_hf.plan import ParallelPlan
-from galvatron_hf.plan.supported import require_runnable
+from galvatron_hf.planner.search import SearchResult
 from galvatron_hf.trainer.arguments import check_arguments, packing_mode, requested_plan, with_precision
-from galvatron_hf.trainer.checkpoint.checkpoints import PLAN_FILE, CheckpointMixin, plan_of_checkpoint
-from galvatron_hf.trainer.checkpoint.loading import LoadingMixin
+from galvatron_hf.trainer.checkpoint.checkpoint_finder import CheckpointFinder
+from galvatron_hf.trainer.checkpoint.checkpointer import (
+    plan_of_checkpoint,
+    require_inside,
+    without_pruning,
+    write_plan,
+)
+from galvatron_hf.trainer.checkpoint.model_source import ModelSource, moves_to_device
+from galvatron_hf.trainer.checkpoint.plain_model import (
+    is_written_under_a_plan,
+    load_plain_optimizer_and_scheduler,
+    load_plain_weights,
+)
+from galvatron_hf.trainer.checkpoint.random_state import load_random_state, plain_random_files
 from galvatron_hf.trainer.checkpoint.restart import checkpoint_of_restart
-from galvatron_hf.trainer.checkpoint.saving import SaveError, save_on_every_rank
-from galvatron_hf.trainer.data.global_batches import GlobalBatchMixin, as_one_process
-from galvatron_hf.trainer.data.packing import PackingMixin
-from galvatron_hf.trainer.evaluation import EvaluationMixin
-from galvatron_hf.trainer.fault.nonfinite import HealthMixin
-from galvatron_hf.trainer.fault.signals import StoppingMixin
-from galvatron_hf.trainer.fault.watchdog import WatchdogMixin
-from galvatron_hf.trainer.hyperparameter_search import SearchMixin
-from galvatron_hf.trainer.loss.custom_loss import CustomLoss
+from galvatron_hf.trainer.components import (
+    Components,
+    added_callback,
+    auto_planner,
+    has_custom_loss,
+    overrides_compute_loss,
+)
+from galvatron_hf.trainer.data.global_batches import GlobalBatches, as_one_process
+from galvatron_hf.trainer.evaluation import Prediction
+from galvatron_hf.trainer.fault.stop_signal import StopSignal
+from galvatron_hf.trainer.fault.watchdog import position_in_step, watched
+from galvatron_hf.trainer.generation import generate
+from galvatron_hf.trainer.hyperparameter_search import SharedStudy
 from galvatron_hf.trainer.loss.neftune import add_embedding_noise
-from galvatron_hf.trainer.planning.auto import AutoPlanMixin
+from galvatron_hf.trainer.planning.auto_planner import AutoPlanner
+from galvatron_hf.trainer.planning.step_meter import Outcome, StepMeter, held_bytes, is_predicted, outcome
+from galvatron_hf.trainer.start import (
+    check_trainer,
+    explained_empty_optimizer,
+    require_labels,
+    traced,
+    with_fp32_weights,
+)
+from galvatron_hf.trainer.step_state import StepState
+from galvatron_hf.utils.compat import mark_step_skipped
 
 
 logger = logging.get_logger(__name__)
 
 
-class GalvatronMixin(
-    AutoPlanMixin,
-    SearchMixin,
-    LoadingMixin,
-    EvaluationMixin,
-    CheckpointMixin,
-    GlobalBatchMixin,
-    PackingMixin,
-    HealthMixin,
-    StoppingMixin,
-    WatchdogMixin,
-):
+class GalvatronMixin:
     """Trains under a plan; put it before any subclass of [`~transformers.Trainer`].
 
     The global batch of an optimizer step is `per_device_train_batch_size * gradient_accumulation_steps * WORLD_SIZE`
-    sequences, read once and given to every rank; the plan says how it is computed, never what is computed. On one
-    process without a plan it is the Trainer it is mixed into.
+    sequences. Rank 0 reads it once and every rank gets it. The plan changes how it is computed, never the result. On
+    one process without a plan the Trainer is unchanged.
+
+    The methods override those of Trainer, in the order in which a run calls them, and delegate to components that know
+    nothing of the Trainer.
+
+    Attributes:
+        parallel ([`ParallelModel`], *optional*): the model under the plan, once the plan has been applied.
+        plan_outcome ([`Outcome`], *optional*): predicted and measured step time and memory of the last training run
+            under a plan that a search has made.
 
     Raises:
         ValueError: for plans, models and arguments that cannot run, before anything is changed.
@@ -76,258 +96,461 @@ class GalvatronMixin(
 
     def __init__(self, *args, **kwargs):
         self.parallel: ParallelModel | None = None
-        self._world: WorldMesh | None = None
-        self._pending_batches: list[dict[str, Any]] = []
+        self.plan_outcome: Outcome | None = None
+        self._components: Components | None = None
+        self._step: StepState | None = None
         self._resumed_plan: ParallelPlan | None = None
-        args, kwargs = self._with_model(args, kwargs)
+        self._source = ModelSource()
+        args, kwargs = self._source.with_model(args, kwargs)
         super().__init__(*args, **kwargs)
         if self._runs_parallel():
-            self._check_before_start()
+            check_trainer(self, self._requested_plan, self._planner, overrides_compute_loss(self))
         elif packing_mode(self.args) == "static":
             raise ValueError("packing='static' needs a plan, and this process has none; give parallel_plan.")
 
+    # ---- Setting up ----
+
     def create_accelerator_and_postprocess(self) -> None:
-        """As Trainer's, which calls it before anything is done to the model and again for each trial of a search."""
+        """Checks the arguments first: Trainer calls this before it changes the model, and for each trial."""
         self._requested_plan = requested_plan(self.args)
         if self._runs_parallel():
             check_arguments(self.args, self._requested_plan)
         super().create_accelerator_and_postprocess()
 
-    # ---- Plan ----
+    def _build_accelerator_args(self, **kwargs) -> dict[str, Any]:
+        """Keeps accelerate from autocasting the whole model: sharding applies the plan's precision."""
+        arguments = super()._build_accelerator_args(**kwargs)
+        return arguments | {"mixed_precision": "no"} if self._runs_parallel() else arguments
+
+    def call_model_init(self, trial=None) -> nn.Module:
+        """Lets `model_init` return a model's name, or a model on the meta device."""
+        return self._source.model(super().call_model_init(trial), self.args)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leaves a model without weights alone: its weights come to the device with the plan."""
+        if moves_to_device(model, self._runs_parallel()):
+            super()._move_model_to_device(model, device)
 
     def _runs_parallel(self) -> bool:
-        """On one process only with a plan, whose recompute, micro-batches and precision count for one rank too."""
+        """Returns whether a plan applies; one process needs a given plan, for recompute, micro-batches, precision."""
         return self.args.world_size > 1 or self._requested_plan is not None
 
-    def _check_before_start(self) -> None:
-        if self._requested_plan is not None:
-            require_runnable(self._requested_plan, self.args.world_size)
-        if not dist.is_initialized():
-            start_group_of_one(self.args.device)
-        if self.optimizer is not None or self.lr_scheduler is not None:
-            raise ValueError(
-                "optimizers=... holds weights that a plan replaces by shards; pass optimizer_cls_and_kwargs, "
-                "or override create_optimizer."
-            )
-        # What fits a simple plan fits the one that a search finds later.
-        plan = with_precision(self._requested_plan or self._plan_without_search(self.model), self.args)
-        check_plan(plan)
-        check_model(self.model, adapter_for(self.model), plan)
-        if len(plan.stages) > 1 and self._overrides_compute_loss():
-            raise ValueError(
-                f"{type(self).__name__} overrides compute_loss, which needs the whole model, and under a plan of "
-                f"{len(plan.stages)} stages no rank has it; pass compute_loss_func, or use a plan of one stage."
-            )
-
     def plan_for(self, model: nn.Module) -> ParallelPlan:
-        """The plan to train `model` under: the given one, the resumed checkpoint's, or a search's; collective."""
-        plan = self._requested_plan or self._resumed_plan
-        if plan is self._resumed_plan and plan is not None and self.args.bf16:
-            plan = replace(plan, precision=None)  # nobody gave it to this run: the arguments decide
-        if plan is None:
-            plan = self._automatic_plan(model)
+        """Returns the plan to train `model` under: the given one, the checkpoint's, or a search's; collective."""
+        plan = self._requested_plan or self._resumed_plan or self._planner.plan_for(model)
+        if plan is self._resumed_plan and self.args.bf16:
+            plan = replace(plan, precision=None)  # the arguments decide, as no plan was given to this run
         return with_precision(plan, self.args)
 
     def ensure_parallel(self) -> None:
-        """Puts the plan onto `self.model`, unless it is there; collective."""
+        """Applies the plan to `self.model`, unless that is done; collective."""
         if not self._runs_parallel() or (self.parallel is not None and self.parallel.model is self.model):
             return
         self._set_signature_columns_if_needed()
-        plan, weights = self.plan_for(self.model), self._weight_source()
-        if {parameter.dtype for parameter in self.model.parameters()} == {torch.bfloat16}:
-            logger.warning("The model was loaded in bf16; its master weights are kept in fp32 from here on.")
-            plan = replace(plan, precision=replace(plan.precision, compute="bf16"))
-            self.model.float()
-        world, device = self._own_world(), self.args.device
-        self.parallel = parallelize(self.model, plan, world=world, weights=weights, device=device)
+        plan, weights = self.plan_for(self.model), self._source.weights(self.model)
+        plan, device = with_fp32_weights(self.model, plan), self.args.device
+        self.parallel = parallelize(self.model, plan, world=self._world, weights=weights, device=device)
         self.parallel.streams.seed = self.args.seed
-        self._custom_loss = CustomLoss(
-            parallel=self.parallel,
-            compute_loss=as_one_process(self.args)(self.compute_loss),
-            count_items=lambda batches: self._get_num_items_in_batch(batches, device),
-            is_divided=self.loss_is_scaled_for_ga,
-            name=type(self).__name__,
-        )
+        self._components = Components.from_trainer(self)
         # Trainer then leaves placement and wrapping of the model to us.
         self.is_distributed_loading_by_transformers = True
-        self._write_plan(plan)
+        write_plan(plan, self.args)
         if self.is_world_process_zero() and not self.args.disable_tqdm:
             print(plan, flush=True)
 
-    def _own_world(self) -> WorldMesh:
-        """Groups of all plans of this trainer, made once."""
-        if self._world is None:
-            self._world = WorldMesh(self.args.device.type, timedelta(seconds=self.args.ddp_timeout))
-        return self._world
+    # ---- A training run ----
 
-    def _write_plan(self, plan: ParallelPlan) -> None:
-        folder = self.args.output_dir
+    def hyperparameter_search(
+        self, hp_space=None, compute_objective=None, n_trials=20, direction="minimize", backend=None, *args, **kwargs
+    ):
+        """Runs the study on rank 0 alone; the other ranks follow its trials. Every rank returns rank 0's result.
 
-        def write() -> None:
-            if self.args.should_save:
-                os.makedirs(folder, exist_ok=True)
-                plan.to_json(os.path.join(folder, PLAN_FILE))
-
-        try:
-            save_on_every_rank(write, f"Writing the plan to {folder}")
-        except SaveError as error:
-            if getattr(self.args, "on_save_failure", "stop") == "stop":
-                raise
-            logger.warning(f"{error}; training goes on without it.")
-
-    # ---- Set-up of a training run ----
+        Raises:
+            ValueError: for a backend other than optuna on several ranks.
+        """
+        search = super().hyperparameter_search
+        best = self._study.search(search, hp_space, compute_objective, n_trials, direction, backend, *args, **kwargs)
+        self.hp_search_backend = None
+        return best
 
     def train(self, resume_from_checkpoint: str | bool | None = None, trial=None, *args, **kwargs):
-        """See [`~transformers.Trainer.train`]; a resumed run takes the checkpoint's plan if none is given.
+        """Resumes only from complete checkpoints, under their plan if none is given.
 
         An attempt that a launcher has restarted resumes by itself, see [`checkpoint_of_restart`].
         """
         if resume_from_checkpoint is None and trial is None and self._runs_parallel():
-            resume_from_checkpoint = checkpoint_of_restart(self.args.output_dir, self._newest_checkpoint)
+            checkpoint = checkpoint_of_restart(self.args.output_dir, self._finder.newest)
         else:
-            resume_from_checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
-        if resume_from_checkpoint is not None and self._runs_parallel():
-            self._resumed_plan = plan_of_checkpoint(resume_from_checkpoint, self.args.world_size)
-            self._load_packing(resume_from_checkpoint)
-            self._weights_come_later = True
-        try:
-            return super().train(resume_from_checkpoint, trial, *args, **kwargs)
-        finally:
-            self._weights_come_later = False
+            checkpoint = self._finder.to_resume(resume_from_checkpoint, self.args.output_dir)
+        resumes = checkpoint is not None and self._runs_parallel()
+        if resumes:
+            self._resumed_plan = plan_of_checkpoint(checkpoint, self.args.world_size)
+        run, searching = super().train, self.hp_search_backend is not None
+        with self._source.resuming(resumes):
+            return self._study.train(lambda: run(checkpoint, trial, *args, **kwargs), trial, searching)
 
     def _inner_training_loop(self, *args, **kwargs):
+        """Applies the plan first, and trains with everything that accompanies a run."""
         self.ensure_parallel()
-        if self.parallel is not None:
-            # The plan says what is recomputed; gradient_checkpointing=True has made it say so for every layer.
-            for layer in self.parallel.layers:
-                layer.gradient_checkpointing = False
-            self._pending_batches = []
-            self._begin_packing()
-            # An evaluation leaves some weights gathered; the optimizer is to hold the shards.
-            self.parallel.units.reshard()
-            if self.neftune_noise_alpha is not None:
-                self.neftune_hook_handle.remove()
-                self.neftune_hook_handle = add_embedding_noise(self.parallel, self.neftune_noise_alpha)
-        with contextlib.ExitStack() as around:
-            for context in (
-                self._metered,
-                self._settled,
-                self._traced,
-                self._nothing_filtered,
-                self._stoppable,
-                self._guarded,
-            ):
-                around.enter_context(context())
-            around.callback(self._end_packing)
+        if self.parallel is None:
+            return super()._inner_training_loop(*args, **kwargs)
+        self._prepare_run(kwargs.get("resume_from_checkpoint"))
+        with self._accompanied():
             return super()._inner_training_loop(*args, **kwargs)
 
+    def _prepare_run(self, checkpoint: str | None) -> None:
+        """Brings model and components into the state in which a training run begins; collective."""
+        # The plan decides what is recomputed; gradient_checkpointing=True requires that it recomputes every layer.
+        for layer in self.parallel.layers:
+            layer.gradient_checkpointing = False
+        self._step = None
+        self._components.packer.begin(checkpoint, self._resumed_plan)
+        self._components.guard.begin()
+        self.parallel.units.reshard()  # evaluation leaves some weights gathered; the optimizer holds the shards
+        if self.neftune_noise_alpha is not None:
+            self.neftune_hook_handle.remove()
+            self.neftune_hook_handle = add_embedding_noise(self.parallel, self.neftune_noise_alpha)
+
+    @contextlib.contextmanager
+    def _accompanied(self) -> Iterator[None]:
+        """Accompanies a training run: measurement, saving, timeline, logs of losses, signals, watchdog, packing."""
+        parts, args = self._components, self.args
+        trace_dir = os.environ.get("GALVATRON_TRACE") or getattr(args, "trace_dir", None)
+        self._stop_signal = StopSignal()
+        with contextlib.ExitStack() as run:
+            run.enter_context(self._measured())
+            run.enter_context(parts.checkpointer.settled())
+            run.enter_context(traced(self.parallel.timeline, trace_dir))
+            run.enter_context(parts.guard.unfiltered(args))
+            run.enter_context(added_callback(self.callback_handler, self._stop_signal))
+            run.enter_context(self._stop_signal.listening())
+            run.enter_context(watched(self._position, float(args.ddp_timeout)))
+            run.callback(parts.packer.end)
+            yield
+
+    @contextlib.contextmanager
+    def _measured(self) -> Iterator[None]:
+        """Measures a run under a plan that a search has made for this batch; prints the outcome; collective."""
+        self.plan_outcome, plan = None, self.parallel.plan
+        if not is_predicted(plan, self._planner.rows_of_step):
+            yield
+            return
+        meter = StepMeter(self.args.device, lambda: held_bytes(self.model, self.optimizer))
+        with meter.measuring(), added_callback(self.callback_handler, meter):
+            yield
+        self.plan_outcome = outcome(meter, plan)
+        if self.is_world_process_zero() and not self.args.disable_tqdm:
+            print(self.plan_outcome, flush=True)
+
+    def _position(self) -> tuple[str, bool]:
+        return position_in_step(self.parallel, self.state.global_step + 1)
+
+    def _prepare_for_training(self, *args, **kwargs):
+        """Refuses optimizers that a plan cannot use."""
+        with explained_empty_optimizer(self.parallel, self.args.process_index):
+            prepared = super()._prepare_for_training(*args, **kwargs)
+        if self.parallel is not None and self.parallel.tied is not None:
+            self.parallel.tied.check_options(self.optimizer)
+        return prepared
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        """Leaves replicated parameters to the plan."""
+        if self.parallel is None:
+            super()._sync_replicated_trainable_parameters(model)
+
+    def _defer_fsdp_gradient_reduction(self) -> contextlib.AbstractContextManager:
+        """Leaves the reduction of gradients to the plan's sharding."""
+        return contextlib.nullcontext() if self.parallel is not None else super()._defer_fsdp_gradient_reduction()
+
+    def get_num_trainable_parameters(self) -> int:
+        """Counts the parameters of all stages under a pipeline."""
+        if self.parallel is None or self.parallel.pipeline is None:
+            return super().get_num_trainable_parameters()
+        return self.model.num_parameters(only_trainable=True)
+
     def _run_epoch(self, *args, resume_from_checkpoint: str | None = None, **kwargs) -> None:
-        """As Trainer's, which takes one step too many in a run that resumes from its last step's checkpoint."""
+        """Ends a run that resumes from its last step's checkpoint; Trainer would take one more step."""
         if self.parallel is not None and self.state.global_step >= self.state.max_steps:
             self._load_rng_state(resume_from_checkpoint)
             self.control.should_training_stop = True
             return
         super()._run_epoch(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
-    def _finalize_training(self, *args, **kwargs):
-        with self._survived_if_wanted():
-            self._finish_saving()
-        limit = self.args.save_total_limit
-        if self.parallel is not None:
-            self.args.save_total_limit = None  # where it is 1, Trainer deletes the newest checkpoint for the best one
-        try:
-            return super()._finalize_training(*args, **kwargs)
-        finally:
-            self.args.save_total_limit = limit
+    # ---- A step, from its batches to the check of its gradients ----
 
-    @contextlib.contextmanager
-    def _traced(self) -> Iterator[None]:
-        """Writes the timeline of all ranks where `GALVATRON_TRACE` or the arguments ask for one."""
-        folder = os.environ.get("GALVATRON_TRACE") or getattr(self.args, "trace_dir", None)
-        if self.parallel is None or not folder:
-            yield
-            return
-        timeline = self.parallel.timeline
-        timeline.on = True
-        try:
-            yield
-        finally:
-            timeline.on = False
-        timeline.write(folder)
-
-    def _build_accelerator_args(self, **kwargs) -> dict[str, Any]:
-        arguments = super()._build_accelerator_args(**kwargs)
-        if self._runs_parallel():
-            # The plan's precision is applied by sharding; accelerate would put autocast around the whole model.
-            arguments["mixed_precision"] = "no"
-        return arguments
-
-    def _prepare_for_training(self, *args, **kwargs):
-        try:
-            prepared = super()._prepare_for_training(*args, **kwargs)
-        except ValueError as error:
-            if "empty parameter list" not in str(error) or self.parallel is None or self.parallel.pipeline is None:
-                raise
-            raise ValueError(
-                f"Nothing is trained in the stages of rank {self.args.process_index}, and this optimizer takes no "
-                "empty list; give it groups ({'params': [...]}), which may be empty."
-            ) from error
-        if self.parallel is not None and self.parallel.tied is not None:
-            self.parallel.tied.check_options(self.optimizer)
-        return prepared
-
-    def get_num_trainable_parameters(self) -> int:
-        """As Trainer's; under a pipeline those of all stages."""
-        if self.parallel is None or self.parallel.pipeline is None:
-            return super().get_num_trainable_parameters()
-        return self.model.num_parameters(only_trainable=True)
-
-    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device):
+        """Reads the batches of a step on rank 0, and gives every rank the global batches besides its rows."""
         if self.parallel is None:
-            super()._sync_replicated_trainable_parameters(model)
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        number, last = self.state.global_step, self.state.global_step + 1 >= self.state.max_steps
+        found, placement = self._components.packer.read_step(epoch_iterator, num_batches, step=number, last=last)
+        self._step = StepState(number=number, placement=placement)
+        samples = self._batches.shares(found, num_batches)
+        return samples, self._get_num_items_in_batch(samples, device)
 
-    def _defer_fsdp_gradient_reduction(self) -> contextlib.AbstractContextManager:
-        # A step's micro-batches are the plan's; they defer what their sharding kind says.
-        return contextlib.nullcontext() if self.parallel is not None else super()._defer_fsdp_gradient_reduction()
-
-    # ---- Steps ----
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device):
+        """Counts the targets of global batches, so that nothing is summed over ranks."""
+        if self.parallel is None:
+            return super()._get_num_items_in_batch(batch_samples, device)
+        with as_one_process(self.args):
+            whole = [getattr(batch, "whole", batch) for batch in batch_samples]
+            return super()._get_num_items_in_batch(whole, device)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch=None) -> torch.Tensor:
-        """Forward and backward of one global batch; the earlier batches of an accumulation window only wait for it."""
+        """Computes the accumulation window as one global batch, at its last batch."""
         if self.parallel is None:
             return super().training_step(model, inputs, num_items_in_batch)
-        self._pending_batches.append(inputs.whole)
+        self._step = self._step.with_batch(inputs.whole, num_items_in_batch)
         if not self.accelerator.gradient_state.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        pending, self._pending_batches = self._pending_batches, []
-        batch = self._packed(pending)
-        if batch is None:
-            batch = self._prepare_inputs(self._joined(pending))
-        else:
-            num_items_in_batch = self._items_of_packed(batch, num_items_in_batch)
+        step = self._components.packer.pack(self._step)
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        self.parallel.streams.step = self.parallel.timeline.step = self.state.global_step
-        return self._watched_step(batch, num_items_in_batch)
+        self.parallel.streams.step = self.parallel.timeline.step = step.number
+        self._step = replace(step, loss=self._forward_backward(step))
+        return self._step.loss
 
-    def _forward_backward(self, batch: dict[str, Any] | list[dict[str, Any]], num_items_in_batch) -> torch.Tensor:
-        """Gradients of a global batch, or of its packed micro-batches, and the loss."""
-        if self._loss_needs_logits():
-            loss_of = self._custom_loss.loss_of(num_items_in_batch, batch_rows(batch))
-            return self.parallel.forward_backward(batch, loss_of=loss_of)
-        if isinstance(batch, dict):
-            _require_labels(batch)
-        return self.parallel.forward_backward(
-            batch, num_items_in_batch, label_smoothing=self.args.label_smoothing_factor
+    def _forward_backward(self, step: StepState) -> torch.Tensor:
+        """Returns the loss of a step's batch, after the backward of all its micro-batches."""
+        if has_custom_loss(self):
+            loss_of = self._components.custom_loss.loss_of(step.num_items, batch_rows(step.batch))
+            return self.parallel.forward_backward(step.batch, loss_of=loss_of)
+        require_labels(step.batch, self.parallel.forward.loss)
+        smoothing = self.args.label_smoothing_factor
+        return self.parallel.forward_backward(step.batch, step.num_items, label_smoothing=smoothing)
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        """Clips by the norm of all ranks' gradients."""
+        if self.parallel is None:
+            return super()._clip_grad_norm(model)
+        return self.parallel.clip_grad_norm_(self.args.max_grad_norm, self._reduced_norm())
+
+    def _reduced_norm(self) -> torch.Tensor:
+        """Returns the norm of all gradients. The same collective sums the ranks' votes to stop."""
+        norm, votes = self.parallel.sum_with_grad_norm(self._stop_signal.vote)
+        self._step = replace(self._step, stop_votes=votes)
+        return norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm=None):
+        """Checks the step before the optimizer's update, besides returning the norm of all gradients.
+
+        Raises:
+            NonFiniteError: on every rank, if the step is not finite and the policy is to stop.
+        """
+        if self.parallel is None:
+            return super()._get_grad_norm(model, grad_norm=grad_norm)
+        norm = self._reduced_norm() if grad_norm is None or self._step.stop_votes is None else grad_norm
+        step = self._step
+        norm_value, loss, votes = step.numbers(norm)
+        self._stop_signal.count_votes(votes, step.number + 1, self.args.process_index)
+        # Trainer asks for it before it steps the learning rate; without gradients optimizers change nothing.
+        mark_step_skipped(self.optimizer, self._components.guard.skips(step, norm_value, loss))
+        self._step = self.parallel.timeline.action = None
+        return norm
+
+    # ---- After a step, and after the last one ----
+
+    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args, **kwargs) -> None:
+        """Sets the sum of losses to zero after a log; Trainer subtracts it from itself, which leaves NaN as it is."""
+        super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+        if self.parallel is not None and self._globalstep_last_logged == self.state.global_step:
+            tr_loss.zero_()
+
+    def log(self, logs: dict[str, float], *args, **kwargs) -> None:
+        """Adds the time that saving has taken, measurements of packing, and skipped steps."""
+        if self.parallel is not None:
+            self._components.checkpointer.add_logs(logs)
+            self._components.packer.add_logs(logs)
+            self._components.guard.add_logs(logs)
+        super().log(logs, *args, **kwargs)
+
+    def _report_to_hp_search(self, trial, step: int, metrics: dict[str, float]) -> None:
+        """Prunes a trial on all ranks if rank 0's study prunes it."""
+        report = super()._report_to_hp_search
+        if self.hp_search_backend is None or trial is None or self.args.world_size == 1:
+            report(trial, step, metrics)
+        else:
+            self._study.report(lambda: report(trial, step, metrics))
+
+    def _finalize_training(self, *args, **kwargs):
+        """Waits for the checkpoint in the background, and keeps Trainer from deleting checkpoints."""
+        if self.parallel is None:
+            return super()._finalize_training(*args, **kwargs)
+        with self._components.checkpointer.tolerating_failure(self.state):
+            self._components.checkpointer.finish()
+        with without_pruning(self.args):
+            return super()._finalize_training(*args, **kwargs)
+
+    # ---- Loaders ----
+
+    def _get_dataloader(self, dataset, description: str, batch_size: int, *args, **kwargs):
+        """Makes a loader of global batches; for evaluation one that rank 0 reads for all ranks."""
+        if not self._runs_parallel():
+            return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
+        with self._batches.preparing(self.accelerator):
+            size = batch_size * self.args.world_size
+            loader = super()._get_dataloader(dataset, description, size, *args, **kwargs)
+        if kwargs.get("is_training", False):
+            return loader
+        shared, kept = GlobalBatchLoader(loader), getattr(self, "_eval_dataloaders", {})
+        kept.update({key: shared for key, value in kept.items() if value is loader})
+        return shared
+
+    def _get_train_sampler(self, *args, **kwargs):
+        """Groups rows by length over the global batch."""
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        return self._batches.sampler(sampler) if self._runs_parallel() else sampler
+
+    def _get_eval_sampler(self, *args, **kwargs):
+        """Groups rows by length over the global batch."""
+        sampler = super()._get_eval_sampler(*args, **kwargs)
+        return self._batches.sampler(sampler) if self._runs_parallel() else sampler
+
+    # ---- Evaluation and generation ----
+
+    def evaluation_loop(self, *args, **kwargs):
+        """Applies the plan first, and gathers predictions in the order of the global batch."""
+        self.ensure_parallel()
+        if self.parallel is None:
+            return super().evaluation_loop(*args, **kwargs)
+        evaluator, gather_losses = self._components.evaluator, self.gather_function
+        self.gather_function = lambda x: evaluator.gather(x, gather_losses, self.accelerator.gather)
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            self.gather_function = self.accelerator.gather_for_metrics
+
+    def prediction_step(
+        self, model: nn.Module, inputs, prediction_loss_only: bool, ignore_keys=None, **gen_kwargs
+    ) -> Prediction:
+        """Computes the loss of the global batch, and logits and labels of this rank's equal share of it."""
+        if self.parallel is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **gen_kwargs)
+        evaluator = self._components.evaluator
+        inputs.update(evaluator.share(inputs.whole))
+        if getattr(self.args, "predict_with_generate", False) and not prediction_loss_only:
+            options = gen_kwargs or getattr(self, "_gen_kwargs", {})
+            return evaluator.generate(inputs.whole, self.generate, self._pad_tensors_to_max_len, options)
+        return evaluator.predict(inputs.whole, prediction_loss_only)
+
+    def generate(self, *args, **kwargs) -> torch.Tensor:
+        """Generates tokens with the trained model; collective, and allowed in callbacks; see [`generate`]."""
+        self.ensure_parallel()
+        if self.parallel is None:
+            return self.model.generate(*args, **kwargs)
+        return generate(self.parallel, *args, **kwargs)
+
+    # ---- Checkpoints ----
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes safetensors, configuration and tokenizer that `from_pretrained` opens anywhere; collective."""
+        self.ensure_parallel()
+        if self.parallel is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        self._components.checkpointer.save_model(output_dir or self.args.output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_checkpoint(self, model: nn.Module, trial) -> None:
+        """Writes a checkpoint that any plan can load, into a folder that gets its name when it is complete."""
+        if self.parallel is None:
+            super()._save_checkpoint(model, trial)
+            return
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        self._components.checkpointer.save(
+            self._get_output_dir(trial=trial),
+            state=self.state,
+            optimizer=self.optimizer,
+            scheduler=self.lr_scheduler,
+            callbacks=[*self.callback_handler.callbacks, self.control],
+            push=self._push_from_checkpoint if self.args.push_to_hub else None,
         )
 
-    def _loss_needs_logits(self) -> bool:
-        """Whether the loss is somebody's own function of logits: compute_loss_func, or compute_loss overridden."""
-        return self._overrides_compute_loss() or self.compute_loss_func is not None
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Loads weights that were saved under any plan, or by plain Trainer; into a plan or a plain model."""
+        self.ensure_parallel()
+        if self.parallel is not None:
+            self._components.checkpointer.load_weights(resume_from_checkpoint)
+        elif is_written_under_a_plan(resume_from_checkpoint):
+            load_plain_weights(resume_from_checkpoint, self.model)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
-    def _overrides_compute_loss(self) -> bool:
-        return type(self).compute_loss is not Trainer.compute_loss
+    def _load_best_model(self) -> None:
+        """Loads the best checkpoint only if it is complete and lies in the output folder."""
+        if self.parallel is None:
+            super()._load_best_model()
+            return
+        best = self.state.best_model_checkpoint
+        require_inside(best, self.args.output_dir)
+        self._finder.require_complete(best)
+        logger.info(f"Loading best model from {best} (score: {self.state.best_metric}).")
+        self._load_from_checkpoint(best)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Loads states that were saved under any plan, or by plain Trainer; into a plan or a plain model."""
+        if self.parallel is not None and checkpoint is not None:
+            self._components.checkpointer.load_optimizer_and_scheduler(checkpoint, self.optimizer, self.lr_scheduler)
+        elif is_written_under_a_plan(checkpoint):
+            load_plain_optimizer_and_scheduler(checkpoint, self.model, self.optimizer, self.lr_scheduler)
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Restores rank 0's random state, or that of a run of one process, if this rank has no file of its own."""
+        rank, world_size = self.args.process_index, self.args.world_size
+        if self.parallel is not None:
+            self._components.packer.forget_random_state()
+        if checkpoint is None or load_random_state(checkpoint, rank):
+            return
+        with plain_random_files(checkpoint, rank, world_size) as folder:
+            super()._load_rng_state(folder)
+
+    # ---- Components, and what they have counted ----
+
+    @cached_property
+    def _batches(self) -> GlobalBatches:
+        return GlobalBatches(self.args)
+
+    @cached_property
+    def _finder(self) -> CheckpointFinder:
+        return CheckpointFinder(self.args.process_index, self.args.world_size)
+
+    @cached_property
+    def _planner(self) -> AutoPlanner:
+        return auto_planner(self)
+
+    @cached_property
+    def _study(self) -> SharedStudy:
+        return SharedStudy(self.args.process_index, self.args.world_size)
+
+    @cached_property
+    def _world(self) -> WorldMesh:
+        """The groups of all plans of this Trainer."""
+        return WorldMesh(self.args.device.type, timedelta(seconds=self.args.ddp_timeout))
+
+    @property
+    def search_result(self) -> SearchResult | None:
+        """The result of the last search for a plan, on rank 0."""
+        return self._planner.search_result
+
+    @property
+    def failed_saves(self) -> int:
+        """Checkpoints that could not be written while training went on."""
+        return 0 if self._components is None else self._components.checkpointer.failed_saves
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps without an update since training began."""
+        return 0 if self._components is None else self._components.guard.skipped_steps
+
+    @property
+    def cut_sequences(self) -> int:
+        """Documents that were truncated or split since training began."""
+        return 0 if self._components is None else self._components.packer.cut_sequences
 
 
 class GalvatronTrainer(GalvatronMixin, Trainer):
@@ -335,8 +558,8 @@ class GalvatronTrainer(GalvatronMixin, Trainer):
 
     Args:
         model ([`~transformers.PreTrainedModel`], `str` or `os.PathLike`, *optional*): a model; one on the meta device,
-            whose weights are then initialised here; or a folder or an id on the Hub. Of the last two no rank ever has
-            more than its own pieces.
+            whose weights are then initialised here; or a folder or an id on the Hub. With the last two, no rank ever
+            holds more than its own parts.
         args ([`GalvatronTrainingArguments`] or [`~transformers.TrainingArguments`]): with the plan, else "auto".
 
     Example:
@@ -350,17 +573,3 @@ class GalvatronTrainer(GalvatronMixin, Trainer):
 
 class GalvatronSeq2SeqTrainer(GalvatronMixin, Seq2SeqTrainer):
     """[`~transformers.Seq2SeqTrainer`] under a parallel plan; `predict_with_generate` generates on rank 0."""
-
-
-def start_group_of_one(device: torch.device) -> None:
-    """Makes this process a world of one rank, so that a plan for one rank runs without a launcher."""
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
-
-def _require_labels(batch: dict[str, Any]) -> None:
-    if not NEXT_TOKEN.is_labelled(batch):
-        raise ValueError(
-            f"The batch has no labels, only {sorted(batch)}, so there is no loss to train on; "
-            "use DataCollatorForLanguageModeling(tokenizer, mlm=False) or add a labels column."
-        )

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Attempts that `torchrun --max_restarts` starts again go on where the last one saved."""
+"""Resumption of attempts that `torchrun --max_restarts` starts again."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ logger = logging.get_logger(__name__)
 
 
 def checkpoint_of_restart(output_dir: str, newest: Callable[[str], str | None]) -> str | None:
-    """The checkpoint that a restarted attempt resumes from; collective in such an attempt.
+    """Returns the checkpoint that a restarted attempt resumes from; collective in such an attempt.
 
     Args:
-        output_dir (`str`): where the checkpoints are.
+        output_dir (`str`): folder of checkpoints.
         newest (`Callable`): finds the newest complete checkpoint of a folder; collective.
 
     Returns:
@@ -34,7 +34,7 @@ def checkpoint_of_restart(output_dir: str, newest: Callable[[str], str | None]) 
 
 
 def _warn_of_shared_store() -> None:
-    """Restarted ranks that find the first attempt's addresses in their store do not find each other."""
+    """Warns of a store in which restarted ranks find the addresses of the first attempt, not each other's."""
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
     if restarts > 0 and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
         logger.warning_once(

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""A learning-rate scheduler's state by the names of the weights: a plan decides how many groups the optimizer has."""
+"""The state of a learning-rate scheduler by the names of weights, because a plan decides the optimizer's groups."""
 
 from __future__ import annotations
 
@@ -9,56 +9,60 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from transformers.utils import logging
 
+from galvatron_hf.models.fused_weights import FusedNames
 from galvatron_hf.parallel.weights.optimizer_state import check_groups
 from galvatron_hf.plan.validation import show
 
 
 logger = logging.get_logger(__name__)
 
+SCHEDULER_FILE = "scheduler.json"
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerState:
-    """What a scheduler knows, for any groups.
+    """The values of a scheduler, for optimizers with any groups.
 
     Attributes:
-        common (`dict[str, Any]`): numbers, strings and lists of them that are no group's.
-        groups (`list[dict]`): for each group its weights' `names` and its `values`, for example of "base_lrs".
+        common (`dict[str, Any]`): numbers, strings and lists of them that belong to no group.
+        groups (`list[dict]`): for each group the `names` of its weights and its `values`, for example of "base_lrs".
     """
 
     common: dict[str, Any] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> SchedulerState:
+    def from_state_dict(cls, state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> SchedulerState:
         """Reads a scheduler's `state_dict`; `groups` are the names of each group's weights."""
         common: dict[str, Any] = {}
         values: list[dict[str, Any]] = [{} for _ in groups]
         for name, value in state.items():
             if isinstance(value, (list, tuple)) and len(value) == len(groups):
-                for of_group, own in zip(values, value, strict=True):
-                    of_group[name] = own
+                for of_group, one in zip(values, value, strict=True):
+                    of_group[name] = one
             elif _is_plain(value):
                 common[name] = value
             else:
                 logger.warning(f"The scheduler's {name} is a {type(value).__name__}, which is not saved.")
-        named = [{"names": list(names), "values": own} for names, own in zip(groups, values, strict=True)]
+        named = [{"names": list(names), "values": found} for names, found in zip(groups, values, strict=True)]
         return cls(common=common, groups=named)
 
     @classmethod
-    def of_all_ranks(cls, states: Sequence[SchedulerState]) -> SchedulerState:
-        """Puts together what the ranks of different stages know; ranks of one stage know the same groups."""
+    def from_ranks(cls, states: Sequence[SchedulerState]) -> SchedulerState:
+        """Joins the states of the ranks of all stages; ranks of one stage have the same groups."""
         groups: list[dict[str, Any]] = []
         for state in states:
             groups += [group for group in state.groups if group not in groups]
         return cls(common=states[0].common, groups=groups)
 
     def for_groups(self, state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-        """A `state_dict` for a scheduler whose optimizer has other groups.
+        """Returns a `state_dict` for a scheduler whose optimizer may have other groups.
 
         Args:
-            state (`Mapping[str, Any]`): its present one, which says what it wants.
+            state (`Mapping[str, Any]`): its present one, which has the wanted names and types.
             groups (`Sequence[Sequence[str]]`): the names of each group's weights.
         """
         by_name = {name: group["values"] for group in self.groups for name in group["names"]}
@@ -66,14 +70,14 @@ class SchedulerState:
         missing = [names[0] for names in groups if names and names[0] not in by_name]
         if missing:
             raise ValueError(f"the scheduler's state does not know {missing[0]}: use another checkpoint")
-        # Where a stage is frozen its groups are empty, but their learning rate is logged: they take the first one's.
+        # The groups of a frozen stage are empty, but their learning rate is logged: they take that of the first group.
         first = next((group["values"] for group in self.groups if group["names"]), {})
-        own = [by_name[names[0]] if names else first for names in groups]
-        for name in {name for values in own for name in values} & set(state):
+        found = [by_name[names[0]] if names else first for names in groups]
+        for name in {name for values in found for name in values} & set(state):
             present = state[name]
             if not isinstance(present, (list, tuple)) or len(present) != len(groups):
                 raise ValueError(f"the scheduler's {name} is no group's: use another checkpoint")
-            loaded[name] = [values.get(name, present[i]) for i, values in enumerate(own)]
+            loaded[name] = [values.get(name, present[i]) for i, values in enumerate(found)]
         for name, value in loaded.items():
             if not _is_like(value, state[name]):
                 raise ValueError(
@@ -82,13 +86,17 @@ class SchedulerState:
                 )
         return loaded
 
+    def load_into(self, scheduler: Any, groups: Sequence[Sequence[str]]) -> None:
+        """Loads the state into a scheduler; `groups` are the names of each of its optimizer's groups."""
+        scheduler.load_state_dict(self.for_groups(scheduler.state_dict(), groups))
+
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; numbers that JSON does not have ("best" starts at infinity) as strings."""
+        """Returns JSON values; numbers that JSON lacks, such as infinity, become strings."""
         return {"common": _encoded(self.common), "groups": _encoded(self.groups)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> SchedulerState:
-        """What [`SchedulerState.to_json`] returned.
+        """Reads what [`SchedulerState.to_json`] returned.
 
         Raises:
             ValueError: for any other value.
@@ -100,8 +108,19 @@ class SchedulerState:
         return cls(common=_decoded(common), groups=_decoded(groups))
 
 
+def group_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str], fused: FusedNames) -> list[list[str]]:
+    """Returns the family's names of the weights in each group of an optimizer.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`): the optimizer.
+        names (`Mapping[int, str]`): from the `id` of a parameter to its name in the model.
+        fused ([`FusedNames`]): the model's fused weights.
+    """
+    return [[fused.family_name(names[id(p)]) for p in group["params"]] for group in optimizer.param_groups]
+
+
 def _is_like(value: Any, present: Any) -> bool:
-    """Whether a value that was read may take the place of one that is there."""
+    """Returns whether a value that was read may replace a present one."""
     if value is None or present is None:
         return True
     numbers = (bool, int, float)

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of the dataset a step's global batch holds, without reading them."""
+"""Indices of the dataset rows in each step's global batch, without reading the rows."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 
 class DatasetRows:
-    """Knows which rows of the dataset each step's global batch holds, without drawing from the sampler.
+    """Finds the dataset rows of each step's global batch without drawing from the sampler.
 
     Args:
-        loader (`DataLoader`): of the global batches.
-        accumulation (`int`): batches of the loader that make a step.
+        loader (`DataLoader`): the loader of global batches.
+        accumulation (`int`): batches of the loader in a step.
 
     Attributes:
-        known (`bool`): False where the sampler's order cannot be known without drawing from it, and for streams.
-        may_learn (`bool`): whether a sampler of the user's own may choose rows by what was trained before them.
+        known (`bool`): False for streams, and if the sampler's order is known only by drawing from it.
+        may_learn (`bool`): whether a custom sampler may choose rows by the training steps before them.
     """
 
     def __init__(self, loader: DataLoader, accumulation: int):
@@ -30,15 +30,15 @@ class DatasetRows:
         self._steps = -(-len(loader) // accumulation) if self.known else 0
         self._rows = self._batches.batch_size * accumulation if self.known else 0
         self._most = len(loader) * self._batches.batch_size if self.known else 0  # a last, smaller batch may be left
-        own = [type(one).__module__.split(".")[0] for one in (self._batches, self._sampler) if one is not None]
-        self.may_learn = not set(own) <= {"torch", "accelerate", "transformers"}
+        modules = [type(one).__module__.split(".")[0] for one in (self._batches, self._sampler) if one is not None]
+        self.may_learn = not set(modules) <= {"torch", "accelerate", "transformers"}
         self._epoch: tuple[int, list[int]] | None = None
 
     def of_step(self, step: int) -> list[int]:
-        """Indices in the dataset of a step's rows, in the global batch's order.
+        """Returns the indices of a step's rows, in the order of the global batch.
 
         Args:
-            step (`int`): optimizer steps before this one, of all epochs.
+            step (`int`): optimizer steps before this one, over all epochs.
         """
         epoch, step = divmod(step, self._steps)
         if self._epoch is None or self._epoch[0] != epoch:
@@ -47,7 +47,7 @@ class DatasetRows:
 
 
 def epoch_order(sampler: SequentialSampler | SeedableRandomSampler, epoch: int) -> list[int]:
-    """The indices that a sampler gives in an epoch; the sampler stays as it is."""
+    """Returns the indices that a sampler gives in an epoch; the sampler does not change."""
     if isinstance(sampler, SequentialSampler):
         return list(sampler)
     again = copy.copy(sampler)

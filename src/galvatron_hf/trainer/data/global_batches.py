@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The batches of one process with the global batch size: read on rank 0, given to every rank."""
+"""Loaders and samplers of global batches, as one process would read them."""
 
 from __future__ import annotations
 
@@ -8,40 +8,47 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, Sampler
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from galvatron_hf.data.loader import GlobalBatchLoader, join_batches, local_share, take_rows
+from accelerate import Accelerator
+from galvatron_hf.data.loader import RankBatch, join_batches, local_share, take_rows
 from galvatron_hf.data.packing import BOUNDS
 from galvatron_hf.utils.compat import keep_dataloader
 
 
-class GlobalBatchMixin:
-    """The part of [`GalvatronMixin`] that makes loaders and reads steps; see there."""
+class GlobalBatches:
+    """Makes loaders read batches of all ranks together, and gives each rank its rows of them.
 
-    def _get_dataloader(self, dataset, description: str, batch_size: int, *args, **kwargs) -> DataLoader:
-        if not self._runs_parallel():
-            return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
-        self.accelerator.prepare = self._prepare_loader
+    Args:
+        args ([`~transformers.TrainingArguments`]): the Trainer's.
+    """
+
+    def __init__(self, args: TrainingArguments):
+        self.rank, self.world_size, self.device = args.process_index, args.world_size, args.device
+
+    def sampler(self, sampler: Sampler | None) -> Sampler | None:
+        """Returns a sampler that groups rows by length over the global batch, if it groups at all."""
+        if isinstance(sampler, LengthGroupedSampler):
+            sampler.batch_size *= self.world_size
+        return sampler
+
+    @contextlib.contextmanager
+    def preparing(self, accelerator: Accelerator) -> Iterator[None]:
+        """Has accelerate prepare loaders as in a job of one process."""
+        accelerator.prepare = lambda loader: self._prepare(accelerator, loader)
         try:
-            loader = super()._get_dataloader(dataset, description, batch_size * self.args.world_size, *args, **kwargs)
+            yield
         finally:
-            del self.accelerator.prepare
-        if kwargs.get("is_training", False):
-            return loader
-        shared, kept = GlobalBatchLoader(loader), getattr(self, "_eval_dataloaders", {})
-        kept.update({key: shared for key, value in kept.items() if value is loader})
-        return shared
+            del accelerator.prepare
 
-    def _prepare_loader(self, loader: DataLoader) -> DataLoader:
-        """Prepares a loader as accelerate does for a job of one process."""
-        config = self.accelerator.dataloader_config
+    def _prepare(self, accelerator: Accelerator, loader: DataLoader) -> DataLoader:
+        config = accelerator.dataloader_config
         prepared = prepare_data_loader(
             loader,
-            device=self.args.device,
+            device=self.device,
             num_processes=1,
             process_index=0,
             split_batches=False,
@@ -54,48 +61,31 @@ class GlobalBatchMixin:
             non_blocking=config.non_blocking,
             use_stateful_dataloader=config.use_stateful_dataloader,
         )
-        keep_dataloader(self.accelerator, prepared)
+        keep_dataloader(accelerator, prepared)
         return prepared
 
-    def _get_train_sampler(self, *args, **kwargs):
-        return self._of_global_batches(super()._get_train_sampler(*args, **kwargs))
+    def shares(self, batches: list[dict[str, Any]], count: int) -> list[RankBatch]:
+        """Returns this rank's rows of a step's batches.
 
-    def _get_eval_sampler(self, *args, **kwargs):
-        return self._of_global_batches(super()._get_eval_sampler(*args, **kwargs))
+        If the data has ended inside a step, empty batches are added up to `count`: Trainer's loop then reaches the end
+        of the step.
+        """
+        if batches and len(batches) < count:
+            batches = batches + [take_rows(batches[-1], 0, 0)] * (count - len(batches))
+        return [local_share(batch, self.rank, self.world_size) for batch in batches]
 
-    def _of_global_batches(self, sampler: Sampler | None) -> Sampler | None:
-        if self._runs_parallel() and isinstance(sampler, LengthGroupedSampler):
-            sampler.batch_size *= self.args.world_size
-        return sampler
 
-    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device):
-        """Reads the batches of one optimizer step on rank 0 and gives them to all ranks."""
-        if self.parallel is None:
-            return super().get_batch_samples(epoch_iterator, num_batches, device)
-        batches = self._read_step(epoch_iterator, num_batches)
-        if batches and len(batches) < num_batches:
-            # The data ended inside a step: empty batches let Trainer's loop reach the step's end.
-            batches += [take_rows(batches[-1], 0, 0)] * (num_batches - len(batches))
-        samples = [local_share(batch, self.args.process_index, self.args.world_size) for batch in batches]
-        return samples, self._get_num_items_in_batch(samples, device)
+def join(batches: list[dict[str, Any]], pad_token_id: int) -> dict[str, Any]:
+    """Joins the batches of a step by rows, without the bounds that packing collators give besides position ids."""
+    if all("position_ids" in batch for batch in batches):
+        batches = [{name: x for name, x in batch.items() if name not in BOUNDS} for batch in batches]
+    return join_batches(batches, pad_token_id)
 
-    def _joined(self, batches: list[dict[str, Any]]) -> dict[str, Any]:
-        """One batch of all, without what collators say twice where they have packed already."""
-        if all("position_ids" in batch for batch in batches):
-            batches = [{name: x for name, x in batch.items() if name not in BOUNDS} for batch in batches]
-        return join_batches(batches, self._pad_token_id)
 
-    @property
-    def _pad_token_id(self) -> int:
-        pad = self.model.config.pad_token_id
-        return pad if pad is not None and pad >= 0 else 0
-
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device):
-        if self.parallel is None:
-            return super()._get_num_items_in_batch(batch_samples, device)
-        whole = [getattr(batch, "whole", batch) for batch in batch_samples]
-        with as_one_process(self.args):
-            return super()._get_num_items_in_batch(whole, device)
+def pad_token_id(model: PreTrainedModel) -> int:
+    """Returns the token that fills shorter rows up."""
+    pad = model.config.pad_token_id
+    return pad if pad is not None and pad >= 0 else 0
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Where documents go under a plan and its arguments: how many tokens a pack has, how many micro-batches there are."""
+"""The planner of packs: places the documents of a step into micro-batches and packs, within a number of tokens."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from galvatron_hf.trainer.data.sequence_cost import StepCost
 
 
 logger = logging.get_logger(__name__)
-EXACT_EFFORT = 50_000  # seconds at most: a step waits for a placement that the one before it did not hide
+EXACT_EFFORT = 50_000  # takes seconds at most: a step waits for a placement that is not ready
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placer:
-    """Places the documents of a step; what depends on the plan and the arguments alone.
+class PackPlanner:
+    """Places the documents of a step. Its values depend on the plan and the arguments alone.
 
     Attributes:
-        plan ([`ParallelPlan`]): under which they are computed.
-        packs (`int`): of a micro-batch.
-        multiple (`int`): what the tokens of a pack are a multiple of.
-        bound (`int`, *optional*): tokens of a pack at most, where the arguments say so; a multiple of `multiple`.
-        rows_of_pack (`int`): rows that a data rank has of the plan's padded micro-batches.
-        longest_row (`int`): tokens of the training set's longest row; 0 where that is not known.
-        cost ([`StepCost`]): of documents and micro-batches.
-        planner (`str`): of [`~data.placement.place`].
+        plan ([`ParallelPlan`]): the plan of the model.
+        packs (`int`): packs of a micro-batch.
+        multiple (`int`): the number of tokens of a pack is a multiple of it.
+        bound (`int`, *optional*): most tokens of a pack, if the arguments give it; a multiple of `multiple`.
+        rows_of_pack (`int`): rows of a data-parallel rank in one of the plan's padded micro-batches.
+        longest_row (`int`): tokens of the training set's longest row; 0 if that is not known.
+        cost ([`StepCost`]): time of documents and micro-batches.
+        planner (`str`): an algorithm of [`~data.placement.place`].
     """
 
     plan: ParallelPlan
@@ -48,14 +48,16 @@ class Placer:
     planner: str
 
     @classmethod
-    def of(cls, parallel: ParallelModel, args: TrainingArguments, cost: StepCost, known: np.ndarray) -> Placer:
-        """For a model under its plan.
+    def from_model(
+        cls, parallel: ParallelModel, args: TrainingArguments, cost: StepCost, known: np.ndarray
+    ) -> PackPlanner:
+        """Makes the planner for a model under its plan.
 
         Args:
             parallel ([`ParallelModel`]): the model.
-            args ([`~transformers.TrainingArguments`]): of the Trainer.
-            cost ([`StepCost`]): of documents.
-            known (`np.ndarray`): tokens of the training set's rows; empty where they are not known.
+            args ([`~transformers.TrainingArguments`]): the Trainer's.
+            cost ([`StepCost`]): time of documents.
+            known (`np.ndarray`): tokens of the training set's rows; empty if they are not known.
 
         Raises:
             ValueError: for a `max_tokens_per_rank` that packs cannot have.
@@ -74,14 +76,14 @@ class Placer:
         )
 
     def capacity(self, lengths: np.ndarray) -> int:
-        """Tokens of a pack at most: by default what the plan's padded micro-batches of the longest rows would have."""
+        """Returns the most tokens of a pack; by default those of padded micro-batches of the longest rows."""
         if self.bound is not None:
             return self.bound
         longest = max(int(lengths.max(initial=0)), self.longest_row)
         return -(-self.rows_of_pack * longest // self.multiple) * self.multiple
 
     def place(self, lengths: np.ndarray, max_tokens: int | None = None) -> Placement:
-        """By cost, into as many micro-batches as the plan's schedule can run."""
+        """Places documents by cost, into a number of micro-batches that the plan's schedule can run."""
         shape = PipelineShape.from_plan(self.plan)
         find = functools.partial(
             place,
@@ -103,16 +105,19 @@ class Placer:
             return find()
 
     def in_order(self, lengths: np.ndarray, max_tokens: int | None = None) -> Placement:
-        """In the sampler's order."""
+        """Places documents in the sampler's order."""
         return in_order(lengths, self.packs, max_tokens=max_tokens or self.capacity(lengths))
 
     def imbalance(self, placement: Placement, lengths: np.ndarray) -> float:
-        """Slowest rank over the mean, as the cost model has it."""
+        """Returns the predicted time of the slowest rank over the mean of all ranks."""
         return placement.imbalance(lengths, self.cost.sequence, stages=len(self.plan.rank_groups))
 
 
 def pack_multiple(parallel: ParallelModel, args: TrainingArguments) -> int:
-    """What the tokens of a pack are a multiple of: what sequence ranks split evenly, in few shapes on a GPU."""
+    """Returns the number that the tokens of a pack are a multiple of.
+
+    Sequence ranks split it evenly, and on a GPU it keeps the number of shapes small.
+    """
     wanted = getattr(args, "pack_to_multiple_of", None)
     if wanted is None:
         wanted = 64 if args.device.type == "cuda" else 1
@@ -120,10 +125,10 @@ def pack_multiple(parallel: ParallelModel, args: TrainingArguments) -> int:
 
 
 def _pack_bound(parallel: ParallelModel, args: TrainingArguments) -> int | None:
-    """Tokens that a pack may have by the arguments, if they say so.
+    """Returns the most tokens of a pack that the arguments give, or None.
 
     Raises:
-        ValueError: if packs have a multiple of something else.
+        ValueError: if the argument is not a multiple of [`pack_multiple`].
     """
     given = getattr(args, "max_tokens_per_rank", None)
     if given is None:
@@ -131,7 +136,7 @@ def _pack_bound(parallel: ParallelModel, args: TrainingArguments) -> int | None:
     multiple = pack_multiple(parallel, args)
     if given % multiple:
         raise ValueError(
-            f"max_tokens_per_rank={given} is no multiple of {multiple}, which the tokens of a pack are under this "
-            f"plan and pack_to_multiple_of; give {max(given // multiple, 1) * multiple}."
+            f"max_tokens_per_rank={given} is not a multiple of {multiple}, as the tokens of a pack are under this "
+            f"plan and pack_to_multiple_of; use {max(given // multiple, 1) * multiple}."
         )
     return given

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What packing logs: measured between two logs, but for the imbalance."""
+"""Counters of packing between two logs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from galvatron_hf.trainer.data.step_prefetch import StepPlacement
 
 @dataclass(kw_only=True)
 class PackingRecord:
-    """What was packed since the last log."""
+    """Counts what was packed since the last log."""
 
     began: float
     steps: int = 0
@@ -22,14 +22,14 @@ class PackingRecord:
     hidden: int = 0
 
     def add(self, step: StepPlacement) -> None:
-        """Counts a step; its tokens are counted where they are packed."""
+        """Counts a step; its tokens are counted when they are packed."""
         self.steps += 1
         self.planner_seconds += step.seconds
         self.hidden += step.hidden
         self.imbalance += step.imbalance
 
     def logs(self, now: float) -> dict[str, float]:
-        """What a log says of it; the imbalance is the cost model's, all else was measured."""
+        """Returns the values to log; the imbalance is predicted by the cost model, the others are measured."""
         return {
             "useful_tokens_per_second": round(self.tokens / max(now - self.began, 1e-9), 1),
             "padding_percent": round(100 * (1 - self.tokens / max(self.positions, 1)), 2),

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What a sequence costs under a plan on this machine: measured with the model itself, once at the start."""
+"""The time of a sequence under a plan on this machine, measured with the model at the start of training."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from galvatron_hf.plan.validation import check_fields
 
 
 SHORTEST = 64  # tokens of the shortest documents that are timed
-LONG_ENOUGH = 1.0  # seconds: once something takes as long, longer documents are not timed
-REPETITIONS = 2  # the quicker counts
+LONG_ENOUGH = 1.0  # seconds: after a measurement of this length, longer documents are not timed
+REPETITIONS = 2  # the shorter time counts
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """What placement needs to know.
+    """The costs by which documents are placed.
 
     Attributes:
         sequence ([`SequenceCost`]): seconds that a document adds to a micro-batch of one pipeline stage.
-        overhead (`float`): seconds of a micro-batch of one stage, whatever is in it.
-        measured (`bool`): whether they were measured, and not counted from the model's sizes.
+        overhead (`float`): seconds of an empty micro-batch of one stage.
+        measured (`bool`): whether the costs were measured, not estimated from the model's sizes.
     """
 
     sequence: SequenceCost
@@ -45,16 +45,17 @@ class StepCost:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> StepCost:
-        """
+        """Reads what [`StepCost.to_json`] returns.
+
         Raises:
-            ValueError: for anything but what `to_json` gives.
+            ValueError: for any other value.
         """
         names = ("per_token", "per_token_squared", "per_sequence", "overhead")
         check_fields("the cost", raw, (*names, "measured"), required=(*names, "measured"))
         for name in names:
             value = raw[name]
             if type(value) not in (int, float) or not 0 <= value < float("inf"):
-                raise ValueError(f"the cost's {name} is {value!r}, which is no number of seconds; measure again.")
+                raise ValueError(f"the cost's {name} is {value!r}, which is not a number of seconds; measure again.")
         if not isinstance(raw["measured"], bool):
             raise ValueError(f"the cost's measured is {raw['measured']!r}; use true or false.")
         sequence = SequenceCost(**{name: float(raw[name]) for name in names[:3]})
@@ -62,7 +63,7 @@ class StepCost:
 
 
 def estimated_cost(config: PreTrainedConfig) -> StepCost:
-    """Counted in multiplications of a decoder's forward, which only compare lengths: nothing was measured."""
+    """Returns costs in multiplications of a decoder's forward: they compare lengths, and nothing is measured."""
     hidden, layers = config.hidden_size, config.num_hidden_layers
     inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
     per_token = layers * (4 * hidden**2 + 3 * hidden * inner) + hidden * config.vocab_size
@@ -71,17 +72,17 @@ def estimated_cost(config: PreTrainedConfig) -> StepCost:
 
 
 def measure_cost(parallel: ParallelModel, longest: int, most: int | None = None) -> StepCost:
-    """Times forward and backward of packed documents of several lengths, the same on every data rank; collective.
+    """Times forward and backward of packed documents of several lengths; collective.
 
-    Gradients are left empty, and no random stream moves.
+    Gradients are empty afterwards, and no random stream moves.
 
     Args:
         parallel ([`ParallelModel`]): in training mode, without gradients.
-        longest (`int`): tokens of the longest documents to expect, at least 1; the model's positions bound it too.
-        most (`int`, *optional*): tokens of a pack at most.
+        longest (`int`): tokens of the longest documents, at least 1; bounded by the model's positions too.
+        most (`int`, *optional*): most tokens of a pack.
 
     Returns:
-        [`StepCost`]: the same on every rank: the least squares of relative errors over what the slowest rank took.
+        [`StepCost`]: the same on every rank; fitted to the slowest rank's times by least squares of relative errors.
     """
     config = parallel.model.config
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
@@ -94,7 +95,7 @@ def measure_cost(parallel: ParallelModel, longest: int, most: int | None = None)
     if shapes[-1][0] < longest:
         shapes.append((longest, 1))
     traced, parallel.timeline.on = parallel.timeline.on, False
-    _seconds(parallel, shortest, 1)  # the first one sets things up
+    _seconds(parallel, shortest, 1)  # the first one allocates buffers
     taken: list[float] = []
     for length, count in shapes:
         seconds = _seconds(parallel, length, count)
@@ -109,7 +110,7 @@ def measure_cost(parallel: ParallelModel, longest: int, most: int | None = None)
 
 
 def _seconds(parallel: ParallelModel, length: int, count: int) -> float:
-    """Of one micro-batch with `count` documents on each data rank; the slowest rank's."""
+    """Returns the seconds of one micro-batch with `count` documents on each data rank, on the slowest rank."""
     packs = parallel.resolved.packs
     documents = packs * count
     ids = torch.arange(documents * length) % parallel.model.config.vocab_size

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The batches of a step, and while it is computed the placement of the next; on rank 0."""
+"""Reading of a step's batches, and placement of the next step while a step is computed; on rank 0."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from galvatron_hf.data.packing import Sequences, limit_lengths, pieces
 from galvatron_hf.data.placement import Placement
 from galvatron_hf.data.plan_ahead import PlanAhead
 from galvatron_hf.trainer.checkpoint.random_state import random_state
-from galvatron_hf.trainer.data.pack_planner import Placer
+from galvatron_hf.trainer.data.pack_planner import PackPlanner
 
 
 logger = logging.get_logger(__name__)
@@ -24,14 +24,14 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlacement:
-    """How one step is packed, the same on every rank.
+    """The packing of one step, the same on every rank.
 
     Attributes:
-        placement ([`Placement`]): of its documents.
-        longest (`int`): tokens that a document may have.
-        imbalance (`float`): slowest rank over the mean, as the cost model has it.
-        seconds (`float`): that the planner took.
-        hidden (`bool`): whether it had planned before it was asked.
+        placement ([`Placement`]): the micro-batch and pack of each document.
+        longest (`int`): most tokens of a document.
+        imbalance (`float`): predicted time of the slowest rank over the mean of all ranks.
+        seconds (`float`): time that the planner took.
+        hidden (`bool`): whether the placement was ready when the step was read.
     """
 
     placement: Placement
@@ -41,51 +41,51 @@ class StepPlacement:
     hidden: bool
 
 
-class StepsAhead:
-    """Reads the batches of a training run step by step and has each step placed before it is read.
+class StepPrefetch:
+    """Reads the batches of a training run step by step, and places each step before it is read.
 
     Args:
-        placer (`Callable`): gives the [`Placer`] with the costs of now; called in the background too.
-        long_sequences (`str`): what becomes of documents that are too long.
+        planner (`Callable`): returns the [`PackPlanner`] with the present costs; also called in the background.
+        long_sequences (`str`): treatment of documents that are too long.
 
     Attributes:
-        state_before_look (`dict`, *optional*): the random generators before the next step was read, where reading it
-            drew from them: what is drawn for it comes after a checkpoint of this one.
+        state_before_look (`dict`, *optional*): the random state before the next step was read, if reading it drew
+            random numbers: a checkpoint of this step must not contain them.
     """
 
-    def __init__(self, placer: Callable[[], Placer], long_sequences: str):
-        self._placer, self._long_sequences = placer, long_sequences
-        self._plans = PlanAhead(lambda lengths: placer().place(lengths), lambda lengths: placer().in_order(lengths))
+    def __init__(self, planner: Callable[[], PackPlanner], long_sequences: str):
+        self._planner, self._long_sequences = planner, long_sequences
+        self._plans = PlanAhead(lambda lengths: planner().place(lengths), lambda lengths: planner().in_order(lengths))
         self._looking: tuple[Iterator, LookAhead] | None = None
         self._read: Iterator | None = None
         self._draws: bool | None = None
         self.state_before_look: dict[str, Any] | None = None
 
     def peek(self, batches: Iterator, count: int) -> list[dict[str, Any]]:
-        """The next batches, which stay to be taken."""
+        """Returns the next batches; [`StepPrefetch.take`] returns them again."""
         if self._looking is None or self._looking[0] is not batches:
             self._looking = (batches, LookAhead(batches))
         return self._looking[1].peek(count)
 
     def take(self, batches: Iterator, count: int) -> list[dict[str, Any]]:
-        """The next batches, read now or before; fewer where they end."""
+        """Returns the next batches, read now or before; fewer if the data ends."""
         self.state_before_look = None
         ahead = self._looking is not None and self._looking[0] is batches
         before = random_state() if self._draws is None else None
         found = take(self._looking[1] if ahead else batches, count)
-        if self._read is batches and self._draws is None:  # the first read makes a sampler's order
+        if self._read is batches and self._draws is None:  # the first read draws a sampler's order
             self._draws = random_state() != before
         self._read = batches
         return found
 
     def place(self, sequences: Sequences) -> StepPlacement:
-        """Places the documents of the step that was read: where they were expected to go, or anew.
+        """Places the documents of the step that was read, or returns the placement that was found ahead.
 
         Raises:
-            ValueError: for documents that are too long, if they are to be refused.
+            ValueError: for documents that are too long, if the arguments refuse them.
         """
-        placer = self._placer()
-        longest = placer.capacity(sequences.lengths)
+        planner = self._planner()
+        longest = planner.capacity(sequences.lengths)
         lengths = limit_lengths(sequences, longest, self._long_sequences).lengths
         planned = self._plans.take(lengths)
         if planned.failure is not None:
@@ -95,7 +95,7 @@ class StepsAhead:
         return StepPlacement(
             placement=planned.placement,
             longest=longest,
-            imbalance=placer.imbalance(planned.placement, lengths),
+            imbalance=planner.imbalance(planned.placement, lengths),
             seconds=planned.seconds,
             hidden=planned.hidden,
         )
@@ -104,15 +104,15 @@ class StepsAhead:
         """Has the next step placed in the background.
 
         Args:
-            lengths (`Callable`): gives the tokens of its rows, some of which may have none; called in the background.
+            lengths (`Callable`): returns the tokens of its rows, which may be 0; called in the background.
         """
         self._plans.begin(lambda: self._limited(lengths()))
 
     def read_and_plan(self, batches: Iterator, count: int) -> None:
         """Reads the next step now, and has it placed in the background.
 
-        Where reading draws random numbers, evaluation or a callback between two steps may draw some before it: such
-        rows are not read ahead. Whether it does, the second step says, which is never read ahead.
+        Rows are not read ahead if reading draws random numbers, because evaluation or a callback between two steps
+        may draw some first. The second step, which is never read ahead, shows whether reading draws.
         """
         if self._draws is not False:
             return
@@ -124,15 +124,15 @@ class StepsAhead:
             self.plan(lambda: Sequences.from_batches(following).lengths)
 
     def end(self) -> None:
-        """Ends the background."""
+        """Ends the planning in the background."""
         self._plans.end()
 
     def _limited(self, lengths: np.ndarray) -> np.ndarray:
-        """Of the documents that rows become."""
-        lengths, bound = lengths[lengths > 0], self._placer().bound
+        """Returns the lengths of the documents that rows are cut into."""
+        lengths, bound = lengths[lengths > 0], self._planner().bound
         return lengths if bound is None else pieces(lengths, bound, self._long_sequences).lengths
 
 
 def take(iterator: Iterator, count: int) -> list:
-    """The next `count` items, or those left if fewer."""
+    """Returns the next `count` items, or fewer if the iterator ends."""
     return [item for _, item in zip(range(count), iterator, strict=False)]

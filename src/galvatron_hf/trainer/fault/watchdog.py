@@ -1,10 +1,10 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""When a rank dies or stands still: one report of what every rank was doing, and an end for all of them.
+"""A watchdog thread for each rank: after a lost rank, one report of what every rank was doing, and an end for all.
 
-Each process says every few seconds, in the store that the job's ranks met in, what it is doing. A rank whose
-collective fails raises an alarm there; all that still live answer with their stacks, one rank reports, and what does
-not end by itself is ended.
+Each process publishes its status every second in the store through which the job's ranks met. A rank whose collective
+fails raises an alarm there. All living ranks answer with their stacks, one rank reports, and ranks that do not end by
+themselves are ended.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from galvatron_hf.parallel.debug.blocked_collective import (
     waiting_in,
     waiting_threads,
 )
+from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.utils.compat import default_store
 
 
 PERIOD_SECONDS = 1.0
-ANSWER_SECONDS = 4 * PERIOD_SECONDS  # after an alarm; who has not answered by then does not live
-END_SECONDS = 10.0  # after an alarm, until a process that has not ended is ended
+ANSWER_SECONDS = 4 * PERIOD_SECONDS  # after an alarm; a rank without an answer by then is dead
+END_SECONDS = 10.0  # from an alarm until a process that still runs is ended
 EXIT_STATUS = 70  # EX_SOFTWARE
 
 _ALARM, _REPORTER, _REPORTED = "alarm", "reporter", "reported"
@@ -50,17 +51,17 @@ class RankLostError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """What one process said of itself.
+    """The status that one process publishes.
 
     Attributes:
-        rank, host, pid: who it is.
+        rank, host, pid: the process.
         time (`float`): seconds since the epoch.
         doing (`str`): step, micro-batch, direction and layer.
-        waits (`str`, *optional*): the collective that it waits in.
+        waits (`str`, *optional*): the collective that the process waits in.
         stack (`str`): innermost lines of its main thread.
-        error (`str`, *optional*): what it failed with.
-        lost (`bool`): whether this error only says that another rank is not there.
-        alarmed (`bool`): whether this is the answer to an alarm.
+        error (`str`, *optional*): the error that the process failed with.
+        lost (`bool`): whether the error only says that another rank is gone.
+        alarmed (`bool`): whether the status answers an alarm.
     """
 
     rank: int
@@ -76,20 +77,20 @@ class RankStatus:
 
 
 class Watchdog(threading.Thread):
-    """Speaks for a rank, and listens for alarms.
+    """Publishes the status of a rank, and answers alarms.
 
     Args:
-        doing (`Callable`): says what the rank is doing, and whether that is part of a step: what takes long elsewhere
-            may be meant to. Called in this thread.
+        doing (`Callable`): returns what the rank is doing, and whether that is part of a step, whose time is limited.
+            Called in this thread.
         timeout (`float`): seconds that a collective may wait.
-        run (`str`): name of this training run, the same on every rank and no other run's: its alarms are its own.
+        run (`str`): name of this training run, the same on every rank and different for each run.
     """
 
     def __init__(self, doing: Callable[[], tuple[str, bool]], timeout: float, run: str):
         super().__init__(name="galvatron-watchdog", daemon=True)
         self.doing, self.timeout = doing, timeout
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        # A connection of its own: the other one may be waiting for something.
+        # A separate connection: the main thread may be waiting on the other one.
         self.store = dist.PrefixStore(f"watchdog/{run}", default_store().clone())
         self.store.set_timeout(timedelta(seconds=PERIOD_SECONDS))
         self.main = threading.main_thread().ident
@@ -98,20 +99,20 @@ class Watchdog(threading.Thread):
     # ---- In the thread ----
 
     def run(self) -> None:
-        """Until training is over."""
+        """Runs until training ends."""
         last, since = None, time.monotonic()
-        self._talk()
+        self._exchange()
         while not self.over.wait(PERIOD_SECONDS):
             doing, in_step = self.doing()
             if doing != last or not in_step:
                 last, since = doing, time.monotonic()
             if not self.alone:
-                self._talk()
+                self._exchange()
             if time.monotonic() - since > self.timeout + ANSWER_SECONDS:
-                # A late rank, or one whose backend does not raise where a collective waits, as NCCL.
+                # A late rank, or one whose backend does not raise when a collective waits, such as NCCL.
                 self._end(self._report(f"Rank {self.rank} has stood still for {self.timeout:g} s, {doing}"))
 
-    def _talk(self) -> None:
+    def _exchange(self) -> None:
         try:
             self._publish(self._status())
             if self.store.check([_ALARM]):
@@ -120,7 +121,7 @@ class Watchdog(threading.Thread):
             self.alone = True
 
     def _answer(self) -> None:
-        """Says where this process is, and ends it unless it ends by itself."""
+        """Publishes the status of this process, and ends the process unless it ends by itself."""
         self._publish(self._status(alarmed=True))
         deadline = time.monotonic() + END_SECONDS
         while time.monotonic() < deadline:
@@ -131,7 +132,7 @@ class Watchdog(threading.Thread):
     def _end(self, message: str | None) -> None:
         if message is not None:
             print(message, file=sys.stderr, flush=True)
-        os._exit(EXIT_STATUS)  # the main thread does not come back to raise anything
+        os._exit(EXIT_STATUS)  # the main thread cannot raise an error
 
     def _status(self, alarmed: bool = False, error: BaseException | None = None) -> RankStatus:
         if error is None:
@@ -154,40 +155,39 @@ class Watchdog(threading.Thread):
             alarmed=alarmed or error is not None,
         )
 
-    def _publish(self, word: RankStatus) -> None:
-        if word.error is not None or not self.failing.is_set():  # an error is the last word
-            self.store.set(f"rank {self.rank}", json.dumps(asdict(word)))
+    def _publish(self, status: RankStatus) -> None:
+        if status.error is not None or not self.failing.is_set():  # nothing follows an error
+            self.store.set(f"rank {self.rank}", json.dumps(asdict(status)))
 
     # ---- In the main thread ----
 
     def failed(self, error: BaseException) -> str | None:
-        """Tells the others of an error, and waits for their answers if it is a consequence of what happened to one.
+        """Publishes an error, and waits for the other ranks' answers if the error only says that a rank is gone.
 
         Returns:
             `str`: the report, on one of the ranks that need one.
         """
-        own = self._status(error=error)
+        status = self._status(error=error)
         self.failing.set()
         if not is_lost_connection(error):
             with contextlib.suppress(RuntimeError):
-                self._publish(own)
+                self._publish(status)
                 self.store.set(_ALARM, str(self.rank))
             return None
         late = re.search("timed? ?out", str(error), re.IGNORECASE)
         what = f"waited longer than ddp_timeout ({self.timeout:g} s)" if late else "lost a connection"
-        return self._report(f"Rank {self.rank} {what} in {own.waits or 'a collective'}, {own.doing}", own)
+        return self._report(f"Rank {self.rank} {what} in {status.waits or 'a collective'}, {status.doing}", status)
 
-    def _report(self, headline: str, own: RankStatus | None = None) -> str | None:
-        """What all ranks were doing; None where another rank has reported it."""
-        own = own or self._status(alarmed=True)
+    def _report(self, headline: str, status: RankStatus | None = None) -> str | None:
+        """Returns the report of all ranks; None if another rank makes it."""
         try:
-            self._publish(own)
+            self._publish(status or self._status(alarmed=True))
             self.store.set(_ALARM, str(self.rank))
             if self.store.add(_REPORTER, 1) > 1:
                 # The store may be in this process: it has to stay until the report is made.
                 self._wait_until(lambda: self.store.check([_REPORTED]), 2 * ANSWER_SECONDS)
                 return None
-            self._wait_until(lambda: all(word and word.alarmed for word in self._statuses()), ANSWER_SECONDS)
+            self._wait_until(lambda: all(one and one.alarmed for one in self._statuses()), ANSWER_SECONDS)
             text = report(headline, self._statuses())
             self.store.set(_REPORTED, "")
             return text
@@ -195,10 +195,10 @@ class Watchdog(threading.Thread):
             return f"{headline}. Nothing is known of the others: the job's store does not answer ({lost})."
 
     def end(self) -> None:
-        """Ends the thread, and waits for it as long as the job's store may let it wait.
+        """Ends the thread, and waits for it as long as the job's store may block it.
 
-        A thread that is in torch's C++ code when the interpreter ends is unwound through it, which aborts the process
-        with "terminate called without an active exception".
+        If the interpreter ended while the thread is in torch's C++ code, the process would abort with "terminate
+        called without an active exception".
         """
         self.over.set()
         self.join(ANSWER_SECONDS)
@@ -209,72 +209,73 @@ class Watchdog(threading.Thread):
             time.sleep(0.1)
 
     def _statuses(self) -> list[RankStatus | None]:
-        words: list[RankStatus | None] = []
+        statuses: list[RankStatus | None] = []
         for rank in range(self.ranks):
             key = f"rank {rank}"
-            words.append(RankStatus(**json.loads(self.store.get(key))) if self.store.check([key]) else None)
-        return words
+            statuses.append(RankStatus(**json.loads(self.store.get(key))) if self.store.check([key]) else None)
+        return statuses
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether an error only says that another rank is not there."""
-    of_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)  # and not a SaveError, which tells why
+    """Returns whether an error only says that another rank is gone."""
+    # Not a subclass such as SaveError, which gives a reason.
+    of_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
     return of_torch and _LOST.search(str(error)) is not None
 
 
-def report(headline: str, words: list[RankStatus | None]) -> str:
-    """The ranks that are to blame first, then one line for each."""
-    blamed, lines = [], []
-    for rank, word in enumerate(words):
-        if word is None:
-            blamed.append(f"Rank {rank} has never said anything: it died or hung before its first step.")
+def report(headline: str, statuses: list[RankStatus | None]) -> str:
+    """Returns the text of a report: first the ranks that caused the failure, then one line for each other rank."""
+    causes, lines = [], []
+    for rank, status in enumerate(statuses):
+        if status is None:
+            causes.append(f"Rank {rank} has never published a status: it died or hung before its first step.")
             continue
-        place = f"{word.doing} (process {word.pid} on {word.host})"
-        if not word.alarmed:
-            age = time.time() - word.time
-            blamed.append(f"Rank {rank} does not answer: it died, or is stopped. {age:.0f} s ago it was in {place}.")
-        elif word.error is not None and not word.lost:
-            blamed.append(f"Rank {rank} failed first, in {place}: {word.error}\n{word.stack}")
-        elif word.waits is None and not word.lost:
-            blamed.append(f"Rank {rank} was late: it waits for nobody, in {place}, at\n{word.stack}")
+        place = f"{status.doing} (process {status.pid} on {status.host})"
+        if not status.alarmed:
+            age = time.time() - status.time
+            causes.append(f"Rank {rank} does not answer: it died, or is stopped. {age:.0f} s ago it was in {place}.")
+        elif status.error is not None and not status.lost:
+            causes.append(f"Rank {rank} failed first, in {place}: {status.error}\n{status.stack}")
+        elif status.waits is None and not status.lost:
+            causes.append(f"Rank {rank} was late: it waits for nobody, in {place}, at\n{status.stack}")
         else:
-            lines.append(f"Rank {rank} waited in {word.waits or 'a collective'}, {place}.")
-    if not blamed:
-        blamed = ["All ranks wait for each other: they do not make the same collectives in the same order."]
-    return "\n".join([f"{headline}.", *blamed, *lines])
+            lines.append(f"Rank {rank} waited in {status.waits or 'a collective'}, {place}.")
+    if not causes:
+        causes = ["All ranks wait for each other: they do not make the same collectives in the same order."]
+    return "\n".join([f"{headline}.", *causes, *lines])
 
 
-class WatchdogMixin:
-    """The part of [`GalvatronMixin`] that ends a job in which a rank has died or stands still; see there."""
+@contextlib.contextmanager
+def watched(doing: Callable[[], tuple[str, bool]], timeout: float) -> Iterator[None]:
+    """Runs a watchdog beside the body, which trains; collective. On one rank there is nothing to watch.
 
-    @contextlib.contextmanager
-    def _guarded(self) -> Iterator[None]:
-        """Watches over the body, which trains.
+    Args:
+        doing (`Callable`), timeout (`float`): as for [`Watchdog`].
 
-        Raises:
-            RankLostError: on one rank, with the report, where a collective fails or waits longer than `ddp_timeout`.
-        """
-        if self.parallel is None or self.args.world_size == 1:
-            yield
-            return
-        run = read_once(lambda: uuid.uuid4().hex)
-        watchdog = Watchdog(self._doing, float(self.args.ddp_timeout), run)
-        watchdog.start()
-        try:
-            yield
-        except Exception as error:
-            text = watchdog.failed(error)
-            if text is None:
-                raise
-            raise RankLostError(text) from error
-        finally:
-            watchdog.end()
+    Raises:
+        RankLostError: on one rank, with the report, if a collective fails or waits longer than `timeout`.
+    """
+    if dist.get_world_size() == 1:
+        yield
+        return
+    watchdog = Watchdog(doing, timeout, read_once(lambda: uuid.uuid4().hex))
+    watchdog.start()
+    try:
+        yield
+    except Exception as error:
+        text = watchdog.failed(error)
+        if text is None:
+            raise
+        raise RankLostError(text) from error
+    finally:
+        watchdog.end()
 
-    def _doing(self) -> tuple[str, bool]:
-        """What this rank is doing, and whether that is part of a step."""
-        step, action = f"step {self.state.global_step + 1}", self.parallel.timeline.action
-        if action is None:
-            return f"{step}, outside of forward and backward", False
-        place = f"stage {action.stage}, " if self.parallel.pipeline is not None else ""
-        place += self.parallel.forward.current.location
-        return f"{step}, micro-batch {action.micro_batch}, {action.work.value}, {place}", True
+
+def position_in_step(parallel: ParallelModel, step: int) -> tuple[str, bool]:
+    """Describes what a rank is doing in an optimizer step, and returns whether that is forward or backward."""
+    action = parallel.timeline.action
+    if action is None:
+        return f"step {step}, outside of forward and backward", False
+    place = f"stage {action.stage}, " if parallel.pipeline is not None else ""
+    place += parallel.forward.current.location
+    return f"step {step}, micro-batch {action.micro_batch}, {action.work.value}, {place}", True

@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from transformers.modeling_outputs import CausalLMOutput
-from transformers.utils import logging
+from transformers.utils import ModelOutput, logging
 
 from galvatron_hf.data.loader import batch_rows
 from galvatron_hf.parallel.executor import LossOf, RunModel
@@ -21,6 +21,7 @@ from galvatron_hf.trainer.loss.local_batch_model import LocalBatchModel
 logger = logging.get_logger(__name__)
 
 
+@dataclass(kw_only=True)
 class CustomLoss:
     """Calls `compute_loss` with this rank's rows of each micro-batch, and weights the result.
 
@@ -36,16 +37,11 @@ class CustomLoss:
         name (`str`): the owner of the loss, for warnings.
     """
 
-    def __init__(
-        self,
-        parallel: ParallelModel,
-        compute_loss: Callable[..., Any],
-        count_items: Callable[[list[dict[str, Any]]], torch.Tensor],
-        is_divided: bool | None = None,
-        name: str = "The Trainer",
-    ):
-        self.parallel, self.compute_loss, self.count_items = parallel, compute_loss, count_items
-        self.is_divided, self.name = is_divided, name
+    parallel: ParallelModel
+    compute_loss: Callable[..., Any]
+    count_items: Callable[[list[dict[str, Any]]], torch.Tensor]
+    is_divided: bool | None = None
+    name: str = "The Trainer"
 
     def loss_of(self, num_items: torch.Tensor | None, rows: int, outputs: bool = False) -> LossOf:
         """Returns the function that computes this rank's part of a micro-batch's loss; see [`LossOf`].
@@ -64,7 +60,7 @@ class CustomLoss:
         num_items: torch.Tensor | None,
         rows: int,
         outputs: bool,
-    ) -> CausalLMOutput:
+    ) -> ModelOutput:
         model = LocalBatchModel(self.parallel, micro_batch, run, num_items)
         wanted = {"return_outputs": True} if outputs else {}
         result = self.compute_loss(model, model.local_inputs(), num_items_in_batch=num_items, **wanted)
@@ -73,7 +69,7 @@ class CustomLoss:
             share = self._local_share(model.local_inputs(), micro_batch, num_items, rows)
             # A mean over nothing is not a number, and neither is its gradient.
             loss = loss * share if share > 0 else model.no_loss()
-        return CausalLMOutput(loss=loss, logits=logits)
+        return self.parallel.forward.loss.output(loss=loss, logits=logits)
 
     def _local_share(self, local: dict[str, Any], micro_batch: dict[str, Any], num_items, rows: int) -> float:
         """Returns this rank's share of the global batch's targets, or of its rows if targets are not counted."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers.modeling_outputs import CausalLMOutput
+from transformers.utils import ModelOutput
 
 from galvatron_hf.data.loader import fill_rows, take_rows
 from galvatron_hf.models.losses import NEXT_TOKEN
@@ -43,14 +43,14 @@ class LocalBatchModel:
     ):
         self._parallel, self._run, self._num_items = parallel, run, num_items_in_batch
         self._micro_batch = fill_rows(dict(micro_batch), parallel.mesh.size)
-        self._outputs: list[CausalLMOutput] = []
+        self._outputs: list[ModelOutput] = []
 
     def local_inputs(self) -> dict[str, Any]:
         """Returns this rank's rows of the micro-batch."""
         local = self._parallel.forward.local_rows(self._micro_batch["input_ids"].shape[0])
         return take_rows(self._micro_batch, local.start, local.stop)
 
-    def __call__(self, **inputs: Any) -> CausalLMOutput | PerTokenOutput:
+    def __call__(self, **inputs: Any) -> ModelOutput | PerTokenOutput:
         """Returns logits [local rows, S, V] and, if labels are among the inputs, this rank's part of the loss.
 
         Inputs that the caller has taken out do not reach the model. With `fused_lm_head=True`, an option of TRL's
@@ -83,15 +83,15 @@ class LocalBatchModel:
 class Replay:
     """Returns the outputs that a [`LocalBatchModel`] has given, detached, one after the other."""
 
-    def __init__(self, model: LocalBatchModel, outputs: list[CausalLMOutput]):
+    def __init__(self, model: LocalBatchModel, outputs: list[ModelOutput]):
         self._model, self._outputs = model, outputs
 
-    def __call__(self, **inputs: Any) -> CausalLMOutput | PerTokenOutput:
+    def __call__(self, **inputs: Any) -> ModelOutput | PerTokenOutput:
         outputs = self._outputs.pop(0)
         if inputs.pop("fused_lm_head", False):
-            return _of_targets(CausalLMOutput(logits=outputs.logits.detach()), inputs)
+            return _of_targets(type(outputs)(logits=outputs.logits.detach()), inputs)
         loss = None if outputs.loss is None else outputs.loss.detach() / 2
-        return CausalLMOutput(loss=loss, logits=outputs.logits.detach())
+        return type(outputs)(loss=loss, logits=outputs.logits.detach())
 
     def _get_name(self) -> str:
         return self._model._get_name()
@@ -100,6 +100,6 @@ class Replay:
         return getattr(self._model, name)
 
 
-def _of_targets(outputs: CausalLMOutput, inputs: Mapping[str, Any]) -> PerTokenOutput:
+def _of_targets(outputs: ModelOutput, inputs: Mapping[str, Any]) -> PerTokenOutput:
     labels = {name: inputs.get(name) for name in (*_LABELS, "num_items_in_batch")}
     return per_token_output(outputs.logits, **labels)

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""NEFTune under a plan."""
+"""NEFTune's noise under a plan."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from galvatron_hf.parallel.model import ParallelModel
 def add_embedding_noise(parallel: ParallelModel, alpha: float) -> RemovableHandle:
     """Adds noise to the embedding's output in training, as NEFTune does (arXiv 2310.05914).
 
-    The noise is uniform in [-b, b] with b = alpha / sqrt(S * H), where S counts the positions of the whole
-    micro-batch: a rank may hold a part of them, or some that were added. Ranks that hold the same piece draw the same
-    noise, because the embedding runs on a stream keyed by its piece.
+    The noise is uniform in [-b, b] with b = alpha / sqrt(S * H). S is the number of real positions of the whole
+    micro-batch, of which a rank holds a part. Ranks that hold the same part draw the same noise, because the
+    embedding's random stream is keyed by the part.
 
     Args:
         parallel ([`ParallelModel`]): the model.
-        alpha (`float`): the noise's scale.
+        alpha (`float`): scale of the noise.
 
     Returns:
-        `RemovableHandle`: takes the noise away again.
+        `RemovableHandle`: removes the noise.
     """
 
     def add_noise(module: nn.Module, inputs: tuple[torch.Tensor, ...], hidden: torch.Tensor) -> torch.Tensor:

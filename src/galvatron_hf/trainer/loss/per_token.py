@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What TRL's Trainers ask a model for with `fused_lm_head=True`: values of each target instead of logits."""
+"""Values of each target instead of logits, for TRL's Trainers, which call a model with `fused_lm_head=True`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from galvatron_hf.models.losses import IGNORED
 
 @dataclass
 class PerTokenOutput(ModelOutput):
-    """Values [B, S - 1] of the next-token targets, zero where there is none ([B, S] for labels shifted already).
+    """Values [B, S - 1] of the next-token targets, zero without a target; [B, S] for shifted labels.
 
     Attributes:
         loss (`torch.Tensor`): minus the sum of `log_probs`, divided by the items of the batch.
         log_probs (`torch.Tensor`): log-probability of each target.
-        entropy (`torch.Tensor`): of the distribution over the vocabulary; without gradient.
-        is_top1 (`torch.Tensor`): whether the target is the likeliest token.
+        entropy (`torch.Tensor`): entropy of the distribution over the vocabulary, without gradient.
+        is_top1 (`torch.Tensor`): whether the target is the most likely token.
         label_mask (`torch.Tensor`): whether there is a target.
     """
 
@@ -37,13 +37,13 @@ def per_token_output(
     shift_labels: torch.Tensor | None,
     num_items_in_batch: torch.Tensor | int | None,
 ) -> PerTokenOutput:
-    """Reads the targets' values off logits [B, S, V].
+    """Computes the values of the targets from logits [B, S, V].
 
     Args:
         logits (`torch.Tensor`): [B, S, V].
-        labels (`torch.Tensor`, *optional*): [B, S], shifted here.
-        shift_labels (`torch.Tensor`, *optional*): [B, S], shifted already.
-        num_items_in_batch (`torch.Tensor` or `int`, *optional*): what the loss is divided by; default, the targets.
+        labels (`torch.Tensor`, *optional*): [B, S], not shifted.
+        shift_labels (`torch.Tensor`, *optional*): [B, S], shifted.
+        num_items_in_batch (`torch.Tensor` or `int`, *optional*): divisor of the loss; default: the targets.
 
     Raises:
         ValueError: if there are no labels.

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The most bytes of a CPU that were allocated at once, from what PyTorch's profiler saw of a rank."""
+"""The peak of a CPU's allocated bytes, from the events of PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _COLLECTIVES = ("c10d::", "_c10d_functional::")
 
 
 def allocations_profiler() -> torch.autograd.profiler.profile:
-    """A profiler of what [`allocation_peak`] needs: allocations, and which storages operators are given."""
+    """Returns a profiler that records allocations, and the storages that operators are given."""
     return torch.autograd.profiler.profile(profile_memory=True, record_shapes=True)
 
 
 @dataclass(kw_only=True)
 class _Block:
-    """Times are in nanoseconds; `end` is None as long as nobody is known to have freed it."""
+    """A block of memory. Times are in nanoseconds; `end` is None until the block is known to be free."""
 
     size: int
     begin: int
@@ -34,18 +34,17 @@ class _Block:
 
 
 def allocation_peak(profiler: torch.autograd.profiler.profile) -> int:
-    """
-    Most bytes that were alive at once while it ran, less those that were alive before.
+    """Returns the peak of the bytes that were allocated while the profiler ran.
 
-    Threads of a process group free blocks too, which the profiler does not see. A block that a collective was given,
-    or allocated, and that nobody was seen to free counts until the end of the last operator that was given it, even if
-    something still refers to it. Any other block counts until another block lies where it was.
+    The profiler does not see blocks that threads of a process group free. A block that a collective was given, or
+    allocated, and that nobody was seen to free counts until the end of the last operator that was given it, even if a
+    reference remains. Any other block counts until another block lies at its address.
     """
     return _peak(_seen(profiler))
 
 
-# Time (ns), bytes, start, end (ns) and whether a collective did it: of what was allocated, freed (less than 0 bytes)
-# or given to an operator (0 bytes).
+# Time (ns), bytes, address, end (ns), and whether a collective did it. Bytes are negative for a freed block, and 0 for
+# a block that an operator was given.
 _Seen = tuple[int, int, int, int, bool]
 
 
@@ -102,7 +101,7 @@ def _seen(profiler: torch.autograd.profiler.profile) -> list[_Seen]:
 
 
 def _storages(given: Any) -> Iterator[int]:
-    """Where the storages of an operator's tensors begin."""
+    """Yields the addresses of the storages of an operator's tensors."""
     if isinstance(given, (list, tuple)):
         for one in given:
             yield from _storages(one)

@@ -1,13 +1,14 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What a training run really took, beside what its plan was predicted to take."""
+"""Measured step time and memory of a training run, next to the prediction of its plan."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,65 +21,73 @@ from galvatron_hf.trainer.planning.cpu_peak_memory import allocation_peak, alloc
 from galvatron_hf.utils.compat import profiler_is_running
 
 
-WARM_UP = 2  # steps that are not timed: caches and allocators fill, and on a CPU they are watched for their memory
+WARM_UP = 2  # steps that are not timed: caches and allocators fill, and on a CPU memory is recorded
 MIB = 1 << 20
 
 
 class StepMeter(TrainerCallback):
-    """Times optimizer steps, from the batch that has been read to the update, and finds their peak of memory.
+    """Times optimizer steps, from the batch that has been read to the update, and finds their peak memory.
 
-    A GPU's allocator tells the peak of all steps. On a CPU the first two steps run under PyTorch's profiler, which has
-    every allocation, and what was there before them is added up; these steps are not timed.
+    A GPU's allocator reports the peak of all steps. On a CPU the first two steps run under PyTorch's profiler, which
+    records every allocation; the bytes that exist before them are added. These steps are not timed.
 
     Args:
-        device (`torch.device`): where the model is.
-        held_bytes (`Callable`): what lives on the device between steps.
+        device (`torch.device`): the device of the model.
+        held_bytes (`Callable`): returns the bytes that exist between steps.
 
     Attributes:
-        seconds (`list[float]`): of each step that counts.
-        peak_bytes (`int`, *optional*): of this rank.
+        seconds (`list[float]`): time of each step after the warm-up.
+        peak_bytes (`int`, *optional*): peak memory of this rank.
     """
 
     def __init__(self, device: torch.device, held_bytes: Callable[[], int]):
         self.device, self.held_bytes = device, held_bytes
         self.seconds: list[float] = []
         self.peak_bytes: int | None = None
-        self._taken = 0
+        self._steps = 0
         self._began: Any = None
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._watched: tuple[torch.autograd.profiler.profile, int] | None = None
+        self._recording: tuple[torch.autograd.profiler.profile, int] | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         elif not profiler_is_running():
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would tell of its start and stop
-            self._watched = allocations_profiler(), self.held_bytes()
-            self._watched[0].__enter__()
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler would log its start and stop
+            self._recording = allocations_profiler(), self.held_bytes()
+            self._recording[0].__enter__()
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._began = _recorded_event() if self.device.type == "cuda" else time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        self._taken += 1
-        if self._taken == WARM_UP:
-            self._end_watch()
-        elif self._taken > WARM_UP and self.device.type == "cuda":
+        self._steps += 1
+        if self._steps == WARM_UP:
+            self._end_recording()
+        elif self._steps > WARM_UP and self.device.type == "cuda":
             self._events.append((self._began, _recorded_event()))
-        elif self._taken > WARM_UP:
+        elif self._steps > WARM_UP:
             self.seconds.append(time.perf_counter() - self._began)
 
-    def _end_watch(self) -> None:
-        if self._watched is not None:
-            (profiler, held), self._watched = self._watched, None
+    def _end_recording(self) -> None:
+        if self._recording is not None:
+            (profiler, held), self._recording = self._recording, None
             profiler.__exit__(None, None, None)
-            if self._taken == WARM_UP:
+            if self._steps == WARM_UP:
                 self.peak_bytes = held + allocation_peak(profiler)
 
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Ends the measurement after the body, which trains."""
+        try:
+            yield
+        finally:
+            self.finish()
+
     def finish(self) -> None:
-        """Behind the last step."""
-        self._end_watch()
-        if self.device.type == "cuda" and self._taken:
+        """Ends the measurement after the last step."""
+        self._end_recording()
+        if self.device.type == "cuda" and self._steps:
             torch.cuda.synchronize(self.device)
             self.seconds = [begin.elapsed_time(end) / 1e3 for begin, end in self._events]
             self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
@@ -91,7 +100,7 @@ def _recorded_event() -> torch.cuda.Event:
 
 
 def held_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of a rank's weights, gradients, buffers and optimizer state; what several share counts once."""
+    """Returns the bytes of a rank's weights, gradients, buffers and optimizer state; shared storages count once."""
     tensors = [*model.parameters(), *model.buffers()]
     tensors += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     tensors += [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
@@ -102,13 +111,14 @@ def held_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """
+    """Prediction and measurement of a training run.
+
     Attributes:
-        predicted_ms (`float`): of a step.
-        measured_ms (`float`, *optional*): the median of the steps after the first two; None if there were none.
-        steps (`int`): that were timed.
-        predicted_bytes, measured_bytes (`tuple[int | None, ...]`): the most on a rank of each rank list of
-            the plan: its stages, but where several are on the same ranks.
+        predicted_ms (`float`): predicted time of a step.
+        measured_ms (`float`, *optional*): median of the steps after the warm-up; None if there were none.
+        steps (`int`): number of timed steps.
+        predicted_bytes, measured_bytes (`tuple[int | None, ...]`): peak of a rank at each pipeline rank,
+            which runs one or several stages.
     """
 
     predicted_ms: float
@@ -127,17 +137,17 @@ class Outcome:
                 f"Predicted {self.predicted_ms:.1f} ms a step, measured {self.measured_ms:.1f} ms ({off:+.1f}%), the "
                 f"median of {self.steps} steps."
             )
-        for place, (predicted, measured) in enumerate(zip(self.predicted_bytes, self.measured_bytes, strict=True)):
-            where = f" of rank list {place}" if len(self.predicted_bytes) > 1 else ""
-            said = "not measured" if measured is None else f"measured {measured / MIB:,.1f} MiB"
+        for group, (predicted, measured) in enumerate(zip(self.predicted_bytes, self.measured_bytes, strict=True)):
+            where = f" of pipeline rank {group}" if len(self.predicted_bytes) > 1 else ""
+            text = "not measured" if measured is None else f"measured {measured / MIB:,.1f} MiB"
             if measured is not None:
-                said += f" ({100 * (measured / predicted - 1):+.1f}%)"
-            lines.append(f"Predicted {predicted / MIB:,.1f} MiB on a rank{where} at most, {said}.")
+                text += f" ({100 * (measured / predicted - 1):+.1f}%)"
+            lines.append(f"Predicted {predicted / MIB:,.1f} MiB on a rank{where} at most, {text}.")
         return "\n".join(lines)
 
 
 def prediction(plan: ParallelPlan) -> Mapping[str, Any] | None:
-    """What a search has noted in the plan's `meta`, if it is whole."""
+    """Returns the prediction that a search has noted in a plan's `meta`, or None if it is not complete."""
     noted = plan.meta.get("predicted")
     if not isinstance(noted, Mapping):
         return None
@@ -147,12 +157,18 @@ def prediction(plan: ParallelPlan) -> Mapping[str, Any] | None:
     return noted if numbers and _positive(step_ms) else None
 
 
+def is_predicted(plan: ParallelPlan, rows: int) -> bool:
+    """Returns whether a search has predicted a plan for steps of this number of rows."""
+    noted = prediction(plan)
+    return noted is not None and noted.get("rows", rows) == rows
+
+
 def _positive(value: Any) -> bool:
     return type(value) in (int, float) and value > 0
 
 
 def outcome(meter: StepMeter, plan: ParallelPlan) -> Outcome:
-    """What all ranks measured; collective."""
+    """Returns the measurements of all ranks; collective."""
     noted = prediction(plan)
     ranks = gather_objects((statistics.median(meter.seconds) if meter.seconds else None, meter.peak_bytes))
     seconds = [one for one, _ in ranks if one is not None]

@@ -1,25 +1,26 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""`parallel_plan="auto"`: measures the machine and the model, and searches the plan to train under."""
+"""The planner of `parallel_plan="auto"`: measures the machine and the model, and searches the plan to train under."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 from torch import nn
+from transformers import TrainingArguments
 from transformers.utils import logging
 
 from galvatron_hf.data.lengths import sequence_lengths
 from galvatron_hf.models.families import adapter_for
+from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.comm.objects import from_rank_0
 from galvatron_hf.parallel.data_parallel.sharding import DTYPES
 from galvatron_hf.parallel.validate import check_model, check_plan
@@ -34,68 +35,76 @@ from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.profiler.trace.tracing import positions
 from galvatron_hf.trainer.checkpoint.random_state import random_state, restore_random_state
-from galvatron_hf.trainer.data.packable import only_pads
 from galvatron_hf.trainer.planning.calibration import calibrated
-from galvatron_hf.trainer.planning.step_meter import Outcome, StepMeter, held_bytes, outcome, prediction
 from galvatron_hf.utils.units import GIB
 
 
 logger = logging.get_logger(__name__)
 
-SAMPLED_ROWS = 64  # of a dataset whose lengths are not known
+SAMPLED_ROWS = 64  # rows that are read of a dataset whose lengths are not known
 SAMPLED_BATCHES = 256
-MOST_TOKENS = 4096  # of a micro-batch that is timed
+MOST_TOKENS = 4096  # tokens of a micro-batch that is timed
 # Upper bounds for measuring the machine, the parts of the model and whole steps; accuracy usually ends them earlier.
 HARDWARE_SECONDS, MODEL_SECONDS, CALIBRATION_SECONDS = 40.0, 30.0, 240.0
-GPU_SHARE = 0.92  # of a GPU's memory: the rest is the driver's, NCCL's, and lost between allocations
+GPU_SHARE = 0.92  # of a GPU's memory; the driver, NCCL and fragmentation take the rest
 
 
-class AutoPlanMixin:
-    """The part of [`GalvatronMixin`] that searches a plan and says how right the search was; see there.
+@dataclass(kw_only=True)
+class AutoPlanner:
+    """Finds the fastest plan for this machine, model and batch.
+
+    Args:
+        args ([`~transformers.TrainingArguments`]): the Trainer's.
+        dataset (`Callable`): returns the training set, or None.
+        packing (`Callable`): returns the packing mode and whether the collator allows packing.
+        world (`Callable`): returns the groups of all plans of this process.
+        whole_model (`bool`): whether a rank needs the whole model, which rules pipelines out.
 
     Attributes:
-        search_result ([`SearchResult`], *optional*): on rank 0, of the last search.
-        plan_outcome ([`Outcome`], *optional*): predicted and measured step time and memory of the last training run
-            under a plan that a search has made.
+        search_result ([`SearchResult`], *optional*): the result of the last search, on rank 0.
     """
 
+    args: TrainingArguments
+    dataset: Callable[[], Any]
+    packing: Callable[[], tuple[str, bool]]
+    world: Callable[[], WorldMesh | None] = lambda: None
+    whole_model: bool = False
     search_result: SearchResult | None = None
-    plan_outcome: Outcome | None = None
-    _searched: tuple[Any, ParallelPlan] | None = None
+    _found: tuple[Any, ParallelPlan] | None = None
 
-    # ---- The search ----
-
-    def _automatic_plan(self, model: nn.Module) -> ParallelPlan:
-        """The fastest plan for this machine, model and batch; collective."""
-        if self.train_dataset is None:
-            return self._plan_without_search(model)
-        key = self._searched_for(model)
-        if self._searched is None or self._searched[0] != key:
+    def plan_for(self, model: nn.Module) -> ParallelPlan:
+        """Returns the fastest plan; collective. Without a training set it is a simple one."""
+        if self.dataset() is None:
+            return self.plan_without_search(model)
+        key = self._search_key(model)
+        if self._found is None or self._found[0] != key:
             state = random_state()
             try:
-                self._searched = key, self._search(model)
+                self._found = key, self._search(model)
             finally:
-                restore_random_state(state)  # models were made and dropout ran: training is not to draw anything else
-        return self._searched[1]
+                restore_random_state(state)  # measuring draws random numbers, which must not change training
+        return self._found[1]
 
-    def _searched_for(self, model: nn.Module) -> tuple:
-        """What a search goes by; while it stays, so does the plan that was found."""
-        budget, tokens = (getattr(self.args, name, None) for name in ("memory_gib", "max_tokens_per_rank"))
-        batch = self._rows_of_step(), id(self.train_dataset), self._packing, tokens
-        return config_digest(model), self._precision(model), batch, self._limits(), budget
-
-    def _plan_without_search(self, model: nn.Module) -> ParallelPlan:
-        """ZeRO-3, which needs the least memory of what is simple."""
+    def plan_without_search(self, model: nn.Module) -> ParallelPlan:
+        """Returns a plan with ZeRO-3 in all layers, which needs the least memory of simple plans."""
         stacks = adapter_for(model).stack_sizes(model)
         recompute = "full" if self.args.activation_checkpointing else "none"
         return ParallelPlan.uniform(self.args.world_size, stacks, recompute=recompute)
 
-    def _rows_of_step(self) -> int:
+    @property
+    def rows_of_step(self) -> int:
+        """Rows of a global batch."""
         return self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+
+    def _search_key(self, model: nn.Module) -> tuple:
+        """Returns the values that a search depends on; while they stay, a plan that was found is kept."""
+        budget, tokens = (getattr(self.args, name, None) for name in ("memory_gib", "max_tokens_per_rank"))
+        batch = self.rows_of_step, id(self.dataset()), self.packing()[0], tokens
+        return config_digest(model), self._precision(model), batch, self.limits(), budget
 
     def _search(self, model: nn.Module) -> ParallelPlan:
         shown = not self.args.disable_tqdm
-        workload = from_rank_0(lambda: self._workload(model))
+        workload = from_rank_0(lambda: self.workload(model))
         folder = profile_folder(self.args)
         hardware = load_or_profile_hardware(
             folder,
@@ -111,14 +120,14 @@ class AutoPlanMixin:
             device=self.args.device,
             tokens=min(MOST_TOKENS, _rounded_up(workload.rows * workload.length)),
             length=min(_rounded_up(workload.length), positions(model) or sys.maxsize),
-            packed=self._may_pack(),
+            packed=self.packing()[1],
             seconds=MODEL_SECONDS,
             progress=shown,
             finish=lambda measured: calibrated(
                 measured,
                 model,
                 hardware,
-                world=self._own_world(),
+                world=self.world(),
                 rows=workload.rows,
                 length=min(workload.computed_length, MOST_TOKENS),
                 device=self.args.device,
@@ -135,7 +144,7 @@ class AutoPlanMixin:
     def _search_on_rank_0(self, hardware: HardwareProfile, profile: ModelProfile, workload: Workload) -> ParallelPlan:
         budget = memory_budget(self.args, hardware)
         shown = not self.args.disable_tqdm
-        result = search_plan(hardware, profile, workload, memory_bytes=budget, limits=self._limits(), progress=shown)
+        result = search_plan(hardware, profile, workload, memory_bytes=budget, limits=self.limits(), progress=shown)
         if result.best is None:
             raise ValueError(result.no_plan_message)
         self.search_result = result
@@ -145,32 +154,29 @@ class AutoPlanMixin:
             Console().print(explain(result, compare=False))
         return result.best.plan_with_prediction(workload)
 
-    def _limits(self) -> Limits:
-        """What the arguments and the Trainer's own methods leave of the space."""
+    def limits(self) -> Limits:
+        """Returns the part of the search space that the arguments and the Trainer's methods allow."""
         limits = Limits()
         if self.args.activation_checkpointing:
             limits = replace(limits, recompute=("full",))
-        if self._overrides_compute_loss():
-            limits = replace(limits, pipeline=(1,))  # no rank of a pipeline has the whole model
+        if self.whole_model:
+            limits = replace(limits, pipeline=(1,))
         return limits
 
-    def _may_pack(self) -> bool:
-        return self._packing == "static" or (self._packing == "auto" and only_pads(self.data_collator))
-
-    def _workload(self, model: nn.Module) -> Workload:
-        """What a step computes, from the lengths of the dataset's rows; on rank 0."""
-        rows, precision = self._rows_of_step(), self._precision(model)
-        lengths = self._row_lengths()
+    def workload(self, model: nn.Module) -> Workload:
+        """Returns the size of a step's batch, from the lengths of the dataset's rows; on rank 0."""
+        rows, precision, lengths = self.rows_of_step, self._precision(model), self.row_lengths()
+        most = getattr(self.args, "max_tokens_per_rank", None)
         if not len(lengths):
-            length = min(positions(model) or 1024, getattr(self.args, "max_tokens_per_rank", None) or 1024)
+            length = min(positions(model) or 1024, most or 1024)
             logger.warning(
-                f"The dataset does not tell how long its rows are: the plan is searched for rows of {length} tokens."
+                f"The lengths of the dataset's rows are not known: the plan is searched for rows of {length} tokens."
             )
             return Workload(rows=rows, length=length, precision=precision)
-        if not self._may_pack():  # rows are padded to the longest of their batch
+        if not self.packing()[1]:  # rows are padded to the longest of their batch
             computed = np.random.default_rng(0).choice(lengths, (SAMPLED_BATCHES, rows)).max(axis=1)
-        elif self._long_sequences != "error" and getattr(self.args, "max_tokens_per_rank", None):
-            computed = lengths = np.minimum(lengths, self.args.max_tokens_per_rank)
+        elif most and getattr(self.args, "long_sequences", "error") != "error":
+            computed = lengths = np.minimum(lengths, most)
         else:
             computed = lengths
         return Workload(
@@ -186,51 +192,31 @@ class AutoPlanMixin:
         half = self.args.bf16 or weights == {DTYPES["bf16"]}
         return Precision(compute="bf16" if half else "fp32")
 
-    def _row_lengths(self) -> np.ndarray:
-        """Tokens of the training set's rows, of some of them where all are not known; empty if none can be read."""
-        known = sequence_lengths(self.train_dataset, length_column=self.args.length_column_name)
+    def row_lengths(self) -> np.ndarray:
+        """Returns the tokens of the training set's rows, or of a sample; empty if no row can be read."""
+        dataset = self.dataset()
+        known = sequence_lengths(dataset, length_column=self.args.length_column_name)
         if known is not None:
             return known[known > 0]
         state = random_state()
         try:
-            if hasattr(self.train_dataset, "__getitem__") and hasattr(self.train_dataset, "__len__"):
-                count = len(self.train_dataset)
-                places = np.unique(np.linspace(0, count - 1, min(SAMPLED_ROWS, count)).astype(int))
-                rows = (self.train_dataset[int(place)] for place in places)
-            elif isinstance(self.train_dataset, datasets.IterableDataset):
-                rows = itertools.islice(iter(self.train_dataset), SAMPLED_ROWS)
-            else:  # another stream may have only one beginning
+            if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+                count = len(dataset)
+                indices = np.unique(np.linspace(0, count - 1, min(SAMPLED_ROWS, count)).astype(int))
+                rows = (dataset[int(index)] for index in indices)
+            elif isinstance(dataset, datasets.IterableDataset):
+                rows = itertools.islice(iter(dataset), SAMPLED_ROWS)
+            else:  # another stream may be readable only once
                 rows = ()
             return np.array([len(row["input_ids"]) for row in rows if len(row.get("input_ids", ()))], dtype=np.int64)
-        except (TypeError, KeyError, AttributeError):  # rows that have no such column before they are collated
+        except (TypeError, KeyError, AttributeError):  # rows without such a column before they are collated
             return np.zeros(0, dtype=np.int64)
         finally:
             restore_random_state(state)
 
-    # ---- What became of it ----
-
-    @contextlib.contextmanager
-    def _metered(self) -> Iterator[None]:
-        """Around a training run: prints what was predicted beside what was measured; collective behind it."""
-        self.plan_outcome = None
-        noted = prediction(self.parallel.plan) if self.parallel is not None else None
-        if noted is None or noted.get("rows", self._rows_of_step()) != self._rows_of_step():
-            yield
-            return
-        meter = StepMeter(self.args.device, lambda: held_bytes(self.model, self.optimizer))
-        self.add_callback(meter)
-        try:
-            yield
-        finally:
-            self.remove_callback(meter)
-            meter.finish()
-        self.plan_outcome = outcome(meter, self.parallel.plan)
-        if self.is_world_process_zero() and not self.args.disable_tqdm:
-            print(self.plan_outcome, flush=True)
-
 
 def profile_folder(args: Any) -> Path:
-    """Where profiles are kept: `profile_dir` of the arguments, `GALVATRON_CACHE`, or a folder of the user's cache."""
+    """Returns the folder of profiles: `profile_dir`, or `GALVATRON_CACHE`, or a folder in the user's cache."""
     given = getattr(args, "profile_dir", None) or os.environ.get("GALVATRON_CACHE")
     if given:
         return Path(given)
@@ -239,7 +225,7 @@ def profile_folder(args: Any) -> Path:
 
 
 def memory_budget(args: Any, hardware: HardwareProfile) -> int:
-    """Bytes of a rank that a plan may take: what the arguments say, or most of the device."""
+    """Returns the bytes of a rank that a plan may take: those of the arguments, or most of the device."""
     given = getattr(args, "memory_gib", None)
     if given is not None:
         return int(given * GIB)
@@ -247,5 +233,5 @@ def memory_budget(args: Any, hardware: HardwareProfile) -> int:
 
 
 def _rounded_up(number: int) -> int:
-    """A power of two, so that a profile serves datasets of about the same lengths."""
+    """Returns the next power of two, so that one profile serves datasets of similar lengths."""
     return 1 << (number - 1).bit_length()

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""One checkpoint, written by all ranks: complete under its name, or not there."""
+"""Writing of one checkpoint by all ranks: it is complete under its name, or it does not exist."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SaveError(RuntimeError):
 
 
 def save_on_every_rank(work: Callable[[], None], what: str) -> None:
-    """Runs every rank's own part of saving, which must not be collective.
+    """Runs every rank's part of saving, which must not be collective.
 
     Raises:
         SaveError: on every rank, if it failed on one.
@@ -46,13 +46,13 @@ def save_on_every_rank(work: Callable[[], None], what: str) -> None:
 
 @dataclass(kw_only=True)
 class CheckpointWriter:
-    """Writes one checkpoint after the other; all of it is collective.
+    """Writes one checkpoint after the other; all methods are collective.
 
     Args:
         parallel ([`ParallelModel`]): the model.
         in_background (`bool`): whether the tensors are copied and written while training goes on.
-        limit (`int`, *optional*): how many complete checkpoints may stay.
-        timeout (`timedelta`, *optional*): how long ranks wait for each other's writing in the background.
+        limit (`int`, *optional*): most complete checkpoints that stay.
+        timeout (`timedelta`, *optional*): longest time that ranks wait for each other's writing in the background.
     """
 
     parallel: ParallelModel
@@ -64,18 +64,18 @@ class CheckpointWriter:
     _checkpoint: Path | None = None
 
     def start(self, checkpoint: Path) -> Path:
-        """The folder to write a checkpoint's files into before [`CheckpointWriter.complete`]."""
+        """Starts a checkpoint; returns the folder for its files before [`CheckpointWriter.complete`]."""
         self._checkpoint = checkpoint
         save_on_every_rank(lambda: self._is_first and start(checkpoint), f"Starting {checkpoint}")
         return unfinished(checkpoint)
 
     def complete(self, step: int, optimizer: torch.optim.Optimizer | None, keep: Iterable[str | None]) -> None:
-        """Writes the state of model and optimizer beside the files that are there, and puts the folder in place.
+        """Writes the state of model and optimizer next to the files in the folder, and renames the folder.
 
         Args:
             step (`int`): optimizer steps so far.
-            optimizer (`torch.optim.Optimizer`, *optional*): None where only files are to be kept.
-            keep (`Iterable`): checkpoints that pruning must leave alone.
+            optimizer (`torch.optim.Optimizer`, *optional*): None if no state is written.
+            keep (`Iterable`): checkpoints that pruning must not delete.
         """
         checkpoint, limit, keep = self._checkpoint, self.limit, list(keep)
         manifest = Manifest(step=step, files={}, plan=json.loads(self.parallel.plan.to_json()), versions=versions())
@@ -100,7 +100,7 @@ class CheckpointWriter:
             raise SaveError(f"Writing {checkpoint} failed ({_reasons(error)})") from error
 
     def wait(self) -> float:
-        """Until the checkpoint in the background is complete; returns the seconds that took.
+        """Waits until the checkpoint in the background is complete; returns the seconds.
 
         Raises:
             SaveError: if it could not be written.
@@ -115,7 +115,7 @@ class CheckpointWriter:
         return time.monotonic() - began
 
     def abandon(self) -> Path | None:
-        """Deletes what a failed save has left, as far as that can be done; returns the checkpoint it was to become."""
+        """Deletes the files of a failed save, if that is possible; returns the name of the lost checkpoint."""
         if self._is_first and self._checkpoint is not None:
             shutil.rmtree(unfinished(self._checkpoint), ignore_errors=True)
         return self._checkpoint
@@ -131,7 +131,7 @@ def _reasons(error: dist.checkpoint.api.CheckpointException) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries that decide what a checkpoint holds."""
+    """Returns the versions of the libraries that decide what a checkpoint holds."""
     found = {}
     for name in ("galvatron-hf", "torch", "transformers", "accelerate", "safetensors"):
         try:

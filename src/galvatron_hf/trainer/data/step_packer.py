@@ -1,0 +1,310 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Packing under a plan: reads the batches of a step, places their documents on ranks, and packs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from transformers import TrainingArguments
+from transformers.utils import logging
+
+from galvatron_hf.data.loader import read_once
+from galvatron_hf.data.packing import NotPackable, Sequences, limit_lengths, pack
+from galvatron_hf.data.placement import Placement
+from galvatron_hf.models.losses import count_targets
+from galvatron_hf.parallel.model import ParallelModel
+from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.plan.serialization import read_object, write_file
+from galvatron_hf.trainer.checkpoint.random_state import random_state
+from galvatron_hf.trainer.data.dataset_rows import DatasetRows
+from galvatron_hf.trainer.data.global_batches import join, pad_token_id
+from galvatron_hf.trainer.data.pack_planner import PackPlanner, pack_multiple
+from galvatron_hf.trainer.data.packing_record import PackingRecord
+from galvatron_hf.trainer.data.packing_rules import PackingRules
+from galvatron_hf.trainer.data.sequence_cost import StepCost, estimated_cost, measure_cost
+from galvatron_hf.trainer.data.step_prefetch import StepPlacement, StepPrefetch, take
+from galvatron_hf.trainer.step_state import StepState
+
+
+logger = logging.get_logger(__name__)
+
+COST_FILE = "sequence_cost.json"
+CUT_FILE = "cut_sequences.json"
+
+
+@dataclass(kw_only=True)
+class StepPacker:
+    """Reads the batches of each step and makes its global batch, or its packed micro-batches.
+
+    Rank 0 reads the sampler's batches, places each document, and sends the result to all ranks. It places the next
+    step while this step is computed, if the dataset knows the length of its rows or can be read ahead.
+
+    Args:
+        parallel ([`ParallelModel`]): the model.
+        args ([`~transformers.TrainingArguments`]): the Trainer's.
+        rules ([`PackingRules`]): decide whether batches are packed.
+        known_lengths (`Callable`): returns the tokens of the training set's rows, or None if they are not known.
+        dataset_rows (`Callable`): returns the [`DatasetRows`] of the present run.
+        prepare (`Callable`): moves a batch to the device, as Trainer's `_prepare_inputs`.
+        stateful_loader (`bool`): whether the loader's own state is saved, so that it must not be read ahead.
+
+    Attributes:
+        cut_sequences (`int`): documents that were truncated or split so far, because they were too long.
+    """
+
+    parallel: ParallelModel
+    args: TrainingArguments
+    rules: PackingRules
+    known_lengths: Callable[[], np.ndarray | None]
+    dataset_rows: Callable[[], DatasetRows]
+    prepare: Callable[[dict[str, Any]], dict[str, Any]]
+    stateful_loader: bool = False
+    cut_sequences: int = 0
+    cost: StepCost | None = None
+    prefetch: StepPrefetch | None = None
+    _record: PackingRecord | None = None
+    _lengths: np.ndarray | None = None
+    _rows: DatasetRows | None = None
+
+    @property
+    def long_sequences(self) -> str:
+        return getattr(self.args, "long_sequences", "error")
+
+    # ---- A training run ----
+
+    def begin(self, checkpoint: str | None = None, saved_plan: ParallelPlan | None = None) -> None:
+        """Starts a training run; collective.
+
+        Args:
+            checkpoint (`str`, *optional*): the checkpoint that the run resumes from.
+            saved_plan ([`ParallelPlan`], *optional*): its plan, if that is one for as many ranks.
+
+        Raises:
+            ValueError: for documents that are too long, if their lengths are known.
+        """
+        self.end()
+        self._record, self._lengths, self.cut_sequences = None, None, 0
+        if checkpoint is not None:
+            self._load(checkpoint, saved_plan)
+        if self.rules.packs():
+            read_once(self._check_lengths)
+
+    def end(self) -> None:
+        """Ends a training run and its planning in the background."""
+        if self.prefetch is not None:
+            self.prefetch.end()
+        self.prefetch, self._rows = None, None
+
+    def _check_lengths(self) -> None:
+        """Refuses rows that are too long before the first step. A collator that does more than padding may cut."""
+        lengths, bound = self._known_lengths(), self.planner().bound
+        if not self.rules.only_pads():
+            return
+        if bound is not None and self.long_sequences == "error" and (lengths > bound).any():
+            row = int(lengths.argmax())
+            raise ValueError(
+                f"Row {row} of the dataset has {lengths[row]} tokens, above max_tokens_per_rank ({bound}), as "
+                f"{int((lengths > bound).sum())} of {len(lengths)} rows; raise it, cut the rows, or set "
+                "long_sequences to 'truncate' or 'split'."
+            )
+
+    def _known_lengths(self) -> np.ndarray:
+        if self._lengths is None:
+            known = self.known_lengths()
+            self._lengths = np.zeros(0, dtype=np.int64) if known is None else known
+        return self._lengths
+
+    def planner(self) -> PackPlanner:
+        """Returns the planner with the present cost of documents; on rank 0."""
+        cost = self.cost or estimated_cost(self.parallel.forward.current.config)
+        return PackPlanner.from_model(self.parallel, self.args, cost, self._known_lengths())
+
+    # ---- Reading a step ----
+
+    def read_step(
+        self, batches: Iterator, count: int, *, step: int, last: bool
+    ) -> tuple[list[dict[str, Any]], StepPlacement | None]:
+        """Reads the batches of one optimizer step, and places their documents; collective.
+
+        Args:
+            batches (`Iterator`): over the loader's batches; read on rank 0.
+            count (`int`): batches of a step.
+            step (`int`): optimizer steps before this one.
+            last (`bool`): whether no step follows.
+
+        Returns:
+            `tuple`: the batches, and their placement if they are packed.
+        """
+        if not self.rules.packs():
+            return read_once(lambda: take(batches, count)), None
+        if self.prefetch is None:
+            self.prefetch = StepPrefetch(self.planner, self.long_sequences)
+        if self.cost is None:
+            self._find_cost(batches, count)
+        found, placement = read_once(lambda: self._read_and_place(batches, count))
+        if placement is None:
+            return found, None
+        if self._record is None:
+            self._record = PackingRecord(began=time.perf_counter())
+        self._record.add(placement)
+        if dist.get_rank() == 0 and not last:
+            try:
+                self.plan_ahead(batches, count, step + 1)
+            except Exception as error:  # the other ranks do not wait for it: the step is placed when it is read
+                logger.warning_once(f"Steps are not planned ahead ({type(error).__name__}: {error}).")
+        return found, placement
+
+    def _read_and_place(self, batches: Iterator, count: int) -> tuple[list[dict[str, Any]], StepPlacement | None]:
+        found = self.prefetch.take(batches, count)
+        sequences = self._sequences(found)
+        return found, None if sequences is None else self.prefetch.place(sequences)
+
+    def _sequences(self, batches: list[dict[str, Any]]) -> Sequences | None:
+        """Returns the documents of batches; None if there are none, or the batches stay padded."""
+        if not batches:
+            return None
+        try:
+            sequences = Sequences.from_batches(batches)
+        except NotPackable as reason:
+            self.rules.pad_because(reason)
+            return None
+        return sequences if len(sequences.rows) else None
+
+    def plan_ahead(self, batches: Iterator, count: int, step: int) -> None:
+        """Has a step placed in the background before it is read; on rank 0."""
+        known = self._known_lengths()
+        if self._rows is None:
+            self._rows = self.dataset_rows()
+        if len(known) and self._rows.known:
+            self.prefetch.plan(lambda: known[self._rows.of_step(step)])
+        elif self._rows.may_learn or self.stateful_loader:
+            return  # rows would be chosen too early; a stateful loader's state would be a step ahead
+        else:
+            self.prefetch.read_and_plan(batches, count)
+
+    # ---- The cost of documents ----
+
+    def _find_cost(self, batches: Iterator, count: int) -> None:
+        """Measures the cost of documents, unless nothing of the first step can be packed; collective."""
+        if self.args.full_determinism:
+            self.cost = estimated_cost(self.parallel.forward.current.config)  # independent of any clock
+            return
+        longest, most = read_once(lambda: self._lengths_to_time(batches, count))
+        if not longest:
+            return
+        self.parallel.model.train()
+        self.cost = measure_cost(self.parallel, longest, most)
+        cost = self.cost.sequence
+        logger.info(
+            f"A document of s tokens was measured to take {cost.per_token:.3g} s + {cost.per_token_squared:.3g} s^2 + "
+            f"{cost.per_sequence:.3g} seconds, a micro-batch {self.cost.overhead:.3g} more."
+        )
+
+    def _lengths_to_time(self, batches: Iterator, count: int) -> tuple[int, int]:
+        """Returns the tokens of the longest document to time and of a pack; zeros if nothing can be packed."""
+        lengths, planner = self._known_lengths(), self.planner()
+        if not len(lengths):
+            sequences = self._sequences(self.prefetch.peek(batches, count))
+            if sequences is None:
+                return 0, 0
+            lengths = limit_lengths(sequences, planner.capacity(sequences.lengths), self.long_sequences).lengths
+        return int(lengths.max()), planner.capacity(lengths)
+
+    # ---- The batch of a step ----
+
+    def pack(self, step: StepState) -> StepState:
+        """Returns the step with its batch: packed micro-batches if it has a placement, else one padded batch."""
+        if step.placement is None:
+            batch = join(list(step.batches), pad_token_id(self.parallel.model))
+            return replace(step, batch=self.prepare(batch))
+        sequences = limit_lengths(Sequences.from_batches(step.batches), step.placement.longest, self.long_sequences)
+        self.cut_sequences += sequences.cut
+        parts, items = self._micro_batches(sequences, step.placement.placement), step.num_items
+        if self._record is not None:
+            self._record.tokens += int(sequences.bounds[-1])
+            self._record.positions += sum(part["input_ids"].shape[1] for part in parts)
+        if items is not None and self.cut_sequences:  # documents may have lost targets
+            items = count_targets(parts).to(items)
+        return replace(step, batch=parts, num_items=items)
+
+    def pack_for_evaluation(self, batch: dict[str, Any]) -> list[dict[str, Any]] | None:
+        """Returns packed micro-batches of an evaluation's batch, whose documents stay whole; collective.
+
+        Returns:
+            `list[dict[str, Any]]`: None if the batch stays padded.
+        """
+        sequences = self._sequences([batch]) if self.rules.packs() else None
+        if sequences is None:
+            return None
+        return self._micro_batches(sequences, read_once(lambda: self._place_evaluation(sequences.lengths)))
+
+    def _place_evaluation(self, lengths: np.ndarray) -> Placement:
+        planner = self.planner()
+        most = max(planner.capacity(lengths), int(lengths.max()))
+        try:
+            return planner.place(lengths, most)
+        except Exception as error:  # as in a step of training
+            logger.warning_once(
+                f"Rows of an evaluation stay in order: the planner failed ({type(error).__name__}: {error})."
+            )
+            return planner.in_order(lengths, most)
+
+    def _micro_batches(self, sequences: Sequences, placement: Placement) -> list[dict[str, Any]]:
+        multiple = pack_multiple(self.parallel, self.args)
+        return [self.prepare(part) for part in pack(sequences, placement, multiple, pad_token_id(self.parallel.model))]
+
+    # ---- Logs and checkpoints ----
+
+    def add_logs(self, logs: dict[str, float]) -> None:
+        """Adds the measurements of packing since the last log to a log of training."""
+        record = self._record
+        if record is None or not record.steps or "loss" not in logs:
+            return
+        now = time.perf_counter()
+        logs.update(record.logs(now))
+        self._record = PackingRecord(began=now)
+        if self.cut_sequences:
+            logs["cut_sequences"] = self.cut_sequences
+
+    def random_state(self) -> dict[str, Any]:
+        """Returns the random state for a checkpoint of this step; see [`StepPrefetch.state_before_look`]."""
+        before = None if self.prefetch is None else self.prefetch.state_before_look
+        return before or random_state()
+
+    def forget_random_state(self) -> None:
+        """Forgets the random state before reading ahead, after another one has been loaded."""
+        if self.prefetch is not None:
+            self.prefetch.state_before_look = None
+
+    def save(self, folder: Path) -> None:
+        """Writes the cost of documents and the number of cut ones into a checkpoint."""
+        if self.cut_sequences:
+            write_file(folder / CUT_FILE, json.dumps({"cut_sequences": self.cut_sequences}))
+        if self.cost is not None and self.cost.measured:
+            write_file(folder / COST_FILE, json.dumps(self.cost.to_json()))
+
+    def _load(self, checkpoint: str, saved_plan: ParallelPlan | None) -> None:
+        """Reads on rank 0 what [`StepPacker.save`] wrote; collective. Under another plan the cost is measured anew."""
+        cost = _read(os.path.join(checkpoint, COST_FILE), "cost of sequences")
+        same = saved_plan is not None and _parts_that_cost(saved_plan) == _parts_that_cost(self.parallel.plan)
+        self.cost = StepCost.from_json(cost) if cost is not None and same else None
+        cut = _read(os.path.join(checkpoint, CUT_FILE), "number of cut sequences")
+        self.cut_sequences = 0 if cut is None else int(cut.get("cut_sequences", 0))
+
+
+def _read(path: str, what: str) -> dict[str, Any] | None:
+    return read_once(lambda: read_object(path, what) if os.path.isfile(path) else None)
+
+
+def _parts_that_cost(plan: ParallelPlan) -> tuple:
+    """Returns the parts of a plan that decide how long a document takes."""
+    return plan.stages, plan.layers, plan.embedding, plan.head

@@ -1,0 +1,36 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Generation with a parallelised model."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from galvatron_hf.parallel.model import ParallelModel
+from galvatron_hf.parallel.weights.distributed_state import plain_model, whole_weights
+
+
+def generate(parallel: ParallelModel, *args, **kwargs) -> torch.Tensor:
+    """Generates on rank 0 with the family's own model, into which the weights are gathered; collective.
+
+    Rank 0 needs memory for the whole model in the plan's compute precision.
+
+    Args:
+        parallel ([`ParallelModel`]): the model.
+        args, kwargs: as for [`~transformers.GenerationMixin.generate`]; those of rank 0 count.
+
+    Returns:
+        `torch.Tensor`: rank 0's result, on every rank.
+    """
+    weights = whole_weights(parallel)
+    result = [None]
+    if dist.get_rank() == 0:
+        precision = parallel.plan.precision
+        plain = plain_model(parallel, weights)
+        if precision is not None and precision.compute == "bf16":
+            plain.bfloat16()
+        with torch.no_grad():
+            result[0] = plain.generate(*args, **{"use_cache": True, **kwargs})
+    dist.broadcast_object_list(result, src=0)
+    return result[0]

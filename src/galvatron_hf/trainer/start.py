@@ -1,0 +1,121 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Checks and preparations before a Trainer trains under a plan."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import Trainer
+from transformers.utils import logging
+
+from galvatron_hf.models.families import adapter_for
+from galvatron_hf.models.losses import LossKind
+from galvatron_hf.parallel.executor import Batch
+from galvatron_hf.parallel.model import ParallelModel
+from galvatron_hf.parallel.pipeline.trace import Timeline
+from galvatron_hf.parallel.validate import check_model, check_plan
+from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.plan.supported import require_runnable
+from galvatron_hf.trainer.arguments import with_precision
+from galvatron_hf.trainer.planning.auto_planner import AutoPlanner
+
+
+logger = logging.get_logger(__name__)
+
+
+def start_group_of_one(device: torch.device) -> None:
+    """Makes this process a world of one rank, so that a plan for one rank runs without a launcher."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def check_trainer(trainer: Trainer, given: ParallelPlan | None, planner: AutoPlanner, whole_model: bool) -> None:
+    """Refuses a Trainer that cannot train under a plan, before its model is changed.
+
+    Args:
+        trainer ([`~transformers.Trainer`]): the Trainer.
+        given ([`ParallelPlan`], *optional*): the plan of the arguments.
+        planner ([`AutoPlanner`]): makes a simple plan if none is given: a model that fits it fits a search's plan.
+        whole_model (`bool`): whether the loss needs the whole model on each rank.
+
+    Raises:
+        ValueError: one sentence with the reason and the fix.
+    """
+    if given is not None:
+        require_runnable(given, trainer.args.world_size)
+    if not dist.is_initialized():
+        start_group_of_one(trainer.args.device)
+    if trainer.optimizer is not None or trainer.lr_scheduler is not None:
+        raise ValueError(
+            "optimizers=... holds weights that a plan replaces by shards; pass optimizer_cls_and_kwargs, "
+            "or override create_optimizer."
+        )
+    plan = with_precision(given or planner.plan_without_search(trainer.model), trainer.args)
+    check_plan(plan)
+    check_model(trainer.model, adapter_for(trainer.model), plan)
+    if len(plan.stages) > 1 and whole_model:
+        raise ValueError(
+            f"{type(trainer).__name__} overrides compute_loss, which needs the whole model, and under a plan of "
+            f"{len(plan.stages)} stages no rank has it; pass compute_loss_func, or use a plan of one stage."
+        )
+
+
+def with_fp32_weights(model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
+    """Converts the master weights of a model that was loaded in bf16; returns the plan to compute it in bf16."""
+    if {parameter.dtype for parameter in model.parameters()} != {torch.bfloat16}:
+        return plan
+    logger.warning("The model was loaded in bf16; its master weights are kept in fp32 from here on.")
+    model.float()
+    return replace(plan, precision=replace(plan.precision, compute="bf16"))
+
+
+@contextlib.contextmanager
+def explained_empty_optimizer(parallel: ParallelModel | None, rank: int) -> Iterator[None]:
+    """Explains the error of an optimizer that is made on a rank without trained weights.
+
+    Raises:
+        ValueError: with the reason and the fix.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "empty parameter list" not in str(error) or parallel is None or parallel.pipeline is None:
+            raise
+        raise ValueError(
+            f"Nothing is trained in the stages of rank {rank}, and this optimizer takes no empty list; give it groups "
+            "({'params': [...]}), which may be empty."
+        ) from error
+
+
+@contextlib.contextmanager
+def traced(timeline: Timeline, folder: str | os.PathLike | None) -> Iterator[None]:
+    """Records the timeline of the body, and writes that of all ranks to a folder, if one is given; collective."""
+    if not folder:
+        yield
+        return
+    timeline.on = True
+    try:
+        yield
+    finally:
+        timeline.on = False
+    timeline.write(folder)
+
+
+def require_labels(batch: Batch, loss: LossKind) -> None:
+    """Refuses a padded batch without the labels of a loss.
+
+    Raises:
+        ValueError: if it has none.
+    """
+    if isinstance(batch, dict) and not loss.is_labelled(batch):
+        raise ValueError(
+            f"The batch has no labels, only {sorted(batch)}, so there is no loss to train on; "
+            "use DataCollatorForLanguageModeling(tokenizer, mlm=False) or add a labels column."
+        )

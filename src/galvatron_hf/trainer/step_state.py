@@ -1,0 +1,46 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""The state of one optimizer step, from the reading of its batches to the check of its gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from galvatron_hf.parallel.executor import Batch
+from galvatron_hf.trainer.data.step_prefetch import StepPlacement
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepState:
+    """Values of one optimizer step. Each part of the step returns a new state with its results.
+
+    Attributes:
+        number (`int`): optimizer steps before this one, over all epochs.
+        placement ([`StepPlacement`], *optional*): the placement of the step's documents, if they are packed.
+        batches (`tuple[dict[str, Any], ...]`): global batches of the accumulation window so far.
+        num_items (`torch.Tensor` or `int`, *optional*): targets of all batches of the step.
+        batch ([`Batch`], *optional*): one global batch of all batches, or packed micro-batches.
+        loss (`torch.Tensor`, *optional*): the loss of the step, an fp32 scalar.
+        stop_votes (`torch.Tensor`, *optional*): the number of ranks that were asked to stop, fp64 [1].
+    """
+
+    number: int
+    placement: StepPlacement | None = None
+    batches: tuple[dict[str, Any], ...] = ()
+    num_items: torch.Tensor | int | None = None
+    batch: Batch | None = None
+    loss: torch.Tensor | None = None
+    stop_votes: torch.Tensor | None = None
+
+    def with_batch(self, batch: dict[str, Any], num_items: torch.Tensor | int | None) -> StepState:
+        """Returns the step with one more batch of its accumulation window."""
+        return replace(self, batches=(*self.batches, batch), num_items=num_items)
+
+    def numbers(self, grad_norm: torch.Tensor) -> tuple[float, float, float]:
+        """Returns gradient norm, loss and stop votes as Python numbers, after one wait for the device."""
+        values = [grad_norm, self.loss.to(grad_norm), self.stop_votes[0].to(grad_norm)]
+        norm, loss, votes = torch.stack(values).tolist()
+        return norm, loss, votes

@@ -1,0 +1,384 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""The components of the Trainer, each constructed and used without a Trainer."""
+
+import os
+import signal
+import time
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, TrainerControl, TrainerState
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from galvatron_hf.data.cost import SequenceCost
+from galvatron_hf.data.loader import batch_rows, join_batches
+from galvatron_hf.parallel.model import ParallelModel
+from galvatron_hf.parallel.parallelize import parallelize
+from galvatron_hf.parallel.weights.distributed_state import whole_weights
+from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.trainer.checkpoint.checkpoint_finder import CheckpointFinder
+from galvatron_hf.trainer.checkpoint.checkpoint_writer import SaveError
+from galvatron_hf.trainer.checkpoint.checkpointer import Checkpointer
+from galvatron_hf.trainer.checkpoint.model_source import ModelSource
+from galvatron_hf.trainer.data.dataset_rows import DatasetRows
+from galvatron_hf.trainer.data.global_batches import GlobalBatches
+from galvatron_hf.trainer.data.pack_planner import PackPlanner
+from galvatron_hf.trainer.data.packing_rules import PackingRules
+from galvatron_hf.trainer.data.sequence_cost import StepCost
+from galvatron_hf.trainer.data.step_packer import StepPacker
+from galvatron_hf.trainer.data.step_prefetch import StepPrefetch
+from galvatron_hf.trainer.evaluation import Evaluator
+from galvatron_hf.trainer.fault.nonfinite_guard import SKIPPED_IN_A_ROW, NonFiniteError, NonfiniteGuard
+from galvatron_hf.trainer.fault.stop_signal import StopSignal
+from galvatron_hf.trainer.fault.watchdog import RankStatus, is_lost_connection, report
+from galvatron_hf.trainer.hyperparameter_search import SharedStudy
+from galvatron_hf.trainer.loss.custom_loss import CustomLoss
+from galvatron_hf.trainer.planning.auto_planner import AutoPlanner
+from galvatron_hf.trainer.step_state import StepState
+from tiny_models import BATCHES, FAMILIES, LAYERS
+from trainer_runs import arguments, on_ranks
+
+
+COST = StepCost(
+    sequence=SequenceCost(per_token=1.0, per_token_squared=0.0, per_sequence=0.0), overhead=0.0, measured=True
+)
+
+
+def parallel_model(world_size: int = 1, **strategy) -> ParallelModel:
+    plan = ParallelPlan.uniform(world_size, LAYERS, **{"sharding": "replicate", **strategy})
+    return parallelize(FAMILIES["llama"].build().train(), plan)
+
+
+def count_items(batches: list[dict]) -> torch.Tensor:
+    return torch.stack([(batch["labels"][:, 1:] != -100).sum() for batch in batches]).sum()
+
+
+# ---- Batches ----
+
+
+def test_a_step_is_packed_and_gives_the_loss_of_its_padded_batch(tmp_path):
+    def work() -> tuple[float, float, list[int], StepState]:
+        parallel = parallel_model(micro_batches=2)
+        packer = StepPacker(
+            parallel=parallel,
+            args=arguments(tmp_path, packing="static"),
+            rules=PackingRules(parallel=parallel, mode="static", only_pads=lambda: True),
+            known_lengths=lambda: None,
+            dataset_rows=lambda: SimpleNamespace(known=False, may_learn=True),
+            prepare=dict,
+        )
+        packer.cost = COST
+        packer.begin()
+        batch = BATCHES["right"]()
+        found, placement = packer.read_step(iter([batch, batch]), 2, step=0, last=True)
+        step = StepState(number=0, placement=placement)
+        for one in found:
+            step = step.with_batch(one, count_items(found))
+        step = packer.pack(step)
+        padded = packer.pack(replace(step, placement=None))
+        losses = [float(parallel.forward_backward(one.batch, one.num_items)) for one in (step, padded)]
+        packer.end()
+        return *losses, [part["input_ids"].shape[1] for part in step.batch], padded.batch["input_ids"].shape
+
+    packed, padded, tokens, shape = on_ranks(work, 1)[0]
+    assert packed == pytest.approx(padded, rel=1e-5)
+    assert sum(tokens) == 2 * int(BATCHES["right"]()["attention_mask"].sum()) < shape[0] * shape[1]
+
+
+@pytest.mark.parametrize(
+    "mode, only_pads, obstacle, packs",
+    [("none", True, None, False), ("auto", False, "reason", False), ("auto", True, "reason", False)],
+)
+def test_packing_rules_decide_by_mode_collator_and_obstacle(mode, only_pads, obstacle, packs):
+    rules = PackingRules(parallel=SimpleNamespace(), mode=mode, only_pads=lambda: only_pads, obstacle=lambda: obstacle)
+    assert rules.packs() is packs
+
+
+def test_packing_that_is_asked_for_is_refused_with_the_obstacle():
+    rules = PackingRules(
+        parallel=SimpleNamespace(), mode="static", only_pads=lambda: True, obstacle=lambda: "rows differ"
+    )
+    with pytest.raises(ValueError, match="packing='static' is not possible, because rows differ"):
+        rules.packs()
+
+
+def test_a_pack_planner_places_each_document_once_within_the_capacity():
+    planner = PackPlanner(
+        plan=ParallelPlan.uniform(2, LAYERS, sharding="replicate"),
+        packs=2,
+        multiple=8,
+        bound=None,
+        rows_of_pack=2,
+        longest_row=0,
+        cost=COST,
+        planner="longest_first",
+    )
+    lengths = np.array([9, 3, 7, 7, 1, 5])
+    assert planner.capacity(lengths) == 24  # two rows of nine tokens, up to a multiple of eight
+    for placement in (planner.place(lengths), planner.in_order(lengths)):
+        packs = [pack for micro_batch in placement.micro_batches for pack in micro_batch]
+        assert sorted(index for pack in packs for index in pack) == list(range(6))
+        assert max(lengths[list(pack)].sum() for pack in packs) <= 24
+    assert planner.imbalance(planner.place(lengths), lengths) == pytest.approx(1.0)  # 16 tokens on each rank
+
+
+def test_prefetched_batches_are_taken_in_order_and_end_with_the_data():
+    prefetch = StepPrefetch(lambda: None, "error")
+    batches = iter([{"row": index} for index in range(3)])
+    assert [batch["row"] for batch in prefetch.peek(batches, 2)] == [0, 1]
+    assert [batch["row"] for batch in prefetch.take(batches, 2)] == [0, 1]
+    assert [batch["row"] for batch in prefetch.take(batches, 2)] == [2]
+    prefetch.end()
+
+
+def test_shares_of_all_ranks_are_the_global_batch_and_missing_batches_are_empty():
+    batch = {"input_ids": torch.arange(14).reshape(7, 2)}
+    ranks = [
+        GlobalBatches(SimpleNamespace(process_index=rank, world_size=3, device=torch.device("cpu")))
+        for rank in range(3)
+    ]
+    shares = [of_rank.shares([batch], 2) for of_rank in ranks]
+    assert torch.equal(join_batches([dict(first) for first, _ in shares], 0)["input_ids"], batch["input_ids"])
+    assert all(first.whole is batch and batch_rows(second.whole) == 0 for first, second in shares)
+    sampler = LengthGroupedSampler(4, lengths=[1, 2, 3, 4])
+    assert ranks[0].sampler(sampler).batch_size == 12
+
+
+def test_a_step_state_collects_batches_and_reads_its_numbers():
+    step = StepState(number=3).with_batch({"a": 1}, 5).with_batch({"a": 2}, 5)
+    assert step.batches == ({"a": 1}, {"a": 2}) and step.num_items == 5
+    step = replace(step, loss=torch.tensor(2.0), stop_votes=torch.tensor([1.0], dtype=torch.float64))
+    assert step.numbers(torch.tensor(0.5)) == (0.5, 2.0, 1.0)
+
+
+# ---- Losses and evaluation ----
+
+
+def cross_entropy(model, inputs, num_items_in_batch=None, return_outputs=False, divided=True):
+    """As a user writes it: the sum over the local targets, divided by those of the batch, or the local mean."""
+    outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+    losses = torch.nn.functional.cross_entropy(
+        outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten(), reduction="sum"
+    )
+    items = num_items_in_batch if divided else (inputs["labels"][:, 1:] != -100).sum()
+    return (losses / items, outputs) if return_outputs else losses / items
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_a_custom_loss_adds_up_to_the_models_own(divided):
+    """On two ranks, in training and in evaluation; whether it is divided is found out."""
+
+    def work() -> tuple[list[float], bool]:
+        parallel, batch = parallel_model(2, micro_batches=2), BATCHES["right"]()
+        items, rows = count_items([batch]), batch_rows(batch)
+        loss = partial(cross_entropy, divided=divided)
+        custom = CustomLoss(parallel=parallel, compute_loss=loss, count_items=count_items)
+        losses = [
+            parallel.forward_backward(batch, items),
+            parallel.forward_backward(batch, loss_of=custom.loss_of(items, rows)),
+            parallel.evaluate(batch, loss_of=custom.loss_of(items, rows, outputs=True)).loss,
+        ]
+        return [float(loss) for loss in losses], custom.is_divided
+
+    for (own, custom, evaluated), found in on_ranks(work, 2):
+        assert custom == pytest.approx(own, rel=1e-5) and evaluated == pytest.approx(own, rel=1e-5)
+        assert found is divided
+
+
+def test_an_evaluator_predicts_and_gathers_in_the_order_of_the_global_batch():
+    def work() -> tuple[torch.Tensor, torch.Tensor, float]:
+        parallel, batch = parallel_model(2), BATCHES["right"]()
+        batch = {name: value[:3] for name, value in batch.items()}  # one row more than the other rank has
+        evaluator = Evaluator(
+            parallel=parallel,
+            args=SimpleNamespace(world_size=2, label_smoothing_factor=0.0, device=torch.device("cpu")),
+            prepare=dict,
+            count_items=count_items,
+            pack=lambda batch: None,
+            custom_loss=lambda: None,
+        )
+        loss, logits, labels = evaluator.predict(batch, loss_only=False)
+
+        def gather(tensor: torch.Tensor) -> torch.Tensor:
+            parts = [torch.empty_like(tensor) for _ in range(2)]
+            torch.distributed.all_gather(parts, tensor.contiguous())
+            return torch.cat(parts)
+
+        assert evaluator.gather("the loss", lambda x: x, gather) == "the loss"
+        gathered = [evaluator.gather(x, None, gather) for x in (logits, labels)]
+        assert torch.equal(gathered[1], batch["labels"])
+        plain = FAMILIES["llama"].build().eval()
+        with torch.no_grad():
+            whole = plain(**batch)
+        kept = batch["attention_mask"].bool()
+        torch.testing.assert_close(gathered[0][kept], whole.logits[kept], rtol=1e-4, atol=1e-5)
+        return float(loss) - float(whole.loss)
+
+    assert on_ranks(work, 2) == [pytest.approx(0.0, abs=1e-5)] * 2
+
+
+# ---- Faults ----
+
+
+def test_a_guard_skips_bad_steps_and_stops_after_many():
+    def work() -> tuple[list[bool], int, bool, str]:
+        parallel, batch = parallel_model(), BATCHES["right"]()
+        rows = DatasetRows(DataLoader(range(8), batch_size=8), 1)
+        guard = NonfiniteGuard(
+            parallel=parallel,
+            policy="skip",
+            compute=lambda step: parallel.forward_backward(step.batch),
+            dataset_rows=lambda: rows,
+        )
+        step = StepState(number=0, batch=batch)
+        found = [guard.skips(step, 1.0, 2.0)]
+        with torch.no_grad():
+            parallel.model.get_output_embeddings().weight[0, 0] = float("inf")
+        found += [guard.skips(step, float("nan"), 2.0) for _ in range(SKIPPED_IN_A_ROW - 1)]
+        empty = all(not weight.grad.any() for weight in parallel.model.parameters() if weight.grad is not None)
+        try:
+            guard.skips(step, float("nan"), 2.0)
+        except NonFiniteError as error:
+            return found, guard.skipped_steps, empty, str(error)
+
+    found, skipped, empty, message = on_ranks(work, 1)[0]
+    assert found == [False] + [True] * (SKIPPED_IN_A_ROW - 1) and skipped == SKIPPED_IN_A_ROW - 1 and empty
+    assert "10 steps in a row were skipped" in message and "dataset 0" in message
+
+
+def test_a_stop_signal_is_voted_on_and_ends_training_once_all_agree():
+    stop, control, before = StopSignal(), TrainerControl(), signal.getsignal(signal.SIGTERM)
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert stop.vote == 1.0 and stop.received is signal.SIGTERM
+    stop.on_step_end(None, None, control)
+    assert not control.should_training_stop  # the other ranks do not know yet
+    stop.count_votes(1.0, step=1, rank=0)
+    stop.on_step_end(None, None, control)
+    assert control.should_training_stop and control.should_save
+    stop.on_epoch_end(None, None, control)
+    assert not control.should_save  # once
+
+
+def test_a_watchdogs_report_names_the_cause_first():
+    def status(rank: int, **more) -> RankStatus:
+        found = dict(host="node", pid=rank, time=time.time(), doing=f"step {rank}", stack="line", alarmed=True)
+        return RankStatus(rank=rank, **found | more)
+
+    waits, fails = status(0, waits="all_reduce", lost=True), status(1, error="KeyError: 'x'")
+    dead = status(2, alarmed=False)
+    lines = report("Rank 0 lost a connection", [waits, fails, dead, None]).splitlines()
+    assert lines[0] == "Rank 0 lost a connection."
+    assert lines[1].startswith("Rank 1 failed first, in step 1 (process 1 on node): KeyError")
+    assert any(line.startswith("Rank 2 does not answer") for line in lines)
+    assert any(line.startswith("Rank 3 has never") for line in lines)
+    assert lines[-1].startswith("Rank 0 waited in all_reduce")
+    assert is_lost_connection(RuntimeError("Connection reset")) and not is_lost_connection(SaveError("gloo timeout"))
+
+
+# ---- Checkpoints ----
+
+
+def checkpointer(parallel: ParallelModel, folder, **options) -> Checkpointer:
+    def save_files(model: PreTrainedModel, folder: str) -> None:
+        model.config.save_pretrained(folder)
+
+    args = arguments(folder, **options)
+    return Checkpointer(parallel=parallel, args=args, save_files=save_files, make_optimizer=None)
+
+
+def test_a_checkpoint_is_saved_found_and_loaded_under_another_plan(tmp_path):
+    def trained(parallel: ParallelModel) -> dict:
+        optimizer = torch.optim.AdamW(parallel.model.parameters(), lr=1e-2, foreach=False)
+        return dict(optimizer=optimizer, scheduler=LambdaLR(optimizer, lambda step: 0.5**step))
+
+    def work() -> tuple[bool, str, bool, list]:
+        parallel, state = parallel_model(2, tensor=2), TrainerState(global_step=1)
+        objects = trained(parallel)
+        parallel.forward_backward(BATCHES["right"]())
+        objects["optimizer"].step()
+        objects["scheduler"].step()
+        saver = checkpointer(parallel, tmp_path, save_full_weights=False)
+        saver.save(str(tmp_path), state=state, **objects)
+        found = CheckpointFinder(torch.distributed.get_rank(), 2).newest(str(tmp_path))
+        again = parallel_model(2, sharding="zero3")
+        loaded = trained(again)
+        loader = checkpointer(again, tmp_path)
+        loader.load_weights(found)
+        loader.load_optimizer_and_scheduler(found, **loaded)
+        before, after = whole_weights(parallel), whole_weights(again)
+        same = all(torch.equal(before[name], after[name]) for name in before)
+        return same, os.path.basename(found), loaded["scheduler"].state_dict()["last_epoch"]
+
+    assert on_ranks(work, 2) == [(True, "checkpoint-1", 1)] * 2
+
+
+@pytest.mark.parametrize("policy, failed", [("continue", 1), ("stop", None)])
+def test_a_failed_save_is_counted_or_stops(tmp_path, policy, failed):
+    def work() -> int | None:
+        saver = checkpointer(parallel_model(), tmp_path, on_save_failure=policy)
+        try:
+            with saver.tolerating_failure(TrainerState()):
+                raise SaveError("the disk is full")
+        except SaveError:
+            return None
+        return saver.failed_saves
+
+    assert on_ranks(work, 1) == [failed]
+
+
+def test_a_damaged_checkpoint_is_refused_with_the_way_out(tmp_path):
+    finder = CheckpointFinder(0, 1)
+    assert finder.to_resume(None, str(tmp_path)) is None and finder.newest(str(tmp_path)) is None
+    with pytest.raises(ValueError, match="has no complete checkpoint to resume from"):
+        finder.to_resume(True, str(tmp_path))
+    with pytest.raises(ValueError, match="is damaged .*there is no such folder.*; there is no complete one"):
+        finder.require_complete(str(tmp_path / "checkpoint-3"))
+
+
+def test_a_model_source_leaves_models_alone_and_gives_no_weights_to_those_that_have_them():
+    model, source = FAMILIES["llama"].build(), ModelSource()
+    assert source.with_model((model,), {}) == ((model,), {}) and source.weights(model) is None
+    with torch.device("meta"):
+        empty = type(model)(model.config)
+    first = source.weights(empty)
+    with source.resuming(True):
+        assert type(source.weights(empty)) is not type(first)  # a checkpoint has them
+    assert type(source.weights(empty)) is type(first)
+
+
+# ---- Plans and searches ----
+
+
+def test_an_auto_planner_reads_arguments_and_data(tmp_path):
+    rows = [{"input_ids": list(range(length))} for length in (4, 8, 8, 4)]
+    planner = AutoPlanner(
+        args=arguments(tmp_path, gradient_checkpointing=True, per_device_train_batch_size=4),
+        dataset=lambda: rows,
+        packing=lambda: ("static", True),
+        whole_model=True,
+    )
+    limits, model = planner.limits(), FAMILIES["llama"].build()
+    assert limits.recompute == ("full",) and limits.pipeline == (1,)
+    workload = planner.workload(model)
+    assert (workload.rows, workload.length, workload.mean_length) == (8, 8, 6)
+    assert {layer.recompute for layer in planner.plan_without_search(model).layers} == {"full"}
+    rows.clear()
+    assert not len(planner.row_lengths())
+
+
+def test_a_study_of_one_process_is_trainers_and_other_backends_are_refused():
+    seen = []
+    assert SharedStudy(0, 1).search(lambda *args: seen.append(args) or "best", 1, 2, 3, "min", "ray") == "best"
+    assert seen == [(1, 2, 3, "min", "ray")]
+    assert SharedStudy(0, 1).train(lambda: "trained", trial=None, searching=True) == "trained"
+    with pytest.raises(ValueError, match="use backend='optuna' on several ranks"):
+        SharedStudy(0, 2).search(None, None, None, 1, "min", "ray")
