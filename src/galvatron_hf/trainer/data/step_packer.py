@@ -156,9 +156,9 @@ class StepPacker:
         if self._record is None:
             self._record = PackingRecord(began=time.perf_counter())
         self._record.add(placement)
-        if dist.get_rank() == 0 and not last:
+        if dist.get_rank() == 0:
             try:
-                self.plan_ahead(batches, count, step + 1)
+                self.plan_ahead(batches, count, None if last else step + 1)
             except Exception as error:  # the other ranks do not wait for it: the step is placed when it is read
                 logger.warning_once(f"Steps are not planned ahead ({type(error).__name__}: {error}).")
         return found, placement
@@ -179,8 +179,10 @@ class StepPacker:
             return None
         return sequences if len(sequences.rows) else None
 
-    def plan_ahead(self, batches: Iterator, count: int, step: int) -> None:
-        """Has a step placed in the background before it is read; on rank 0."""
+    def plan_ahead(self, batches: Iterator, count: int, step: int | None) -> None:
+        """Has a step placed in the background before it is read, if there is one; on rank 0."""
+        if step is None:
+            return
         known = self._known_lengths()
         if self._rows is None:
             self._rows = self.dataset_rows()
