@@ -22,7 +22,8 @@ RARELY = dict(save_steps=100)
     "plan, kind",
     [
         ("layers", "sigterm_and_again"),
-        ("pipeline", "sigusr1"),
+        ("replicate", "sigusr1"),
+        pytest.param("pipeline", "sigusr1", marks=pytest.mark.slow),
         pytest.param("replicate", "sigterm", marks=pytest.mark.slow),
         pytest.param("layers", "sigusr1", marks=pytest.mark.slow),
         pytest.param("pipeline", "sigterm_and_again", marks=pytest.mark.slow),
