@@ -14,8 +14,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from galvatron_hf.models.shape import ModelShape, WeightShape
-from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, VocabularyStrategy
-from galvatron_hf.plan.layout import HEAD_CHUNK_TOKENS, AttentionHeads, Grid, Layout, block_size, sent_tokens
+from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision
+from galvatron_hf.plan.layout import HEAD_CHUNK_TOKENS, Grid, Layout, block_size, sent_tokens
+from galvatron_hf.plan.resolved import EndLayouts, ResolvedLayer, ResolvedPlan, ResolvedVocabulary, resolve
 from galvatron_hf.plan.supported import unsupported
 
 
@@ -99,14 +100,17 @@ class _MicroBatch:
     `element` is an element of an activation, `reduced` one of a gradient reduction.
     """
 
-    plan: ParallelPlan
+    resolved: ResolvedPlan
     model: ModelShape
-    ranks: int
     index: int
     element: int
     reduced: int
     rows: int = 0
     length: int = 0
+
+    @property
+    def ends(self) -> EndLayouts:
+        return self.resolved.end_layouts(self.rows)
 
     @property
     def grid(self) -> Grid:
@@ -148,16 +152,16 @@ def step_traffic(plan: ParallelPlan, model: ModelShape, *, rows: int, length: in
             f"{len(model.layers)} layers."
         )
     precision = plan.precision or Precision()
-    ranks = len(plan.stages[0].ranks)
+    resolved = resolve(plan, heads=[(model.heads, model.kv_heads)] * plan.num_layers, tied=model.tied)
+    ranks = resolved.stage_size
     count = min(plan.micro_batches, rows)
     tally = _Tally()
     for part in range(count):
         real_rows = (part + 1) * rows // count - part * rows // count
-        padded_rows, padded_length = padded(plan, ranks, real_rows, length)
+        padded_rows, padded_length = resolved.padded(real_rows, length)
         batch = _MicroBatch(
-            plan=plan,
+            resolved=resolved,
             model=model,
-            ranks=ranks,
             index=rank_index,
             element=_BYTES[precision.compute],
             reduced=_BYTES[precision.reduce],
@@ -165,56 +169,46 @@ def step_traffic(plan: ParallelPlan, model: ModelShape, *, rows: int, length: in
             length=padded_length,
         )
         _embedding(tally, batch)
-        for layer, strategy in enumerate(plan.layers):
-            _tensor_regions(tally, batch, strategy)
-            _ulysses(tally, batch, strategy)
-            _partial_gradients(tally, batch, strategy, model.layers[layer])
+        for layer in resolved.layers:
+            _tensor_regions(tally, batch, layer)
+            _ulysses(tally, batch, layer)
+            _partial_gradients(tally, batch, layer.strategy, model.layers[layer.index])
         _layout_changes(tally, batch)
         _head(tally, batch)
     _weights(tally, batch, count)
     tally.add("loss", "all_reduce", ranks, _FP32)
     # If every rank has all gradients, it knows their norm.
-    strategies = (*plan.layers, plan.embedding, plan.head)
-    if any(strategy.tensor > 1 or strategy.resolved_shard_degree(ranks) > 1 for strategy in strategies):
+    parts = (*resolved.layers, resolved.embedding, resolved.head)
+    if any(part.weights.tensor > 1 or part.weights.shard > 1 for part in parts):
         tally.add("gradient norm", "all_reduce", ranks, _FP64)
     return tally.traffic()
 
 
-def padded(plan: ParallelPlan, ranks: int, rows: int, length: int) -> tuple[int, int]:
-    """Returns rows and positions of a micro-batch with padding, so that every rank of every layer has some."""
-    rows = max(rows, max(strategy.data_degree(ranks) for strategy in plan.layers))
-    ends = [Layout.from_vocabulary(end.tensor, ranks, rows).positions for end in (plan.embedding, plan.head)]
-    multiple = math.lcm(*ends, *(strategy.sequence_degree for strategy in plan.layers))
-    return rows, -(-length // multiple) * multiple
-
-
 def _embedding(tally: _Tally, batch: _MicroBatch) -> None:
     """Adds the sum of the lookups of tensor ranks, each in its piece of the vocabulary."""
-    tensor = batch.plan.embedding.tensor
-    tokens = batch.tokens(Layout.from_vocabulary(tensor, batch.ranks, batch.rows))
+    tensor, tokens = batch.resolved.embedding.weights.tensor, batch.tokens(batch.ends.embedding)
     tally.add("embedding", "all_reduce", tensor, tokens * batch.model.hidden * batch.element)
 
 
 def _head(tally: _Tally, batch: _MicroBatch) -> None:
     """Adds gathers of four fp32 statistics per token, chunk by chunk, and the sum of hidden states' gradients."""
-    tensor = batch.plan.head.tensor
-    tokens = batch.tokens(Layout.from_vocabulary(tensor, batch.ranks, batch.rows))
+    tensor, tokens = batch.resolved.head.weights.tensor, batch.tokens(batch.ends.head)
     whole, rest = divmod(tokens, HEAD_CHUNK_TOKENS)
     tally.add("head", "all_gather", tensor, 4 * _FP32 * HEAD_CHUNK_TOKENS, whole)
     tally.add("head", "all_gather", tensor, 4 * _FP32 * rest, min(rest, 1))
     tally.add("head", "all_reduce", tensor, tokens * batch.model.hidden * batch.element)
 
 
-def _tensor_regions(tally: _Tally, batch: _MicroBatch, strategy: LayerStrategy) -> None:
+def _tensor_regions(tally: _Tally, batch: _MicroBatch, layer: ResolvedLayer) -> None:
     """Adds the collectives of tensor regions: entry and exit in the forward, in the backward and in recompute.
 
     Recompute stops at the last tensor that the backward needs, which exists before the exit of the last region.
     """
-    tensor, regions = strategy.tensor, batch.model.regions
+    strategy, tensor, regions = layer.strategy, layer.weights.tensor, batch.model.regions
     resent = strategy.recompute == "full"
     entered = regions * (1 + resent)
     left = regions * (1 + resent) - (resent and not batch.model.saves_after_last_region)
-    tokens = batch.tokens(Layout.from_strategy(strategy, batch.ranks))
+    tokens = batch.tokens(layer.layout)
     piece = tokens * batch.model.hidden * batch.element
     if strategy.megatron_sp:
         tally.add("megatron_sp", "all_gather", tensor, piece, entered + regions)
@@ -223,21 +217,12 @@ def _tensor_regions(tally: _Tally, batch: _MicroBatch, strategy: LayerStrategy) 
         tally.add("tensor", "all_reduce", tensor, piece, left + regions)
 
 
-def _ulysses(tally: _Tally, batch: _MicroBatch, strategy: LayerStrategy) -> None:
+def _ulysses(tally: _Tally, batch: _MicroBatch, layer: ResolvedLayer) -> None:
     """Adds exchanges of queries, keys and values from positions to heads, and of the output back, and the reverse."""
-    if strategy.ulysses == 1:
-        return
-    model = batch.model
-    layout = Layout.from_strategy(strategy, batch.ranks)
-    gathered = strategy.tensor if strategy.megatron_sp else 1
-    tokens = gathered * batch.tokens(layout)
-    heads = AttentionHeads.from_degrees(
-        query=model.heads, key_value=model.kv_heads, tensor=strategy.tensor, ulysses=strategy.ulysses
-    )
-    times = 3 if strategy.recompute == "full" else 2
-    size = tokens * model.head_dim * batch.element
-    tally.add("ulysses", "all_to_all", strategy.ulysses, heads.query * size, 2 * times)
-    tally.add("ulysses", "all_to_all", strategy.ulysses, heads.sent_key_value * size, 2 * times)
+    times = 3 if layer.strategy.recompute == "full" else 2
+    size = batch.tokens(layer.attention_layout) * batch.model.head_dim * batch.element
+    for heads in (layer.heads.query, layer.heads.sent_key_value):
+        tally.add("ulysses", "all_to_all", layer.ulysses.size, heads * size, 2 * times)
 
 
 def _partial_gradients(
@@ -251,11 +236,7 @@ def _partial_gradients(
 
 def _layout_changes(tally: _Tally, batch: _MicroBatch) -> None:
     """Adds the changes of layout of hidden states in the forward and of their gradients in the backward."""
-    layouts = [
-        Layout.from_vocabulary(batch.plan.embedding.tensor, batch.ranks, batch.rows),
-        *(Layout.from_strategy(strategy, batch.ranks) for strategy in batch.plan.layers),
-        Layout.from_vocabulary(batch.plan.head.tensor, batch.ranks, batch.rows),
-    ]
+    layouts = [batch.ends.embedding, *(layer.layout for layer in batch.resolved.layers), batch.ends.head]
     for before, after in itertools.pairwise(layouts):
         for pair in ((before, after), (after, before)):
             tokens = sent_tokens(*pair, batch.grid)[batch.index]
@@ -264,10 +245,10 @@ def _layout_changes(tally: _Tally, batch: _MicroBatch) -> None:
 
 def _weights(tally: _Tally, batch: _MicroBatch, micro_batches: int) -> None:
     """Adds the collectives of data parallelism, unit by unit: each layer, embedding, head and final norm."""
-    plan, model = batch.plan, batch.model
-    for strategy, weights in zip(plan.layers, model.layers, strict=True):
+    plan, model = batch.resolved, batch.model
+    for layer, weights in zip(plan.layers, model.layers, strict=True):
         # zero3 frees a layer after its forward and gathers it again for its backward
-        _unit(tally, batch, strategy, weights, micro_batches, gathers=2)
+        _unit(tally, batch, layer, weights, micro_batches, gathers=2)
     if model.tied:
         _unit(tally, batch, plan.head, (*model.embedding, *model.final_norm, *model.head), micro_batches)
         return
@@ -280,19 +261,17 @@ def _weights(tally: _Tally, batch: _MicroBatch, micro_batches: int) -> None:
 def _unit(
     tally: _Tally,
     batch: _MicroBatch,
-    strategy: LayerStrategy | VocabularyStrategy,
+    owner: ResolvedLayer | ResolvedVocabulary,
     weights: tuple[WeightShape, ...],
     micro_batches: int,
     gathers: int = 1,
 ) -> None:
     """Adds the collectives of weights that are gathered and reduced together, under zero3 `gathers` times a batch."""
-    shards = strategy.resolved_shard_degree(batch.ranks)
-    replicas = batch.ranks // strategy.tensor // shards
-    position = batch.index % strategy.tensor
-    elements = sum(weight.shard_elements(strategy.tensor, position, shards) for weight in weights)
-    times = {"zero3": gathers * micro_batches, "zero2": 1, "replicate": 0}[strategy.sharding]
+    replicas, shards, tensor = owner.weights.sizes
+    elements = sum(weight.shard_elements(tensor, batch.index % tensor, shards) for weight in weights)
+    times = {"zero3": gathers * micro_batches, "zero2": 1, "replicate": 0}[owner.strategy.sharding]
     tally.add("weights", "all_gather", shards, elements * batch.element, times)
-    reduces = 1 if strategy.sharding == "replicate" else micro_batches
+    reduces = 1 if owner.strategy.sharding == "replicate" else micro_batches
     tally.add("weights", "reduce_scatter", shards, shards * elements * batch.reduced, reduces)
     # Replicas are summed after the last micro-batch; until then each replica adds its own gradients up.
     tally.add("weights", "all_reduce", replicas, elements * batch.reduced)

@@ -154,15 +154,15 @@ def test_plans_and_predictions_need_no_torch():
 
 
 def users_of_collectives(modules: dict[str, ast.Module]) -> list[str]:
-    """Returns the modules that call a function of `torch.distributed` with a group of ranks, under the name `dist`."""
+    """Returns the modules that call torch's collectives, as `dist.name(...)` or through `functional_collectives`."""
     no_message = ("get_rank", "get_world_size", "get_backend", "is_initialized", "is_available", "is_gloo_available")
-    return [
-        name
-        for name, tree in modules.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("dist.")
-        if ast.unparse(node.func).removeprefix("dist.") not in no_message
-    ]
+
+    def uses(node: ast.AST) -> bool:
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("dist."):
+            return ast.unparse(node.func).removeprefix("dist.") not in no_message
+        return isinstance(node, ast.Name) and node.id == "functional_collectives"
+
+    return [name for name, tree in modules.items() if any(uses(node) for node in ast.walk(tree))]
 
 
 def test_layers_send_through_the_collectives_of_parallel_comm_alone():

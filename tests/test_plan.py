@@ -558,7 +558,7 @@ def test_the_table_shows_strategies_and_folds_layers():
 
 
 def test_importing_plans_and_the_planner_loads_neither_torch_nor_transformers():
-    modules = ("galvatron_hf.plan", "galvatron_hf.planner", "galvatron_hf.planner.search")
+    modules = tuple(f"galvatron_hf.{name}" for name in ("plan", "plan.layout", "plan.resolved", "planner.search"))
     code = f"import sys, {', '.join(modules)}; print(sorted({{'torch', 'transformers', 'scipy'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 

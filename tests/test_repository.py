@@ -44,6 +44,13 @@ def test_the_map_of_the_source_names_files_and_functions_that_exist():
         assert not name or re.search(rf"^(?:class|def| +def)? ?{name}\b", source.read_text(), re.M), (path, name)
 
 
+def test_links_between_documents_lead_to_files():
+    documents = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    for document in documents + sorted((ROOT / "docs").rglob("*.md")):
+        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
 def test_tested_versions_are_exact_and_torch_is_first():
     assert _constraints()[0] == "torch==2.13.0"
     assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[0-9][0-9a-z.]*", line) for line in _constraints())

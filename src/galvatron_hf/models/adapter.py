@@ -19,6 +19,9 @@ from galvatron_hf.plan.resolved import ResolvedPlan, resolve
 from galvatron_hf.plan.strategies import DEFAULT_STACK
 
 
+HIDDEN = "hidden"  # the name of the hidden states among the tensors that pass from layer to layer
+
+
 class Style(Enum):
     """Says how tensor ranks hold a module of a layer."""
 
@@ -219,4 +222,4 @@ class ModelAdapter:
 
     def state_features(self, config: PreTrainedConfig) -> dict[str, int]:
         """Returns the features of each tensor that passes from layer to layer, and so between pipeline stages."""
-        return {"hidden": config.hidden_size}
+        return {HIDDEN: config.hidden_size}

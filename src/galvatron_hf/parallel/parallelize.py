@@ -41,24 +41,24 @@ def parallelize(
 ) -> ParallelModel:
     """Rewrites a model in place so that it computes under a plan; collective over all ranks.
 
-    The weights of rank 0 become everybody's. A model on the meta device gets its weights here, each rank only its own
-    pieces. Afterwards parameters are DTensors and `model(...)` takes the same whole
-    micro-batch on every rank, see [`ModelRunner`]. Under a pipeline each rank keeps the modules of its stages.
+    All ranks get the weights of rank 0. A model on the meta device gets its weights here, each rank its own pieces
+    alone. Afterwards parameters are DTensors, and `model(...)` takes the same whole micro-batch on every rank, see
+    [`ModelRunner`]. Under a pipeline each rank keeps the modules of its stages.
 
     Args:
         model ([`PreTrainedModel`]): a causal language model, whole on every rank, on the device it trains on; or built
-            inside of `torch.device("meta")`.
-        plan ([`ParallelPlan`]): made for as many ranks as the process group has.
-        world ([`WorldMesh`], *optional*): that of an earlier call on the same ranks, whose groups are then used again.
+            inside `torch.device("meta")`.
+        plan ([`ParallelPlan`]): the plan, for as many ranks as the process group has.
+        world ([`WorldMesh`], *optional*): the mesh of an earlier call on the same ranks, to use its groups again.
         weights (`str`, `os.PathLike` or [`WeightSource`], *optional*): for a model on the meta device, a folder or an
             id on the Hub with safetensors. The default is the family's own initialisation, with rank 0's random
             numbers: the weights that `from_config` makes on one process after the same seed.
-        device (`torch.device` or `str`, *optional*): for a model on the meta device, where it trains; the current
-            accelerator, or the CPU if there is none.
+        device (`torch.device` or `str`, *optional*): for a model on the meta device, the device on which it trains; by
+            default the current accelerator, or the CPU if there is none.
 
     Returns:
-        [`ParallelModel`]: what a training loop needs: forward and backward over the plan's micro-batches, the gradient
-            norm, whole weights for saving.
+        [`ParallelModel`]: runs forward and backward over the plan's micro-batches, computes the gradient norm, gathers
+            weights for saving.
 
     Raises:
         ValueError: if the plan cannot run, or not with this model; the model is untouched then. If the weights do not

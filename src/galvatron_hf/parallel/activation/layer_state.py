@@ -9,12 +9,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from galvatron_hf.models.adapter import HIDDEN
 from galvatron_hf.parallel.activation.redistribute import redistribute
 from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.plan.layout import Grid, Layout, PackedRow
-
-
-HIDDEN = "hidden"
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
-from galvatron_hf.models.adapter import LayerInputs
-from galvatron_hf.parallel.activation.layer_state import HIDDEN, LayerState
+from galvatron_hf.models.adapter import HIDDEN, LayerInputs
+from galvatron_hf.parallel.activation.layer_state import LayerState
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.layers.rng import random_stream

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
-from galvatron_hf.models.adapter import ModelAdapter, masks_by_type
-from galvatron_hf.parallel.activation.layer_state import HIDDEN, LayerState
+from galvatron_hf.models.adapter import HIDDEN, ModelAdapter, masks_by_type
+from galvatron_hf.parallel.activation.layer_state import LayerState
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch

@@ -16,9 +16,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from accelerate import init_empty_weights
+from galvatron_hf.models.adapter import HIDDEN
 from galvatron_hf.models.families import AUTO_MODEL, adapter_for
 from galvatron_hf.parallel.activation.documents import Documents
-from galvatron_hf.parallel.activation.layer_state import HIDDEN
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer
 from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest

@@ -1,0 +1,61 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""The notebooks run from top to bottom, and their files hold the outputs of such a run."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+
+NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
+sys.path.insert(0, str(NOTEBOOKS))
+
+from execute import execute  # noqa: E402
+
+
+def _printed(notebook: nbformat.NotebookNode) -> list[str]:
+    """Returns what each code cell prints on the standard output."""
+    return [
+        "".join(output.text for output in cell.outputs if output.get("name") == "stdout")
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    ]
+
+
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_says_what_it_needs_and_keeps_its_outputs(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert f"colab.research.google.com/github/galvatron-hf/galvatron-hf/blob/main/notebooks/{path.name}" in (
+        notebook.cells[0].source
+    )
+    assert "**Hardware:**" in notebook.cells[0].source
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert all(text for cell, text in zip(code[1:], _printed(notebook)[1:]) if "print(" in cell.source)
+    assert not any(re.search(r"/(home|root|tmp|work)/", json.dumps(cell.outputs)) for cell in code)
+
+
+@pytest.mark.slow
+def test_the_quickstart_runs_and_its_losses_are_plain_trainers(tmp_path):
+    printed = _printed(execute(NOTEBOOKS / "quickstart.ipynb", tmp_path))
+    history = {}
+    for folder in ("parallel", "plain"):
+        state = json.loads((tmp_path / "output" / folder / "trainer_state.json").read_text())
+        history[folder] = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+    assert len(history["plain"]) == 20 and history["parallel"] == pytest.approx(history["plain"], rel=1e-5)
+    assert "2 ranks, 4 layers" in printed[-2] and "largest relative difference" in printed[-1]
+
+
+@pytest.mark.slow
+def test_the_cluster_notebook_predicts_what_its_file_holds(tmp_path):
+    def figures(notebook: nbformat.NotebookNode) -> list[list[str]]:
+        return [re.findall(r"[\d.,]+", text) for text in _printed(notebook) if "(predicted)" in text]
+
+    path = NOTEBOOKS / "plan_a_cluster.ipynb"
+    held = figures(nbformat.read(path, as_version=4))
+    assert figures(execute(path, tmp_path)) == held and len(held) == 4
