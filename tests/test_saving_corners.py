@@ -84,7 +84,7 @@ def runs(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
         def fail() -> Any:
             return run(folder / name, FLAT, options=options, eval_dataset=Rows(4, seed=2), then=after)
 
-        return with_one(FileEntry, "of", FailOnce(rank=1, call=1), fail)
+        return with_one(FileEntry, "from_file", FailOnce(rank=1, call=1), fail)
 
     def beside_others() -> bool:
         if dist.get_rank() == 0:

@@ -263,7 +263,7 @@ def kill_before_writing(trainer: Trainer, fault: Fault) -> None:
 
 @kind
 def kill_before_checksums(trainer: Trainer, fault: Fault) -> None:
-    in_save(trainer, fault, FileEntry, "of")
+    in_save(trainer, fault, FileEntry, "from_file")
 
 
 @kind
