@@ -1,7 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
 """Layout arithmetic: which tokens and heads each rank of a stage holds, and what a change of layout sends.
-
 A layout gives each rank of a stage a rectangle of the micro-batch: a range of rows by a range of positions. A
 micro-batch is a [`Grid`] of rows, or one [`PackedRow`]. The runtime moves tensors by this arithmetic and the planner
 prices the moves by it. Importing this module needs no torch.
@@ -55,9 +54,7 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class Layout:
-    """
-    Splits the rows and positions of an activation `[rows, positions, ...]` over the ranks of a stage.
-
+    """Splits the rows and positions of an activation `[rows, positions, ...]` over the ranks of a stage.
     Rank `i` of the stage holds replica `i % replicas` of position piece `(i // replicas) % positions` of row piece
     `i // (replicas * positions)`. Piece `k` of `n` of `length` items is `[k*length//n, (k+1)*length//n)`.
 
@@ -88,9 +85,7 @@ class Layout:
     @classmethod
     @lru_cache(maxsize=4096)
     def from_vocabulary(cls, tensor: int, ranks: int, rows: int) -> Layout:
-        """
-        Returns the layout of the embedding's output or the head's input; with `tensor` 1, that between two stages.
-
+        """Returns the layout of the embedding's output or the head's input; with `tensor` 1, that between two stages.
         Rows are split over as many ranks as divide the `ranks / tensor` and have a row each; positions over the rest.
 
         Args:
@@ -109,7 +104,6 @@ class Layout:
 
     def rectangle(self, index: int, rows: int, length: int) -> Rectangle:
         """Returns what the rank with this index in its stage holds of `rows` rows of `length` positions.
-
         The rectangle is empty if there are fewer rows (or positions) than pieces.
         """
         row, position = divmod(index // self.replicas, self.positions)
@@ -133,8 +127,7 @@ def vocabulary_layouts(tensor: int, ranks: int) -> list[Layout]:
 
 @dataclass(frozen=True)
 class Grid:
-    """
-    The shape of a micro-batch whose rows have one length.
+    """The shape of a micro-batch whose rows have one length.
 
     Args:
         rows (`int`): Number of rows.
@@ -153,9 +146,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """
-    The shape of a micro-batch of one row that holds whole documents one after the other.
-
+    """The shape of a micro-batch of one row that holds whole documents one after the other.
     It is cut into packs where documents end. Data rank `k` of `n` holds the packs `[k*D//n, (k+1)*D//n)` of `D`, which
     may have any number of positions; position piece `j` of `p` is an even part of these positions.
 
@@ -225,9 +216,7 @@ def _needs(src: Layout, dst: Layout, packed: bool) -> tuple[tuple[tuple[int, ...
 
 @lru_cache(maxsize=4096)
 def block_size(src: Layout, dst: Layout, packed: bool = False) -> int:
-    """
-    Returns the ranks of the smallest aligned block inside which a move from `src` to `dst` happens.
-
+    """Returns the ranks of the smallest aligned block inside which a move from `src` to `dst` happens.
     The result holds for every number of rows and positions, or for every packed row. 1 means that each rank already
     has what it needs. The way back may need another block: see [`block_sizes`].
 
@@ -281,8 +270,7 @@ def sources(src: Layout, dst: Layout, packed: bool = False) -> tuple[tuple[int, 
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """
-    One rank's part of a change of layout.
+    """One rank's part of a change of layout.
 
     Attributes:
         before (`Rectangle`): What the rank holds.
@@ -338,8 +326,7 @@ def sent_tokens(src: Layout, dst: Layout, grid: Grid | PackedRow) -> tuple[int, 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionHeads:
-    """
-    The heads that one rank computes before the Ulysses exchange.
+    """The heads that one rank computes before the Ulysses exchange.
 
     Attributes:
         query (`int`): Attention heads of a tensor rank.
@@ -370,9 +357,7 @@ class AttentionHeads:
 
 
 def second_cut(shape: Sequence[int], tensor: int, shards: int) -> int | None:
-    """
-    Returns the dimension that sharding ranks cut of a weight whose dimension 0 is cut by tensor ranks.
-
+    """Returns the dimension that sharding ranks cut of a weight whose dimension 0 is cut by tensor ranks.
     Dimension 0 is cut twice only if all pieces are even: uneven pieces of one dimension under two mesh axes have no
     placement that DTensor can put together again.
 

@@ -1,7 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
 """The order of a plan's stages on its pipeline ranks, and the numbers of micro-batches that a schedule orders.
-
 A pipeline rank is one group of ranks that runs stages together: all stages with the same ranks are its stages.
 """
 
@@ -60,7 +59,8 @@ class PipelineShape:
 
 def orders(shape: PipelineShape, micro_batches: int) -> bool:
     """Returns whether the schedule itself orders `micro_batches`; if not, `schedule.actions` orders the next number
-    that it does and leaves some out."""
+    that it does and leaves some out.
+    """
     if shape.pipeline_ranks == 1 or shape.schedule in ("gpipe", "1f1b") or shape.returns:
         return True
     if shape.schedule == "interleaved" and shape.virtual_stages == 1:

@@ -50,12 +50,12 @@ class ParallelPlan:
         stacks (`Mapping[str, int]`): Layers of each stack in execution order (`encoder` before `decoder`); layers have
             one global index over all stacks.
         micro_batches (`int`, defaults to 1): Pieces into which the global batch of an optimizer step is split.
-        schedule (`str`, defaults to `"1f1b"`): Order of the pipeline: `"gpipe"` (all forwards, then all
-            backwards), `"1f1b"` (arXiv 2104.04473), `"interleaved"` (1F1B over virtual stages) or `"zero_bubble"`
+        schedule (`str`, defaults to `"1f1b"`): Order of the pipeline: `"gpipe"` (all forwards, then all backwards),
+            `"1f1b"` (arXiv 2104.04473), `"interleaved"` (1F1B over virtual stages) or `"zero_bubble"`
             (arXiv 2401.10241).
         precision ([`Precision`], *optional*): Number formats; None takes them from the training arguments.
-        stages (`tuple[Stage, ...]`, *optional*): Stages in execution order. A rank list that occurs again
-            makes a virtual stage. None means one stage of all ranks and layers.
+        stages (`tuple[Stage, ...]`, *optional*): Stages in execution order. A rank list that occurs again makes a
+            virtual stage. None means one stage of all ranks and layers.
         layers (`tuple[LayerStrategy, ...]`): One strategy per layer.
         embedding ([`VocabularyStrategy`], *optional*): Strategy of the embedding, on the ranks of the first stage.
         head ([`VocabularyStrategy`], *optional*): Strategy of the head, on the ranks of the last stage.
@@ -108,8 +108,7 @@ class ParallelPlan:
 
     @classmethod
     def from_json(cls, source: str | os.PathLike | Mapping[str, Any]) -> "ParallelPlan":
-        """
-        Reads a plan.
+        """Reads a plan.
 
         Args:
             source (`str`, `os.PathLike` or `Mapping`): The path of a JSON file, JSON text, or the parsed object.
@@ -141,13 +140,12 @@ class ParallelPlan:
         meta: Mapping[str, Any] | None = None,
         **strategy: Any,
     ) -> "ParallelPlan":
-        """
-        Returns a plan with one strategy for all layers.
+        """Returns a plan with one strategy for all layers.
 
         Args:
             world_size (`int`): Number of ranks.
-            num_layers (`int` or `Mapping[str, int]`): Number of layers of one stack
-                called `decoder`, or of each stack.
+            num_layers (`int` or `Mapping[str, int]`): Number of layers of one stack called `decoder`, or of each
+                stack.
             pipeline (`int`, defaults to 1): Stages, each with world_size / pipeline consecutive ranks and an even
                 share of the layers (earlier stages take the remainder).
             micro_batches, schedule, precision, meta: As in [`ParallelPlan`].

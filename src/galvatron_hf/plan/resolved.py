@@ -1,7 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
 """A plan compiled for one model: the ranks, layouts, weight meshes and process groups of every stage and layer.
-
 [`resolve`] compiles a plan once; the runtime reads the result and derives nothing from strategies again. Importing
 this module needs no torch.
 """
@@ -28,8 +27,7 @@ class GroupKey:
     size: int
 
     def groups(self, ranks: Sequence[int]) -> list[tuple[int, ...]]:
-        """
-        Returns the groups, which tile the ranks of a stage, each in the stage's order.
+        """Returns the groups, which tile the ranks of a stage, each in the stage's order.
 
         Raises:
             ValueError: If `stride * size` does not divide the number of ranks.
@@ -85,8 +83,8 @@ class ResolvedLayer:
         source (`Layout`, *optional*): the layout in which hidden states enter; None for the embedding's, which depends
             on the number of rows.
         layout (`Layout`): the layout in which it computes and returns them.
-        attention_layout (`Layout`): the layout of what enters the attention module; Megatron-SP has gathered
-            positions by then.
+        attention_layout (`Layout`): the layout of what enters the attention module; Megatron-SP has gathered positions
+            by then.
         pack_layout (`Layout`): the packs of a packed row, each whole, that its sequence ranks attend to together.
         weights ([`MeshShape`]): the mesh of its weights.
         heads ([`AttentionHeads`]): the heads of a rank.
@@ -187,8 +185,7 @@ class EndLayouts:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedPlan:
-    """
-    A plan with everything that follows from it for one model.
+    """A plan with everything that follows from it for one model.
 
     Attributes:
         plan ([`ParallelPlan`]): the plan.
@@ -248,8 +245,8 @@ class ResolvedPlan:
         return EndLayouts(embedding=embedding, head=head, boundary=boundary)
 
     def padded(self, rows: int, length: int, *, logits: bool = False) -> tuple[int, int]:
-        """
-        Returns the rows and positions of a micro-batch after padding, with which every rank has some in every layout.
+        """Returns the rows and positions of a micro-batch after padding, with which every rank has some in every
+        layout.
 
         Args:
             rows (`int`): Rows of the micro-batch.
@@ -330,8 +327,7 @@ def _joined(lists: Iterable[Sequence[int]], copies: int = 1) -> list[RankGroup]:
 
 
 def resolve(plan: ParallelPlan, *, heads: Sequence[tuple[int, int]], tied: bool) -> ResolvedPlan:
-    """
-    Compiles a plan for a model.
+    """Compiles a plan for a model.
 
     Args:
         plan ([`ParallelPlan`]): A plan that fits the model.

@@ -1,7 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
 """The schedules of a pipeline as lists of actions, one list for each pipeline rank.
-
 Interleaved and zero-bubble orders are those of `torch.distributed.pipelining`. No process group is needed.
 """
 
@@ -69,9 +68,7 @@ class Action:
 
 @lru_cache(maxsize=256)
 def actions(shape: PipelineShape, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """
-    Returns the actions of each pipeline rank in a step, in order.
-
+    """Returns the actions of each pipeline rank in a step, in order.
     A receive is where it is posted, as early as the sender can have begun. A send follows the compute of its tensor.
     Two stages on the same ranks send nothing. If the schedule does not order `micro_batches`, as in a smaller last
     batch, they take the order of the next number that it orders, so no more of them are in flight.
@@ -99,7 +96,6 @@ def actions(shape: PipelineShape, micro_batches: int) -> tuple[tuple[Action, ...
 
 def _post_early(order: list[Action], shape: PipelineShape) -> tuple[Action, ...]:
     """Moves each receive before the previous compute, so that the tensor arrives during that compute.
-
     A receive never passes a transfer with the same ranks in the same direction, because both sides rely on that order.
     """
 

@@ -47,8 +47,7 @@ PLAN_FIELDS = (
 
 
 def read_object(source: Any, what: str = "plan") -> dict[str, Any]:
-    """
-    Reads one JSON object.
+    """Reads one JSON object.
 
     Args:
         source (`str`, `os.PathLike` or `Mapping`): JSON text (it starts with a brace), the path of a file, or a parsed

@@ -43,25 +43,25 @@ class LayerStrategy:
     """
     States how the R ranks of a stage compute one layer.
 
-    Ranks of a stage are ordered with tensor innermost, then ulysses, context and data. Ulysses and context ranks
-    hold the same weights as data ranks, so they count as sharding ranks.
+    Ranks of a stage are ordered with tensor innermost, then ulysses, context and data. Ulysses and context ranks hold
+    the same weights as data ranks, so they count as sharding ranks.
 
     Args:
         tensor (`int`, defaults to 1): Ranks over which every weight matrix is split (arXiv 1909.08053).
-        megatron_sp (`bool`, defaults to `False`): Whether positions are split over the tensor ranks between the
-            matrix products (arXiv 2205.05198). Needs `tensor` > 1.
+        megatron_sp (`bool`, defaults to `False`): Whether positions are split over the tensor ranks between the matrix
+            products (arXiv 2205.05198). Needs `tensor` > 1.
         ulysses (`int`, defaults to 1): Ranks that split positions outside attention and heads inside it
             (arXiv 2309.14509).
         context (`int`, defaults to 1): Ranks that split positions everywhere and pass keys and values in a ring
             (arXiv 2310.01889).
-        sharding (`str`, defaults to `"zero3"`): `"replicate"` (every rank holds all weights), `"zero2"` (gradients
-            and optimizer state are sharded, arXiv 1910.02054) or `"zero3"` (weights too).
+        sharding (`str`, defaults to `"zero3"`): `"replicate"` (every rank holds all weights), `"zero2"` (gradients and
+            optimizer state are sharded, arXiv 1910.02054) or `"zero3"` (weights too).
         shard_degree (`int`, *optional*): Ranks that hold the shards of one replica, a divisor of R / tensor. None
             means R / tensor; fewer is hybrid sharding (several replicas).
         expert (`int`, defaults to 1): Ranks over which the experts of a mixture are spread, a multiple of `tensor`
             that divides R. 1 means that experts are sharded like any other weight.
-        recompute (`str`, defaults to `"none"`): `"full"` keeps only the layer's input and computes the rest again
-            in the backward pass.
+        recompute (`str`, defaults to `"none"`): `"full"` keeps only the layer's input and computes the rest again in
+            the backward pass.
 
     Raises:
         `ValueError`: in one sentence, if a value is impossible for every number of ranks.
@@ -101,8 +101,7 @@ class LayerStrategy:
         return self.ulysses * self.context * (self.tensor if self.megatron_sp else 1)
 
     def data_degree(self, ranks: int) -> int:
-        """
-        Returns the number of rank groups that compute different rows.
+        """Returns the number of rank groups that compute different rows.
 
         Args:
             ranks (`int`): R, the ranks of the layer's stage.
@@ -114,8 +113,7 @@ class LayerStrategy:
         return ranks // (self.tensor * self.ulysses * self.context)
 
     def resolved_shard_degree(self, ranks: int) -> int:
-        """
-        Returns the number of ranks that hold the shards of one replica of the layer's (tensor-split) weights.
+        """Returns the number of ranks that hold the shards of one replica of the layer's (tensor-split) weights.
 
         Args:
             ranks (`int`): R, the ranks of the layer's stage.
@@ -177,8 +175,7 @@ class LayerStrategy:
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyStrategy:
-    """
-    States how the R ranks of a stage compute the embedding (with positions) or the head (with the final norm).
+    """States how the R ranks of a stage compute the embedding (with positions) or the head (with the final norm).
 
     Args:
         tensor (`int`, defaults to 1): Ranks over which the vocabulary is split.
@@ -232,8 +229,7 @@ def _shard_problem(strategy: LayerStrategy | VocabularyStrategy, ranks: int) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """
-    Names the number formats of a plan. A plan without them takes those of the training arguments.
+    """Names the number formats of a plan. A plan without them takes those of the training arguments.
 
     Args:
         compute (`str`, defaults to `"fp32"`): Format of matrix products and activations: fp32, bf16 or fp16.
@@ -253,8 +249,7 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """
-    Names the ranks and the layers of one pipeline stage.
+    """Names the ranks and the layers of one pipeline stage.
 
     Args:
         ranks (`tuple[int, ...]`): Global ranks, in the order over which degrees are laid out.
@@ -280,8 +275,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceGroups:
-    """
-    Limits sequence groups that are chosen for each micro-batch, as in FlexSP (arXiv 2412.01523).
+    """Limits sequence groups that are chosen for each micro-batch, as in FlexSP (arXiv 2412.01523).
 
     Args:
         max_tokens_per_rank (`int`): Most tokens of one micro-batch on a rank.

@@ -73,8 +73,7 @@ class PlanProblem:
 
 
 class UnsolvedProblem:
-    """
-    A problem with a quick lower bound, whose resharding costs are not computed yet.
+    """A problem with a quick lower bound, whose resharding costs are not computed yet.
 
     Args:
         options ([`OptionCosts`]): Costs of the options.
@@ -114,8 +113,7 @@ class UnsolvedProblem:
         return max(least(share * step + (1 - share) / stages, (1 - share) / stages) for share in (0.0, 0.5, 0.9, 1.0))
 
     def build(self, budget: int, *, prune: bool = True) -> PlanProblem:
-        """
-        Builds the whole problem.
+        """Builds the whole problem.
 
         Args:
             budget (`int`): Bytes of a rank.
@@ -162,9 +160,7 @@ class UnsolvedProblem:
         )
 
     def split(self, budget: int) -> Iterator[PlanProblem]:
-        """
-        Yields problems that together have exactly the plans for which the padding rows were added, one per layer.
-
+        """Yields problems that together have exactly the plans for which the padding rows were added, one per layer.
         In each problem, that layer is the first with as many data ranks as there are rows.
         """
         whole = self.build(budget, prune=False)

@@ -84,8 +84,7 @@ def stage_costs(
 
 
 def priced_shape(hardware: HardwareProfile, model: ModelProfile, workload: Workload, plan: ParallelPlan) -> StepShape:
-    """
-    Returns the shape of the plan's step.
+    """Returns the shape of the plan's step.
 
     Raises:
         ValueError: if the plan does not fit the profiles, or the cost model cannot price it.

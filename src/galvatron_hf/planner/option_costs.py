@@ -1,7 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
 """The costs of strategies as the integers of a search problem: picoseconds and bytes.
-
 `solver/problem.py` defines F, the cost of the first micro-batch, and O, that of the others and of what comes once.
 """
 
@@ -25,9 +24,7 @@ MOST_MS = 4e9  # of a step, 46 days: 64 bits hold 106 days of picoseconds
 
 
 class OptionCosts:
-    """
-    Holds the costs of options for a micro-batch and for a step, whatever the schedule.
-
+    """Holds the costs of options for a micro-batch and for a step, whatever the schedule.
     Tied weights on one stage are one unit, which has the embedding's strategy. Then `heads` has one entry, and
     `starts` include all costs of the head.
 
@@ -120,7 +117,6 @@ class StepCosts:
 
     def _end(self, parts: list[StrategyCosts], flight: int, layout: np.ndarray) -> Options:
         """Returns the options of an end of which `flight` micro-batches are in flight.
-
         Memory that exists only while the end itself runs counts as working memory, not with that of layers.
         """
         zeros = np.zeros(len(layout), dtype=np.int64)

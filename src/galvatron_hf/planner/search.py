@@ -39,8 +39,7 @@ from galvatron_hf.utils.units import gib_rounded_up
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """
-    Holds the outcome of a search.
+    """Holds the outcome of a search.
 
     Attributes:
         best ([`Estimate`], *optional*): the fastest plan that fits; None if none does.
@@ -198,7 +197,6 @@ def _best_first(
     problems: list[UnsolvedProblem], budget: int, step: Step
 ) -> tuple[list[tuple[PlanProblem, Solution]], int, int]:
     """Solves problems in the order of their bounds, until the next bound exceeds the best cost.
-
     A problem enters the queue with its quick bound, again with the bound of its cuts, and is then solved. A padded
     problem whose solution is not exact is split, and its parts enter the queue.
 

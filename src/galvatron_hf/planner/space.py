@@ -1,11 +1,9 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
 """The search space: strategies of a layer, the embedding and the head on the ranks of one stage, and schedules.
-
 The strategies form a decision tree (Galvatron, arXiv 2211.13878, section 3): degrees of tensor, Ulysses and data
 parallelism, then Megatron sequence parallelism, then sharding, then recompute. Context and expert degrees stay 1.
 Tensor and Ulysses degrees are those of the model profile, powers of two. All other degrees divide their ranks.
-
 Pipelines use 1F1B, or the interleaved schedule with equal virtual stages and at least as many micro-batches as
 pipeline ranks. GPipe is never faster than 1F1B and keeps more activations. Zero-bubble schedules have no cost formula.
 """
@@ -26,8 +24,7 @@ from galvatron_hf.profiler.profiles.model import ModelProfile
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """
-    Limits what the search may use.
+    """Limits what the search may use.
 
     Args:
         tensor (`int`, *optional*): Maximum tensor degree; None means no maximum.
@@ -77,9 +74,7 @@ def micro_batch_sizes(rows: int) -> list[tuple[int, range]]:
 def schedules(
     pipeline: int, counts: Sequence[int], layers: Sequence[int], limits: Limits
 ) -> Iterator[tuple[str, int, int]]:
-    """
-    Yields the schedules of a pipeline, without those that cannot be better than another one.
-
+    """Yields the schedules of a pipeline, without those that cannot be better than another one.
     At a fixed micro-batch size, more micro-batches take longer and need no less memory, with two exceptions. The cost
     of 1F1B is exact only from as many micro-batches as pipeline ranks on. An interleaved schedule keeps fewer
     activations if fewer micro-batches go through a virtual stage together.
@@ -108,8 +103,7 @@ def schedules(
 
 
 def layer_strategies(ranks: int, model: ModelProfile, limits: Limits) -> list[tuple[LayerStrategy, int]]:
-    """
-    Returns all strategies of a layer that the model profile has figures for.
+    """Returns all strategies of a layer that the model profile has figures for.
 
     Args:
         ranks (`int`): Ranks of the layer's stage.
@@ -157,7 +151,6 @@ def _shardings(
     ranks: int, limits: Limits, tensor: int, weights: Iterable[WeightShape]
 ) -> Iterator[tuple[str, int | None]]:
     """Yields sharding and shard degree (None: all ranks) of weights that `ranks` ranks hold the same `1 / tensor` of.
-
     A replica may be a single shard under "zero3", which casts the weights for each use and keeps no cast copy. Under
     "zero2" the cast copy stays, as under "replicate", and gradients need a reduction besides.
     """

@@ -1,7 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
 """The time and memory of a layer, an end and a resharding, for all strategies at once.
-
 A micro-batch takes `forward_ms` and `backward_ms` in a layer. Once in a step come `sync_ms` (all-reduces between
 replicas, weights gathered once) and `update_ms` (the optimizer). docs/communication.md defines what is sent. The
 hardware profile gives the time of a message, the model profile the time of compute. If the hardware overlaps
@@ -36,8 +35,7 @@ def _weights_key(strategy: LayerStrategy | VocabularyStrategy) -> tuple:
 
 
 class CostModel:
-    """
-    Computes costs on stages of `ranks` ranks for micro-batches of `rows` rows.
+    """Computes costs on stages of `ranks` ranks for micro-batches of `rows` rows.
 
     Args:
         hardware ([`HardwareProfile`]), model ([`ModelProfile`]): The profiles.
@@ -115,7 +113,6 @@ class CostModel:
         part: str,
     ) -> StrategyCosts:
         """Combines arrays (S,). `part` is "layer", "embedding", "head" or "tied" (both ends as one).
-
         The backward of an end gathers no weights, because its forward has just gathered them. Tied ends are FSDP2's
         root: their weights stay gathered while layers run, and the head's gradient waits for the embedding's.
         """
@@ -336,7 +333,6 @@ class CostModel:
 
     def received_ms(self, counts: np.ndarray) -> np.ndarray:
         """Returns (p,) the time that pipeline ranks wait for (p, p) messages from each other.
-
         A message is as slow as the slowest of its ranks' links: between nodes, if any rank sends to another node.
         """
         if len(counts) == 1:

@@ -11,9 +11,7 @@ from galvatron_hf.plan.layout import Grid, Layout, block_size, sent_tokens
 
 @lru_cache(maxsize=65536)
 def most_sent_tokens(before: Layout, after: Layout, rows: int, length: int) -> tuple[int, int]:
-    """
-    Returns the ranks of the all-to-all (1: nothing is sent) and the most tokens that a rank sends in it.
-
+    """Returns the ranks of the all-to-all (1: nothing is sent) and the most tokens that a rank sends in it.
     If both layouts first cut the rows into the same number of pieces, the largest of these pieces stands for all.
 
     Args:

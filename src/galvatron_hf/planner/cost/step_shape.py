@@ -15,9 +15,7 @@ from galvatron_hf.planner.cost.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """
-    Describes how a step is cut, whatever the strategies of its layers.
-
+    """Describes how a step is cut, whatever the strategies of its layers.
     All virtual stages of a pipeline rank are equal. The search problem therefore has one stage per pipeline rank, and
     that stage stands for all virtual stages of the rank.
 
@@ -26,8 +24,8 @@ class StepShape:
         micro_batches (`int`): Micro-batches of a step, m.
         schedule (`str`): "1f1b", "gpipe" or "interleaved".
         rows (`int`): Rows of a micro-batch, with padding rows so that every data rank has one.
-        virtual_stages (`int`, defaults to 1): Stages on each pipeline rank, v; more than 1 are interleaved and need
-            m >= p.
+        virtual_stages (`int`, defaults to 1): Stages on each pipeline rank, v; more than 1 are interleaved and need m
+            >= p.
     """
 
     pipeline: int
@@ -55,9 +53,8 @@ class StepShape:
     @property
     def active_stages(self) -> int:
         """Returns the maximum number of a rank's stages that are between their first and their last backward.
-
-        If all micro-batches go through a stage together, it ends its backwards before the rank's previous stage
-        begins any.
+        If all micro-batches go through a stage together, it ends its backwards before the rank's previous stage begins
+        any.
         """
         return 1 if self._one_round else self.virtual_stages
 
@@ -90,7 +87,6 @@ class StepShape:
 
     def warmup(self) -> np.ndarray:
         """Returns (p,) k_i, the warm-up micro-batches of 1F1B; 0 for interleaved schedules or if m < p.
-
         GPipe uses those of 1F1B, because its cost is the maximum of both (see `later_stage_weights`).
         """
         if self.schedule == "interleaved" or self.micro_batches < self.pipeline:
@@ -103,9 +99,8 @@ class StepShape:
 
     def least_step(self) -> float:
         """Returns a lower bound of a 1F1B step, in units of the time of one micro-batch on all stages.
-
-        Stage i has a share x_i of that time, and the later stages S_i. All other micro-batches take at least
-        (m - 1) x_i. With a step of 1 + t, the paths of `solver/problem.py` require
+        Stage i has a share x_i of that time, and the later stages S_i. All other micro-batches take at least (m - 1)
+        x_i. With a step of 1 + t, the paths of `solver/problem.py` require
             (m - 1) x_i <= t + S_i,   (m - 1 - k_i / 3) x_i <= t,   (m - 1 - k_i) x_i <= t - S_i.
         The largest x_i that these allow, from the last stage to the first, give the best possible cut.
         """
@@ -119,7 +114,6 @@ class StepShape:
 
     def reuse_count(self) -> np.ndarray:
         """Returns (p,) on how many of a rank's stages gradients reuse the memory that activations free.
-
         These are the stages without gradients when the rank's first activations are freed. They are all stages if
         every forward comes before the first backward, and all but one if all micro-batches go through a stage
         together.
@@ -129,7 +123,6 @@ class StepShape:
 
     def receives(self) -> np.ndarray:
         """Returns (p, p) how often a rank receives hidden states of a micro-batch, or their gradient, from another.
-
         Neighbours send in every virtual stage; the two ends of the pipeline send between two virtual stages.
         """
         ranks = self.pipeline
@@ -145,7 +138,8 @@ class StepShape:
 
     def boundary_copies(self) -> np.ndarray:
         """Returns (p,) how many hidden states of stage boundaries a rank holds: one that it sent for each micro-batch
-        in flight, and one that it receives from each side."""
+        in flight, and one that it receives from each side.
+        """
         if self.virtual_stages > 1:
             return self.in_flight() + 2
         ranks = np.arange(self.pipeline)

@@ -1,7 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
 """The cost of a layer or an end under each of several strategies, as arrays, and its peak of working memory.
-
 Strategies share parts of their costs. The forward and backward of a micro-batch ([`PassCosts`]) do not depend on
 sharding, and the weights ([`~planner.cost.weight_costs.WeightCosts`]) do not depend on recompute. [`Distinct`]
 computes each part once.
@@ -86,18 +85,16 @@ class StrategyCosts:
     def peak_working_bytes(
         self, *, one_stage: bool, active_stages: int, micro_batches: int, one_layer: bool
     ) -> np.ndarray:
-        """
-        Returns (S,) the maximum of memory besides state and activations while the layer runs.
-
+        """Returns (S,) the maximum of memory besides state and activations while the layer runs.
         A backward begins with recomputed activations and a first gradient, and ends with all gradients to be reduced.
 
         Args:
             one_stage (`bool`): Whether there is one stage, which has the head.
             active_stages (`int`): Stages of the rank between their first and last backward, each of which keeps the
                 message of its last reduction.
-            micro_batches (`int`): Micro-batches of a step. With one, sharded weights that stay gathered are freed
-                when gradients exist, gradients that are unsharded at rest are in the state already, and gradients
-                that a reduction creates do not exist before it.
+            micro_batches (`int`): Micro-batches of a step. With one, sharded weights that stay gathered are freed when
+                gradients exist, gradients that are unsharded at rest are in the state already, and gradients that a
+                reduction creates do not exist before it.
             one_layer (`bool`): Whether each stage has one layer, and so no next layer.
         """
         changing = np.maximum(
@@ -125,14 +122,12 @@ class StrategyCosts:
 
     def reused_bytes(self, micro_batches: int) -> np.ndarray:
         """Returns (S,) bytes that activations free in the last backward and gradients then use.
-
         In a step of one micro-batch, sharded weights that stayed gathered are freed too.
         """
         return np.minimum(self.gradient_bytes, self._freed_bytes(micro_batches))
 
     def end_only_bytes(self, micro_batches: int) -> np.ndarray:
         """Returns (S,) bytes of an end's state and activations that exist only while the end itself runs.
-
         In a step of one micro-batch, the embedding's gradient comes after those of all layers. The memory that the
         head's activations and gathered shards free, beyond its gradient, is free before the layers' backward.
         """
@@ -154,7 +149,6 @@ class StrategyCosts:
 @dataclass(frozen=True, kw_only=True)
 class PassCosts:
     """Holds the costs of a layer or an end that do not depend on sharding: compute, region collectives, and bytes.
-
     The head's `working_bytes` include its weight's gradient, which the forward computes and the backward scales.
     """
 

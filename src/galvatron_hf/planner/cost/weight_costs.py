@@ -61,8 +61,7 @@ def weight_costs(
     reduced: int,
     ms: Callable[[str, int, int, float, str], float],
 ) -> WeightCosts:
-    """
-    Computes the costs of a unit.
+    """Computes the costs of a unit.
 
     Args:
         weights (`Sequence[WeightShape]`): Weights of the unit.

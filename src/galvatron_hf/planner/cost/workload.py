@@ -11,8 +11,7 @@ from galvatron_hf.plan import Precision
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """
-    Describes the global batch of a step.
+    """Describes the global batch of a step.
 
     Args:
         rows (`int`): Rows of the global batch.

@@ -16,8 +16,7 @@ from galvatron_hf.profiler.profiles.model import ModelProfile
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """
-    Holds the best plan of one kind.
+    """Holds the best plan of one kind.
 
     Attributes:
         name (`str`): the common name of the kind.
@@ -39,10 +38,8 @@ def alternatives(
     virtual_stages: int = Limits.virtual_stages,
     progress: bool = False,
 ) -> list[Alternative]:
-    """
-    Searches DDP, ZeRO-3, Megatron's tensor and pipeline parallelism, ZeRO-3 with Ulysses, and the best uniform plan,
-    each with its best micro-batches and recompute.
-
+    """Searches DDP, ZeRO-3, Megatron's tensor and pipeline parallelism, ZeRO-3 with Ulysses, and the best uniform
+    plan, each with its best micro-batches and recompute.
     A kind whose degrees the model and the ranks cannot have is left out.
 
     Args:

@@ -21,15 +21,14 @@ from galvatron_hf.profiler.profiles.model import ModelProfile
 
 @dataclass(frozen=True, kw_only=True)
 class StageParts:
-    """
-    Holds the parts of one pipeline rank, which has one stage or several virtual stages.
+    """Holds the parts of one pipeline rank, which has one stage or several virtual stages.
 
     Attributes:
         layers (`tuple[tuple[int, int], ...]`): half-open range of layers of each stage.
         computing_ms, communication_ms, layout_ms (`float`): forward and backward of one micro-batch: compute,
             collectives, and changes of layout with messages between stages.
-        sync_ms, update_ms (`float`): once in a step: gradient reductions that compute does not hide, and the
-            optimizer with gradient additions.
+        sync_ms, update_ms (`float`): once in a step: gradient reductions that compute does not hide, and the optimizer
+            with gradient additions.
         state_bytes (`int`): weights, gradients and optimizer state.
         activation_bytes (`int`): activations of all micro-batches in flight.
         working_bytes (`int`): maximum of temporary memory over layers and ends.
@@ -60,8 +59,7 @@ class StageParts:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """
-    Holds an estimate in parts: the time of the slowest pipeline rank, and its wait for the others.
+    """Holds an estimate in parts: the time of the slowest pipeline rank, and its wait for the others.
 
     Attributes:
         estimate ([`Estimate`]): the estimate.
@@ -90,8 +88,7 @@ class Explanation:
 def explain_plan(
     hardware: HardwareProfile, model: ModelProfile, workload: Workload, plan: ParallelPlan
 ) -> Explanation:
-    """
-    Layouts the estimate of [`~planner.estimate.estimate_plan`] into parts.
+    """Layouts the estimate of [`~planner.estimate.estimate_plan`] into parts.
 
     Raises:
         ValueError: if the cost model cannot price the plan.

@@ -87,8 +87,7 @@ class Report:
 
 
 def explain(result: SearchResult, *, compare: bool = True, progress: bool = False) -> Report:
-    """
-    Reports where the time and the memory of the best plan of a search go.
+    """Reports where the time and the memory of the best plan of a search go.
 
     Args:
         result ([`SearchResult`]): The search.

@@ -17,9 +17,7 @@ NO_STAGES = np.array([[0, *[-(1 << 60)] * 3]])  # the row of an empty run; no pa
 
 
 class CutBounds:
-    """
-    Bounds every cut of the layers into stages.
-
+    """Bounds every cut of the layers into stages.
     A run of consecutive stages has a row of four lower bounds: the sum of its F, and its longest path of each of the
     three kinds (see `problem.py`). Rows of two neighbouring runs give the row of both. Rows that are not dominated are
     enough to bound all cuts.

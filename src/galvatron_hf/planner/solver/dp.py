@@ -1,11 +1,10 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
 """The exact optimum of a problem: dynamic programming over layers that keeps every trade-off of time and memory.
-
 A partial stage is a label (F, O - k F, memory) in a layout; `problem.py` defines the symbols. A label is dropped if
 another one is no worse even after the most expensive resharding from its layout. A label is also dropped if its bound
-exceeds the limit. Memory is counted in bytes. The labels of a stage serve every place where the same sequence of
-kinds begins.
+exceeds the limit. Memory is counted in bytes. The labels of a stage serve every place where the same sequence of kinds
+begins.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ BEAM = 80  # labels kept after each layer in the search for a first solution of 
 
 @dataclass(frozen=True, kw_only=True)
 class SolverResult:
-    """
-    Holds the outcome of one problem.
+    """Holds the outcome of one problem.
 
     Attributes:
         bound (`float`): no solution of the problem costs less.
@@ -45,9 +43,7 @@ class SolverResult:
 
 
 def solve(problem: SearchProblem, limit: float = np.inf, bounds: CutBounds | None = None) -> SolverResult:
-    """
-    Finds the best solution that costs at most `limit`.
-
+    """Finds the best solution that costs at most `limit`.
     The limit widens from the bound upwards, so that the best solution within the first limit that has one is the
     optimum. With several stages a tight limit saves little work. There a beam search finds a first solution, and its
     cost becomes the limit.
@@ -77,9 +73,7 @@ def solve(problem: SearchProblem, limit: float = np.inf, bounds: CutBounds | Non
 
 @dataclass(frozen=True, kw_only=True)
 class Labels:
-    """
-    Holds N partial stages of equally many layers: `values` (N, 3), and the option and parent label of each.
-
+    """Holds N partial stages of equally many layers: `values` (N, 3), and the option and parent label of each.
     The values are F, O - k F and memory. An increase of any of them makes no path shorter.
     """
 
@@ -115,8 +109,7 @@ class _Task:
 
 
 class ExactSearch:
-    """
-    Finds the best solution of a problem that costs at most a limit.
+    """Finds the best solution of a problem that costs at most a limit.
 
     Args:
         problem ([`SearchProblem`]): The problem.
@@ -136,8 +129,7 @@ class ExactSearch:
         self._detours = [one.detours()[1] for one in self._of_stages]
 
     def best(self, limit: float, beam: int | None = None) -> tuple[int, Solution] | None:
-        """
-        Returns the cheapest solution of at most `limit` with its cost, or None if there is none.
+        """Returns the cheapest solution of at most `limit` with its cost, or None if there is none.
 
         Args:
             limit (`float`): Maximum cost.

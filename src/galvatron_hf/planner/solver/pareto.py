@@ -62,9 +62,7 @@ def _columns(rows: np.ndarray) -> list[list[int]]:
 
 
 class Front:
-    """
-    Keeps the rows that may dominate later ones, of rows of three columns that come in lexical order.
-
+    """Keeps the rows that may dominate later ones, of rows of three columns that come in lexical order.
     No kept row has a larger first column than a later one, so the other two columns decide. Rows are kept in rising
     order of the second column, in which the third falls. The row before a position therefore has the smallest third
     column of all candidates.
@@ -88,7 +86,6 @@ class Front:
 
     def dominates(self, first: int, second: int, third: int, strictly: bool) -> bool:
         """Returns whether a row is at most equal in every column and, if `strictly`, less in one.
-
         An equal row is in the front only if no other row dominates it.
         """
         position = bisect_right(self._seconds, second) - 1

@@ -1,10 +1,8 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
 """The search problem of one pipeline degree, number of micro-batches and schedule, as integer arrays.
-
 The solver knows nothing of models. Layers 0 to L - 1 are cut into p consecutive runs, the stages. Every layer gets one
 option of its kind. Neighbouring layers with different layouts pay a resharding cost.
-
     F_i = fixed + sum over layers + resharding     first micro-batch on stage i
     O_i = fixed + sum over layers + resharding     other micro-batches on stage i, and what comes once in a step
     memory_i = fixed + sum over layers of (state + in_flight * activation - reuse_count * reused)
@@ -14,12 +12,10 @@ option of its kind. Neighbouring layers with different layouts pay a resharding 
         O_i                                        stage i never waits for later stages
         O_i - k_i F_i / 3 + L_i                    stage i waits for its first gradient
         O_i - k_i F_i     + 2 L_i                  stage i also waits for its last gradient
-
 k_i = p - 1 - i is the number of warm-up micro-batches of 1F1B: stage i runs their forwards before its first backward.
-A forward takes a third of F_i. If all stages take equally long, the maximum is the known `sum F + max O`.
-Interleaved schedules, and steps of fewer micro-batches than stages, cost that sum: k_i = 0, and L_i counts once in
-every path. GPipe costs that sum or the third path, whichever is larger, because its stages wait for gradients as well.
-
+A forward takes a third of F_i. If all stages take equally long, the maximum is the known `sum F + max O`. Interleaved
+schedules, and steps of fewer micro-batches than stages, cost that sum: k_i = 0, and L_i counts once in every path.
+GPipe costs that sum or the third path, whichever is larger, because its stages wait for gradients as well.
 Costs are integers (picoseconds) and memory is in bytes. Sums are exact in any order, so equal plans cost the same.
 """
 
@@ -49,8 +45,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchProblem:
-    """
-    Holds one problem; the module defines the symbols. L layers, K kinds, S options, Y layouts, p stages.
+    """Holds one problem; the module defines the symbols. L layers, K kinds, S options, Y layouts, p stages.
 
     Args:
         kinds (`np.ndarray`): (L,) kind of each layer.
@@ -110,8 +105,9 @@ class SearchProblem:
         return first + other, first + other - warmup // 3, first + other - warmup
 
     def without_warmup(self, warmup: int) -> SearchProblem:
-        """Returns the problem with O - k F for O. Every path of a stage with this k is a sum of multiples of F and
-        O - k F, none of them negative."""
+        """Returns the problem with O - k F for O. Every path of a stage with this k is a sum of multiples of F and O -
+        k F, none of them negative.
+        """
         ends = (
             replace(end, other_cost=end.other_cost - warmup * end.first_cost) for end in (self.starts, self.finishes)
         )
@@ -130,16 +126,15 @@ class SearchProblem:
         return np.stack([self.first_resharding, self.other_resharding], axis=2)
 
     def detours(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns two arrays (Y, Y, 2): the maximum extra cost to reach, and to leave, the first layout instead of
-        the second."""
+        """Returns two arrays (Y, Y, 2): the maximum extra cost to reach, and to leave, the first layout instead of the
+        second.
+        """
         resharding = self.resharding()
         reach = (resharding[:, :, None] - resharding[:, None]).max(axis=0)
         return reach, (resharding[:, None] - resharding[None]).max(axis=2)
 
     def useful_options(self) -> np.ndarray:
-        """
-        Returns (S,) booleans: the options that may improve the best solution.
-
+        """Returns (S,) booleans: the options that may improve the best solution.
         An option is not useful if another one costs no more and needs no more memory for any kind of layer, even with
         the largest resharding cost to reach and to leave the other one's layout.
         """
@@ -167,7 +162,6 @@ class SearchProblem:
     @property
     def min_memory(self) -> np.ndarray:
         """Returns (K, S) bytes of a layer with one micro-batch at the largest `reuse_count`.
-
         The memory of a layer in any stage is a sum of non-negative multiples of this, `state` and `activation`.
         """
         return self.state + self.activation - max(1, int(self.reuse_count.max())) * self.reused

@@ -1,12 +1,10 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
 """Lower bounds on the cost of a stage of n layers, for every n, by Lagrangian relaxation of the memory budget.
-
 For a multiplier l >= 0, `cost + l * (memory - budget)` of a stage that fits is at most its cost. The minimum of that
-sum over all options is a shortest path over the layers. The bound is its maximum over l (A. M. Geoffrion, 1974).
-The peak of working memory is no sum, so each bound also chooses an allowance for it, one of the values that occur.
-Options with more working memory than the allowance are excluded.
-
+sum over all options is a shortest path over the layers. The bound is its maximum over l (A. M. Geoffrion, 1974). The
+peak of working memory is no sum, so each bound also chooses an allowance for it, one of the values that occur. Options
+with more working memory than the allowance are excluded.
 Array dimensions: Q pairs of a stage and a multiplier, W allowances, K kinds, S options, Y layouts, p stages.
 """
 
@@ -44,8 +42,7 @@ STEADY = Objective(1, 1, without_warmup=True)
 
 
 class StageBounds:
-    """
-    Bounds the stages of a problem.
+    """Bounds the stages of a problem.
 
     Args:
         problem ([`SearchProblem`]): The problem.
@@ -85,7 +82,6 @@ class StageBounds:
 
     def least_memory(self, first: int) -> np.ndarray:
         """Returns (p, longest + 1) minimum bytes of each stage with n layers from `first` on.
-
         With a multiplier of 1 and no cost the shortest path is memory.
         """
         stages = np.arange(self.problem.stages)

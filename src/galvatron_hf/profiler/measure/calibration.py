@@ -1,7 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
 """Measures how much longer computation and communication take in whole training steps than alone.
-
 Between two collectives the ranks do not keep exactly the same pace, and each collective waits for the slowest. Kernels
 find cold caches, and collectives meet each other. A few simple plans of a model with few layers are therefore trained
 for some steps on the real ranks. The profile keeps the factors, and the wait before each collective of activations or
@@ -79,8 +78,7 @@ def calibrate_profile(
     world: WorldMesh | None = None,
     progress: bool = False,
 ) -> ModelProfile:
-    """
-    Returns the profile with factors for whole steps; collective. One rank alone keeps the profile.
+    """Returns the profile with factors for whole steps; collective. One rank alone keeps the profile.
 
     Args:
         profile ([`ModelProfile`]): Profile of `model`, measured on these ranks.
@@ -164,9 +162,7 @@ def _measured(
 def fitted_factors(
     predicted: Callable[[np.ndarray, float], np.ndarray], measured: np.ndarray
 ) -> tuple[tuple[float, ...], float, float]:
-    """
-    Fits the factors, in the order of `CALIBRATION_FACTORS`, and the wait before collectives.
-
+    """Fits the factors, in the order of `CALIBRATION_FACTORS`, and the wait before collectives.
     The fit minimizes sum_i ((p_i / m_i - 1) / NOISE)^2 + sum_j ((f_j - f0_j) / SPREAD)^2, with predicted and measured
     times p_i and m_i of plan i, and unknowns f_j: the factors (f0 = 1) and the wait in ms (f0 = 0). The second sum
     keeps the unknowns of work that is a small part of every plan near f0.

@@ -41,8 +41,7 @@ def measure_flops(device: torch.device, accuracy: Accuracy, window_ms: float, st
 
 
 def measure_overlap(device: torch.device, accuracy: Accuracy, window_ms: float, step: Step) -> dict[str, float]:
-    """
-    Measures how matrix products and all-reduces over the world slow each other down; collective.
+    """Measures how matrix products and all-reduces over the world slow each other down; collective.
 
     Args:
         device (`torch.device`): Device that computes and holds the messages.
@@ -51,8 +50,8 @@ def measure_overlap(device: torch.device, accuracy: Accuracy, window_ms: float, 
 
     Returns:
         `dict[str, float]`: Medians over the rounds, each of the slowest rank. "computing" and "communicating" are time
-            during the other over time alone, at least 1. "exposed" is the share of a message's time that remains if
-            computation takes as long as three messages.
+        during the other over time alone, at least 1. "exposed" is the share of a message's time that remains if
+        computation takes as long as three messages.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     product = _Products(_PRODUCT_SIDE[device.type], dtype, device)
@@ -106,7 +105,8 @@ def _together(
     product: _Products, messages: list[torch.Tensor], products: int, reduces: int, device: torch.device
 ) -> tuple[float, float, float]:
     """Returns the milliseconds until all products, and until all all-reduces begun with them, are done, and the CPU
-    milliseconds of the products."""
+    milliseconds of the products.
+    """
     synchronize(device)
     start, cpu_start = time.perf_counter(), time.thread_time()
     works = [dist.all_reduce(messages[index % len(messages)], async_op=True) for index in range(reduces)]

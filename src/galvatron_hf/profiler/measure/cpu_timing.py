@@ -1,7 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
 """Timing on CPUs that are shared, limited by a quota, or short of free memory pages.
-
 - Under a quota a rank runs at full speed until its share of a period is spent, and then stands still. A measurement
   therefore lasts for whole periods ([`window_ms`]), or takes CPU time and scales it to wall time ([`DeviceClock`]).
 - The speed of a CPU changes over time. Computation before a message is subtracted from the message's time by its CPU
@@ -50,7 +49,6 @@ def new_pages() -> int:
 
 def without_new_pages(ms: Sequence[float], pages: Sequence[float]) -> list[float]:
     """Returns the measurements with at most 8 new pages a call, or those with the fewest if all had more.
-
     Calls use new pages long after the first one: gloo's threads take turns and have memory of their own. A training
     step no longer does after a few steps.
     """
@@ -65,7 +63,6 @@ def typical_ms(ms: Sequence[float], pages: Sequence[float]) -> float:
 
 class ComputeFiller:
     """Computation of a rank between two messages.
-
     On a CPU the time of the computation is CPU time multiplied by the ratio of wall time to CPU time that
     [`ComputeFiller.measure`] found.
 
@@ -122,7 +119,6 @@ class ComputeFiller:
 
 class DeviceClock:
     """Clock of a device in milliseconds.
-
     A rank with one thread on a CPU gets CPU time, because wall time of something short means nothing under a quota or
     beside other ranks. `wall_per_cpu`, measured while the clock is entered, converts CPU time to wall time.
     """

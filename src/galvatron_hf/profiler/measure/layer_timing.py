@@ -83,7 +83,6 @@ class LayerTimer:
 
     def run(self, seconds: float, progress: bool) -> tuple[dict[Key, tuple[float, ...]], float]:
         """Times the jobs in rounds; collective.
-
         Rounds end when the standard error of the medians is 3% on average over the jobs, or after `seconds`.
 
         Returns:
@@ -204,7 +203,6 @@ class LayerTimer:
     @property
     def recompute_point(self) -> tuple[int, int]:
         """Micro-batch that times the bookkeeping of a checkpoint.
-
         It is the smallest one, of which the bookkeeping is the largest share. On a GPU it is the largest one, because
         the bookkeeping runs while kernels run.
         """

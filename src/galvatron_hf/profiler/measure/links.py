@@ -1,7 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
 """Times collectives on the ranks of the world: every arrangement of groups, all groups of one at the same time.
-
 The calls are those of the runtime: PyTorch's functional collectives, each waited for at once, and batched sends. A
 rank computes before each call, as in training, and the time of the computation is subtracted. The ranks therefore
 arrive at different moments, and waiting for the last one is part of the cost of communication.
@@ -68,9 +67,7 @@ def measure_links(
     seconds: float,
     step: Step,
 ) -> tuple[Link, ...]:
-    """
-    Times and fits every kind of collective over every arrangement of the world; collective.
-
+    """Times and fits every kind of collective over every arrangement of the world; collective.
     The first rounds measure every trial once, later rounds only those that are not accurate enough.
 
     Args:
@@ -193,7 +190,6 @@ def _measured(trial: Trial, device: torch.device, filler: ComputeFiller) -> floa
 
 def _own_group(ranks: int, stride: int) -> dist.ProcessGroup | None:
     """Returns this rank's group of an arrangement; None for a rank that is left over.
-
     All ranks create all groups. If only its members create a group, the group's name depends on its ranks alone, and
     the next group of the same name finds stale entries in the store.
     """

@@ -38,9 +38,7 @@ class Accuracy:
 
 
 def median_error(samples: Sequence[float]) -> float:
-    """
-    Returns the standard error of the median of n samples, relative to the median m.
-
+    """Returns the standard error of the median of n samples, relative to the median m.
     The error is 0.93 * IQR / (sqrt(n) * m) with the interquartile range IQR. For normal noise of standard deviation s
     the standard error is 1.253 * s / sqrt(n), and IQR = 1.349 * s.
     """

@@ -32,7 +32,6 @@ _MAX_BYTES = 1 << 60
 
 def wire_share(kind: str, ranks: int) -> float:
     """Returns the bytes that each rank of a ring sends, divided by the bytes of its input.
-
     The input of an all-to-all includes the part that a rank keeps, see docs/communication.md.
     """
     return {
@@ -46,7 +45,6 @@ def wire_share(kind: str, ranks: int) -> float:
 
 def arrangements(world_size: int) -> Iterator[tuple[int, int]]:
     """Yields (ranks, stride) of the aligned groups that tile a world.
-
     Strides are the powers of two that divide the world size. For each stride the numbers of ranks are the powers of
     two that tile the world, and the largest number possible.
     """
@@ -62,9 +60,7 @@ def arrangements(world_size: int) -> Iterator[tuple[int, int]]:
 
 
 def arrangements_by_kind(world_size: int, devices_per_node: int) -> dict[tuple[int, int], tuple[str, ...]]:
-    """
-    Returns the kinds of collective of each (ranks, stride): all over [`arrangements`], and sends between pairs.
-
+    """Returns the kinds of collective of each (ranks, stride): all over [`arrangements`], and sends between pairs.
     Pairs of a pipeline need not tile the world. Their strides are the powers of two below the world size, and the
     number of devices of a node.
     """
@@ -134,7 +130,6 @@ class Link:
 
     def ms(self, size: np.ndarray | float) -> np.ndarray | float:
         """Returns the milliseconds for `size` bytes of input.
-
         The time is interpolated between the points. Beyond them it continues with the slope of the fitted line, which
         is used alone if there are no points.
         """
@@ -153,7 +148,8 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
-    """Capabilities of a cluster of equal nodes.
+    """
+    Capabilities of a cluster of equal nodes.
 
     Attributes:
         name (`str`): Name of the cluster.
@@ -209,8 +205,7 @@ class HardwareProfile:
 
     @classmethod
     def from_json(cls, source: str | os.PathLike | Mapping[str, Any]) -> HardwareProfile:
-        """
-        Reads a profile.
+        """Reads a profile.
 
         Args:
             source (`str`, `os.PathLike` or `Mapping`): The path of a JSON file, JSON text, or the parsed object.
@@ -246,8 +241,7 @@ class HardwareProfile:
         return text
 
     def ms(self, kind: str, ranks: int, stride: int, size: np.ndarray | float) -> np.ndarray | float:
-        """
-        Returns the milliseconds of one collective; 0 for a group of one rank.
+        """Returns the milliseconds of one collective; 0 for a group of one rank.
 
         Args:
             kind (`str`): One of `KINDS`.

@@ -13,7 +13,6 @@ from galvatron_hf.models.shape import WeightShape
 @dataclass(frozen=True, kw_only=True)
 class TimeFit:
     """Time of a pass in ms: per_token * T + per_square * S + fixed.
-
     T is the number of tokens. S is the sum of the squared document lengths.
 
     Attributes:
@@ -56,7 +55,6 @@ class Times:
 @dataclass(frozen=True, kw_only=True)
 class LayerProfile:
     """One kind of layer.
-
     The bytes are for each token that the layer's tensor and Ulysses ranks share, on one of these ranks. Their keys are
     (tensor, megatron_sp, ulysses).
 
@@ -83,7 +81,6 @@ class LayerProfile:
 @dataclass(frozen=True, kw_only=True)
 class EndProfile:
     """The embedding, or the final norm and the head with the loss.
-
     The bytes are those of one tensor rank, by tensor degree. Those without `fixed` in the name are for each token that
     the tensor ranks share.
 

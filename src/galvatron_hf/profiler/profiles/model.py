@@ -38,7 +38,8 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """Cost of a causal language model.
+    """
+    Cost of a causal language model.
 
     Attributes:
         name (`str`): Name of the model.
@@ -96,8 +97,7 @@ class ModelProfile:
 
     @classmethod
     def from_json(cls, source: str | os.PathLike | Mapping[str, Any]) -> ModelProfile:
-        """
-        Reads a profile.
+        """Reads a profile.
 
         Args:
             source (`str`, `os.PathLike` or `Mapping`): The path of a JSON file, JSON text, or the parsed object.

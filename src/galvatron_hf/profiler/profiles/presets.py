@@ -1,7 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
 """Hardware profiles from data sheets and published measurements; all figures are assumed.
-
 Bandwidths are those of a ring as nccl-tests counts them (busbw). Latency is that of a tree: it grows by one step with
 each doubling of the ranks in a node, and by another with each doubling of the nodes. Each device has its own network
 adapter. A ring with p ranks in each node crosses nodes at min(p * adapter rate, rate inside a node).
@@ -114,8 +113,7 @@ PRESETS = tuple(_DEVICES)
 
 
 def hardware_preset(name: str, nodes: int, devices_per_node: int) -> HardwareProfile:
-    """
-    Returns the profile of a cluster of equal devices, with every link of [`arrangements_by_kind`].
+    """Returns the profile of a cluster of equal devices, with every link of [`arrangements_by_kind`].
 
     Args:
         name (`str`): One of `PRESETS`.

@@ -19,8 +19,7 @@ from galvatron_hf.utils.compat import FakeTensorMode
 
 
 def model_shape_from_model(model: PreTrainedModel, small: PreTrainedModel | None = None) -> ModelShape:
-    """
-    Reads shapes off a model; nothing is computed, and the model may be on the meta device.
+    """Reads shapes off a model; nothing is computed, and the model may be on the meta device.
 
     Args:
         model ([`PreTrainedModel`]): A language model of a family that the runtime knows.

@@ -69,8 +69,7 @@ def profile_from_config(
     max_degree: int = 64,
     efficiency: float = EFFICIENCY,
 ) -> ModelProfile:
-    """
-    Counts the work of a model from its configuration, without weights and without a device.
+    """Counts the work of a model from its configuration, without weights and without a device.
 
     Args:
         config (`PreTrainedConfig`, `str` or `os.PathLike`): Configuration of a causal language model of a known
@@ -174,7 +173,6 @@ def profile_of(
     made: dict[str, str],
 ) -> ModelProfile:
     """Returns the profile of counted bytes and of counted or measured times.
-
     `optimizer_ms` is the time of an update for each element and for each weight; `adding_ms` is the time of adding
     gradients for each element.
     """
