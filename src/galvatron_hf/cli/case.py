@@ -1,8 +1,7 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of `galvatron search`, `estimate` and `explain`, read into profiles, a workload, a budget and a plan.
-
-No GPU and no launcher is needed: presets or profiles stand for the cluster.
+"""Arguments of `galvatron search`, `estimate` and `explain`, read into profiles, a workload, a budget and a plan. No
+GPU and no launcher is needed: presets or profiles stand for the cluster.
 """
 
 from __future__ import annotations
@@ -71,7 +70,6 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds the argument that names a plan."""
     parser.add_argument("--plan", required=True, metavar="FILE", help="a plan of this project or of Galvatron")
 
 
@@ -87,10 +85,8 @@ def add_rounds_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile, Workload, int]:
-    """Returns the hardware profile, the model profile, the workload and the bytes of a device.
-
-    Raises:
-        ValueError: in one sentence, if an argument is missing, wrong or given twice.
+    """Returns the hardware profile, the model profile, the workload and the bytes of a device. A missing, wrong or
+    repeated argument raises a ValueError of one sentence.
     """
     sizes = (given.global_batch, given.seq_length, given.nodes, given.devices_per_node)
     if min(size for size in sizes if size is not None) < 1:
@@ -168,7 +164,6 @@ def _profiles(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]
 
 
 def _cluster_of(given: argparse.Namespace) -> tuple[int, int]:
-    """Returns the number of nodes and the devices of a node."""
     return given.nodes or 1, given.devices_per_node or 8
 
 
@@ -182,9 +177,8 @@ def _check_same(given: argparse.Namespace, **profiled: int | str) -> None:
 
 
 def _check_same_devices(hardware: HardwareProfile, model: ModelProfile) -> None:
-    """Raises ValueError if the profiles are of different devices.
-
-    A measured profile is not compared with a preset, because they name devices differently.
+    """Raises ValueError if the profiles are of different devices. A measured profile is not compared with a preset,
+    because they name devices differently.
     """
     for key in DEVICES:
         links, layers = hardware.made.get(key), model.made.get(key)

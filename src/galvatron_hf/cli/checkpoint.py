@@ -18,7 +18,6 @@ from galvatron_hf.checkpoint.manifest import Manifest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's actions to its parser."""
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     verify = actions.add_parser("verify", help="check every file against the manifest's checksums")
     verify.add_argument("path", help="a checkpoint, or a folder of checkpoints")

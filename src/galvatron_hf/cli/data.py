@@ -18,7 +18,6 @@ _BAR = 24  # characters of the longest bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments to its parser."""
     parser.add_argument("dataset", help="a save_to_disk folder, a file of rows or of lengths, or an id on the Hub")
     parser.add_argument("--config", help="the configuration of a dataset of the Hub")
     parser.add_argument("--split", help="the split of the dataset (default: train)")
@@ -51,7 +50,6 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _figures(given: argparse.Namespace) -> dict[str, Any]:
-    """Returns all figures as JSON values."""
     # These import torch, which the command's --help does not need.
     from galvatron_hf.data.cost import SequenceCost
     from galvatron_hf.data.forecast import DataWorkload, forecast_modes
@@ -117,10 +115,8 @@ def measured_cost(text: str) -> dict[str, float]:
 
 
 def flops(hidden_size: int, layers: int) -> dict[str, float]:
-    """Returns the coefficients of a sequence's FLOPs, forward and backward.
-
-    A layer of hidden size h takes 72*s*h^2 + 12*s^2*h FLOPs for s tokens (arXiv 2104.04473, equation 3, without
-    recompute and vocabulary).
+    """Returns the coefficients of a sequence's FLOPs, forward and backward. A layer of hidden size h takes 72*s*h^2 +
+    12*s^2*h FLOPs for s tokens (arXiv 2104.04473, equation 3, without recompute and vocabulary).
     """
     for name, value in (("hidden_size", hidden_size), ("layers", layers)):
         if value < 1:

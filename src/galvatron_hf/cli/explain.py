@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""`galvatron explain`: shows where a plan's time and memory go, beside the fastest and well-known plans."""
+"""`galvatron explain`: shows where a plan's time and memory go, compared with the fastest and well-known plans."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from galvatron_hf.planner.space import Limits
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments to its parser."""
     parser.description = "Show where a plan's predicted time and memory go, beside the fastest and well-known plans."
     add_case_arguments(parser)
     add_plan_argument(parser)
@@ -39,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Prints the parts of a plan's cost and the cost of other plans."""
     hardware, model, workload, budget = read_case(given)
     plan = read_plan(given.plan, hardware.world_size)
     warn_of_precision(plan, workload)

@@ -23,13 +23,8 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `galvatron`.
-
-    Args:
-        arguments (`Sequence[str]`, *optional*): the arguments after the command's name, by default this process's.
-
-    Returns:
-        `int`: the exit code: 0, or 1 after a failure.
+    """Runs `galvatron` with the given arguments, by default this process's, and returns the exit code: 0, or 1 after a
+    failure.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="galvatron", description="Train large Hugging Face models on many devices.")

@@ -24,7 +24,6 @@ _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments to its parser."""
     parser.description = (
         "Measure links, matrix products and memory. Launch it like training, for example with "
         "`torchrun --nproc_per_node 4 --no-python galvatron profile-hardware`; by itself it measures one process."
@@ -73,9 +72,8 @@ def run(given: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def launched_ranks(*, cpu: bool) -> Iterator[tuple[int, int]]:
-    """Yields this process's rank and the number of ranks of its node.
-
-    A process group exists meanwhile if a launcher started several processes.
+    """Yields this process's rank and the number of ranks of its node. A process group exists meanwhile if a launcher
+    started several processes.
     """
     import torch
     import torch.distributed as dist
@@ -107,7 +105,6 @@ def message_sizes(text: str) -> list[int]:
 
 
 def show(profile: HardwareProfile) -> None:
-    """Prints a profile as text and a table."""
     console = Console(soft_wrap=True, highlight=False)
     console.print(profile.name, markup=False)
     console.print(f"memory of a device: {profile.memory_bytes / 2**30:.1f} GiB")

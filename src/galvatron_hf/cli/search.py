@@ -30,7 +30,6 @@ from galvatron_hf.profiler.profiles.model import ModelProfile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments to its parser."""
     parser.description = (
         "Find the fastest plan for a model on a cluster, under the cost model. Nothing is measured or run: give a "
         "preset (--cluster) or measured profiles."

@@ -20,15 +20,12 @@ class DataWorkload:
     """Settings of a forecast.
 
     Args:
-        batch_size (`int`): sequences in a global batch.
+        batch_size (`int`): sequences in a global batch, a multiple of `ranks`.
         ranks (`int`): number of data ranks.
         max_tokens (`int`, *optional*): tokens of a rank in one micro-batch, padding included; by default enough for a
             rank's share of a batch of the longest sequences.
         steps (`int`): number of global batches to predict.
         seed (`int`): seed of the sampler's order and of the choice of batches.
-
-    Raises:
-        ValueError: if a number is below 1, or `batch_size` is not a multiple of `ranks`.
     """
 
     batch_size: int
@@ -97,15 +94,9 @@ StepPositions = Sequence[Sequence[np.ndarray]]
 
 
 def forecast_modes(lengths: np.ndarray, workload: DataWorkload, cost: SequenceCost) -> list[Forecast]:
-    """Predicts padded, grouped and packed batches from global batches of one epoch.
-
-    Args:
-        lengths (`np.ndarray`): [rows], tokens of each sequence, at least 1.
-        cost ([`SequenceCost`]): cost of a sequence; a padded one costs as much as one of its padded length.
-
-    Returns:
-        `list[Forecast]`: padded in the sampler's order, grouped by length, packed. The first and the last have the
-        same sequences.
+    """Predicts padded (in the sampler's order), grouped (by length) and packed batches from global batches of one
+    epoch. Padded and packed batches have the same sequences. A padded sequence costs as much as one of its padded
+    length. `lengths`: [rows], tokens of each sequence, at least 1.
 
     Raises:
         ValueError: if there are fewer sequences than `batch_size`, or a sequence is longer than `max_tokens`.
@@ -151,7 +142,6 @@ def _padded(batch: np.ndarray, ranks: int, rows: int) -> StepPositions:
 
 
 def _packed(batch: np.ndarray, ranks: int, limit: int, cost: SequenceCost) -> StepPositions:
-    """Places the sequences of a batch without padding."""
     placement = place(batch, ranks, cost, max_tokens=limit)
     return [
         [batch[np.asarray(local, dtype=np.int64)] for local in micro_batch] for micro_batch in placement.micro_batches

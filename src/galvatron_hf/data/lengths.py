@@ -18,20 +18,11 @@ from galvatron_hf.utils.compat import row_indices
 
 
 def sequence_lengths(dataset: Any, column: str = "input_ids", length_column: str = "length") -> np.ndarray | None:
-    """Returns the number of tokens of every row, without reading the tokens.
-
-    For a `datasets.Dataset` the lengths come from Arrow's list offsets, after any select, shuffle, sort or
-    concatenation. A row without a list has length 0. If the tokens are not lists, the integers of `length_column` are
-    used. `Subset` and `ConcatDataset` of such datasets work too.
-
-    Args:
-        dataset (`Any`): the dataset of a Trainer.
-        column (`str`, *optional*): name of the column of tokens.
-        length_column (`str`, *optional*): name of the column of lengths, if there is one.
-
-    Returns:
-        `np.ndarray`: int64 [rows]; None if the rows would have to be read: streams, lists, other classes of datasets,
-        and datasets with a transform.
+    """Returns the number of tokens of every row (int64, [rows]) without reading the tokens. For a `datasets.Dataset`
+    the lengths come from Arrow's list offsets, after any select, shuffle, sort or concatenation. A row without a list
+    has length 0. If the tokens are not lists, the integers of `length_column` are used. `Subset` and `ConcatDataset`
+    of such datasets work too. Returns None if the rows would have to be read: streams, lists, other dataset classes,
+    and datasets with a transform.
     """
     if _is_plain(dataset, Subset):
         lengths = sequence_lengths(dataset.dataset, column, length_column)
@@ -83,12 +74,8 @@ def _list_lengths(column: pa.ChunkedArray) -> np.ndarray | None:
 
 
 class LookAhead(Iterator):
-    """An iterator with `peek`, which reads the next items before they are taken.
-
-    The source is read no further than that. An error of the source is raised when the item in its place is taken.
-
-    Args:
-        source (`Iterable`): for example a loader of collated batches.
+    """An iterator with `peek`, which reads the next items before they are taken, and no further. An error of the
+    source is raised when the item in its place is taken.
     """
 
     def __init__(self, source: Iterable):

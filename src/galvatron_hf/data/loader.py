@@ -1,7 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
 """Global batches: read and collated once, on rank 0, and broadcast to every rank.
-
 One reader works with any collator, random ones too: all ranks get the batch of a single process.
 """
 
@@ -21,9 +20,8 @@ from galvatron_hf.utils.compat import register_dataloader, unregister_dataloader
 
 
 class RankBatch(dict):
-    """A rank's rows of a global batch; the global batch is its attribute `whole`.
-
-    Trainer sums over ranks what it counts in each rank's rows (tokens seen, FLOPs): each row is counted once.
+    """A rank's rows of a global batch; the attribute `whole` is the global batch. Trainer sums over ranks what it
+    counts in each rank's rows (tokens seen, FLOPs), so each row is counted once.
     """
 
     def __init__(self, rows: dict[str, Any], whole: dict[str, Any]):
@@ -83,14 +81,8 @@ def fill_rows(batch: dict[str, Any], rows: int) -> dict[str, Any]:
 
 
 def join_batches(batches: list[dict[str, Any]], pad_token_id: int) -> dict[str, Any]:
-    """Joins batches by rows; shorter ones are padded with positions that have no target.
-
-    Args:
-        batches (`list[dict]`): tensors [B_i, S_i] (or [B_i, ...] of equal trailing shape).
-        pad_token_id (`int`): padding of `input_ids`.
-
-    Raises:
-        ValueError: if tensors differ in more than their number of rows and positions.
+    """Joins batches by rows; shorter rows are padded with positions that have no target. Tensors are [B_i, S_i], or
+    [B_i, ...] with equal trailing shapes; other differences raise ValueError. `pad_token_id` pads `input_ids`.
     """
     batches = [batch for batch in batches if batch_rows(batch) > 0] or batches[:1]
     if len(batches) == 1:
@@ -126,10 +118,8 @@ def _lengthen(tensor: torch.Tensor, length: int, value: int) -> torch.Tensor:
 
 
 def read_once(read: Callable[[], Any]) -> Any:
-    """Calls `read` on rank 0 and returns its result on every rank; collective.
-
-    Raises:
-        RuntimeError: on every other rank, if `read` failed; rank 0 raises the error itself.
+    """Calls `read` on rank 0 and returns its result on every rank; collective. If `read` fails, rank 0 raises its
+    error and every other rank a RuntimeError.
     """
     result, failure = None, None
     if dist.get_rank() == 0:
@@ -148,10 +138,8 @@ def read_once(read: Callable[[], Any]) -> Any:
 
 
 class GlobalBatchLoader(DataLoaderStateMixin):
-    """Iterates over a loader's global batches on every rank, and gives each rank an equal share for metrics.
-
-    Args:
-        loader (`DataLoader`): a loader prepared for one process; only rank 0 reads from it.
+    """Iterates over a loader's global batches on every rank, and gives each rank an equal share for metrics. `loader`
+    is prepared for one process; only rank 0 reads from it.
     """
 
     def __init__(self, loader: DataLoader):

@@ -20,17 +20,14 @@ _BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 def named_lengths(
     name: str, *, split: str | None = None, column: str = "input_ids", config: str | None = None
 ) -> np.ndarray:
-    """Returns the number of tokens of every row of a dataset.
+    """Returns the number of tokens of every row of a dataset, int64 [rows].
 
     Args:
         name (`str`): a folder written by `save_to_disk`; a `.parquet`, `.json`, `.jsonl` or `.arrow` file of rows; any
             other file, with one length in each line; or an id on the Hub.
-        split (`str`, *optional*): as `load_dataset` understands it; `train` if absent.
+        split (`str`, *optional*): a split as in `load_dataset`; `train` if absent.
         column (`str`, *optional*): name of the column of token ids.
         config (`str`, *optional*): configuration of a dataset on the Hub.
-
-    Returns:
-        `np.ndarray`: int64 [rows].
 
     Raises:
         ValueError: if the dataset cannot be opened, or has no lists of token ids.
@@ -79,7 +76,6 @@ def _one_split(dataset: Dataset | DatasetDict, split: str | None) -> Dataset:
 
 
 def _written_lengths(path: Path) -> np.ndarray:
-    """Reads the numbers of a text file, one in each line."""
     lengths = []
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):

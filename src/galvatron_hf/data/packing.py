@@ -1,9 +1,7 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
 """Takes the documents out of padded global batches, and packs them into micro-batches.
-
-Each document keeps its tokens, targets and positions. So the sum of the losses is that of the padded batch for any
-placement.
+Each document keeps its tokens, targets and positions, so the sum of the losses is that of the padded batch.
 """
 
 from __future__ import annotations
@@ -71,17 +69,10 @@ class Sequences:
 
 
 def unpad(batch: Mapping[str, Any]) -> Sequences:
-    """Returns the documents of a batch from a collator.
-
-    A row is one document. If the batch has no attention mask and position ids start again inside a row, the row was
-    packed already, and its documents are separated as in the Hugging Face models.
-
-    Args:
-        batch (`Mapping[str, Any]`): [B, S] tensors: `input_ids`, `labels` or `shift_labels`, and optionally
-            `attention_mask` and `position_ids`.
-
-    Raises:
-        NotPackable: for other inputs, masks with holes, and targets at masked positions.
+    """Returns the documents of a collated batch: [B, S] tensors `input_ids`, `labels` or `shift_labels`, and
+    optionally `attention_mask` and `position_ids`. A row is one document. If the batch has no attention mask and
+    position ids start again inside a row, the row was packed already, and its documents are separated as in the
+    Hugging Face models. Other inputs, masks with holes, and targets at masked positions raise [`NotPackable`].
     """
     known = _PACKED | BOUNDS if batch.get("position_ids") is not None else _PACKED
     others = [name for name, value in batch.items() if isinstance(value, torch.Tensor) and name not in known]
@@ -130,12 +121,8 @@ def _targets(batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 class Pieces(NamedTuple):
-    """The pieces that are kept of documents, in order: three arrays [m].
-
-    Attributes:
-        documents (`np.ndarray`): index of the document of each piece.
-        starts (`np.ndarray`): first token of each piece in its document.
-        lengths (`np.ndarray`): tokens of each piece.
+    """The kept pieces of documents, in order, as arrays [m]: the index of each piece's document, the piece's first
+    token in that document, and its tokens.
     """
 
     documents: np.ndarray
@@ -150,12 +137,9 @@ def pieces(lengths: np.ndarray, longest: int, policy: str, rows: np.ndarray | No
         lengths (`np.ndarray`): [n], tokens of each document, at least 1.
         longest (`int`): tokens that a document may have.
         policy (`str`): treatment of longer documents: "truncate" keeps the beginning, "split" makes a document of each
-            piece, "error" refuses them.
+            piece, "error" raises ValueError.
         rows (`np.ndarray`, *optional*): [n], the row of the global batch of each document, for the error message; by
             default 0 to n - 1.
-
-    Raises:
-        ValueError: for a longer document under the policy "error".
     """
     long = np.flatnonzero(lengths > longest)
     if policy == "error" and len(long):
@@ -171,9 +155,8 @@ def pieces(lengths: np.ndarray, longest: int, policy: str, rows: np.ndarray | No
 
 
 def limit_lengths(sequences: Sequences, longest: int, policy: str) -> Sequences:
-    """Cuts documents into [`pieces`], with the same arguments and errors.
-
-    Positions start again in each piece. The last token before a cut has no target.
+    """Cuts documents into [`pieces`], with the same arguments and errors. Positions start again in each piece. The
+    last token before a cut has no target.
     """
     lengths = sequences.lengths
     kept = pieces(lengths, longest, policy, sequences.rows)
@@ -198,15 +181,9 @@ def limit_lengths(sequences: Sequences, longest: int, policy: str) -> Sequences:
 
 
 def pack(sequences: Sequences, placement: Placement, multiple: int, pad_token_id: int) -> list[dict[str, Any]]:
-    """Packs documents into the micro-batches of [`ParallelModel.forward_backward`].
-
-    Args:
-        placement ([`Placement`]): the documents of each pack of each micro-batch.
-        multiple (`int`): each pack, also an empty one, is padded to a multiple of so many positions, at least one.
-        pad_token_id (`int`): token of the padding.
-
-    Returns:
-        `list[dict]`: for each micro-batch `input_ids`, `position_ids`, `shift_labels` [1, T] and `documents`.
+    """Packs documents into the micro-batches of [`ParallelModel.forward_backward`]: `input_ids`, `position_ids`,
+    `shift_labels` [1, T] and `documents`. Each pack of `placement`, an empty one too, is padded with `pad_token_id` to
+    a positive multiple of `multiple` positions.
     """
     return [_micro_batch(sequences, packs, multiple, pad_token_id) for packs in placement.micro_batches]
 

@@ -3,8 +3,8 @@
 """Heuristics that assign items with a cost and a size to bins with a capacity, so that the slowest bins are fast.
 
 Bins form groups. The objective is the sum over groups of the load of the most loaded bin. With one group this is the
-problem of identical parallel machines (P||Cmax). Items are ordered longest first, so costs and tokens never grow.
-An assignment is an int array [n]: the bin of each item, numbered `group * width + bin in the group`.
+problem of identical parallel machines (P||Cmax). Items are ordered longest first, so costs and tokens never grow. An
+assignment is an int array [n]: the bin of each item, numbered `group * width + bin in the group`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ _CLOSE = 1e-4  # local search skips a group whose slowest bin is this near to it
 
 @dataclass(frozen=True, kw_only=True)
 class Items:
-    """Items to be assigned, longest first.
-
-    Args:
-        costs, tokens (`np.ndarray`): [n], seconds and tokens, never growing.
-    """
+    """Items to be assigned, longest first: costs (seconds) and tokens, [n], never growing."""
 
     costs: np.ndarray
     tokens: np.ndarray
@@ -38,13 +34,7 @@ class Items:
 
 @dataclass(frozen=True, kw_only=True)
 class Bins:
-    """Groups of bins of equal capacity.
-
-    Args:
-        groups (`int`): number of groups; the bins of a group wait for each other.
-        width (`int`): bins in a group.
-        max_tokens (`int`): capacity of a bin.
-    """
+    """Groups of `width` bins, each with a capacity of `max_tokens`; the bins of a group wait for each other."""
 
     groups: int
     width: int
@@ -75,17 +65,10 @@ class Bins:
 
 
 def longest_first(items: Items, bins: Bins, held: np.ndarray | None = None) -> np.ndarray | None:
-    """Assigns each item to the bin with room that is farthest below the slowest bin of its group.
-
-    With one group this is the least loaded bin. With several groups, a group's peak is raised only if no gap is wide
-    enough; the group with the most bins with room is then chosen. So long items gather in few groups, and short items
-    fill the gaps.
-
-    Args:
-        held (`np.ndarray`, *optional*): an assignment to start from; -1 marks items that are not assigned yet.
-
-    Returns:
-        The assignment, or `None` if an item has no room.
+    """Assigns each item to the bin with room that is farthest below the slowest bin of its group. With one group this
+    is the least loaded bin. With several groups, a group's peak is raised only if no gap is wide enough; the group
+    with the most bins with room is then chosen. So long items gather in few groups, and short items fill the gaps.
+    Returns `None` if an item has no room. `held` is an assignment to start from, in which -1 marks unassigned items.
     """
     assignment = np.full(len(items), -1) if held is None else held.copy()
     placed, width = assignment >= 0, bins.width
@@ -142,13 +125,8 @@ def best_fit(items: Items, bins: Bins) -> np.ndarray | None:
 
 
 def karmarkar_karp(items: Items, bins: Bins) -> np.ndarray | None:
-    """Partitions the items by largest differencing; items above a bin's capacity are then assigned longest first.
-
-    Args:
-        bins (`Bins`): the bins; their groups are ignored.
-
-    Returns:
-        The assignment, or `None` if an item has no room.
+    """Partitions the items by largest differencing, ignoring the bins' groups; items above a bin's capacity are then
+    assigned longest first. Returns `None` if an item has no room.
     """
     assignment = _largest_differencing(items.costs.tolist(), bins.count)
     used = [0] * bins.count
@@ -162,11 +140,10 @@ def karmarkar_karp(items: Items, bins: Bins) -> np.ndarray | None:
 
 
 def _largest_differencing(costs: list[float], ways: int) -> np.ndarray:
-    """Joins the two partial partitions with the largest spreads until one is left (Karmarkar and Karp, 1982).
-
-    The largest part of one is joined to the smallest part of the other. A partition is the ascending list of its
-    non-empty parts, each a (load, first item). In ties the joined partition comes first, so that it grows by single
-    items until no part is empty: nearly all joins are of this cheap kind.
+    """Joins the two partial partitions with the largest spreads until one is left (Karmarkar and Karp, 1982). The
+    largest part of one is joined to the smallest part of the other. A partition is the ascending list of its non-empty
+    parts, each a (load, first item). In ties the joined partition comes first, so that it grows by single items until
+    no part is empty: nearly all joins are of this cheap kind.
     """
     if not costs:
         return np.empty(0, dtype=np.int64)
@@ -213,15 +190,10 @@ def _joined(parts: list, others: list, ways: int, joined_to: list[int]) -> list:
 
 
 def local_search(items: Items, bins: Bins, assignment: np.ndarray, comparisons: int) -> tuple[np.ndarray, int]:
-    """Moves an item out of a group's slowest bin, or swaps it for a cheaper one, while this lowers the bin.
-
-    After a step, no group has a higher peak, and a peak is lower or fewer bins are at a peak. So the search ends.
-
-    Args:
-        comparisons (`int`): pairs of items to compare at most; a count, not a time, gives the same result everywhere.
-
-    Returns:
-        The assignment and the number of comparisons that are left.
+    """Moves an item out of a group's slowest bin, or swaps it for a cheaper one, while this lowers the bin's load. A
+    step raises no group's peak, and lowers a peak or the number of bins at a peak, so the search ends. At most
+    `comparisons` pairs of items are compared; a count, unlike a time, gives the same result everywhere. Returns the
+    assignment and the comparisons that are left.
     """
     assignment = assignment.copy()
     load = bins.loads(items, assignment).ravel()

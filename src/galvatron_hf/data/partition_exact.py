@@ -22,17 +22,12 @@ class TooLargeError(ValueError):
 def solve(
     items: Items, bins: Bins, *, overhead: float = 0.0, least_groups: int = 1, effort: int | None = None
 ) -> np.ndarray | None:
-    """Minimises sum of peaks + `overhead` * used groups, where a group's peak is the load of its most loaded bin.
+    """Minimises sum of peaks + `overhead` * used groups; a group's peak is the load of its most loaded bin.
 
     Variables, in this order: item i is in bin b [n * bins], the peak of each group, the group is used. Groups are
     ordered by falling peak, which excludes equal permutations. The first `least_groups` groups cost no overhead.
-
-    Args:
-        effort (`int`, *optional*): limit of nodes * items * bins; a limit of time would give different placements on
-            different machines.
-
-    Returns:
-        The assignment, whose first groups are the used ones, or `None` if the items do not fit.
+    `effort` limits nodes * items * bins; a limit of time would give different placements on different machines.
+    Returns the assignment, whose first groups are the used ones, or `None` if the items do not fit.
 
     Raises:
         TooLargeError: if there are too many items and bins, or the search does not end within `effort`.

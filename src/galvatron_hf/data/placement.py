@@ -1,7 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
 """Places the sequences of a step in packed micro-batches of data ranks (arXiv 2412.07894, second stage).
-
 A bin is one data rank in one micro-batch. Its tokens determine its memory, the cost of its sequences its time.
 """
 
@@ -27,11 +26,8 @@ _CLOSE = 1e-3  # a result this near to its lower bound ends the search
 
 @dataclass(frozen=True)
 class Placement:
-    """The micro-batch and data rank of each sequence of a step.
-
-    Args:
-        micro_batches (`tuple[tuple[tuple[int, ...], ...], ...]`): [micro-batch][data rank], ascending indices of the
-            sequences; may be empty.
+    """The micro-batch and data rank of each sequence of a step: `micro_batches[micro-batch][data rank]` are ascending
+    indices of sequences, perhaps none.
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
@@ -49,9 +45,8 @@ class Placement:
         return float((loads.max() + overhead) * (stages - 1 + len(loads)))
 
     def imbalance(self, lengths: Sequence[int], cost: SequenceCost, *, stages: int = 1) -> float:
-        """Returns slowest / mean time, 1 if no rank waits.
-
-        Without a pipeline, over the ranks of each micro-batch, weighted by its mean; with a pipeline, over all bins.
+        """Returns slowest / mean time, 1 if no rank waits: over the ranks of each micro-batch, weighted by its mean,
+        without a pipeline; over all bins with one.
         """
         loads = self.loads(lengths, cost)
         slowest, mean = loads.max(axis=1).sum(), loads.mean(axis=1).sum()
@@ -75,7 +70,7 @@ def place(
 ) -> Placement:
     """Places every sequence once, and chooses the number of micro-batches v, so that the step is short.
 
-    Without a pipeline the data ranks wait for each other in every micro-batch. The step then takes the sum over
+    Without a pipeline, data ranks wait for each other in every micro-batch, and the step takes the sum over
     micro-batches of (slowest rank + overhead). With p stages it takes `(slowest bin + overhead) * (p - 1 + v)`. The
     same arguments give the same placement everywhere.
 
@@ -86,16 +81,16 @@ def place(
         overhead (`float`): constant seconds of a micro-batch.
         stages (`int`): number of pipeline stages, p.
         least_micro_batches (`int`): smallest v that the schedule can run.
-        allowed (`Callable`, *optional*): tells whether the schedule can run v micro-batches; must hold for some v
-            above any number.
+        allowed (`Callable`, *optional*): tells if the schedule can run v micro-batches; holds for some v above any
+            number.
         planner (`str`): "longest_first" (longest first and Karmarkar-Karp, both improved by local search),
             "karmarkar_karp", or "exact" (HiGHS; small cases only).
         effort (`int`, *optional*): limit of nodes * sequences * bins for "exact". Without it two dozen sequences may
             take minutes.
 
     Raises:
-        ValueError: if a sequence is longer than `max_tokens`, the planner is unknown, or a number is out of range.
-        partition_exact.TooLargeError: a ValueError, if the case is too large for "exact".
+        ValueError: if a sequence is longer than `max_tokens`, the planner is unknown, or a number is out of range;
+            [`partition_exact.TooLargeError`] if the case is too large for "exact".
     """
     lengths = _checked(lengths, ranks, max_tokens, least_micro_batches)
     if planner not in PLANNERS:
@@ -119,12 +114,8 @@ def place(
 
 
 def in_order(lengths: Sequence[int], ranks: int, *, max_tokens: int | None, least_micro_batches: int = 1) -> Placement:
-    """Places the sequences in their own order, in contiguous pieces with about equally many tokens.
-
-    Needs no cost, and finds a placement whenever every sequence fits. The arguments are those of [`place`].
-
-    Raises:
-        ValueError: if a sequence is longer than `max_tokens`, or a number is out of range.
+    """Places the sequences in their own order, in contiguous pieces with about equally many tokens. Needs no cost, and
+    finds a placement whenever every sequence fits. Its arguments and errors are those of [`place`].
     """
     lengths = _checked(lengths, ranks, max_tokens, least_micro_batches)
     ends = np.concatenate([[0], np.cumsum(lengths)])
@@ -186,7 +177,6 @@ class _Problem:
         return -(-(int(each.max(initial=0)) + 1) // self.ranks)
 
     def search(self, planner: str) -> tuple[int, np.ndarray]:
-        """Returns the number of micro-batches and the assignment that a heuristic finds."""
         left = tries = 3 if len(self.items) <= _SMALL else 2
         best, limit, fewest = None, np.inf, 0
         for count in self.counts():
@@ -217,7 +207,7 @@ class _Problem:
         return best[1:]
 
     def solve(self, micro_batches: int, assignment: np.ndarray, effort: int | None) -> tuple[int, np.ndarray]:
-        """Returns the best solution; `assignment` is that of a heuristic."""
+        """Returns the best solution, starting from a heuristic's `assignment`."""
         best = self.seconds(micro_batches, self.bins(micro_batches).peaks(self.items, assignment))
         if self.stages == 1:
             # Two micro-batches with at most `ranks` non-empty bins together are better as one. So any two have more in

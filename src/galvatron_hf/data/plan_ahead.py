@@ -16,13 +16,8 @@ from galvatron_hf.data.placement import Placement
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A placement with the time that it took.
-
-    Attributes:
-        placement ([`Placement`]): placement of one step's sequences.
-        seconds (`float`): time of the planner.
-        hidden (`bool`): whether the placement was ready when it was needed.
-        failure (`str`, *optional*): error of the planner; the sequences are then in the sampler's order.
+    """A placement, the seconds that the planner took, and `hidden`: the placement was ready when it was needed. After
+    an error of the planner, `failure` is its text, and the sequences are in the sampler's order.
     """
 
     placement: Placement
@@ -32,11 +27,8 @@ class Planned:
 
 
 class PlanAhead:
-    """Plans steps, in the background if their lengths are known in advance.
-
-    Args:
-        plan (`Callable`): returns the placement of lengths [n], and depends on nothing else.
-        in_order (`Callable`): the same, used if `plan` fails.
+    """Plans steps, in the background if their lengths are known in advance. `plan` returns the placement of lengths
+    [n] and depends on nothing else; `in_order` does the same and is used if `plan` fails.
     """
 
     def __init__(self, plan: Callable[[np.ndarray], Placement], in_order: Callable[[np.ndarray], Placement]):
@@ -45,10 +37,8 @@ class PlanAhead:
         self._next: Future[tuple[np.ndarray, Planned] | None] | None = None
 
     def begin(self, lengths: Callable[[], np.ndarray | None]) -> None:
-        """Starts to plan the next step in the background.
-
-        Args:
-            lengths (`Callable`): returns the lengths, or None if they are not known; called in the background.
+        """Starts to plan the next step in the background; `lengths` is called there, and returns None for unknown
+        lengths.
         """
         self._next = self._thread.submit(self._plan_next, lengths)
 

@@ -10,15 +10,15 @@ quotient as milliseconds, so its GB/s is 1000 MiB/s: `GALVATRON_GB`.
   apart (c = 0). Gradients of P bytes over n data ranks take 2 (n - 1) / n P / bandwidth, a gather of ZeRO-3 half of
   that. [`Link.ms`] gives the same for an all-reduce with an input of P bytes and an all-gather with an input of P / n
   bytes, without latency. These links have no points.
-- `pp_size_k`, GB/s: the bandwidth from one of k pipeline stages to the next, whose devices are W / k apart. A
-  `send` takes bytes / bandwidth.
-- `allreduce_size_n_sMB_time`, ms, over n consecutive devices, for an input of s MiB. Galvatron takes half of it as
-  the time of an all-gather with a *result* of s MiB and of a reduce-scatter with an input of s MiB under Megatron-SP.
-  Here these are the `points` of an all-gather of s / n MiB and of a reduce-scatter of s MiB. They also apply to ZeRO
-  over consecutive devices, for which Galvatron uses the bandwidth. An all-reduce uses the bandwidth.
+- `pp_size_k`, GB/s: the bandwidth from one of k pipeline stages to the next, whose devices are W / k apart. A `send`
+  takes bytes / bandwidth.
+- `allreduce_size_n_sMB_time`, ms, over n consecutive devices, for an input of s MiB. Galvatron takes half of it as the
+  time of an all-gather with a *result* of s MiB and of a reduce-scatter with an input of s MiB under Megatron-SP. Here
+  these are the `points` of an all-gather of s / n MiB and of a reduce-scatter of s MiB. They also apply to ZeRO over
+  consecutive devices, for which Galvatron uses the bandwidth. An all-reduce uses the bandwidth.
 - `all2all_size_n_sMB_time`, ms, for an input of s MiB on each rank (nccl-tests' alltoall_perf): `points` of an
-  all-to-all. Galvatron's formula looks it up with the bytes of all n ranks, so Ulysses costs up to n times
-  as much there.
+  all-to-all. Galvatron's formula looks it up with the bytes of all n ranks, so Ulysses costs up to n times as much
+  there.
 - `overlap_coe`: the factor by which overlap slows computation and communication.
 
 An all-to-all without a figure (strided, or over more ranks than the table has) gets the bandwidth of an all-reduce.
@@ -45,12 +45,11 @@ _SOURCE = "Galvatron's profile"
 def read_galvatron_hardware(
     folder: str | os.PathLike, nodes: int, devices_per_node: int, memory_bytes: int
 ) -> HardwareProfile:
-    """
-    Reads the profile of one cluster.
+    """Reads the profile of one cluster.
 
     Args:
-        folder (`str` or `os.PathLike`): has `allreduce_bandwidth_*.json`, `p2p_bandwidth_*.json`, `sp_time_*.json`
-            and `overlap_coefficient.json`; only the first is required.
+        folder (`str` or `os.PathLike`): has `allreduce_bandwidth_*.json`, `p2p_bandwidth_*.json`, `sp_time_*.json` and
+            `overlap_coefficient.json`; only the first is required.
         nodes, devices_per_node (`int`): size of the cluster, which is part of the files' names.
         memory_bytes (`int`): memory of one device, which the files do not contain.
 

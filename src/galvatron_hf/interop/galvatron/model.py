@@ -53,14 +53,13 @@ SHAPES = {
 def read_galvatron_model(
     folder: str | os.PathLike, *, shape: ModelShape | None = None, length: int | None = None
 ) -> ModelProfile:
-    """
-    Reads the profile of one model.
+    """Reads the profile of one model.
 
     Args:
-        folder (`str` or `os.PathLike`): Contains one `computation_profiling_DTYPE_MODEL_all.json` and one
+        folder (`str` or `os.PathLike`): contains one `computation_profiling_DTYPE_MODEL_all.json` and one
             `memory_profiling_...`, or a folder `model` with both.
-        shape ([`ModelShape`], *optional*): Shape of the model, by default that of the name in the files.
-        length (`int`, *optional*): Positions of a sample, by default the only length in the files.
+        shape ([`ModelShape`], *optional*): shape of the model, by default that of the name in the files.
+        length (`int`, *optional*): positions of a sample, by default the only length in the files.
 
     Raises:
         ValueError: in one sentence, if a file is missing, is not one of Galvatron's, or has another model's shapes.

@@ -45,23 +45,21 @@ SHARDING_OF = {"ddp": "replicate", "zero2": "zero2", "zero3": "zero3"}
 def read_galvatron_plan(
     source: str | os.PathLike | Mapping[str, Any], world_size: int | None = None, *, megatron_sp: bool = True
 ) -> ParallelPlan:
-    """
-    Reads a strategy file of Galvatron.
+    """Reads a strategy file of Galvatron.
 
     The per-layer lists are comma-separated. `dp_types_enc` and `embed_sdp` (newer readers call it `vocab_sdp`) are 1
     for ZeRO-3 and 0 for `default_dp_type`. `use_sp` 1 makes a layer's entry of `tp_sizes_enc` its Ulysses degree, and
     `vsp` 1 leaves the vocabulary unsplit. `vtp` and `embed_sdp` apply to embedding and head alike. Values without a
     field in a plan (such as `global_bsz`, or `vtp` under `vsp`) go to `meta["galvatron"]` for [`to_galvatron`].
-
-    Args:
-        source (`str`, `os.PathLike` or `Mapping`): The path of a JSON file, JSON text, or the parsed object.
-        world_size (`int`, *optional*): Number of ranks, for files without the field `world_size`.
-        megatron_sp (`bool`, defaults to `True`): Whether tensor-parallel layers also use Megatron sequence
-            parallelism. Galvatron's files do not contain it: it is the launch argument `sequence_parallel` there. Its
-            runtime refuses to start without the argument and its cost model assumes it.
-
     Source: PKU-DAIR/Hetu-Galvatron, `galvatron/utils/config_utils.py`,
     `galvatron/core/runtime/hybrid_parallel_config.py` and `galvatron/core/runtime/transformer/attention.py`.
+
+    Args:
+        source (`str`, `os.PathLike` or `Mapping`): the path of a JSON file, JSON text, or the parsed object.
+        world_size (`int`, *optional*): number of ranks, for files without the field `world_size`.
+        megatron_sp (`bool`, defaults to `True`): tensor-parallel layers also use Megatron sequence parallelism.
+            Galvatron has this as the launch argument `sequence_parallel`, not in its files. Its runtime refuses to
+            start without the argument and its cost model assumes it.
 
     Raises:
         `ValueError`: in one sentence, for a broken file or one that a plan cannot express.
@@ -93,12 +91,10 @@ def read_galvatron_plan(
 
 
 def to_galvatron(plan: ParallelPlan) -> dict[str, Any]:
-    """
-    Returns the fields of a strategy file of Galvatron, to be written as JSON.
-
-    Megatron-SP (`sequence_parallel`), precision (`mixed_precision`) and stacks are launch arguments of Galvatron, so
-    the file does not contain them. `global_bsz` comes from `meta["galvatron"]`, else it is one row per data rank and
-    micro-batch. A plan that was read from a file gives the fields of that file.
+    """Returns the fields of a strategy file of Galvatron, to be written as JSON. A plan that was read from a file
+    gives the fields of that file. Megatron-SP (`sequence_parallel`), precision (`mixed_precision`) and stacks are
+    launch arguments of Galvatron and no fields of the file. `global_bsz` comes from `meta["galvatron"]`, else it is
+    one row per data rank and micro-batch.
 
     Raises:
         `ValueError`: in one sentence, with the first field that Galvatron cannot express.
