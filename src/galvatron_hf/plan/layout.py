@@ -1,9 +1,9 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Layout arithmetic: which tokens and heads each rank of a stage holds, and what a change of layout sends.
-A layout gives each rank of a stage a rectangle of the micro-batch: a range of rows by a range of positions. A
-micro-batch is a [`Grid`] of rows, or one [`PackedRow`]. The runtime moves tensors by this arithmetic and the planner
-prices the moves by it. Importing this module needs no torch.
+"""Computes layouts: which tokens and heads each rank of a stage holds, and what a change of layout sends. A layout
+gives each rank of a stage a rectangle of the micro-batch: a range of rows by a range of positions. A micro-batch is a
+[`Grid`] of rows, or one [`PackedRow`]. The runtime moves tensors by this arithmetic and the planner prices the moves
+by it. Importing this module needs no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HEAD_CHUNK_TOKENS = 1024  # the head computes the logits of this many tokens at 
 
 @dataclass(frozen=True, kw_only=True)
 class Rectangle:
-    """A range of rows by a range of positions; each `stop` is the index after the last."""
+    """Delimits a range of rows by a range of positions; each `stop` is the index after the last."""
 
     row_start: int
     row_stop: int
@@ -33,16 +33,15 @@ class Rectangle:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Numbers of rows and positions."""
+        """Returns the numbers of rows and positions."""
         return self.row_stop - self.row_start, self.position_stop - self.position_start
 
     @property
     def area(self) -> int:
-        """Rows times positions."""
         return math.prod(self.shape)
 
     def intersection(self, other: Rectangle) -> Rectangle | None:
-        """Returns the part that both rectangles contain, or `None` if there is none."""
+        """Returns the common part, or `None` if it is empty."""
         common = Rectangle(
             row_start=max(self.row_start, other.row_start),
             row_stop=min(self.row_stop, other.row_stop),
@@ -55,16 +54,10 @@ class Rectangle:
 @dataclass(frozen=True)
 class Layout:
     """Splits the rows and positions of an activation `[rows, positions, ...]` over the ranks of a stage.
-    Rank `i` of the stage holds replica `i % replicas` of position piece `(i // replicas) % positions` of row piece
-    `i // (replicas * positions)`. Piece `k` of `n` of `length` items is `[k*length//n, (k+1)*length//n)`.
-
-    Args:
-        data (`int`): Number of pieces of the rows.
-        positions (`int`): Number of pieces of the positions.
-        replicas (`int`): Number of ranks that hold each piece.
-
-    Raises:
-        ValueError: If a degree is not positive.
+    Rows have `data` pieces, positions `positions` pieces, and `replicas` ranks hold each piece. Rank `i` of the stage
+    holds replica `i % replicas` of position piece `(i // replicas) % positions` of row piece
+    `i // (replicas * positions)`. Piece `k` of `n` of `length` items is `[k*length//n, (k+1)*length//n)`. Raises
+    `ValueError` for a degree below 1.
     """
 
     data: int
@@ -85,13 +78,9 @@ class Layout:
     @classmethod
     @lru_cache(maxsize=4096)
     def from_vocabulary(cls, tensor: int, ranks: int, rows: int) -> Layout:
-        """Returns the layout of the embedding's output or the head's input; with `tensor` 1, that between two stages.
-        Rows are split over as many ranks as divide the `ranks / tensor` and have a row each; positions over the rest.
-
-        Args:
-            tensor (`int`): Ranks over which the vocabulary is split.
-            ranks (`int`): Number of ranks of the stage.
-            rows (`int`): Rows of the micro-batch.
+        """Returns the layout of the embedding's output or the head's input; `tensor` 1 gives the layout between two
+        stages. `tensor` ranks of the stage's `ranks` split the vocabulary. Rows are split over as many ranks as divide
+        `ranks / tensor` and have a row each; positions are split over the rest.
         """
         pieces = ranks // tensor
         data = max(degree for degree in range(1, pieces + 1) if pieces % degree == 0 and degree <= max(rows, 1))
@@ -99,12 +88,11 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of the stage."""
         return self.data * self.positions * self.replicas
 
     def rectangle(self, index: int, rows: int, length: int) -> Rectangle:
-        """Returns what the rank with this index in its stage holds of `rows` rows of `length` positions.
-        The rectangle is empty if there are fewer rows (or positions) than pieces.
+        """Returns the rectangle of rank `index` of the stage; empty if there are fewer rows (or positions) than
+        pieces.
         """
         row, position = divmod(index // self.replicas, self.positions)
         return Rectangle(
@@ -115,7 +103,7 @@ class Layout:
         )
 
     def most_tokens(self, rows: int, length: int) -> int:
-        """Returns rows times positions of the rank that holds most."""
+        """Returns rows times positions of the rank with the most tokens."""
         return -(-rows // self.data) * -(-length // self.positions)
 
 
@@ -127,12 +115,7 @@ def vocabulary_layouts(tensor: int, ranks: int) -> list[Layout]:
 
 @dataclass(frozen=True)
 class Grid:
-    """The shape of a micro-batch whose rows have one length.
-
-    Args:
-        rows (`int`): Number of rows.
-        length (`int`): Positions of each.
-    """
+    """Gives the shape of a micro-batch of `rows` rows with `length` positions each."""
 
     rows: int
     length: int
@@ -140,19 +123,16 @@ class Grid:
     packed = False
 
     def rectangle(self, layout: Layout, index: int) -> Rectangle:
-        """Returns what the rank with this index in its stage holds under a layout."""
+        """Returns the rectangle that rank `index` of the stage holds under a layout."""
         return layout.rectangle(index, self.rows, self.length)
 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """The shape of a micro-batch of one row that holds whole documents one after the other.
-    It is cut into packs where documents end. Data rank `k` of `n` holds the packs `[k*D//n, (k+1)*D//n)` of `D`, which
-    may have any number of positions; position piece `j` of `p` is an even part of these positions.
-
-    Args:
-        cuts (`tuple[int, ...]`): Offsets at which the packs begin, and the end of the last one:
-            `0 = c_0 <= ... <= c_D`. `D` is a multiple of every layer's data degree.
+    """Gives the shape of a micro-batch of one row that holds whole documents one after the other.
+    The row is cut into D packs where documents end. Pack `k` is `[cuts[k], cuts[k+1])`, with
+    `0 = cuts[0] <= ... <= cuts[D]`, and may be of any length. D is a multiple of every layer's data degree. Data rank
+    `k` of `n` holds the packs `[k*D//n, (k+1)*D//n)`; position piece `j` of `p` is an even part of their positions.
     """
 
     cuts: tuple[int, ...]
@@ -161,11 +141,10 @@ class PackedRow:
 
     @property
     def length(self) -> int:
-        """Positions of the row."""
         return self.cuts[-1]
 
     def rectangle(self, layout: Layout, index: int) -> Rectangle:
-        """Returns what the rank with this index in its stage holds under a layout."""
+        """Returns the rectangle that rank `index` of the stage holds under a layout."""
         data, position = divmod(index // layout.replicas, layout.positions)
         packs = len(self.cuts) - 1
         if packs % layout.data:
@@ -218,10 +197,8 @@ def _needs(src: Layout, dst: Layout, packed: bool) -> tuple[tuple[tuple[int, ...
 def block_size(src: Layout, dst: Layout, packed: bool = False) -> int:
     """Returns the ranks of the smallest aligned block inside which a move from `src` to `dst` happens.
     The result holds for every number of rows and positions, or for every packed row. 1 means that each rank already
-    has what it needs. The way back may need another block: see [`block_sizes`].
-
-    Raises:
-        ValueError: If the layouts span different numbers of ranks.
+    has what it needs. The way back may need another block: see [`block_sizes`]. Raises `ValueError` if the layouts
+    span different numbers of ranks.
     """
     ranks = src.ranks
     if dst.ranks != ranks:
@@ -248,7 +225,7 @@ def block_sizes(layouts: Sequence[Layout]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def sources(src: Layout, dst: Layout, packed: bool = False) -> tuple[tuple[int, ...], ...]:
-    """Returns for each rank the ranks from which it takes the pieces it needs; itself for what it has."""
+    """Returns for each rank the ranks from which it takes the pieces it needs; itself for pieces that it holds."""
     ranks = src.ranks
     size = block_size(src, dst, packed)
     divisors = [divisor for divisor in range(1, ranks + 1) if ranks % divisor == 0]
@@ -270,14 +247,8 @@ def sources(src: Layout, dst: Layout, packed: bool = False) -> tuple[tuple[int, 
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """One rank's part of a change of layout.
-
-    Attributes:
-        before (`Rectangle`): What the rank holds.
-        after (`Rectangle`): What it needs.
-        kept (`Rectangle`, *optional*): What stays on the rank.
-        sends (`tuple[Rectangle | None, ...]`): What goes to each rank of the block, in the block's order.
-        receives (`tuple[Rectangle | None, ...]`): What comes from each rank of the block.
+    """Describes one rank's part of a change of layout, from `before` to `after`; `kept` stays on the rank. `sends` and
+    `receives` have one rectangle, or None, for each rank of the block, in the block's order.
     """
 
     before: Rectangle
@@ -289,7 +260,7 @@ class Move:
 
 @lru_cache(maxsize=4096)
 def move_of_rank(src: Layout, dst: Layout, grid: Grid | PackedRow, index: int) -> Move:
-    """Returns the part that rank `index` of the stage has in a change of layout."""
+    """Returns the part of rank `index` of the stage in a change of layout."""
     givers = sources(src, dst, grid.packed)
     size = block_size(src, dst, grid.packed)
     block = range(index // size * size, index // size * size + size)
@@ -326,14 +297,9 @@ def sent_tokens(src: Layout, dst: Layout, grid: Grid | PackedRow) -> tuple[int, 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionHeads:
-    """The heads that one rank computes before the Ulysses exchange.
-
-    Attributes:
-        query (`int`): Attention heads of a tensor rank.
-        key_value (`int`): Key/value heads of a tensor rank. If there are fewer heads than tensor ranks, it is 1 and
-            several ranks hold the same head.
-        copies (`int`): How often each key/value head is repeated before the exchange, so that every Ulysses rank gets
-            the ones that its queries need.
+    """Counts the attention and key/value heads that one tensor rank computes before the Ulysses exchange. With fewer
+    key/value heads than tensor ranks, `key_value` is 1 and several ranks hold the same head. Each key/value head is
+    repeated `copies` times before the exchange, so that every Ulysses rank gets those of its queries.
     """
 
     query: int
@@ -352,22 +318,15 @@ class AttentionHeads:
 
     @property
     def sent_key_value(self) -> int:
-        """Key heads, and as many value heads, that a rank sends into the exchange."""
+        """Returns the key heads, and as many value heads, that a rank sends into the exchange."""
         return self.key_value * self.copies
 
 
 def second_cut(shape: Sequence[int], tensor: int, shards: int) -> int | None:
-    """Returns the dimension that sharding ranks cut of a weight whose dimension 0 is cut by tensor ranks.
-    Dimension 0 is cut twice only if all pieces are even: uneven pieces of one dimension under two mesh axes have no
-    placement that DTensor can put together again.
-
-    Args:
-        shape (`Sequence[int]`): Shape of the whole weight.
-        tensor (`int`): Ranks that have cut dimension 0.
-        shards (`int`): Ranks that cut once more.
-
-    Returns:
-        `int`, *optional*: 0 or 1; None for a vector that cannot be cut into even pieces.
+    """Returns the dimension, 0 or 1, that `shards` ranks cut of a weight whose dimension 0 `tensor` ranks have cut.
+    `shape` is that of the whole weight. Returns None for a vector that cannot be cut into even pieces. Dimension 0 is
+    cut twice only if all pieces are even: uneven pieces of one dimension under two mesh axes have no placement that
+    DTensor can put together again.
     """
     if shape[0] % (tensor * shards) == 0:
         return 0

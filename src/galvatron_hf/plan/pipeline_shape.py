@@ -1,7 +1,7 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The order of a plan's stages on its pipeline ranks, and the numbers of micro-batches that a schedule orders.
-A pipeline rank is one group of ranks that runs stages together: all stages with the same ranks are its stages.
+"""Orders a plan's stages on its pipeline ranks, and finds the numbers of micro-batches that a schedule orders. A
+pipeline rank is one group of ranks that runs stages together: all stages with the same ranks are its stages.
 """
 
 from __future__ import annotations
@@ -16,20 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineShape:
-    """Says which pipeline rank runs each stage.
-
-    Attributes:
-        schedule (`str`): the plan's schedule.
-        rank_group_of_stage (`tuple[int, ...]`): for each stage the pipeline rank that runs it, numbered in the order
-            in which they first occur.
-    """
+    """Maps each stage to the pipeline rank that runs it. Pipeline ranks are numbered by their first stages."""
 
     schedule: str
     rank_group_of_stage: tuple[int, ...]
 
     @classmethod
     def from_plan(cls, plan: ParallelPlan) -> PipelineShape:
-        """Reads the shape from a plan."""
         groups = plan.rank_groups
         return cls(
             schedule=plan.schedule, rank_group_of_stage=tuple(groups.index(stage.ranks) for stage in plan.stages)
@@ -37,29 +30,28 @@ class PipelineShape:
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
         return len(self.rank_group_of_stage)
 
     @property
     def pipeline_ranks(self) -> int:
-        """Number of pipeline ranks: the pipeline degree."""
+        """Returns the number of pipeline ranks: the pipeline degree."""
         return max(self.rank_group_of_stage) + 1
 
     @property
     def virtual_stages(self) -> int:
-        """Number of stages on each pipeline rank."""
+        """Returns the number of stages on each pipeline rank."""
         return self.stages // self.pipeline_ranks
 
     @property
     def returns(self) -> bool:
-        """Whether the stages go through the pipeline ranks there and back, so that two neighbours share ranks."""
+        """Returns whether the stages go through the pipeline ranks and back, so that two neighbours share ranks."""
         there = range(self.pipeline_ranks)
         return self.pipeline_ranks > 1 and self.rank_group_of_stage == (*there, *reversed(there))
 
 
 def orders(shape: PipelineShape, micro_batches: int) -> bool:
-    """Returns whether the schedule itself orders `micro_batches`; if not, `schedule.actions` orders the next number
-    that it does and leaves some out.
+    """Returns whether the schedule itself orders `micro_batches`. If not, `schedule.actions` takes the next larger
+    number that is ordered and leaves some out.
     """
     if shape.pipeline_ranks == 1 or shape.schedule in ("gpipe", "1f1b") or shape.returns:
         return True

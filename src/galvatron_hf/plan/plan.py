@@ -41,7 +41,7 @@ class ParallelPlan:
     """
     States how `world_size` ranks compute a model, in schema version 1.
 
-    The constructor checks the plan: every plan is possible on `world_size` ranks, for some model.
+    The constructor checks that the plan is possible on `world_size` ranks for some model.
     [`~galvatron_hf.plan.supported.unsupported`] lists the parts that this release cannot run.
 
     Args:
@@ -50,12 +50,11 @@ class ParallelPlan:
         stacks (`Mapping[str, int]`): Layers of each stack in execution order (`encoder` before `decoder`); layers have
             one global index over all stacks.
         micro_batches (`int`, defaults to 1): Pieces into which the global batch of an optimizer step is split.
-        schedule (`str`, defaults to `"1f1b"`): Order of the pipeline: `"gpipe"` (all forwards, then all backwards),
-            `"1f1b"` (arXiv 2104.04473), `"interleaved"` (1F1B over virtual stages) or `"zero_bubble"`
-            (arXiv 2401.10241).
+        schedule (`str`, defaults to `"1f1b"`): `"gpipe"` (all forwards, then all backwards), `"1f1b"`
+            (arXiv 2104.04473), `"interleaved"` (1F1B over virtual stages) or `"zero_bubble"` (arXiv 2401.10241).
         precision ([`Precision`], *optional*): Number formats; None takes them from the training arguments.
-        stages (`tuple[Stage, ...]`, *optional*): Stages in execution order. A rank list that occurs again makes a
-            virtual stage. None means one stage of all ranks and layers.
+        stages (`tuple[Stage, ...]`, *optional*): Stages in execution order; None is one stage of all ranks and layers.
+            Ranks that occur again make a virtual stage.
         layers (`tuple[LayerStrategy, ...]`): One strategy per layer.
         embedding ([`VocabularyStrategy`], *optional*): Strategy of the embedding, on the ranks of the first stage.
         head ([`VocabularyStrategy`], *optional*): Strategy of the head, on the ranks of the last stage.
@@ -98,12 +97,11 @@ class ParallelPlan:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers of all stacks."""
         return len(self.layers)
 
     @property
     def rank_groups(self) -> list[tuple[int, ...]]:
-        """The distinct rank lists of the stages, in the order of their first occurrence; virtual stages share one."""
+        """Returns the distinct ranks of the stages in the order of first occurrence; virtual stages share them."""
         return list(dict.fromkeys(stage.ranks for stage in self.stages))
 
     @classmethod
@@ -144,15 +142,12 @@ class ParallelPlan:
 
         Args:
             world_size (`int`): Number of ranks.
-            num_layers (`int` or `Mapping[str, int]`): Number of layers of one stack called `decoder`, or of each
-                stack.
+            num_layers (`int` or `Mapping[str, int]`): Layers of one stack called `decoder`, or of each stack.
             pipeline (`int`, defaults to 1): Stages, each with world_size / pipeline consecutive ranks and an even
                 share of the layers (earlier stages take the remainder).
             micro_batches, schedule, precision, meta: As in [`ParallelPlan`].
-            embedding, head ([`VocabularyStrategy`], *optional*): By default they have the layers' tensor degree and
-                sharding.
-            **strategy: The fields of [`LayerStrategy`] (tensor, megatron_sp, ulysses, context, sharding, shard_degree,
-                expert, recompute).
+            embedding, head ([`VocabularyStrategy`], *optional*): By default, the layers' tensor degree and sharding.
+            **strategy: The fields of [`LayerStrategy`], such as tensor, ulysses and sharding.
 
         Raises:
             `ValueError`: in one sentence, if the plan is impossible.

@@ -1,8 +1,7 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""A plan compiled for one model: the ranks, layouts, weight meshes and process groups of every stage and layer.
-[`resolve`] compiles a plan once; the runtime reads the result and derives nothing from strategies again. Importing
-this module needs no torch.
+"""Compiles a plan for one model: the ranks, layouts, weight meshes and process groups of every stage and layer.
+[`resolve`] runs once; the runtime derives nothing from strategies again. Importing this module needs no torch.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ class GroupKey:
     size: int
 
     def groups(self, ranks: Sequence[int]) -> list[tuple[int, ...]]:
-        """Returns the groups, which tile the ranks of a stage, each in the stage's order.
-
-        Raises:
-            ValueError: If `stride * size` does not divide the number of ranks.
+        """Returns the groups, which tile a stage's ranks, each in the stage's order. Raises `ValueError` if
+        `stride * size` does not divide the number of ranks.
         """
         span = self.stride * self.size
         if span < 1 or len(ranks) % span:
@@ -44,12 +41,8 @@ class GroupKey:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshShape:
-    """The axes over which weights are spread, tensor innermost: `replicate * shard * tensor` ranks.
-
-    Attributes:
-        replicate (`int`): copies of the weights.
-        shard (`int`): ranks that shard one copy.
-        tensor (`int`): ranks that cut each weight.
+    """Gives the axes over which weights are spread, tensor innermost: `replicate * shard * tensor` ranks. There are
+    `replicate` copies of the weights. `shard` ranks shard one copy, and `tensor` ranks cut each weight.
     """
 
     replicate: int
@@ -58,7 +51,6 @@ class MeshShape:
 
     @classmethod
     def from_strategy(cls, strategy: LayerStrategy | VocabularyStrategy, ranks: int) -> MeshShape:
-        """Returns the mesh of a strategy on a stage of `ranks` ranks."""
         shard = strategy.resolved_shard_degree(ranks)
         return cls(replicate=ranks // (shard * strategy.tensor), shard=shard, tensor=strategy.tensor)
 
@@ -68,26 +60,25 @@ class MeshShape:
 
     @property
     def keys(self) -> tuple[GroupKey, ...]:
-        """The groups along each axis."""
+        """Returns the groups along each axis."""
         strides = self.shard * self.tensor, self.tensor, 1
         return tuple(GroupKey(stride=stride, size=size) for stride, size in zip(strides, self.sizes, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedLayer:
-    """One layer on its stage.
+    """Describes one layer on its stage.
 
     Attributes:
-        index (`int`): its global index.
-        strategy ([`LayerStrategy`]): its strategy.
-        source (`Layout`, *optional*): the layout in which hidden states enter; None for the embedding's, which depends
-            on the number of rows.
-        layout (`Layout`): the layout in which it computes and returns them.
-        attention_layout (`Layout`): the layout of what enters the attention module; Megatron-SP has gathered positions
-            by then.
-        pack_layout (`Layout`): the packs of a packed row, each whole, that its sequence ranks attend to together.
-        weights ([`MeshShape`]): the mesh of its weights.
-        heads ([`AttentionHeads`]): the heads of a rank.
+        index (`int`): global index.
+        source (`Layout`, *optional*): layout in which hidden states enter; None if they come from the embedding,
+            because its layout depends on the number of rows.
+        layout (`Layout`): layout in which the layer computes and returns hidden states.
+        attention_layout (`Layout`): layout of the input of the attention module; Megatron-SP has gathered positions by
+            then.
+        pack_layout (`Layout`): whole packs of a packed row, to which the layer's sequence ranks attend together.
+        weights ([`MeshShape`]): mesh of the weights.
+        heads ([`AttentionHeads`]): heads of a rank.
     """
 
     index: int
@@ -101,28 +92,23 @@ class ResolvedLayer:
 
     @property
     def ulysses(self) -> GroupKey:
-        """The ranks that exchange positions for heads."""
+        """Returns the ranks that exchange positions for heads."""
         return GroupKey(stride=self.strategy.tensor, size=self.strategy.ulysses)
 
     @property
     def head_shards(self) -> int:
-        """Number of ranks that compute different heads of the same rows."""
+        """Returns the number of ranks that compute different heads of the same rows."""
         return self.strategy.tensor * self.strategy.ulysses
 
     @property
     def keys(self) -> tuple[GroupKey, ...]:
-        """All groups that the layer communicates in."""
+        """Returns all groups in which the layer communicates."""
         return *self.weights.keys, *([self.ulysses] if self.ulysses.size > 1 else [])
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedVocabulary:
-    """The embedding or the head on its stage.
-
-    Attributes:
-        strategy ([`VocabularyStrategy`]): its strategy.
-        weights ([`MeshShape`]): the mesh of its weights.
-    """
+    """Describes the embedding or the head on its stage."""
 
     strategy: VocabularyStrategy
     weights: MeshShape
@@ -130,14 +116,8 @@ class ResolvedVocabulary:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedStage:
-    """One stage of the pipeline.
-
-    Attributes:
-        index (`int`): its index in the plan.
-        ranks (`tuple[int, ...]`): its global ranks, in the plan's order.
-        pipeline_rank (`int`): the pipeline rank that runs it.
-        layers (`tuple[ResolvedLayer, ...]`): its layers.
-        is_first, is_last (`bool`): whether it has the embedding, and the head.
+    """Describes one stage, with its global ranks in the plan's order. The first stage (`is_first`) has the embedding,
+    and the last stage has the head.
     """
 
     index: int
@@ -149,18 +129,14 @@ class ResolvedStage:
 
     @property
     def span(self) -> range:
-        """Global indices of its layers."""
+        """Returns the global indices of the stage's layers."""
         return range(self.layers[0].index, self.layers[-1].index + 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
-    """A process group that the plan needs.
-
-    Attributes:
-        ranks (`tuple[int, ...]`): its global ranks, numbered in this order.
-        copies (`int`): how many groups of these ranks are made, so that their transfers do not wait for each other.
-        joins_stages (`bool`): whether it joins ranks of different stages.
+    """Describes a process group over global `ranks`, numbered in this order. `copies` groups of these ranks are made,
+    so that their transfers do not wait for each other.
     """
 
     ranks: tuple[int, ...]
@@ -170,13 +146,7 @@ class RankGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class EndLayouts:
-    """The layouts of one micro-batch outside the layers.
-
-    Attributes:
-        embedding (`Layout`): the layout in which the embedding returns hidden states.
-        head (`Layout`): the layout in which the head takes them.
-        boundary (`Layout`): their layout between two stages.
-    """
+    """Holds the layouts of hidden states that the embedding returns, that the head takes, and between two stages."""
 
     embedding: Layout
     head: Layout
@@ -185,15 +155,7 @@ class EndLayouts:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedPlan:
-    """A plan with everything that follows from it for one model.
-
-    Attributes:
-        plan ([`ParallelPlan`]): the plan.
-        pipeline ([`PipelineShape`]): which pipeline rank runs each stage.
-        stages (`tuple[ResolvedStage, ...]`): the stages in execution order.
-        embedding, head ([`ResolvedVocabulary`]): the ends of the model.
-        tied (`bool`): whether embedding and head share one weight.
-    """
+    """Holds a plan with everything that follows from it for one model; its stages are in execution order."""
 
     plan: ParallelPlan
     pipeline: PipelineShape
@@ -204,54 +166,45 @@ class ResolvedPlan:
 
     @property
     def layers(self) -> tuple[ResolvedLayer, ...]:
-        """The layers of all stages."""
         return tuple(layer for stage in self.stages for layer in stage.layers)
 
     @property
     def precision(self) -> Precision:
-        """The plan's number formats, fp32 by default."""
+        """Returns the plan's number formats, fp32 by default."""
         return self.plan.precision or Precision()
 
     @property
     def stage_size(self) -> int:
-        """Ranks of a stage."""
         return len(self.stages[0].ranks)
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether there are several stages."""
         return len(self.stages) > 1
 
     def stages_of_rank(self, rank: int) -> tuple[ResolvedStage, ...]:
-        """Returns the stages that a global rank runs."""
         return tuple(stage for stage in self.stages if rank in stage.ranks)
 
     # ---- Shapes of micro-batches ----
 
     @cached_property
     def sequence_degree(self) -> int:
-        """A multiple of the number of position pieces of every layer."""
+        """Returns the least common multiple of the numbers of position pieces of all layers."""
         return math.lcm(*(layer.layout.positions for layer in self.layers))
 
     @cached_property
     def data_degree(self) -> int:
-        """Rows that give every data rank of every layer one."""
+        """Returns the number of rows with which every data rank of every layer has one."""
         return max(layer.layout.data for layer in self.layers)
 
     def end_layouts(self, rows: int) -> EndLayouts:
-        """Returns the layouts outside the layers of a micro-batch of `rows` rows."""
+        """Returns the layouts outside the layers for a micro-batch of `rows` rows."""
         tensors = self.embedding.strategy.tensor, self.head.strategy.tensor, 1
         embedding, head, boundary = (Layout.from_vocabulary(tensor, self.stage_size, rows) for tensor in tensors)
         return EndLayouts(embedding=embedding, head=head, boundary=boundary)
 
     def padded(self, rows: int, length: int, *, logits: bool = False) -> tuple[int, int]:
         """Returns the rows and positions of a micro-batch after padding, with which every rank has some in every
-        layout.
-
-        Args:
-            rows (`int`): Rows of the micro-batch.
-            length (`int`): Positions of a row.
-            logits (`bool`): Whether every rank is to have logits of a row of its own.
+        layout. With `logits`, every rank also has logits of a row of its own.
         """
         rows = max(rows, self.stage_size if logits else self.data_degree)
         ends = self.end_layouts(rows)
@@ -261,12 +214,12 @@ class ResolvedPlan:
 
     @cached_property
     def packs(self) -> int:
-        """Packs of a packed row: a multiple of the data ranks of every layer."""
+        """Returns the packs of a packed row: a multiple of the data ranks of every layer."""
         return math.lcm(*(layer.layout.data for layer in self.layers))
 
     @cached_property
     def pack_end_layouts(self) -> EndLayouts:
-        """The layouts outside the layers of a packed row: its packs are shared as rows are."""
+        """Returns the layouts of a packed row outside the layers: its packs are split as rows are."""
 
         def layout(tensor: int) -> Layout:
             return Layout.from_vocabulary(tensor, self.stage_size, math.gcd(self.stage_size // tensor, self.packs))
@@ -276,7 +229,7 @@ class ResolvedPlan:
 
     @cached_property
     def pack_multiple(self) -> int:
-        """The number of positions of each pack is a multiple of this, so that sequence ranks hold equally many."""
+        """Returns a divisor of the positions of every pack, with which sequence ranks hold equally many."""
         ends = self.pack_end_layouts
         positions = ends.embedding.positions, ends.head.positions, ends.boundary.positions
         return math.lcm(self.sequence_degree, *positions)
@@ -285,13 +238,13 @@ class ResolvedPlan:
 
     @cached_property
     def neighbours(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of pipeline ranks that exchange hidden states."""
+        """Returns the pairs of pipeline ranks that exchange hidden states."""
         pairs = itertools.pairwise(self.pipeline.rank_group_of_stage)
         return tuple(sorted({tuple(sorted(pair)) for pair in pairs if pair[0] != pair[1]}))
 
     @cached_property
     def groups(self) -> tuple[RankGroup, ...]:
-        """All process groups in the order in which every rank of the world makes them."""
+        """Returns all process groups in the order in which every rank of the world makes them."""
         groups = []
         for stage in self.stages:
             keys = [GroupKey(stride=1, size=size) for size in self._block_sizes(stage)]
@@ -327,13 +280,7 @@ def _joined(lists: Iterable[Sequence[int]], copies: int = 1) -> list[RankGroup]:
 
 
 def resolve(plan: ParallelPlan, *, heads: Sequence[tuple[int, int]], tied: bool) -> ResolvedPlan:
-    """Compiles a plan for a model.
-
-    Args:
-        plan ([`ParallelPlan`]): A plan that fits the model.
-        heads (`Sequence[tuple[int, int]]`): Attention heads and key/value heads of each layer.
-        tied (`bool`): Whether embedding and head share one weight.
-    """
+    """Compiles a plan for a model that it fits; `heads` are each layer's attention heads and key/value heads."""
     pipeline, stages = PipelineShape.from_plan(plan), []
     for index, stage in enumerate(plan.stages):
         layers: list[ResolvedLayer] = []

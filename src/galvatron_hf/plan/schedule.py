@@ -1,7 +1,7 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The schedules of a pipeline as lists of actions, one list for each pipeline rank.
-Interleaved and zero-bubble orders are those of `torch.distributed.pipelining`. No process group is needed.
+"""Lists the actions of a schedule for each pipeline rank; needs no process group. Interleaved and zero-bubble orders
+are those of `torch.distributed.pipelining`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ __all__ = ["Action", "PipelineShape", "Work", "actions", "most_in_flight", "orde
 
 
 class Work(str, Enum):
-    """Kinds of actions on one micro-batch in one stage."""
-
     FORWARD = "forward"
     BACKWARD = "backward"
     BACKWARD_INPUT = "backward of the input"
@@ -35,17 +33,17 @@ class Work(str, Enum):
 
     @property
     def is_compute(self) -> bool:
-        """Whether the action computes instead of moving tensors."""
+        """Returns whether the action computes instead of moving tensors."""
         return self.direction is None
 
     @property
     def is_receive(self) -> bool:
-        """Whether the action waits for another rank."""
+        """Returns whether the action waits for another rank."""
         return self in (Work.RECEIVE_FORWARD, Work.RECEIVE_BACKWARD)
 
     @property
     def direction(self) -> str | None:
-        """The direction of moved activations ("forward") or gradients ("backward"); None for a compute."""
+        """Returns "forward" for a transfer of activations, "backward" for one of gradients, and None for a compute."""
         if self in (Work.SEND_FORWARD, Work.RECEIVE_FORWARD):
             return "forward"
         return "backward" if self in (Work.SEND_BACKWARD, Work.RECEIVE_BACKWARD) else None
@@ -53,13 +51,7 @@ class Work(str, Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """Names one action of a pipeline rank.
-
-    Attributes:
-        work ([`Work`]): its kind.
-        stage (`int`): index of the stage in the plan.
-        micro_batch (`int`): index of the micro-batch in the step.
-    """
+    """Names one action of a pipeline rank, with the index of the stage in the plan and the micro-batch in the step."""
 
     work: Work
     stage: int
@@ -68,17 +60,10 @@ class Action:
 
 @lru_cache(maxsize=256)
 def actions(shape: PipelineShape, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Returns the actions of each pipeline rank in a step, in order.
-    A receive is where it is posted, as early as the sender can have begun. A send follows the compute of its tensor.
-    Two stages on the same ranks send nothing. If the schedule does not order `micro_batches`, as in a smaller last
-    batch, they take the order of the next number that it orders, so no more of them are in flight.
-
-    Args:
-        shape ([`PipelineShape`]): the pipeline.
-        micro_batches (`int`): number of micro-batches of the step, at least 1.
-
-    Returns:
-        `tuple[tuple[Action, ...], ...]`: one tuple for each pipeline rank.
+    """Returns the ordered actions of each pipeline rank in a step of at least one micro-batch.
+    A receive is posted as early as the sender can have begun. A send follows the compute of its tensor. Two stages on
+    the same ranks send nothing. If the schedule does not order `micro_batches`, as in a smaller last batch, they take
+    the order of the next number that it orders, so no more of them are in flight.
     """
     if shape.virtual_stages == 1 and shape.schedule != "zero_bubble":
         order = _gpipe if shape.schedule == "gpipe" else _one_forward_one_backward

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Plan schema v1 as JSON: strict reading of bounded files and compact writing."""
+"""Reads plans of schema v1 from JSON, strictly and from bounded files, and writes them compactly."""
 
 import json
 import os
@@ -47,15 +47,9 @@ PLAN_FIELDS = (
 
 
 def read_object(source: Any, what: str = "plan") -> dict[str, Any]:
-    """Reads one JSON object.
-
-    Args:
-        source (`str`, `os.PathLike` or `Mapping`): JSON text (it starts with a brace), the path of a file, or a parsed
-            object.
-        what (`str`, defaults to `"plan"`): The name of the object in error messages.
-
-    Raises:
-        `ValueError`: for a missing or oversized source, broken JSON, repeated names, NaN and infinities.
+    """Reads one JSON object from JSON text (it starts with a brace), a file's path, or a parsed object; `what` names
+    it in errors. Raises `ValueError` for a missing or oversized source, broken JSON, repeated names, NaN and
+    infinities.
     """
     if isinstance(source, Mapping):
         text = _dump(dict(source), what)

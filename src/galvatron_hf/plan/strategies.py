@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a parallel plan: strategies of layers and vocabulary, stages, number formats and dynamic groups."""
+"""Defines the parts of a parallel plan: strategies, stages, number formats and dynamic sequence groups."""
 
 import math
 from dataclasses import dataclass, replace
@@ -50,16 +50,16 @@ class LayerStrategy:
         tensor (`int`, defaults to 1): Ranks over which every weight matrix is split (arXiv 1909.08053).
         megatron_sp (`bool`, defaults to `False`): Whether positions are split over the tensor ranks between the matrix
             products (arXiv 2205.05198). Needs `tensor` > 1.
-        ulysses (`int`, defaults to 1): Ranks that split positions outside attention and heads inside it
+        ulysses (`int`, defaults to 1): Ranks that split positions outside attention and heads inside
             (arXiv 2309.14509).
-        context (`int`, defaults to 1): Ranks that split positions everywhere and pass keys and values in a ring
+        context (`int`, defaults to 1): Ranks that split positions everywhere; keys and values pass in a ring
             (arXiv 2310.01889).
         sharding (`str`, defaults to `"zero3"`): `"replicate"` (every rank holds all weights), `"zero2"` (gradients and
             optimizer state are sharded, arXiv 1910.02054) or `"zero3"` (weights too).
         shard_degree (`int`, *optional*): Ranks that hold the shards of one replica, a divisor of R / tensor. None
             means R / tensor; fewer is hybrid sharding (several replicas).
-        expert (`int`, defaults to 1): Ranks over which the experts of a mixture are spread, a multiple of `tensor`
-            that divides R. 1 means that experts are sharded like any other weight.
+        expert (`int`, defaults to 1): Ranks over which experts are spread, a multiple of `tensor` that divides R. 1
+            shards experts like any other weight.
         recompute (`str`, defaults to `"none"`): `"full"` keeps only the layer's input and computes the rest again in
             the backward pass.
 
@@ -97,29 +97,17 @@ class LayerStrategy:
 
     @property
     def sequence_degree(self) -> int:
-        """Number of pieces into which positions are split between layers."""
+        """Returns the number of pieces into which positions are split between layers."""
         return self.ulysses * self.context * (self.tensor if self.megatron_sp else 1)
 
     def data_degree(self, ranks: int) -> int:
-        """Returns the number of rank groups that compute different rows.
-
-        Args:
-            ranks (`int`): R, the ranks of the layer's stage.
-
-        Returns:
-            `int`: R / (tensor * ulysses * context).
-        """
+        """Returns R / (tensor * ulysses * context), the data-parallel replicas with different rows, for R = `ranks`."""
         self.check_ranks(ranks)
         return ranks // (self.tensor * self.ulysses * self.context)
 
     def resolved_shard_degree(self, ranks: int) -> int:
-        """Returns the number of ranks that hold the shards of one replica of the layer's (tensor-split) weights.
-
-        Args:
-            ranks (`int`): R, the ranks of the layer's stage.
-
-        Returns:
-            `int`: `shard_degree` if given, 1 under `"replicate"`, else R / tensor.
+        """Returns the number of ranks that hold the shards of one replica of the (tensor-split) weights, for R =
+        `ranks`. It is `shard_degree` if given, 1 under `"replicate"`, else R / tensor.
         """
         self.check_ranks(ranks)
         return _resolved_shard_degree(self, ranks)
@@ -176,11 +164,7 @@ class LayerStrategy:
 @dataclass(frozen=True, kw_only=True)
 class VocabularyStrategy:
     """States how the R ranks of a stage compute the embedding (with positions) or the head (with the final norm).
-
-    Args:
-        tensor (`int`, defaults to 1): Ranks over which the vocabulary is split.
-        sharding (`str`, defaults to `"zero3"`): As in [`LayerStrategy`].
-        shard_degree (`int`, *optional*): As in [`LayerStrategy`].
+    `tensor` ranks split the vocabulary; sharding is that of [`LayerStrategy`].
     """
 
     tensor: int = 1
@@ -249,11 +233,8 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Names the ranks and the layers of one pipeline stage.
-
-    Args:
-        ranks (`tuple[int, ...]`): Global ranks, in the order over which degrees are laid out.
-        layers (`tuple[int, int]`): Half-open range of global layer indices.
+    """Names the global `ranks` of one pipeline stage, in the order over which degrees are laid out, and its `layers`.
+    `layers` is a half-open range of global layer indices.
     """
 
     ranks: tuple[int, ...]
@@ -275,12 +256,9 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceGroups:
-    """Limits sequence groups that are chosen for each micro-batch, as in FlexSP (arXiv 2412.01523).
-
-    Args:
-        max_tokens_per_rank (`int`): Most tokens of one micro-batch on a rank.
-        max_degree (`int`): Most ranks of a group.
-        kinds (`tuple[str, ...]`, defaults to `("ring", "ulysses")`): The ways in which a group may split attention.
+    """Limits sequence groups that are chosen for each micro-batch, as in FlexSP (arXiv 2412.01523). A rank has at most
+    `max_tokens_per_rank` tokens of a micro-batch, and a group at most `max_degree` ranks. `kinds` are the ways in
+    which a group may split attention.
     """
 
     max_tokens_per_rank: int

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a plan that this release does not run, with their replacements."""
+"""Finds the parts of a plan that this release does not run, with their replacements."""
 
 from typing import TYPE_CHECKING
 

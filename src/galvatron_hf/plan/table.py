@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""A parallel plan as a table."""
+"""Shows a parallel plan as a table."""
 
 import io
 from typing import TYPE_CHECKING

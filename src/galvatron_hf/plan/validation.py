@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of values. Every failure is a `ValueError` of one sentence with the value, the reason and the fix."""
+"""Checks values. Every failure is a `ValueError` of one sentence with the value, the reason and the fix."""
 
 import difflib
 import math
@@ -46,7 +46,7 @@ def check_number(name: str, value: Any, *, low: float = 0.0, positive: bool = Fa
 
 
 def check_bool(name: str, value: Any) -> None:
-    """Raises `ValueError` unless `value` is `True` or `False`."""
+    """Raises `ValueError` unless `value` is a `bool`."""
     if type(value) is not bool:
         raise ValueError(f"{name} is {show(value)}, which is neither true nor false: write true or false")
 
@@ -83,11 +83,10 @@ def closest_word(value: Any, choices: Sequence[str]) -> str | None:
 
 
 def divisors(number: int) -> list[int]:
-    """Returns all divisors of `number` in ascending order."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def nearest(value: int, candidates: Iterable[int]) -> int:
-    """Returns the candidate nearest to `value`; of two equally near, the larger."""
+    """Returns the candidate nearest to `value`; of two equally near ones, the larger."""
     return min(candidates, key=lambda candidate: (abs(candidate - value), -candidate))
