@@ -101,7 +101,7 @@ class LayerStrategy:
         return self.ulysses * self.context * (self.tensor if self.megatron_sp else 1)
 
     def data_degree(self, ranks: int) -> int:
-        """Returns R / (tensor * ulysses * context), the data-parallel replicas with different rows, for R = `ranks`."""
+        """Returns R / (tensor * ulysses * context), the groups of ranks with different rows, for R = `ranks`."""
         self.check_ranks(ranks)
         return ranks // (self.tensor * self.ulysses * self.context)
 
