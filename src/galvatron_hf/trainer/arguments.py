@@ -37,9 +37,8 @@ _SHARDING_VARIABLES = (
 
 @dataclass
 class GalvatronTrainingArguments(TrainingArguments):
-    """[`~transformers.TrainingArguments`] with a plan; each field's `help` describes it.
-
-    `parallel_plan` may also be a [`ParallelPlan`]. With "auto", one process trains without parallelism.
+    """[`~transformers.TrainingArguments`] with a plan; each field's `help` describes it. `parallel_plan` may also be a
+    [`ParallelPlan`]. With "auto", one process trains without parallelism.
     """
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
@@ -166,11 +165,7 @@ class GalvatronSeq2SeqTrainingArguments(Seq2SeqTrainingArguments, GalvatronTrain
 
 
 def requested_plan(args: TrainingArguments) -> ParallelPlan | None:
-    """Returns the plan that the arguments give; None for "auto".
-
-    Raises:
-        ValueError: if the file is not a plan.
-    """
+    """Returns the plan that the arguments give; None for "auto". A file that is not a plan raises ValueError."""
     plan = getattr(args, "parallel_plan", "auto")
     if plan is None or plan == "auto":
         return None
@@ -183,7 +178,6 @@ def requested_plan(args: TrainingArguments) -> ParallelPlan | None:
 
 
 def nonfinite_policy(args: TrainingArguments) -> str:
-    """Returns the policy for steps that are not finite."""
     return getattr(args, "nonfinite_policy", "stop")
 
 
@@ -194,11 +188,7 @@ def packing_mode(args: TrainingArguments) -> str:
 
 
 def with_precision(plan: ParallelPlan, args: TrainingArguments) -> ParallelPlan:
-    """Returns the plan with the precision of the arguments, if it has none.
-
-    Raises:
-        ValueError: if the two differ.
-    """
+    """Returns the plan with the precision of the arguments, if it has none; raises ValueError if the two differ."""
     if args.bf16 and plan.precision is not None and plan.precision.compute != "bf16":
         raise ValueError(
             f'The plan computes in "{plan.precision.compute}" and the arguments say bf16=True; '
@@ -210,14 +200,8 @@ def with_precision(plan: ParallelPlan, args: TrainingArguments) -> ParallelPlan:
 
 
 def check_arguments(args: TrainingArguments, plan: ParallelPlan | None) -> None:
-    """Refuses arguments that a plan does not support.
-
-    Args:
-        args (`TrainingArguments`): the arguments.
-        plan ([`ParallelPlan`], *optional*): a given plan; None before a search.
-
-    Raises:
-        ValueError: one sentence with the argument, the reason and the fix.
+    """Refuses arguments that a plan (None before a search) does not support, by a ValueError of one sentence with the
+    argument, the reason and the fix.
     """
     for refusal in chain(_refusals(args), _galvatron_refusals(args)):
         raise ValueError(refusal)

@@ -36,15 +36,7 @@ _PREPARE = ("_prepare_inputs", "_prepare_input")  # Trainer's methods that batch
 
 @dataclass(frozen=True, kw_only=True)
 class Components:
-    """The components that work on a parallelised model.
-
-    Attributes:
-        packer ([`StepPacker`]): reads steps and makes their batches.
-        custom_loss ([`CustomLoss`]): computes the user's own loss, if there is one.
-        guard ([`NonfiniteGuard`]): refuses steps that are not finite.
-        evaluator ([`Evaluator`]): evaluates batches.
-        checkpointer ([`Checkpointer`]): saves and loads.
-    """
+    """The components that work on a parallelised model."""
 
     packer: StepPacker
     custom_loss: CustomLoss
@@ -110,8 +102,6 @@ class Components:
 
 
 def auto_planner(trainer: GalvatronMixin) -> AutoPlanner:
-    """Makes the planner of `parallel_plan="auto"`."""
-
     def packing() -> tuple[str, bool]:
         mode = packing_mode(trainer.args)
         return mode, mode == "static" or (mode == "auto" and is_padding_collator(trainer.data_collator))
@@ -137,7 +127,6 @@ def _known_lengths(trainer: Trainer) -> np.ndarray | None:
 
 
 def overrides_compute_loss(trainer: Trainer) -> bool:
-    """Returns whether a subclass has its own `compute_loss`."""
     return type(trainer).compute_loss is not Trainer.compute_loss
 
 
@@ -159,7 +148,6 @@ def packing_obstacle(trainer: Trainer) -> str | None:
 
 @contextlib.contextmanager
 def added_callback(handler: CallbackHandler, callback: TrainerCallback) -> Iterator[None]:
-    """Adds a callback while the body runs."""
     handler.add_callback(callback)
     try:
         yield
@@ -169,7 +157,6 @@ def added_callback(handler: CallbackHandler, callback: TrainerCallback) -> Itera
 
 @contextlib.contextmanager
 def _replaced(trainer: Trainer, **values) -> Iterator[None]:
-    """Replaces attributes of a Trainer while the body runs."""
     before = {name: getattr(trainer, name) for name in values}
     vars(trainer).update(values)
     try:

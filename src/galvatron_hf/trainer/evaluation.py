@@ -26,8 +26,6 @@ class Evaluator:
     """Evaluates global batches: the loss is that of all rows, logits and labels are those of this rank's share.
 
     Args:
-        parallel ([`ParallelModel`]): the model.
-        args ([`~transformers.TrainingArguments`]): the Trainer's.
         prepare (`Callable`): moves a batch to the device, as Trainer's `_prepare_inputs`.
         count_items (`Callable`): returns the number of targets in a list of batches.
         pack (`Callable`): returns the packed micro-batches of a batch, or None if it stays padded.
@@ -48,12 +46,7 @@ class Evaluator:
         return equal_share(batch, self.parallel.share_index, self.args.world_size)
 
     def predict(self, whole: dict[str, Any], loss_only: bool) -> Prediction:
-        """Returns loss, logits and labels of a global batch; collective.
-
-        Args:
-            whole (`dict[str, Any]`): the global batch.
-            loss_only (`bool`): whether logits and labels are left out.
-        """
+        """Returns loss, logits and labels of a global batch, the last two None if `loss_only`; collective."""
         batch, items = self._prepared(whole)
         labels = batch.get("labels")
         packed = self.pack(whole) if loss_only and labels is not None else None
@@ -77,13 +70,9 @@ class Evaluator:
         pad: Callable[[torch.Tensor, int], torch.Tensor],
         options: dict[str, Any],
     ) -> Prediction:
-        """Returns loss, generated tokens and labels, as Seq2SeqTrainer's prediction step; collective.
-
-        Args:
-            whole (`dict[str, Any]`): the global batch, for which tokens are generated at once.
-            generate (`Callable`): generates tokens from inputs and options.
-            pad (`Callable`): pads tokens [B, S] to a length.
-            options (`dict[str, Any]`): options of `generate`.
+        """Returns loss, generated tokens and labels, as Seq2SeqTrainer's prediction step does; collective. Tokens of
+        the whole global batch are generated at once by `generate` with `options`; `pad` pads tokens [B, S] to a
+        length.
         """
         batch, items = self._prepared(whole)
         labels, config = batch.get("labels"), self.parallel.model.generation_config
@@ -97,13 +86,9 @@ class Evaluator:
         return loss, shares["tokens"], shares["labels"]
 
     def gather(self, tensors: Any, gather_losses: Callable[[Any], Any], gather: Callable[[Any], Any]) -> Any:
-        """Gathers tensors of all ranks, in the order of the global batch and without added rows.
-
-        The loss, which comes first in each step, is counted as often as one process would count it.
-
-        Args:
-            tensors: this rank's tensors [share, ...].
-            gather_losses, gather (`Callable`): gather losses, and other tensors, in the order of ranks.
+        """Gathers tensors [share, ...] of all ranks, in the order of the global batch and without added rows. The
+        loss, which comes first in each step, is counted as often as one process would count it. `gather_losses` and
+        `gather` gather losses, and other tensors, in the order of ranks.
         """
         if self._loss_comes_next:
             self._loss_comes_next = False

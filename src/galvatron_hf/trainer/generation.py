@@ -12,16 +12,9 @@ from galvatron_hf.parallel.weights.distributed_state import plain_model, whole_w
 
 
 def generate(parallel: ParallelModel, *args, **kwargs) -> torch.Tensor:
-    """Generates on rank 0 with the family's own model, into which the weights are gathered; collective.
-
-    Rank 0 needs memory for the whole model in the plan's compute precision.
-
-    Args:
-        parallel ([`ParallelModel`]): the model.
-        args, kwargs: as for [`~transformers.GenerationMixin.generate`]; those of rank 0 count.
-
-    Returns:
-        `torch.Tensor`: rank 0's result, on every rank.
+    """Generates on rank 0 with the family's own model, into which the weights are gathered; collective. Rank 0 needs
+    memory for the whole model in the plan's compute precision. Rank 0's arguments of
+    [`~transformers.GenerationMixin.generate`] count, and every rank returns rank 0's result.
     """
     weights = whole_weights(parallel)
     result = [None]

@@ -28,11 +28,7 @@ class _Result:
 
 
 class SharedStudy:
-    """Keeps the ranks of a hyperparameter search together.
-
-    Args:
-        rank, world_size (`int`): this process and the number of processes.
-    """
+    """Keeps the ranks of a hyperparameter search together."""
 
     def __init__(self, rank: int, world_size: int):
         self.rank, self.world_size = rank, world_size
@@ -41,13 +37,8 @@ class SharedStudy:
     def search(
         self, search: Callable[..., Any], hp_space, compute_objective, n_trials, direction, backend, *args, **kwargs
     ):
-        """Runs a search on all ranks; every rank returns rank 0's result.
-
-        Args:
-            search (`Callable`): [`~transformers.Trainer.hyperparameter_search`], which takes the other arguments.
-
-        Raises:
-            ValueError: for a backend other than optuna on several ranks.
+        """Runs `search` ([`~transformers.Trainer.hyperparameter_search`]) on all ranks; every rank returns rank 0's
+        result. A backend other than optuna on several ranks raises ValueError.
         """
         if self.world_size == 1:
             return search(hp_space, compute_objective, n_trials, direction, backend, *args, **kwargs)
@@ -79,13 +70,7 @@ class SharedStudy:
         return result.best
 
     def train(self, train: Callable[[], Any], trial: Any, searching: bool) -> Any:
-        """Trains for a trial; the end of the study arrives in the place of a trial.
-
-        Args:
-            train (`Callable`): trains.
-            trial: the trial of rank 0.
-            searching (`bool`): whether a search is running.
-        """
+        """Trains for rank 0's trial; the end of the study arrives in the place of a trial."""
         if isinstance(trial, _Result):
             if trial.failure is not None:
                 raise RuntimeError(f"The hyperparameter search failed on rank 0 ({trial.failure}); see its traceback.")
@@ -101,10 +86,8 @@ class SharedStudy:
             return None  # the exception is meant for optuna's study, which is on rank 0
 
     def report(self, report: Callable[[], None]) -> None:
-        """Reports a trial's metrics on all ranks.
-
-        Raises:
-            optuna.TrialPruned: on every rank, if rank 0's study prunes the trial.
+        """Reports a trial's metrics on all ranks; each rank raises `optuna.TrialPruned` if rank 0's study prunes the
+        trial.
         """
         import optuna
 

@@ -37,16 +37,9 @@ def start_group_of_one(device: torch.device) -> None:
 
 
 def check_trainer(trainer: Trainer, given: ParallelPlan | None, planner: AutoPlanner, whole_model: bool) -> None:
-    """Refuses a Trainer that cannot train under a plan, before its model is changed.
-
-    Args:
-        trainer ([`~transformers.Trainer`]): the Trainer.
-        given ([`ParallelPlan`], *optional*): the plan of the arguments.
-        planner ([`AutoPlanner`]): makes a simple plan if none is given: a model that fits it fits a search's plan.
-        whole_model (`bool`): whether the loss needs the whole model on each rank.
-
-    Raises:
-        ValueError: one sentence with the reason and the fix.
+    """Refuses a Trainer that cannot train under a plan, before its model is changed. The ValueError is one sentence
+    with the reason and the fix. If no plan is given, the planner makes a simple one: a model that fits it fits a
+    search's plan. `whole_model` tells if the loss needs the whole model on each rank.
     """
     if given is not None:
         require_runnable(given, trainer.args.world_size)
@@ -78,11 +71,7 @@ def with_fp32_weights(model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
 
 @contextlib.contextmanager
 def explained_empty_optimizer(parallel: ParallelModel | None, rank: int) -> Iterator[None]:
-    """Explains the error of an optimizer that is made on a rank without trained weights.
-
-    Raises:
-        ValueError: with the reason and the fix.
-    """
+    """Explains the ValueError of an optimizer that is made on a rank without trained weights, and names the fix."""
     try:
         yield
     except ValueError as error:
@@ -109,11 +98,7 @@ def traced(timeline: Timeline, folder: str | os.PathLike | None) -> Iterator[Non
 
 
 def require_labels(batch: Batch, loss: LossKind) -> None:
-    """Refuses a padded batch without the labels of a loss.
-
-    Raises:
-        ValueError: if it has none.
-    """
+    """Raises ValueError for a padded batch without the labels of a loss."""
     if isinstance(batch, dict) and not loss.is_labelled(batch):
         raise ValueError(
             f"The batch has no labels, only {sorted(batch)}, so there is no loss to train on; "

@@ -74,18 +74,14 @@ class GalvatronMixin:
 
     The global batch of an optimizer step is `per_device_train_batch_size * gradient_accumulation_steps * WORLD_SIZE`
     sequences. Rank 0 reads it once and every rank gets it. The plan changes how it is computed, never the result. On
-    one process without a plan the Trainer is unchanged.
-
-    The methods override those of Trainer, in the order in which a run calls them, and delegate to components that know
-    nothing of the Trainer.
+    one process without a plan the Trainer is unchanged. The methods override those of Trainer, in the order in which a
+    run calls them, and delegate to components that know nothing of the Trainer. Plans, models and arguments that
+    cannot run raise ValueError before anything is changed.
 
     Attributes:
         parallel ([`ParallelModel`], *optional*): the model under the plan, once the plan has been applied.
         plan_outcome ([`Outcome`], *optional*): predicted and measured step time and memory of the last training run
             under a plan that a search has made.
-
-    Raises:
-        ValueError: for plans, models and arguments that cannot run, before anything is changed.
 
     Example:
 
@@ -163,10 +159,8 @@ class GalvatronMixin:
     def hyperparameter_search(
         self, hp_space=None, compute_objective=None, n_trials=20, direction="minimize", backend=None, *args, **kwargs
     ):
-        """Runs the study on rank 0 alone; the other ranks follow its trials. Every rank returns rank 0's result.
-
-        Raises:
-            ValueError: for a backend other than optuna on several ranks.
+        """Runs the study on rank 0 alone; the other ranks follow its trials. Every rank returns rank 0's result. A
+        backend other than optuna on several ranks raises ValueError.
         """
         search = super().hyperparameter_search
         best = self._study.search(search, hp_space, compute_objective, n_trials, direction, backend, *args, **kwargs)
@@ -174,9 +168,8 @@ class GalvatronMixin:
         return best
 
     def train(self, resume_from_checkpoint: str | bool | None = None, trial=None, *args, **kwargs):
-        """Resumes only from complete checkpoints, under their plan if none is given.
-
-        An attempt that a launcher has restarted resumes by itself, see [`checkpoint_of_restart`].
+        """Resumes only from complete checkpoints, under their plan if none is given. An attempt that a launcher has
+        restarted resumes by itself, see [`checkpoint_of_restart`].
         """
         if resume_from_checkpoint is None and trial is None and self._runs_parallel():
             checkpoint = checkpoint_of_restart(self.args.output_dir, self._finder.newest)
@@ -333,10 +326,8 @@ class GalvatronMixin:
         return norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm=None):
-        """Checks the step before the optimizer's update, besides returning the norm of all gradients.
-
-        Raises:
-            NonFiniteError: on every rank, if the step is not finite and the policy is to stop.
+        """Checks the step before the optimizer's update, besides returning the norm of all gradients. If the step is
+        not finite and the policy is to stop, every rank raises NonFiniteError.
         """
         if self.parallel is None:
             return super()._get_grad_norm(model, grad_norm=grad_norm)
@@ -529,7 +520,6 @@ class GalvatronMixin:
 
     @cached_property
     def _world(self) -> WorldMesh:
-        """The groups of all plans of this Trainer."""
         return WorldMesh(self.args.device.type, timedelta(seconds=self.args.ddp_timeout))
 
     @property

@@ -27,24 +27,15 @@ logger = logging.get_logger(__name__)
 
 
 class CheckpointFinder:
-    """Finds and checks checkpoints; all methods are collective. Rank 0 lists folders, and all ranks read files.
-
-    Args:
-        rank, world_size (`int`): this process and the number of processes.
-    """
+    """Finds and checks checkpoints; all methods are collective. Rank 0 lists folders, and all ranks read files."""
 
     def __init__(self, rank: int, world_size: int):
         self.rank, self.world_size = rank, world_size
 
     def to_resume(self, asked: str | bool | None, output_dir: str) -> str | None:
-        """Returns the complete checkpoint that a run resumes from.
-
-        Args:
-            asked (`str` or `bool`, *optional*): a checkpoint, or a folder of checkpoints, or True for `output_dir`.
-            output_dir (`str`): the Trainer's folder.
-
-        Raises:
-            ValueError: if there is none, or the given one is damaged.
+        """Returns the complete checkpoint that a run resumes from. `asked` is a checkpoint, or a folder of
+        checkpoints, or True for `output_dir`. If there is no complete one, or the given one is damaged, raises
+        ValueError.
         """
         if not asked:
             return None
@@ -65,11 +56,7 @@ class CheckpointFinder:
         return found
 
     def require_complete(self, checkpoint: str) -> None:
-        """Checks a checkpoint.
-
-        Raises:
-            ValueError: if it is damaged.
-        """
+        """Raises ValueError if a checkpoint is damaged."""
         wrong = self._problems(checkpoint)
         if wrong:
             other, _ = self._newest_complete(os.path.dirname(os.path.abspath(checkpoint)))
@@ -108,10 +95,8 @@ def _never_completed(folder: str) -> list[str]:
 
 
 def _unfit(checkpoint: str) -> list[str]:
-    """Returns why a folder cannot be resumed from, as far as names and sizes tell.
-
-    A checkpoint of plain Trainer has no manifest. Its state is written last, so a checkpoint with a state is taken for
-    complete.
+    """Returns why a folder cannot be resumed from, as far as names and sizes tell. A checkpoint of plain Trainer has
+    no manifest. Its state is written last, so a checkpoint with a state is taken for complete.
     """
     if os.path.isfile(os.path.join(checkpoint, MANIFEST_NAME)):
         return list(structural_problems(checkpoint))

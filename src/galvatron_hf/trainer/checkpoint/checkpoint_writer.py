@@ -33,10 +33,8 @@ class SaveError(RuntimeError):
 
 
 def save_on_every_rank(work: Callable[[], None], what: str) -> None:
-    """Runs every rank's part of saving, which must not be collective.
-
-    Raises:
-        SaveError: on every rank, if it failed on one.
+    """Runs every rank's part of saving, which must not be collective. If it fails on one rank, every rank raises
+    SaveError.
     """
     try:
         on_every_rank(work)
@@ -49,8 +47,7 @@ class CheckpointWriter:
     """Writes one checkpoint after the other; all methods are collective.
 
     Args:
-        parallel ([`ParallelModel`]): the model.
-        in_background (`bool`): whether the tensors are copied and written while training goes on.
+        in_background (`bool`): the tensors are copied, and written while training goes on.
         limit (`int`, *optional*): most complete checkpoints that stay.
         timeout (`timedelta`, *optional*): longest time that ranks wait for each other's writing in the background.
     """
@@ -70,12 +67,8 @@ class CheckpointWriter:
         return unfinished(checkpoint)
 
     def complete(self, step: int, optimizer: torch.optim.Optimizer | None, keep: Iterable[str | None]) -> None:
-        """Writes the state of model and optimizer next to the files in the folder, and renames the folder.
-
-        Args:
-            step (`int`): optimizer steps so far.
-            optimizer (`torch.optim.Optimizer`, *optional*): None if no state is written.
-            keep (`Iterable`): checkpoints that pruning must not delete.
+        """Writes the state of model and optimizer next to the files in the folder, and renames the folder. Without an
+        optimizer no state is written. `step` counts the steps so far; pruning must not delete the checkpoints `keep`.
         """
         checkpoint, limit, keep = self._checkpoint, self.limit, list(keep)
         manifest = Manifest(step=step, files={}, plan=json.loads(self.parallel.plan.to_json()), versions=versions())
@@ -100,10 +93,8 @@ class CheckpointWriter:
             raise SaveError(f"Writing {checkpoint} failed ({_reasons(error)})") from error
 
     def wait(self) -> float:
-        """Waits until the checkpoint in the background is complete; returns the seconds.
-
-        Raises:
-            SaveError: if it could not be written.
+        """Waits until the checkpoint in the background is complete; returns the seconds. If it could not be written,
+        raises SaveError.
         """
         if self._pending is None:
             return 0.0

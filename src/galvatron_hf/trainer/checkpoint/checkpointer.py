@@ -48,20 +48,15 @@ PLAN_FILE = "parallel_plan.json"
 
 @dataclass(kw_only=True)
 class Checkpointer:
-    """Saves and loads the weights, optimizer, scheduler and Trainer's files of a parallelised model.
-
-    All methods are collective. Callables stand for the parts of a checkpoint that belong to others.
+    """Saves and loads the weights, optimizer, scheduler and Trainer's files of a parallelised model. All methods are
+    collective. Callables stand for the parts of a checkpoint that belong to others.
 
     Args:
-        parallel ([`ParallelModel`]): the model.
-        args ([`~transformers.TrainingArguments`]): the Trainer's.
         save_files (`Callable`): writes configuration, tokenizer and arguments of a model without values to a folder;
             called on the rank that writes.
         make_optimizer (`Callable`): makes the optimizer that plain Trainer would make for a model.
         random_state (`Callable`): returns the random state to save.
         save_more (`Callable`): writes further small files to a checkpoint; called on the rank that writes.
-
-    Attributes:
         failed_saves (`int`): checkpoints that could not be written, if training goes on without them.
     """
 
@@ -82,14 +77,8 @@ class Checkpointer:
     # ---- Saving ----
 
     def save_model(self, output_dir: str, weights: bool = True) -> None:
-        """Writes safetensors, configuration and tokenizer that `from_pretrained` opens anywhere.
-
-        Args:
-            output_dir (`str`): the folder.
-            weights (`bool`): whether the weights are written.
-
-        Raises:
-            SaveError: on every rank, if it failed on one.
+        """Writes safetensors (if `weights`), configuration and tokenizer that `from_pretrained` opens anywhere. If
+        this fails on one rank, every rank raises SaveError.
         """
         model = self._plain_model()
         if self.parallel.model.generation_config is not None:
@@ -137,17 +126,9 @@ class Checkpointer:
         callbacks: Iterable[Any] = (),
         push: Callable[[str], None] | None = None,
     ) -> None:
-        """Writes a checkpoint into a folder that gets its name when it is complete.
-
-        Args:
-            run_dir (`str`): the folder of checkpoints.
-            state ([`~transformers.TrainerState`]): the Trainer's.
-            optimizer, scheduler: the Trainer's.
-            callbacks (`Iterable`): callbacks and control, whose states are saved if they have one.
-            push (`Callable`, *optional*): uploads the complete checkpoint.
-
-        Raises:
-            SaveError: on every rank, if the arguments say that training stops without a checkpoint.
+        """Writes a checkpoint into a folder below `run_dir` that gets its name when it is complete. States of
+        `callbacks` (and the control) are saved if they have one. `push` uploads the complete checkpoint. If it cannot
+        be written and the arguments say that training stops then, every rank raises SaveError.
         """
         began = time.monotonic()
         checkpoint = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
@@ -195,11 +176,7 @@ class Checkpointer:
                 state.best_model_checkpoint = best
 
     def finish(self) -> None:
-        """Waits for a checkpoint that is written in the background.
-
-        Raises:
-            SaveError: if it could not be written.
-        """
+        """Waits for a checkpoint that is written in the background; raises SaveError if it could not be written."""
         waited = self._writer.wait()
         if waited > 0:
             logger.info(f"Waited {waited:.3f} s for the checkpoint in the background.")
@@ -300,15 +277,12 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def stops_on_failure(args: TrainingArguments) -> bool:
-    """Returns whether training stops if something cannot be saved."""
     return getattr(args, "on_save_failure", "stop") == "stop"
 
 
 def write_plan(plan: ParallelPlan, args: TrainingArguments) -> None:
-    """Writes the plan into the output folder; collective.
-
-    Raises:
-        SaveError: on every rank, if the arguments say that training stops then.
+    """Writes the plan into the output folder; collective. After a failure every rank raises SaveError, if the
+    arguments say that training stops then.
     """
     folder = args.output_dir
 
@@ -335,10 +309,8 @@ def plan_of_checkpoint(folder: str, world_size: int) -> ParallelPlan | None:
 
 
 def require_inside(checkpoint: str, output_dir: str) -> None:
-    """Refuses a best checkpoint outside of the output folder: a resumed run has read the name from a file.
-
-    Raises:
-        ValueError: if it lies elsewhere.
+    """Raises ValueError for a best checkpoint outside of the output folder: a resumed run has read the name from a
+    file.
     """
     if not Path(checkpoint).resolve().is_relative_to(Path(output_dir).resolve()):
         raise ValueError(f"The best checkpoint {checkpoint} is not below {output_dir}; move it there.")

@@ -73,10 +73,8 @@ class ModelSource:
 
 
 def moves_to_device(model: nn.Module, parallel: bool) -> bool:
-    """Returns whether Trainer moves a model to its device: without weights, it waits for a plan.
-
-    Raises:
-        ValueError: for a model without weights that gets no plan.
+    """Returns whether Trainer moves a model to its device: without weights, it waits for a plan. A model without
+    weights that gets no plan raises ValueError.
     """
     if not on_meta(model):
         return True

@@ -1,7 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
 """The random state of a process as JSON, so that a checkpoint needs no pickle.
-
 Rank 0 reads the data, and layers have keyed streams, so rank 0's state is enough for any plan.
 """
 
@@ -42,10 +41,8 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Restores generators to a state that [`random_state`] returned.
-
-    Raises:
-        ValueError: for any other value; no generator is changed then.
+    """Restores generators to a state that [`random_state`] returned. Any other value raises ValueError and changes
+    nothing.
     """
     before = random_state()
     try:

@@ -14,14 +14,9 @@ logger = logging.get_logger(__name__)
 
 
 def checkpoint_of_restart(output_dir: str, newest: Callable[[str], str | None]) -> str | None:
-    """Returns the checkpoint that a restarted attempt resumes from; collective in such an attempt.
-
-    Args:
-        output_dir (`str`): folder of checkpoints.
-        newest (`Callable`): finds the newest complete checkpoint of a folder; collective.
-
-    Returns:
-        `str`: the newest one, the same on every rank; None in a first attempt, or if nothing has been saved.
+    """Returns the checkpoint that a restarted attempt resumes from; collective in such an attempt. It is the one that
+    `newest` (collective) finds in `output_dir`, the same on every rank; None in a first attempt, or if nothing has
+    been saved.
     """
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     if attempt == 0:

@@ -59,11 +59,8 @@ class SchedulerState:
         return cls(common=states[0].common, groups=groups)
 
     def for_groups(self, state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-        """Returns a `state_dict` for a scheduler whose optimizer may have other groups.
-
-        Args:
-            state (`Mapping[str, Any]`): its present one, which has the wanted names and types.
-            groups (`Sequence[Sequence[str]]`): the names of each group's weights.
+        """Returns a `state_dict` for a scheduler whose optimizer may have other groups. `state` is its present one,
+        which has the wanted names and types; `groups` are the names of each group's weights.
         """
         by_name = {name: group["values"] for group in self.groups for name in group["names"]}
         loaded = dict(state) | {name: value for name, value in self.common.items() if name in state}
@@ -96,11 +93,7 @@ class SchedulerState:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> SchedulerState:
-        """Reads what [`SchedulerState.to_json`] returned.
-
-        Raises:
-            ValueError: for any other value.
-        """
+        """Reads what [`SchedulerState.to_json`] returned; any other value raises ValueError."""
         common, groups = values.get("common"), values.get("groups")
         if not isinstance(common, dict):
             raise ValueError(f"common is {show(common)}, which is not an object: use another checkpoint")
@@ -109,12 +102,8 @@ class SchedulerState:
 
 
 def group_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str], fused: FusedNames) -> list[list[str]]:
-    """Returns the family's names of the weights in each group of an optimizer.
-
-    Args:
-        optimizer (`torch.optim.Optimizer`): the optimizer.
-        names (`Mapping[int, str]`): from the `id` of a parameter to its name in the model.
-        fused ([`FusedNames`]): the model's fused weights.
+    """Returns the family's names of the weights in each group of an optimizer. `names` maps the `id` of a parameter to
+    its name in the model.
     """
     return [[fused.family_name(names[id(p)]) for p in group["params"]] for group in optimizer.param_groups]
 

@@ -20,7 +20,7 @@ class DatasetRows:
 
     Attributes:
         known (`bool`): False for streams, and if the sampler's order is known only by drawing from it.
-        may_learn (`bool`): whether a custom sampler may choose rows by the training steps before them.
+        may_learn (`bool`): a custom sampler may choose rows by the training steps before them.
     """
 
     def __init__(self, loader: DataLoader, accumulation: int):
@@ -35,10 +35,8 @@ class DatasetRows:
         self._epoch: tuple[int, list[int]] | None = None
 
     def of_step(self, step: int) -> list[int]:
-        """Returns the indices of a step's rows, in the order of the global batch.
-
-        Args:
-            step (`int`): optimizer steps before this one, over all epochs.
+        """Returns the indices of the rows of the step after `step` steps of all epochs, in the order of the global
+        batch.
         """
         epoch, step = divmod(step, self._steps)
         if self._epoch is None or self._epoch[0] != epoch:

@@ -20,11 +20,7 @@ from galvatron_hf.utils.compat import keep_dataloader
 
 
 class GlobalBatches:
-    """Makes loaders read batches of all ranks together, and gives each rank its rows of them.
-
-    Args:
-        args ([`~transformers.TrainingArguments`]): the Trainer's.
-    """
+    """Makes loaders read batches of all ranks together, and gives each rank its rows of them."""
 
     def __init__(self, args: TrainingArguments):
         self.rank, self.world_size, self.device = args.process_index, args.world_size, args.device
@@ -65,10 +61,8 @@ class GlobalBatches:
         return prepared
 
     def shares(self, batches: list[dict[str, Any]], count: int) -> list[RankBatch]:
-        """Returns this rank's rows of a step's batches.
-
-        If the data has ended inside a step, empty batches are added up to `count`: Trainer's loop then reaches the end
-        of the step.
+        """Returns this rank's rows of a step's batches. If the data has ended inside a step, empty batches are added
+        up to `count`: Trainer's loop then reaches the end of the step.
         """
         if batches and len(batches) < count:
             batches = batches + [take_rows(batches[-1], 0, 0)] * (count - len(batches))
@@ -83,7 +77,6 @@ def join(batches: list[dict[str, Any]], pad_token_id: int) -> dict[str, Any]:
 
 
 def pad_token_id(model: PreTrainedModel) -> int:
-    """Returns the token that fills shorter rows up."""
     pad = model.config.pad_token_id
     return pad if pad is not None and pad >= 0 else 0
 

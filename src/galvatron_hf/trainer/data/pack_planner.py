@@ -28,13 +28,11 @@ class PackPlanner:
     """Places the documents of a step. Its values depend on the plan and the arguments alone.
 
     Attributes:
-        plan ([`ParallelPlan`]): the plan of the model.
         packs (`int`): packs of a micro-batch.
         multiple (`int`): the number of tokens of a pack is a multiple of it.
         bound (`int`, *optional*): most tokens of a pack, if the arguments give it; a multiple of `multiple`.
         rows_of_pack (`int`): rows of a data-parallel rank in one of the plan's padded micro-batches.
         longest_row (`int`): tokens of the training set's longest row; 0 if that is not known.
-        cost ([`StepCost`]): time of documents and micro-batches.
         planner (`str`): an algorithm of [`~data.placement.place`].
     """
 
@@ -51,16 +49,8 @@ class PackPlanner:
     def from_model(
         cls, parallel: ParallelModel, args: TrainingArguments, cost: StepCost, known: np.ndarray
     ) -> PackPlanner:
-        """Makes the planner for a model under its plan.
-
-        Args:
-            parallel ([`ParallelModel`]): the model.
-            args ([`~transformers.TrainingArguments`]): the Trainer's.
-            cost ([`StepCost`]): time of documents.
-            known (`np.ndarray`): tokens of the training set's rows; empty if they are not known.
-
-        Raises:
-            ValueError: for a `max_tokens_per_rank` that packs cannot have.
+        """Makes the planner for a model under its plan. `known` are the tokens of the training set's rows, empty if
+        they are not known. A `max_tokens_per_rank` that packs cannot have raises ValueError.
         """
         rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         shares = parallel.plan.micro_batches * parallel.resolved.packs
@@ -105,7 +95,6 @@ class PackPlanner:
             return find()
 
     def in_order(self, lengths: np.ndarray, max_tokens: int | None = None) -> Placement:
-        """Places documents in the sampler's order."""
         return in_order(lengths, self.packs, max_tokens=max_tokens or self.capacity(lengths))
 
     def imbalance(self, placement: Placement, lengths: np.ndarray) -> float:
@@ -114,9 +103,8 @@ class PackPlanner:
 
 
 def pack_multiple(parallel: ParallelModel, args: TrainingArguments) -> int:
-    """Returns the number that the tokens of a pack are a multiple of.
-
-    Sequence ranks split it evenly, and on a GPU it keeps the number of shapes small.
+    """Returns the number that the tokens of a pack are a multiple of. Sequence ranks split a pack evenly, and on a GPU
+    multiples keep the number of shapes small.
     """
     wanted = getattr(args, "pack_to_multiple_of", None)
     if wanted is None:
@@ -125,11 +113,7 @@ def pack_multiple(parallel: ParallelModel, args: TrainingArguments) -> int:
 
 
 def _pack_bound(parallel: ParallelModel, args: TrainingArguments) -> int | None:
-    """Returns the most tokens of a pack that the arguments give, or None.
-
-    Raises:
-        ValueError: if the argument is not a multiple of [`pack_multiple`].
-    """
+    """Returns the most tokens of a pack that the arguments give, a multiple of [`pack_multiple`], or None."""
     given = getattr(args, "max_tokens_per_rank", None)
     if given is None:
         return None

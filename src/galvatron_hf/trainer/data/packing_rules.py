@@ -42,7 +42,6 @@ class PackingRules:
     """Decides whether batches are packed.
 
     Args:
-        parallel ([`ParallelModel`]): the model.
         mode (`str`): "auto", "static" or "none"; see [`GalvatronTrainingArguments`].
         only_pads (`Callable`): returns whether the collator only pads token rows.
         obstacle (`Callable`): returns why the Trainer's own methods and arguments forbid packing, or None.
@@ -55,10 +54,8 @@ class PackingRules:
     _attention_obstacle: list[str | None] = field(default_factory=list)
 
     def packs(self) -> bool:
-        """Returns whether batches are packed, as far as that does not depend on the batches.
-
-        Raises:
-            ValueError: if the arguments ask for packing and it is not possible.
+        """Returns whether batches are packed, as far as that does not depend on the batches. If the arguments ask for
+        packing and it is not possible, raises ValueError.
         """
         if self.mode == "none":
             return False
@@ -68,11 +65,7 @@ class PackingRules:
         return obstacle is None and (self.mode == "static" or self.only_pads())
 
     def pad_because(self, reason: NotPackable | str) -> None:
-        """Warns that batches are padded.
-
-        Raises:
-            ValueError: if the arguments ask for packing.
-        """
+        """Warns that batches are padded, or raises ValueError if the arguments ask for packing."""
         if self.mode == "static":
             raise ValueError(f"packing='static' is not possible, because {reason}; set packing='none'.")
         logger.warning_once(f"Batches are padded and not packed, because {reason}.")

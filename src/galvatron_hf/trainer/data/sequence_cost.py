@@ -33,7 +33,7 @@ class StepCost:
     Attributes:
         sequence ([`SequenceCost`]): seconds that a document adds to a micro-batch of one pipeline stage.
         overhead (`float`): seconds of an empty micro-batch of one stage.
-        measured (`bool`): whether the costs were measured, not estimated from the model's sizes.
+        measured (`bool`): the costs were measured, not estimated from the model's sizes.
     """
 
     sequence: SequenceCost
@@ -45,11 +45,7 @@ class StepCost:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> StepCost:
-        """Reads what [`StepCost.to_json`] returns.
-
-        Raises:
-            ValueError: for any other value.
-        """
+        """Reads what [`StepCost.to_json`] returns; any other value raises ValueError."""
         names = ("per_token", "per_token_squared", "per_sequence", "overhead")
         check_fields("the cost", raw, (*names, "measured"), required=(*names, "measured"))
         for name in names:
@@ -72,17 +68,13 @@ def estimated_cost(config: PreTrainedConfig) -> StepCost:
 
 
 def measure_cost(parallel: ParallelModel, longest: int, most: int | None = None) -> StepCost:
-    """Times forward and backward of packed documents of several lengths; collective.
-
-    Gradients are empty afterwards, and no random stream moves.
+    """Times forward and backward of packed documents of several lengths; collective. The model is in training mode
+    without gradients; afterwards it has none, and no random stream has moved. The costs are the same on every rank:
+    the slowest rank's times, fitted by least squares of relative errors.
 
     Args:
-        parallel ([`ParallelModel`]): in training mode, without gradients.
         longest (`int`): tokens of the longest documents, at least 1; bounded by the model's positions too.
         most (`int`, *optional*): most tokens of a pack.
-
-    Returns:
-        [`StepCost`]: the same on every rank; fitted to the slowest rank's times by least squares of relative errors.
     """
     config = parallel.model.config
     positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)

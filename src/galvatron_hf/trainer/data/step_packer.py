@@ -49,15 +49,10 @@ class StepPacker:
     step while this step is computed, if the dataset knows the length of its rows or can be read ahead.
 
     Args:
-        parallel ([`ParallelModel`]): the model.
-        args ([`~transformers.TrainingArguments`]): the Trainer's.
-        rules ([`PackingRules`]): decide whether batches are packed.
         known_lengths (`Callable`): returns the tokens of the training set's rows, or None if they are not known.
         dataset_rows (`Callable`): returns the [`DatasetRows`] of the present run.
         prepare (`Callable`): moves a batch to the device, as Trainer's `_prepare_inputs`.
-        stateful_loader (`bool`): whether the loader's own state is saved, so that it must not be read ahead.
-
-    Attributes:
+        stateful_loader (`bool`): the loader's own state is saved, so it must not be read ahead.
         cut_sequences (`int`): documents that were truncated or split so far, because they were too long.
     """
 
@@ -82,14 +77,8 @@ class StepPacker:
     # ---- A training run ----
 
     def begin(self, checkpoint: str | None = None, saved_plan: ParallelPlan | None = None) -> None:
-        """Starts a training run; collective.
-
-        Args:
-            checkpoint (`str`, *optional*): the checkpoint that the run resumes from.
-            saved_plan ([`ParallelPlan`], *optional*): its plan, if that is one for as many ranks.
-
-        Raises:
-            ValueError: for documents that are too long, if their lengths are known.
+        """Starts a training run, perhaps from a checkpoint and its plan, if that is one for as many ranks; collective.
+        Documents that are too long raise ValueError, if their lengths are known.
         """
         self.end()
         self._record, self._lengths, self.cut_sequences = None, None, 0
@@ -133,16 +122,14 @@ class StepPacker:
     def read_step(
         self, batches: Iterator, count: int, *, step: int, last: bool
     ) -> tuple[list[dict[str, Any]], StepPlacement | None]:
-        """Reads the batches of one optimizer step, and places their documents; collective.
+        """Reads the batches of one optimizer step, and places their documents; collective. Returns the batches, and
+        the placement if they are packed.
 
         Args:
             batches (`Iterator`): over the loader's batches; read on rank 0.
             count (`int`): batches of a step.
             step (`int`): optimizer steps before this one.
-            last (`bool`): whether no step follows.
-
-        Returns:
-            `tuple`: the batches, and their placement if they are packed.
+            last (`bool`): no step follows.
         """
         if not self.rules.packs():
             return read_once(lambda: take(batches, count)), None
@@ -239,10 +226,8 @@ class StepPacker:
         return replace(step, batch=parts, num_items=items)
 
     def pack_for_evaluation(self, batch: dict[str, Any]) -> list[dict[str, Any]] | None:
-        """Returns packed micro-batches of an evaluation's batch, whose documents stay whole; collective.
-
-        Returns:
-            `list[dict[str, Any]]`: None if the batch stays padded.
+        """Returns packed micro-batches of an evaluation's batch, whose documents stay whole; None if it stays padded;
+        collective.
         """
         sequences = self._sequences([batch]) if self.rules.packs() else None
         if sequences is None:

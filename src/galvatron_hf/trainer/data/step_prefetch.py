@@ -29,9 +29,9 @@ class StepPlacement:
     Attributes:
         placement ([`Placement`]): the micro-batch and pack of each document.
         longest (`int`): most tokens of a document.
-        imbalance (`float`): predicted time of the slowest rank over the mean of all ranks.
+        imbalance (`float`): predicted time of the slowest rank / mean time of all ranks.
         seconds (`float`): time that the planner took.
-        hidden (`bool`): whether the placement was ready when the step was read.
+        hidden (`bool`): the placement was ready when the step was read.
     """
 
     placement: Placement
@@ -79,10 +79,8 @@ class StepPrefetch:
         return found
 
     def place(self, sequences: Sequences) -> StepPlacement:
-        """Places the documents of the step that was read, or returns the placement that was found ahead.
-
-        Raises:
-            ValueError: for documents that are too long, if the arguments refuse them.
+        """Places the documents of the step that was read, or returns the placement that was found ahead. Documents
+        that are too long raise ValueError, if the arguments refuse them.
         """
         planner = self._planner()
         longest = planner.capacity(sequences.lengths)
@@ -101,18 +99,15 @@ class StepPrefetch:
         )
 
     def plan(self, lengths: Callable[[], np.ndarray]) -> None:
-        """Has the next step placed in the background.
-
-        Args:
-            lengths (`Callable`): returns the tokens of its rows, which may be 0; called in the background.
+        """Has the next step placed in the background; `lengths`, called there, returns the tokens of its rows, which
+        may be 0.
         """
         self._plans.begin(lambda: self._limited(lengths()))
 
     def read_and_plan(self, batches: Iterator, count: int) -> None:
-        """Reads the next step now, and has it placed in the background.
-
-        Rows are not read ahead if reading draws random numbers, because evaluation or a callback between two steps
-        may draw some first. The second step, which is never read ahead, shows whether reading draws.
+        """Reads the next step now, and has it placed in the background. Rows are not read ahead if reading draws
+        random numbers, because evaluation or a callback between two steps may draw some first. The second step, which
+        is never read ahead, shows whether reading draws.
         """
         if self._draws is not False:
             return
@@ -124,7 +119,6 @@ class StepPrefetch:
             self.plan(lambda: Sequences.from_batches(following).lengths)
 
     def end(self) -> None:
-        """Ends the planning in the background."""
         self._plans.end()
 
     def _limited(self, lengths: np.ndarray) -> np.ndarray:

@@ -39,12 +39,9 @@ class NonfiniteGuard:
     ranks decide alike. A bad step is computed again, to find where the bad number came from.
 
     Args:
-        parallel ([`ParallelModel`]): the model.
         policy (`str`): "stop" or "skip"; see [`GalvatronTrainingArguments`].
         compute (`Callable`): runs forward and backward of a step, and returns its loss.
         dataset_rows (`Callable`): returns the [`DatasetRows`] of the present run; called on rank 0.
-
-    Attributes:
         skipped_steps (`int`): steps without an update since training began.
     """
 
@@ -56,10 +53,8 @@ class NonfiniteGuard:
     _skipped_in_a_row: int = 0
 
     def skips(self, step: StepState, grad_norm: float, loss: float) -> bool:
-        """Returns whether the optimizer must leave a step out; collective if the step is not finite.
-
-        Raises:
-            NonFiniteError: on every rank, if the policy is to stop, or after `SKIPPED_IN_A_ROW` skipped steps.
+        """Returns whether the optimizer must leave a step out; collective if the step is not finite. Every rank raises
+        NonFiniteError if the policy is to stop, or after `SKIPPED_IN_A_ROW` skipped steps.
         """
         if math.isfinite(grad_norm) and math.isfinite(loss):
             self._skipped_in_a_row = 0
@@ -117,7 +112,6 @@ class NonfiniteGuard:
         return rows.of_step(step.number) if rows is not None and rows.known else None
 
     def begin(self) -> None:
-        """Starts a training run."""
         self.skipped_steps = self._skipped_in_a_row = 0
 
     def add_logs(self, logs: dict[str, float]) -> None:

@@ -21,14 +21,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopSignal(TrainerCallback):
-    """Receives signals, and as a callback saves once and ends training in the step in which the ranks agreed.
-
-    Each rank votes in the sum that the gradient norm needs anyway, so that all ranks learn of a signal in the same
-    step.
-
-    Attributes:
-        received (`signal.Signals`, *optional*): the last signal that this process got.
-        agreed (`bool`): whether all ranks know of a signal.
+    """Receives signals, and as a callback saves once and ends training in the step in which the ranks agreed. Each
+    rank votes in the sum that the gradient norm needs anyway, so that all ranks learn of a signal in the same step.
+    `received` is the last signal of this process; `agreed` tells if all ranks know of a signal.
     """
 
     def __init__(self):
@@ -58,13 +53,7 @@ class StopSignal(TrainerCallback):
         return float(self.received is not None)
 
     def count_votes(self, votes: float, step: int, rank: int) -> None:
-        """Takes the sum of all ranks' votes before the optimizer's step.
-
-        Args:
-            votes (`float`): the sum.
-            step (`int`): the optimizer step, for the log.
-            rank (`int`): this rank.
-        """
+        """Takes the sum of all ranks' votes before the optimizer's step; `step` and `rank` are for the log."""
         if votes == 0 or self.agreed:
             return
         self.agreed = True

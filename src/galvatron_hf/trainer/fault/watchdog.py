@@ -54,14 +54,13 @@ class RankStatus:
     """The status that one process publishes.
 
     Attributes:
-        rank, host, pid: the process.
         time (`float`): seconds since the epoch.
         doing (`str`): step, micro-batch, direction and layer.
         waits (`str`, *optional*): the collective that the process waits in.
         stack (`str`): innermost lines of its main thread.
         error (`str`, *optional*): the error that the process failed with.
-        lost (`bool`): whether the error only says that another rank is gone.
-        alarmed (`bool`): whether the status answers an alarm.
+        lost (`bool`): the error only says that another rank is gone.
+        alarmed (`bool`): the status answers an alarm.
     """
 
     rank: int
@@ -80,7 +79,7 @@ class Watchdog(threading.Thread):
     """Publishes the status of a rank, and answers alarms.
 
     Args:
-        doing (`Callable`): returns what the rank is doing, and whether that is part of a step, whose time is limited.
+        doing (`Callable`): returns the rank's activity, and whether it is part of a step, whose time is limited.
             Called in this thread.
         timeout (`float`): seconds that a collective may wait.
         run (`str`): name of this training run, the same on every rank and different for each run.
@@ -99,7 +98,6 @@ class Watchdog(threading.Thread):
     # ---- In the thread ----
 
     def run(self) -> None:
-        """Runs until training ends."""
         last, since = None, time.monotonic()
         self._exchange()
         while not self.over.wait(PERIOD_SECONDS):
@@ -162,10 +160,8 @@ class Watchdog(threading.Thread):
     # ---- In the main thread ----
 
     def failed(self, error: BaseException) -> str | None:
-        """Publishes an error, and waits for the other ranks' answers if the error only says that a rank is gone.
-
-        Returns:
-            `str`: the report, on one of the ranks that need one.
+        """Publishes an error. If it only says that a rank is gone, waits for the other ranks' answers, and returns the
+        report on one of the ranks that need one.
         """
         status = self._status(error=error)
         self.failing.set()
@@ -195,10 +191,8 @@ class Watchdog(threading.Thread):
             return f"{headline}. Nothing is known of the others: the job's store does not answer ({lost})."
 
     def end(self) -> None:
-        """Ends the thread, and waits for it as long as the job's store may block it.
-
-        If the interpreter ended while the thread is in torch's C++ code, the process would abort with "terminate
-        called without an active exception".
+        """Ends the thread, and waits for it as long as the job's store may block it. If the interpreter ended while
+        the thread is in torch's C++ code, the process would abort with "terminate called without an active exception".
         """
         self.over.set()
         self.join(ANSWER_SECONDS)
@@ -247,13 +241,9 @@ def report(headline: str, statuses: list[RankStatus | None]) -> str:
 
 @contextlib.contextmanager
 def watched(doing: Callable[[], tuple[str, bool]], timeout: float) -> Iterator[None]:
-    """Runs a watchdog beside the body, which trains; collective. On one rank there is nothing to watch.
-
-    Args:
-        doing (`Callable`), timeout (`float`): as for [`Watchdog`].
-
-    Raises:
-        RankLostError: on one rank, with the report, if a collective fails or waits longer than `timeout`.
+    """Runs a watchdog while the body trains; collective. On one rank there is nothing to watch. If a collective fails
+    or waits longer than `timeout`, one rank raises RankLostError with the report. `doing` and `timeout` are those of
+    [`Watchdog`].
     """
     if dist.get_world_size() == 1:
         yield

@@ -23,17 +23,15 @@ logger = logging.get_logger(__name__)
 
 @dataclass(kw_only=True)
 class CustomLoss:
-    """Calls `compute_loss` with this rank's rows of each micro-batch, and weights the result.
-
-    A loss divided by `num_items_in_batch` adds up over ranks and micro-batches. A mean over rows or targets is
-    multiplied by the local share of the global batch.
+    """Calls `compute_loss` with this rank's rows of each micro-batch, and weights the result. A loss divided by
+    `num_items_in_batch` adds up over ranks and micro-batches. A mean over rows or targets is multiplied by the local
+    share of the global batch.
 
     Args:
-        parallel ([`ParallelModel`]): the model.
         compute_loss (`Callable`): has the signature of [`~transformers.Trainer.compute_loss`].
         count_items (`Callable`): returns the number of targets in a list of batches.
-        is_divided (`bool`, *optional*): whether the loss is divided by `num_items_in_batch`. By default the first step
-            finds out: it computes the loss once more, with twice as many items in the batch.
+        is_divided (`bool`, *optional*): the loss is divided by `num_items_in_batch`. By default the first step finds
+            out: it computes the loss once more, with twice as many items in the batch.
         name (`str`): the owner of the loss, for warnings.
     """
 
@@ -44,12 +42,8 @@ class CustomLoss:
     name: str = "The Trainer"
 
     def loss_of(self, num_items: torch.Tensor | None, rows: int, outputs: bool = False) -> LossOf:
-        """Returns the function that computes this rank's part of a micro-batch's loss; see [`LossOf`].
-
-        Args:
-            num_items (`torch.Tensor`, *optional*): targets of the global batch.
-            rows (`int`): rows of the global batch.
-            outputs (`bool`): whether the function returns logits too.
+        """Returns the function that computes this rank's part of a micro-batch's loss, and logits if `outputs`; see
+        [`LossOf`]. `num_items` and `rows` are the targets and rows of the global batch.
         """
         return partial(self._local_loss, num_items=num_items, rows=rows, outputs=outputs)
 

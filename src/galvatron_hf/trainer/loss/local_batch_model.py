@@ -21,13 +21,11 @@ _LABELS = NEXT_TOKEN.names
 
 
 class LocalBatchModel:
-    """Looks like the model on this rank's rows, and computes the whole micro-batch together with the other ranks.
-
-    A loss that is a sum over local targets divided by `num_items_in_batch` adds up over the ranks to the loss of the
+    """Looks like the model on this rank's rows, and computes the whole micro-batch together with the other ranks. A
+    loss that is a sum over local targets divided by `num_items_in_batch` adds up over the ranks to the loss of the
     micro-batch. Every rank has at least one row: if there are fewer rows than ranks, rows without targets are added.
 
     Args:
-        parallel ([`ParallelModel`]): the model.
         micro_batch (`Mapping[str, Any]`): the whole micro-batch.
         run ([`RunModel`]): runs the model on the whole micro-batch, and returns logits of the local rows.
         num_items_in_batch (`torch.Tensor` or `int`, *optional*): targets of the global batch. The model's own loss is
@@ -51,10 +49,9 @@ class LocalBatchModel:
         return take_rows(self._micro_batch, local.start, local.stop)
 
     def __call__(self, **inputs: Any) -> ModelOutput | PerTokenOutput:
-        """Returns logits [local rows, S, V] and, if labels are among the inputs, this rank's part of the loss.
-
-        Inputs that the caller has taken out do not reach the model. With `fused_lm_head=True`, an option of TRL's
-        trainers, the result is a [`PerTokenOutput`] of the local rows.
+        """Returns logits [local rows, S, V] and, if labels are among the inputs, this rank's part of the loss. Inputs
+        that the caller has taken out do not reach the model. With `fused_lm_head=True`, an option of TRL's trainers,
+        the result is a [`PerTokenOutput`] of the local rows.
         """
         per_token = inputs.pop("fused_lm_head", False)
         hidden = _LABELS if per_token else ()

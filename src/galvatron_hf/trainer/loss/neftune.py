@@ -14,18 +14,10 @@ from galvatron_hf.parallel.model import ParallelModel
 
 
 def add_embedding_noise(parallel: ParallelModel, alpha: float) -> RemovableHandle:
-    """Adds noise to the embedding's output in training, as NEFTune does (arXiv 2310.05914).
-
-    The noise is uniform in [-b, b] with b = alpha / sqrt(S * H). S is the number of real positions of the whole
-    micro-batch, of which a rank holds a part. Ranks that hold the same part draw the same noise, because the
-    embedding's random stream is keyed by the part.
-
-    Args:
-        parallel ([`ParallelModel`]): the model.
-        alpha (`float`): scale of the noise.
-
-    Returns:
-        `RemovableHandle`: removes the noise.
+    """Adds noise to the embedding's output in training, as NEFTune does (arXiv 2310.05914). The noise is uniform in
+    [-b, b] with b = alpha / sqrt(S * H). S is the number of real positions of the whole micro-batch, of which a rank
+    holds a part; H is the hidden size. Ranks that hold the same part draw the same noise, because the embedding's
+    random stream is keyed by the part. The returned handle removes the noise.
     """
 
     def add_noise(module: nn.Module, inputs: tuple[torch.Tensor, ...], hidden: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,8 @@ class PerTokenOutput(ModelOutput):
         loss (`torch.Tensor`): minus the sum of `log_probs`, divided by the items of the batch.
         log_probs (`torch.Tensor`): log-probability of each target.
         entropy (`torch.Tensor`): entropy of the distribution over the vocabulary, without gradient.
-        is_top1 (`torch.Tensor`): whether the target is the most likely token.
-        label_mask (`torch.Tensor`): whether there is a target.
+        is_top1 (`torch.Tensor`): the target is the most likely token.
+        label_mask (`torch.Tensor`): there is a target.
     """
 
     loss: torch.Tensor | None = None
@@ -37,16 +37,8 @@ def per_token_output(
     shift_labels: torch.Tensor | None,
     num_items_in_batch: torch.Tensor | int | None,
 ) -> PerTokenOutput:
-    """Computes the values of the targets from logits [B, S, V].
-
-    Args:
-        logits (`torch.Tensor`): [B, S, V].
-        labels (`torch.Tensor`, *optional*): [B, S], not shifted.
-        shift_labels (`torch.Tensor`, *optional*): [B, S], shifted.
-        num_items_in_batch (`torch.Tensor` or `int`, *optional*): divisor of the loss; default: the targets.
-
-    Raises:
-        ValueError: if there are no labels.
+    """Computes the values of the targets from logits [B, S, V] and labels [B, S], one of the two kinds. The loss is
+    divided by `num_items_in_batch`, by default the number of targets.
     """
     if shift_labels is None and labels is None:
         raise ValueError("fused_lm_head=True asks for values of the labels, and the batch has none; add labels.")

@@ -54,13 +54,10 @@ class AutoPlanner:
     """Finds the fastest plan for this machine, model and batch.
 
     Args:
-        args ([`~transformers.TrainingArguments`]): the Trainer's.
         dataset (`Callable`): returns the training set, or None.
         packing (`Callable`): returns the packing mode and whether the collator allows packing.
         world (`Callable`): returns the groups of all plans of this process.
-        whole_model (`bool`): whether a rank needs the whole model, which rules pipelines out.
-
-    Attributes:
+        whole_model (`bool`): a rank needs the whole model, which rules pipelines out.
         search_result ([`SearchResult`], *optional*): the result of the last search, on rank 0.
     """
 

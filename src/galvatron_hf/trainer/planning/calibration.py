@@ -19,14 +19,9 @@ from galvatron_hf.profiler.profiles.model import ModelProfile
 def calibrated(
     profile: ModelProfile, model: PreTrainedModel, hardware: HardwareProfile, **options: Any
 ) -> ModelProfile:
-    """
-    Returns the profile with the factors that bring the cost model nearest to measured steps; collective.
-
-    Args:
-        profile ([`ModelProfile`]): Profile of `model`, measured on these ranks.
-        model ([`PreTrainedModel`]): Model whose configuration is used.
-        hardware ([`HardwareProfile`]): Profile of these ranks.
-        **options: Options of [`calibrate_profile`].
+    """Returns the profile with the factors that bring the cost model nearest to measured steps; collective. Both
+    profiles were measured on these ranks; `model` gives the configuration; `options` are those of
+    [`calibrate_profile`].
     """
 
     def predict(profile: ModelProfile, plan: ParallelPlan, rows: int, length: int) -> tuple[float, int]:

@@ -34,11 +34,10 @@ class _Block:
 
 
 def allocation_peak(profiler: torch.autograd.profiler.profile) -> int:
-    """Returns the peak of the bytes that were allocated while the profiler ran.
-
-    The profiler does not see blocks that threads of a process group free. A block that a collective was given, or
-    allocated, and that nobody was seen to free counts until the end of the last operator that was given it, even if a
-    reference remains. Any other block counts until another block lies at its address.
+    """Returns the peak of the bytes that were allocated while the profiler ran. The profiler does not see blocks that
+    threads of a process group free. A block that a collective was given, or allocated, and that nobody was seen to
+    free counts until the end of the last operator that was given it, even if a reference remains. Any other block
+    counts until another block lies at its address.
     """
     return _peak(_seen(profiler))
 

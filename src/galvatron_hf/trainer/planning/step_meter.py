@@ -29,15 +29,8 @@ class StepMeter(TrainerCallback):
     """Times optimizer steps, from the batch that has been read to the update, and finds their peak memory.
 
     A GPU's allocator reports the peak of all steps. On a CPU the first two steps run under PyTorch's profiler, which
-    records every allocation; the bytes that exist before them are added. These steps are not timed.
-
-    Args:
-        device (`torch.device`): the device of the model.
-        held_bytes (`Callable`): returns the bytes that exist between steps.
-
-    Attributes:
-        seconds (`list[float]`): time of each step after the warm-up.
-        peak_bytes (`int`, *optional*): peak memory of this rank.
+    records every allocation; the bytes that exist before them (`held_bytes`) are added. These steps are not timed.
+    `seconds` are the times of the steps after the warm-up, `peak_bytes` is the peak memory of this rank.
     """
 
     def __init__(self, device: torch.device, held_bytes: Callable[[], int]):
@@ -85,7 +78,6 @@ class StepMeter(TrainerCallback):
             self.finish()
 
     def finish(self) -> None:
-        """Ends the measurement after the last step."""
         self._end_recording()
         if self.device.type == "cuda" and self._steps:
             torch.cuda.synchronize(self.device)
@@ -117,8 +109,8 @@ class Outcome:
         predicted_ms (`float`): predicted time of a step.
         measured_ms (`float`, *optional*): median of the steps after the warm-up; None if there were none.
         steps (`int`): number of timed steps.
-        predicted_bytes, measured_bytes (`tuple[int | None, ...]`): peak of a rank at each pipeline rank,
-            which runs one or several stages.
+        predicted_bytes, measured_bytes (`tuple[int | None, ...]`): peak of a rank at each pipeline rank, which runs
+            one or several stages.
     """
 
     predicted_ms: float
