@@ -200,7 +200,6 @@ def warn_of_precision(plan: ParallelPlan, workload: Workload) -> None:
 
 
 def priced(estimate: Estimate) -> dict[str, Any]:
-    """Returns an estimate as JSON values."""
     return {
         "samples_per_second": estimate.samples_per_second,
         "step_ms": estimate.step_ms,

@@ -23,9 +23,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `galvatron` with the given arguments, by default this process's, and returns the exit code: 0, or 1 after a
-    failure.
-    """
+    """Runs `galvatron` with the arguments (default: this process's); returns the exit code, 1 after a failure."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="galvatron", description="Train large Hugging Face models on many devices.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

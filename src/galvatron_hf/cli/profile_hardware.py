@@ -72,9 +72,7 @@ def run(given: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def launched_ranks(*, cpu: bool) -> Iterator[tuple[int, int]]:
-    """Yields this process's rank and the number of ranks of its node. A process group exists meanwhile if a launcher
-    started several processes.
-    """
+    """Yields this rank and the ranks of its node, inside a process group if several processes were launched."""
     import torch
     import torch.distributed as dist
 

@@ -13,7 +13,7 @@ from datasets.exceptions import DatasetsError
 from galvatron_hf.data.lengths import sequence_lengths
 
 
-_DIGITS = 9  # of a length, so that a sum of billions of lengths has 64 bits
+_DIGITS = 9  # digits of a length, so that a sum of billions of lengths has 64 bits
 _BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 
 

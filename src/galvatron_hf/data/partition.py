@@ -45,7 +45,6 @@ class Bins:
         return self.groups * self.width
 
     def flat(self) -> Bins:
-        """Returns the same bins in one group."""
         return Bins(groups=1, width=self.count, max_tokens=self.max_tokens)
 
     def loads(self, items: Items, assignment: np.ndarray) -> np.ndarray:

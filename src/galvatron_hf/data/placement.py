@@ -26,9 +26,7 @@ _CLOSE = 1e-3  # a result this near to its lower bound ends the search
 
 @dataclass(frozen=True)
 class Placement:
-    """The micro-batch and data rank of each sequence of a step: `micro_batches[micro-batch][data rank]` are ascending
-    indices of sequences, perhaps none.
-    """
+    """Holds a step's sequences: `micro_batches[micro-batch][data rank]` are their ascending indices, if any."""
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
 
@@ -207,7 +205,7 @@ class _Problem:
         return best[1:]
 
     def solve(self, micro_batches: int, assignment: np.ndarray, effort: int | None) -> tuple[int, np.ndarray]:
-        """Returns the best solution, starting from a heuristic's `assignment`."""
+        """Returns the best solution; if none is better, the given one of a heuristic."""
         best = self.seconds(micro_batches, self.bins(micro_batches).peaks(self.items, assignment))
         if self.stages == 1:
             # Two micro-batches with at most `ranks` non-empty bins together are better as one. So any two have more in

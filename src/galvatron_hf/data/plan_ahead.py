@@ -37,8 +37,7 @@ class PlanAhead:
         self._next: Future[tuple[np.ndarray, Planned] | None] | None = None
 
     def begin(self, lengths: Callable[[], np.ndarray | None]) -> None:
-        """Starts to plan the next step in the background; `lengths` is called there, and returns None for unknown
-        lengths.
+        """Starts to plan the next step in the background; `lengths`, called there, returns None if they are not known.
         """
         self._next = self._thread.submit(self._plan_next, lengths)
 
@@ -60,7 +59,7 @@ class PlanAhead:
         try:
             expected = lengths()
             return None if expected is None else (expected, self._planned(expected))
-        except Exception:  # of any dataset: the lengths are known later, when its rows are read
+        except Exception:  # any error of a dataset: the lengths are known when its rows are read
             return None
 
     def _planned(self, lengths: np.ndarray) -> Planned:

@@ -200,8 +200,8 @@ def with_precision(plan: ParallelPlan, args: TrainingArguments) -> ParallelPlan:
 
 
 def check_arguments(args: TrainingArguments, plan: ParallelPlan | None) -> None:
-    """Refuses arguments that a plan (None before a search) does not support, by a ValueError of one sentence with the
-    argument, the reason and the fix.
+    """Refuses arguments that a plan does not support; `plan` is None before a search. The ValueError is one sentence
+    with the argument, the reason and the fix.
     """
     for refusal in chain(_refusals(args), _galvatron_refusals(args)):
         raise ValueError(refusal)

@@ -116,7 +116,6 @@ def auto_planner(trainer: GalvatronMixin) -> AutoPlanner:
 
 
 def dataset_rows(trainer: Trainer) -> DatasetRows:
-    """Returns the dataset rows of the present run's steps."""
     return DatasetRows(trainer.callback_handler.train_dataloader, trainer.args.gradient_accumulation_steps)
 
 

@@ -27,7 +27,6 @@ class Evaluator:
 
     Args:
         prepare (`Callable`): moves a batch to the device, as Trainer's `_prepare_inputs`.
-        count_items (`Callable`): returns the number of targets in a list of batches.
         pack (`Callable`): returns the packed micro-batches of a batch, or None if it stays padded.
         custom_loss (`Callable`): returns the [`CustomLoss`] of the Trainer, or None for the model's own loss.
     """

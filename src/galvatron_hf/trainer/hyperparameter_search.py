@@ -86,9 +86,7 @@ class SharedStudy:
             return None  # the exception is meant for optuna's study, which is on rank 0
 
     def report(self, report: Callable[[], None]) -> None:
-        """Reports a trial's metrics on all ranks; each rank raises `optuna.TrialPruned` if rank 0's study prunes the
-        trial.
-        """
+        """Reports a trial's metrics; every rank raises `optuna.TrialPruned` if rank 0's study prunes the trial."""
         import optuna
 
         pruned = [False]

@@ -36,7 +36,6 @@ class StepState:
     stop_votes: torch.Tensor | None = None
 
     def with_batch(self, batch: dict[str, Any], num_items: torch.Tensor | int | None) -> StepState:
-        """Returns the step with one more batch of its accumulation window."""
         return replace(self, batches=(*self.batches, batch), num_items=num_items)
 
     def numbers(self, grad_norm: torch.Tensor) -> tuple[float, float, float]:

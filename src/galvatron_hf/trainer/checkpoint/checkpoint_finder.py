@@ -49,7 +49,7 @@ class CheckpointFinder:
         return found
 
     def newest(self, folder: str) -> str | None:
-        """Returns the newest complete checkpoint of a folder, and warns of each newer one."""
+        """Returns the newest complete checkpoint of a folder, and warns of each newer, damaged one."""
         found, skipped = self._newest_complete(folder)
         for reason in skipped:
             logger.warning(f"Skipped {reason}.")
@@ -74,7 +74,7 @@ class CheckpointFinder:
         return None, skipped
 
     def _problems(self, checkpoint: str) -> list[str]:
-        """Returns what is wrong with a checkpoint; each rank reads a part of its files."""
+        """Returns the problems of a checkpoint; each rank reads a part of its files."""
         wrong = self._rank_0_says(lambda: _unfit(checkpoint))
         if wrong or not self._rank_0_says(lambda: [path.name for path in Path(checkpoint).glob(MANIFEST_NAME)]):
             return wrong

@@ -33,9 +33,7 @@ class SaveError(RuntimeError):
 
 
 def save_on_every_rank(work: Callable[[], None], what: str) -> None:
-    """Runs every rank's part of saving, which must not be collective. If it fails on one rank, every rank raises
-    SaveError.
-    """
+    """Runs every rank's part of saving, which must not be collective; every rank raises SaveError if one fails."""
     try:
         on_every_rank(work)
     except ValueError as error:
@@ -93,9 +91,7 @@ class CheckpointWriter:
             raise SaveError(f"Writing {checkpoint} failed ({_reasons(error)})") from error
 
     def wait(self) -> float:
-        """Waits until the checkpoint in the background is complete; returns the seconds. If it could not be written,
-        raises SaveError.
-        """
+        """Waits for the checkpoint in the background; returns the seconds, or raises SaveError if writing failed."""
         if self._pending is None:
             return 0.0
         began, pending, self._pending = time.monotonic(), self._pending, None

@@ -132,7 +132,7 @@ class Checkpointer:
         """
         began = time.monotonic()
         checkpoint = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        with self.tolerating_failure(state):  # of the checkpoint before
+        with self.tolerating_failure(state):  # a failure of the checkpoint before
             self.finish()
         self._writer.limit = self.args.save_total_limit
         with self.tolerating_failure(state):
@@ -187,7 +187,7 @@ class Checkpointer:
         try:
             yield
         except Exception:
-            with contextlib.suppress(Exception):  # of ranks that are gone
+            with contextlib.suppress(Exception):  # errors of ranks that are gone
                 self.finish()
             raise
 
@@ -309,9 +309,7 @@ def plan_of_checkpoint(folder: str, world_size: int) -> ParallelPlan | None:
 
 
 def require_inside(checkpoint: str, output_dir: str) -> None:
-    """Raises ValueError for a best checkpoint outside of the output folder: a resumed run has read the name from a
-    file.
-    """
+    """Raises ValueError for a best checkpoint outside of `output_dir`: a resumed run has read its name from a file."""
     if not Path(checkpoint).resolve().is_relative_to(Path(output_dir).resolve()):
         raise ValueError(f"The best checkpoint {checkpoint} is not below {output_dir}; move it there.")
 

@@ -41,9 +41,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Restores generators to a state that [`random_state`] returned. Any other value raises ValueError and changes
-    nothing.
-    """
+    """Restores a state that [`random_state`] returned; any other value raises ValueError and changes nothing."""
     before = random_state()
     try:
         _restore(state)

@@ -102,9 +102,7 @@ class SchedulerState:
 
 
 def group_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str], fused: FusedNames) -> list[list[str]]:
-    """Returns the family's names of the weights in each group of an optimizer. `names` maps the `id` of a parameter to
-    its name in the model.
-    """
+    """Returns the family's names of each group's weights; `names` maps a parameter's `id` to its model name."""
     return [[fused.family_name(names[id(p)]) for p in group["params"]] for group in optimizer.param_groups]
 
 

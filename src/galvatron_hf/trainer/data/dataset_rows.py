@@ -12,11 +12,8 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 
 class DatasetRows:
-    """Finds the dataset rows of each step's global batch without drawing from the sampler.
-
-    Args:
-        loader (`DataLoader`): the loader of global batches.
-        accumulation (`int`): batches of the loader in a step.
+    """Finds the dataset rows of each step's global batch without drawing from the sampler. A step has `accumulation`
+    batches of `loader`.
 
     Attributes:
         known (`bool`): False for streams, and if the sampler's order is known only by drawing from it.
@@ -35,9 +32,7 @@ class DatasetRows:
         self._epoch: tuple[int, list[int]] | None = None
 
     def of_step(self, step: int) -> list[int]:
-        """Returns the indices of the rows of the step after `step` steps of all epochs, in the order of the global
-        batch.
-        """
+        """Returns a step's row indices in the order of the global batch; `step` counts from 0 over all epochs."""
         epoch, step = divmod(step, self._steps)
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = epoch, epoch_order(self._sampler, epoch)[: self._most]

@@ -103,9 +103,7 @@ class PackPlanner:
 
 
 def pack_multiple(parallel: ParallelModel, args: TrainingArguments) -> int:
-    """Returns the number that the tokens of a pack are a multiple of. Sequence ranks split a pack evenly, and on a GPU
-    multiples keep the number of shapes small.
-    """
+    """Returns the factor of a pack's tokens: sequence ranks split packs evenly, and a GPU gets fewer shapes."""
     wanted = getattr(args, "pack_to_multiple_of", None)
     if wanted is None:
         wanted = 64 if args.device.type == "cuda" else 1

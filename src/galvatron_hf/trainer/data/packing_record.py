@@ -11,8 +11,6 @@ from galvatron_hf.trainer.data.step_prefetch import StepPlacement
 
 @dataclass(kw_only=True)
 class PackingRecord:
-    """Counts what was packed since the last log."""
-
     began: float
     steps: int = 0
     tokens: int = 0

@@ -43,14 +43,12 @@ CUT_FILE = "cut_sequences.json"
 
 @dataclass(kw_only=True)
 class StepPacker:
-    """Reads the batches of each step and makes its global batch, or its packed micro-batches.
-
-    Rank 0 reads the sampler's batches, places each document, and sends the result to all ranks. It places the next
-    step while this step is computed, if the dataset knows the length of its rows or can be read ahead.
+    """Reads the batches of each step and makes its global batch, or its packed micro-batches. Rank 0 reads the
+    sampler's batches, places each document, and sends the result to all ranks. It places the next step while this step
+    is computed, if the dataset knows the length of its rows or can be read ahead.
 
     Args:
         known_lengths (`Callable`): returns the tokens of the training set's rows, or None if they are not known.
-        dataset_rows (`Callable`): returns the [`DatasetRows`] of the present run.
         prepare (`Callable`): moves a batch to the device, as Trainer's `_prepare_inputs`.
         stateful_loader (`bool`): the loader's own state is saved, so it must not be read ahead.
         cut_sequences (`int`): documents that were truncated or split so far, because they were too long.
@@ -122,14 +120,8 @@ class StepPacker:
     def read_step(
         self, batches: Iterator, count: int, *, step: int, last: bool
     ) -> tuple[list[dict[str, Any]], StepPlacement | None]:
-        """Reads the batches of one optimizer step, and places their documents; collective. Returns the batches, and
-        the placement if they are packed.
-
-        Args:
-            batches (`Iterator`): over the loader's batches; read on rank 0.
-            count (`int`): batches of a step.
-            step (`int`): optimizer steps before this one.
-            last (`bool`): no step follows.
+        """Reads the `count` batches of an optimizer step on rank 0, and places their documents if they are packed;
+        collective. `step` counts the steps before this one; `last` tells that no step follows.
         """
         if not self.rules.packs():
             return read_once(lambda: take(batches, count)), None
@@ -226,9 +218,7 @@ class StepPacker:
         return replace(step, batch=parts, num_items=items)
 
     def pack_for_evaluation(self, batch: dict[str, Any]) -> list[dict[str, Any]] | None:
-        """Returns packed micro-batches of an evaluation's batch, whose documents stay whole; None if it stays padded;
-        collective.
-        """
+        """Returns packed micro-batches of whole documents for evaluation, or None for a padded batch; collective."""
         sequences = self._sequences([batch]) if self.rules.packs() else None
         if sequences is None:
             return None

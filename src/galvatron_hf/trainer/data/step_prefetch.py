@@ -99,9 +99,7 @@ class StepPrefetch:
         )
 
     def plan(self, lengths: Callable[[], np.ndarray]) -> None:
-        """Has the next step placed in the background; `lengths`, called there, returns the tokens of its rows, which
-        may be 0.
-        """
+        """Has the next step placed in the background; `lengths`, called there, returns its rows' tokens, perhaps 0."""
         self._plans.begin(lambda: self._limited(lengths()))
 
     def read_and_plan(self, batches: Iterator, count: int) -> None:

@@ -33,10 +33,9 @@ class NonFiniteError(FloatingPointError):
 
 @dataclass(kw_only=True)
 class NonfiniteGuard:
-    """Checks each step, and skips it or ends training if its numbers are not finite.
-
-    Loss and gradient norm are sums over all ranks: one bad number on one rank makes them bad on all ranks, so all
-    ranks decide alike. A bad step is computed again, to find where the bad number came from.
+    """Checks each step, and skips it or ends training if its numbers are not finite. Loss and gradient norm are sums
+    over all ranks: one bad number on one rank makes them bad on all ranks, so all ranks decide alike. A bad step is
+    computed again, to find where the bad number came from.
 
     Args:
         policy (`str`): "stop" or "skip"; see [`GalvatronTrainingArguments`].
@@ -73,7 +72,7 @@ class NonfiniteGuard:
         message = f"Step {number} is not finite ({numbers}) and was not taken: {origin}."
         enough = self._skipped_in_a_row + 1 == SKIPPED_IN_A_ROW
         if self.policy == "stop" or enough:
-            with contextlib.suppress(RuntimeError):  # of a rank that has left already
+            with contextlib.suppress(RuntimeError):  # a rank has left already
                 dist.barrier()  # no rank leaves while others still read its report
             reason = f"{SKIPPED_IN_A_ROW} steps in a row were skipped" if enough else "nonfinite_policy='stop'"
             raise NonFiniteError(
@@ -107,7 +106,6 @@ class NonfiniteGuard:
         return "every rank's own numbers are finite, so it arises in the sum over ranks or in the norm, as an overflow"
 
     def _rows_of(self, step: StepState) -> list[int] | None:
-        """Returns the dataset rows of a step on rank 0, if they are known."""
         rows = self.dataset_rows() if dist.get_rank() == 0 else None
         return rows.of_step(step.number) if rows is not None and rows.known else None
 

@@ -58,7 +58,6 @@ class RankStatus:
         doing (`str`): step, micro-batch, direction and layer.
         waits (`str`, *optional*): the collective that the process waits in.
         stack (`str`): innermost lines of its main thread.
-        error (`str`, *optional*): the error that the process failed with.
         lost (`bool`): the error only says that another rank is gone.
         alarmed (`bool`): the status answers an alarm.
     """

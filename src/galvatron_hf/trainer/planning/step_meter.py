@@ -26,11 +26,10 @@ MIB = 1 << 20
 
 
 class StepMeter(TrainerCallback):
-    """Times optimizer steps, from the batch that has been read to the update, and finds their peak memory.
-
-    A GPU's allocator reports the peak of all steps. On a CPU the first two steps run under PyTorch's profiler, which
-    records every allocation; the bytes that exist before them (`held_bytes`) are added. These steps are not timed.
-    `seconds` are the times of the steps after the warm-up, `peak_bytes` is the peak memory of this rank.
+    """Times optimizer steps, from the batch that has been read to the update, and finds their peak memory. A GPU's
+    allocator reports the peak of all steps. On a CPU the first two steps run under PyTorch's profiler, which records
+    every allocation; the bytes that exist before them (`held_bytes`) are added. These steps are not timed. `seconds`
+    are the times of the steps after the warm-up, `peak_bytes` is the peak memory of this rank.
     """
 
     def __init__(self, device: torch.device, held_bytes: Callable[[], int]):
