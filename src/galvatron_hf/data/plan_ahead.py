@@ -37,8 +37,7 @@ class PlanAhead:
         self._next: Future[tuple[np.ndarray, Planned] | None] | None = None
 
     def begin(self, lengths: Callable[[], np.ndarray | None]) -> None:
-        """Starts to plan the next step in the background; `lengths`, called there, returns None if they are not known.
-        """
+        """Starts to plan the next step in the background, where `lengths` is called; it returns None if unknown."""
         self._next = self._thread.submit(self._plan_next, lengths)
 
     def take(self, lengths: np.ndarray) -> Planned:
