@@ -1,10 +1,8 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Creates, completes, finds and deletes the folders of checkpoints.
-
-One process calls these functions, on a file system that all ranks share. A checkpoint is written under another name,
-and renamed once it is complete. So a folder `checkpoint-<step>` with a manifest is always complete, whichever process
-is killed.
+"""Creates, completes, finds and deletes the folders of checkpoints. One process calls these functions, on a file
+system that all ranks share. A checkpoint is written under another name, and renamed once it is complete. So a folder
+`checkpoint-<step>` with a manifest is always complete, whichever process is killed.
 """
 
 from __future__ import annotations
@@ -53,12 +51,9 @@ def start(checkpoint: str | os.PathLike) -> Path:
 
 
 def commit(checkpoint: str | os.PathLike, manifest: Manifest, known: Mapping[str, FileEntry]) -> None:
-    """Completes a checkpoint in [`unfinished`]: syncs its files, writes the manifest, and renames the folder.
-
-    Args:
-        checkpoint (`str` or `os.PathLike`): the final name; an existing checkpoint of this name is replaced.
-        manifest ([`Manifest`]): the manifest; its `files` are filled in here.
-        known (`Mapping[str, FileEntry]`): files whose writer has synced them and computed their checksums.
+    """Completes a checkpoint in [`unfinished`]: syncs its files, writes the manifest, and renames the folder. An
+    existing checkpoint of this name is replaced. The manifest's `files` are filled in here. `known` has the files
+    whose writer has synced them and computed their checksums.
     """
     checkpoint = Path(checkpoint)
     folder = unfinished(checkpoint)
@@ -98,13 +93,11 @@ def _set_aside(checkpoint: Path) -> Path:
 
 
 def prune(output_dir: str | os.PathLike, limit: int | None, keep: Iterable[str | os.PathLike | None] = ()) -> None:
-    """Deletes the oldest complete checkpoints above a limit, and unfinished folders of writers that died.
-
-    Must not be called while a checkpoint is being written. The newest complete checkpoint stays. So do folders that
-    are not known to be complete checkpoints, because they may be somebody else's.
+    """Deletes the oldest complete checkpoints above a limit, and unfinished folders of writers that died. Must not be
+    called while a checkpoint is being written. The newest complete checkpoint stays. So do folders that are not known
+    to be complete checkpoints, because they may be somebody else's.
 
     Args:
-        output_dir (`str` or `os.PathLike`): where the checkpoints are.
         limit (`int`, *optional*): number of checkpoints that stay; None or 0 for all.
         keep (`Iterable`): checkpoints that always stay, such as the best one; they count.
     """

@@ -40,11 +40,8 @@ def weights_in(folder: str | os.PathLike) -> list[Path]:
 
 
 def weight_files(model: PreTrainedModel, max_shard_size: int | str) -> dict[str, list[str]]:
-    """Returns the names of the weights in each file of a model.
-
-    Args:
-        model ([`PreTrainedModel`]): may be on the meta device.
-        max_shard_size (`int` or `str`): bytes of a file, such as "5GB"; a larger weight has a file of its own.
+    """Returns the names of the weights in each file of a model, which may be on the meta device. `max_shard_size` is
+    the bytes of a file, such as "5GB"; a larger weight has a file of its own.
     """
     state = remove_tied_weights_from_state_dict(_saved(model), model)
     return _split(state, max_shard_size)
@@ -58,9 +55,8 @@ def write_pretrained(
     max_shard_size: int | str,
     writes: bool = True,
 ) -> None:
-    """Writes weights like `save_pretrained`, with the weights of one file in memory at a time.
-
-    A family whose files have other weights than the model (`WeightConverter` of transformers) is held whole.
+    """Writes weights like `save_pretrained`, with the weights of one file in memory at a time. A family whose files
+    have other weights than the model (`WeightConverter` of transformers) is held whole.
 
     Args:
         model ([`PreTrainedModel`]): result of [`meta_model`].

@@ -1,9 +1,8 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest of a checkpoint: its files with their sizes and checksums.
-
-The manifest is written last: a folder that has one was written completely. It is read first: a file that was truncated
-or changed is found before anything is loaded.
+"""The manifest of a checkpoint: its files with their sizes and checksums. The manifest is written last: a folder that
+has one was written completely. It is read first: a file that was truncated or changed is found before anything is
+loaded.
 """
 
 from __future__ import annotations
@@ -32,11 +31,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Size and checksum of a file when the checkpoint was written.
-
-    Args:
-        size (`int`): bytes of the file.
-        sha256 (`str`): hexadecimal digest, as `sha256sum` prints it.
+    """Holds a file's size in bytes and its hexadecimal digest, as `sha256sum` prints it, when the checkpoint was
+    written.
     """
 
     size: int
@@ -52,7 +48,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The content of a complete checkpoint.
+    """Describes the content of a complete checkpoint.
 
     Args:
         step (`int`): optimizer steps before the checkpoint.
@@ -68,11 +64,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: str | os.PathLike) -> Manifest:
-        """Reads and checks the manifest of a checkpoint, not its files.
-
-        Raises:
-            ValueError: if the folder has no valid manifest.
-        """
+        """Reads and checks the manifest of a checkpoint, not its files; refuses a folder without a valid manifest."""
         path = Path(folder) / MANIFEST_NAME
         raw = read_object(path, "manifest")
         try:
@@ -114,10 +106,8 @@ class Manifest:
         return "{\n" + ",\n".join(lines) + f',\n  "files": {{\n{files}\n  }},\n  "sha256": "{self.checksum()}"\n}}\n'
 
     def misplaced(self, folder: str | os.PathLike, whole: Iterable[str] = ()) -> Iterator[str]:
-        """Yields files that are missing, have another size, or are not in the manifest.
-
-        Args:
-            whole (`Iterable[str]`): folders below it whose files must all be in the manifest, because all are read.
+        """Yields files that are missing, have another size, or are not in the manifest. The manifest must list all
+        files of the folders `whole`, because all are read.
         """
         root = Path(folder)
         for name, entry in sorted(self.files.items()):

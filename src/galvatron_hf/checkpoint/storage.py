@@ -1,9 +1,8 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Stores PyTorch's distributed checkpoints in safetensors files only, without pickle.
-
-`torch.distributed.checkpoint` (DCP) plans which rank writes and reads which piece. Its Hugging Face storage keeps the
-offsets of pieces in the headers of the files; its file system storage would pickle an index.
+"""Stores PyTorch's distributed checkpoints in safetensors files only, without pickle. `torch.distributed.checkpoint`
+(DCP) plans which rank writes and reads which piece. Its Hugging Face storage keeps the offsets of pieces in the
+headers of the files; its file system storage would pickle an index.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ class StateWriter(HuggingFaceStorageWriter):
     """Writes and syncs the pieces of all ranks, and gives their checksums to the rank that completes the checkpoint.
 
     Args:
-        folder (`str` or `os.PathLike`): created if needed.
         complete (`Callable`, *optional*): called once with the files by name, on the first rank of the group, after
             all ranks have written; an error in it is raised on all ranks.
         max_file_bytes (`int`): bytes of tensors in one file, which has at least one tensor.
@@ -94,14 +92,7 @@ class StateWriter(HuggingFaceStorageWriter):
 
 
 class StateReader(HuggingFaceStorageReader):
-    """Reads the files of [`StateWriter`] on any number of ranks.
-
-    Args:
-        folder (`str` or `os.PathLike`): folder of the files.
-
-    Raises:
-        ValueError: if the folder has no safetensors files.
-    """
+    """Reads the files of [`StateWriter`] on any number of ranks; refuses a folder without safetensors files."""
 
     def __init__(self, folder: str | os.PathLike):
         if not any(Path(folder).glob("*.safetensors")):

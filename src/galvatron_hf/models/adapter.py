@@ -32,11 +32,8 @@ class Style(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Fused:
-    """A projection that computes several outputs at once; it is split so that each part has plain shards.
-
-    Attributes:
-        parts (`tuple[str, ...]`): names of the parts in the order of the fused output.
-        sizes (`Callable[[PreTrainedConfig], tuple[int, ...]]`): output features of each part.
+    """Describes a projection that computes several outputs at once; it is split so that each part has plain shards.
+    `parts` are names in the order of the fused output, `sizes` returns the output features of each.
     """
 
     parts: tuple[str, ...]
@@ -45,7 +42,7 @@ class Fused:
 
 @dataclass(frozen=True, kw_only=True)
 class LogitTransform:
-    """The function that the family applies to logits `z`: `softcap * tanh(scale * z / softcap)`, or `scale * z`."""
+    """Applies the family's function to logits `z`: `softcap * tanh(scale * z / softcap)`, or `scale * z`."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -59,7 +56,7 @@ class LogitTransform:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerInputs:
-    """Names of the tensors that the base model passes to a layer after its hidden states.
+    """Names the tensors that the base model passes to a layer after its hidden states.
 
     Attributes:
         states (`tuple[str, ...]`): tensors in the layout of the hidden states, which are moved with them.
@@ -75,25 +72,23 @@ class LayerInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class StackAdapter:
-    """One stack of layers of a model. Module names are those inside the base model, or inside a layer.
+    """Describes one stack of layers of a model. Module names are those inside the base model (`layers`, `final_norm`,
+    `positional`), or inside a layer.
 
     Attributes:
         name (`str`): its name in a plan's `stacks`.
-        layers (`str`): the module list inside the base model.
-        final_norm (`str`): the norm after the last layer, inside the base model.
-        positional (`tuple[str, ...]`): learned position embeddings inside the base model.
+        layers, final_norm (`str`): the module list, and the norm after its last layer.
+        positional (`tuple[str, ...]`): learned position embeddings.
         attention (`tuple[str, ...]`): the attention modules of a layer.
         regions (`tuple[str, ...]`): modules of a layer whose input enters a tensor-parallel region.
-        styles (`Mapping[str, Style]`): from module of a layer to its style; empty if the stack supports no tensor
-            degree over 1.
-        unsupported (`str`, *optional*): the reason why `styles` is empty.
-        fused (`Mapping[str, Fused]`): from module of a layer to its parts.
+        styles (`Mapping[str, Style]`): the style of each module; empty if the stack supports no tensor degree over 1,
+            for the reason `unsupported`.
+        fused (`Mapping[str, Fused]`): the parts of each fused module.
         key_value (`tuple[str, ...]`): the modules that compute keys and values, cut by key/value heads.
-        local_attributes (`Mapping[str, str]`): attributes of modules of a layer that count heads or features and are
-            divided with them: from "module.attribute" to "heads" or "key_value_heads".
-        heads (`Callable[[PreTrainedConfig], Heads]`): the head counts of its attention.
-        layer_count (`str`): the configuration's attribute that counts the layers.
-        layer_types (`str`): the configuration's list with the type of each layer, which some families have.
+        local_attributes (`Mapping[str, str]`): maps "module.attribute", which counts heads or features, to the heads
+            whose cut divides it: "heads" or "key_value_heads".
+        layer_count, layer_types (`str`): the configuration's attributes with the number of layers and, in some
+            families, the type of each.
         inputs ([`LayerInputs`]): the tensors that its layers take after the hidden states.
     """
 
@@ -135,13 +130,7 @@ def masks_by_type(config: PreTrainedConfig, mask: torch.Tensor) -> torch.Tensor 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerPlace:
-    """The place of a layer in its model.
-
-    Attributes:
-        index (`int`): its global index, which counts on from stack to stack.
-        stack ([`StackAdapter`]): its stack.
-        local_index (`int`): its index in the stack.
-    """
+    """Locates a layer in its model: `index` counts on from stack to stack, `local_index` within the layer's stack."""
 
     index: int
     stack: StackAdapter
@@ -149,7 +138,7 @@ class LayerPlace:
 
     @property
     def name(self) -> str:
-        """The name of the layer inside the base model."""
+        """Returns the name of the layer inside the base model."""
         return f"{self.stack.layers}.{self.local_index}"
 
     def type(self, config: PreTrainedConfig) -> str | None:
@@ -160,12 +149,8 @@ class LayerPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelAdapter:
-    """One model family: stacks of layers between an embedding and a head.
-
-    Attributes:
-        stacks (`tuple[StackAdapter, ...]`): in the order of the forward pass.
-        logit_transform (`Callable[[PreTrainedConfig], LogitTransform]`): what the family does after its head.
-        loss ([`LossKind`]): what the family computes from labels and logits.
+    """Describes one model family: stacks of layers, in the order of the forward pass, between an embedding and a head.
+    `logit_transform` is what the family does after its head; `loss` is computed from labels and logits.
     """
 
     stacks: tuple[StackAdapter, ...] = (StackAdapter(),)
@@ -215,7 +200,6 @@ class ModelAdapter:
         return self.head(model).weight is self.embeddings(model)[0].weight
 
     def resolve(self, model: PreTrainedModel, plan: ParallelPlan) -> ResolvedPlan:
-        """Compiles a plan for a model of the family."""
         heads = [place.stack.heads(model.base_model.config) for place in self.places(model)]
         counts = [(one.query, one.key_value) for one in heads]
         return resolve(plan, heads=counts, tied=self.ties_embeddings(model))

@@ -78,8 +78,8 @@ def adapter_for(model: PreTrainedModel) -> ModelAdapter:
     """Returns the adapter of a model's family.
 
     Raises:
-        ValueError: if the model is not a causal language model of decoder layers, or does something after its head
-            that its family's adapter does not declare.
+        ValueError: if the model is not a causal language model of decoder layers, or its adapter does not declare what
+            follows its head.
     """
     _check_kind(model)
     family = model.config.model_type

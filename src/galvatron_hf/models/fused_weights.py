@@ -19,13 +19,9 @@ from galvatron_hf.models.parameter_specs import ParameterSpec, linear_kind, mode
 
 @dataclass(frozen=True, kw_only=True)
 class FusedWeight:
-    """One weight or bias of a fused projection.
-
-    Attributes:
-        name (`str`): the family's name for the whole, for example "transformer.h.0.attn.c_attn.weight".
-        parts (`tuple[str, ...]`): this runtime's names for the parts, in order.
-        sizes (`tuple[int, ...]`): output features of the parts.
-        dim (`int`): the dimension of the output features.
+    """Names one weight or bias of a fused projection: the family's name for the whole
+    ("transformer.h.0.attn.c_attn.weight") and this runtime's names for the parts, in order. `sizes` are the output
+    features of the parts along dimension `dim`.
     """
 
     name: str
@@ -36,11 +32,7 @@ class FusedWeight:
 
 @dataclass(frozen=True)
 class FusedNames:
-    """All fused weights of a model; empty for families that fuse nothing.
-
-    Args:
-        weights (`tuple[FusedWeight, ...]`): one for each weight and bias.
-    """
+    """Holds all fused weights of a model; empty for families that fuse nothing."""
 
     weights: tuple[FusedWeight, ...] = ()
 
@@ -117,10 +109,8 @@ def _parts_by_whole(specs: Iterable[ParameterSpec]) -> dict[str, list[ParameterS
 
 
 class FusedProjection(nn.Module):
-    """Parts of a fused projection, computed one by one and joined; replaces the fused module in place.
-
-    Args:
-        parts (`dict[str, nn.Module]`): linear modules, in the order of the fused output.
+    """Computes the parts of a fused projection one by one and joins them; replaces the fused module in place. `parts`
+    are linear modules, in the order of the fused output.
     """
 
     def __init__(self, parts: dict[str, nn.Module]):

@@ -15,13 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """Head counts of an attention.
-
-    Attributes:
-        query (`int`): attention heads.
-        key_value (`int`): key/value heads.
-        dim (`int`): features of a head.
-    """
+    """Holds the head counts of an attention, and the features of a head (`dim`)."""
 
     query: int
     key_value: int
@@ -29,7 +23,6 @@ class Heads:
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig) -> Heads:
-        """Reads the counts from a configuration."""
         query = config.num_attention_heads
         key_value = getattr(config, "num_key_value_heads", None) or query
         dim = getattr(config, "head_dim", None) or config.hidden_size // query

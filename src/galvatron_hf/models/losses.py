@@ -20,13 +20,13 @@ IGNORED = -100
 
 @dataclass(frozen=True, kw_only=True)
 class LossKind:
-    """A loss summed over targets.
+    """Describes a loss that is summed over targets.
 
     Attributes:
         function (`Callable`): the family's own function, by which the loss is recognised.
         labels (`str`): the batch's labels [B, S], as the family takes them.
         targets (`str`): labels [B, S] that are targets already: position `i` holds what position `i` predicts.
-        make_targets (`Callable[[torch.Tensor], torch.Tensor]`): from labels [B, S] to targets [B, S].
+        make_targets (`Callable[[torch.Tensor], torch.Tensor]`): makes targets [B, S] of labels [B, S].
         output (`type`): the class of the forward's output, which has `loss` and `logits`.
     """
 
@@ -38,11 +38,10 @@ class LossKind:
 
     @property
     def names(self) -> tuple[str, str]:
-        """The names under which a batch may have labels; the first that it has counts."""
+        """Returns the names under which a batch may have labels; the first that it has counts."""
         return self.targets, self.labels
 
     def is_labelled(self, batch: Mapping[str, Any]) -> bool:
-        """Tells whether a batch has labels."""
         return any(batch.get(name) is not None for name in self.names)
 
     def targets_of(self, batch: Mapping[str, Any]) -> torch.Tensor | None:

@@ -1,8 +1,7 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""One table from each parameter of a model to the ranks that hold it.
-
-The runtime's cut, the sharding, the byte counts of the planner, the names in checkpoints and the profiler read it.
+"""One table from each parameter of a model to the ranks that hold it. The runtime's cut, the sharding, the byte counts
+of the planner, the names in checkpoints and the profiler read it.
 """
 
 from __future__ import annotations
@@ -23,12 +22,8 @@ TENSOR = "tensor"  # the mesh axis of tensor ranks
 
 @dataclass(frozen=True, kw_only=True)
 class LinearKind:
-    """A class of linear modules.
-
-    Attributes:
-        module_class (`type`): the class.
-        output_dim (`int`): the dimension of `weight` that holds the output features; the other holds the inputs.
-        input_size, output_size (`str`): attributes with the numbers of features.
+    """Describes a class of linear modules. `output_dim` is the dimension of `weight` that holds the output features;
+    the other holds the inputs. `input_size` and `output_size` are attributes with the numbers of features.
     """
 
     module_class: type[nn.Module]
@@ -50,14 +45,13 @@ def linear_kind(module: nn.Module) -> LinearKind | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
-    """
-    One parameter of a layer, of the embedding, of the final norm or of the head.
+    """Describes one parameter of a layer, of the embedding, of the final norm or of the head.
 
     Attributes:
         name (`str`): its name inside its owner, for example "attn.c_attn.query.weight" inside a layer.
-        family_name (`str`): the family's name, "attn.c_attn.weight"; equal to `name` unless it is a part of a fused
-            parameter.
-        shape (`tuple[int, ...]`): of the whole parameter.
+        family_name (`str`): the family's name, "attn.c_attn.weight"; differs from `name` for parts of fused
+            parameters.
+        shape (`tuple[int, ...]`): the shape of the whole parameter.
         axes (`tuple[str | None, ...]`): for each dimension the mesh axis whose ranks cut it.
         output_dim (`int`): the dimension of the output features, along which parts of a fused parameter lie.
         heads (`int`, *optional*): key/value heads along the cut dimension. More tensor ranks than heads have copies.
@@ -76,12 +70,12 @@ class ParameterSpec:
 
     @property
     def owner(self) -> str:
-        """The name of the module that has the parameter."""
+        """Returns the name of the module that has the parameter."""
         return self.name.rpartition(".")[0]
 
     @property
     def weight_shape(self) -> WeightShape:
-        """The shape with the cut of the tensor ranks, from which bytes are counted."""
+        """Returns the shape with the cut of the tensor ranks, from which bytes are counted."""
         cut = self.axes.index(TENSOR) if TENSOR in self.axes else None
         return WeightShape(shape=self.shape, cut=cut, used_in_part=self.used_in_part, heads=self.heads)
 
@@ -96,13 +90,8 @@ class ParameterSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpecs:
-    """
-    The parameters of a model, by the part of it that owns them.
-
-    Attributes:
-        layers (`tuple[tuple[ParameterSpec, ...], ...]`): those of each layer, by global index.
-        embedding (`tuple[ParameterSpec, ...]`): those of the token embedding, then of learned positions.
-        final_norm, head (`tuple[ParameterSpec, ...]`): those of the norm before the head, and of the head.
+    """Holds the parameters of a model by the part that owns them: `layers` by global index, the token embedding and
+    then learned positions, the norm before the head.
     """
 
     layers: tuple[tuple[ParameterSpec, ...], ...]

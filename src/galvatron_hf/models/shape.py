@@ -10,16 +10,15 @@ from galvatron_hf.plan.layout import second_cut
 
 @dataclass(frozen=True, kw_only=True)
 class WeightShape:
-    """
-    One weight or bias, with its cut over tensor ranks.
+    """Describes one weight or bias, with its cut over tensor ranks.
 
     Args:
-        shape (`tuple[int, ...]`): Shape of the whole weight, as the runtime holds it: output features first in a
+        shape (`tuple[int, ...]`): shape of the whole weight, as the runtime holds it: output features first in a
             linear layer, input features first in a `Conv1D`.
-        cut (`int`, *optional*): The dimension that tensor ranks cut. None leaves the weight whole on each of them.
-        used_in_part (`bool`, defaults to `False`): Whether each tensor rank holds the whole weight but uses it for its
-            own heads alone (a norm of queries or keys), so that its gradient is a share of a sum.
-        heads (`int`, *optional*): Key/value heads along `cut`. With more tensor ranks than heads the weight is whole
+        cut (`int`, *optional*): the dimension that tensor ranks cut. None leaves the weight whole on each of them.
+        used_in_part (`bool`): whether each tensor rank holds the whole weight but uses it for its own heads alone (a
+            norm of queries or keys). Its gradient is then a share of a sum.
+        heads (`int`, *optional*): key/value heads along `cut`. With more tensor ranks than heads the weight is whole
             on each of them and used in part.
     """
 
@@ -52,10 +51,8 @@ class WeightShape:
         return whole and (megatron_sp or self.used_in_part or self.is_copied(tensor))
 
     def shard_dim(self, tensor: int, shards: int) -> int | None:
-        """
-        Returns the dimension that `shards` ranks share of what `tensor` ranks hold; None if they can share none.
-
-        It is dimension 0, unless tensor ranks have cut that into pieces that `shards` does not divide evenly.
+        """Returns the dimension that `shards` ranks share of what `tensor` ranks hold; None if they can share none. It
+        is dimension 0, unless tensor ranks have cut that into pieces that `shards` does not divide evenly.
         """
         return second_cut(self.shape, tensor, shards) if self.cut_dim(tensor) == 0 else 0
 
@@ -73,22 +70,17 @@ class WeightShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """
-    The weights of a language model, by the part of the model that owns them.
+    """Holds the weights of a language model, by the part of the model that owns them.
 
     Args:
         hidden (`int`): H, features of the hidden states.
-        heads (`int`): Attention heads.
-        kv_heads (`int`): Key/value heads.
-        head_dim (`int`): Features of a head.
-        layers (`tuple[tuple[WeightShape, ...], ...]`): The weights of each layer.
-        embedding (`tuple[WeightShape, ...]`): The token embedding, then learned positions, if the model has any.
-        final_norm (`tuple[WeightShape, ...]`): The norm before the head.
-        head (`tuple[WeightShape, ...]`): The head's weight and bias; without the weight if it is the embedding's.
-        tied (`bool`): Whether embedding and head share one weight.
-        regions (`int`, defaults to 2): Tensor-parallel regions of a layer, each entered and left once: attention, MLP.
-        saves_after_last_region (`bool`, defaults to `False`): Whether a layer keeps something for its backward that is
-            computed after its last region (a norm of the region's output). Recompute then runs that region's exit too.
+        embedding (`tuple[WeightShape, ...]`): the token embedding, then learned positions, if the model has any.
+        final_norm (`tuple[WeightShape, ...]`): the norm before the head.
+        head (`tuple[WeightShape, ...]`): the head's weight and bias; without the weight if it is the embedding's
+            (`tied`).
+        regions (`int`): tensor-parallel regions of a layer, each entered and left once: attention, MLP.
+        saves_after_last_region (`bool`): whether a layer keeps something for its backward that is computed after its
+            last region (a norm of the region's output). Recompute then runs that region's exit too.
     """
 
     hidden: int
@@ -118,13 +110,7 @@ class ModelShape:
         attention_bias: bool = False,
         mlp_bias: bool = False,
     ) -> "ModelShape":
-        """
-        Makes the shapes of a model built like Llama, as Mistral and Qwen2 are.
-
-        Args:
-            vocab, hidden, intermediate, layers, heads, kv_heads, head_dim, tied, attention_bias, mlp_bias: See
-                `LlamaConfig`.
-        """
+        """Makes the shapes of a model built like Llama, as Mistral and Qwen2 are; arguments as in `LlamaConfig`."""
         kv_heads = kv_heads or heads
         head_dim = head_dim or hidden // heads
         query, key_value = heads * head_dim, kv_heads * head_dim

@@ -34,18 +34,10 @@ LossOf = Callable[[dict[str, Any], RunModel], ModelOutput]
 
 @dataclass(kw_only=True)
 class Executor:
-    """Computes batches that every rank has as a whole; all methods are collective.
-
-    Without `loss_of` the loss is the model's own. A given `loss_of` is called for each micro-batch on
-    the ranks that have its logits, and the model gets no labels.
-
-    Args:
-        model ([`PreTrainedModel`]): the parallelised model.
-        plan ([`ParallelPlan`]): its plan.
-        units ([`ShardedUnits`]): the parts of the model that are gathered and reduced together.
-        timeline ([`Timeline`]): records when the work of each micro-batch begins and ends.
-        pipeline ([`Pipeline`], *optional*): runs the stages of a plan that has several.
-        tied ([`TiedWeights`], *optional*): a tied weight whose copies lie on different stages.
+    """Computes batches that every rank has as a whole; all methods are collective. Without `loss_of` the loss is the
+    model's own. A given `loss_of` is called for each micro-batch on the ranks that have its logits, and the model gets
+    no labels. `pipeline` runs the stages of a plan that has several; `tied` is a weight whose copies lie on different
+    stages.
     """
 
     model: PreTrainedModel
@@ -56,9 +48,8 @@ class Executor:
     tied: TiedWeights | None = None
 
     def train(self, batch: Batch, loss_of: LossOf | None = None, **options) -> torch.Tensor:
-        """Runs forward and backward of a global batch; returns its loss, the same on every rank.
-
-        `options` are passed to the model's forward.
+        """Runs forward and backward of a global batch; returns its loss, the same on every rank. `options` are passed
+        to the model's forward.
         """
         if loss_of is None and options.get("num_items_in_batch") is None:
             options["num_items_in_batch"] = count_targets(batch, self._loss)
@@ -107,7 +98,7 @@ class Executor:
 
         Args:
             batch (`Mapping` or `Sequence`): a batch or packed micro-batches, as for [`Executor.train`]. If logits are
-                wanted under a pipeline, the batch has a multiple of the world's size of rows.
+                wanted under a pipeline, the number of rows must be a multiple of the world's size.
             loss_of (`Callable`, *optional*): as in [`Executor.train`]; logits are then returned too.
             options: passed to the model's forward.
 
@@ -115,9 +106,6 @@ class Executor:
             [`~transformers.utils.ModelOutput`]: `loss`, the same on every rank. `logits`: without a pipeline, of the
                 rows that [`ModelRunner.local_rows`] names; under one, of the rank's equal share of the rows, see
                 [`ParallelModel.share_index`].
-
-        Raises:
-            ValueError: if logits are wanted and the ranks of a pipeline cannot share the rows evenly.
         """
         packed = not isinstance(batch, Mapping)
         labelled = packed or self._loss.is_labelled(batch)
@@ -155,9 +143,8 @@ class Executor:
         yield from zip(parts, map(_returning, outputs), strict=bool(outputs))
 
     def _evaluation_parts(self, batch: Mapping[str, Any], logits: bool) -> Iterator[Mapping[str, Any]]:
-        """Yields the whole batch, or a pipeline's micro-batches.
-
-        Each micro-batch has a part of every rank's share of the rows, so that the logits of a share come out in order.
+        """Yields the whole batch, or a pipeline's micro-batches. Each micro-batch has a part of every rank's share of
+        the rows, so that the logits of a share come out in order.
         """
         if self.pipeline is None:
             yield batch

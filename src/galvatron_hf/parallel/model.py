@@ -31,19 +31,15 @@ from galvatron_hf.utils.compat import tensor_norms
 
 @dataclass(kw_only=True)
 class ParallelModel:
-    """A model that [`parallelize`] has parallelised.
+    """Holds a model that [`parallelize`] has parallelised.
 
     Attributes:
-        model ([`PreTrainedModel`]): the model. Its parameters are DTensors; under a pipeline it has those of this
-            rank's stages.
-        plan ([`ParallelPlan`]): its plan.
+        model ([`PreTrainedModel`]): its parameters are DTensors; under a pipeline it has those of this rank's stages.
         resolved ([`ResolvedPlan`]): the plan compiled for the model.
         adapter ([`ModelAdapter`]): the tables of its family.
-        world ([`WorldMesh`]): meshes and groups of all stages.
-        mesh ([`StageMesh`]): meshes and groups of this rank's stages.
+        world ([`WorldMesh`]): meshes and groups of all stages; `mesh` has those of this rank's stages.
         units ([`ShardedUnits`]): the parts of the model that are gathered and reduced together.
         family (`type`): the model's own class.
-        fused ([`FusedNames`]): its fused weights.
         timeline ([`Timeline`]): records when the work of each micro-batch begins and ends.
         pipeline ([`Pipeline`], *optional*): runs the stages of a plan that has several.
         tied ([`TiedWeights`], *optional*): a tied weight whose copies lie on different stages.
@@ -64,7 +60,6 @@ class ParallelModel:
 
     @cached_property
     def executor(self) -> Executor:
-        """Runs batches through the model."""
         return Executor(
             model=self.model,
             plan=self.plan,
@@ -80,12 +75,12 @@ class ParallelModel:
 
     @property
     def streams(self) -> StreamPosition:
-        """Position of the random streams; a training loop sets `seed` once and `step` before each step."""
+        """Returns the position of the random streams; a training loop sets `seed` once and `step` before each step."""
         return self.forward.position
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Layers of this rank's stages, in order."""
+        """Returns the layers of this rank's stages, in order."""
         layers = self.adapter.layers(self.model)
         return [layer for layer in layers if not isinstance(layer, PipelineIdentityLayer)]
 
@@ -145,7 +140,7 @@ class ParallelModel:
 
     @property
     def share_index(self) -> int:
-        """Index of this rank's share of an evaluated batch's rows, all of which are equal in size."""
+        """Returns the index of this rank's share of an evaluated batch's rows, all of which are equal in size."""
         pipeline_rank = 0 if self.pipeline is None else self.pipeline.pipeline_rank
         return self.mesh.index * (self.plan.world_size // self.mesh.size) + pipeline_rank
 
@@ -158,13 +153,8 @@ class ParallelModel:
         return self.sum_with_grad_norm()[0]
 
     def sum_with_grad_norm(self, *values: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes the norm of all gradients and sums of other numbers over all ranks, in one collective.
-
-        Args:
-            values (`float`): this rank's numbers; the other ranks give as many.
-
-        Returns:
-            `tuple`: the norm, an fp32 scalar, and the sums, fp64 [values].
+        """Returns the norm of all gradients (fp32 scalar) and the sums of `values` over all ranks (fp64 [values]), in
+        one collective. Every rank gives as many values.
         """
         counted = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         if self.tied is not None:

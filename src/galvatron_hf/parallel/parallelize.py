@@ -51,14 +51,13 @@ def parallelize(
         plan ([`ParallelPlan`]): the plan, for as many ranks as the process group has.
         world ([`WorldMesh`], *optional*): the mesh of an earlier call on the same ranks, to use its groups again.
         weights (`str`, `os.PathLike` or [`WeightSource`], *optional*): for a model on the meta device, a folder or an
-            id on the Hub with safetensors. The default is the family's own initialisation, with rank 0's random
-            numbers: the weights that `from_config` makes on one process after the same seed.
+            id on the Hub with safetensors. The default is the family's own initialisation: the weights that
+            `from_config` makes on one process after rank 0's seed.
         device (`torch.device` or `str`, *optional*): for a model on the meta device, the device on which it trains; by
             default the current accelerator, or the CPU if there is none.
 
     Returns:
-        [`ParallelModel`]: runs forward and backward over the plan's micro-batches, computes the gradient norm, gathers
-            weights for saving.
+        [`ParallelModel`]: runs forward and backward, computes the gradient norm, gathers weights for saving.
 
     Raises:
         ValueError: if the plan cannot run, or not with this model; the model is untouched then. If the weights do not

@@ -24,11 +24,7 @@ from galvatron_hf.plan.resolved import GroupKey, MeshShape, ResolvedPlan
 
 @dataclass(frozen=True)
 class SingleRankWeights:
-    """Replaces a [`WeightMesh`]: weights are plain tensors, cut by tensor ranks and not sharded.
-
-    Args:
-        tensor_degree (`int`): tensor ranks.
-    """
+    """Replaces a [`WeightMesh`]: weights are plain tensors, cut by tensor ranks and not sharded."""
 
     tensor_degree: int
     tensor_index: int = 0
@@ -46,11 +42,7 @@ class SingleRankWeights:
 
 
 class SingleRankStage:
-    """Replaces a [`StageMesh`] in one process without groups.
-
-    Args:
-        size (`int`): ranks of the stage.
-    """
+    """Replaces a [`StageMesh`] in one process without groups."""
 
     index = 0
 
@@ -69,15 +61,8 @@ class SingleRankStage:
 
 @dataclass(frozen=True, kw_only=True)
 class SingleRank:
-    """One rank's model and the parts that run it.
-
-    Attributes:
-        model ([`PreTrainedModel`]): with the rank's weights.
-        resolved ([`ResolvedPlan`]): its plan.
-        blocks (`list[ParallelLayer]`): around its layers.
-        stage ([`StageModule`]): its only stage.
-        forward ([`ModelRunner`]): also the model's.
-        current ([`CurrentMicroBatch`]): shared by the blocks.
+    """Holds one rank's model and the parts that run it; `forward` is also the model's, `current` is shared by the
+    blocks.
     """
 
     model: PreTrainedModel
@@ -89,17 +74,9 @@ class SingleRank:
 
 
 def single_rank(model: PreTrainedModel, plan: ParallelPlan) -> SingleRank:
-    """Rewrites a model in place as [`parallelize`] does, for rank 0 of a plan of one stage; nothing is collective.
-
-    Weights that data parallelism would shard are whole, and gradients are not summed. The results mean nothing;
-    shapes, memory and work are those of the rank.
-
-    Args:
-        model ([`PreTrainedModel`]): a causal language model, on any device, meta too.
-        plan ([`ParallelPlan`]): of one stage.
-
-    Raises:
-        ValueError: if the plan does not fit the model; the model is untouched then.
+    """Rewrites a model on any device, meta too, as [`parallelize`] does for rank 0 of a plan of one stage; not
+    collective. Weights that data parallelism would shard are whole, and gradients are not summed. The results mean
+    nothing; shapes, memory and work are those of the rank. A refused plan leaves the model untouched.
     """
     adapter = adapter_for(model)
     check_model(model, adapter, plan)

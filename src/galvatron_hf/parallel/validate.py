@@ -20,10 +20,8 @@ from galvatron_hf.utils.compat import attention_implementation
 
 
 def check_plan(plan: ParallelPlan) -> None:
-    """Refuses a plan that the runtime does not run yet, or not on the started processes.
-
-    Raises:
-        ValueError: one sentence with the field and the nearest plan that runs.
+    """Refuses a plan that the runtime does not run yet, or not on the started processes. The ValueError is one
+    sentence with the field and the nearest plan that runs.
     """
     if not dist.is_initialized():
         raise ValueError(
@@ -39,10 +37,8 @@ def check_plan(plan: ParallelPlan) -> None:
 
 
 def check_model(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPlan) -> None:
-    """Refuses a plan that does not fit the model; the model stays as it is.
-
-    Raises:
-        ValueError: one sentence with the layer, the reason and the nearest strategy that fits.
+    """Refuses a plan that does not fit the model, which stays as it is. The ValueError is one sentence with the layer,
+    the reason and the nearest strategy that fits.
     """
     layers, places, specs = adapter.layers(model), adapter.places(model), model_specs(model, adapter)
     if len(layers) != plan.num_layers:

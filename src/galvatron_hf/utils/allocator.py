@@ -12,10 +12,8 @@ _MOST = (1 << 31) - 1
 
 
 def keep_freed_memory() -> None:
-    """Keeps freed memory in this process if the C library is glibc.
-
-    By default glibc returns large freed blocks to the kernel. The next step gets them again, and the kernel fills them
-    with zeros page by page.
+    """Keeps freed memory in this process if the C library is glibc. By default glibc returns large freed blocks to the
+    kernel. The next step gets them again, and the kernel fills them with zeros page by page.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):

@@ -1,10 +1,9 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Every private name of PyTorch and Hugging Face libraries that this package uses, behind a public name each.
-
-Written for torch 2.13, transformers 5.23, accelerate 1.15 and datasets 5.2. `tests/test_compat.py` tests what each
-name is expected to do, so that a new version of a library fails there first. Overrides of Trainer's private methods,
-and calls of them, stay in `galvatron_hf.trainer`.
+"""Every private name of PyTorch and Hugging Face libraries that this package uses, behind a public name each. Written
+for torch 2.13, transformers 5.23, accelerate 1.15 and datasets 5.2. `tests/test_compat.py` tests what each name is
+expected to do, so that a new version of a library fails there first. Overrides of Trainer's private methods, and calls
+of them, stay in `galvatron_hf.trainer`.
 """
 
 from __future__ import annotations
@@ -38,18 +37,16 @@ if TYPE_CHECKING:
 
 
 def set_parameter_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Puts any tensor in the place of the parameter `name`; `setattr` refuses all but an `nn.Parameter`.
-
-    Expects that `nn.Module` reads its parameters from the dictionary `_parameters`.
+    """Puts any tensor in the place of the parameter `name`; `setattr` refuses all but an `nn.Parameter`. Expects that
+    `nn.Module` reads its parameters from the dictionary `_parameters`.
     """
     module._parameters[name] = tensor
 
 
 @contextlib.contextmanager
 def without_forward_pre_hooks(module: nn.Module) -> Iterator[None]:
-    """Removes the forward pre-hooks of a module while the body runs.
-
-    Expects that `nn.Module` keeps them in the dictionary `_forward_pre_hooks`.
+    """Removes the forward pre-hooks of a module while the body runs. Expects that `nn.Module` keeps them in the
+    dictionary `_forward_pre_hooks`.
     """
     hooks = module._forward_pre_hooks.copy()
     module._forward_pre_hooks.clear()
@@ -61,7 +58,6 @@ def without_forward_pre_hooks(module: nn.Module) -> Iterator[None]:
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Returns a number that living tensors have in common if they share memory, on the meta device and fake ones too.
-
     Expects that `UntypedStorage._cdata` is the address of the storage's C++ object.
     """
     return tensor.untyped_storage()._cdata
@@ -97,9 +93,8 @@ def written_arguments(operation: OpOverload) -> tuple[bool, ...]:
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Calls `callback` once at the end of the backward pass that is running now.
-
-    Expects that autograd's engine queues callbacks, as FSDP2 and DDP do.
+    """Calls `callback` once at the end of the backward pass that is running now. Expects that autograd's engine queues
+    callbacks, as FSDP2 and DDP do.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
@@ -110,16 +105,13 @@ def input_gradients(
     received: Sequence[torch.Tensor],
     weights: Sequence[nn.Parameter],
 ) -> list[dict[str, Any]]:
-    """Computes the gradients of `received` alone (zero-bubble pipelines, arXiv 2401.10241), into their `grad`.
+    """Computes the gradients of `received` alone (zero-bubble pipelines, arXiv 2401.10241), into their `grad`. Returns
+    what [`weight_gradients`] continues from.
 
     Args:
-        outputs (`Sequence[torch.Tensor]`): the results of the forward pass.
-        gradients (`Sequence[torch.Tensor]`, *optional*): their gradients; None for a scalar.
+        gradients (`Sequence[torch.Tensor]`, *optional*): the gradients of the results `outputs`; None for a scalar.
         received (`Sequence[torch.Tensor]`): leaves, the inputs of the forward pass.
         weights (`Sequence[nn.Parameter]`): the parameters that are used between them and need gradients.
-
-    Returns:
-        `list`: what [`weight_gradients`] continues from.
     """
     from torch.distributed.pipelining._backward import stage_backward_input
 
@@ -128,9 +120,8 @@ def input_gradients(
 
 
 def weight_gradients(weights: Sequence[nn.Parameter], found: list[dict[str, Any]]) -> None:
-    """Adds the weights' gradients, which [`input_gradients`] has left out, to their `grad`.
-
-    Hooks of the parameters' gradient accumulation do not run.
+    """Adds the weights' gradients, which [`input_gradients`] has left out, to their `grad`. Hooks of the parameters'
+    gradient accumulation do not run.
     """
     from torch.distributed.pipelining._backward import stage_backward_weight
 
@@ -146,9 +137,8 @@ def profiler_is_running() -> bool:
 
 
 def reset_sharded_parameters(module: FSDPModule) -> None:
-    """Makes an FSDP2 module look up its sharded parameters again, after others were put into its modules.
-
-    Expects that a state has `_fsdp_param_groups`, whose `fsdp_params` have `reset_sharded_param()`.
+    """Makes an FSDP2 module look up its sharded parameters again, after others were put into its modules. Expects that
+    a state has `_fsdp_param_groups`, whose `fsdp_params` have `reset_sharded_param()`.
     """
     for group in module._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:
@@ -156,14 +146,10 @@ def reset_sharded_parameters(module: FSDPModule) -> None:
 
 
 def finish_fsdp_backward(modules: Sequence[FSDPModule]) -> None:
-    """Reduces the gradients that FSDP2 modules have accumulated, and frees their weights.
-
-    `torch.distributed.pipelining` does the same at the end of a schedule, because FSDP2's own hooks do not see the
-    end of a backward pass in pieces. Expects `post_backward()` of each parameter group, and
+    """Reduces the gradients that FSDP2 modules have accumulated, and frees their weights. The modules have one root,
+    the last of them. `torch.distributed.pipelining` does the same at the end of a schedule, because FSDP2's own hooks
+    do not see the end of a backward pass in pieces. Expects `post_backward()` of each parameter group, and
     `_root_post_backward_final_callback()` of the root.
-
-    Args:
-        modules (`Sequence[FSDPModule]`): the modules of one root, which is the last of them.
     """
     states = [module._get_fsdp_state() for module in modules]
     for state in states:
@@ -216,9 +202,8 @@ def default_store() -> dist.Store:
 
 
 def pipeline_action(stage: int, computation, micro_batch: int):
-    """Returns an action of `torch.distributed.pipelining`, which takes part in [`with_transfers`].
-
-    Expects the attributes `stage_index`, `computation_type` and `microbatch_index`.
+    """Returns an action of `torch.distributed.pipelining`, which takes part in [`with_transfers`]. Expects the
+    attributes `stage_index`, `computation_type` and `microbatch_index`.
     """
     from torch.distributed.pipelining import schedules
 
@@ -226,12 +211,8 @@ def pipeline_action(stage: int, computation, micro_batch: int):
 
 
 def with_transfers(compute: dict[int, list], rank_of_stage: Callable[[int], int], stages: int) -> dict[int, list]:
-    """Returns the orders of actions of all pipeline ranks with sends and receives added.
-
-    Args:
-        compute (`dict[int, list]`): for each pipeline rank its computations, in order.
-        rank_of_stage (`Callable`): gives the pipeline rank of a stage.
-        stages (`int`): number of stages.
+    """Returns the orders of actions of all pipeline ranks with sends and receives added. `compute` has the
+    computations of each pipeline rank, in order.
     """
     from torch.distributed.pipelining import schedules
 
@@ -239,17 +220,14 @@ def with_transfers(compute: dict[int, list], rank_of_stage: Callable[[int], int]
 
 
 def pipeline_orders(schedule: type, stages: Sequence[int], total: int, ranks: int, micro_batches: int) -> dict:
-    """Returns the order of computations of each pipeline rank under a schedule class, without a model.
-
-    Expects that a schedule reads from its stages only `stage_index`, `num_stages`, `group_size`, `group_rank` and
-    `submod`, and that its `pipeline_order` has the actions of all ranks, None for an idle moment.
+    """Returns the order of computations of each pipeline rank under a schedule class, without a model. Expects that a
+    schedule reads from its stages only `stage_index`, `num_stages`, `group_size`, `group_rank` and `submod`. Its
+    `pipeline_order` must have the actions of all ranks, None for an idle moment.
 
     Args:
         schedule (`type`): a class of `torch.distributed.pipelining.schedules` with several stages a rank.
-        stages (`Sequence[int]`): indices of the first pipeline rank's stages.
-        total (`int`): number of stages.
+        stages (`Sequence[int]`): indices of the first pipeline rank's stages; `total` counts all stages.
         ranks (`int`): number of pipeline ranks.
-        micro_batches (`int`): number of micro-batches.
     """
     known = [
         SimpleNamespace(stage_index=stage, num_stages=total, group_size=ranks, group_rank=0, submod=None)
@@ -319,7 +297,6 @@ def mark_step_skipped(optimizer: AcceleratedOptimizer, skipped: bool) -> None:
 
 def row_indices(dataset: datasets.Dataset) -> Any | None:
     """Returns the positions of a dataset's rows in its table, an array [rows]; None if they are in the table's order.
-
     Expects that `select`, `shuffle` and `sort` keep them in the first column of `_indices`.
     """
     return None if dataset._indices is None else dataset._indices.column(0).to_numpy()

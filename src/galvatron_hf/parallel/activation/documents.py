@@ -17,16 +17,13 @@ PADDING = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Documents:
-    """Whole documents, one after the other in one row. The documents between two cuts are a pack.
+    """Holds whole documents, one after the other in one row. The documents between two cuts are a pack.
 
     Args:
         bounds (`tuple[int, ...]`): offsets at which documents begin, and the end of the last: `0 = b_0 < ... < b_n`.
-        cuts (`tuple[int, ...]`): some of the bounds, at which packs begin, and the end of the last.
-        rows (`tuple[int, ...]`, *optional*): the row of the global batch that each document comes from, -1 for padding
-            that no loss counts; by default the index of the document.
-
-    Raises:
-        ValueError: if the offsets do not fit each other.
+        cuts (`tuple[int, ...]`): the bounds at which packs begin, and the end of the last.
+        rows (`tuple[int, ...]`, *optional*): the row of the global batch of each document, -1 for padding that no loss
+            counts; by default the document's index.
     """
 
     bounds: tuple[int, ...]
@@ -56,11 +53,12 @@ class Documents:
 
     @property
     def grid(self) -> PackedRow:
-        """The shape of the row."""
         return PackedRow(self.cuts)
 
     def bounds_within(self, part: Rectangle) -> tuple[int, ...]:
-        """Returns the bounds of a part's documents, counted from its start. It begins and ends where documents do."""
+        """Returns the bounds of the documents in `part`, counted from its start. `part` begins and ends where
+        documents do.
+        """
         if part not in self._within:  # every layer needs them, and its recompute
             first = bisect.bisect_left(self.bounds, part.position_start)
             last = bisect.bisect_right(self.bounds, part.position_stop)

@@ -17,12 +17,8 @@ from galvatron_hf.plan.layout import Grid, Layout, PackedRow
 
 @dataclass(frozen=True)
 class LayerState:
-    """Hidden states, and the tensors that travel with them, for example an encoder's output.
-
-    Attributes:
-        tensors (`Mapping[str, Tensor]`): by name, each [rows, positions, ...] of this rank; hidden states have the
-            name "hidden".
-        layouts (`Mapping[str, Layout]`): the layout of each.
+    """Holds this rank's hidden states (name "hidden") and the tensors that travel with them, such as an encoder's
+    output. Tensors have the shape [rows, positions, ...].
     """
 
     tensors: Mapping[str, Tensor]
@@ -30,16 +26,14 @@ class LayerState:
 
     @classmethod
     def in_layout(cls, layout: Layout, tensors: Mapping[str, Tensor]) -> LayerState:
-        """Makes a state whose tensors all have one layout."""
         return cls(dict(tensors), dict.fromkeys(tensors, layout))
 
     @property
     def hidden(self) -> Tensor:
-        """The hidden states."""
         return self.tensors[HIDDEN]
 
     def replace(self, tensors: Iterable[Tensor]) -> LayerState:
-        """Returns the same state with other tensors, given in the order of the names."""
+        """Returns the same state with other tensors, in the order of the names."""
         return LayerState(dict(zip(self.tensors, tensors, strict=True)), self.layouts)
 
     def redistribute(self, layout: Layout, *, grid: Grid | PackedRow, mesh: StageMesh) -> LayerState:

@@ -23,7 +23,7 @@ class ForwardOptions:
     """Says what a forward pass computes.
 
     Attributes:
-        num_items (`torch.Tensor` or `int`, *optional*): what the sum of losses is divided by.
+        num_items (`torch.Tensor` or `int`, *optional*): the divisor of the sum of losses.
         label_smoothing (`float`): as in [`transformers.trainer_pt_utils.LabelSmoother`].
         logits (`bool`): whether it returns full-vocabulary logits of the rank's own rows.
         whole_loss (`bool`): whether the loss is the sum over all ranks, not this rank's part.
@@ -37,21 +37,16 @@ class ForwardOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Inputs of one forward pass; whole on every rank of the stage.
-
-    Packed documents are one row without padding. Other micro-batches are padded so that every rank has tokens in every
-    layout: added rows repeat the last one, added positions come after the real ones, and neither has a target.
+    """Holds the inputs of one forward pass, whole on every rank of the stage. Packed documents are one row without
+    padding. Other micro-batches are padded so that every rank has tokens in every layout. Added rows repeat the last
+    one, added positions come after the real ones; neither has a target.
 
     Attributes:
-        input_ids (`torch.Tensor`): [B, S].
-        attention_mask (`torch.Tensor`, *optional*): [B, S], 1 for real tokens.
-        position_ids (`torch.Tensor`, *optional*): [B, S], if the caller gave them.
-        targets (`torch.Tensor`, *optional*): [B, S], the token to predict at each position, -100 to ignore.
-        real_rows (`int`): rows that the caller gave.
-        real_length (`int`): positions that the caller gave.
+        input_ids, attention_mask, position_ids, targets (`torch.Tensor`): [B, S]; the mask is 1 for real tokens, a
+            target is the token to predict at its position, -100 to ignore.
+        real_rows, real_length (`int`): rows and positions that the caller gave.
         ends ([`EndLayouts`]): the layouts of the embedding's output, of the head's input and between two stages.
         key (`tuple[int, ...]`): (seed, step, micro-batch), the beginning of every random stream's key.
-        options ([`ForwardOptions`]): what the forward computes.
         documents ([`Documents`], *optional*): the documents of a packed row, which do not attend to each other.
         masks (`dict`): attention masks made so far, by rows.
         final_hidden (`list[torch.Tensor]`): the last layer's output, set during the forward pass.
@@ -80,7 +75,7 @@ class MicroBatch:
 
     @property
     def grid(self) -> Grid | PackedRow:
-        """Its shape, which layouts are rectangles of."""
+        """Returns the shape [rows, positions], of which layouts are rectangles."""
         return Grid(self.rows, self.length) if self.documents is None else self.documents.grid
 
     def positions(self) -> torch.Tensor:
@@ -90,11 +85,9 @@ class MicroBatch:
         return torch.arange(self.length, device=self.input_ids.device).clamp(max=self.real_length - 1)[None]
 
     def attention_masks(self, rectangle: Rectangle, config: PreTrainedConfig, dtype: torch.dtype):
-        """Returns the family's own masks for the rows of a rectangle and all positions.
-
-        Returns:
-            `torch.Tensor`, `dict[str, torch.Tensor]` by layer type, or None, as the attention implementation wants it;
-                None for packed documents, whose bounds replace masks.
+        """Returns the family's own masks for the rows of a rectangle and all positions. The attention implementation
+        decides their form: a tensor, a `dict` by layer type, or None. Packed documents have bounds in place of masks:
+        None.
         """
         if self.documents is not None:
             return None
@@ -115,10 +108,9 @@ class MicroBatch:
         return self.masks[rows]
 
     def _hide_added_positions(self, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """Sets added positions of additive masks [B, 1, S, S] to minus infinity.
-
-        The masks' lowest finite number hides nothing in a row that is hidden as a whole, such as the row of a left
-        padding position: its attention is the mean over all positions, and its loss counts.
+        """Sets added positions of additive masks [B, 1, S, S] to minus infinity. The masks' lowest finite number hides
+        nothing in a row that is hidden as a whole, such as the row of a left padding position. The attention of such a
+        row is the mean over all positions, and its loss counts.
         """
         if self.length == self.real_length or mask is None or not mask.is_floating_point():
             return mask
@@ -127,9 +119,8 @@ class MicroBatch:
 
 
 def map_rows(batch: Mapping[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-    """Returns a batch with `change` applied to every tensor that has one row for each row of ids.
-
-    Tensors with one row for all, as position ids and masks may have, and other values stay as they are.
+    """Returns a batch with `change` applied to every tensor that has one row for each row of ids. Tensors with one row
+    for all, as position ids and masks may have, and other values stay as they are.
     """
     rows = batch["input_ids"].shape[0]
     return {

@@ -1,9 +1,8 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Moves activations between layouts, as `galvatron_hf.plan.layout` plans the moves.
-
-Convention: a replicated activation carries the full gradient on every replica, so the backward of a move is the move
-back. The backward slices and never sums; partial sums never leave a layer.
+"""Moves activations between layouts, as `galvatron_hf.plan.layout` plans the moves. Convention: a replicated
+activation carries the full gradient on every replica, so the backward of a move is the move back. The backward slices
+and never sums; partial sums never leave a layer.
 """
 
 from __future__ import annotations
@@ -65,23 +64,14 @@ class _Redistribute(torch.autograd.Function):
 
 
 def redistribute(x: Tensor, src: Layout, dst: Layout, *, grid: Grid | PackedRow, mesh: StageMesh) -> Tensor:
-    """
-    Moves an activation from one layout to another by one all-to-all, a local slice, or nothing. Differentiable.
-
-    A collective call over the stage. Values are moved, never added, so the result is exact in every type.
+    """Moves an activation from one layout to another by one all-to-all, a local slice, or nothing; collective over the
+    stage. It is differentiable. Values are moved, never added, so the result is exact in every type.
 
     Args:
-        x (`Tensor` of shape `[rows_local, positions_local, ...]`): What this rank holds under `src`.
-        src (`Layout`): The layout of `x`.
-        dst (`Layout`): The new layout.
-        grid ([`Grid`] or [`PackedRow`]): The shape of the micro-batch, on all ranks together.
-        mesh ([`StageMesh`]): The stage's ranks, with the group of the move's [`block_size`] prepared.
-
-    Returns:
-        `Tensor` of shape `[rows_local', positions_local', ...]`: What this rank holds under `dst`.
-
-    Raises:
-        ValueError: If `x` does not have the shape that `src` gives it, or the layouts are of another stage.
+        x (`Tensor` of shape `[rows_local, positions_local, ...]`): this rank's part under `src`.
+        src, dst (`Layout`): the layout of `x` and of the result.
+        grid ([`Grid`] or [`PackedRow`]): the shape of the whole micro-batch.
+        mesh ([`StageMesh`]): the stage's ranks, with the group of the move's [`block_size`] prepared.
     """
     if src.ranks != mesh.size or dst.ranks != mesh.size:
         raise ValueError(

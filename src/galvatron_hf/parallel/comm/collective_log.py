@@ -19,10 +19,8 @@ _observers: list[Observer] = []
 
 @contextlib.contextmanager
 def observe_collectives(observer: Observer) -> Iterator[None]:
-    """Calls `observer` for every collective of `collectives.py` while the body runs.
-
-    Its arguments are the kind ("all_reduce", "all_gather", "reduce_scatter" or "all_to_all"), the input of this rank
-    and the process group.
+    """Calls `observer` for every collective of `collectives.py` while the body runs. Its arguments are the kind
+    ("all_reduce", "all_gather", "reduce_scatter" or "all_to_all"), this rank's input and the process group.
     """
     _observers.append(observer)
     try:
@@ -32,6 +30,5 @@ def observe_collectives(observer: Observer) -> Iterator[None]:
 
 
 def record(kind: str, x: Tensor, group: ProcessGroup) -> None:
-    """Calls every observer with one collective."""
     for observer in _observers:
         observer(kind, x, group)

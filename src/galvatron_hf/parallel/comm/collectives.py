@@ -1,12 +1,9 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives on activations, their gradients and losses, each with its backward.
-
-The functions are named by their effect on a layout. They take a process group or `None`; for `None` and for a group of
-one rank they return the input unchanged.
-
-They call PyTorch's functional collectives and wait at once, inside autograd functions of this module. PyTorch's own
-derivatives count a gradient several times if the consumer of a gathered tensor is replicated.
+"""Collectives on activations, their gradients and losses, each with its backward. The functions are named by their
+effect on a layout. For no group and for a group of one rank they return the input unchanged. They call PyTorch's
+functional collectives and wait at once, inside autograd functions of this module. PyTorch's own derivatives count a
+gradient several times if the consumer of a gathered tensor is replicated.
 """
 
 from collections.abc import Sequence
@@ -27,7 +24,7 @@ def _operations(group: ProcessGroup | FakeProcessGroup) -> Any:
 
 
 def is_trivial(group: ProcessGroup | None) -> bool:
-    """Returns True if a group needs no communication: it is None, or has one rank."""
+    """Returns True if a group is None or has one rank."""
     return group is None or group.size() == 1
 
 
@@ -54,14 +51,9 @@ def all_gather_stacked(x: Tensor, group: ProcessGroup | None) -> Tensor:
 def all_to_all_pieces(
     pieces: Tensor, received: Sequence[int], sent: Sequence[int], group: ProcessGroup | None
 ) -> Tensor:
-    """Sends consecutive pieces of a flat buffer to the ranks of a group. Not differentiable.
-
-    Args:
-        pieces (`Tensor` of shape `[sum(sent)]`): Elements for the group's first rank, then for its second, and so on.
-        received, sent (`Sequence[int]`): Elements from and for each rank, in the group's rank order; may be zero.
-
-    Returns:
-        `Tensor` of shape `[sum(received)]`: The received pieces in rank order.
+    """Sends consecutive pieces of a flat buffer to the ranks of a group, and returns the received pieces. Both are in
+    the group's rank order. `sent` and `received` count elements for and from each rank; they may be zero. Not
+    differentiable.
     """
     if is_trivial(group):
         return pieces
@@ -186,64 +178,47 @@ class _SumGradient(torch.autograd.Function):
 
 
 def copy_to_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Enters a tensor-parallel region with a replicated tensor of any shape.
-
-    The forward is the identity. The backward sums the partial gradients over the group (operator f of Megatron-LM,
-    arXiv:1909.08053).
+    """Enters a tensor-parallel region with a replicated tensor of any shape. The forward is the identity; the backward
+    sums the partial gradients over the group (operator f of Megatron-LM, arXiv:1909.08053).
     """
     return x if is_trivial(group) else _CopyToGroup.apply(x, group)
 
 
 def reduce_from_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Leaves a tensor-parallel region: every rank gets the sum of the ranks' partial results, of any shape.
-
-    The backward is the identity, because every rank has the full gradient of a replicated tensor (operator g of
+    """Leaves a tensor-parallel region: every rank gets the sum of the ranks' partial results, of any shape. The
+    backward is the identity, because every rank has the full gradient of a replicated tensor (operator g of
     Megatron-LM, arXiv:1909.08053).
     """
     return x if is_trivial(group) else _ReduceFromGroup.apply(x, group)
 
 
 def gather_positions(x: Tensor, group: ProcessGroup | None, dim: int = 1) -> Tensor:
-    """Enters a tensor-parallel region whose input is split by position (Megatron-SP, arXiv:2205.05198).
-
-    The forward gathers `[B, S/n, ...]` along `dim` into `[B, S, ...]`. The backward reduce-scatters, because the
-    consumer's gradient is partial on each rank. If the consumer's gradient is full, use
+    """Enters a tensor-parallel region whose input is split by position (Megatron-SP, arXiv:2205.05198). The forward
+    gathers `[B, S/n, ...]` along `dim` into `[B, S, ...]`. The backward reduce-scatters, because the consumer's
+    gradient is partial on each rank. If the consumer's gradient is full, use
     [`galvatron_hf.parallel.activation.redistribute.redistribute`] instead.
     """
     return x if is_trivial(group) else _GatherPositions.apply(x, group, dim)
 
 
 def scatter_sum_positions(x: Tensor, group: ProcessGroup | None, dim: int = 1) -> Tensor:
-    """Leaves a tensor-parallel region whose output is split by position (Megatron-SP, arXiv:2205.05198).
-
-    The forward sums the ranks' partial results `[B, S, ...]`, and rank k gets piece k along `dim`, `[B, S/n, ...]`.
-    The backward gathers.
-
-    Raises:
-        ValueError: If the positions are not a multiple of the group's size.
+    """Leaves a tensor-parallel region whose output is split by position (Megatron-SP, arXiv:2205.05198). The forward
+    sums the ranks' partial results `[B, S, ...]`, and rank k gets piece k along `dim`, `[B, S/n, ...]`; n must divide
+    S. The backward gathers.
     """
     return x if is_trivial(group) else _ScatterSumPositions.apply(x, group, dim)
 
 
 def exchange(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup | None) -> Tensor:
-    """Splits one dimension over the group and gathers another (DeepSpeed-Ulysses, arXiv:2309.14509).
-
-    The backward is the inverse exchange.
-
-    Args:
-        x (`Tensor`): Before attention, `[B, S/n, heads, D]` with `split_dim=2`, `concat_dim=1`.
-        split_dim (`int`): The dimension to split; rank k keeps piece k.
-        concat_dim (`int`): The dimension to gather in rank order; different from `split_dim`.
-
-    Raises:
-        ValueError: If `split_dim` is not a multiple of the group's size.
+    """Splits `split_dim` over the group and gathers `concat_dim` in rank order (DeepSpeed-Ulysses, arXiv:2309.14509).
+    Rank k keeps piece k of `split_dim`; n must divide its size. The backward is the inverse exchange. Before attention
+    `x` is `[B, S/n, heads, D]`, with `split_dim=2` and `concat_dim=1`.
     """
     return x if is_trivial(group) else _Exchange.apply(x, split_dim, concat_dim, group)
 
 
 def sum_gradient(weight: Tensor, group: ProcessGroup | None) -> Tensor:
     """Marks a weight that all ranks of a group hold in full and each use in part: its gradient is summed in fp32.
-
     Examples are a norm's weight under Megatron-SP and key/value heads replicated over tensor ranks. The result is used
     instead of the weight.
     """

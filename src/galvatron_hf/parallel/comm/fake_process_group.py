@@ -12,11 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class FakeProcessGroup:
-    """Stands for a process group in profiling, where only its first rank exists.
-
-    Args:
-        ranks (`int`): number of ranks of the group.
-    """
+    """Stands for a process group in profiling, where only its first rank exists."""
 
     ranks: int
     group_name: str = "fake"

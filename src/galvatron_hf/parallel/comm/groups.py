@@ -14,11 +14,9 @@ from galvatron_hf.plan.resolved import RankGroup
 
 
 class ProcessGroups:
-    """Makes process groups and keeps them. A group costs memory and time, so plans on the same ranks share them.
-
-    Args:
-        timeout (`timedelta`, *optional*): how long a collective waits; None for the backend's default. Groups do not
-            take over the timeout of the default group.
+    """Makes process groups and keeps them, so that plans on the same ranks share them: a group costs memory and time.
+    `timeout` limits the wait in a collective; None is the backend's default. Groups do not take over the timeout of
+    the default group.
     """
 
     def __init__(self, timeout: timedelta | None = None):
@@ -33,12 +31,7 @@ class ProcessGroups:
                 made.append(self._make(group))
 
     def get(self, ranks: tuple[int, ...], *, joins_stages: bool = False) -> list[ProcessGroup]:
-        """
-        Returns the groups of these ranks, one for each copy.
-
-        Raises:
-            ValueError: if none was prepared.
-        """
+        """Returns the groups of these ranks, one for each copy; refuses ranks for which none was prepared."""
         if (ranks, joins_stages) not in self._groups:
             raise ValueError(
                 f"The ranks {list(ranks)} have no process group, because it was not prepared; give it to "

@@ -22,12 +22,8 @@ from galvatron_hf.plan.resolved import GroupKey, MeshShape, RankGroup
 
 @dataclass(frozen=True, kw_only=True)
 class WeightMesh:
-    """The mesh that the weights of one layer live on.
-
-    Attributes:
-        mesh ([`DeviceMesh`]): axes `replicate`, `shard`, `tensor` over the ranks of the stage, tensor innermost.
-        data ([`DeviceMesh`]): the axes `replicate` and `shard`, which FSDP2 works on.
-        tensor ([`DeviceMesh`]): the axis `tensor`.
+    """Holds the mesh of one layer's weights: axes `replicate`, `shard` and `tensor` over the ranks of the stage,
+    `tensor` innermost. FSDP2 works on `data`, the axes `replicate` and `shard`.
     """
 
     mesh: DeviceMesh
@@ -54,13 +50,7 @@ class WeightMesh:
 
 
 class StageMesh:
-    """Meshes and groups of the ranks of one stage.
-
-    Args:
-        ranks (`tuple[int, ...]`): global ranks of the stage, in the plan's order.
-        device_type (`str`): `"cpu"` or `"cuda"`.
-        groups ([`ProcessGroups`]): the groups of the world.
-    """
+    """Holds the meshes and groups of one stage; `ranks` are global, in the plan's order."""
 
     def __init__(self, ranks: tuple[int, ...], device_type: str, groups: ProcessGroups):
         self.ranks, self.device_type, self._groups = tuple(ranks), device_type, groups
@@ -73,11 +63,10 @@ class StageMesh:
 
     @property
     def index(self) -> int:
-        """This rank's index in the stage's order."""
+        """Returns this rank's index in the stage's order."""
         return self.ranks.index(dist.get_rank())
 
     def weights(self, shape: MeshShape) -> WeightMesh:
-        """Returns the mesh of weights, whose groups were prepared."""
         if shape not in self._weights:
             grid, groups = torch.tensor(self.ranks).view(shape.sizes), [self._group(key) for key in shape.keys]
             names = ("replicate", "shard", "tensor")
@@ -102,12 +91,7 @@ class StageMesh:
 
 
 class WorldMesh:
-    """Meshes of all stages of plans on the same ranks, and the groups that join stages.
-
-    Args:
-        device_type (`str`): `"cpu"` or `"cuda"`.
-        timeout (`timedelta`, *optional*): how long a collective waits; None for the backend's default.
-    """
+    """Holds the meshes of all stages of plans on the same ranks, and the groups that join stages."""
 
     def __init__(self, device_type: str, timeout: timedelta | None = None):
         linger_at_exit()
@@ -119,16 +103,13 @@ class WorldMesh:
         self._groups.prepare(groups)
 
     def stage(self, ranks: tuple[int, ...]) -> StageMesh:
-        """Returns the mesh of a stage's ranks."""
         if ranks not in self._stages:
             self._stages[ranks] = StageMesh(ranks, self.device_type, self._groups)
         return self._stages[ranks]
 
     def joined(self, stages: Iterable[tuple[int, ...]]) -> list[ProcessGroup]:
-        """Returns the groups of the ranks that have this rank's index in each of several stages; empty if it has none.
-
-        Args:
-            stages (`Iterable[tuple[int, ...]]`): the ranks of the stages.
+        """Returns the groups of the ranks that have this rank's index in each of several stages; empty if it has
+        none.
         """
         own = next((ranks for ranks in zip(*stages, strict=True) if dist.get_rank() in ranks), None)
         return [] if own is None else self._groups.get(own, joins_stages=True)

@@ -28,10 +28,8 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def from_rank_0(work: Callable[[], T]) -> T:
-    """Calls `work` on rank 0 and returns its result on every rank; collective.
-
-    Raises:
-        ValueError: on every rank, if `work` failed.
+    """Calls `work` on rank 0 and returns its result on every rank; if it fails, all ranks raise ValueError.
+    Collective.
     """
     result = problem = cause = None
     if is_rank_0():
@@ -46,11 +44,8 @@ def from_rank_0(work: Callable[[], T]) -> T:
 
 
 def on_every_rank(work: Callable[[], T], *, rank_0_first: bool = False) -> T:
-    """Calls `work` on every rank, and fails on all ranks if it fails on one; collective.
-
-    Args:
-        work (`Callable`): called once on each rank; must not be collective.
-        rank_0_first (`bool`): whether the other ranks wait until rank 0 is done.
+    """Calls `work`, which must not be collective, on every rank; with `rank_0_first` the others wait for rank 0.
+    Collective.
 
     Raises:
         ValueError: on every rank, if `work` raised anything on one; names the rank if others succeeded.

@@ -1,10 +1,9 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Replicated data parallelism: whole weights without a second copy, gradients summed during the backward.
-
-The method is that of PyTorch's DistributedDataParallel (arXiv 2006.15704), with one bucket per unit, for weights that
-are DTensors at rest. FSDP2 with one shard would make the same sums with two copies of the weights, and on gloo it
-would wait for each sum.
+"""Replicated data parallelism: whole weights without a second copy, gradients summed during the backward. The method
+is that of PyTorch's DistributedDataParallel (arXiv 2006.15704), with one bucket per unit, for weights that are
+DTensors at rest. FSDP2 with one shard would make the same sums with two copies of the weights, and on gloo it would
+wait for each sum.
 """
 
 from __future__ import annotations
@@ -20,12 +19,8 @@ from galvatron_hf.parallel.comm.mesh import WeightMesh
 
 
 class ReplicatedWeight:
-    """Holds one weight: a DTensor at rest, a leaf of the autograd graph while it is in use.
-
-    Args:
-        parameter (`nn.Parameter`): plain, or a DTensor over the tensor ranks.
-        owners (`list[tuple[nn.Module, str]]`): the modules that hold it, with its name in each.
-        mesh ([`WeightMesh`]): the mesh that holds it.
+    """Holds one weight: a DTensor at rest, a leaf of the autograd graph while it is in use. `parameter` is plain or a
+    DTensor over the tensor ranks; `owners` are the modules that hold it, with its name in each.
     """
 
     def __init__(self, parameter: nn.Parameter, owners: list[tuple[nn.Module, str]], mesh: WeightMesh):
@@ -64,7 +59,6 @@ class ReplicatedWeight:
         return self.in_use
 
     def reshard(self) -> None:
-        """Puts the DTensor back into the modules."""
         self._put(self.sharded_param)
         self.in_use = None
 
@@ -90,14 +84,12 @@ class ReplicatedWeight:
 
 
 class ReplicatedUnit:
-    """Weights whose gradients are summed over the data ranks together, once in a step.
+    """Holds weights whose gradients are summed over the data ranks together, once in a step.
 
     Args:
         modules (`list[nn.Module]`): modules whose weights, as far as they are in no unit yet, are the unit's.
         taken (`set[int]`): `id`s of weights in units; the unit adds its own.
-        mesh ([`WeightMesh`]): the mesh that holds the weights.
-        compute (`torch.dtype`): the format of the weights in use.
-        reduce (`torch.dtype`): the format in which gradients are summed.
+        compute, reduce (`torch.dtype`): the formats of the weights in use, and of gradients while they are summed.
         last_backward_runs (`Callable`): called whenever a gradient arrives in a step's last backward.
     """
 
@@ -156,7 +148,6 @@ class ReplicatedUnit:
                 self._start()
 
     def _start(self) -> None:
-        """Starts the sum over the ranks, which runs during the backward."""
         owners = [weight for weight in self.weights if weight.summed is not None]
         if self.group is None or not owners or self._running is not None:
             return

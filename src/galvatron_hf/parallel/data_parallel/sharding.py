@@ -1,9 +1,8 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Data parallelism: the units of weights that are gathered and reduced together, and all uses of FSDP2.
-
-ZeRO (arXiv 1910.02054) is that of `torch.distributed.fsdp.fully_shard`, one unit per layer with a mesh of its own.
-Gradients are summed, not averaged: the loss is already divided by the global number of targets.
+"""Data parallelism: the units of weights that are gathered and reduced together, and all uses of FSDP2. ZeRO (arXiv
+1910.02054) is that of `torch.distributed.fsdp.fully_shard`, one unit per layer with a mesh of its own. Gradients are
+summed, not averaged: the loss is already divided by the global number of targets.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class _ShardedUnit:
-    """Holds a module that FSDP2 manages, with its sharding and the index of its stage."""
+    """Holds a module that FSDP2 manages."""
 
     module: FSDPModule
     sharding: str
@@ -45,18 +44,13 @@ class _ShardedUnit:
 
 class ShardedUnits:
     """Holds the units of one model and says when each communicates in a step of several micro-batches.
-
     - `zero3`: weights are gathered for each use, gradients reduced after each micro-batch.
     - `zero2`: weights stay gathered from a step's first use to its last, gradients are reduced after each micro-batch.
     - `replicate`: weights are whole on every rank, gradients are reduced once, during the last micro-batch's backward.
-
     Several copies of the weights have their gradients summed once, in the last micro-batch. FSDP2 holds sharded
-    weights, [`ReplicatedUnit`] holds replicated ones.
-
-    Args:
-        precision ([`Precision`]): weights are cast on use, gradients reduced in `precision.reduce`.
-        wait_at_end (`bool`): whether [`ShardedUnits.finish_step`] waits for sums over copies. Otherwise the end of the
-            last backward does, which would delay the backward of another stage of the same rank.
+    weights, [`ReplicatedUnit`] holds replicated ones. `wait_at_end` says whether [`ShardedUnits.finish_step`] waits
+    for sums over copies. Otherwise the end of the last backward does, which would delay the backward of another stage
+    of the same rank.
     """
 
     def __init__(self, precision: Precision, wait_at_end: bool = False):
@@ -81,10 +75,7 @@ class ShardedUnits:
         """Makes one unit of the parameters of `module` that are in no unit yet.
 
         Args:
-            module (`nn.Module` or `list[nn.Module]`): modules whose parameters are gathered and reduced together.
-            mesh ([`WeightMesh`]): the mesh that holds them.
             sharding (`str`): "replicate", "zero2" or "zero3".
-            stage (`int`): index of the stage that it belongs to.
             stay_gathered (`bool`): whether weights under `zero3` stay gathered from the forward to the backward, which
                 follows at once.
             needed_in_backward (`bool`): whether the backward reads the weights; that of a lookup does not.
@@ -145,13 +136,8 @@ class ShardedUnits:
             reset_sharded_parameters(unit.module)
 
     def begin_micro_batch(self, last: bool, *, stage: int = 0, keep_gradients: bool = False) -> None:
-        """Prepares every unit of a stage for the backward of one micro-batch.
-
-        Args:
-            last (`bool`): whether it is the stage's last backward of the step.
-            stage (`int`): index of the stage.
-            keep_gradients (`bool`): whether all gradients, and all weights, wait for
-                [`ShardedUnits.reduce_kept_gradients`].
+        """Prepares every unit of a stage for a micro-batch's backward; `last` marks the stage's last backward of the
+        step. With `keep_gradients` all gradients, and all weights, wait for [`ShardedUnits.reduce_kept_gradients`].
         """
         for unit in self._of_stage(stage):
             unit.module.set_is_last_backward(last)
@@ -172,7 +158,6 @@ class ShardedUnits:
 
     def reduce_kept_gradients(self, stage: int) -> None:
         """Reduces the gradients that a step has kept, for schedules with a split backward, which FSDP2 does not see.
-
         `torch.distributed.pipelining` does the same at the end of its schedules.
         """
         self.begin_micro_batch(last=True, stage=stage)
@@ -181,7 +166,6 @@ class ShardedUnits:
 
     def prefetch_backward(self, stage: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module | None) -> None:
         """Makes the backward of each sharded layer gather the layer before it, and that of the embedding nothing.
-
         FSDP2 would gather the module whose forward ran before, which in a pipeline may be another micro-batch's. After
         the embedding's backward it would be a layer whose weights then wait for the next micro-batch.
         """
@@ -201,7 +185,6 @@ class ShardedUnits:
             call_after_backward(self._finish)
 
     def _finish(self) -> None:
-        """Ends the units of the stages whose last backward is over."""
         for unit, _ in self.replicated:
             if unit.last and self.wait_at_end:
                 unit.start()
@@ -216,10 +199,9 @@ class ShardedUnits:
                 unit.finish()
 
     def release_after_evaluation(self, model: nn.Module) -> None:
-        """Frees gathered weights after every forward pass that no backward follows.
-
-        The gathered weights of `zero2`, `replicate`, the head and the root stay until a backward pass. Without one,
-        the next forward pass would not use weights that are loaded in between.
+        """Frees gathered weights after every forward pass that no backward follows. The gathered weights of `zero2`,
+        `replicate`, the head and the root stay until a backward pass. Without one, the next forward pass would not use
+        weights that are loaded in between.
         """
 
         def release(*unused) -> None:

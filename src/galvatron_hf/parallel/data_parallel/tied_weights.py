@@ -20,13 +20,11 @@ from galvatron_hf.plan.resolved import ResolvedPlan
 
 @dataclass(frozen=True, kw_only=True)
 class TiedWeights:
-    """Holds the two copies of a tied weight.
-
-    The norm of all gradients counts the embedding's copy alone, and checkpoints save it alone.
+    """Holds the two copies of a tied weight. The norm of all gradients counts the embedding's copy alone, and
+    checkpoints save it alone.
 
     Attributes:
-        embedding (`nn.Module`, *optional*): the embedding, on the first stage's ranks.
-        head (`nn.Module`, *optional*): the head, on the last stage's ranks.
+        embedding, head (`nn.Module`, *optional*): on the ranks of the first and of the last stage.
         names (`tuple[str, str]`): names of the embedding's weight and of the head's.
         group (`ProcessGroup`, *optional*): the two ranks that hold the same piece; None on other stages' ranks, and if
             one rank has both copies.
@@ -73,10 +71,8 @@ class TiedWeights:
         return [module.weight for module in (self.embedding, self.head) if module is not None]
 
     def check_options(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuses an optimizer that would take different steps with the two copies; collective over all ranks.
-
-        Raises:
-            ValueError: if the options of their parameter groups differ, or one copy is in no group.
+        """Refuses an optimizer that would take different steps with the two copies, because the options of their
+        parameter groups differ or one copy is in no group. Collective over all ranks.
         """
         groups = {id(weight): group for group in optimizer.param_groups for weight in group["params"]}
         own = [groups.get(id(weight)) for weight in self._weights()]

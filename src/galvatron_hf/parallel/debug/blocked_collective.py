@@ -1,8 +1,7 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the collective in which a thread waits, from its Python stack.
-
-Nothing is recorded in advance: the stack also holds the arguments of the collective.
+"""Finds the collective in which a thread waits, from its Python stack, which also holds the collective's arguments.
+Nothing is recorded in advance.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ _WAITING = {
 
 
 def stack_of(frame: FrameType) -> list[tuple[FrameType, int]]:
-    """Returns the frames of a stack with their lines, outermost first."""
     return list(traceback.walk_stack(frame))[::-1]
 
 

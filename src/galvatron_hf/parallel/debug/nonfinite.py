@@ -1,8 +1,7 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the first non-finite number of a step: the step is computed again while every rank checks its own part.
-
-A non-finite number spreads through collectives and later layers to all ranks. Therefore the first one in the order of
+"""Finds the first non-finite number of a step: the step is computed again while every rank checks its own part. A
+non-finite number spreads through collectives and later layers to all ranks. Therefore the first one in the order of
 the computation counts.
 """
 
@@ -31,13 +30,11 @@ from galvatron_hf.plan.schedule import Action, Work
 
 @dataclass(frozen=True, kw_only=True)
 class NonFinite:
-    """The first value of a micro-batch that a rank found to be infinite or NaN.
+    """Names the first value of a micro-batch that a rank found to be infinite or NaN.
 
     Attributes:
-        rank (`int`): the rank that found it.
-        micro_batch (`int`): index of the micro-batch in the step.
-        position (`tuple[int, int, int]`): position in the computation: pass, module and check. The same check has the
-            same position on all ranks.
+        position (`tuple[int, int, int]`): pass, module and check, in the order of the computation. The same check has
+            the same position on all ranks.
         what (`str`): description of the tensor, such as "the output of layer 3".
         rows (`tuple[int, ...]`): rows of the global batch that have the value.
     """
@@ -54,10 +51,10 @@ class NonFinite:
 
 
 def find_nonfinite(parallel: ParallelModel, batch: Batch, run: Callable[[], Any]) -> list[NonFinite]:
-    """Finds the first non-finite value of each micro-batch; collective, the same result on every rank.
+    """Finds the first non-finite value of each micro-batch; collective, the same result on every rank. The model's
+    gradients are overwritten.
 
     Args:
-        parallel ([`ParallelModel`]): the model; its gradients are overwritten.
         batch (`Mapping[str, Any]`): the global batch, or its micro-batches as a list.
         run (`Callable`): computes forward and backward of the batch again.
 
@@ -76,10 +73,8 @@ def find_nonfinite(parallel: ParallelModel, batch: Batch, run: Callable[[], Any]
 
 
 class _Watch:
-    """Checks the outputs and gradients of this rank's modules, its inputs to collectives and its weights' gradients.
-
-    Args:
-        batch (`Mapping[str, Any]`): the global batch, or its micro-batches as a list.
+    """Checks the outputs and gradients of this rank's modules, its inputs to collectives and its weights'
+    gradients.
     """
 
     def __init__(self, parallel: ParallelModel, batch: Batch):
@@ -93,7 +88,6 @@ class _Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Adds its hooks to the model while the body runs."""
         for index, (name, module, layout_of) in enumerate(self._modules_in_order()):
             if isinstance(module, (PipelineIdentityLayer, MissingModule)):
                 continue  # on another stage

@@ -35,8 +35,8 @@ class ParallelAttention:
 
     Attributes:
         kernel (`Callable`): the attention function the model was configured with (sdpa, eager, flash_attention_2...).
-        ulysses_group (`ProcessGroup`, *optional*): ranks that hold the position pieces of one sequence.
-        ulysses_degree (`int`): its size.
+        ulysses_group (`ProcessGroup`, *optional*): the `ulysses_degree` ranks that hold the position pieces of one
+            sequence.
         key_value_copies (`int`): how often each key/value head is repeated before the exchange.
         dropout_stream (`Callable[[], ContextManager]`): the stream for attention dropout, one per shard of heads.
         document_bounds (`Callable[[], tuple[int, ...] | None]`): returns the bounds of packed documents, None for rows
@@ -64,13 +64,8 @@ def attach_attention(
     dropout_stream: Callable[[], contextlib.AbstractContextManager],
     document_bounds: Callable[[], tuple[int, ...] | None],
 ) -> None:
-    """Makes an attention module call [`galvatron_attention`], which calls the module's configured kernel.
-
-    Args:
-        module (`nn.Module`): the attention module of a layer; changed in place.
-        resolved ([`ResolvedLayer`]): the layer's heads and Ulysses ranks.
-        mesh ([`StageMesh`]): the ranks.
-        dropout_stream, document_bounds (`Callable`): as in [`ParallelAttention`].
+    """Makes an attention module call [`galvatron_attention`], which calls the module's configured kernel. The module
+    is changed in place; `dropout_stream` and `document_bounds` are those of [`ParallelAttention`].
     """
     set_key_value_groups(module, resolved.heads.query, resolved.heads.sent_key_value)
     module.parallel_attention = ParallelAttention(
@@ -94,17 +89,14 @@ def galvatron_attention(
     dropout: float = 0.0,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Computes attention of one layer under its strategy.
-
-    With Ulysses (arXiv 2309.14509) a rank has all its heads for one piece of the positions. It exchanges them for some
-    heads over all positions, runs the kernel, and exchanges the output back. Packed documents never attend to each
-    other.
+    """Computes attention of one layer under its strategy. With Ulysses (arXiv 2309.14509) a rank has all its heads for
+    one piece of the positions. It exchanges them for some heads over all positions, runs the kernel, and exchanges the
+    output back. Packed documents never attend to each other.
 
     Args:
         module (`nn.Module`): the attention module, with `parallel_attention` attached.
         query (`torch.Tensor`): [B, heads, S or S/ulysses, D].
-        key (`torch.Tensor`): [B, key/value heads, S or S/ulysses, D].
-        value (`torch.Tensor`): like `key`.
+        key, value (`torch.Tensor`): [B, key/value heads, S or S/ulysses, D].
         attention_mask (`torch.Tensor`, *optional*): mask of the kernel's kind, for the rows of the query and all S
             positions.
         dropout (`float`): probability of dropping an attention weight.

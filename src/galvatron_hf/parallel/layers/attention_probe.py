@@ -24,12 +24,7 @@ class _Found(Exception):
 
 
 def attention_obstacle(family: type[PreTrainedModel], config: PreTrainedConfig) -> str | None:
-    """Says why attention by document cannot replace a family's attention; None if it can.
-
-    Args:
-        family (`type`): the model's class.
-        config (`PreTrainedConfig`): its configuration, which stays as it is.
-    """
+    """Says why attention by document cannot replace a family's attention; None if it can. `config` stays as it is."""
     config = copy.deepcopy(config)
     set_attention_implementation(config, _PROBE)
     try:

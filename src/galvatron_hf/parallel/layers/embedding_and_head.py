@@ -20,13 +20,11 @@ from galvatron_hf.plan.schedule import actions, most_in_flight
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingAndHead:
-    """The ends of the model that this rank has.
+    """Holds the ends of the model that this rank has.
 
     Attributes:
         embedding (`list[nn.Module]`): the token embedding and learned positions; empty if the rank has none.
-        head (`nn.Module`, *optional*): the head.
-        resolved ([`ResolvedPlan`]): their meshes and sharding.
-        mesh ([`StageMesh`]): the ranks.
+        head (`nn.Module`, *optional*): None if the rank has none.
         tied (`bool`): whether the rank has both ends with one weight, which then belongs to the stage's own unit.
     """
 
@@ -88,10 +86,8 @@ class EmbeddingAndHead:
 
 
 def _several_in_flight(resolved: ResolvedPlan) -> bool:
-    """Returns whether the last stage holds several micro-batches between forward and backward.
-
-    Zero-bubble schedules do too, but run the head's backward twice: for them its gradients are computed once, in the
-    forward.
+    """Returns True if the last stage holds several micro-batches between forward and backward. Zero-bubble schedules
+    do too, but run the head's backward twice: for them its gradients are computed once, in the forward.
     """
     if not resolved.is_pipeline or resolved.plan.schedule == "zero_bubble":
         return False

@@ -26,12 +26,8 @@ from galvatron_hf.plan.resolved import ResolvedLayer
 
 
 class CurrentMicroBatch:
-    """Holds the micro-batch that is computed now, in forward or recompute; one for each parallelised model.
-
-    Attributes:
-        config (`PreTrainedConfig`): the model's configuration.
-        value ([`MicroBatch`], *optional*): None outside of a forward.
-        location (`str`): the part of the model that computes, such as "layer 3"; reports of hanging ranks show it.
+    """Holds the micro-batch that is computed now, in forward or recompute; one for each parallelised model. `location`
+    names the part that computes, such as "layer 3", for reports of hanging ranks.
     """
 
     def __init__(self, config: PreTrainedConfig):
@@ -41,7 +37,6 @@ class CurrentMicroBatch:
 
     @contextlib.contextmanager
     def active(self, batch: MicroBatch) -> Iterator[None]:
-        """Makes `batch` the current one while the body runs."""
         outer, self.value = self.value, batch
         try:
             yield
@@ -54,11 +49,8 @@ class ParallelLayer:
     """Runs one layer under its strategy; replaces the layer's `forward`.
 
     Attributes:
-        resolved ([`ResolvedLayer`]): its index, strategy and layouts.
-        layer (`nn.Module`): the layer.
         layer_type (`str`, *optional*): key of its mask, in families with several.
         inputs ([`LayerInputs`]): the tensors that it takes after the hidden states.
-        mesh ([`StageMesh`]): the ranks of its stage.
         views (`list[LocalParameter]`): local views of its parameters.
         current ([`CurrentMicroBatch`]): shared by all layers of the model.
         original (`Callable`): the family's `forward` of the layer.
@@ -107,7 +99,6 @@ class ParallelLayer:
         return output
 
     def _begin(self, gradient: torch.Tensor | None = None) -> None:
-        """Records that the layer's forward, or its backward, begins."""
         self.current.location = self.name
 
     def rectangle(self, batch: MicroBatch) -> Rectangle:

@@ -20,11 +20,8 @@ def stream_key(*parts: int) -> int:
 
 @contextlib.contextmanager
 def random_stream(device: torch.device, *parts: int) -> Iterator[None]:
-    """Runs its body on the random stream keyed by `parts`, then restores the state of the generator.
-
-    Args:
-        device (`torch.device`): the device whose default generator the body draws from.
-        parts (`int`): for example (seed, step, micro-batch, layer, first row, first position).
+    """Runs its body on the random stream keyed by `parts`, then restores the state of the device's default generator.
+    Parts are for example (seed, step, micro-batch, layer, first row, first position).
     """
     generator = torch.default_generator
     if device.type == "cuda":

@@ -1,8 +1,7 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallelism of one layer: weights are DTensors at rest and local tensors while the layer computes.
-
-Megatron-LM's column and row cut (arXiv 1909.08053) and its sequence parallelism (arXiv 2205.05198).
+"""Tensor parallelism of one layer: weights are DTensors at rest and local tensors while the layer computes. The cuts
+are Megatron-LM's column and row cut (arXiv 1909.08053) and its sequence parallelism (arXiv 2205.05198).
 """
 
 from __future__ import annotations
@@ -37,11 +36,9 @@ from galvatron_hf.utils.compat import set_parameter_tensor
 
 @dataclass(frozen=True, kw_only=True)
 class LocalParameter:
-    """The local view of a DTensor parameter while its module computes.
+    """Gives the local view of a DTensor parameter while its module computes.
 
     Attributes:
-        module (`nn.Module`): owner of the parameter.
-        name (`str`): its name there.
         gradient_group (`ProcessGroup`, *optional*): ranks whose gradients are summed, because each rank uses only a
             part of the parameter, or uses it for a part of the positions.
         features (`tuple[int, int]`, *optional*): the range of `dim` that this rank uses of a whole parameter.
@@ -82,17 +79,9 @@ def cut_layer(
     meshes: Mapping[str, WeightMesh],
     config: PreTrainedConfig,
 ) -> list[LocalParameter]:
-    """Cuts the weights of one layer over its tensor ranks and puts the collectives at its regions' borders.
-
-    Args:
-        layer (`nn.Module`): the layer, with whole weights and split projections; changed in place.
-        stack ([`StackAdapter`]): styles of the layer's modules.
-        strategy ([`LayerStrategy`]): its `tensor` and `megatron_sp`.
-        meshes (`Mapping[str, WeightMesh]`): the mesh that each parameter's spec names.
-        config (`PreTrainedConfig`): the model's, for the head counts.
-
-    Returns:
-        `list[LocalParameter]`: the view of every parameter while the layer computes.
+    """Cuts the weights of one layer over its tensor ranks, in place, and puts the collectives at its regions' borders.
+    The layer has whole weights and split projections. Returns the views of all its parameters. `meshes` has the mesh
+    that each parameter's spec names.
     """
     if strategy.tensor == 1:
         return []

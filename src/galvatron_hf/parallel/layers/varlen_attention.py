@@ -30,29 +30,25 @@ def attention_by_document(
     softcap: float | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Computes attention of one packed row whose documents attend only inside themselves; memory is linear in T.
-
-    The CPU's fused kernel runs document by document, neighbours of equal length as one batch. Sliding windows,
+    """Computes attention of one packed row whose documents attend only inside themselves; memory is linear in T. The
+    CPU's fused kernel runs document by document, neighbours of equal length as one batch. Sliding windows,
     soft-capping and dropout, which that kernel lacks, go over blocks of queries. On CUDA, bf16 and fp16 use
     `varlen_attn` if it supports the options, else the path of the CPU; neither has been run on a GPU yet.
 
     Args:
         query (`torch.Tensor`): [1, heads, T, D].
-        key (`torch.Tensor`): [1, key/value heads, T, D]; each head serves `heads / key/value heads` query heads.
-        value (`torch.Tensor`): [1, key/value heads, T, value D].
+        key, value (`torch.Tensor`): [1, key/value heads, T, D or value D]; each head serves `heads / key/value heads`
+            query heads.
         bounds (`Sequence[int]`): offsets at which documents begin, and T: 0 = b0 < b1 < ... < bn = T.
         causal (`bool`): whether a token sees the tokens up to itself only.
         scale (`float`, *optional*): factor of the scores; `D ** -0.5` by default.
-        sliding_window (`int`, *optional*): a token sees tokens at a smaller distance. Modules of transformers
-            pass this number to their attention function (bidirectional ones pass their config's number + 1).
+        sliding_window (`int`, *optional*): a token sees tokens at a smaller distance. Modules of transformers pass
+            this number to their attention function (bidirectional ones pass their config's number + 1).
         softcap (`float`, *optional*): scores become `softcap * tanh(scores / softcap)`, in float32.
         dropout (`float`): probability of dropping an attention weight; drawn from the default generator.
 
     Returns:
         `torch.Tensor`: [1, T, heads, value D].
-
-    Raises:
-        `ValueError`: if the bounds do not rise from 0 to T.
     """
     lengths = document_lengths(bounds, query.shape[2])
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -134,11 +130,9 @@ def _attention_in_blocks(
     window: int | None,
     weigh: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """Computes attention of documents [N, heads, S, D], one block of queries after the other.
-
-    Args:
-        weigh (`Callable`): takes queries, the blocks of keys and of values that they reach, and the mask to add to the
-            scores (or None); returns the output [N, heads, block, D].
+    """Computes attention of documents [N, heads, S, D], one block of queries after the other. `weigh` takes queries,
+    the blocks of keys and of values that they reach, and the mask to add to the scores (or None); it returns the
+    output [N, heads, block, D].
     """
     length = query.shape[2]
     reach = length - 1 if window is None else window - 1
@@ -163,7 +157,6 @@ def _attention_in_blocks(
 
 def _block_mask(query: torch.Tensor, block: int, blocks_back: int, causal: bool, window: int | None) -> torch.Tensor:
     """Returns the mask to add to the scores of a block of queries: [block, keys from `blocks_back` blocks before on].
-
     All blocks slice this mask, because a mask depends on distance alone.
     """
     blocks_on = 0 if causal else blocks_back

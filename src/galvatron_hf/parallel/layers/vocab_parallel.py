@@ -70,14 +70,9 @@ class HeadRequest:
 
 
 class Head:
-    """The language-model head on this rank's part of the vocabulary; takes the place of its module's forward.
-
-    Args:
-        module (`nn.Linear`): the head; its weight is cut here unless it is tied and cut already.
-        mesh ([`WeightMesh`]): the mesh that holds its weights.
-        transform ([`LogitTransform`]): the family's function of the logits.
-        tied (`bool`): whether the weight is the embedding's.
-        recompute_logits_in_backward (`bool`): as in [`linear_cross_entropy`].
+    """Runs the language-model head on this rank's part of the vocabulary; takes the place of its module's forward. The
+    head's weight is cut here unless it is `tied` to the embedding's and cut already. `recompute_logits_in_backward` is
+    that of [`linear_cross_entropy`].
     """
 
     def __init__(
@@ -105,8 +100,8 @@ class Head:
         """Computes loss and logits of hidden states [B, S, H], which are equal on all tensor ranks.
 
         Returns:
-            `tuple`: the sum of the targets' losses (fp32 scalar, *optional*), and the logits
-                [own rows, S, V] after the family's transform (*optional*).
+            `tuple`: the sum of the targets' losses (fp32 scalar, *optional*), and the logits [own rows, S, V] after
+                the family's transform (*optional*).
         """
         with local_parameters(self.views) if self.views else contextlib.nullcontext():
             weight, bias = self.module.weight, self.module.bias

@@ -1,9 +1,8 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Vocabulary-parallel embedding, cross-entropy without full logits, and full logits of a rank's own rows.
-
-Tensors are local: each rank of a tensor group holds a range of the vocabulary's rows ([`vocabulary_range`]), the last
-ranks possibly none. B rows, S positions, T tokens, H hidden, V vocabulary, n tensor ranks.
+"""Vocabulary-parallel embedding, cross-entropy without full logits, and full logits of a rank's own rows. Tensors are
+local: each rank of a tensor group holds a range of the vocabulary's rows ([`vocabulary_range`]), the last ranks
+possibly none. B rows, S positions, T tokens, H hidden, V vocabulary, n tensor ranks.
 """
 
 from __future__ import annotations
@@ -27,18 +26,8 @@ from galvatron_hf.utils.compat import assert_without_waiting
 
 
 def vocabulary_range(vocab_size: int, degree: int, index: int) -> tuple[int, int]:
-    """
-    Returns the rows of a vocabulary matrix that DTensor's `Shard(0)` gives to rank `index` of `degree`.
-
-    Every rank has ceil(V / degree) rows until they run out, so the last ranks may have fewer, or none.
-
-    Args:
-        vocab_size (`int`): V.
-        degree (`int`): Number of ranks in the tensor group.
-        index (`int`): The rank's index in the group.
-
-    Returns:
-        `tuple[int, int]`: The first row, and the row after the last.
+    """Returns (first row, row after the last) of a vocabulary matrix that DTensor's `Shard(0)` gives to rank `index`
+    of `degree`. Every rank has ceil(V / degree) rows until they run out, so the last ranks may have fewer, or none.
     """
     chunk = -(-vocab_size // degree)
     return min(index * chunk, vocab_size), min((index + 1) * chunk, vocab_size)
@@ -47,22 +36,14 @@ def vocabulary_range(vocab_size: int, degree: int, index: int) -> tuple[int, int
 def vocabulary_parallel_embedding(
     lookup: Callable[[Tensor], Tensor], ids: Tensor, start: int, stop: int, group: ProcessGroup | None
 ) -> Tensor:
-    """
-    Embeds tokens with a matrix whose rows are spread over a group (Megatron-LM, arXiv:1909.08053).
-
-    The output is replicated, so its gradient is full on every rank and is not summed. The lookup handles its
-    `padding_idx`, counted from `start`.
+    """Embeds tokens with a matrix whose rows are spread over a group (Megatron-LM, arXiv:1909.08053). The output
+    `[*ids.shape, H]` is replicated, so its gradient is full on every rank and is not summed.
 
     Args:
-        lookup (`Callable`): From local ids in `[0, stop - start)` to embeddings `[*ids.shape, H]`, as the model's own
-            embedding module computes them (with its scale, if it has one).
-        ids (`Tensor` of integers, any shape): Equal on every rank of the group.
-        start (`int`): First vocabulary row of this rank.
-        stop (`int`): The row after its last; equal to `start` if the rank has none.
-        group (`ProcessGroup` or `None`): The ranks that hold the vocabulary.
-
-    Returns:
-        `Tensor` of shape `[*ids.shape, H]`, equal on every rank of the group.
+        lookup (`Callable`): computes embeddings `[*ids.shape, H]` from local ids in `[0, stop - start)`, as the
+            model's own embedding module does, with its scale. It handles its `padding_idx`, counted from `start`.
+        ids (`Tensor` of integers, any shape): equal on every rank of the group.
+        start, stop (`int`): this rank's first vocabulary row, and the row after its last; equal if the rank has none.
     """
     if is_trivial(group):
         return lookup(ids)
@@ -78,7 +59,7 @@ def vocabulary_parallel_embedding(
 
 @dataclass(frozen=True, kw_only=True)
 class _Head:
-    """Options of a head and its loss; see [`linear_cross_entropy`]."""
+    """Holds the options of a head and its loss; see [`linear_cross_entropy`]."""
 
     start: int
     group: ProcessGroup | None
@@ -106,8 +87,8 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     recompute_logits_in_backward: bool = False,
 ) -> Tensor:
-    """
-    Returns the sum of the tokens' cross-entropies under a head whose vocabulary is spread over a group.
+    """Returns the sum of the tokens' cross-entropies under a head whose vocabulary is spread over a group. The sum is
+    an fp32 scalar (fp64 for fp64 input), equal on every rank of the group.
 
     The logits exist for `chunk_tokens` tokens at a time. The forward computes gradients by chunk, and the backward
     scales them, so that nothing of the size of the logits is saved; see `recompute_logits_in_backward`. Statistics are
@@ -119,28 +100,16 @@ def linear_cross_entropy(
     `transformers.trainer_pt_utils.LabelSmoother`.
 
     Args:
-        hidden (`Tensor` of shape `[T, H]`): Equal on every rank of the group; so is its gradient.
-        weight (`Tensor` of shape `[V/n, H]`): This rank's vocabulary rows, possibly none.
-        bias (`Tensor` of shape `[V/n]` or `None`): This rank's part.
-        targets (`Tensor` of shape `[T]`, int64): Token ids, or `ignore_index`; equal on every rank of the group.
-        start (`int`): First vocabulary row of this rank.
-        group (`ProcessGroup` or `None`): The ranks that hold the vocabulary.
-        vocab_size (`int`): V.
-        chunk_tokens (`int`): Number of tokens whose logits exist at a time.
-        logit_scale (`float`, *optional*, defaults to 1.0): Multiplier of the logits.
-        softcap (`float`, *optional*): Bound of the logits.
-        ignore_index (`int`, *optional*, defaults to -100): The target of tokens that do not count.
-        label_smoothing (`float`, *optional*, defaults to 0.0): The share of the uniform distribution in the target.
-        recompute_logits_in_backward (`bool`, *optional*, defaults to False): Whether the backward computes logits
-            again, and then the gradients. Without it each micro-batch in flight holds a gradient of
-            the size of the weight.
-
-    Returns:
-        `Tensor`, a scalar in fp32 (fp64 for fp64 input), equal on every rank of the group.
+        hidden (`Tensor` of shape `[T, H]`): equal on every rank of the group; so is its gradient.
+        weight (`Tensor` of shape `[V/n, H]`): this rank's vocabulary rows, possibly none.
+        bias (`Tensor` of shape `[V/n]` or `None`): this rank's part.
+        targets (`Tensor` of shape `[T]`, int64): token ids, or `ignore_index`; equal on every rank of the group.
+        start (`int`): first vocabulary row of this rank.
+        recompute_logits_in_backward (`bool`): whether the backward computes logits again, and then the gradients.
+            Without it each micro-batch in flight holds a gradient of the size of the weight.
 
     Raises:
-        ValueError: If `chunk_tokens` is not positive, or the shapes do not fit.
-        RuntimeError: If a target is neither a token nor `ignore_index` (on CUDA: a device-side assertion).
+        RuntimeError: if a target is neither a token nor `ignore_index` (on CUDA: a device-side assertion).
     """
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}, but a chunk has at least one token; use 1 or more.")
@@ -292,13 +261,13 @@ def _chunk_loss(logits: Tensor, targets: Tensor, head: _Head, *, gradient: bool)
 
 @dataclass(frozen=True, kw_only=True)
 class _Statistics:
-    """Statistics of each token over a part of the vocabulary, all `[C]`.
+    """Holds statistics of each token over a part of the vocabulary, all `[C]`.
 
     Attributes:
-        top: The largest logit.
-        total: The sum of exp(logit - top).
-        target: The target's logit; 0 if this part does not have it.
-        mean: The sum of logits divided by V; 0 without label smoothing.
+        top: the largest logit.
+        total: the sum of exp(logit - top).
+        target: the target's logit; 0 if this part does not have it.
+        mean: the sum of logits divided by V; 0 without label smoothing.
     """
 
     top: Tensor
@@ -347,21 +316,9 @@ class _GatherLocalLogits(torch.autograd.Function):
 
 
 def gather_local_logits(logits: Tensor, group: ProcessGroup | None, *, vocab_size: int) -> Tensor:
-    """
-    Exchanges logits of all rows over a part of the vocabulary for those of the rank's own rows over all of it.
-
-    It is differentiable. The gradient of `logits` is whole, because one rank alone uses each logit.
-
-    Args:
-        logits (`Tensor` of shape `[B, S, V/n]`): All rows of the group under this rank's vocabulary range.
-        group (`ProcessGroup` or `None`): The n ranks that hold the vocabulary.
-        vocab_size (`int`): V.
-
-    Returns:
-        `Tensor` of shape `[B', S, V]`: Rows `[k*B//n, (k+1)*B//n)` on the group's rank k.
-
-    Raises:
-        ValueError: If the last dimension is not this rank's vocabulary range.
+    """Exchanges logits `[B, S, V/n]` of all rows, under this rank's vocabulary range, for those of the rank's own
+    rows. The result is `[B', S, V]`, with rows `[k*B//n, (k+1)*B//n)` on the group's rank k. It is differentiable. The
+    gradient of `logits` is whole, because one rank alone uses each logit.
     """
     if is_trivial(group):
         return logits

@@ -42,18 +42,11 @@ class StreamPosition:
 
 
 class ModelRunner:
-    """Runs a parallelised [`PreTrainedModel`], whose `forward` it replaces.
-
-    Every rank calls it with the same whole micro-batch. With labels the loss is the sum over the micro-batch's targets
-    divided by `num_items_in_batch` (default: their number), the same on all ranks. Logits are those of the rank's own
-    rows, [`ModelRunner.local_rows`]. A pipeline calls [`ModelRunner.micro_batch`] and [`ModelRunner.run`] instead.
-
-    Args:
-        model ([`PreTrainedModel`]): the model.
-        resolved ([`ResolvedPlan`]): its plan.
-        mesh ([`StageMesh`]): the ranks of this rank's stages.
-        current ([`CurrentMicroBatch`]): shared with the layers.
-        stages (`list[StageModule]`): this rank's stages.
+    """Runs a parallelised [`PreTrainedModel`], whose `forward` it replaces. Every rank calls it with the same whole
+    micro-batch. With labels the loss is the sum over the micro-batch's targets divided by `num_items_in_batch`
+    (default: their number), the same on all ranks. Logits are those of the rank's own rows,
+    [`ModelRunner.local_rows`]. A pipeline calls [`ModelRunner.micro_batch`] and [`ModelRunner.run`] instead. `current`
+    is shared with the layers; `mesh` and `stages` are those of this rank.
     """
 
     def __init__(
@@ -68,13 +61,8 @@ class ModelRunner:
         self.loss, self.position = stages[0].adapter.loss, StreamPosition()
 
     def __call__(self, input_ids: torch.Tensor, **inputs) -> ModelOutput:
-        """Runs one micro-batch; arguments as for [`ModelRunner.micro_batch`].
-
-        Returns:
-            [`~transformers.utils.ModelOutput`]: `loss` (fp32 scalar) and `logits` [own rows, S, V].
-
-        Raises:
-            ValueError: for inputs without a layout, or if the plan has several pipeline stages.
+        """Runs one micro-batch; arguments as for [`ModelRunner.micro_batch`]. Returns `loss` (fp32 scalar) and
+        `logits` [own rows, S, V]. Refuses inputs without a layout, and plans with several pipeline stages.
         """
         if self.resolved.is_pipeline:
             raise ValueError(
@@ -213,9 +201,8 @@ class ModelRunner:
         return HeadRequest(targets=targets, logits=batch.options.logits, label_smoothing=batch.options.label_smoothing)
 
     def local_rows(self, rows: int) -> slice:
-        """Returns the rows whose logits this rank gets of a micro-batch of `rows` rows, without padding.
-
-        With fewer rows than ranks the last ranks get none: their logits are those of padding.
+        """Returns the rows whose logits this rank gets of a micro-batch of `rows` rows, without padding. With fewer
+        rows than ranks the last ranks get none: their logits are those of padding.
         """
         padded, tensor = max(rows, self.mesh.size), self.resolved.head.strategy.tensor
         group = self.resolved.end_layouts(padded).head.rectangle(self.mesh.index, padded, 1)
@@ -224,11 +211,8 @@ class ModelRunner:
         return slice(min(start, rows), min(stop, rows))
 
     def local_part(self, tensor: torch.Tensor, fill: int | None = None) -> torch.Tensor:
-        """Returns the rows of a tensor of the whole micro-batch that belong to this rank's logits.
-
-        Args:
-            tensor (`torch.Tensor`): [B, S].
-            fill (`int`, *optional*): value of padding rows; by default they repeat the last row.
+        """Returns the rows of `tensor` [B, S], a whole micro-batch, that belong to this rank's logits. Padding rows
+        have the value `fill`; by default they repeat the last row.
         """
         tensor = add_rows(tensor, self.mesh.size, fill)
         return tensor[self.local_rows(tensor.shape[0])]
@@ -237,7 +221,6 @@ class ModelRunner:
         self, total: torch.Tensor, num_items: torch.Tensor | int, replicas: int, whole: bool
     ) -> torch.Tensor:
         """Returns a loss with the gradient of this rank's rows, and the value of its part or (`whole`) of all parts.
-
         Replicas hold the same rows, and each has their full gradient: the value alone is divided by their number.
         Without targets the value is NaN and the gradient is zero, as in the family's own loss.
         """

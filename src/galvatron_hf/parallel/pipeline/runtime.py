@@ -1,10 +1,9 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a pipeline schedule on this rank's stages.
-
-`torch.distributed.pipelining` gives the orders of work (see `galvatron_hf/plan/schedule.py`) and the split of the
-backward for zero-bubble schedules. Its runtime is not used: it keeps every receive buffer, send and loss graph of a
-step, needs one shape for all micro-batches, and treats all FSDP2 units of a stage in one way.
+"""Runs a pipeline schedule on this rank's stages. `torch.distributed.pipelining` gives the orders of work (see
+`galvatron_hf/plan/schedule.py`) and the split of the backward for zero-bubble schedules. Its runtime is not used. It
+keeps every receive buffer, send and loss graph of a step. It needs one shape for all micro-batches, and treats all
+FSDP2 units of a stage in one way.
 """
 
 from __future__ import annotations
@@ -55,12 +54,11 @@ class _Transfer:
 
 @dataclass(kw_only=True)
 class _InFlight:
-    """The tensors that a stage keeps of a micro-batch from its forward to its backward.
+    """Holds the tensors that a stage keeps of a micro-batch from its forward to its backward.
 
     Attributes:
         received (`Tensors`, *optional*): the state before the stage, leaves; None at the first stage.
-        result (`Tensors`): the state after the stage, or the loss alone.
-        sent ([`_Transfer`], *optional*): the transfer of `result`.
+        result (`Tensors`): the state after the stage, or the loss alone; `sent` transfers it.
         weight_gradients (`Callable`, *optional*): the second half of a split backward.
     """
 
@@ -72,7 +70,7 @@ class _InFlight:
 
 @dataclass(kw_only=True)
 class _Step:
-    """The state of one step; keys are (stage, micro-batch)."""
+    """Holds the state of one step; keys are (stage, micro-batch)."""
 
     batches: Sequence[MicroBatch]
     loss_of: LossOfOutput | None
@@ -86,21 +84,15 @@ class _Step:
 
 
 class Pipeline:
-    """This rank's part of a pipeline.
+    """Runs this rank's part of a pipeline.
 
     Args:
-        shape ([`PipelineShape`]): schedule and stages.
-        pipeline_rank (`int`): the pipeline rank that this rank belongs to.
-        stages (`dict[int, StageModule]`): its stages.
-        units ([`ShardedUnits`]): their units.
-        forward ([`ModelRunner`]): runs a stage.
         group (`ProcessGroup`): the ranks with this rank's index in each pipeline rank.
         pairs (`dict[int, Sequence[ProcessGroup]]`): for each pipeline rank that this one talks to, the two ranks with
-            this rank's index, once for activations and once for gradients. No transfer waits for another pair or
+            this rank's index. One group is for activations, one for gradients. No transfer waits for another pair or
             direction: one communicator of a GPU runs its transfers in turn, and some schedules would stand still.
         state_features (`Mapping[str, int]`): the features of each tensor of the state between two stages.
-        dtype (`torch.dtype`): their format.
-        timeline ([`Timeline`]): records when each action begins and ends.
+        dtype (`torch.dtype`): the format of these tensors.
     """
 
     def __init__(
@@ -155,18 +147,13 @@ class Pipeline:
 
     @property
     def has_last(self) -> bool:
-        """True on ranks of the last stage, which makes losses and logits."""
+        """Returns True on ranks of the last stage, which makes losses and logits."""
         return self.shape.stages - 1 in self.stages
 
     def train(self, batches: Sequence[MicroBatch], loss_of: LossOfOutput) -> list[torch.Tensor]:
-        """Runs forward and backward of a step's micro-batches; collective.
-
-        Args:
-            batches (`Sequence[MicroBatch]`): the same on all ranks; shapes may differ.
-            loss_of (`Callable`): this rank's part of a micro-batch's loss, from its index and the last stage's output.
-
-        Returns:
-            `list[torch.Tensor]`: the losses, detached; empty on ranks without the last stage.
+        """Runs forward and backward of a step's micro-batches, which are the same on all ranks; collective. Shapes may
+        differ. `loss_of` returns this rank's part of a micro-batch's loss, from its index and the last stage's output.
+        Returns the losses, detached; none on ranks without the last stage.
         """
         step = _Step(batches=batches, loss_of=loss_of, left=dict.fromkeys(self.stages, len(batches)))
         self._run(step, actions(self.shape, len(batches))[self.pipeline_rank])
@@ -175,10 +162,8 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> list[ModelOutput]:
-        """Runs the forward of micro-batches; collective.
-
-        Returns:
-            `list[ModelOutput]`: the last stage's outputs; empty on ranks without it.
+        """Runs the forward of micro-batches; returns the last stage's outputs, none on ranks without that stage.
+        Collective.
         """
         step = _Step(batches=batches, loss_of=None)
         forward = (Work.FORWARD, Work.SEND_FORWARD, Work.RECEIVE_FORWARD)

@@ -35,17 +35,9 @@ class StageInput(nn.Module):
 
 
 class StageModule(nn.Module):
-    """Runs the layers of a stage inside the family's own base model; the root of the stage's FSDP2 units.
-
-    The base model's lists of layers keep their length, because a family may count its layers: identities replace the
-    layers of other stages.
-
-    Args:
-        model ([`PreTrainedModel`]): the model, with the modules of this rank's stages.
-        adapter ([`ModelAdapter`]): the adapter of its family.
-        mesh ([`StageMesh`]): the ranks of the stage.
-        current ([`CurrentMicroBatch`]): the micro-batch that it computes; shared with the layers.
-        resolved ([`ResolvedStage`]): its place in the pipeline, and its layers.
+    """Runs the layers of a stage inside the family's own base model; the root of the stage's FSDP2 units. The base
+    model's lists of layers keep their length, because a family may count its layers: identities replace the layers of
+    other stages.
     """
 
     def __init__(
@@ -88,13 +80,13 @@ class StageModule(nn.Module):
         """Runs the current micro-batch.
 
         Args:
-            received ([`LayerState`], *optional*): this rank's part of the state at the boundary before this stage;
-                None at the first stage.
+            received ([`LayerState`], *optional*): this rank's part of the state before this stage; None at the first
+                stage.
             request ([`HeadRequest`], *optional*): what the head computes; None except at the last stage.
 
         Returns:
-            [`LayerState`]: this rank's part of the state at the boundary after this stage, or at the last stage
-                `tuple`: the output of [`Head`].
+            [`LayerState`] or `tuple`: this rank's part of the state after this stage, or at the last stage the output
+                of [`Head`].
         """
         batch, states = self.current.value, self.states(received)
         self.current.location = "head" if self.is_last else "exit"

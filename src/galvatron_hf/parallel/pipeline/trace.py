@@ -24,10 +24,9 @@ _UNMEASURED = contextlib.nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Holds an action with its begin and end in seconds since the epoch, and its step.
-
-    The span of a receive is the time that the rank waited for it, that of a send the time that starting it took.
-    Transfers run during the computation.
+    """Holds an action with its begin and end in seconds since the epoch, and its step. The span of a receive is the
+    time that the rank waited for it, that of a send the time that starting it took. Transfers run during the
+    computation.
     """
 
     action: Action
@@ -37,13 +36,8 @@ class Span:
 
 
 class Timeline:
-    """Measures a rank's actions if it is on; otherwise it records the current action alone, at almost no cost.
-
-    On a GPU each span waits for the device, which makes training slower.
-
-    Args:
-        device (`torch.device`): the device of the actions.
-        spans_kept (`int`): the number of latest spans that are kept.
+    """Measures a rank's actions if it is on; otherwise it records the current action alone, at almost no cost. On a
+    GPU each span waits for the device, which makes training slower. The latest `spans_kept` spans are kept.
     """
 
     def __init__(self, device: torch.device, spans_kept: int = SPANS_KEPT):
@@ -54,7 +48,6 @@ class Timeline:
         self.spans: deque[Span] = deque(maxlen=spans_kept)
 
     def span(self, action: Action) -> contextlib.AbstractContextManager[None]:
-        """Measures the body, which performs `action`."""
         self.action = action
         return self._measured(action) if self.on else _UNMEASURED
 
@@ -70,10 +63,9 @@ class Timeline:
         return time.time()
 
     def write(self, folder: str | os.PathLike) -> None:
-        """Writes the spans of all ranks into `folder/timeline.json`; collective.
-
-        Each rank is a process of the trace, and each of its stages a thread. Times come from the hosts' clocks and
-        count from the first span. The file has the steps of which every rank keeps all spans.
+        """Writes the spans of all ranks into `folder/timeline.json`; collective. Each rank is a process of the trace,
+        and each of its stages a thread. Times come from the hosts' clocks and count from the first span. The file has
+        the steps of which every rank keeps all spans.
         """
         gathered: list[tuple[int, list[Span]]] | None = [(0, [])] * dist.get_world_size()
         gathered = gathered if dist.get_rank() == 0 else None
@@ -96,10 +88,9 @@ class Timeline:
 
 
 def trace_events(by_rank: Sequence[Iterable[Span]]) -> list[dict]:
-    """Returns the spans of each rank as events of Chrome's trace format, with times in microseconds.
-
-    Process and thread numbers begin at 1 and are distinct: Perfetto takes 0 for the idle task, and a thread with the
-    number of its process for the main thread.
+    """Returns the spans of each rank as events of Chrome's trace format, with times in microseconds. Process and
+    thread numbers begin at 1 and are distinct. Perfetto takes 0 for the idle task, and a thread with the number of its
+    process for the main thread.
     """
     spans = [(rank, span) for rank, own in enumerate(by_rank) for span in own]
     first = min((span.begin for _, span in spans), default=0.0)

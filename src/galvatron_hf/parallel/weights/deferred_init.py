@@ -1,10 +1,9 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Replays a family's initialisation one weight at a time, with the random numbers of plain construction.
-
-Construction writes every weight in place: when its module is made, and again in the family's `_init_weights`. The
-writes are recorded on the meta device, which costs no memory. They are then run in their order with memory for one
-weight at a time.
+"""Replays a family's initialisation one weight at a time, with the random numbers of plain construction. Construction
+writes every weight in place: when its module is made, and again in the family's `_init_weights`. The writes are
+recorded on the meta device, which costs no memory. They are then run in their order with memory for one weight at a
+time.
 """
 
 from __future__ import annotations
@@ -33,12 +32,8 @@ _OVERWRITES = ("zero_", "fill_", "copy_")
 
 @dataclass(frozen=True, kw_only=True)
 class _Write:
-    """One in-place operation on a meta tensor, which may be a view of a weight.
-
-    Attributes:
-        operation (`OpOverload`): the operator.
-        target (`torch.Tensor`): the meta tensor; it keeps its storage alive, whose address identifies the weight.
-        arguments, options: the other arguments of the operator.
+    """Records one in-place operation on a meta tensor, which may be a view of a weight. `target` keeps its storage
+    alive, whose address identifies the weight.
     """
 
     operation: OpOverload
@@ -56,7 +51,7 @@ class _Write:
 
     @property
     def overwrites(self) -> bool:
-        """True if the operation replaces the whole content of the storage."""
+        """Returns True if the operation replaces the whole content of the storage."""
         whole = self.target.numel() * self.target.itemsize == self.target.untyped_storage().nbytes()
         return whole and (self.is_random or self.operation.overloadpacket.__name__ in _OVERWRITES)
 
@@ -104,7 +99,7 @@ class _Recorder(TorchDispatchMode):
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """A family's model without memory for weights, and the recorded initialisation of its weights.
+    """Holds a family's model without memory for weights, and the recorded initialisation of its weights.
 
     Attributes:
         model ([`PreTrainedModel`]): the model, with parameters on the meta device and buffers on the CPU.
@@ -132,14 +127,9 @@ class Template:
         return next((names for names in self.names.values() if name in names), (name,))
 
     def initial_values(self, only: set[str] | None = None) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-        """Yields the initial value of each weight, drawn from the CPU's default generator.
-
-        Args:
-            only (`set[str]`, *optional*): names of the weights that are missing after loading. Random numbers are
-                then drawn for these weights alone. By default all numbers of plain construction are drawn.
-
-        Yields:
-            `tuple`: the names of a weight and its value, whose memory is reused after the next `next`.
+        """Yields the names of each weight and its initial value, whose memory is reused after the next `next`. Values
+        are drawn from the CPU's default generator. By default all numbers of plain construction are drawn. `only`
+        names the weights that are missing after loading; numbers are then drawn for these alone.
 
         Raises:
             ValueError: if the family does not write one of the weights as a whole.

@@ -43,17 +43,14 @@ def save_state(
     background: dist.ProcessGroup | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Future | None:
-    """Writes the weights and the optimizer's state as safetensors; each rank writes its own pieces; collective.
+    """Writes the weights and the optimizer's state as safetensors into `folder`, which is created if needed;
+    collective. Each rank writes its own pieces.
 
     Args:
-        folder (`str` or `os.PathLike`): created if needed.
         complete (`Callable`, *optional*): called on rank 0 with the files by name, once all pieces are on disk.
         background (`ProcessGroup`, *optional*): a group of all ranks with a CPU backend, used for nothing else. The
-            state is copied, and written while the caller continues.
+            state is copied, and written while the caller continues; the returned `Future` gives the result.
         max_file_bytes (`int`): bytes of tensors in one file.
-
-    Returns:
-        `Future`: the result of writing in the background; None without `background`.
 
     Raises:
         ValueError: if the optimizer's state has values other than tensors and numbers.
@@ -94,15 +91,8 @@ def load_state(
     *,
     weights: bool = True,
 ) -> None:
-    """Loads the files of [`save_state`], written under any plan and world size; collective.
-
-    Args:
-        parallel ([`ParallelModel`]): the model, of the same family and size.
-        optimizer (`torch.optim.Optimizer`, *optional*): with the same kind of state; None loads no optimizer.
-        weights (`bool`): whether to load the weights.
-
-    Raises:
-        ValueError: on every rank, if the checkpoint is of another model or cannot be read.
+    """Loads the files of [`save_state`], written under any plan and world size; collective. The optimizer must have
+    the same kind of state. Every rank raises ValueError if the checkpoint is of another model or cannot be read.
     """
     tensors, state = on_every_rank(lambda: _to_load(parallel, optimizer is not None, folder, weights))
     _read(tensors, folder)
@@ -139,13 +129,8 @@ def _to_load(
 def load_plain_state(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer | None, folder: str | os.PathLike
 ) -> None:
-    """Loads the files of [`save_state`] into a plain model and its optimizer, without a process group.
-
-    Args:
-        optimizer (`torch.optim.Optimizer`, *optional*): its optimizer, with the same kind of state.
-
-    Raises:
-        ValueError: if the checkpoint is of another model.
+    """Loads the files of [`save_state`] into a plain model and its optimizer, without a process group. The optimizer
+    must have the same kind of state. Refuses a checkpoint of another model.
     """
     fused = FusedNames.from_model(model, adapter_for(model))
     stored = stored_tensors(folder)
@@ -220,10 +205,8 @@ def _optimizer_entries(stored: Mapping[str, TensorStorageMetadata]) -> Iterator[
 
 
 def stored_tensors(folder: str | os.PathLike) -> dict[str, TensorStorageMetadata]:
-    """Returns the tensors in the files of [`save_state`] by name; reads only the headers.
-
-    Raises:
-        ValueError: if a file cannot be read.
+    """Returns the tensors in the files of [`save_state`] by name; reads only the headers. Refuses files that cannot be
+    read.
     """
     with _damage_told(folder):
         return dict(StateReader(folder).read_metadata().state_dict_metadata)
@@ -338,11 +321,8 @@ def whole_weights(parallel: ParallelModel) -> dict[str, torch.Tensor]:
 def plain_model(
     parallel: ParallelModel, weights: dict[str, torch.Tensor], device: torch.device | None = None
 ) -> PreTrainedModel:
-    """Returns the family's own model with whole weights, in evaluation mode.
-
-    Args:
-        weights (`dict[str, torch.Tensor]`): result of [`whole_weights`] on rank 0.
-        device (`torch.device`, *optional*): defaults to that of the parallel model.
+    """Returns the family's own model in evaluation mode; `weights` is the result of [`whole_weights`] on rank 0.
+    `device` is by default that of the parallel model.
     """
     with no_init_weights():
         model = parallel.family(parallel.model.config)
@@ -354,10 +334,8 @@ def plain_model(
 
 
 def _named_state(parallel: ParallelModel) -> dict[str, torch.Tensor]:
-    """Returns weights and persistent buffers of this rank's stages, named as in the whole model's `state_dict`.
-
-    Tied weights appear under each of their names. A head's copy on a stage without the embedding has the embedding's
-    name.
+    """Returns weights and persistent buffers of this rank's stages, named as in the whole model's `state_dict`. Tied
+    weights appear under each of their names. A head's copy on a stage without the embedding has the embedding's name.
     """
     # After a forward without a backward some weights are still gathered, and cast to the compute dtype.
     parallel.units.reshard()

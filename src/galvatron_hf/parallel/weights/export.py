@@ -78,10 +78,8 @@ def export(
 
 
 def _model(checkpoint: Path, dtype: torch.dtype, most_layers: int) -> transformers.PreTrainedModel:
-    """Returns the model of a checkpoint's configuration on the meta device.
-
-    Raises:
-        ValueError: if the configuration is not valid, or has more layers than the checkpoint has tensors.
+    """Returns the model of a checkpoint's configuration on the meta device. Refuses a configuration that is not valid,
+    or has more layers than the checkpoint has tensors.
     """
     try:
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)

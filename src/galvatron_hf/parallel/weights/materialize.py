@@ -22,11 +22,7 @@ from galvatron_hf.parallel.weights.sources import FamilyWeights, WeightPiece, We
 
 
 def on_meta(model: nn.Module) -> bool:
-    """Returns True if all weights of a model are on the meta device.
-
-    Raises:
-        ValueError: if only some are.
-    """
+    """Returns True if all weights of a model are on the meta device; refuses a model of which only some are."""
     meta = {name: parameter.is_meta for name, parameter in model.named_parameters()}
     if len(set(meta.values())) > 1:
         real = next(name for name, is_meta in meta.items() if not is_meta)
@@ -39,12 +35,8 @@ def on_meta(model: nn.Module) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class EmptyModel:
-    """A model on the meta device with the source of its weights.
-
-    Attributes:
-        source ([`WeightSource`]): gives the weights.
-        template ([`Template`]): the family's own model.
-        device (`torch.device`): device of the weights.
+    """Holds the source of the weights of a model on the meta device, the family's own model, and the weights'
+    device.
     """
 
     source: WeightSource
@@ -91,9 +83,7 @@ def materialize(model: PreTrainedModel, units: ShardedUnits, template: Template,
 
 def load_pretrained_weights(parallel: ParallelModel, folder: str | os.PathLike) -> None:
     """Loads the weights of a Hugging Face folder into a parallelised model; each rank reads its pieces; collective.
-
-    Raises:
-        ValueError: on every rank, if the folder has no safetensors or lacks a weight.
+    Every rank raises ValueError if the folder has no safetensors or lacks a weight.
     """
     parallel.units.reshard()
     dtype = next(parallel.model.parameters()).dtype

@@ -17,7 +17,7 @@ from galvatron_hf.plan.validation import show
 
 @dataclass(kw_only=True)
 class NamedOptimizerState:
-    """The state of an optimizer by weight.
+    """Holds the state of an optimizer by weight.
 
     Attributes:
         tensors (`dict[str, dict[str, torch.Tensor]]`): by kind ("exp_avg") and weight's name, a tensor of the weight's
@@ -34,10 +34,8 @@ class NamedOptimizerState:
     def from_optimizer(
         cls, optimizer: torch.optim.Optimizer, names: Mapping[int, str], fused: FusedNames
     ) -> NamedOptimizerState:
-        """Reads an optimizer; `names` gives this runtime's name of a parameter by its `id`.
-
-        Raises:
-            ValueError: if a state is neither a tensor nor a number.
+        """Reads an optimizer, whose state must be tensors and numbers. `names` gives this runtime's name of a
+        parameter by its `id`.
         """
         state = cls()
         for group in optimizer.param_groups:
@@ -53,13 +51,8 @@ class NamedOptimizerState:
     def from_file(
         cls, path: str | os.PathLike, names: Sequence[Sequence[str]], fused: FusedNames
     ) -> NamedOptimizerState:
-        """Reads an `optimizer.pt` of a plain model, which numbers weights by their position in the groups.
-
-        Args:
-            names (`Sequence[Sequence[str]]`): the family's names of each group's weights, in order.
-
-        Raises:
-            ValueError: if the groups have other sizes.
+        """Reads an `optimizer.pt` of a plain model, which numbers weights by their position in the groups. `names` has
+        the family's names of each group's weights, in order; other sizes of the groups are refused.
         """
         saved = torch.load(path, map_location="cpu", weights_only=True)
         sizes = [len(group["params"]) for group in saved["param_groups"]]
@@ -98,10 +91,8 @@ class NamedOptimizerState:
         )
 
     def load_into(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], fused: FusedNames) -> None:
-        """Loads the state into an optimizer with any parameter groups.
-
-        Raises:
-            ValueError: if the state lacks a weight of the optimizer.
+        """Loads the state into an optimizer with any parameter groups; refuses a state that lacks one of its
+        weights.
         """
         state, groups, index, given = {}, [], 0, set()
         for group in optimizer.param_groups:
@@ -143,21 +134,13 @@ class NamedOptimizerState:
 
 
 def options_from_json(groups: Any) -> dict[str, dict[str, Any]]:
-    """Returns the options by weight from [`NamedOptimizerState.options_json`].
-
-    Raises:
-        ValueError: if the value has another form.
-    """
+    """Returns the options by weight from [`NamedOptimizerState.options_json`]; refuses values of another form."""
     check_groups(groups, "options")
     return {name: group["options"] for group in groups for name in group["names"]}
 
 
 def numbers_from_json(numbers: Any) -> dict[str, dict[str, int | float]]:
-    """Checks and returns [`NamedOptimizerState.numbers`] read from a file.
-
-    Raises:
-        ValueError: if the value has another form.
-    """
+    """Checks and returns [`NamedOptimizerState.numbers`] read from a file; refuses values of another form."""
     kinds = list(numbers.values()) if isinstance(numbers, dict) else [None]
     if not all(isinstance(kind, dict) and all(type(n) in (int, float) for n in kind.values()) for kind in kinds):
         raise ValueError(f"numbers is {show(numbers)}, which is not the state of an optimizer: use another checkpoint")

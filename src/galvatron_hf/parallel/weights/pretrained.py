@@ -32,7 +32,6 @@ _REFUSED = {
 
 def pretrained_on_meta(name: str | os.PathLike, **options: Any) -> tuple[PreTrainedModel, WeightFiles]:
     """Builds the causal language model of a folder or an id on the Hub on the meta device, and finds its weights.
-
     Collective: rank 0 resolves and downloads before the others.
 
     Args:

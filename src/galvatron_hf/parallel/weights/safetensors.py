@@ -30,7 +30,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """A tensor of a safetensors file."""
+    """Locates a tensor of a safetensors file."""
 
     file: str
     key: str
@@ -38,10 +38,8 @@ class StoredTensor:
     dtype: torch.dtype | None
 
     def read_into(self, target: torch.Tensor, region: tuple[slice, ...], dtype: torch.dtype | None = None) -> None:
-        """Reads the region into `target`, rounding to `dtype` first.
-
-        The file is opened for this tensor alone, because mapped pages count as memory of the process until it is
-        closed.
+        """Reads the region into `target`, rounding to `dtype` first. The file is opened for this tensor alone, because
+        mapped pages count as memory of the process until it is closed.
         """
         if target.numel():
             with safe_open(self.file, framework="pt") as file:
@@ -53,13 +51,8 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFiles:
-    """Reads weights from the safetensors files of a Hugging Face folder.
-
-    Attributes:
-        name (`str`): the folder or the id on the Hub, for messages.
-        files (`tuple[str, ...]`): paths of the files.
-        dtype (`torch.dtype`, *optional*): as in [`WeightSource`].
-        key_mapping (`Mapping[str, str]`, *optional*): as for `from_pretrained`.
+    """Reads weights from the safetensors files of a Hugging Face folder. `name`, the folder or the id on the Hub,
+    serves messages. `dtype` is that of [`WeightSource`], `key_mapping` that of `from_pretrained`.
     """
 
     name: str
@@ -69,14 +62,9 @@ class WeightFiles:
 
     @classmethod
     def find(cls, name: str | os.PathLike, *, variant: str | None = None, **options: Any) -> WeightFiles:
-        """Finds the files of a folder or of an id on the Hub; collective, rank 0 downloads first.
-
-        Args:
-            variant (`str`, *optional*): as for `from_pretrained`.
-            options: `revision`, `subfolder`, `cache_dir`, `token` and so on, as for `from_pretrained`.
-
-        Raises:
-            ValueError: if there are no safetensors files.
+        """Finds the safetensors files of a folder or of an id on the Hub, and refuses one without; collective, rank 0
+        downloads first. `variant` and the options (`revision`, `subfolder`, `cache_dir`, `token` and so on) are those
+        of `from_pretrained`.
         """
         name = os.fspath(name)
         return cls(name=name, files=on_every_rank(lambda: find_files(name, variant, options), rank_0_first=True))
@@ -106,10 +94,9 @@ class WeightFiles:
             stored.read_into(piece.tensor, piece.region, self.dtype)
 
     def _sources(self, template: Template) -> dict[str, StoredTensor]:
-        """Returns the stored tensor of every weight and persistent buffer, under each of its names.
-
-        A weight that the family allows to be missing has none, and neither has a head if the files are a base model's.
-        Such weights are initialised.
+        """Returns the stored tensor of every weight and persistent buffer, under each of its names. A weight that the
+        family allows to be missing has none, and neither has a head if the files are a base model's. Such weights are
+        initialised.
 
         Raises:
             ValueError: if a weight of the base model is missing, has another shape, or needs a conversion.

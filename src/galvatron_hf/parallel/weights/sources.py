@@ -16,12 +16,8 @@ from galvatron_hf.parallel.weights.deferred_init import Template
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPiece:
-    """The piece of a weight that this rank holds.
-
-    Attributes:
-        name (`str`): name of the weight in the family's files, for example "transformer.h.0.attn.c_attn.weight".
-        region (`tuple[slice, ...]`): position of the piece inside the weight.
-        tensor (`torch.Tensor`): memory of the piece.
+    """Holds the memory of the piece of a weight that this rank has; `region` is its position inside the weight. `name`
+    is that of the family's files, for example "transformer.h.0.attn.c_attn.weight".
     """
 
     name: str
@@ -34,7 +30,9 @@ class WeightSource(Protocol):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The format to which values are rounded before they are copied into the parameters; None for no rounding."""
+        """Returns the format to which values are rounded before they are copied into the parameters; None for no
+        rounding.
+        """
 
     def fill(self, template: Template, pieces: list[WeightPiece]) -> None:
         """Writes the values of this rank's pieces; collective."""
@@ -64,10 +62,8 @@ class LaterWeights:
 
 @torch.no_grad()
 def fill_with_initial_values(template: Template, pieces: list[WeightPiece], only: set[str] | None = None) -> None:
-    """Fills pieces with the family's initial values, drawn from the CPU generator of rank 0; collective.
-
-    Args:
-        only (`set[str]`, *optional*): names of the weights to fill, see [`Template.initial_values`].
+    """Fills pieces with the family's initial values, drawn from the CPU generator of rank 0; collective. `only` names
+    the weights to fill, see [`Template.initial_values`].
     """
     state = [torch.get_rng_state()]
     dist.broadcast_object_list(state, src=0)
