@@ -13,9 +13,10 @@ import scipy.optimize
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceCost:
-    """Seconds that a sequence of s tokens adds to a packed micro-batch: `a * s + b * s**2 + c` (arXiv 2412.07894).
-    `per_token` (a) is the cost of projections, MLP, embedding and head, `per_token_squared` (b) that of attention,
-    `per_sequence` (c) that of a sequence of any length. A negative or infinite coefficient raises ValueError.
+    """Gives the seconds that a sequence of s tokens adds to a packed micro-batch: `a * s + b * s**2 + c` (arXiv
+    2412.07894). `per_token` (a) is the cost of projections, MLP, embedding and head, `per_token_squared` (b) that of
+    attention. `per_sequence` (c) is that of a sequence of any length. A negative or infinite coefficient raises
+    ValueError.
     """
 
     per_token: float

@@ -17,13 +17,13 @@ from galvatron_hf.data.placement import place
 
 @dataclass(frozen=True, kw_only=True)
 class DataWorkload:
-    """Settings of a forecast.
+    """Holds the settings of a forecast.
 
     Args:
         batch_size (`int`): sequences in a global batch, a multiple of `ranks`.
         ranks (`int`): number of data ranks.
-        max_tokens (`int`, *optional*): tokens of a rank in one micro-batch, padding included; by default enough for a
-            rank's share of a batch of the longest sequences.
+        max_tokens (`int`, *optional*): tokens of a rank in one micro-batch, padding included. By default they suffice
+            for a rank's share of a batch of the longest sequences.
         steps (`int`): number of global batches to predict.
         seed (`int`): seed of the sampler's order and of the choice of batches.
     """
@@ -65,7 +65,7 @@ class DataWorkload:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """Prediction for one way to batch. Ranks wait for each other at every micro-batch, as with sharded weights.
+    """Predicts one way to batch. Ranks wait for each other at every micro-batch, as with sharded weights.
 
     Args:
         mode (`str`): "padded", "grouped" or "packed".
@@ -85,7 +85,7 @@ class Forecast:
 
     @property
     def speed(self) -> float:
-        """Useful tokens per unit of time."""
+        """Returns the useful tokens per unit of time."""
         return self.useful_tokens / self.cost
 
 

@@ -74,7 +74,7 @@ def _list_lengths(column: pa.ChunkedArray) -> np.ndarray | None:
 
 
 class LookAhead(Iterator):
-    """An iterator with `peek`, which reads the next items before they are taken, and no further. An error of the
+    """Adds `peek` to an iterator, which reads the next items before they are taken, and no further. An error of the
     source is raised when the item in its place is taken.
     """
 

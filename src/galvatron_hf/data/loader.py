@@ -20,8 +20,8 @@ from galvatron_hf.utils.compat import register_dataloader, unregister_dataloader
 
 
 class RankBatch(dict):
-    """A rank's rows of a global batch; the attribute `whole` is the global batch. Trainer sums over ranks what it
-    counts in each rank's rows (tokens seen, FLOPs), so each row is counted once.
+    """Holds a rank's rows of a global batch; the attribute `whole` is the global batch. Trainer sums over ranks what
+    it counts in each rank's rows (tokens seen, FLOPs), so each row is counted once.
     """
 
     def __init__(self, rows: dict[str, Any], whole: dict[str, Any]):

@@ -23,8 +23,8 @@ def named_lengths(
     """Returns the number of tokens of every row of a dataset, int64 [rows].
 
     Args:
-        name (`str`): a folder written by `save_to_disk`; a `.parquet`, `.json`, `.jsonl` or `.arrow` file of rows; any
-            other file, with one length in each line; or an id on the Hub.
+        name (`str`): a folder written by `save_to_disk`, an id on the Hub, or a file. A `.parquet`, `.json`, `.jsonl`
+            or `.arrow` file has rows; any other file has one length in each line.
         split (`str`, *optional*): a split as in `load_dataset`; `train` if absent.
         column (`str`, *optional*): name of the column of token ids.
         config (`str`, *optional*): configuration of a dataset on the Hub.

@@ -30,7 +30,7 @@ class NotPackable(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """The documents of a global batch, concatenated in the batch's order without padding.
+    """Holds the documents of a global batch, concatenated in the batch's order without padding.
 
     Attributes:
         input_ids, targets, position_ids (`torch.Tensor`): [T], int64, on the CPU; a target is the token to predict at
@@ -49,7 +49,7 @@ class Sequences:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each document, [n]."""
+        """Returns the tokens of each document, [n]."""
         return np.diff(self.bounds)
 
     @classmethod
@@ -70,8 +70,8 @@ class Sequences:
 
 def unpad(batch: Mapping[str, Any]) -> Sequences:
     """Returns the documents of a collated batch: [B, S] tensors `input_ids`, `labels` or `shift_labels`, and
-    optionally `attention_mask` and `position_ids`. A row is one document. If the batch has no attention mask and
-    position ids start again inside a row, the row was packed already, and its documents are separated as in the
+    optionally `attention_mask` and `position_ids`. A row is one document, unless the batch has no attention mask and
+    position ids start again inside the row. Such a row was packed already, and its documents are separated as in the
     Hugging Face models. Other inputs, masks with holes, and targets at masked positions raise [`NotPackable`].
     """
     known = _PACKED | BOUNDS if batch.get("position_ids") is not None else _PACKED
@@ -121,8 +121,8 @@ def _targets(batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 class Pieces(NamedTuple):
-    """The kept pieces of documents, in order, as arrays [m]: the index of each piece's document, the piece's first
-    token in that document, and its tokens.
+    """Holds the kept pieces of documents, in order, as arrays [m]. They are the index of each piece's document, the
+    piece's first token in that document, and its number of tokens.
     """
 
     documents: np.ndarray

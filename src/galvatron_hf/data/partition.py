@@ -23,7 +23,7 @@ _CLOSE = 1e-4  # local search skips a group whose slowest bin is this near to it
 
 @dataclass(frozen=True, kw_only=True)
 class Items:
-    """Items to be assigned, longest first: costs (seconds) and tokens, [n], never growing."""
+    """Holds the items to assign, longest first: costs in seconds and tokens, [n], never growing."""
 
     costs: np.ndarray
     tokens: np.ndarray
@@ -34,7 +34,7 @@ class Items:
 
 @dataclass(frozen=True, kw_only=True)
 class Bins:
-    """Groups of `width` bins, each with a capacity of `max_tokens`; the bins of a group wait for each other."""
+    """Describes groups of `width` bins with a capacity of `max_tokens`; the bins of a group wait for each other."""
 
     groups: int
     width: int
@@ -65,7 +65,7 @@ class Bins:
 
 def longest_first(items: Items, bins: Bins, held: np.ndarray | None = None) -> np.ndarray | None:
     """Assigns each item to the bin with room that is farthest below the slowest bin of its group. With one group this
-    is the least loaded bin. With several groups, a group's peak is raised only if no gap is wide enough; the group
+    is the least loaded bin. With several groups, a group's peak is raised only if no gap is wide enough. The group
     with the most bins with room is then chosen. So long items gather in few groups, and short items fill the gaps.
     Returns `None` if an item has no room. `held` is an assignment to start from, in which -1 marks unassigned items.
     """
@@ -142,7 +142,7 @@ def _largest_differencing(costs: list[float], ways: int) -> np.ndarray:
     """Joins the two partial partitions with the largest spreads until one is left (Karmarkar and Karp, 1982). The
     largest part of one is joined to the smallest part of the other. A partition is the ascending list of its non-empty
     parts, each a (load, first item). In ties the joined partition comes first, so that it grows by single items until
-    no part is empty: nearly all joins are of this cheap kind.
+    no part is empty. Nearly all joins are of this cheap kind.
     """
     if not costs:
         return np.empty(0, dtype=np.int64)

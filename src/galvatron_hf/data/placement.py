@@ -43,8 +43,8 @@ class Placement:
         return float((loads.max() + overhead) * (stages - 1 + len(loads)))
 
     def imbalance(self, lengths: Sequence[int], cost: SequenceCost, *, stages: int = 1) -> float:
-        """Returns slowest / mean time, 1 if no rank waits: over the ranks of each micro-batch, weighted by its mean,
-        without a pipeline; over all bins with one.
+        """Returns slowest / mean time, 1 if no rank waits. Without a pipeline it is taken over the ranks of each
+        micro-batch, weighted by its mean, and with one over all bins.
         """
         loads = self.loads(lengths, cost)
         slowest, mean = loads.max(axis=1).sum(), loads.mean(axis=1).sum()
@@ -79,16 +79,16 @@ def place(
         overhead (`float`): constant seconds of a micro-batch.
         stages (`int`): number of pipeline stages, p.
         least_micro_batches (`int`): smallest v that the schedule can run.
-        allowed (`Callable`, *optional*): tells if the schedule can run v micro-batches; holds for some v above any
-            number.
+        allowed (`Callable`, *optional*): tells if the schedule can run v micro-batches; some v above any number is
+            allowed.
         planner (`str`): "longest_first" (longest first and Karmarkar-Karp, both improved by local search),
             "karmarkar_karp", or "exact" (HiGHS; small cases only).
         effort (`int`, *optional*): limit of nodes * sequences * bins for "exact". Without it two dozen sequences may
             take minutes.
 
     Raises:
-        ValueError: if a sequence is longer than `max_tokens`, the planner is unknown, or a number is out of range;
-            [`partition_exact.TooLargeError`] if the case is too large for "exact".
+        ValueError: if a sequence is longer than `max_tokens`, the planner is unknown, or a number is out of range.
+        partition_exact.TooLargeError: a ValueError, if the case is too large for "exact".
     """
     lengths = _checked(lengths, ranks, max_tokens, least_micro_batches)
     if planner not in PLANNERS:
@@ -133,7 +133,7 @@ def in_order(lengths: Sequence[int], ranks: int, *, max_tokens: int | None, leas
 
 @dataclass(frozen=True, kw_only=True)
 class _Problem:
-    """The arguments of [`place`], longest sequence first."""
+    """Holds the arguments of [`place`], longest sequence first."""
 
     items: Items
     ranks: int

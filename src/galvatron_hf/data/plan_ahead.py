@@ -16,8 +16,8 @@ from galvatron_hf.data.placement import Placement
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A placement, the seconds that the planner took, and `hidden`: the placement was ready when it was needed. After
-    an error of the planner, `failure` is its text, and the sequences are in the sampler's order.
+    """Holds a placement, the seconds that the planner took, and `hidden`: the placement was ready when it was needed.
+    After an error of the planner, `failure` is its text, and the sequences are in the sampler's order.
     """
 
     placement: Placement

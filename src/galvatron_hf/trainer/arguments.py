@@ -37,8 +37,8 @@ _SHARDING_VARIABLES = (
 
 @dataclass
 class GalvatronTrainingArguments(TrainingArguments):
-    """[`~transformers.TrainingArguments`] with a plan; each field's `help` describes it. `parallel_plan` may also be a
-    [`ParallelPlan`]. With "auto", one process trains without parallelism.
+    """Adds a plan to [`~transformers.TrainingArguments`]; each field's `help` describes it. `parallel_plan` may also
+    be a [`ParallelPlan`]. With "auto", one process trains without parallelism.
     """
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
@@ -161,7 +161,7 @@ class GalvatronTrainingArguments(TrainingArguments):
 
 @dataclass
 class GalvatronSeq2SeqTrainingArguments(Seq2SeqTrainingArguments, GalvatronTrainingArguments):
-    """[`~transformers.Seq2SeqTrainingArguments`] with the plan, see [`GalvatronTrainingArguments`]."""
+    """Adds the plan to [`~transformers.Seq2SeqTrainingArguments`], see [`GalvatronTrainingArguments`]."""
 
 
 def requested_plan(args: TrainingArguments) -> ParallelPlan | None:

@@ -36,7 +36,7 @@ _PREPARE = ("_prepare_inputs", "_prepare_input")  # Trainer's methods that batch
 
 @dataclass(frozen=True, kw_only=True)
 class Components:
-    """The components that work on a parallelised model."""
+    """Holds the components that work on a parallelised model."""
 
     packer: StepPacker
     custom_loss: CustomLoss

@@ -15,7 +15,7 @@ from galvatron_hf.trainer.data.step_prefetch import StepPlacement
 
 @dataclass(frozen=True, kw_only=True)
 class StepState:
-    """Values of one optimizer step. Each part of the step returns a new state with its results.
+    """Holds the values of one optimizer step. Each part of the step returns a new state with its results.
 
     Attributes:
         number (`int`): optimizer steps before this one, over all epochs.

@@ -524,32 +524,32 @@ class GalvatronMixin:
 
     @property
     def search_result(self) -> SearchResult | None:
-        """The result of the last search for a plan, on rank 0."""
+        """Returns the result of the last search for a plan, on rank 0."""
         return self._planner.search_result
 
     @property
     def failed_saves(self) -> int:
-        """Checkpoints that could not be written while training went on."""
+        """Counts checkpoints that could not be written while training went on."""
         return 0 if self._components is None else self._components.checkpointer.failed_saves
 
     @property
     def skipped_steps(self) -> int:
-        """Steps without an update since training began."""
+        """Counts steps without an update since training began."""
         return 0 if self._components is None else self._components.guard.skipped_steps
 
     @property
     def cut_sequences(self) -> int:
-        """Documents that were truncated or split since training began."""
+        """Counts documents that were truncated or split since training began."""
         return 0 if self._components is None else self._components.packer.cut_sequences
 
 
 class GalvatronTrainer(GalvatronMixin, Trainer):
-    """[`~transformers.Trainer`] under a parallel plan: same signature, same results.
+    """Runs [`~transformers.Trainer`] under a parallel plan: same signature, same results.
 
     Args:
-        model ([`~transformers.PreTrainedModel`], `str` or `os.PathLike`, *optional*): a model; one on the meta device,
-            whose weights are then initialised here; or a folder or an id on the Hub. With the last two, no rank ever
-            holds more than its own parts.
+        model ([`~transformers.PreTrainedModel`], `str` or `os.PathLike`, *optional*): a model, or its folder or id on
+            the Hub. A model on the meta device gets its weights initialised here. With it, a folder or an id, no rank
+            ever holds more than its own parts.
         args ([`GalvatronTrainingArguments`] or [`~transformers.TrainingArguments`]): with the plan, else "auto".
 
     Example:
@@ -562,4 +562,4 @@ class GalvatronTrainer(GalvatronMixin, Trainer):
 
 
 class GalvatronSeq2SeqTrainer(GalvatronMixin, Seq2SeqTrainer):
-    """[`~transformers.Seq2SeqTrainer`] under a parallel plan; `predict_with_generate` generates on rank 0."""
+    """Runs [`~transformers.Seq2SeqTrainer`] under a parallel plan; `predict_with_generate` generates on rank 0."""

@@ -14,8 +14,8 @@ logger = logging.get_logger(__name__)
 
 
 def checkpoint_of_restart(output_dir: str, newest: Callable[[str], str | None]) -> str | None:
-    """Returns the checkpoint that a restarted attempt resumes from; collective in such an attempt. It is the one that
-    `newest` (collective) finds in `output_dir`, the same on every rank; None in a first attempt, or if nothing has
+    """Returns the checkpoint that a restarted attempt resumes from; collective in such an attempt. `newest`
+    (collective) finds it in `output_dir`, the same on every rank. It is None in a first attempt, or if nothing has
     been saved.
     """
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))

@@ -24,7 +24,7 @@ SCHEDULER_FILE = "scheduler.json"
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerState:
-    """The values of a scheduler, for optimizers with any groups.
+    """Holds the values of a scheduler, for optimizers with any groups.
 
     Attributes:
         common (`dict[str, Any]`): numbers, strings and lists of them that belong to no group.

@@ -28,7 +28,7 @@ REPETITIONS = 2  # the shorter time counts
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """The costs by which documents are placed.
+    """Holds the costs by which documents are placed.
 
     Attributes:
         sequence ([`SequenceCost`]): seconds that a document adds to a micro-batch of one pipeline stage.

@@ -24,7 +24,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlacement:
-    """The packing of one step, the same on every rank.
+    """Describes the packing of one step, the same on every rank.
 
     Attributes:
         placement ([`Placement`]): the micro-batch and pack of each document.
@@ -49,8 +49,8 @@ class StepPrefetch:
         long_sequences (`str`): treatment of documents that are too long.
 
     Attributes:
-        state_before_look (`dict`, *optional*): the random state before the next step was read, if reading it drew
-            random numbers: a checkpoint of this step must not contain them.
+        state_before_look (`dict`, *optional*): the random state before the next step was read, if that drew random
+            numbers. A checkpoint of this step must not contain them.
     """
 
     def __init__(self, planner: Callable[[], PackPlanner], long_sequences: str):

@@ -34,8 +34,8 @@ class NonFiniteError(FloatingPointError):
 @dataclass(kw_only=True)
 class NonfiniteGuard:
     """Checks each step, and skips it or ends training if its numbers are not finite. Loss and gradient norm are sums
-    over all ranks: one bad number on one rank makes them bad on all ranks, so all ranks decide alike. A bad step is
-    computed again, to find where the bad number came from.
+    over all ranks: one bad number makes them bad everywhere, so all ranks decide alike. A bad step is computed again,
+    to find where the bad number came from.
 
     Args:
         policy (`str`): "stop" or "skip"; see [`GalvatronTrainingArguments`].

@@ -49,7 +49,7 @@ class StopSignal(TrainerCallback):
 
     @property
     def vote(self) -> float:
-        """This rank's part of the sum of votes: 1 after a signal, else 0."""
+        """Returns this rank's part of the sum of votes: 1 after a signal, else 0."""
         return float(self.received is not None)
 
     def count_votes(self, votes: float, step: int, rank: int) -> None:

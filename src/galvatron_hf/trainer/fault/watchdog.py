@@ -51,7 +51,7 @@ class RankLostError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """The status that one process publishes.
+    """Describes the activity of one process for the other ranks.
 
     Attributes:
         time (`float`): seconds since the epoch.
@@ -159,8 +159,8 @@ class Watchdog(threading.Thread):
     # ---- In the main thread ----
 
     def failed(self, error: BaseException) -> str | None:
-        """Publishes an error. If it only says that a rank is gone, waits for the other ranks' answers, and returns the
-        report on one of the ranks that need one.
+        """Publishes an error. If the error only says that a rank is gone, waits for the other ranks' answers. The
+        report is then returned on one of the ranks that need one.
         """
         status = self._status(error=error)
         self.failing.set()

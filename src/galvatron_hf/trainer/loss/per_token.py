@@ -14,7 +14,7 @@ from galvatron_hf.models.losses import IGNORED
 
 @dataclass
 class PerTokenOutput(ModelOutput):
-    """Values [B, S - 1] of the next-token targets, zero without a target; [B, S] for shifted labels.
+    """Holds values [B, S - 1] of the next-token targets, zero without a target; [B, S] for shifted labels.
 
     Attributes:
         loss (`torch.Tensor`): minus the sum of `log_probs`, divided by the items of the batch.

@@ -90,7 +90,7 @@ class AutoPlanner:
 
     @property
     def rows_of_step(self) -> int:
-        """Rows of a global batch."""
+        """Returns the rows of a global batch."""
         return self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
 
     def _search_key(self, model: nn.Module) -> tuple:

@@ -24,7 +24,7 @@ def allocations_profiler() -> torch.autograd.profiler.profile:
 
 @dataclass(kw_only=True)
 class _Block:
-    """A block of memory. Times are in nanoseconds; `end` is None until the block is known to be free."""
+    """Describes a block of memory. Times are in nanoseconds; `end` is None until the block is known to be free."""
 
     size: int
     begin: int
@@ -35,8 +35,8 @@ class _Block:
 
 def allocation_peak(profiler: torch.autograd.profiler.profile) -> int:
     """Returns the peak of the bytes that were allocated while the profiler ran. The profiler does not see blocks that
-    threads of a process group free. A block that a collective was given, or allocated, and that nobody was seen to
-    free counts until the end of the last operator that was given it, even if a reference remains. Any other block
+    threads of a process group free. If a block was given to a collective, or allocated by one, its end may be unseen.
+    It then counts until the end of the last operator that was given it, even if a reference remains. Any other block
     counts until another block lies at its address.
     """
     return _peak(_seen(profiler))

@@ -102,7 +102,7 @@ def held_bytes(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Prediction and measurement of a training run.
+    """Compares prediction and measurement of a training run.
 
     Attributes:
         predicted_ms (`float`): predicted time of a step.
