@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Search problems built from the cost model, and the plans that their solutions stand for."""
+"""Builds search problems from the cost model, and plans from their solutions."""
 
 from __future__ import annotations
 
@@ -22,15 +22,8 @@ from galvatron_hf.profiler.profiles.model import ModelProfile
 
 @dataclass(frozen=True, kw_only=True)
 class PlanProblem:
-    """Holds a search problem with the meaning of its options.
-
-    Attributes:
-        problem ([`SearchProblem`]): the numbers.
-        shape ([`StepShape`]): the cut of the step.
-        ranks (`int`): ranks of each stage.
-        strategies (`list[LayerStrategy]`): by option.
-        embeddings, heads (`list[VocabularyStrategy]`): by start and by finish.
-        padded (`bool`): whether padding rows were added for a layer with as many data ranks as rows.
+    """Holds a search problem on stages of `ranks` ranks with the strategies of its options, starts and finishes.
+    `padded` tells whether padding rows were added for a layer with as many data ranks as rows.
     """
 
     problem: SearchProblem
@@ -47,7 +40,6 @@ class PlanProblem:
         return not self.padded or any(one.data_degree(self.ranks) == self.shape.rows for one in chosen)
 
     def plan(self, solution: Solution, workload: Workload, model: ModelProfile) -> ParallelPlan:
-        """Returns the plan that a solution stands for."""
         embedding, head = self.embeddings[solution.start], self.heads[solution.finish]
         virtual, layers = self.shape.virtual_stages, self.problem.layers
         cuts = list(zip(solution.bounds[:-1], solution.bounds[1:], strict=True))
@@ -73,16 +65,9 @@ class PlanProblem:
 
 
 class UnsolvedProblem:
-    """A problem with a quick lower bound, whose resharding costs are not computed yet.
-
-    Args:
-        options ([`OptionCosts`]): Costs of the options.
-        shape ([`StepShape`]): Cut of the step.
-        padded (`bool`, defaults to `False`): Whether padding rows were added for a layer with as many data ranks.
-            Solutions without such a layer stand for other plans, see `split`.
-
-    Attributes:
-        bound (`float`): lower bound of every solution: each layer has its cheapest option, memory does not count.
+    """Holds a problem with a quick lower bound, whose resharding costs are not computed yet.
+    If `padded`, padding rows were added for a layer with as many data ranks. Solutions without such a layer stand for
+    other plans, see `split`. `bound` gives each layer its cheapest option and ignores memory; no solution costs less.
     """
 
     def __init__(self, options: OptionCosts, shape: StepShape, *, padded: bool = False):
@@ -113,12 +98,8 @@ class UnsolvedProblem:
         return max(least(share * step + (1 - share) / stages, (1 - share) / stages) for share in (0.0, 0.5, 0.9, 1.0))
 
     def build(self, budget: int, *, prune: bool = True) -> PlanProblem:
-        """Builds the whole problem.
-
-        Args:
-            budget (`int`): Bytes of a rank.
-            prune (`bool`): Whether to leave out strategies that cannot improve the best plan. Estimates of a given
-                plan keep all.
+        """Builds the whole problem for a budget in bytes of a rank. If `prune`, it leaves out strategies that cannot
+        improve the best plan. Estimates of a given plan keep all.
         """
         shape, options, costs = self.shape, self.options, self.options.costs
         starts, finishes, embeddings, heads = self._starts, self._finishes, options.embeddings, options.heads
@@ -160,7 +141,7 @@ class UnsolvedProblem:
         )
 
     def split(self, budget: int) -> Iterator[PlanProblem]:
-        """Yields problems that together have exactly the plans for which the padding rows were added, one per layer.
+        """Yields problems, one per layer, that together have exactly the plans for which the padding rows were added.
         In each problem, that layer is the first with as many data ranks as there are rows.
         """
         whole = self.build(budget, prune=False)

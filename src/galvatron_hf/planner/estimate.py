@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The predicted time and memory of a given plan."""
+"""Predicts the time and memory of a given plan."""
 
 from __future__ import annotations
 
@@ -78,17 +78,12 @@ def estimate_solution(problem: PlanProblem, solution: Solution, workload: Worklo
 def stage_costs(
     hardware: HardwareProfile, model: ModelProfile, workload: Workload, plan: ParallelPlan, shape: StepShape
 ) -> CostModel:
-    """Returns the cost model of the plan's stages."""
     ranks, recompute_logits = len(plan.stages[0].ranks), shape.recompute_logits_in_backward
     return CostModel(hardware, model, workload, ranks, shape.rows, recompute_logits_in_backward=recompute_logits)
 
 
 def priced_shape(hardware: HardwareProfile, model: ModelProfile, workload: Workload, plan: ParallelPlan) -> StepShape:
-    """Returns the shape of the plan's step.
-
-    Raises:
-        ValueError: if the plan does not fit the profiles, or the cost model cannot price it.
-    """
+    """Returns the shape of a step; raises `ValueError` if the plan does not fit the profiles or has no price."""
     if plan.world_size != hardware.world_size:
         raise ValueError(
             f"The plan is for {plan.world_size} devices and the hardware profile has {hardware.world_size}; make a "
@@ -107,7 +102,7 @@ def priced_shape(hardware: HardwareProfile, model: ModelProfile, workload: Workl
 
 
 def _check_supported(plan: ParallelPlan) -> None:
-    """Raises ValueError if the plan uses anything that the cost model has no formula for."""
+    """Raises `ValueError` if the cost model has no formula for a part of the plan."""
     if plan.schedule == "zero_bubble" and len(plan.stages) > 1:
         raise ValueError(
             "The cost model has no formula for schedule 'zero_bubble' yet; use '1f1b', 'interleaved' or 'gpipe'."
@@ -131,7 +126,7 @@ def _check_supported(plan: ParallelPlan) -> None:
 
 
 def _check_virtual_stages(plan: ParallelPlan, shape: StepShape, model: ModelProfile) -> None:
-    """Raises ValueError unless the schedule orders the virtual stages and those of each rank are equal."""
+    """Raises `ValueError` unless the schedule orders the virtual stages and those of each rank are equal."""
     if shape.pipeline == 1:
         raise ValueError(
             f"The plan has {len(plan.stages)} stages, all on the same ranks; use one stage with all layers."

@@ -1,7 +1,7 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The costs of strategies as the integers of a search problem: picoseconds and bytes.
-`solver/problem.py` defines F, the cost of the first micro-batch, and O, that of the others and of what comes once.
+"""Converts the costs of strategies to the integers of a search problem: picoseconds and bytes. `solver/problem.py`
+defines F, the cost of the first micro-batch, and O, that of the others and of what comes once.
 """
 
 from __future__ import annotations
@@ -27,11 +27,6 @@ class OptionCosts:
     """Holds the costs of options for a micro-batch and for a step, whatever the schedule.
     Tied weights on one stage are one unit, which has the embedding's strategy. Then `heads` has one entry, and
     `starts` include all costs of the head.
-
-    Args:
-        costs ([`CostModel`]): For the stage's ranks and the micro-batch's rows.
-        pipeline (`int`): Pipeline degree.
-        strategies (`Sequence[LayerStrategy]`), embeddings, heads (`Sequence[VocabularyStrategy]`): The options.
 
     Attributes:
         layers (`list[StrategyCosts]`): by kind of layer.
@@ -116,8 +111,8 @@ class StepCosts:
         return self._end(self.options.finishes, flight, self.options.finish_layouts)
 
     def _end(self, parts: list[StrategyCosts], flight: int, layout: np.ndarray) -> Options:
-        """Returns the options of an end of which `flight` micro-batches are in flight.
-        Memory that exists only while the end itself runs counts as working memory, not with that of layers.
+        """Returns the options of an end of which `flight` micro-batches are in flight. Memory that exists only while
+        the end itself runs counts as working memory, not with that of layers.
         """
         zeros = np.zeros(len(layout), dtype=np.int64)
         first, other, memory, working = zeros, zeros, zeros, zeros
@@ -153,14 +148,8 @@ class StepCosts:
 
 
 def picoseconds(ms: np.ndarray | float, times: int = 1) -> np.ndarray:
-    """Returns milliseconds as whole picoseconds.
-
-    Args:
-        ms (`np.ndarray` or `float`): The milliseconds.
-        times (`int`, defaults to 1): How often they occur in a step.
-
-    Raises:
-        ValueError: if a step takes longer than 64-bit integers can hold.
+    """Returns milliseconds, which occur `times` times in a step, as whole picoseconds. Raises `ValueError` if a step
+    takes longer than 64-bit integers can hold.
     """
     step_ms = times * np.max(ms, initial=0.0)
     if not step_ms <= MOST_MS:

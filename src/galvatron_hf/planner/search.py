@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The search for the fastest plan: one problem per pipeline degree and micro-batch count, the most promising first."""
+"""Searches the fastest plan: one problem per pipeline degree and micro-batch count, the most promising first."""
 
 from __future__ import annotations
 
@@ -39,15 +39,13 @@ from galvatron_hf.utils.units import gib_rounded_up
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """Holds the outcome of a search.
+    """Holds the outcome of a search, with what was searched for.
 
     Attributes:
         best ([`Estimate`], *optional*): the fastest plan that fits; None if none does.
         runners_up (`list[Estimate]`): plans of other pipeline degrees and micro-batch counts that were the best for a
             while.
         least_memory_bytes (`int`, *optional*): if nothing fits, the smallest budget with which a plan does.
-        seconds (`float`): duration of the search.
-        hardware, model, workload, memory_bytes, limits: what was searched for.
         problems, solved, states (`int`): number of problems, of those that their bound did not rule out, and of
             partial solutions that were kept.
     """
@@ -131,7 +129,7 @@ def search_plan(
 
 
 def _check_limits(limits: Limits, world_size: int, layers: int, rows: int) -> None:
-    """Raises ValueError for degrees and counts that no plan can have, so that nobody believes they were searched."""
+    """Raises `ValueError` for degrees and counts that no plan can have, so that nobody believes they were searched."""
     degrees = pipeline_degrees(world_size, layers)
     if limits.pipeline is not None and not (limits.pipeline and set(limits.pipeline) <= set(degrees)):
         raise ValueError(
@@ -198,11 +196,8 @@ def _best_first(
 ) -> tuple[list[tuple[PlanProblem, Solution]], int, int]:
     """Solves problems in the order of their bounds, until the next bound exceeds the best cost.
     A problem enters the queue with its quick bound, again with the bound of its cuts, and is then solved. A padded
-    problem whose solution is not exact is split, and its parts enter the queue.
-
-    Returns:
-        `tuple`: solutions that were the best for a while, at most one for each way to cut the step; number of solved
-        problems; number of partial solutions that were kept.
+    problem whose solution is not exact is split, and its parts enter the queue. Returns solutions that were the best
+    for a while, at most one for each cut of the step, and the numbers of solved problems and kept labels.
     """
     numbers = itertools.count()
     queue = [(problem.bound, next(numbers), problem, None, None) for problem in problems]

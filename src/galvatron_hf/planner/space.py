@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The search space: strategies of a layer, the embedding and the head on the ranks of one stage, and schedules.
+"""Spans the search space: strategies of a layer, the embedding and the head on the ranks of one stage, and schedules.
 The strategies form a decision tree (Galvatron, arXiv 2211.13878, section 3): degrees of tensor, Ulysses and data
 parallelism, then Megatron sequence parallelism, then sharding, then recompute. Context and expert degrees stay 1.
 Tensor and Ulysses degrees are those of the model profile, powers of two. All other degrees divide their ranks.
@@ -24,21 +24,18 @@ from galvatron_hf.profiler.profiles.model import ModelProfile
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits what the search may use.
+    """Limits what the search may use; raises `ValueError` if a degree or number is below 1.
 
     Args:
         tensor (`int`, *optional*): Maximum tensor degree; None means no maximum.
-        sequence (`tuple[str, ...]`): Which of "none", "megatron" and "ulysses" may be used for tensor-parallel and
+        sequence (`tuple[str, ...]`): Allowed ones of "none", "megatron" and "ulysses" for tensor-parallel and
             sequence-parallel layers.
-        sharding (`tuple[str, ...]`): Which of "replicate", "zero2" and "zero3" may be used.
+        sharding (`tuple[str, ...]`): Allowed ones of "replicate", "zero2" and "zero3".
         hybrid_sharding (`bool`): Whether the shards of a replica may be on fewer ranks than all.
-        recompute (`tuple[str, ...]`): Which of "none" and "full" may be used.
+        recompute (`tuple[str, ...]`): Allowed ones of "none" and "full".
         pipeline, micro_batches (`tuple[int, ...]`, *optional*): Degrees and numbers; None allows all.
         virtual_stages (`int`): Maximum number of stages on each pipeline rank; more than 1 are interleaved.
         uniform (`bool`): Whether all layers have the same strategy.
-
-    Raises:
-        ValueError: if a degree or number is below 1.
     """
 
     tensor: int | None = None
@@ -74,19 +71,10 @@ def micro_batch_sizes(rows: int) -> list[tuple[int, range]]:
 def schedules(
     pipeline: int, counts: Sequence[int], layers: Sequence[int], limits: Limits
 ) -> Iterator[tuple[str, int, int]]:
-    """Yields the schedules of a pipeline, without those that cannot be better than another one.
-    At a fixed micro-batch size, more micro-batches take longer and need no less memory, with two exceptions. The cost
-    of 1F1B is exact only from as many micro-batches as pipeline ranks on. An interleaved schedule keeps fewer
-    activations if fewer micro-batches go through a virtual stage together.
-
-    Args:
-        pipeline (`int`): number of pipeline ranks.
-        counts (`Sequence[int]`): numbers of micro-batches of one size, rising.
-        layers (`Sequence[int]`): kind of each layer.
-        limits ([`Limits`]): what may be used.
-
-    Yields:
-        `tuple`: schedule, stages on each pipeline rank, number of micro-batches.
+    """Yields (schedule, stages on each pipeline rank, number of micro-batches) that may be better than all others.
+    At a fixed micro-batch size, whose `counts` rise, more micro-batches take longer and need no less memory, with two
+    exceptions. The cost of 1F1B is exact only from as many micro-batches as pipeline ranks on. An interleaved schedule
+    keeps fewer activations if fewer micro-batches go through a virtual stage together. `layers` are kinds.
     """
     enough = [count for count in counts if count >= pipeline]
     for count in sorted({counts[0], *enough[:1]}):
@@ -103,16 +91,7 @@ def schedules(
 
 
 def layer_strategies(ranks: int, model: ModelProfile, limits: Limits) -> list[tuple[LayerStrategy, int]]:
-    """Returns all strategies of a layer that the model profile has figures for.
-
-    Args:
-        ranks (`int`): Ranks of the layer's stage.
-        model ([`ModelProfile`]): The model's profile.
-        limits ([`Limits`]): What may be used.
-
-    Returns:
-        `list[tuple[LayerStrategy, int]]`: each strategy with its data degree.
-    """
+    """Returns all strategies of a layer that the model profile has figures for, each with its data degree."""
     found = []
     weights = {weight for kind in model.kinds for weight in kind.weights}
     profiled = set.intersection(*(set(kind.saved_bytes) for kind in model.kinds))

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The time and memory of a layer, an end and a resharding, for all strategies at once.
+"""Computes the time and memory of a layer, an end and a resharding, for all strategies at once.
 A micro-batch takes `forward_ms` and `backward_ms` in a layer. Once in a step come `sync_ms` (all-reduces between
 replicas, weights gathered once) and `update_ms` (the optimizer). docs/communication.md defines what is sent. The
 hardware profile gives the time of a message, the model profile the time of compute. If the hardware overlaps
@@ -35,15 +35,10 @@ def _weights_key(strategy: LayerStrategy | VocabularyStrategy) -> tuple:
 
 
 class CostModel:
-    """Computes costs on stages of `ranks` ranks for micro-batches of `rows` rows.
-
-    Args:
-        hardware ([`HardwareProfile`]), model ([`ModelProfile`]): The profiles.
-        workload ([`Workload`]): Lengths and number formats; its `rows` are not used.
-        ranks (`int`): Ranks of a stage.
-        rows (`int`): Rows of a micro-batch, on all ranks together.
-        recompute_logits_in_backward (`bool`, defaults to `False`): Whether the head keeps its input and computes the
-            logits again, with its gradients, in the backward. It does if several micro-batches wait for theirs.
+    """Computes costs on stages of `ranks` ranks for micro-batches of `rows` rows on all ranks together.
+    The workload gives lengths and number formats; its `rows` are not used. If `recompute_logits_in_backward`, the head
+    keeps its input and computes the logits again, with its gradients, in the backward. The head does so if several
+    micro-batches wait for their backward.
     """
 
     def __init__(
@@ -82,7 +77,6 @@ class CostModel:
     # ---- Layers ----
 
     def layer(self, kind: int, strategies: Sequence[LayerStrategy]) -> StrategyCosts:
-        """Returns the costs of a layer of `kind` under each of the strategies."""
         layer, passes, weights = self.model.kinds[kind], Distinct(), Distinct()
         for strategy in strategies:
             key = (strategy.tensor, strategy.megatron_sp, strategy.ulysses, strategy.recompute)
@@ -112,9 +106,9 @@ class CostModel:
         strategies: Sequence[LayerStrategy | VocabularyStrategy],
         part: str,
     ) -> StrategyCosts:
-        """Combines arrays (S,). `part` is "layer", "embedding", "head" or "tied" (both ends as one).
-        The backward of an end gathers no weights, because its forward has just gathered them. Tied ends are FSDP2's
-        root: their weights stay gathered while layers run, and the head's gradient waits for the embedding's.
+        """Combines arrays (S,). `part` is "layer", "embedding", "head" or "tied" (both ends as one). The backward of
+        an end gathers no weights, because its forward has just gathered them. Tied ends are FSDP2's root: their
+        weights stay gathered while layers run, and the head's gradient waits for the embedding's.
         """
         is_layer, is_head, tied = part == "layer", part in ("head", "tied"), part == "tied"
         forward = self._with_weights(passed.forward_ms, weights.gather_ms) + passed.region_forward_ms
@@ -165,7 +159,7 @@ class CostModel:
         return shared, region, -(-region // strategy.tensor) if strategy.megatron_sp else region
 
     def _computing(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
-        """Returns forward and backward time; PyTorch's recompute, in the backward, ends with the last saved tensor."""
+        """Returns forward and backward time. PyTorch's recompute, in the backward, ends with the last saved tensor."""
         _, region, between = self._tokens(strategy, self.workload.computed_length)
         times, rows = _at(layer.times, strategy.tensor), -(-self.rows // strategy.data_degree(self.ranks))
         squares = rows * self.workload.computed_square / strategy.ulysses
@@ -226,7 +220,7 @@ class CostModel:
     # ---- Embedding and head ----
 
     def end(self, end: EndProfile, strategies: Sequence[VocabularyStrategy], part: str) -> StrategyCosts:
-        """Returns the costs of an end under each strategy; `part` is "embedding", "head" or "tied" (both ends)."""
+        """Returns the costs of an end; `part` is "embedding", "head" or "tied" (both ends)."""
         passes, weights = Distinct(), Distinct()
         for strategy in strategies:
             passes.add(strategy.tensor, self._pass_end, end, strategy.tensor, part != "embedding")
@@ -279,7 +273,6 @@ class CostModel:
     def _with_weights(
         self, computing: np.ndarray, gathered: np.ndarray, reduced: np.ndarray | float = 0.0
     ) -> np.ndarray:
-        """Returns the time of compute with its weight gathers and gradient reductions."""
         if self.hardware.hides_gathers:
             return self._overlapped(computing, gathered + reduced)
         return self._overlapped(computing, reduced) + gathered
@@ -320,20 +313,19 @@ class CostModel:
         return self.calibration_factors["computing"] * _at(self.model.embedding.times, 1).forward.fixed
 
     def boundary(self) -> Layout:
-        """Returns the layout of hidden states between stages."""
         return Layout.from_vocabulary(1, self.ranks, self.rows)
 
     @cached_property
     def boundary_bytes(self) -> int:
-        """Maximum bytes of hidden states that a rank sends to the next stage, for the longest rows."""
+        """Returns the maximum bytes of hidden states that a rank sends to the next stage, for the longest rows."""
         return self._boundary_bytes(self.workload.length)
 
     def _boundary_bytes(self, length: int) -> int:
         return self.boundary().most_tokens(self.rows, length) * self.model.hidden * self.element
 
     def received_ms(self, counts: np.ndarray) -> np.ndarray:
-        """Returns (p,) the time that pipeline ranks wait for (p, p) messages from each other.
-        A message is as slow as the slowest of its ranks' links: between nodes, if any rank sends to another node.
+        """Returns (p,) the time that pipeline ranks wait for (p, p) messages from each other. A message is as slow as
+        the slowest link of its ranks: between nodes, if any rank sends to another node.
         """
         if len(counts) == 1:
             return np.zeros(1)

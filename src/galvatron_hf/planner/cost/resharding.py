@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The most that a rank sends when hidden states change from one layer's layout to the next one's."""
+"""Bounds what a rank sends when hidden states change from one layer's layout to the next one's."""
 
 import math
 from dataclasses import replace
@@ -11,14 +11,8 @@ from galvatron_hf.plan.layout import Grid, Layout, block_size, sent_tokens
 
 @lru_cache(maxsize=65536)
 def most_sent_tokens(before: Layout, after: Layout, rows: int, length: int) -> tuple[int, int]:
-    """Returns the ranks of the all-to-all (1: nothing is sent) and the most tokens that a rank sends in it.
-    If both layouts first cut the rows into the same number of pieces, the largest of these pieces stands for all.
-
-    Args:
-        before (`Layout`): The layout of the hidden states.
-        after (`Layout`): The layout they change to, over the same ranks.
-        rows (`int`): Rows of the micro-batch.
-        length (`int`): Positions of a row.
+    """Returns the ranks of the all-to-all (1: nothing is sent) and the most tokens that a rank sends in it. If both
+    layouts first cut the rows into the same number of pieces, the largest of these pieces stands for all.
     """
     common = math.gcd(before.data, after.data)
     if common > 1:

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The cut of a step into micro-batches and stages, and the waits and the memory that follow from its schedule."""
+"""Describes the cut of a step into micro-batches and stages, and the waits and the memory of its schedule."""
 
 from __future__ import annotations
 
@@ -16,16 +16,11 @@ from galvatron_hf.planner.cost.workload import Workload
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
     """Describes how a step is cut, whatever the strategies of its layers.
-    All virtual stages of a pipeline rank are equal. The search problem therefore has one stage per pipeline rank, and
-    that stage stands for all virtual stages of the rank.
-
-    Args:
-        pipeline (`int`): Pipeline degree p; each pipeline rank has world_size / p consecutive ranks.
-        micro_batches (`int`): Micro-batches of a step, m.
-        schedule (`str`): "1f1b", "gpipe" or "interleaved".
-        rows (`int`): Rows of a micro-batch, with padding rows so that every data rank has one.
-        virtual_stages (`int`, defaults to 1): Stages on each pipeline rank, v; more than 1 are interleaved and need m
-            >= p.
+    All virtual stages of a pipeline rank are equal. The search problem therefore has one stage per pipeline rank,
+    which stands for all its virtual stages. Each of the `pipeline` = p pipeline ranks has world_size / p consecutive
+    ranks and `virtual_stages` = v stages; v > 1 is interleaved and needs `micro_batches` = m >= p. The schedule is
+    "1f1b", "gpipe" or "interleaved". `rows` are those of a micro-batch, with padding rows so that every data rank has
+    one.
     """
 
     pipeline: int
@@ -52,15 +47,14 @@ class StepShape:
 
     @property
     def active_stages(self) -> int:
-        """Returns the maximum number of a rank's stages that are between their first and their last backward.
-        If all micro-batches go through a stage together, it ends its backwards before the rank's previous stage begins
-        any.
+        """Returns the maximum number of a rank's stages that are between their first and their last backward. If all
+        micro-batches go through a stage together, it ends its backwards before the rank's previous stage begins.
         """
         return 1 if self._one_round else self.virtual_stages
 
     @property
     def _one_round(self) -> bool:
-        """Whether all micro-batches go through a stage before any goes through the rank's next one."""
+        """Returns whether all micro-batches go through a stage before any goes through the rank's next one."""
         return in_a_round(self.pipeline, self.micro_batches) == self.micro_batches
 
     def in_flight(self) -> np.ndarray:
@@ -74,7 +68,7 @@ class StepShape:
         return np.minimum(self.passes, 1 + 2 * later + (self.virtual_stages - 1) * together)
 
     def ends_in_flight(self) -> tuple[int, int]:
-        """Returns the maximum numbers of micro-batches in flight in the first and in the last stage of the model."""
+        """Returns the maximum numbers of micro-batches in flight in the model's first and last stage."""
         if self.virtual_stages == 1:
             flight = self.in_flight()
             return int(flight[0]), int(flight[-1])
@@ -82,12 +76,12 @@ class StepShape:
 
     @property
     def recompute_logits_in_backward(self) -> bool:
-        """Whether several micro-batches wait between the head's forward and its backward."""
+        """Returns whether several micro-batches wait between the head's forward and its backward."""
         return self.pipeline > 1 and self.ends_in_flight()[1] > 1
 
     def warmup(self) -> np.ndarray:
-        """Returns (p,) k_i, the warm-up micro-batches of 1F1B; 0 for interleaved schedules or if m < p.
-        GPipe uses those of 1F1B, because its cost is the maximum of both (see `later_stage_weights`).
+        """Returns (p,) k_i, the warm-up micro-batches of 1F1B; 0 for interleaved schedules or if m < p. GPipe uses
+        those of 1F1B, because its cost is the maximum of both (see `later_stage_weights`).
         """
         if self.schedule == "interleaved" or self.micro_batches < self.pipeline:
             return np.zeros(self.pipeline, dtype=np.int64)
@@ -113,17 +107,16 @@ class StepShape:
         return 1 + 1 / later
 
     def reuse_count(self) -> np.ndarray:
-        """Returns (p,) on how many of a rank's stages gradients reuse the memory that activations free.
-        These are the stages without gradients when the rank's first activations are freed. They are all stages if
-        every forward comes before the first backward, and all but one if all micro-batches go through a stage
-        together.
+        """Returns (p,) on how many of a rank's stages gradients reuse the memory that activations free. These are the
+        stages without gradients when the rank's first activations are freed: all stages if every forward comes before
+        the first backward, all but one if all micro-batches go through a stage together.
         """
         count = (self.virtual_stages - 1) * self._one_round
         return np.where(self.in_flight() == self.passes, self.virtual_stages, count)
 
     def receives(self) -> np.ndarray:
-        """Returns (p, p) how often a rank receives hidden states of a micro-batch, or their gradient, from another.
-        Neighbours send in every virtual stage; the two ends of the pipeline send between two virtual stages.
+        """Returns (p, p) how often a rank receives a micro-batch's hidden states, or their gradient, from another
+        rank. Neighbours send in every virtual stage; the two ends of the pipeline send between two virtual stages.
         """
         ranks = self.pipeline
         counts = self.virtual_stages * (np.eye(ranks, k=1, dtype=np.int64) + np.eye(ranks, k=-1, dtype=np.int64))
@@ -137,8 +130,8 @@ class StepShape:
         return self.virtual_stages - (np.arange(self.pipeline) == 0)
 
     def boundary_copies(self) -> np.ndarray:
-        """Returns (p,) how many hidden states of stage boundaries a rank holds: one that it sent for each micro-batch
-        in flight, and one that it receives from each side.
+        """Returns (p,) the hidden states of stage boundaries that a rank holds: one sent for each micro-batch in
+        flight, and one received from each side.
         """
         if self.virtual_stages > 1:
             return self.in_flight() + 2

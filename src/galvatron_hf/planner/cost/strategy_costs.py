@@ -1,9 +1,8 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of a layer or an end under each of several strategies, as arrays, and its peak of working memory.
-Strategies share parts of their costs. The forward and backward of a micro-batch ([`PassCosts`]) do not depend on
-sharding, and the weights ([`~planner.cost.weight_costs.WeightCosts`]) do not depend on recompute. [`Distinct`]
-computes each part once.
+"""Holds the cost of a layer or an end under each of several strategies, and computes its peak of working memory.
+[`Distinct`] computes shared parts once: the forward and backward of a micro-batch ([`PassCosts`]) do not depend on
+sharding, and the weights ([`~planner.cost.weight_costs.WeightCosts`]) do not depend on recompute.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class StrategyCosts:
         gradient_bytes: part of the state: gradients at rest.
         gathered_bytes: part of the state: weights that stay gathered until their last backward.
         activation_bytes: activations that one micro-batch keeps from its forward to its backward.
-        working_bytes: temporary memory while the layer runs: intermediate results, its gathered weights, and the
+        working_bytes: temporary memory of the running layer: intermediate results, its gathered weights, and the
             gather message with the next layer's weights.
         next_bytes: part of the working memory: the next layer's weights.
         recomputed_bytes: activations that recompute restores; for the head, logits and the message with its weight.
@@ -79,13 +78,13 @@ class StrategyCosts:
     part: str
 
     def total_update_ms(self, micro_batches: int) -> np.ndarray:
-        """Returns (S,) milliseconds of the optimizer and of the gradient additions of a step."""
+        """Returns (S,) milliseconds of a step's optimizer update and gradient additions."""
         return self.update_ms + (micro_batches - 1) * self.adding_ms
 
     def peak_working_bytes(
         self, *, one_stage: bool, active_stages: int, micro_batches: int, one_layer: bool
     ) -> np.ndarray:
-        """Returns (S,) the maximum of memory besides state and activations while the layer runs.
+        """Returns (S,) the peak of memory besides state and activations while the layer runs.
         A backward begins with recomputed activations and a first gradient, and ends with all gradients to be reduced.
 
         Args:
@@ -121,15 +120,15 @@ class StrategyCosts:
         return np.ceil(np.maximum(running, ending) + others).astype(np.int64)
 
     def reused_bytes(self, micro_batches: int) -> np.ndarray:
-        """Returns (S,) bytes that activations free in the last backward and gradients then use.
-        In a step of one micro-batch, sharded weights that stayed gathered are freed too.
+        """Returns (S,) bytes that activations free in the last backward and gradients then use. In a step of one
+        micro-batch, sharded weights that stayed gathered are freed too.
         """
         return np.minimum(self.gradient_bytes, self._freed_bytes(micro_batches))
 
     def end_only_bytes(self, micro_batches: int) -> np.ndarray:
-        """Returns (S,) bytes of an end's state and activations that exist only while the end itself runs.
-        In a step of one micro-batch, the embedding's gradient comes after those of all layers. The memory that the
-        head's activations and gathered shards free, beyond its gradient, is free before the layers' backward.
+        """Returns (S,) bytes of an end's state and activations that exist only while the end itself runs. In a step of
+        one micro-batch, the embedding's gradient comes after those of all layers. The memory that the head's
+        activations and gathered shards free, beyond its gradient, is free before the layers' backward.
         """
         if micro_batches > 1 or self.part not in ("embedding", "head"):
             return np.zeros(len(self.gradient_bytes), dtype=np.int64)
@@ -142,14 +141,14 @@ class StrategyCosts:
 
     @property
     def _gathered_shards(self) -> np.ndarray:
-        """Bytes of gathered shards; cast copies of replicated weights stay until the whole backward has ended."""
+        """Returns the bytes of gathered shards; cast copies of replicated weights stay until the backward ends."""
         return np.where(self.reduce_input_bytes > 0, self.gathered_bytes, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassCosts:
-    """Holds the costs of a layer or an end that do not depend on sharding: compute, region collectives, and bytes.
-    The head's `working_bytes` include its weight's gradient, which the forward computes and the backward scales.
+    """Holds the costs of a layer or an end that do not depend on sharding: compute, region collectives, and bytes. The
+    head's `working_bytes` include its weight's gradient, which the forward computes and the backward scales.
     """
 
     forward_ms: float
@@ -163,7 +162,7 @@ class PassCosts:
 
 
 class Distinct:
-    """Collects the costs of strategies, of which many are equal, and computes each distinct one once."""
+    """Collects the costs of strategies and computes each distinct one once."""
 
     def __init__(self):
         self._index_of_key: dict[Any, int] = {}

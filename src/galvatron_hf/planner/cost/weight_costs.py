@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of storing, gathering and reducing the weights of a layer or an end, by their sharding."""
+"""Computes the cost of storing, gathering and reducing the weights of a layer or an end, by their sharding."""
 
 from __future__ import annotations
 
@@ -61,12 +61,9 @@ def weight_costs(
     reduced: int,
     ms: Callable[[str, int, int, float, str], float],
 ) -> WeightCosts:
-    """Computes the costs of a unit.
+    """Computes the costs of a unit on a stage of `ranks` ranks.
 
     Args:
-        weights (`Sequence[WeightShape]`): Weights of the unit.
-        strategy ([`LayerStrategy`] or [`VocabularyStrategy`]): Tensor degree and sharding.
-        ranks (`int`): Ranks of the stage.
         element, reduced (`int`): Bytes of an element in compute, and in gradient reductions.
         ms (`Callable`): Milliseconds of a collective, from kind, ranks, stride, bytes and calibration factor.
     """

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The amount of work of one optimizer step."""
+"""Describes the work of one optimizer step."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Reports for people: where a plan's time and memory go, and what well-known plans take."""
+"""Reports where a plan's time and memory go, and what well-known plans take."""

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Well-known plans that people use without a search, each with its best settings, for comparison."""
+"""Finds the best settings of well-known plans that people use without a search, for comparison."""
 
 from __future__ import annotations
 
@@ -16,13 +16,7 @@ from galvatron_hf.profiler.profiles.model import ModelProfile
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """Holds the best plan of one kind.
-
-    Attributes:
-        name (`str`): the common name of the kind.
-        best ([`Estimate`], *optional*): the fastest plan of this kind that fits; None if none does.
-        least_memory_bytes (`int`, *optional*): if none fits, the smallest budget with which one does.
-    """
+    """Holds the best plan of one kind that fits, or else None and the smallest budget with which one does."""
 
     name: str
     best: Estimate | None
@@ -39,14 +33,8 @@ def alternatives(
     progress: bool = False,
 ) -> list[Alternative]:
     """Searches DDP, ZeRO-3, Megatron's tensor and pipeline parallelism, ZeRO-3 with Ulysses, and the best uniform
-    plan, each with its best micro-batches and recompute.
-    A kind whose degrees the model and the ranks cannot have is left out.
-
-    Args:
-        hardware ([`HardwareProfile`]), model ([`ModelProfile`]), workload ([`Workload`]): As in a search.
-        memory_bytes (`int`): Memory budget of a rank.
-        virtual_stages (`int`): Maximum number of stages on each pipeline rank.
-        progress (`bool`, defaults to `False`): Whether each search shows a bar.
+    plan. Each has its best micro-batches and recompute within `memory_bytes` of a rank and `virtual_stages` on each
+    pipeline rank. A kind whose degrees the model and the ranks cannot have is left out.
     """
     plain = Limits(tensor=1, sequence=(), hybrid_sharding=False, pipeline=(1,))
     megatron = Limits(

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The predicted time and memory of a plan in parts that add up to its estimate."""
+"""Splits the predicted time and memory of a plan into parts that add up to its estimate."""
 
 from __future__ import annotations
 
@@ -48,24 +48,17 @@ class StageParts:
 
     @property
     def micro_batch_ms(self) -> float:
-        """Returns the time of one micro-batch."""
         return self.computing_ms + self.communication_ms + self.layout_ms
 
     @property
     def memory_bytes(self) -> int:
-        """Returns the sum of all memory."""
         return self.state_bytes + self.activation_bytes + self.working_bytes + self.boundary_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """Holds an estimate in parts: the time of the slowest pipeline rank, and its wait for the others.
-
-    Attributes:
-        estimate ([`Estimate`]): the estimate.
-        stages (`tuple[StageParts, ...]`): by pipeline rank.
-        slowest (`int`): index of the slowest of `stages`.
-        once_ms (`float`): constant time of a step.
+    """Splits an estimate: the time of the slowest pipeline rank, and its wait for the others. `stages` are by pipeline
+    rank, and `slowest` is an index of them. `once_ms` is the constant time of a step.
     """
 
     estimate: Estimate
@@ -88,11 +81,7 @@ class Explanation:
 def explain_plan(
     hardware: HardwareProfile, model: ModelProfile, workload: Workload, plan: ParallelPlan
 ) -> Explanation:
-    """Layouts the estimate of [`~planner.estimate.estimate_plan`] into parts.
-
-    Raises:
-        ValueError: if the cost model cannot price the plan.
-    """
+    """Splits the estimate of [`~planner.estimate.estimate_plan`] into parts; raises `ValueError` in the same cases."""
     estimate = estimate_plan(hardware, model, workload, plan)
     shape = StepShape.from_plan(plan, workload)
     costs = stage_costs(hardware, model, workload, plan, shape)
@@ -116,7 +105,6 @@ class _Stage:
         self.units = [*self._layer_units(), *self._end_units()]
 
     def parts(self) -> StageParts:
-        """Adds the parts up."""
         plan, shape, costs, count = self.plan, self.shape, self.costs, self.shape.micro_batches
         needs = dict(
             one_stage=shape.pipeline == 1,
@@ -177,7 +165,6 @@ class _Stage:
         return float(sum(unit.virtual_stages * getattr(unit.costs, name)[0] for unit in self.units))
 
     def _resharding_ms(self) -> float:
-        """Returns the time of one micro-batch's changes of layout."""
         costs, plan, boundary = self.costs, self.plan, self.costs.boundary()
 
         def chain(*layouts: Layout) -> float:
@@ -194,7 +181,7 @@ class _Stage:
 
 @dataclass(frozen=True)
 class _Unit:
-    """A layer or an end in each of `virtual_stages`; gradients reuse freed memory of `reuse_count` micro-batches."""
+    """Describes a layer or an end in each virtual stage; gradients reuse memory of `reuse_count` micro-batches."""
 
     costs: StrategyCosts
     virtual_stages: int

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of a plan: its layers, where its time and memory go, and the time of other plans."""
+"""Prints tables of a plan: its layers, where its time and memory go, and the time of other plans."""
 
 from __future__ import annotations
 
@@ -21,13 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Prints as text, and through `rich` as tables.
-
-    Attributes:
-        explanation ([`Explanation`]): the plan's parts.
-        others (`list[Alternative]`): plans to compare with.
-        budget (`int`): memory budget of a rank, in bytes.
-    """
+    """Prints an explanation and other plans as text, and through `rich` as tables; `budget` is in bytes of a rank."""
 
     explanation: Explanation
     others: list[Alternative]
@@ -88,15 +82,8 @@ class Report:
 
 def explain(result: SearchResult, *, compare: bool = True, progress: bool = False) -> Report:
     """Reports where the time and the memory of the best plan of a search go.
-
-    Args:
-        result ([`SearchResult`]): The search.
-        compare (`bool`, defaults to `True`): Whether to search the best DDP, ZeRO-3, Megatron and Ulysses plans too,
-            which takes about as long as the search.
-        progress (`bool`, defaults to `False`): Whether these searches show bars.
-
-    Raises:
-        ValueError: if no plan fits, with the smallest budget with which one does.
+    If `compare`, it also searches the best DDP, ZeRO-3, Megatron and Ulysses plans, which takes about as long as the
+    search. Raises `ValueError` if no plan fits, with the smallest budget with which one does.
     """
     if result.best is None:
         raise ValueError(result.no_plan_message)

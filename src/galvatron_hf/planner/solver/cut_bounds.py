@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Lower bounds on a whole problem, from the bounds of its stages, over all cuts of the layers into stages."""
+"""Bounds the cost of a whole problem from below over all cuts of the layers, from the bounds of its stages."""
 
 from __future__ import annotations
 
@@ -20,14 +20,7 @@ class CutBounds:
     """Bounds every cut of the layers into stages.
     A run of consecutive stages has a row of four lower bounds: the sum of its F, and its longest path of each of the
     three kinds (see `problem.py`). Rows of two neighbouring runs give the row of both. Rows that are not dominated are
-    enough to bound all cuts.
-
-    Args:
-        problem ([`SearchProblem`]): The problem.
-
-    Attributes:
-        objectives (`tuple[Objective, ...]`): those for which stages are bounded.
-        bound (`float`): no solution costs less.
+    enough to bound all cuts. Stages are bounded for each of `objectives`; no solution costs less than `bound`.
     """
 
     def __init__(self, problem: SearchProblem):
@@ -101,7 +94,7 @@ class CutBounds:
         return float(most.max())
 
     def _counts(self, stage: int, begin: int) -> range:
-        """Returns the numbers of layers that a stage may have if every later stage has one at least."""
+        """Returns the numbers of layers that a stage may have if every later stage has at least one."""
         later = self.problem.stages - 1 - stage
         if later == 0:
             return range(self.problem.layers - begin, self.problem.layers - begin + 1)
@@ -109,7 +102,7 @@ class CutBounds:
 
     @cached_property
     def _before(self) -> list[dict[int, np.ndarray]]:
-        """Rows of the first stages, by their number and then by their number of layers."""
+        """Returns rows of the first stages, by their number and then by their number of layers."""
         fronts = [{0: NO_STAGES}]
         for stage in range(self.problem.stages):
             found: dict[int, list[np.ndarray]] = {}
@@ -123,7 +116,7 @@ class CutBounds:
 
     @cached_property
     def _after(self) -> list[dict[int, np.ndarray]]:
-        """Rows of a stage and all later ones, by stage and then by first layer."""
+        """Returns rows of a stage and all later ones, by stage and then by first layer."""
         fronts: list[dict[int, np.ndarray]] = [{self.problem.layers: NO_STAGES}]
         for stage in range(self.problem.stages - 1, -1, -1):
             found: dict[int, np.ndarray] = {}

@@ -1,10 +1,9 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The exact optimum of a problem: dynamic programming over layers that keeps every trade-off of time and memory.
+"""Finds the exact optimum of a problem by dynamic programming that keeps every trade-off of time and memory.
 A partial stage is a label (F, O - k F, memory) in a layout; `problem.py` defines the symbols. A label is dropped if
-another one is no worse even after the most expensive resharding from its layout. A label is also dropped if its bound
-exceeds the limit. Memory is counted in bytes. The labels of a stage serve every place where the same sequence of kinds
-begins.
+another one is no worse even after the most expensive resharding from its layout, or if its bound exceeds the limit.
+Memory is counted in bytes. The labels of a stage serve every place where the same sequence of kinds begins.
 """
 
 from __future__ import annotations
@@ -27,13 +26,8 @@ BEAM = 80  # labels kept after each layer in the search for a first solution of 
 
 @dataclass(frozen=True, kw_only=True)
 class SolverResult:
-    """Holds the outcome of one problem.
-
-    Attributes:
-        bound (`float`): no solution of the problem costs less.
-        cost (`int`, *optional*): of the best solution; None if nothing fits the budget and the limit.
-        solution ([`Solution`], *optional*): the best solution.
-        states (`int`): number of labels that were kept.
+    """Holds the best solution of one problem and its cost; both are None if nothing fits the budget and the limit. No
+    solution costs less than `bound`. `states` is the number of labels that were kept.
     """
 
     bound: float
@@ -43,15 +37,10 @@ class SolverResult:
 
 
 def solve(problem: SearchProblem, limit: float = np.inf, bounds: CutBounds | None = None) -> SolverResult:
-    """Finds the best solution that costs at most `limit`.
+    """Finds the best solution that costs at most `limit`; `bounds` are those of this problem, if they exist already.
     The limit widens from the bound upwards, so that the best solution within the first limit that has one is the
-    optimum. With several stages a tight limit saves little work. There a beam search finds a first solution, and its
-    cost becomes the limit.
-
-    Args:
-        problem ([`SearchProblem`]): The problem.
-        limit (`float`): Maximum cost.
-        bounds ([`CutBounds`], *optional*): Bounds of this problem, if they exist already.
+    optimum. With several stages a tight limit saves little work; there the cost of a first solution, from a beam
+    search, becomes the limit.
     """
     bounds = bounds or CutBounds(problem)
     search = ExactSearch(problem, bounds)
@@ -73,8 +62,8 @@ def solve(problem: SearchProblem, limit: float = np.inf, bounds: CutBounds | Non
 
 @dataclass(frozen=True, kw_only=True)
 class Labels:
-    """Holds N partial stages of equally many layers: `values` (N, 3), and the option and parent label of each.
-    The values are F, O - k F and memory. An increase of any of them makes no path shorter.
+    """Holds N partial stages of equally many layers: `values` (N, 3), and the option and parent label of each. The
+    values are F, O - k F and memory. An increase of any of them makes no path shorter.
     """
 
     values: np.ndarray
@@ -88,7 +77,7 @@ class Labels:
 
 @dataclass(kw_only=True)
 class _Run:
-    """The labels of one stage: `steps[k]` after k layers, and `ends`, the labels of the whole stage."""
+    """Holds the labels of one stage: `steps[k]` after k layers, and `ends` of the whole stage."""
 
     steps: list[Labels] = field(default_factory=list)
     ends: Labels | None = None
@@ -96,10 +85,8 @@ class _Run:
 
 @dataclass(frozen=True, kw_only=True)
 class _Task:
-    """A stage of `count` layers from `first` on.
-
-    Attributes:
-        distances (`tuple`): objectives, each with its distances and its largest value within the limit.
+    """Describes a stage of `count` layers from `first` on. `distances` holds objectives, each with its distances and
+    its largest value within the limit.
     """
 
     stage: int
@@ -109,15 +96,7 @@ class _Task:
 
 
 class ExactSearch:
-    """Finds the best solution of a problem that costs at most a limit.
-
-    Args:
-        problem ([`SearchProblem`]): The problem.
-        bounds ([`CutBounds`]): Its bounds.
-
-    Attributes:
-        states (`int`): number of labels that were kept so far.
-    """
+    """Finds the best solution of a problem that costs at most a limit; `states` counts the labels that were kept."""
 
     def __init__(self, problem: SearchProblem, bounds: CutBounds):
         self.problem, self.bounds = problem, bounds
@@ -129,12 +108,8 @@ class ExactSearch:
         self._detours = [one.detours()[1] for one in self._of_stages]
 
     def best(self, limit: float, beam: int | None = None) -> tuple[int, Solution] | None:
-        """Returns the cheapest solution of at most `limit` with its cost, or None if there is none.
-
-        Args:
-            limit (`float`): Maximum cost.
-            beam (`int`, *optional*): Number of labels to keep after each layer, those with the smallest bounds. The
-                solution may then not be the cheapest. None keeps all labels that can matter.
+        """Returns the cheapest solution of at most `limit` with its cost, or None if there is none. `beam` keeps only
+        so many labels with the smallest bounds after each layer. The solution may then not be the cheapest.
         """
         self._beam = beam
         most, limit = limit, limit + 1e-9 * abs(limit) + 1.0 if limit < np.inf else limit  # bounds are rounded
@@ -264,7 +239,7 @@ class ExactSearch:
     # ---- All stages ----
 
     def _join(self, runs: dict[tuple[int, int], list[tuple[int, _Run]]], limit: float) -> tuple[int, Solution] | None:
-        """Joins stages one after the other; at each layer, keeps the rows (see [`CutBounds`]) not dominated."""
+        """Joins stages one after the other; at each layer, keeps the rows (see [`CutBounds`]) that none dominates."""
         problem = self.problem
         # rows (N, 4), and for each row its stages so far as (run, first layer, count, index of the closed label)
         fronts: dict[int, tuple[np.ndarray, list]] = {0: (NO_STAGES, [()])}
@@ -324,7 +299,6 @@ def _best_of_layouts(values: np.ndarray, layout: np.ndarray, detour: np.ndarray)
 
 
 def _values(end: Options) -> np.ndarray:
-    """Returns (N, 3) costs and memory of an end's options."""
     return np.stack([end.first_cost, end.other_cost, end.memory], axis=1)
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The Pareto front of a table: rows that no other row dominates, smaller being better."""
+"""Finds the Pareto front of a table: the rows that no other row dominates. Smaller is better."""
 
 from bisect import bisect_right
 
@@ -62,10 +62,10 @@ def _columns(rows: np.ndarray) -> list[list[int]]:
 
 
 class Front:
-    """Keeps the rows that may dominate later ones, of rows of three columns that come in lexical order.
-    No kept row has a larger first column than a later one, so the other two columns decide. Rows are kept in rising
-    order of the second column, in which the third falls. The row before a position therefore has the smallest third
-    column of all candidates.
+    """Keeps the rows that may dominate later ones, for rows of three columns that come in lexical order.
+    No kept row has a larger first column than a later one, so the other two columns decide. Kept rows rise in the
+    second column and fall in the third. The row before a position therefore has the smallest third column of all
+    candidates.
     """
 
     def __init__(self):
@@ -85,8 +85,8 @@ class Front:
         return True
 
     def dominates(self, first: int, second: int, third: int, strictly: bool) -> bool:
-        """Returns whether a row is at most equal in every column and, if `strictly`, less in one.
-        An equal row is in the front only if no other row dominates it.
+        """Returns whether a row is at most equal in every column and, if `strictly`, less in one. An equal row is in
+        the front only if no other row dominates it.
         """
         position = bisect_right(self._seconds, second) - 1
         if position < 0 or self._thirds[position] > third:

@@ -1,8 +1,9 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The search problem of one pipeline degree, number of micro-batches and schedule, as integer arrays.
+"""Defines the search problem of one pipeline degree, number of micro-batches and schedule, as integer arrays.
 The solver knows nothing of models. Layers 0 to L - 1 are cut into p consecutive runs, the stages. Every layer gets one
 option of its kind. Neighbouring layers with different layouts pay a resharding cost.
+
     F_i = fixed + sum over layers + resharding     first micro-batch on stage i
     O_i = fixed + sum over layers + resharding     other micro-batches on stage i, and what comes once in a step
     memory_i = fixed + sum over layers of (state + in_flight * activation - reuse_count * reused)
@@ -12,6 +13,7 @@ option of its kind. Neighbouring layers with different layouts pay a resharding 
         O_i                                        stage i never waits for later stages
         O_i - k_i F_i / 3 + L_i                    stage i waits for its first gradient
         O_i - k_i F_i     + 2 L_i                  stage i also waits for its last gradient
+
 k_i = p - 1 - i is the number of warm-up micro-batches of 1F1B: stage i runs their forwards before its first backward.
 A forward takes a third of F_i. If all stages take equally long, the maximum is the known `sum F + max O`. Interleaved
 schedules, and steps of fewer micro-batches than stages, cost that sum: k_i = 0, and L_i counts once in every path.
@@ -31,7 +33,7 @@ Numbers = np.ndarray | int
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of one end of the model: arrays of one length. `layout` is an index of the problem's layouts."""
+    """Holds the options of one end as arrays of one length; `layout` is an index of the problem's layouts."""
 
     first_cost: np.ndarray
     other_cost: np.ndarray
@@ -60,7 +62,7 @@ class SearchProblem:
         in_flight (`np.ndarray`): (p,) maximum number of micro-batches whose activations a stage keeps.
         reuse_count (`np.ndarray`): (p,) how often `reused` counts in a stage, at most `in_flight`.
         stage_first_cost, stage_other_cost, stage_memory (`np.ndarray`): (p,) fixed terms of each stage.
-        starts, finishes ([`Options`]): of the embedding, in the first stage, and of the head, in the last.
+        starts, finishes ([`Options`]): options of the embedding, in the first stage, and of the head, in the last.
         budget (`int`): bytes of a rank.
         warmup (`np.ndarray`): (p,) k_i; the other cost of every stage is at least k_i times its first cost.
         later_stage_weights (`tuple[int, int, int]`): factor of L_i in each of the three paths.
@@ -105,8 +107,8 @@ class SearchProblem:
         return first + other, first + other - warmup // 3, first + other - warmup
 
     def without_warmup(self, warmup: int) -> SearchProblem:
-        """Returns the problem with O - k F for O. Every path of a stage with this k is a sum of multiples of F and O -
-        k F, none of them negative.
+        """Returns the problem with O - k F for O.
+        Every path of a stage with this k is a sum of non-negative multiples of F and O - k F.
         """
         ends = (
             replace(end, other_cost=end.other_cost - warmup * end.first_cost) for end in (self.starts, self.finishes)
@@ -126,7 +128,7 @@ class SearchProblem:
         return np.stack([self.first_resharding, self.other_resharding], axis=2)
 
     def detours(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns two arrays (Y, Y, 2): the maximum extra cost to reach, and to leave, the first layout instead of the
+        """Returns two arrays (Y, Y, 2): the maximum extra cost to reach, and to leave, the first layout over the
         second.
         """
         resharding = self.resharding()
@@ -134,9 +136,9 @@ class SearchProblem:
         return reach, (resharding[:, None] - resharding[None]).max(axis=2)
 
     def useful_options(self) -> np.ndarray:
-        """Returns (S,) booleans: the options that may improve the best solution.
-        An option is not useful if another one costs no more and needs no more memory for any kind of layer, even with
-        the largest resharding cost to reach and to leave the other one's layout.
+        """Returns (S,) booleans: the options that may improve the best solution. An option is not useful if another
+        one costs no more and needs no more memory for any kind of layer, even with the largest resharding cost to
+        reach and to leave the other one's layout.
         """
         steady = self.without_warmup(int(self.warmup.max()))
         extra = sum(steady.detours())
@@ -161,8 +163,8 @@ class SearchProblem:
 
     @property
     def min_memory(self) -> np.ndarray:
-        """Returns (K, S) bytes of a layer with one micro-batch at the largest `reuse_count`.
-        The memory of a layer in any stage is a sum of non-negative multiples of this, `state` and `activation`.
+        """Returns (K, S) bytes of a layer with one micro-batch at the largest `reuse_count`. The memory of a layer in
+        any stage is a sum of non-negative multiples of this, `state` and `activation`.
         """
         return self.state + self.activation - max(1, int(self.reuse_count.max())) * self.reused
 
@@ -207,7 +209,6 @@ def score(problem: SearchProblem, solution: Solution) -> Score:
 
 
 def _score_stage(problem: SearchProblem, solution: Solution, stage: int) -> tuple[int, int, int]:
-    """Returns F, O and memory of one stage."""
     first, other = int(problem.stage_first_cost[stage]), int(problem.stage_other_cost[stage])
     held, working, layout = int(problem.stage_memory[stage]), 0, problem.boundary
     layer_memory = problem.memory(stage)

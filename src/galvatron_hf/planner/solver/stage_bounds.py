@@ -1,11 +1,11 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Lower bounds on the cost of a stage of n layers, for every n, by Lagrangian relaxation of the memory budget.
+"""Bounds the cost of a stage of n layers from below, for every n, by Lagrangian relaxation of the memory budget.
 For a multiplier l >= 0, `cost + l * (memory - budget)` of a stage that fits is at most its cost. The minimum of that
 sum over all options is a shortest path over the layers. The bound is its maximum over l (A. M. Geoffrion, 1974). The
 peak of working memory is no sum, so each bound also chooses an allowance for it, one of the values that occur. Options
-with more working memory than the allowance are excluded.
-Array dimensions: Q pairs of a stage and a multiplier, W allowances, K kinds, S options, Y layouts, p stages.
+with more working memory than the allowance are excluded. Array dimensions: Q pairs of a stage and a multiplier, W
+allowances, K kinds, S options, Y layouts, p stages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REFINED_POINTS, REFINEMENTS = 7, 4
 
 @dataclass(frozen=True)
 class Objective:
-    """A linear function of a stage: `first` F + `other` O, minus k F if `without_warmup` (symbols of `problem.py`)."""
+    """Weights a stage: `first` F + `other` O, minus k F if `without_warmup` (symbols of `problem.py`)."""
 
     first: int
     other: int
@@ -42,15 +42,7 @@ STEADY = Objective(1, 1, without_warmup=True)
 
 
 class StageBounds:
-    """Bounds the stages of a problem.
-
-    Args:
-        problem ([`SearchProblem`]): The problem.
-
-    Attributes:
-        allowances (`np.ndarray`): (W,) bytes of working memory, rising.
-        longest (`int`): maximum number of layers of a stage.
-    """
+    """Bounds stages of at most `longest` layers; `allowances` are (W,) bytes of working memory, rising."""
 
     def __init__(self, problem: SearchProblem):
         self.problem = problem
@@ -61,7 +53,7 @@ class StageBounds:
 
     @cached_property
     def classes(self) -> dict[int, list[int]]:
-        """Layers at which a stage may begin, grouped under the earliest one with the same sequence of kinds."""
+        """Groups layers at which a stage may begin under the earliest one with the same sequence of kinds."""
         kinds, groups = self.problem.kinds, {0: [0]}
         for begin in range(1, self.problem.layers):
             rest = kinds[begin:]
@@ -81,8 +73,8 @@ class StageBounds:
         return bounds.max(axis=0)
 
     def least_memory(self, first: int) -> np.ndarray:
-        """Returns (p, longest + 1) minimum bytes of each stage with n layers from `first` on.
-        With a multiplier of 1 and no cost the shortest path is memory.
+        """Returns (p, longest + 1) minimum bytes of each stage with n layers from `first` on. With a multiplier of 1
+        and no cost the shortest path is memory.
         """
         stages = np.arange(self.problem.stages)
         return self.forward(MEMORY, first, stages, np.ones(len(stages)), self.longest) + self.problem.budget
@@ -205,13 +197,9 @@ def _resharded(reached: np.ndarray, resharding: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class Distances:
-    """Holds shortest distances of one stage of n layers, under one objective and multiplier.
-
-    Attributes:
-        multiplier (`float`): of a byte.
-        costs (`np.ndarray`): (W, K, S) of a layer.
-        before (`np.ndarray`): (n + 1, W, Y) minimums from the stage's beginning to after k layers.
-        after (`np.ndarray`): (n + 1, W, Y) minimums from after k layers to the stage's end.
+    """Holds shortest distances of one stage of n layers, under one objective and a `multiplier` of a byte. `costs` (W,
+    K, S) are those of a layer. `before` and `after` (n + 1, W, Y) are minimums from the stage's beginning to after k
+    layers, and from there to its end.
     """
 
     multiplier: float
