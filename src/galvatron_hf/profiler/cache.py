@@ -88,7 +88,7 @@ def _load_or_make(
     circumstances_of: Callable[[Profile], Mapping[str, str]],
     make: Callable[[], Profile],
 ) -> Profile:
-    """Returns the profile in a file of rank 0 if its circumstances are the expected ones, else makes and keeps one."""
+    """Returns rank 0's stored profile if its circumstances are the expected ones, else makes and keeps one."""
 
     def usable() -> str | None:
         if not os.path.exists(path):  # also if the folder may not be entered

@@ -53,7 +53,7 @@ Predict = Callable[[ModelProfile, ParallelPlan, int, int], tuple[float, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Steps:
-    """Training steps that are tried: `rows` of `length` tokens, with a model of `copies` layers of each kind."""
+    """Describes trial training steps: `rows` of `length` tokens, with a model of `copies` layers of each kind."""
 
     model: PreTrainedModel
     copies: int
@@ -81,16 +81,14 @@ def calibrate_profile(
     """Returns the profile with factors for whole steps; collective. One rank alone keeps the profile.
 
     Args:
-        profile ([`ModelProfile`]): Profile of `model`, measured on these ranks.
-        model ([`PreTrainedModel`]): Model whose configuration is used.
-        predict (`Callable`): Predicts step time and memory: `predict(profile, plan, rows, length)` returns
-            milliseconds, and the bytes of the rank that needs most.
+        profile ([`ModelProfile`]), model ([`PreTrainedModel`]): Profile measured on these ranks, and its model, of
+            which only the configuration is used.
+        predict (`Callable`): `predict(profile, plan, rows, length)` returns the milliseconds of a step, and the bytes
+            of the rank that needs most.
         memory_bytes (`int`): Memory of a device.
         rows, length (`int`): Rows of a training step, and their tokens.
-        device (`torch.device`): Device of this rank.
-        seconds (`float`): Upper bound of the time, approximately. One plan is always tried.
+        seconds (`float`): Approximate upper bound of the time. One plan is always tried.
         world ([`WorldMesh`], *optional*): Groups for the plans; by default new ones, which stay.
-        progress (`bool`, defaults to `False`): Whether rank 0 shows what is measured.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if world_size == 1:
@@ -165,14 +163,9 @@ def fitted_factors(
     """Fits the factors, in the order of `CALIBRATION_FACTORS`, and the wait before collectives.
     The fit minimizes sum_i ((p_i / m_i - 1) / NOISE)^2 + sum_j ((f_j - f0_j) / SPREAD)^2, with predicted and measured
     times p_i and m_i of plan i, and unknowns f_j: the factors (f0 = 1) and the wait in ms (f0 = 0). The second sum
-    keeps the unknowns of work that is a small part of every plan near f0.
-
-    Args:
-        predicted (`Callable`): Returns milliseconds [n] of the plans for factors [m] and a wait in milliseconds.
-        measured (`np.ndarray`): Milliseconds [n].
-
-    Returns:
-        `tuple`: The factors, the wait in milliseconds, and the median of the remaining relative errors.
+    keeps the unknowns of work that is a small part of every plan near f0. `predicted` returns milliseconds [n] of the
+    plans for factors [m] and a wait in milliseconds; `measured` are milliseconds [n]. Returns the factors, the wait,
+    and the median of the remaining relative errors.
     """
     usual = np.array([1.0] * len(CALIBRATION_FACTORS) + [0.0])
     bounds = np.array([(LEAST, MOST)] * len(CALIBRATION_FACTORS) + [(0.0, np.inf)]).T

@@ -22,7 +22,7 @@ _LONGER = 3
 
 
 def measure_flops(device: torch.device, accuracy: Accuracy, window_ms: float, step: Step) -> dict[str, float]:
-    """Returns the FLOP/s of square matrix products by number format, on all ranks at once, of the slowest rank."""
+    """Returns the FLOP/s of square matrix products by number format on the slowest of all ranks, measured at once."""
     found = {}
     for name, dtype in _DTYPES.items():
         step("timing matrix products")
@@ -42,16 +42,9 @@ def measure_flops(device: torch.device, accuracy: Accuracy, window_ms: float, st
 
 def measure_overlap(device: torch.device, accuracy: Accuracy, window_ms: float, step: Step) -> dict[str, float]:
     """Measures how matrix products and all-reduces over the world slow each other down; collective.
-
-    Args:
-        device (`torch.device`): Device that computes and holds the messages.
-        accuracy ([`Accuracy`]): Wanted accuracy of the two factors, and number of rounds.
-        window_ms (`float`): Approximate time of each kind of work alone.
-
-    Returns:
-        `dict[str, float]`: Medians over the rounds, each of the slowest rank. "computing" and "communicating" are time
-        during the other over time alone, at least 1. "exposed" is the share of a message's time that remains if
-        computation takes as long as three messages.
+    Each kind of work takes about `window_ms` alone. Returns medians over the rounds, each of the slowest rank.
+    "computing" and "communicating" are time during the other over time alone, at least 1. "exposed" is the share of a
+    message's time that remains if computation takes as long as three messages.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     product = _Products(_PRODUCT_SIDE[device.type], dtype, device)
@@ -81,7 +74,7 @@ def measure_overlap(device: torch.device, accuracy: Accuracy, window_ms: float, 
 
 
 class _Products:
-    """Products of two square matrices of one number format."""
+    """Computes products of two square matrices of one number format."""
 
     def __init__(self, side: int, dtype: torch.dtype, device: torch.device):
         self.device = device
@@ -92,7 +85,7 @@ class _Products:
         torch.mm(self.left, self.right, out=self.result)
 
     def run(self, calls: int) -> float:
-        """Returns the milliseconds of so many products."""
+        """Returns the milliseconds of `calls` products."""
         finish(self.device)
         start = time.perf_counter()
         for _ in range(calls):
@@ -104,8 +97,8 @@ class _Products:
 def _together(
     product: _Products, messages: list[torch.Tensor], products: int, reduces: int, device: torch.device
 ) -> tuple[float, float, float]:
-    """Returns the milliseconds until all products, and until all all-reduces begun with them, are done, and the CPU
-    milliseconds of the products.
+    """Returns three times in milliseconds: until all products are done, until all all-reduces that began with them are
+    done, and the CPU time of the products.
     """
     synchronize(device)
     start, cpu_start = time.perf_counter(), time.thread_time()

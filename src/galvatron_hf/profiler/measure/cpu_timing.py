@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Timing on CPUs that are shared, limited by a quota, or short of free memory pages.
+"""Times work on CPUs that are shared, limited by a quota, or short of free memory pages.
 - Under a quota a rank runs at full speed until its share of a period is spent, and then stands still. A measurement
   therefore lasts for whole periods ([`window_ms`]), or takes CPU time and scales it to wall time ([`DeviceClock`]).
 - The speed of a CPU changes over time. Computation before a message is subtracted from the message's time by its CPU
@@ -48,9 +48,9 @@ def new_pages() -> int:
 
 
 def without_new_pages(ms: Sequence[float], pages: Sequence[float]) -> list[float]:
-    """Returns the measurements with at most 8 new pages a call, or those with the fewest if all had more.
-    Calls use new pages long after the first one: gloo's threads take turns and have memory of their own. A training
-    step no longer does after a few steps.
+    """Returns the measurements with at most 8 new pages a call, or those with the fewest if all had more. Calls use
+    new pages long after the first one: gloo's threads take turns and have memory of their own. A training step no
+    longer does after a few steps.
     """
     most = max(_FEW_PAGES, min(pages))
     return [each for each, new in zip(ms, pages, strict=True) if new <= most]
@@ -62,15 +62,8 @@ def typical_ms(ms: Sequence[float], pages: Sequence[float]) -> float:
 
 
 class ComputeFiller:
-    """Computation of a rank between two messages.
-    On a CPU the time of the computation is CPU time multiplied by the ratio of wall time to CPU time that
-    [`ComputeFiller.measure`] found.
-
-    Args:
-        device (`torch.device`): Device that computes.
-
-    Attributes:
-        ms (`float`): Time of one run alone, on the slowest rank.
+    """Computes on a rank between two messages; `ms` is the time of one run alone, on the slowest rank. On a CPU, this
+    time is CPU time multiplied by the ratio of wall time to CPU time that [`ComputeFiller.measure`] found.
     """
 
     def __init__(self, device: torch.device):
@@ -99,7 +92,7 @@ class ComputeFiller:
         self._runs, self._cpu_seconds = 0, 0.0
 
     def taken_ms(self) -> float:
-        """Returns what all runs since [`ComputeFiller.begin`] take alone."""
+        """Returns the time that all runs since [`ComputeFiller.begin`] take alone."""
         if self.device.type == "cpu":
             return 1e3 * self._wall_per_cpu * self._cpu_seconds
         return self._runs * self.ms
@@ -118,9 +111,9 @@ class ComputeFiller:
 
 
 class DeviceClock:
-    """Clock of a device in milliseconds.
-    A rank with one thread on a CPU gets CPU time, because wall time of something short means nothing under a quota or
-    beside other ranks. `wall_per_cpu`, measured while the clock is entered, converts CPU time to wall time.
+    """Reads a device's time in milliseconds. A rank with one thread on a CPU gets CPU time, because short wall times
+    mean nothing under a quota or next to other ranks. `wall_per_cpu`, measured while the clock is entered, converts
+    CPU time to wall time.
     """
 
     def __init__(self, device: torch.device):
@@ -155,5 +148,5 @@ class DeviceClock:
 
     @property
     def wall_per_cpu(self) -> float:
-        """Factor from this clock's milliseconds to those of the wall."""
+        """Returns the factor from this clock's milliseconds to those of the wall."""
         return max(1.0, self._wall / self._cpu) if self.shared and self._cpu else 1.0

@@ -57,7 +57,7 @@ def profile_hardware(
         name (`str`, *optional*): Name of the cluster.
         sizes (`Sequence[int]`, *optional*): Message sizes in bytes; by default `SIZES`.
         repetitions (`int`, *optional*): Number of measurements of each; by default 3 to 9, as accuracy needs.
-        seconds (`float`, defaults to 40): Upper bound of the time for links, approximately.
+        seconds (`float`, defaults to 40): Approximate upper bound of the time for links.
         progress (`bool`, defaults to `False`): Whether rank 0 shows what is measured.
 
     Returns:
@@ -92,7 +92,9 @@ def profile_hardware(
 
 @dataclass(frozen=True, kw_only=True)
 class _Sweep:
-    """Message sizes in bytes, duration of a measurement, wanted accuracy, and upper bound of the time for links."""
+    """Holds message sizes in bytes, a measurement's duration, the wanted accuracy, and an upper bound of the time for
+    links.
+    """
 
     sizes: tuple[int, ...]
     accuracy: Accuracy
@@ -107,7 +109,7 @@ class _Sweep:
 def _sweep(
     device: torch.device, memory_bytes: int, sizes: Sequence[int] | None, repetitions: int | None, seconds: float
 ) -> _Sweep:
-    """Returns the sweep for a device, with what the caller asked for; collective."""
+    """Returns the sweep for a device with the caller's settings; collective."""
     sizes = tuple(sizes) if sizes is not None else SIZES[device.type]
     least, most = _ROUNDS if repetitions is None else (repetitions, repetitions)
     _check_sweep(sizes, least, memory_bytes)
@@ -136,7 +138,7 @@ def _measured(
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """Returns what identifies the machine and the way of measuring, for a profile's `made`; collective."""
+    """Returns the identity of the machine and the way of measuring, for a profile's `made`; collective."""
     ranks = gather_objects(identity(device))
     merged = {f"{name}s": ", ".join(sorted({rank.pop(name) for rank in ranks})) for name in ("host", "device")}
     for name in ranks[0]:
@@ -155,10 +157,8 @@ def _measurement(begun: float, sweep: str, slowdowns: Mapping[str, float]) -> di
 
 
 def nodes_of(local_world_size: int | None) -> tuple[int, int]:
-    """Returns the number of nodes and of ranks on each; by default all ranks are on one node.
-
-    Raises:
-        ValueError: If the ranks do not fill nodes.
+    """Returns the number of nodes and of ranks on each; by default all ranks are on one node. Raises `ValueError` if
+    the ranks do not fill nodes.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     local_world_size = world_size if local_world_size is None else local_world_size

@@ -41,13 +41,9 @@ Key = tuple  # identifies a job: ("layer", kind, tensor, tokens, length), ("head
 
 @dataclass(frozen=True, kw_only=True)
 class _Job:
-    """One thing to time.
-
-    Attributes:
-        key (`tuple`): Identifies the job.
-        run (`Callable`): Runs the job once. Returns the milliseconds of forward and backward, and for a layer's
-            largest micro-batch of the forward after the last saved tensor; for "adam", of an update and of adding
-            gradients.
+    """Holds one thing to time under a key; `run` runs the job once and returns times in milliseconds. These are
+    forward and backward, and for a layer's largest micro-batch the forward after the last saved tensor. For "adam"
+    they are an update and the addition of gradients.
     """
 
     key: Key
@@ -55,14 +51,8 @@ class _Job:
 
 
 class LayerTimer:
-    """Times all jobs on this rank.
-
-    Args:
-        model ([`PreTrainedModel`]): Model that is measured; only its configuration is used.
-        counted ([`CountedModel`]): Counts of the same model.
-        device (`torch.device`): Device that computes.
-        tokens, length (`int`): Tokens of the largest micro-batch, and of its documents.
-        max_degree (`int`): Largest tensor degree.
+    """Times all jobs on this rank, for tensor degrees up to `max_degree`; only the configuration of `model` is used.
+    `counted` are counts of the same model. The largest micro-batch has `tokens` tokens in documents of `length`.
     """
 
     def __init__(
@@ -82,11 +72,9 @@ class LayerTimer:
         self.small = one_of_each(model, self.copies)
 
     def run(self, seconds: float, progress: bool) -> tuple[dict[Key, tuple[float, ...]], float]:
-        """Times the jobs in rounds; collective.
-        Rounds end when the standard error of the medians is 3% on average over the jobs, or after `seconds`.
-
-        Returns:
-            `tuple`: Milliseconds by job on the slowest rank, and the largest ratio of wall time to CPU time.
+        """Times the jobs in rounds; collective. Rounds end when the standard error of the medians is 3% on average
+        over the jobs, or after `seconds`. Returns milliseconds by job on the slowest rank, and the largest ratio of
+        wall time to CPU time.
         """
         about = self._shrink(FIRST_ROUNDS * seconds)
         with phase("layers, embedding, head and optimizer", about, seconds + about / ACCURACY.least, progress):
@@ -118,9 +106,7 @@ class LayerTimer:
 
     def _shrink(self, seconds: float) -> float:
         """Halves the largest micro-batch until the fewest rounds fit; collective, with one result on all ranks.
-
-        Returns:
-            `float`: Seconds that the fewest rounds and the first run take, approximately.
+        Returns the seconds that the fewest rounds and the first run take, approximately.
         """
         length = min(self.length, LEAST_TOKENS, self.tokens)
         few = min(LEAST_TOKENS, self.tokens) // length * length
@@ -202,9 +188,9 @@ class LayerTimer:
 
     @property
     def recompute_point(self) -> tuple[int, int]:
-        """Micro-batch that times the bookkeeping of a checkpoint.
-        It is the smallest one, of which the bookkeeping is the largest share. On a GPU it is the largest one, because
-        the bookkeeping runs while kernels run.
+        """Returns the micro-batch that times the bookkeeping of a checkpoint. It is the smallest one, of which the
+        bookkeeping is the largest share. On a GPU it is the largest one, because the bookkeeping runs while kernels
+        run.
         """
         return self.points()[0 if self.device.type == "cuda" else -1]
 

@@ -35,10 +35,9 @@ _LEAST_MS = 1e-3  # time of a call that is too short to be seen beside the compu
 
 @dataclass(kw_only=True)
 class Trial:
-    """One collective with one message size.
+    """Describes one collective with one message size; kind, ranks and stride are those of [`Link`].
 
     Attributes:
-        kind, ranks, stride: As in [`Link`].
         size (`int`): Bytes of a rank's input.
         call (`Callable`): Communicates once and waits.
         transfers (`int`): Messages of a call, one after the other.
@@ -68,19 +67,15 @@ def measure_links(
     step: Step,
 ) -> tuple[Link, ...]:
     """Times and fits every kind of collective over every arrangement of the world; collective.
-    The first rounds measure every trial once, later rounds only those that are not accurate enough.
+    The first rounds measure every trial once, later rounds only those that are not accurate enough. The links are
+    equal on every rank: the time of the slowest rank counts.
 
     Args:
-        device (`torch.device`): Device of the messages.
         devices_per_node (`int`): Ranks of a node.
         sizes (`Sequence[int]`): Bytes of the whole message: the result of an all-gather, the input of the others.
-        accuracy ([`Accuracy`]): Wanted accuracy and number of rounds.
         window_ms (`float`): Duration of a measurement, which repeats short calls; less if `seconds` asks for it.
         seconds (`float`): Approximate time after which no further round begins. One round is always done.
         step (`Callable`): Called for each trial in each round, warm-up included.
-
-    Returns:
-        `tuple[Link, ...]`: The links, equal on every rank. The time of the slowest rank counts.
     """
     begun = time.perf_counter()
     kinds = arrangements_by_kind(dist.get_world_size(), devices_per_node)
@@ -171,7 +166,7 @@ def count_trials(world_size: int, devices_per_node: int, sizes: Sequence[int]) -
 
 
 def count_steps(world_size: int, devices_per_node: int, sizes: Sequence[int], rounds: int) -> int:
-    """Returns how often [`measure_links`] calls `step` in so many full rounds."""
+    """Returns how often [`measure_links`] calls `step` in `rounds` full rounds."""
     return count_trials(world_size, devices_per_node, sizes) * (_WARM_UP + rounds)
 
 
@@ -189,9 +184,9 @@ def _measured(trial: Trial, device: torch.device, filler: ComputeFiller) -> floa
 
 
 def _own_group(ranks: int, stride: int) -> dist.ProcessGroup | None:
-    """Returns this rank's group of an arrangement; None for a rank that is left over.
-    All ranks create all groups. If only its members create a group, the group's name depends on its ranks alone, and
-    the next group of the same name finds stale entries in the store.
+    """Returns this rank's group of an arrangement; None for a rank that is left over. All ranks create all groups. If
+    only its members create a group, the group's name depends on its ranks alone, and the next group of the same name
+    finds stale entries in the store.
     """
     own = None
     for start in range(0, dist.get_world_size(), ranks * stride):
@@ -232,7 +227,6 @@ def _rounded(size: int, ranks: int) -> int:
 
 
 def _call(kind: str, message: torch.Tensor, group: dist.ProcessGroup | None) -> Callable[[], None]:
-    """Returns a function that runs one collective and waits for it."""
     if group is None:
         return lambda: None
     name, ranks = group.group_name, group.size()

@@ -48,10 +48,10 @@ def profile_model(
     """
     Measures forward and backward of a model's parts under each tensor degree, as the runtime computes them.
 
-    Only the configuration of `model` is used. One layer of each kind is built with the weights of one tensor rank, and
-    its collectives send nothing. Bytes are counted, not measured. All ranks of a process group measure at the same
-    time, which loads the machine as training does, and the slowest rank counts. Measuring ends when the medians are
-    accurate to 3%.
+    One layer of each kind is built from the configuration of `model` with the weights of one tensor rank; its
+    collectives send nothing. Bytes are counted, not measured. All ranks of a process group measure at the same time,
+    which loads the machine as training does, and the slowest rank counts. Measuring ends when the medians are accurate
+    to 3%.
 
     Args:
         model ([`PreTrainedModel`]): A causal language model on any device, also meta. It is not changed.
@@ -62,7 +62,7 @@ def profile_model(
         packed (`bool`, defaults to `True`): Whether micro-batches are packed documents, or rows without padding.
         max_degree (`int`, *optional*): Largest tensor and Ulysses degree; by default the world size, or 8 without a
             process group.
-        seconds (`float`, defaults to 30): Upper bound of the time for timing, approximately; counting is extra.
+        seconds (`float`, defaults to 30): Approximate upper bound of the time for timing; counting is extra.
         progress (`bool`, defaults to `False`): Whether rank 0 shows what is measured.
 
     Returns:
@@ -113,7 +113,7 @@ def circumstances(
     max_degree: int | None = None,
     **others: Any,
 ) -> dict[str, str]:
-    """Returns what the measurement depends on, for a profile's `made`; collective."""
+    """Returns the conditions of the measurement, for a profile's `made`; collective."""
     asked = {"tokens": tokens, "length": length, "packed": packed, "max_degree": max_degree or _default_degree()}
     return machine(_default_device(device)) | {
         "configuration": config_digest(model),
@@ -142,7 +142,6 @@ def _default_degree() -> int:
 
 
 def _part_times(found: dict[Key, tuple[float, ...]], counted: CountedModel, timer: LayerTimer) -> PartTimes:
-    """Fits the measured times."""
     kinds = range(len(adapter_for(counted.small).layers(counted.small)))
     tokens = timer.points()[0][0]
     layers: list[dict[int, Times]] = [{} for _ in kinds]

@@ -20,11 +20,8 @@ from galvatron_hf.parallel.comm.objects import is_rank_0
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """Condition under which a measurement need not be repeated.
-
-    Attributes:
-        error (`float`): Largest standard error of the median, relative to the median.
-        least, most (`int`): Bounds of the number of samples.
+    """Limits the standard `error` of the median, relative to the median, and the number of samples. A measurement that
+    is accurate need not be repeated.
     """
 
     error: float = 0.05
@@ -32,15 +29,14 @@ class Accuracy:
     most: int = 15
 
     def reached(self, samples: Sequence[float]) -> bool:
-        """Returns whether the samples suffice."""
         count = len(samples)
         return count >= self.most or (count >= self.least and median_error(samples) <= self.error)
 
 
 def median_error(samples: Sequence[float]) -> float:
-    """Returns the standard error of the median of n samples, relative to the median m.
-    The error is 0.93 * IQR / (sqrt(n) * m) with the interquartile range IQR. For normal noise of standard deviation s
-    the standard error is 1.253 * s / sqrt(n), and IQR = 1.349 * s.
+    """Returns the standard error of the median of n samples, relative to the median m. The error is 0.93 * IQR /
+    (sqrt(n) * m) with the interquartile range IQR. For normal noise of standard deviation s the standard error is
+    1.253 * s / sqrt(n), and IQR = 1.349 * s.
     """
     low, median, high = np.percentile(samples, [25, 50, 75])
     return float(0.93 * (high - low) / (math.sqrt(len(samples)) * max(median, 1e-12)))
@@ -48,7 +44,7 @@ def median_error(samples: Sequence[float]) -> float:
 
 @contextlib.contextmanager
 def phase(what: str, about: float, at_most: float, shown: bool) -> Iterator[None]:
-    """Prints on rank 0 what is measured and for how long, and afterwards how long it took. Times are seconds."""
+    """Prints on rank 0 what is measured and for how long, and afterwards how long it took. Times are in seconds."""
     shown, began = shown and is_rank_0(), time.perf_counter()
     if shown:
         print(f"Measuring {what}: about {min(about, at_most):.0f} s, at most {at_most:.0f} s.", file=sys.stderr)

@@ -1,3 +1,3 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles of machines and models as values and as JSON. Imports no torch."""
+"""Stores profiles of machines and models as values and as JSON. Imports no torch."""

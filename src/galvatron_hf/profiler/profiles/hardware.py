@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Links, speed and memory of a cluster as a value and as JSON. Imports no torch."""
+"""Stores links, speed and memory of a cluster as a value and as JSON. Imports no torch."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _MAX_BYTES = 1 << 60
 
 
 def wire_share(kind: str, ranks: int) -> float:
-    """Returns the bytes that each rank of a ring sends, divided by the bytes of its input.
-    The input of an all-to-all includes the part that a rank keeps, see docs/communication.md.
+    """Returns the bytes that each rank of a ring sends, divided by the bytes of its input. The input of an all-to-all
+    includes the part that a rank keeps, see docs/communication.md.
     """
     return {
         "all_reduce": 2 * (ranks - 1) / ranks,
@@ -44,9 +44,9 @@ def wire_share(kind: str, ranks: int) -> float:
 
 
 def arrangements(world_size: int) -> Iterator[tuple[int, int]]:
-    """Yields (ranks, stride) of the aligned groups that tile a world.
-    Strides are the powers of two that divide the world size. For each stride the numbers of ranks are the powers of
-    two that tile the world, and the largest number possible.
+    """Yields (ranks, stride) of the aligned groups that tile a world. Strides are the powers of two that divide the
+    world size. For each stride the numbers of ranks are the powers of two that tile the world, and the largest number
+    possible.
     """
     stride = 1
     while world_size % stride == 0 and stride < world_size:
@@ -73,7 +73,7 @@ def arrangements_by_kind(world_size: int, devices_per_node: int) -> dict[tuple[i
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One kind of collective between ranks of one arrangement.
+    """Describes one kind of collective between ranks of one arrangement; raises `ValueError` for a value out of range.
 
     Attributes:
         kind (`str`): One of `KINDS`.
@@ -83,9 +83,6 @@ class Link:
         bytes_per_s (`float`): Bandwidth of each rank's wire.
         error (`float`): Median of |fitted / measured - 1| over the points; 0 if nothing was measured.
         points (`tuple[tuple[int, float], ...]`): Measured (bytes of a rank's input, ms) in rising order.
-
-    Raises:
-        ValueError: If a value is out of range.
     """
 
     kind: str
@@ -129,9 +126,8 @@ class Link:
         )
 
     def ms(self, size: np.ndarray | float) -> np.ndarray | float:
-        """Returns the milliseconds for `size` bytes of input.
-        The time is interpolated between the points. Beyond them it continues with the slope of the fitted line, which
-        is used alone if there are no points.
+        """Returns the milliseconds for `size` bytes of input. The time is interpolated between the points. Beyond them
+        it continues with the slope of the fitted line, which is used alone if there are no points.
         """
         per_byte = 1e3 * wire_share(self.kind, self.ranks) / self.bytes_per_s
         size = np.asarray(size, dtype=float)
@@ -149,7 +145,7 @@ class Link:
 @dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
     """
-    Capabilities of a cluster of equal nodes.
+    Describes the capabilities of a cluster of equal nodes.
 
     Attributes:
         name (`str`): Name of the cluster.
@@ -200,18 +196,12 @@ class HardwareProfile:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks on all nodes."""
         return self.nodes * self.devices_per_node
 
     @classmethod
     def from_json(cls, source: str | os.PathLike | Mapping[str, Any]) -> HardwareProfile:
-        """Reads a profile.
-
-        Args:
-            source (`str`, `os.PathLike` or `Mapping`): The path of a JSON file, JSON text, or the parsed object.
-
-        Raises:
-            ValueError: If the source is not a profile.
+        """Reads a profile from the path of a JSON file, JSON text, or the parsed object. Raises `ValueError` if the
+        source is not a profile.
         """
         what = "hardware profile"
         given = dict(read_object(source, what))

@@ -23,7 +23,6 @@ _END_BYTES = ("saved_bytes", "saved_fixed_bytes", "working_bytes", "working_fixe
 
 
 def layer_values(kind: LayerProfile) -> dict[str, Any]:
-    """Returns a layer as JSON values."""
     return {
         "weights": [asdict(weight) for weight in kind.weights],
         "times": _times(kind.times),
@@ -38,7 +37,6 @@ def layer_values(kind: LayerProfile) -> dict[str, Any]:
 
 
 def end_values(end: EndProfile) -> dict[str, Any]:
-    """Returns an end as JSON values."""
     return {
         "weights": [asdict(weight) for weight in end.weights],
         "times": _times(end.times),

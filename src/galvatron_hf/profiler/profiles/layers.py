@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Times, weights and bytes of one layer, and of the embedding and the head. Imports no torch."""
+"""Stores times, weights and bytes of one layer, and of the embedding and the head. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from galvatron_hf.models.shape import WeightShape
 
 @dataclass(frozen=True, kw_only=True)
 class TimeFit:
-    """Time of a pass in ms: per_token * T + per_square * S + fixed.
-    T is the number of tokens. S is the sum of the squared document lengths.
-
-    Attributes:
-        per_token, per_square, fixed (`float`): Coefficients in ms, 0 or more.
-        error (`float`): Median of |fitted / measured - 1|; 0 if nothing was measured.
+    """Models the time of a pass in ms: per_token * T + per_square * S + fixed, with coefficients of 0 or more. T is
+    the number of tokens. S is the sum of the squared document lengths. `error` is the median of |fitted / measured -
+    1|, and 0 if nothing was measured.
     """
 
     per_token: float
@@ -32,7 +29,7 @@ class TimeFit:
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Times of one module on one device.
+    """Holds times of one module on one device.
 
     Attributes:
         forward, backward ([`TimeFit`]): The two passes. The backward excludes recomputation.
@@ -54,14 +51,14 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerProfile:
-    """One kind of layer.
+    """Holds the cost of one kind of layer.
     The bytes are for each token that the layer's tensor and Ulysses ranks share, on one of these ranks. Their keys are
     (tensor, megatron_sp, ulysses).
 
     Attributes:
         weights (`tuple[WeightShape, ...]`): Weights of the layer.
         times (`Mapping[int, Times]`): Times of one tensor rank's slice, by tensor degree.
-        saved_bytes (`Mapping[tuple[int, bool, int], float]`): Activations kept from the forward to the backward.
+        saved_bytes (`Mapping`): Activations kept from the forward to the backward.
         working_bytes (`Mapping`): Peak of the other activations and activation gradients during a pass. Excludes
             weights and weight gradients.
         recompute_bytes (`Mapping`): Activations kept under full recompute. A missing strategy keeps the layer's input.
@@ -80,7 +77,7 @@ class LayerProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class EndProfile:
-    """The embedding, or the final norm and the head with the loss.
+    """Holds the cost of the embedding, or of the final norm and the head with the loss.
     The bytes are those of one tensor rank, by tensor degree. Those without `fixed` in the name are for each token that
     the tensor ranks share.
 

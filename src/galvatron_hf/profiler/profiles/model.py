@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of a model as a value and as JSON. Imports no torch and no transformers."""
+"""Stores the cost of a model as a value and as JSON. Imports no torch and no transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _VERSION = 1
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
     """
-    Cost of a causal language model.
+    Describes the cost of a causal language model.
 
     Attributes:
         name (`str`): Name of the model.
@@ -52,8 +52,8 @@ class ModelProfile:
         max_length (`int`, *optional*): Positions of the model; None if unlimited.
         optimizer_ms_per_element, optimizer_ms_per_weight (`float`): Time of an update with gradient norm and clipping:
             for each element of a rank, and for each weight whatever its size.
-        adding_ms_per_element (`float`): Time of adding a micro-batch's gradients to the earlier ones, for each element
-            of a rank.
+        adding_ms_per_element (`float`): Time of adding a micro-batch's gradients to the earlier ones, per element of a
+            rank.
         calibration_factors (`Mapping[str, float]`): Time in whole training steps over the time measured alone, of
             "computing" and of four kinds of messages: "communication" (activations of tensor and Ulysses ranks, layout
             changes), "synchronization" (gradients of replicas), "weights" (gathers of weights and reduce-scatters of
@@ -87,23 +87,18 @@ class ModelProfile:
 
     @property
     def stack_sizes(self) -> dict[str, int]:
-        """The stacks of a plan for this model."""
+        """Returns the stacks of a plan for this model."""
         return dict(self.stacks) or {DEFAULT_STACK: len(self.layers)}
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element of an activation."""
+        """Returns the bytes of one element of an activation."""
         return {"fp32": 4, "bf16": 2}[self.dtype]
 
     @classmethod
     def from_json(cls, source: str | os.PathLike | Mapping[str, Any]) -> ModelProfile:
-        """Reads a profile.
-
-        Args:
-            source (`str`, `os.PathLike` or `Mapping`): The path of a JSON file, JSON text, or the parsed object.
-
-        Raises:
-            ValueError: If the source is not a profile.
+        """Reads a profile from the path of a JSON file, JSON text, or the parsed object. Raises `ValueError` if the
+        source is not a profile.
         """
         given = dict(read_object(source, "model profile"))
         names = tuple(entry.name for entry in fields(cls))

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Hardware profiles from data sheets and published measurements; all figures are assumed.
+"""Builds hardware profiles from data sheets and published measurements; all figures are assumed.
 Bandwidths are those of a ring as nccl-tests counts them (busbw). Latency is that of a tree: it grows by one step with
 each doubling of the ranks in a node, and by another with each doubling of the nodes. Each device has its own network
 adapter. A ring with p ranks in each node crosses nodes at min(p * adapter rate, rate inside a node).
@@ -17,7 +17,7 @@ from galvatron_hf.profiler.profiles.hardware import HardwareProfile, Link, arran
 
 @dataclass(frozen=True, kw_only=True)
 class _Device:
-    """Figures of a device, its link inside the node, and its network adapter, each with its source."""
+    """Holds the figures of a device, its link inside the node and its network adapter, each with its source."""
 
     memory: tuple[float, str]
     flops: tuple[dict[str, float], str]
@@ -113,14 +113,8 @@ PRESETS = tuple(_DEVICES)
 
 
 def hardware_preset(name: str, nodes: int, devices_per_node: int) -> HardwareProfile:
-    """Returns the profile of a cluster of equal devices, with every link of [`arrangements_by_kind`].
-
-    Args:
-        name (`str`): One of `PRESETS`.
-        nodes, devices_per_node (`int`): Size of the cluster.
-
-    Raises:
-        ValueError: If the name is unknown; the nearest known name is proposed.
+    """Returns the profile of a cluster of equal devices, with every link of [`arrangements_by_kind`]. `name` is one of
+    `PRESETS`; for another name, `ValueError` proposes the nearest one.
     """
     check_choice("the cluster", name, PRESETS)
     check_int("nodes", nodes, high=MAX_RANKS)

@@ -47,11 +47,8 @@ _FORMULAS = {
 
 @dataclass(frozen=True, kw_only=True)
 class OperationCount:
-    """Operations of one pass.
-
-    Attributes:
-        flops (`int`): FLOPs of matrix products and attention; a causal mask halves those of attention.
-        moved_bytes (`int`): Bytes that all other operations read and write.
+    """Counts the operations of one pass. `flops` are of matrix products and attention; a causal mask halves those of
+    attention. `moved_bytes` are those that all other operations read and write.
     """
 
     flops: int
@@ -66,12 +63,10 @@ class OperationCount:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Operations and bytes of one part in a micro-batch.
+    """Holds operations and bytes of one part in a micro-batch.
 
     Attributes:
-        forward, backward ([`OperationCount`]): Operations of the passes.
-        forward_after_last_saved ([`OperationCount`]): Operations of the forward after the last tensor that autograd
-            saves.
+        forward_after_last_saved ([`OperationCount`]): Forward after the last tensor that autograd saves.
         saved_bytes (`int`): Storages that autograd keeps from the forward to the backward, without weights and without
             inputs shared by all parts.
         forward_peak_bytes, backward_peak_bytes (`int`): Peak of each pass, with the part's input, without weights and
@@ -87,7 +82,7 @@ class Counts:
 
     @property
     def working_bytes(self) -> int:
-        """Peak of the bytes that are not saved."""
+        """Returns the peak of the bytes that are not saved."""
         return max(self.forward_peak_bytes, self.backward_peak_bytes) - self.saved_bytes
 
 
@@ -140,7 +135,7 @@ class _Counter(TorchDispatchMode):
 
     @property
     def moment(self) -> int:
-        """Current time for [`_Counter.peak_bytes`]."""
+        """Returns the current time for [`_Counter.peak_bytes`]."""
         return len(self._events)
 
     def peak_bytes(self, begin: int, end: int) -> int:
@@ -171,11 +166,8 @@ class _Saved:
 
 
 def saved_tensors(part: Part, kept: Callable[[], None] = lambda: None) -> tuple[torch.Tensor, int]:
-    """Runs the forward. Returns its output and the bytes that autograd keeps for the backward.
-
-    Args:
-        part ([`Part`]): Part to run.
-        kept (`Callable`, *optional*): Function called before autograd keeps a tensor, weights included.
+    """Runs the forward; returns its output and the bytes that autograd keeps for the backward. `kept` is called before
+    autograd keeps a tensor, weights included.
     """
     saved = _Saved([*part.parameters(), *part.shared], kept)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):

@@ -28,10 +28,8 @@ from galvatron_hf.utils.compat import model_from_config, without_forward_pre_hoo
 
 
 def empty_model(config: PreTrainedConfig, family: type[PreTrainedModel] | None = None) -> PreTrainedModel:
-    """Returns the model of a configuration with parameters on the meta device and buffers on the CPU.
-
-    Raises:
-        ValueError: If transformers has no causal language model for the configuration, or one with an empty weight.
+    """Returns the model of a configuration with parameters on the meta device and buffers on the CPU. Raises
+    `ValueError` if transformers has no causal language model for it, or one with an empty weight.
     """
     config = copy.deepcopy(config)
     with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False), no_init_weights():
@@ -89,11 +87,8 @@ def _settings(layer: nn.Module) -> tuple:
 
 
 def one_of_each(model: PreTrainedModel, copies: int = 1) -> PreTrainedModel:
-    """Returns a model on the meta device with the first layers of each kind and the ends of `model`.
-
-    Args:
-        model ([`PreTrainedModel`]): The model; it is not changed.
-        copies (`int`): Consecutive layers of each kind; the model must have so many.
+    """Returns a model on the meta device with the ends of `model` and the first `copies` layers of each kind. `model`
+    is not changed and must have so many consecutive layers of each kind.
     """
     adapter, kinds = adapter_for(model), layer_kinds(model)
     of_kind = [[index for index, one in enumerate(kinds) if one == kind] for kind in range(max(kinds) + 1)]
@@ -109,13 +104,9 @@ def one_of_each(model: PreTrainedModel, copies: int = 1) -> PreTrainedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One layer, the embedding, or the head with the loss.
-
-    Attributes:
-        run (`Callable`): Runs the forward.
-        input (`torch.Tensor`, *optional*): Input hidden states, a leaf; None for the embedding.
-        modules (`tuple[nn.Module, ...]`): Modules whose weights are used.
-        shared (`tuple[torch.Tensor, ...]`): Inputs shared by all parts of the micro-batch.
+    """Runs one layer, the embedding, or the head with the loss. `input` are its hidden states, a leaf, or None for the
+    embedding. `modules` are those whose weights are used, and `shared` are inputs shared by all parts of the
+    micro-batch.
     """
 
     run: Callable[[], torch.Tensor]
@@ -127,21 +118,14 @@ class Part:
         return [parameter for module in self.modules for parameter in module.parameters()]
 
     def forget_gradients(self) -> None:
-        """Frees the gradients of a backward."""
         for leaf in (*self.parameters(), *(() if self.input is None else (self.input,))):
             leaf.grad = None
 
 
 @dataclass(kw_only=True)
 class IsolatedLayers:
-    """The parts of one rank under one strategy.
-
-    Attributes:
-        rank ([`SingleRank`]): The rank.
-        device (`torch.device`): Device that computes.
-        dtype (`torch.dtype`): Number format of hidden states.
-        packed (`bool`): Whether micro-batches are documents in one row, or rows of equal length without a mask.
-        copies (`int`): Layers of each kind, run as one part.
+    """Holds the parts of one rank under one strategy. Hidden states have format `dtype`. Micro-batches are documents
+    in one row if `packed`, else rows of equal length without a mask. `copies` layers of each kind run as one part.
     """
 
     rank: SingleRank
@@ -159,17 +143,9 @@ class IsolatedLayers:
         packed: bool = True,
         copies: int = 1,
     ) -> IsolatedLayers:
-        """Cuts a copy of a model; the copy stays on the meta device.
-
-        Args:
-            small ([`PreTrainedModel`]): Model of [`one_of_each`].
-            strategy ([`LayerStrategy`]): Strategy of all layers. The stage has as many ranks as its tensor and Ulysses
-                degrees or the vocabulary's degree need.
-            vocabulary (`int`): Tensor degree of embedding and head.
-            packed, copies: As above.
-
-        Raises:
-            ValueError: If the strategy does not fit the model.
+        """Cuts a copy of a model of [`one_of_each`]; the copy stays on the meta device. All layers have `strategy`,
+        and `vocabulary` is the tensor degree of embedding and head. The stage has as many ranks as the largest of
+        these degrees needs. Raises `ValueError` if the strategy does not fit the model.
         """
         ranks = max(strategy.tensor * strategy.ulysses, vocabulary)
         ends = VocabularyStrategy(tensor=vocabulary)

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of a model's weights, read off the table by which the runtime cuts them."""
+"""Reads the shapes of a model's weights off the table by which the runtime cuts them."""
 
 from __future__ import annotations
 
@@ -19,17 +19,9 @@ from galvatron_hf.utils.compat import FakeTensorMode
 
 
 def model_shape_from_model(model: PreTrainedModel, small: PreTrainedModel | None = None) -> ModelShape:
-    """Reads shapes off a model; nothing is computed, and the model may be on the meta device.
-
-    Args:
-        model ([`PreTrainedModel`]): A language model of a family that the runtime knows.
-        small ([`PreTrainedModel`], *optional*): The result of [`one_of_each`] for it, if there is one already.
-
-    Returns:
-        [`ModelShape`]: Layers of one kind share one tuple of weights.
-
-    Raises:
-        ValueError: if the runtime does not know the family.
+    """Reads shapes off a model, also on the meta device, without computing; layers of one kind share one tuple of
+    weights. `small` is its [`one_of_each`], if there is one already. Raises `ValueError` if the runtime does not know
+    the family.
     """
     adapter = adapter_for(model)
     specs, kinds, stack = model_specs(model, adapter), layer_kinds(model), adapter.stacks[-1]
@@ -55,7 +47,7 @@ def _shapes(specs: Iterable[ParameterSpec]) -> tuple[WeightShape, ...]:
 
 
 def saves_after_last_region(small: PreTrainedModel) -> bool:
-    """Tells whether a module with weights, such as a norm, takes the output of the last region of a layer."""
+    """Returns whether a module with weights, such as a norm, takes the output of the last region of a layer."""
     parts = IsolatedLayers.from_model(small, LayerStrategy())
     seen: list[str] = []
     layer, place = parts.rank.blocks[0].layer, parts.rank.stage.adapter.places(small)[0]

@@ -44,18 +44,12 @@ Strategy = tuple[int, bool, int]  # tensor, megatron_sp, ulysses
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Assumed speed of a device.
-
-    Attributes:
-        flops_per_ms (`float`): Rate of matrix products and attention.
-        bytes_per_ms (`float`): Memory bandwidth of the other operations.
-    """
+    """Holds the assumed rate of matrix products and attention, and the memory bandwidth of the other operations."""
 
     flops_per_ms: float
     bytes_per_ms: float
 
     def ms(self, work: OperationCount) -> float:
-        """Returns the milliseconds of a pass."""
         return work.flops / self.flops_per_ms + work.moved_bytes / self.bytes_per_ms
 
 
@@ -133,10 +127,8 @@ def memory_bandwidth(hardware: HardwareProfile) -> float:
 
 
 def read_config(source: PreTrainedConfig | str | os.PathLike) -> PreTrainedConfig:
-    """Returns a configuration, or reads it from a folder or a `config.json`.
-
-    Raises:
-        ValueError: If there is no readable configuration.
+    """Returns a configuration, or reads it from a folder or a `config.json`. Raises `ValueError` if no configuration
+    is readable.
     """
     if isinstance(source, PreTrainedConfig):
         return source
@@ -153,7 +145,7 @@ def read_config(source: PreTrainedConfig | str | os.PathLike) -> PreTrainedConfi
 
 @dataclass(frozen=True, kw_only=True)
 class PartTimes:
-    """Times by tensor degree: of each kind of layer, the embedding and the head."""
+    """Holds times by tensor degree: of each kind of layer, the embedding and the head."""
 
     layers: list[dict[int, Times]]
     embedding: dict[int, Times]
@@ -172,9 +164,8 @@ def profile_of(
     assumed: dict[str, str],
     made: dict[str, str],
 ) -> ModelProfile:
-    """Returns the profile of counted bytes and of counted or measured times.
-    `optimizer_ms` is the time of an update for each element and for each weight; `adding_ms` is the time of adding
-    gradients for each element.
+    """Returns the profile of counted bytes and of counted or measured times. `optimizer_ms` is the time of an update
+    for each element and for each weight; `adding_ms` is the time of adding gradients for each element.
     """
     shape, kinds = model_shape_from_model(model, counts.small), layer_kinds(model)
     bytes_of = counts.layer_bytes(max_degree)
@@ -217,13 +208,8 @@ def _head_weights(shape: ModelShape) -> tuple:
 
 
 class CountedModel:
-    """Counts of a model's parts on one rank under any strategy.
-
-    Args:
-        model ([`PreTrainedModel`]): The model, also on the meta device; it is not changed.
-        dtype (`torch.dtype`): Number format of the computation.
-        length (`int`): Tokens of the traced documents.
-        packed (`bool`): As in [`IsolatedLayers`].
+    """Counts the operations and bytes of a model's parts on one rank under any strategy. `model` may be on the meta
+    device and is not changed. Traced documents have `length` tokens, rounded up to a multiple of 128.
     """
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, length: int, packed: bool):
@@ -234,11 +220,7 @@ class CountedModel:
         self._ends: dict[tuple, dict[str, Counts]] = {}
 
     def parts(self, strategy: LayerStrategy, vocabulary: int = 1) -> IsolatedLayers:
-        """Returns the parts on fake tensors.
-
-        Raises:
-            ValueError: If the strategy does not fit the model.
-        """
+        """Returns the parts on fake tensors; raises `ValueError` if the strategy does not fit the model."""
         key = strategy, vocabulary
         if key not in self._parts:
             parts = IsolatedLayers.from_model(self.small, strategy, vocabulary, self.packed)
@@ -249,7 +231,6 @@ class CountedModel:
         return self._parts[key]
 
     def layers(self, strategy: LayerStrategy, tokens: int, length: int) -> list[Counts]:
-        """Returns the counts of each kind of layer."""
         key = strategy, tokens, length
         if key not in self._layers:
             parts = self.parts(strategy)
@@ -264,7 +245,6 @@ class CountedModel:
             return [count(part) for part in parts.layers(parts.micro_batch(self.length, self.length))]
 
     def ends(self, tensor: int, tokens: int) -> dict[str, Counts]:
-        """Returns the counts of the embedding and of the head."""
         if (tensor, tokens) not in self._ends:
             parts = self.parts(LayerStrategy(), tensor)
             with self.mode:
@@ -298,7 +278,6 @@ class CountedModel:
             yield strategy
 
     def tensor_degrees(self, max_degree: int) -> list[int]:
-        """Returns the tensor degrees of layers."""
         return [each.tensor for each in self.strategies(max_degree) if not each.megatron_sp and each.ulysses == 1]
 
     def times(self, max_degree: int, speed: Speed) -> PartTimes:
