@@ -1,8 +1,7 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest of a checkpoint: its files with their sizes and checksums. The manifest is written last: a folder that
-has one was written completely. It is read first: a file that was truncated or changed is found before anything is
-loaded.
+"""The manifest of a checkpoint: its files with their sizes and checksums. It is written last: a folder that has one
+was written completely. It is read first: a truncated or changed file is found before anything is loaded.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Holds a file's size in bytes and its hexadecimal digest, as `sha256sum` prints it, when the checkpoint was
-    written.
-    """
+    """Holds a file's size in bytes and its hexadecimal digest, as `sha256sum` prints it."""
 
     size: int
     sha256: str

@@ -109,9 +109,7 @@ def _parts_by_whole(specs: Iterable[ParameterSpec]) -> dict[str, list[ParameterS
 
 
 class FusedProjection(nn.Module):
-    """Computes the parts of a fused projection one by one and joins them; replaces the fused module in place. `parts`
-    are linear modules, in the order of the fused output.
-    """
+    """Computes the parts of a fused projection in order and joins them; replaces the fused module in place."""
 
     def __init__(self, parts: dict[str, nn.Module]):
         super().__init__()

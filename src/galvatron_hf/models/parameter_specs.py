@@ -90,8 +90,8 @@ class ParameterSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpecs:
-    """Holds the parameters of a model by the part that owns them: `layers` by global index, the token embedding and
-    then learned positions, the norm before the head.
+    """Holds the parameters of each layer by global index, of the token embedding and then learned positions, of the
+    final norm and of the head.
     """
 
     layers: tuple[tuple[ParameterSpec, ...], ...]

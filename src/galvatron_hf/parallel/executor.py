@@ -36,8 +36,7 @@ LossOf = Callable[[dict[str, Any], RunModel], ModelOutput]
 class Executor:
     """Computes batches that every rank has as a whole; all methods are collective. Without `loss_of` the loss is the
     model's own. A given `loss_of` is called for each micro-batch on the ranks that have its logits, and the model gets
-    no labels. `pipeline` runs the stages of a plan that has several; `tied` is a weight whose copies lie on different
-    stages.
+    no labels.
     """
 
     model: PreTrainedModel
@@ -48,9 +47,7 @@ class Executor:
     tied: TiedWeights | None = None
 
     def train(self, batch: Batch, loss_of: LossOf | None = None, **options) -> torch.Tensor:
-        """Runs forward and backward of a global batch; returns its loss, the same on every rank. `options` are passed
-        to the model's forward.
-        """
+        """Runs forward and backward of a global batch; returns its loss, the same on every rank."""
         if loss_of is None and options.get("num_items_in_batch") is None:
             options["num_items_in_batch"] = count_targets(batch, self._loss)
         options |= {"return_logits": loss_of is not None, "whole_loss": False}
@@ -94,18 +91,10 @@ class Executor:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, loss_of: LossOf | None = None, **options) -> ModelOutput:
-        """Computes loss and logits of a batch without gradients.
-
-        Args:
-            batch (`Mapping` or `Sequence`): a batch or packed micro-batches, as for [`Executor.train`]. If logits are
-                wanted under a pipeline, the number of rows must be a multiple of the world's size.
-            loss_of (`Callable`, *optional*): as in [`Executor.train`]; logits are then returned too.
-            options: passed to the model's forward.
-
-        Returns:
-            [`~transformers.utils.ModelOutput`]: `loss`, the same on every rank. `logits`: without a pipeline, of the
-                rows that [`ModelRunner.local_rows`] names; under one, of the rank's equal share of the rows, see
-                [`ParallelModel.share_index`].
+        """Computes loss and logits of a batch without gradients. The batch may be packed micro-batches. The loss is
+        the same on every rank. With `loss_of`, logits are returned too. Without a pipeline they are of the rows that
+        [`ModelRunner.local_rows`] names. Under a pipeline they are of the rank's equal share of the rows, see
+        [`ParallelModel.share_index`]; the world's size must then divide the number of rows.
         """
         packed = not isinstance(batch, Mapping)
         labelled = packed or self._loss.is_labelled(batch)

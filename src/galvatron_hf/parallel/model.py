@@ -153,8 +153,8 @@ class ParallelModel:
         return self.sum_with_grad_norm()[0]
 
     def sum_with_grad_norm(self, *values: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the norm of all gradients (fp32 scalar) and the sums of `values` over all ranks (fp64 [values]), in
-        one collective. Every rank gives as many values.
+        """Returns the norm of all gradients (fp32) and the sums of `values` over all ranks (fp64), in one
+        collective.
         """
         counted = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         if self.tied is not None:

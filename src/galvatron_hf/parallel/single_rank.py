@@ -61,9 +61,7 @@ class SingleRankStage:
 
 @dataclass(frozen=True, kw_only=True)
 class SingleRank:
-    """Holds one rank's model and the parts that run it; `forward` is also the model's, `current` is shared by the
-    blocks.
-    """
+    """Holds one rank's model and the parts that run it; `current` is shared by the blocks."""
 
     model: PreTrainedModel
     resolved: ResolvedPlan

@@ -93,8 +93,8 @@ def written_arguments(operation: OpOverload) -> tuple[bool, ...]:
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
-    """Calls `callback` once at the end of the backward pass that is running now. Expects that autograd's engine queues
-    callbacks, as FSDP2 and DDP do.
+    """Calls `callback` once at the end of the running backward pass; expects that autograd's engine queues
+    callbacks.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
@@ -120,8 +120,8 @@ def input_gradients(
 
 
 def weight_gradients(weights: Sequence[nn.Parameter], found: list[dict[str, Any]]) -> None:
-    """Adds the weights' gradients, which [`input_gradients`] has left out, to their `grad`. Hooks of the parameters'
-    gradient accumulation do not run.
+    """Adds the gradients that [`input_gradients`] has left out to the weights' `grad`; runs no hooks of
+    accumulation.
     """
     from torch.distributed.pipelining._backward import stage_backward_weight
 
@@ -211,23 +211,17 @@ def pipeline_action(stage: int, computation, micro_batch: int):
 
 
 def with_transfers(compute: dict[int, list], rank_of_stage: Callable[[int], int], stages: int) -> dict[int, list]:
-    """Returns the orders of actions of all pipeline ranks with sends and receives added. `compute` has the
-    computations of each pipeline rank, in order.
-    """
+    """Adds sends and receives to the orders of computations of all pipeline ranks."""
     from torch.distributed.pipelining import schedules
 
     return schedules._add_send_recv(compute, rank_of_stage, stages)
 
 
 def pipeline_orders(schedule: type, stages: Sequence[int], total: int, ranks: int, micro_batches: int) -> dict:
-    """Returns the order of computations of each pipeline rank under a schedule class, without a model. Expects that a
-    schedule reads from its stages only `stage_index`, `num_stages`, `group_size`, `group_rank` and `submod`. Its
-    `pipeline_order` must have the actions of all ranks, None for an idle moment.
-
-    Args:
-        schedule (`type`): a class of `torch.distributed.pipelining.schedules` with several stages a rank.
-        stages (`Sequence[int]`): indices of the first pipeline rank's stages; `total` counts all stages.
-        ranks (`int`): number of pipeline ranks.
+    """Returns the order of computations of each pipeline rank under a schedule class with several stages a rank,
+    without a model. Expects that a schedule reads from its stages only `stage_index`, `num_stages`, `group_size`,
+    `group_rank` and `submod`. Its `pipeline_order` must have the actions of all ranks, None for an idle moment.
+    `stages` are the first pipeline rank's, `total` counts all stages.
     """
     known = [
         SimpleNamespace(stage_index=stage, num_stages=total, group_size=ranks, group_rank=0, submod=None)

@@ -56,9 +56,7 @@ class Documents:
         return PackedRow(self.cuts)
 
     def bounds_within(self, part: Rectangle) -> tuple[int, ...]:
-        """Returns the bounds of the documents in `part`, counted from its start. `part` begins and ends where
-        documents do.
-        """
+        """Returns the bounds of the whole documents in `part`, counted from its start."""
         if part not in self._within:  # every layer needs them, and its recompute
             first = bisect.bisect_left(self.bounds, part.position_start)
             last = bisect.bisect_right(self.bounds, part.position_stop)

@@ -85,9 +85,8 @@ class MicroBatch:
         return torch.arange(self.length, device=self.input_ids.device).clamp(max=self.real_length - 1)[None]
 
     def attention_masks(self, rectangle: Rectangle, config: PreTrainedConfig, dtype: torch.dtype):
-        """Returns the family's own masks for the rows of a rectangle and all positions. The attention implementation
-        decides their form: a tensor, a `dict` by layer type, or None. Packed documents have bounds in place of masks:
-        None.
+        """Returns the family's own masks for the rows of a rectangle and all positions; None for packed documents. The
+        attention implementation decides their form: a tensor, a `dict` by layer type, or None.
         """
         if self.documents is not None:
             return None

@@ -51,9 +51,8 @@ def all_gather_stacked(x: Tensor, group: ProcessGroup | None) -> Tensor:
 def all_to_all_pieces(
     pieces: Tensor, received: Sequence[int], sent: Sequence[int], group: ProcessGroup | None
 ) -> Tensor:
-    """Sends consecutive pieces of a flat buffer to the ranks of a group, and returns the received pieces. Both are in
-    the group's rank order. `sent` and `received` count elements for and from each rank; they may be zero. Not
-    differentiable.
+    """Sends consecutive pieces of a flat buffer to the ranks of a group, and returns the received pieces, in rank
+    order. `sent` and `received` count elements for and from each rank; they may be zero. Not differentiable.
     """
     if is_trivial(group):
         return pieces
@@ -185,9 +184,8 @@ def copy_to_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def reduce_from_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Leaves a tensor-parallel region: every rank gets the sum of the ranks' partial results, of any shape. The
-    backward is the identity, because every rank has the full gradient of a replicated tensor (operator g of
-    Megatron-LM, arXiv:1909.08053).
+    """Leaves a tensor-parallel region: sums the ranks' partial results, of any shape (operator g of Megatron-LM,
+    arXiv:1909.08053). The backward is the identity: every rank has the full gradient of a replicated tensor.
     """
     return x if is_trivial(group) else _ReduceFromGroup.apply(x, group)
 
@@ -203,8 +201,7 @@ def gather_positions(x: Tensor, group: ProcessGroup | None, dim: int = 1) -> Ten
 
 def scatter_sum_positions(x: Tensor, group: ProcessGroup | None, dim: int = 1) -> Tensor:
     """Leaves a tensor-parallel region whose output is split by position (Megatron-SP, arXiv:2205.05198). The forward
-    sums the ranks' partial results `[B, S, ...]`, and rank k gets piece k along `dim`, `[B, S/n, ...]`; n must divide
-    S. The backward gathers.
+    sums partial results `[B, S, ...]`; rank k gets piece k along `dim`, `[B, S/n, ...]`. The backward gathers.
     """
     return x if is_trivial(group) else _ScatterSumPositions.apply(x, group, dim)
 
@@ -218,8 +215,7 @@ def exchange(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup | N
 
 
 def sum_gradient(weight: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Marks a weight that all ranks of a group hold in full and each use in part: its gradient is summed in fp32.
-    Examples are a norm's weight under Megatron-SP and key/value heads replicated over tensor ranks. The result is used
-    instead of the weight.
+    """Returns a weight that each rank of a group holds in full and uses in part; its gradient is summed in fp32.
+    Examples are a norm's weight under Megatron-SP and key/value heads replicated over tensor ranks.
     """
     return weight if is_trivial(group) else _SumGradient.apply(weight, group)

@@ -14,10 +14,9 @@ LINGER_SECONDS = 0.5
 
 @functools.cache
 def linger_at_exit() -> None:
-    """Makes this process sleep for `LINGER_SECONDS` before its interpreter ends. After a collective has returned, a
-    thread of `ProcessGroupGloo` takes the interpreter's lock to free its tensors. Python 3.11 ends a thread that asks
-    for the lock while the interpreter ends. In a C++ destructor this aborts the process with "terminate called without
-    an active exception" (torch 2.13). Destroying the groups does not help, because their threads live as long as
-    anything refers to them.
+    """Makes this process sleep for `LINGER_SECONDS` before its interpreter ends. A thread of `ProcessGroupGloo` takes
+    the interpreter's lock to free the tensors of a collective that has returned. Python 3.11 ends a thread that asks
+    for the lock at exit. In a C++ destructor this aborts the process with "terminate called without an active
+    exception" (torch 2.13). Destroyed groups do not help: their threads live as long as anything refers to them.
     """
     atexit.register(time.sleep, LINGER_SECONDS)

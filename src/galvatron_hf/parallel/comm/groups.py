@@ -15,8 +15,7 @@ from galvatron_hf.plan.resolved import RankGroup
 
 class ProcessGroups:
     """Makes process groups and keeps them, so that plans on the same ranks share them: a group costs memory and time.
-    `timeout` limits the wait in a collective; None is the backend's default. Groups do not take over the timeout of
-    the default group.
+    Groups do not take over the default group's timeout: `timeout` None is the backend's default.
     """
 
     def __init__(self, timeout: timedelta | None = None):

@@ -108,8 +108,6 @@ class WorldMesh:
         return self._stages[ranks]
 
     def joined(self, stages: Iterable[tuple[int, ...]]) -> list[ProcessGroup]:
-        """Returns the groups of the ranks that have this rank's index in each of several stages; empty if it has
-        none.
-        """
+        """Returns the groups of the ranks with this rank's index in each of several stages; may be empty."""
         own = next((ranks for ranks in zip(*stages, strict=True) if dist.get_rank() in ranks), None)
         return [] if own is None else self._groups.get(own, joins_stages=True)

@@ -28,9 +28,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def from_rank_0(work: Callable[[], T]) -> T:
-    """Calls `work` on rank 0 and returns its result on every rank; if it fails, all ranks raise ValueError.
-    Collective.
-    """
+    """Returns the result of `work` on rank 0; if it fails, every rank raises ValueError. Collective."""
     result = problem = cause = None
     if is_rank_0():
         try:
@@ -44,8 +42,7 @@ def from_rank_0(work: Callable[[], T]) -> T:
 
 
 def on_every_rank(work: Callable[[], T], *, rank_0_first: bool = False) -> T:
-    """Calls `work`, which must not be collective, on every rank; with `rank_0_first` the others wait for rank 0.
-    Collective.
+    """Calls `work`, which must not be collective, on every rank, on rank 0 first if asked to. Collective.
 
     Raises:
         ValueError: on every rank, if `work` raised anything on one; names the rank if others succeeded.

@@ -1,9 +1,8 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
 """Replicated data parallelism: whole weights without a second copy, gradients summed during the backward. The method
-is that of PyTorch's DistributedDataParallel (arXiv 2006.15704), with one bucket per unit, for weights that are
-DTensors at rest. FSDP2 with one shard would make the same sums with two copies of the weights, and on gloo it would
-wait for each sum.
+is that of PyTorch's DistributedDataParallel (arXiv 2006.15704), one bucket per unit, for weights that are DTensors at
+rest. FSDP2 with one shard would hold two copies of the weights, and on gloo wait for each sum.
 """
 
 from __future__ import annotations

@@ -48,9 +48,8 @@ class ShardedUnits:
     - `zero2`: weights stay gathered from a step's first use to its last, gradients are reduced after each micro-batch.
     - `replicate`: weights are whole on every rank, gradients are reduced once, during the last micro-batch's backward.
     Several copies of the weights have their gradients summed once, in the last micro-batch. FSDP2 holds sharded
-    weights, [`ReplicatedUnit`] holds replicated ones. `wait_at_end` says whether [`ShardedUnits.finish_step`] waits
-    for sums over copies. Otherwise the end of the last backward does, which would delay the backward of another stage
-    of the same rank.
+    weights, [`ReplicatedUnit`] replicated ones. With `wait_at_end`, [`ShardedUnits.finish_step`] waits for sums over
+    copies. Otherwise the last backward's end does, which would delay the backward of another stage of the same rank.
     """
 
     def __init__(self, precision: Precision, wait_at_end: bool = False):

@@ -24,7 +24,6 @@ class TiedWeights:
     checkpoints save it alone.
 
     Attributes:
-        embedding, head (`nn.Module`, *optional*): on the ranks of the first and of the last stage.
         names (`tuple[str, str]`): names of the embedding's weight and of the head's.
         group (`ProcessGroup`, *optional*): the two ranks that hold the same piece; None on other stages' ranks, and if
             one rank has both copies.
@@ -71,8 +70,8 @@ class TiedWeights:
         return [module.weight for module in (self.embedding, self.head) if module is not None]
 
     def check_options(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuses an optimizer that would take different steps with the two copies, because the options of their
-        parameter groups differ or one copy is in no group. Collective over all ranks.
+        """Refuses an optimizer that would take different steps with the two copies; collective over all ranks. The
+        options of their parameter groups must be equal, and both must be in a group.
         """
         groups = {id(weight): group for group in optimizer.param_groups for weight in group["params"]}
         own = [groups.get(id(weight)) for weight in self._weights()]

@@ -1,8 +1,7 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the first non-finite number of a step: the step is computed again while every rank checks its own part. A
-non-finite number spreads through collectives and later layers to all ranks. Therefore the first one in the order of
-the computation counts.
+"""Finds the first non-finite number of a step: the step is computed again while every rank checks its own part. The
+first one in the order of the computation counts, because it spreads through collectives and later layers.
 """
 
 from __future__ import annotations
@@ -51,15 +50,9 @@ class NonFinite:
 
 
 def find_nonfinite(parallel: ParallelModel, batch: Batch, run: Callable[[], Any]) -> list[NonFinite]:
-    """Finds the first non-finite value of each micro-batch; collective, the same result on every rank. The model's
-    gradients are overwritten.
-
-    Args:
-        batch (`Mapping[str, Any]`): the global batch, or its micro-batches as a list.
-        run (`Callable`): computes forward and backward of the batch again.
-
-    Returns:
-        `list[NonFinite]`: one for each rank that had the value first; empty if everything is finite this time.
+    """Finds the first non-finite value of each micro-batch; overwrites the model's gradients. Collective: every rank
+    gets the values of all ranks that had one first, none if everything is finite this time. `batch` is the global
+    batch or its micro-batches; `run` computes its forward and backward again.
     """
     watch = _Watch(parallel, batch)
     with watch.watching():
@@ -73,9 +66,7 @@ def find_nonfinite(parallel: ParallelModel, batch: Batch, run: Callable[[], Any]
 
 
 class _Watch:
-    """Checks the outputs and gradients of this rank's modules, its inputs to collectives and its weights'
-    gradients.
-    """
+    """Checks the outputs and gradients of modules, the inputs to collectives and the weights' gradients."""
 
     def __init__(self, parallel: ParallelModel, batch: Batch):
         self.parallel = parallel

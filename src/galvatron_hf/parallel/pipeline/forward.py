@@ -45,8 +45,7 @@ class ModelRunner:
     """Runs a parallelised [`PreTrainedModel`], whose `forward` it replaces. Every rank calls it with the same whole
     micro-batch. With labels the loss is the sum over the micro-batch's targets divided by `num_items_in_batch`
     (default: their number), the same on all ranks. Logits are those of the rank's own rows,
-    [`ModelRunner.local_rows`]. A pipeline calls [`ModelRunner.micro_batch`] and [`ModelRunner.run`] instead. `current`
-    is shared with the layers; `mesh` and `stages` are those of this rank.
+    [`ModelRunner.local_rows`]. A pipeline calls [`ModelRunner.micro_batch`] and [`ModelRunner.run`] instead.
     """
 
     def __init__(

@@ -151,9 +151,9 @@ class Pipeline:
         return self.shape.stages - 1 in self.stages
 
     def train(self, batches: Sequence[MicroBatch], loss_of: LossOfOutput) -> list[torch.Tensor]:
-        """Runs forward and backward of a step's micro-batches, which are the same on all ranks; collective. Shapes may
-        differ. `loss_of` returns this rank's part of a micro-batch's loss, from its index and the last stage's output.
-        Returns the losses, detached; none on ranks without the last stage.
+        """Runs forward and backward of a step's micro-batches, which are the same on all ranks but differ in shape;
+        collective. `loss_of` returns this rank's part of a loss from the micro-batch's index and the last stage's
+        output. Returns the losses, detached, on the last stage's ranks alone.
         """
         step = _Step(batches=batches, loss_of=loss_of, left=dict.fromkeys(self.stages, len(batches)))
         self._run(step, actions(self.shape, len(batches))[self.pipeline_rank])
@@ -162,9 +162,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> list[ModelOutput]:
-        """Runs the forward of micro-batches; returns the last stage's outputs, none on ranks without that stage.
-        Collective.
-        """
+        """Runs the forward of micro-batches; returns outputs on the last stage's ranks alone. Collective."""
         step = _Step(batches=batches, loss_of=None)
         forward = (Work.FORWARD, Work.SEND_FORWARD, Work.RECEIVE_FORWARD)
         order = actions(self.shape, len(batches))[self.pipeline_rank]

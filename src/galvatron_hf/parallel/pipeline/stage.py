@@ -35,9 +35,8 @@ class StageInput(nn.Module):
 
 
 class StageModule(nn.Module):
-    """Runs the layers of a stage inside the family's own base model; the root of the stage's FSDP2 units. The base
-    model's lists of layers keep their length, because a family may count its layers: identities replace the layers of
-    other stages.
+    """Runs a stage's layers inside the family's own base model; the root of the stage's FSDP2 units. Identities
+    replace the layers of other stages, because a family may count its layers.
     """
 
     def __init__(
@@ -77,16 +76,8 @@ class StageModule(nn.Module):
         return [nn.ModuleList([kept[index] for index in indices]) for indices in of_stack]
 
     def forward(self, received: LayerState | None, request: HeadRequest | None):
-        """Runs the current micro-batch.
-
-        Args:
-            received ([`LayerState`], *optional*): this rank's part of the state before this stage; None at the first
-                stage.
-            request ([`HeadRequest`], *optional*): what the head computes; None except at the last stage.
-
-        Returns:
-            [`LayerState`] or `tuple`: this rank's part of the state after this stage, or at the last stage the output
-                of [`Head`].
+        """Runs the current micro-batch from this rank's part of the received state, None at the first stage. Returns
+        its part of the next state, or at the last stage the output of [`Head`] for `request`, which is None elsewhere.
         """
         batch, states = self.current.value, self.states(received)
         self.current.location = "head" if self.is_last else "exit"

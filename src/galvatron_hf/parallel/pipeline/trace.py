@@ -24,9 +24,8 @@ _UNMEASURED = contextlib.nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Holds an action with its begin and end in seconds since the epoch, and its step. The span of a receive is the
-    time that the rank waited for it, that of a send the time that starting it took. Transfers run during the
-    computation.
+    """Holds an action of a step with its begin and end in seconds since the epoch. A receive's span is the time that
+    the rank waited for it, a send's the time to start it. Transfers run during the computation.
     """
 
     action: Action
@@ -88,9 +87,8 @@ class Timeline:
 
 
 def trace_events(by_rank: Sequence[Iterable[Span]]) -> list[dict]:
-    """Returns the spans of each rank as events of Chrome's trace format, with times in microseconds. Process and
-    thread numbers begin at 1 and are distinct. Perfetto takes 0 for the idle task, and a thread with the number of its
-    process for the main thread.
+    """Returns the spans of each rank as events of Chrome's trace format, in microseconds. Process and thread numbers
+    begin at 1 and are distinct: Perfetto takes 0 for the idle task, and a process's own number for its main thread.
     """
     spans = [(rank, span) for rank, own in enumerate(by_rank) for span in own]
     first = min((span.begin for _, span in spans), default=0.0)

@@ -1,9 +1,8 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
 """Replays a family's initialisation one weight at a time, with the random numbers of plain construction. Construction
-writes every weight in place: when its module is made, and again in the family's `_init_weights`. The writes are
-recorded on the meta device, which costs no memory. They are then run in their order with memory for one weight at a
-time.
+writes every weight in place: when its module is made, and again in `_init_weights`. The writes are recorded on the
+meta device, which costs no memory, then run in their order with memory for one weight at a time.
 """
 
 from __future__ import annotations

@@ -129,8 +129,8 @@ def _to_load(
 def load_plain_state(
     model: PreTrainedModel, optimizer: torch.optim.Optimizer | None, folder: str | os.PathLike
 ) -> None:
-    """Loads the files of [`save_state`] into a plain model and its optimizer, without a process group. The optimizer
-    must have the same kind of state. Refuses a checkpoint of another model.
+    """Loads [`save_state`]'s files into a plain model and its optimizer without a process group; see
+    [`load_state`].
     """
     fused = FusedNames.from_model(model, adapter_for(model))
     stored = stored_tensors(folder)
@@ -205,9 +205,7 @@ def _optimizer_entries(stored: Mapping[str, TensorStorageMetadata]) -> Iterator[
 
 
 def stored_tensors(folder: str | os.PathLike) -> dict[str, TensorStorageMetadata]:
-    """Returns the tensors in the files of [`save_state`] by name; reads only the headers. Refuses files that cannot be
-    read.
-    """
+    """Returns the tensors in the files of [`save_state`] by name; reads and checks only the headers."""
     with _damage_told(folder):
         return dict(StateReader(folder).read_metadata().state_dict_metadata)
 

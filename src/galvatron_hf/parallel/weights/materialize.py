@@ -35,9 +35,7 @@ def on_meta(model: nn.Module) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class EmptyModel:
-    """Holds the source of the weights of a model on the meta device, the family's own model, and the weights'
-    device.
-    """
+    """Holds the source of the weights of a model on the meta device, the family's own model and the device."""
 
     source: WeightSource
     template: Template

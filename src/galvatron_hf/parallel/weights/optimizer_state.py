@@ -34,9 +34,7 @@ class NamedOptimizerState:
     def from_optimizer(
         cls, optimizer: torch.optim.Optimizer, names: Mapping[int, str], fused: FusedNames
     ) -> NamedOptimizerState:
-        """Reads an optimizer, whose state must be tensors and numbers. `names` gives this runtime's name of a
-        parameter by its `id`.
-        """
+        """Reads an optimizer with tensors and numbers as state; `names` has this runtime's names by `id`."""
         state = cls()
         for group in optimizer.param_groups:
             options = {name: _plain(value) for name, value in group.items() if name != "params"}
@@ -91,9 +89,7 @@ class NamedOptimizerState:
         )
 
     def load_into(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], fused: FusedNames) -> None:
-        """Loads the state into an optimizer with any parameter groups; refuses a state that lacks one of its
-        weights.
-        """
+        """Loads the state into an optimizer with any parameter groups; refuses one whose weights it lacks."""
         state, groups, index, given = {}, [], 0, set()
         for group in optimizer.param_groups:
             local = [names[id(parameter)] for parameter in group["params"]]

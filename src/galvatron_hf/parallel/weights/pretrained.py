@@ -35,7 +35,6 @@ def pretrained_on_meta(name: str | os.PathLike, **options: Any) -> tuple[PreTrai
     Collective: rank 0 resolves and downloads before the others.
 
     Args:
-        name (`str` or `os.PathLike`): as for `AutoModelForCausalLM.from_pretrained`.
         options: as for `from_pretrained`: `dtype` ("auto" by default), `attn_implementation`, `revision`, `subfolder`,
             `variant`, `token`, `trust_remote_code`, `key_mapping`, fields of the configuration and so on.
 

@@ -63,8 +63,8 @@ class WeightFiles:
     @classmethod
     def find(cls, name: str | os.PathLike, *, variant: str | None = None, **options: Any) -> WeightFiles:
         """Finds the safetensors files of a folder or of an id on the Hub, and refuses one without; collective, rank 0
-        downloads first. `variant` and the options (`revision`, `subfolder`, `cache_dir`, `token` and so on) are those
-        of `from_pretrained`.
+        downloads first. The options (`revision`, `subfolder`, `cache_dir`, `token` ...) are those of
+        `from_pretrained`.
         """
         name = os.fspath(name)
         return cls(name=name, files=on_every_rank(lambda: find_files(name, variant, options), rank_0_first=True))

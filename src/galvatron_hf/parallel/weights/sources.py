@@ -30,9 +30,7 @@ class WeightSource(Protocol):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Returns the format to which values are rounded before they are copied into the parameters; None for no
-        rounding.
-        """
+        """Returns the format to which values are rounded before they are copied; None for no rounding."""
 
     def fill(self, template: Template, pieces: list[WeightPiece]) -> None:
         """Writes the values of this rank's pieces; collective."""
