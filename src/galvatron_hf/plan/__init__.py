@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The parallel plan: which ranks compute which layer, and how. Importing this package loads no torch."""
+"""Defines the parallel plan: which ranks compute which layer, and how. Importing this package loads no torch."""
 
 from galvatron_hf.plan.plan import ParallelPlan
 from galvatron_hf.plan.strategies import LayerStrategy, Precision, SequenceGroups, Stage, VocabularyStrategy

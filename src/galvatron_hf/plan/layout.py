@@ -144,7 +144,6 @@ class PackedRow:
         return self.cuts[-1]
 
     def rectangle(self, layout: Layout, index: int) -> Rectangle:
-        """Returns the rectangle that rank `index` of the stage holds under a layout."""
         data, position = divmod(index // layout.replicas, layout.positions)
         packs = len(self.cuts) - 1
         if packs % layout.data:

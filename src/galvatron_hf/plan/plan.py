@@ -1,6 +1,8 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The parallel plan: which ranks compute which layer, and how. The planner writes plans and the runtime reads them."""
+"""Defines the parallel plan: which ranks compute which layer, and how. The planner writes plans, the runtime reads
+them.
+"""
 
 import os
 from collections.abc import Mapping
@@ -106,13 +108,8 @@ class ParallelPlan:
 
     @classmethod
     def from_json(cls, source: str | os.PathLike | Mapping[str, Any]) -> "ParallelPlan":
-        """Reads a plan.
-
-        Args:
-            source (`str`, `os.PathLike` or `Mapping`): The path of a JSON file, JSON text, or the parsed object.
-
-        Raises:
-            `ValueError`: in one sentence, if the source is not a possible plan.
+        """Reads a plan from the path of a JSON file, JSON text, or the parsed object. Raises `ValueError` in one
+        sentence if the source is not a possible plan.
         """
         return cls(**plan_arguments(read_object(source)))
 

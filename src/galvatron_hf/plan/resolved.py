@@ -108,8 +108,6 @@ class ResolvedLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedVocabulary:
-    """Describes the embedding or the head on its stage."""
-
     strategy: VocabularyStrategy
     weights: MeshShape
 
@@ -280,7 +278,7 @@ def _joined(lists: Iterable[Sequence[int]], copies: int = 1) -> list[RankGroup]:
 
 
 def resolve(plan: ParallelPlan, *, heads: Sequence[tuple[int, int]], tied: bool) -> ResolvedPlan:
-    """Compiles a plan for a model that it fits; `heads` are each layer's attention heads and key/value heads."""
+    """Compiles a plan for a model that it fits; `heads` are the attention and key/value heads of each layer."""
     pipeline, stages = PipelineShape.from_plan(plan), []
     for index, stage in enumerate(plan.stages):
         layers: list[ResolvedLayer] = []

@@ -62,8 +62,8 @@ class Action:
 def actions(shape: PipelineShape, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
     """Returns the ordered actions of each pipeline rank in a step of at least one micro-batch.
     A receive is posted as early as the sender can have begun. A send follows the compute of its tensor. Two stages on
-    the same ranks send nothing. If the schedule does not order `micro_batches`, as in a smaller last batch, they take
-    the order of the next number that it orders, so no more of them are in flight.
+    the same ranks send nothing. A smaller last batch may have a number of micro-batches that the schedule does not
+    order. They then take the order of the next number that it orders, so no more of them are in flight.
     """
     if shape.virtual_stages == 1 and shape.schedule != "zero_bubble":
         order = _gpipe if shape.schedule == "gpipe" else _one_forward_one_backward

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Prints an explanation and other plans as text, and through `rich` as tables; `budget` is in bytes of a rank."""
+    """Prints an explanation and other plans as text, or as tables of `rich`; `budget` is in bytes of a rank."""
 
     explanation: Explanation
     others: list[Alternative]

@@ -136,9 +136,9 @@ class SearchProblem:
         return reach, (resharding[:, None] - resharding[None]).max(axis=2)
 
     def useful_options(self) -> np.ndarray:
-        """Returns (S,) booleans: the options that may improve the best solution. An option is not useful if another
-        one costs no more and needs no more memory for any kind of layer, even with the largest resharding cost to
-        reach and to leave the other one's layout.
+        """Returns (S,) booleans: the options that may improve the best solution. An option is useless if another one
+        costs no more and needs no more memory for any kind of layer. This must hold even with the largest resharding
+        cost to reach and to leave the other option's layout.
         """
         steady = self.without_warmup(int(self.warmup.max()))
         extra = sum(steady.detours())

@@ -161,11 +161,11 @@ def fitted_factors(
     predicted: Callable[[np.ndarray, float], np.ndarray], measured: np.ndarray
 ) -> tuple[tuple[float, ...], float, float]:
     """Fits the factors, in the order of `CALIBRATION_FACTORS`, and the wait before collectives.
-    The fit minimizes sum_i ((p_i / m_i - 1) / NOISE)^2 + sum_j ((f_j - f0_j) / SPREAD)^2, with predicted and measured
-    times p_i and m_i of plan i, and unknowns f_j: the factors (f0 = 1) and the wait in ms (f0 = 0). The second sum
+    Plan i has predicted and measured times p_i and m_i. The unknowns f_j are the factors (f0 = 1) and the wait in ms
+    (f0 = 0). The fit minimizes sum_i ((p_i / m_i - 1) / NOISE)^2 + sum_j ((f_j - f0_j) / SPREAD)^2. The second sum
     keeps the unknowns of work that is a small part of every plan near f0. `predicted` returns milliseconds [n] of the
-    plans for factors [m] and a wait in milliseconds; `measured` are milliseconds [n]. Returns the factors, the wait,
-    and the median of the remaining relative errors.
+    plans for factors [m] and a wait; `measured` are milliseconds [n]. Returns the factors, the wait, and the median of
+    the remaining relative errors.
     """
     usual = np.array([1.0] * len(CALIBRATION_FACTORS) + [0.0])
     bounds = np.array([(LEAST, MOST)] * len(CALIBRATION_FACTORS) + [(0.0, np.inf)]).T

@@ -22,7 +22,7 @@ _LONGER = 3
 
 
 def measure_flops(device: torch.device, accuracy: Accuracy, window_ms: float, step: Step) -> dict[str, float]:
-    """Returns the FLOP/s of square matrix products by number format on the slowest of all ranks, measured at once."""
+    """Returns the FLOP/s of square matrix products by number format: of the slowest rank while all ranks compute."""
     found = {}
     for name, dtype in _DTYPES.items():
         step("timing matrix products")
@@ -74,8 +74,6 @@ def measure_overlap(device: torch.device, accuracy: Accuracy, window_ms: float, 
 
 
 class _Products:
-    """Computes products of two square matrices of one number format."""
-
     def __init__(self, side: int, dtype: torch.dtype, device: torch.device):
         self.device = device
         self.left, self.right = (torch.full((side, side), 0.5, dtype=dtype, device=device) for _ in range(2))
@@ -97,8 +95,8 @@ class _Products:
 def _together(
     product: _Products, messages: list[torch.Tensor], products: int, reduces: int, device: torch.device
 ) -> tuple[float, float, float]:
-    """Returns three times in milliseconds: until all products are done, until all all-reduces that began with them are
-    done, and the CPU time of the products.
+    """Returns milliseconds until all products, and all all-reduces begun with them, are done, and the products' CPU
+    time.
     """
     synchronize(device)
     start, cpu_start = time.perf_counter(), time.thread_time()

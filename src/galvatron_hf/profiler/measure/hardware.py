@@ -92,9 +92,7 @@ def profile_hardware(
 
 @dataclass(frozen=True, kw_only=True)
 class _Sweep:
-    """Holds message sizes in bytes, a measurement's duration, the wanted accuracy, and an upper bound of the time for
-    links.
-    """
+    """Holds message sizes in bytes, a measurement's duration, the wanted accuracy, and a time limit for links."""
 
     sizes: tuple[int, ...]
     accuracy: Accuracy
@@ -157,9 +155,7 @@ def _measurement(begun: float, sweep: str, slowdowns: Mapping[str, float]) -> di
 
 
 def nodes_of(local_world_size: int | None) -> tuple[int, int]:
-    """Returns the number of nodes and of ranks on each; by default all ranks are on one node. Raises `ValueError` if
-    the ranks do not fill nodes.
-    """
+    """Returns the numbers of nodes and of ranks on each; raises `ValueError` if the ranks do not fill nodes."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     local_world_size = world_size if local_world_size is None else local_world_size
     if local_world_size < 1 or world_size % local_world_size:

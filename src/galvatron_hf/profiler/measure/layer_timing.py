@@ -72,9 +72,9 @@ class LayerTimer:
         self.small = one_of_each(model, self.copies)
 
     def run(self, seconds: float, progress: bool) -> tuple[dict[Key, tuple[float, ...]], float]:
-        """Times the jobs in rounds; collective. Rounds end when the standard error of the medians is 3% on average
-        over the jobs, or after `seconds`. Returns milliseconds by job on the slowest rank, and the largest ratio of
-        wall time to CPU time.
+        """Times the jobs in rounds; collective. Rounds end when the medians have a mean standard error of 3% over the
+        jobs, or after `seconds`. Returns milliseconds by job on the slowest rank, and the largest ratio of wall to CPU
+        time.
         """
         about = self._shrink(FIRST_ROUNDS * seconds)
         with phase("layers, embedding, head and optimizer", about, seconds + about / ACCURACY.least, progress):
@@ -188,9 +188,8 @@ class LayerTimer:
 
     @property
     def recompute_point(self) -> tuple[int, int]:
-        """Returns the micro-batch that times the bookkeeping of a checkpoint. It is the smallest one, of which the
-        bookkeeping is the largest share. On a GPU it is the largest one, because the bookkeeping runs while kernels
-        run.
+        """Returns the micro-batch that times a checkpoint's bookkeeping: the smallest, of which it is the largest
+        share. On a GPU it is the largest micro-batch, because the bookkeeping runs while kernels run.
         """
         return self.points()[0 if self.device.type == "cuda" else -1]
 

@@ -160,7 +160,6 @@ def measure_step(device: torch.device, repetitions: int) -> float:
 
 
 def count_trials(world_size: int, devices_per_node: int, sizes: Sequence[int]) -> int:
-    """Returns the number of trials of [`measure_links`]."""
     sweeps = sum(map(len, arrangements_by_kind(world_size, devices_per_node).values()))
     return sweeps * len(set(sizes))
 
@@ -185,8 +184,8 @@ def _measured(trial: Trial, device: torch.device, filler: ComputeFiller) -> floa
 
 def _own_group(ranks: int, stride: int) -> dist.ProcessGroup | None:
     """Returns this rank's group of an arrangement; None for a rank that is left over. All ranks create all groups. If
-    only its members create a group, the group's name depends on its ranks alone, and the next group of the same name
-    finds stale entries in the store.
+    only its members create a group, its name depends on its ranks alone. The next group of the same name then finds
+    stale entries in the store.
     """
     own = None
     for start in range(0, dist.get_world_size(), ranks * stride):
@@ -221,7 +220,6 @@ def _trials(
 
 
 def _rounded(size: int, ranks: int) -> int:
-    """Rounds a size up to whole elements for every rank."""
     unit = _ELEMENT * ranks
     return -(-size // unit) * unit
 

@@ -23,7 +23,6 @@ class TimeFit:
     error: float = 0.0
 
     def ms(self, tokens: float, squares: float) -> float:
-        """Returns the milliseconds for `tokens` tokens in documents whose squared lengths add up to `squares`."""
         return self.per_token * tokens + self.per_square * squares + self.fixed
 
 
@@ -37,8 +36,7 @@ class Times:
             (norms, residuals). Megatron-SP divides this part among the tensor ranks.
         forward_after_last_saved (`float`): Part of the forward's `per_token` after the last tensor saved for the
             backward; in most layers the last matrix product. Recomputation skips it.
-        recompute_fixed (`float`): Overhead of full recompute in ms, besides the repeated forward. It does not depend
-            on the number of tokens.
+        recompute_fixed (`float`): Constant overhead of full recompute in ms, besides the repeated forward.
     """
 
     forward: TimeFit

@@ -97,8 +97,8 @@ class ModelProfile:
 
     @classmethod
     def from_json(cls, source: str | os.PathLike | Mapping[str, Any]) -> ModelProfile:
-        """Reads a profile from the path of a JSON file, JSON text, or the parsed object. Raises `ValueError` if the
-        source is not a profile.
+        """Reads a profile from a JSON file's path, JSON text, or the parsed object; raises `ValueError` for anything
+        else.
         """
         given = dict(read_object(source, "model profile"))
         names = tuple(entry.name for entry in fields(cls))
@@ -135,7 +135,6 @@ class ModelProfile:
 
 
 def _check_plain(given: Mapping[str, Any]) -> None:
-    """Checks the fields that are numbers, words and objects of these."""
     for name in ("hidden", "heads", "kv_heads", "head_dim"):
         check_int(name, given[name], high=MAX_SIZE)
     if type(given["name"]) is not str:

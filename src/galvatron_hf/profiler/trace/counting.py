@@ -63,14 +63,12 @@ class OperationCount:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Holds operations and bytes of one part in a micro-batch.
+    """Holds operations and bytes of one part in a micro-batch. Bytes exclude weights and their gradients.
 
     Attributes:
         forward_after_last_saved ([`OperationCount`]): Forward after the last tensor that autograd saves.
-        saved_bytes (`int`): Storages that autograd keeps from the forward to the backward, without weights and without
-            inputs shared by all parts.
-        forward_peak_bytes, backward_peak_bytes (`int`): Peak of each pass, with the part's input, without weights and
-            weight gradients.
+        saved_bytes (`int`): Storages that autograd keeps for the backward, without inputs shared by all parts.
+        forward_peak_bytes, backward_peak_bytes (`int`): Peak of each pass, with the part's input.
     """
 
     forward: OperationCount
@@ -139,7 +137,6 @@ class _Counter(TorchDispatchMode):
         return len(self._events)
 
     def peak_bytes(self, begin: int, end: int) -> int:
-        """Returns the peak of the memory between two moments."""
         now = peak = 0
         for place, (number, size) in enumerate(self._events[:end]):
             now += 0 if number in self._gradients else size

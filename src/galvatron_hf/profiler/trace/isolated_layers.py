@@ -104,9 +104,8 @@ def one_of_each(model: PreTrainedModel, copies: int = 1) -> PreTrainedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Runs one layer, the embedding, or the head with the loss. `input` are its hidden states, a leaf, or None for the
-    embedding. `modules` are those whose weights are used, and `shared` are inputs shared by all parts of the
-    micro-batch.
+    """Runs one layer, the embedding, or the head with the loss. `input` are its hidden states, a leaf; None for the
+    embedding. `run` uses the weights of `modules`, and inputs (`shared`) that all parts of the micro-batch share.
     """
 
     run: Callable[[], torch.Tensor]

@@ -19,9 +19,8 @@ from galvatron_hf.utils.compat import FakeTensorMode
 
 
 def model_shape_from_model(model: PreTrainedModel, small: PreTrainedModel | None = None) -> ModelShape:
-    """Reads shapes off a model, also on the meta device, without computing; layers of one kind share one tuple of
-    weights. `small` is its [`one_of_each`], if there is one already. Raises `ValueError` if the runtime does not know
-    the family.
+    """Reads shapes off a model, which may be on the meta device; layers of one kind share one tuple of weights.
+    `small` is its [`one_of_each`], if there is one already. Raises `ValueError` for a family unknown to the runtime.
     """
     adapter = adapter_for(model)
     specs, kinds, stack = model_specs(model, adapter), layer_kinds(model), adapter.stacks[-1]

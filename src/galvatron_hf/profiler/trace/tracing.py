@@ -127,8 +127,8 @@ def memory_bandwidth(hardware: HardwareProfile) -> float:
 
 
 def read_config(source: PreTrainedConfig | str | os.PathLike) -> PreTrainedConfig:
-    """Returns a configuration, or reads it from a folder or a `config.json`. Raises `ValueError` if no configuration
-    is readable.
+    """Returns a configuration, or reads it from a folder or a `config.json`; raises `ValueError` if it is not
+    readable.
     """
     if isinstance(source, PreTrainedConfig):
         return source
@@ -281,7 +281,6 @@ class CountedModel:
         return [each.tensor for each in self.strategies(max_degree) if not each.megatron_sp and each.ulysses == 1]
 
     def times(self, max_degree: int, speed: Speed) -> PartTimes:
-        """Returns the times on a device of the given speed."""
         kinds = range(len(adapter_for(self.small).layers(self.small)))
         layers: list[dict[int, Times]] = [{} for _ in kinds]
         for tensor in self.tensor_degrees(max_degree):
