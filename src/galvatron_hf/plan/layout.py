@@ -91,9 +91,7 @@ class Layout:
         return self.data * self.positions * self.replicas
 
     def rectangle(self, index: int, rows: int, length: int) -> Rectangle:
-        """Returns the rectangle of rank `index` of the stage; empty if there are fewer rows (or positions) than
-        pieces.
-        """
+        """Returns the rectangle of rank `index` of the stage; it is empty if there are too few rows or positions."""
         row, position = divmod(index // self.replicas, self.positions)
         return Rectangle(
             row_start=row * rows // self.data,

@@ -1,8 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Defines the parallel plan: which ranks compute which layer, and how. The planner writes plans, the runtime reads
-them.
-"""
+"""Defines the parallel plan: which ranks compute which layer, and how. The planner writes it, the runtime reads it."""
 
 import os
 from collections.abc import Mapping

@@ -47,9 +47,8 @@ PLAN_FIELDS = (
 
 
 def read_object(source: Any, what: str = "plan") -> dict[str, Any]:
-    """Reads one JSON object from JSON text (it starts with a brace), a file's path, or a parsed object; `what` names
-    it in errors. Raises `ValueError` for a missing or oversized source, broken JSON, repeated names, NaN and
-    infinities.
+    """Reads one JSON object from JSON text (starts with a brace), a file's path, or a parsed object, called `what` in
+    errors. Raises `ValueError` for a missing or oversized source, broken JSON, repeated names, NaN and infinities.
     """
     if isinstance(source, Mapping):
         text = _dump(dict(source), what)

@@ -19,8 +19,7 @@ class StepShape:
     All virtual stages of a pipeline rank are equal. The search problem therefore has one stage per pipeline rank,
     which stands for all its virtual stages. Each of the `pipeline` = p pipeline ranks has world_size / p consecutive
     ranks and `virtual_stages` = v stages; v > 1 is interleaved and needs `micro_batches` = m >= p. The schedule is
-    "1f1b", "gpipe" or "interleaved". `rows` are those of a micro-batch, with padding rows so that every data rank has
-    one.
+    "1f1b", "gpipe" or "interleaved". `rows` are those of a micro-batch, padded so that every data rank has one.
     """
 
     pipeline: int

@@ -64,8 +64,7 @@ def _columns(rows: np.ndarray) -> list[list[int]]:
 class Front:
     """Keeps the rows that may dominate later ones, for rows of three columns that come in lexical order.
     No kept row has a larger first column than a later one, so the other two columns decide. Kept rows rise in the
-    second column and fall in the third. The row before a position therefore has the smallest third column of all
-    candidates.
+    second column and fall in the third, so the row before a position has the smallest third column of all candidates.
     """
 
     def __init__(self):

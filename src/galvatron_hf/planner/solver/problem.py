@@ -128,9 +128,7 @@ class SearchProblem:
         return np.stack([self.first_resharding, self.other_resharding], axis=2)
 
     def detours(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns two arrays (Y, Y, 2): the maximum extra cost to reach, and to leave, the first layout over the
-        second.
-        """
+        """Returns arrays [i, j] (Y, Y, 2): the maximum extra cost to reach, and to leave, layout i instead of j."""
         resharding = self.resharding()
         reach = (resharding[:, :, None] - resharding[:, None]).max(axis=0)
         return reach, (resharding[:, None] - resharding[None]).max(axis=2)

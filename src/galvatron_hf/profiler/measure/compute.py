@@ -95,8 +95,8 @@ class _Products:
 def _together(
     product: _Products, messages: list[torch.Tensor], products: int, reduces: int, device: torch.device
 ) -> tuple[float, float, float]:
-    """Returns milliseconds until all products, and all all-reduces begun with them, are done, and the products' CPU
-    time.
+    """Returns milliseconds until all products and until all all-reduces that began with them are done. The third value
+    is the CPU time of the products in milliseconds.
     """
     synchronize(device)
     start, cpu_start = time.perf_counter(), time.thread_time()

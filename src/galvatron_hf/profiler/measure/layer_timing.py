@@ -72,9 +72,8 @@ class LayerTimer:
         self.small = one_of_each(model, self.copies)
 
     def run(self, seconds: float, progress: bool) -> tuple[dict[Key, tuple[float, ...]], float]:
-        """Times the jobs in rounds; collective. Rounds end when the medians have a mean standard error of 3% over the
-        jobs, or after `seconds`. Returns milliseconds by job on the slowest rank, and the largest ratio of wall to CPU
-        time.
+        """Times the jobs in rounds until medians have a mean standard error of 3%, or for `seconds`; collective.
+        Returns milliseconds by job on the slowest rank, and the largest ratio of wall time to CPU time.
         """
         about = self._shrink(FIRST_ROUNDS * seconds)
         with phase("layers, embedding, head and optimizer", about, seconds + about / ACCURACY.least, progress):

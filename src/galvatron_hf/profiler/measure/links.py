@@ -183,8 +183,8 @@ def _measured(trial: Trial, device: torch.device, filler: ComputeFiller) -> floa
 
 
 def _own_group(ranks: int, stride: int) -> dist.ProcessGroup | None:
-    """Returns this rank's group of an arrangement; None for a rank that is left over. All ranks create all groups. If
-    only its members create a group, its name depends on its ranks alone. The next group of the same name then finds
+    """Returns this rank's group of an arrangement; None for a rank that is left over. All ranks create all groups: the
+    name of a group that only its members create depends on its ranks alone, and the next group of the same name finds
     stale entries in the store.
     """
     own = None

@@ -198,9 +198,7 @@ class HardwareProfile:
 
     @classmethod
     def from_json(cls, source: str | os.PathLike | Mapping[str, Any]) -> HardwareProfile:
-        """Reads a profile from a JSON file's path, JSON text, or the parsed object; raises `ValueError` for anything
-        else.
-        """
+        """Reads a profile from a file's path, JSON text, or the parsed object; raises `ValueError` for other input."""
         what = "hardware profile"
         given = dict(read_object(source, what))
         names, link_names = ([entry.name for entry in fields(kind)] for kind in (cls, Link))

@@ -97,9 +97,7 @@ class ModelProfile:
 
     @classmethod
     def from_json(cls, source: str | os.PathLike | Mapping[str, Any]) -> ModelProfile:
-        """Reads a profile from a JSON file's path, JSON text, or the parsed object; raises `ValueError` for anything
-        else.
-        """
+        """Reads a profile from a file's path, JSON text, or the parsed object; raises `ValueError` for other input."""
         given = dict(read_object(source, "model profile"))
         names = tuple(entry.name for entry in fields(cls))
         check_fields("the model profile", given, ("version", *names), required=("version", *names[:11]))

@@ -127,9 +127,7 @@ def memory_bandwidth(hardware: HardwareProfile) -> float:
 
 
 def read_config(source: PreTrainedConfig | str | os.PathLike) -> PreTrainedConfig:
-    """Returns a configuration, or reads it from a folder or a `config.json`; raises `ValueError` if it is not
-    readable.
-    """
+    """Returns a configuration, or reads it from a folder or `config.json`; raises `ValueError` if there is none."""
     if isinstance(source, PreTrainedConfig):
         return source
     if not os.path.exists(source):
