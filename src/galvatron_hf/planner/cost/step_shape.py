@@ -47,7 +47,7 @@ class StepShape:
     @property
     def active_stages(self) -> int:
         """Returns the maximum number of a rank's stages that are between their first and their last backward. If all
-        micro-batches go through a stage together, it ends its backwards before the rank's previous stage begins.
+        micro-batches go through a stage together, its backwards end before the rank's previous stage begins any.
         """
         return 1 if self._one_round else self.virtual_stages
 
@@ -92,8 +92,8 @@ class StepShape:
 
     def least_step(self) -> float:
         """Returns a lower bound of a 1F1B step, in units of the time of one micro-batch on all stages.
-        Stage i has a share x_i of that time, and the later stages S_i. All other micro-batches take at least (m - 1)
-        x_i. With a step of 1 + t, the paths of `solver/problem.py` require
+        Stage i has a share x_i of that time, and the later stages S_i. All other micro-batches take at least
+        (m - 1) x_i. With a step of 1 + t, the paths of `solver/problem.py` require
             (m - 1) x_i <= t + S_i,   (m - 1 - k_i / 3) x_i <= t,   (m - 1 - k_i) x_i <= t - S_i.
         The largest x_i that these allow, from the last stage to the first, give the best possible cut.
         """

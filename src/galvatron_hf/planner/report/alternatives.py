@@ -33,8 +33,8 @@ def alternatives(
     progress: bool = False,
 ) -> list[Alternative]:
     """Searches DDP, ZeRO-3, Megatron's tensor and pipeline parallelism, ZeRO-3 with Ulysses, and the best uniform
-    plan. Each has its best micro-batches and recompute within `memory_bytes` of a rank and `virtual_stages` on each
-    pipeline rank. A kind whose degrees the model and the ranks cannot have is left out.
+    plan. Each has its best micro-batches and recompute within `memory_bytes` of a rank, and at most `virtual_stages`
+    stages on each pipeline rank. A kind whose degrees the model and the ranks cannot have is left out.
     """
     plain = Limits(tensor=1, sequence=(), hybrid_sharding=False, pipeline=(1,))
     megatron = Limits(

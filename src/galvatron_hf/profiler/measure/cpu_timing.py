@@ -111,9 +111,9 @@ class ComputeFiller:
 
 
 class DeviceClock:
-    """Reads a device's time in milliseconds. A rank with one thread on a CPU gets CPU time: wall time says little
-    under a quota or next to other ranks. `wall_per_cpu`, measured while the clock is entered, converts it to wall
-    time.
+    """Reads a device's time in milliseconds. A rank with one thread on a CPU gets CPU time, because the wall time of
+    short work means nothing under a quota or next to other ranks. `wall_per_cpu`, measured while the clock is entered,
+    converts CPU time to wall time.
     """
 
     def __init__(self, device: torch.device):

@@ -44,8 +44,9 @@ def wire_share(kind: str, ranks: int) -> float:
 
 
 def arrangements(world_size: int) -> Iterator[tuple[int, int]]:
-    """Yields (ranks, stride) of the aligned groups that tile a world. Strides are powers of two that divide the world
-    size. For each stride, the numbers of ranks are the largest one and the powers of two that tile the world.
+    """Yields (ranks, stride) of the aligned groups that tile a world. Strides are the powers of two that divide the
+    world size. For each stride, the numbers of ranks are the powers of two that tile the world, and the largest one
+    possible.
     """
     stride = 1
     while world_size % stride == 0 and stride < world_size:
@@ -60,7 +61,8 @@ def arrangements(world_size: int) -> Iterator[tuple[int, int]]:
 
 def arrangements_by_kind(world_size: int, devices_per_node: int) -> dict[tuple[int, int], tuple[str, ...]]:
     """Returns the kinds of collective of each (ranks, stride): all over [`arrangements`], and sends between pairs.
-    Pairs of a pipeline need not tile the world: strides are powers of two below its size, and the devices of a node.
+    Pairs of a pipeline need not tile the world: their strides are the powers of two below the world size, and the
+    number of devices of a node.
     """
     found = dict.fromkeys(arrangements(world_size), KINDS[:-1])
     strides = {1 << exponent for exponent in range((world_size - 1).bit_length())} | {devices_per_node}

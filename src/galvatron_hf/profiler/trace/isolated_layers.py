@@ -143,8 +143,8 @@ class IsolatedLayers:
         copies: int = 1,
     ) -> IsolatedLayers:
         """Cuts a copy of a model of [`one_of_each`]; the copy stays on the meta device. All layers have `strategy`,
-        and `vocabulary` is the tensor degree of embedding and head. The stage has as many ranks as the largest of
-        these degrees needs. Raises `ValueError` if the strategy does not fit the model.
+        and `vocabulary` is the tensor degree of embedding and head. The stage has max(tensor * ulysses, vocabulary)
+        ranks. Raises `ValueError` if the strategy does not fit the model.
         """
         ranks = max(strategy.tensor * strategy.ulysses, vocabulary)
         ends = VocabularyStrategy(tensor=vocabulary)
