@@ -40,7 +40,7 @@ def solve(problem: SearchProblem, limit: float = np.inf, bounds: CutBounds | Non
     """Finds the best solution that costs at most `limit`; `bounds` are those of this problem, if they exist already.
     The limit widens from the bound upwards, so that the best solution within the first limit that has one is the
     optimum. With several stages a tight limit saves little work; there a beam search finds a first solution, and its
-    cost is the limit.
+    cost becomes the limit.
     """
     bounds = bounds or CutBounds(problem)
     search = ExactSearch(problem, bounds)
