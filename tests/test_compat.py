@@ -437,7 +437,9 @@ SELF = {"self", "cls", "super()"}
 def private_names(path: Path, known: set[str]) -> list[str]:
     """Private attributes that no class of this package defines, and private modules and names of other libraries."""
     found = []
-    trainer = {*SELF, "TrainingArguments"} if "trainer" in path.relative_to(SOURCE).parts else set()  # overrides
+    trainer = (
+        {*SELF, "TrainingArguments", "trainer"} if "trainer" in path.relative_to(SOURCE).parts else set()
+    )  # overrides
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr):
             owner = ast.unparse(node.value)

@@ -347,7 +347,7 @@ def test_folders_that_cannot_be_read_are_refused_by_name(tmp_path):
     index.write_text(json.dumps(written))
     assert refusal(index.parent) == "it went through"
     assert refusal(index.parent, device_map="auto").startswith("device_map says where weights go")
-    assert refusal(index.parent, dtype="float16").startswith("dtype 'float16' cannot be trained in")
+    assert refusal(index.parent, dtype="float16").startswith("dtype 'float16' cannot be trained under a plan")
     assert refusal(index.parent, no_such_option=1).startswith("no_such_option is neither an option of")
     config = json.loads((index.parent / "config.json").read_text())
     (index.parent / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))

@@ -357,7 +357,7 @@ def test_wrong_use_is_refused():
     for target in (6, -1):
         with pytest.raises(RuntimeError, match="neither a token"):
             linear_cross_entropy(hidden, weight, None, torch.tensor([0, 1, target]), chunk_tokens=2, **options)
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="at least one token"):
         linear_cross_entropy(hidden, weight, None, torch.zeros(3, dtype=torch.long), chunk_tokens=0, **options)
     with pytest.raises(ValueError, match="flatten"):
         linear_cross_entropy(hidden, weight, None, torch.zeros(1, 3, dtype=torch.long), chunk_tokens=2, **options)

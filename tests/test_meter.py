@@ -124,7 +124,7 @@ def test_stages_on_the_same_ranks_are_one_line():
         measured_bytes=(None, 1 << 20),
     )
     assert "1.0 MiB on a rank of pipeline rank 0 at most, not measured" in str(said)
-    assert "2.0 MiB on a rank of rank list 1 at most, measured 1.0 MiB (-50.0%)" in str(said)
+    assert "2.0 MiB on a rank of pipeline rank 1 at most, measured 1.0 MiB (-50.0%)" in str(said)
     stages = tuple(Stage(ranks=(index % 2,), layers=(index, index + 1)) for index in range(4))
     plan = replace(ParallelPlan.uniform(2, 4, pipeline=2), schedule="interleaved", stages=stages)
     noted = {"step_ms": 1.0, "memory_bytes": [1, 2]}

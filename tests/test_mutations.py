@@ -126,7 +126,7 @@ def without_copied_rows() -> contextlib.AbstractContextManager:
 
 def counted(difference: int) -> Callable[[], contextlib.AbstractContextManager]:
     original = executor.count_targets
-    return replaced(executor, "count_targets", lambda batch: original(batch) + difference)
+    return replaced(executor, "count_targets", lambda batch, loss: original(batch, loss) + difference)
 
 
 def with_targets_of_added_rows() -> contextlib.AbstractContextManager:

@@ -127,7 +127,7 @@ def weights_at_rest(parallel: ParallelModel) -> Iterator[torch.Tensor]:
     yield from parallel.model.parameters()
     yield from parallel.model.buffers()
     for unit, _ in parallel.units.replicated:
-        yield from (weight.at_rest for weight in unit.weights)
+        yield from (weight.sharded_param for weight in unit.weights)
     for unit in parallel.units.sharded:
         for group in unit.module._get_fsdp_state()._fsdp_param_groups:
             yield from (parameter.sharded_param for parameter in group.fsdp_params)

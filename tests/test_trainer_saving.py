@@ -22,10 +22,11 @@ from galvatron_hf.checkpoint.manifest import FileEntry
 from galvatron_hf.checkpoint.storage import StateWriter
 from galvatron_hf.cli.main import main
 from galvatron_hf.parallel.weights.export import export
+from galvatron_hf.trainer.checkpoint.checkpoint_finder import CheckpointFinder
 from galvatron_hf.trainer.checkpoint.checkpoint_writer import SaveError
 from plans import light_plan, mixed_plans, pipeline_plans
 from tiny_models import FAMILIES
-from trainer_runs import Run, StopAt, assert_equal_weights, on_ranks, run, trainer
+from trainer_runs import Run, StopAt, assert_equal_weights, on_ranks, run
 
 
 PLANS = {
@@ -126,7 +127,9 @@ def runs(request, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
             os.truncate(shard, shard.stat().st_size - 1)
             (folder / "background" / "unfinished-checkpoint-4").mkdir()
         dist.barrier()
-        seen["chosen"] = trainer(folder / "background", plan)._newest_complete(str(folder / "background"))
+        seen["chosen"] = CheckpointFinder(dist.get_rank(), dist.get_world_size())._newest_complete(
+            str(folder / "background")
+        )
         seen["asked"] = raised(lambda: run(folder / "other", plan, options=STEPS, resume=newest))
         seen["none"] = raised(lambda: run(folder / "empty", plan, options=STEPS, resume=True))
         seen["resumed"] = run(folder / "background", plan, options=STEPS, resume=True)

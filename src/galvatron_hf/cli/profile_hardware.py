@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--repetitions",
         type=int,
         metavar="N",
-        help="number of measurements of each (default: 3 to 9, until they are accurate to 5%)",
+        help="number of measurements of each (default: 3 to 9, until they are accurate to 5%%)",
     )
     parser.add_argument(
         "--seconds", type=float, metavar="S", default=40.0, help="most seconds for timing links (default: 40)"
