@@ -155,12 +155,12 @@ def with_ignored_targets() -> contextlib.AbstractContextManager:
 
 
 def divided_by_ranks() -> contextlib.AbstractContextManager:
-    original = ModelRunner._reported_loss
+    original = ModelRunner._scaled_loss
 
     def divided(forward: ModelRunner, own, *args):
         return original(forward, own / forward.mesh.size, *args)
 
-    return patch.object(ModelRunner, "_reported_loss", divided)
+    return patch.object(ModelRunner, "_scaled_loss", divided)
 
 
 def local_norm(parallel: ParallelModel) -> torch.Tensor:

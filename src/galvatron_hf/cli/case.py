@@ -79,7 +79,7 @@ def add_rounds_argument(parser: argparse.ArgumentParser) -> None:
         "--rounds",
         type=int,
         metavar="N",
-        help="most interleaved stages of a pipeline on a device (default: 4, or 1 with --galvatron-profiles, because "
+        help="maximum of virtual stages on each pipeline rank (default: 4, or 1 with --galvatron-profiles, because "
         "Galvatron's plans are not interleaved)",
     )
 

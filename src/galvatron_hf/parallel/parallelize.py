@@ -77,8 +77,7 @@ def parallelize(
     """
     adapter = adapter_for(model)
     check_plan(plan)
-    check_model(model, adapter, plan)
-    resolved = adapter.resolve(model, plan)
+    resolved = check_model(model, adapter, plan)
 
     family, empty = type(model), EmptyModel.from_model(model, weights, device)
     device = empty.device if empty is not None else next(model.parameters()).device

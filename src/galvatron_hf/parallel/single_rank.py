@@ -77,8 +77,7 @@ def single_rank(model: PreTrainedModel, plan: ParallelPlan) -> SingleRank:
     nothing; shapes, memory and work are those of the rank. A refused plan leaves the model untouched.
     """
     adapter = adapter_for(model)
-    check_model(model, adapter, plan)
-    resolved = adapter.resolve(model, plan)
+    resolved = check_model(model, adapter, plan)
     split_fused_projections(model, adapter)
     mesh, current = SingleRankStage(plan.world_size), CurrentMicroBatch(model.base_model.config)
     EmbeddingAndHead.cut(model, adapter, resolved, mesh)

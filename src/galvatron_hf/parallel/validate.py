@@ -36,9 +36,9 @@ def check_plan(plan: ParallelPlan) -> None:
         )
 
 
-def check_model(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPlan) -> None:
-    """Refuses a plan that does not fit the model, which stays as it is. The ValueError is one sentence with the layer,
-    the reason and the nearest strategy that fits.
+def check_model(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPlan) -> ResolvedPlan:
+    """Refuses a plan that does not fit the model, and returns the plan resolved for it; the model stays as it is. The
+    ValueError is one sentence with the layer, the reason and the nearest strategy that fits.
     """
     layers, places, specs = adapter.layers(model), adapter.places(model), model_specs(model, adapter)
     if len(layers) != plan.num_layers:
@@ -53,9 +53,11 @@ def check_model(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPla
         _check_strategy(index, strategy, model, places[index].stack, specs.layers[index])
         _check_regions(layers[index], strategy, places[index].stack, specs.layers[index])
     _check_vocabulary(model, adapter, plan)
-    _check_shards(specs, adapter.resolve(model, plan))
+    resolved = adapter.resolve(model, plan)
+    _check_shards(specs, resolved)
     if len(plan.stages) > 1:
         _check_owners(model, adapter)
+    return resolved
 
 
 def _check_weights(model: PreTrainedModel) -> None:
@@ -169,7 +171,7 @@ def _check_vocabulary(model: PreTrainedModel, adapter: ModelAdapter, plan: Paral
 
 
 def _check_shards(specs: ModelSpecs, plan: ResolvedPlan) -> None:
-    """Refuses sharding ranks that cannot share what tensor ranks have cut."""
+    """Refuses a shard degree that does not divide the pieces of the tensor ranks evenly."""
     owners = [("embedding", plan.embedding, specs.embedding), ("head", plan.head, specs.head)]
     owners += [(f"layer {one.index}", one, specs.layers[one.index]) for one in plan.layers]
     for owner, resolved, of_owner in owners:

@@ -43,17 +43,17 @@ class PipelineShape:
         return self.stages // self.pipeline_ranks
 
     @property
-    def returns(self) -> bool:
-        """Returns whether the stages go through the pipeline ranks and back, so that two neighbours share ranks."""
+    def is_v_shaped(self) -> bool:
+        """Returns whether the stages run from the first pipeline rank to the last and back (0..p-1, p-1..0)."""
         there = range(self.pipeline_ranks)
         return self.pipeline_ranks > 1 and self.rank_group_of_stage == (*there, *reversed(there))
 
 
 def orders(shape: PipelineShape, micro_batches: int) -> bool:
-    """Returns whether the schedule itself orders `micro_batches`. If not, `schedule.actions` takes the next larger
-    number that is ordered and leaves some out.
+    """Returns whether the schedule orders `micro_batches`. If not, `schedule.actions` orders the next larger supported
+    number and drops the surplus micro-batches.
     """
-    if shape.pipeline_ranks == 1 or shape.schedule in ("gpipe", "1f1b") or shape.returns:
+    if shape.pipeline_ranks == 1 or shape.schedule in ("gpipe", "1f1b") or shape.is_v_shaped:
         return True
     if shape.schedule == "interleaved" and shape.virtual_stages == 1:
         return True

@@ -191,7 +191,7 @@ class ResolvedPlan:
 
     @cached_property
     def data_degree(self) -> int:
-        """Returns the number of rows with which every data rank of every layer has one."""
+        """Returns the largest data-parallel degree of a layer: the fewest rows of a micro-batch."""
         return max(layer.layout.data for layer in self.layers)
 
     def end_layouts(self, rows: int) -> EndLayouts:
@@ -227,7 +227,7 @@ class ResolvedPlan:
 
     @cached_property
     def pack_multiple(self) -> int:
-        """Returns a divisor of the positions of every pack, with which sequence ranks hold equally many."""
+        """Returns the number of which each pack length is a multiple, so that sequence ranks hold equal shares."""
         ends = self.pack_end_layouts
         positions = ends.embedding.positions, ends.head.positions, ends.boundary.positions
         return math.lcm(self.sequence_degree, *positions)

@@ -123,7 +123,7 @@ def _torch_order(shape: PipelineShape, micro_batches: int) -> dict[int, list]:
         "interleaved": torch_schedules.ScheduleInterleaved1F1B,
         "zero_bubble": torch_schedules.ScheduleInterleavedZeroBubble,
     }
-    schedule_class = torch_schedules.ScheduleZBVZeroBubble if shape.returns else classes[shape.schedule]
+    schedule_class = torch_schedules.ScheduleZBVZeroBubble if shape.is_v_shaped else classes[shape.schedule]
     first = [stage for stage, group in enumerate(shape.rank_group_of_stage) if group == 0]
     return pipeline_orders(schedule_class, first, shape.stages, shape.pipeline_ranks, micro_batches)
 

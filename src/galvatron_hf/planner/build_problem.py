@@ -23,7 +23,7 @@ from galvatron_hf.profiler.profiles.model import ModelProfile
 @dataclass(frozen=True, kw_only=True)
 class PlanProblem:
     """Holds a search problem on stages of `ranks` ranks with the strategies of its options, starts and finishes.
-    `padded` tells whether padding rows were added for a layer with as many data ranks as rows.
+    If `padded`, the number of rows was rounded up so that a layer with as many data ranks as rows can be chosen.
     """
 
     problem: SearchProblem

@@ -187,7 +187,7 @@ class ModelRunner:
         if total is not None:
             items = batch.options.num_items
             items = (batch.targets != IGNORED).sum() if items is None else items
-            loss = self._reported_loss(total, items, batch.ends.head.replicas, batch.options.whole_loss)
+            loss = self._scaled_loss(total, items, batch.ends.head.replicas, batch.options.whole_loss)
         if logits is not None:
             logits = logits[:, : batch.real_length]
         return self.loss.output(loss=loss, logits=logits)
@@ -216,10 +216,11 @@ class ModelRunner:
         tensor = add_rows(tensor, self.mesh.size, fill)
         return tensor[self.local_rows(tensor.shape[0])]
 
-    def _reported_loss(
+    def _scaled_loss(
         self, total: torch.Tensor, num_items: torch.Tensor | int, replicas: int, whole: bool
     ) -> torch.Tensor:
-        """Returns a loss with the gradient of this rank's rows, and the value of its part or (`whole`) of all parts.
+        """Returns a loss whose gradient is that of this rank's rows. Its value is this rank's part or, if `whole`, the
+        sum of all ranks' parts.
         Replicas hold the same rows, and each has their full gradient: the value alone is divided by their number.
         Without targets the value is NaN and the gradient is zero, as in the family's own loss.
         """
