@@ -34,6 +34,7 @@ def drawn(strategy: st.SearchStrategy, count: int) -> list:
         found.append(example)
 
     draw()
+    assert len(found) == count
     return found
 
 

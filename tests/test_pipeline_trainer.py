@@ -63,7 +63,11 @@ def test_epochs_counters_and_events():
                 accumulates=True,
                 **EVALUATED,
                 options=evaluating(
-                    include_num_input_tokens_seen="all", eval_on_start=True, save_strategy="steps", save_steps=3
+                    include_num_input_tokens_seen="all",
+                    eval_on_start=True,
+                    save_strategy="steps",
+                    save_steps=3,
+                    max_steps=6,  # beyond the first epoch
                 ),
             ),
         },

@@ -563,6 +563,13 @@ def test_importing_plans_and_the_planner_loads_neither_torch_nor_transformers():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
+def test_importing_plans_loads_no_other_package():
+    code = (
+        "import sys, galvatron_hf.plan; print(sorted({'torch', 'transformers', 'numpy', 'rich'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
 def test_importing_the_package_loads_no_other_package_and_names_what_it_offers():
     code = (
         "import sys, galvatron_hf; print(sorted({'numpy', 'rich', 'torch', 'transformers'} & set(sys.modules))); "

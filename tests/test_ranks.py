@@ -75,6 +75,7 @@ def test_a_hanging_rank_is_killed_and_located_with_all_it_started(tmp_path, monk
 
     def wait(connections, timeout):
         """The time is over as soon as one rank has answered and the other one hangs."""
+        assert 0 < timeout <= 600
         while len(connections) == 1 and not (tmp_path / "hangs").exists():
             time.sleep(0.01)
         return [] if len(connections) == 1 else multiprocessing.connection.wait(connections, timeout)

@@ -104,7 +104,9 @@ def test_every_mesh_has_the_groups_of_its_axes(plan):
         for part in (*stage.layers, *ends):
             sizes, strategy = part.weights.sizes, part.strategy
             assert math.prod(sizes) == ranks and sizes[2] == strategy.tensor
-            assert sizes[1] == (strategy.shard_degree or (1 if strategy.sharding == "replicate" else sizes[1]))
+            assert sizes[1] == (
+                strategy.shard_degree or (1 if strategy.sharding == "replicate" else ranks // strategy.tensor)
+            )
             keys = {group for key in part.weights.keys for group in key.groups(stage.ranks)}
             assert keys == axis_groups(stage.ranks, sizes) and keys <= made
         for layer in stage.layers:

@@ -69,7 +69,7 @@ def test_a_step_is_packed_and_gives_the_loss_of_its_padded_batch(tmp_path):
         packer = StepPacker(
             parallel=parallel,
             args=arguments(tmp_path, packing="static"),
-            rules=PackingRules(parallel=parallel, mode="static", only_pads=lambda: True),
+            rules=PackingRules(parallel=parallel, mode=lambda: "static", only_pads=lambda: True),
             known_lengths=lambda: None,
             dataset_rows=lambda: SimpleNamespace(known=False, may_learn=True),
             prepare=dict,
@@ -94,16 +94,22 @@ def test_a_step_is_packed_and_gives_the_loss_of_its_padded_batch(tmp_path):
 
 @pytest.mark.parametrize(
     "mode, only_pads, obstacle, packs",
-    [("none", True, None, False), ("auto", False, "reason", False), ("auto", True, "reason", False)],
+    [
+        ("none", True, None, False),
+        ("auto", False, "reason", False),
+        ("auto", True, "reason", False),
+    ],
 )
 def test_packing_rules_decide_by_mode_collator_and_obstacle(mode, only_pads, obstacle, packs):
-    rules = PackingRules(parallel=SimpleNamespace(), mode=mode, only_pads=lambda: only_pads, obstacle=lambda: obstacle)
+    rules = PackingRules(
+        parallel=SimpleNamespace(), mode=lambda: mode, only_pads=lambda: only_pads, obstacle=lambda: obstacle
+    )
     assert rules.packs() is packs
 
 
 def test_packing_that_is_asked_for_is_refused_with_the_obstacle():
     rules = PackingRules(
-        parallel=SimpleNamespace(), mode="static", only_pads=lambda: True, obstacle=lambda: "rows differ"
+        parallel=SimpleNamespace(), mode=lambda: "static", only_pads=lambda: True, obstacle=lambda: "rows differ"
     )
     with pytest.raises(ValueError, match="packing='static' is not possible, because rows differ"):
         rules.packs()
@@ -175,7 +181,7 @@ def cross_entropy(model, inputs, num_items_in_batch=None, return_outputs=False, 
 def test_a_custom_loss_adds_up_to_the_models_own(divided):
     """On two ranks, in training and in evaluation; whether it is divided is found out."""
 
-    def work() -> tuple[list[float], bool]:
+    def work() -> tuple[list[float], bool, torch.Tensor]:
         parallel, batch = parallel_model(2, micro_batches=2), BATCHES["right"]()
         items, rows = count_items([batch]), batch_rows(batch)
         loss = partial(cross_entropy, divided=divided)
@@ -185,11 +191,19 @@ def test_a_custom_loss_adds_up_to_the_models_own(divided):
             parallel.forward_backward(batch, loss_of=custom.loss_of(items, rows)),
             parallel.evaluate(batch, loss_of=custom.loss_of(items, rows, outputs=True)).loss,
         ]
-        return [float(loss) for loss in losses], custom.is_divided
+        half = CustomLoss(
+            parallel=parallel,
+            compute_loss=lambda *inputs, **options: loss(*inputs, **options).bfloat16(),
+            count_items=count_items,
+            declared=lambda: divided,
+        )
+        total = parallel.forward_backward(batch, loss_of=half.loss_of(items, rows))
+        return [float(loss) for loss in losses], custom._found_divided, total
 
-    for (own, custom, evaluated), found in on_ranks(work, 2):
+    for (own, custom, evaluated), found, total in on_ranks(work, 2):
         assert custom == pytest.approx(own, rel=1e-5) and evaluated == pytest.approx(own, rel=1e-5)
         assert found is divided
+        assert total.dtype == torch.float32 and float(total) == pytest.approx(own, rel=1e-2)
 
 
 def test_an_evaluator_predicts_and_gathers_in_the_order_of_the_global_batch():
@@ -233,7 +247,7 @@ def test_a_guard_skips_bad_steps_and_stops_after_many():
         rows = DatasetRows(DataLoader(range(8), batch_size=8), 1)
         guard = NonfiniteGuard(
             parallel=parallel,
-            policy="skip",
+            policy=lambda: "skip",
             compute=lambda step: parallel.forward_backward(step.batch),
             dataset_rows=lambda: rows,
         )

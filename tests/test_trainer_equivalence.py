@@ -88,7 +88,10 @@ def test_epochs_last_step_and_dropped_rows():
             "epochs": Case(plan=SPLIT, options=dict(max_steps=-1, num_train_epochs=2.5, max_grad_norm=0.0)),
             "fewer_rows_than_ranks": Case(plan=SPLIT, train=lambda: Rows(2), options=dict(max_steps=2)),
             "drop_last": Case(
-                plan=SPLIT, options=dict(gradient_accumulation_steps=1, dataloader_drop_last=True, num_train_epochs=1)
+                plan=SPLIT,
+                options=dict(
+                    gradient_accumulation_steps=1, dataloader_drop_last=True, num_train_epochs=1, max_steps=-1
+                ),
             ),
         }
     )
@@ -195,7 +198,10 @@ def test_events_and_counters_are_those_of_one_process_that_accumulates():
     check_cases(
         {
             "all": Case(
-                plan=LIGHT, accumulates=True, **EVALUATED, options=options | dict(include_num_input_tokens_seen="all")
+                plan=LIGHT,
+                accumulates=True,
+                **EVALUATED,
+                options=options | dict(include_num_input_tokens_seen="all", max_steps=6),  # beyond the first epoch
             ),
             "non_padding": Case(
                 plan=MIXED["mixed_c"],

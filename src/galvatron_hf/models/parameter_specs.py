@@ -141,7 +141,7 @@ def _specs(
         parts, sizes = tuple(f"{owner}.{part}" for part in fused.parts), fused.sizes(config)
     for part, size in zip(parts, sizes, strict=True):
         yield ParameterSpec(
-            name=f"{part}.{parameter}",
+            name=f"{part}.{parameter}" if part else parameter,
             family_name=family_name,
             shape=tuple(size if dim == output_dim else extent for dim, extent in enumerate(shape)),
             axes=tuple(TENSOR if dim == cut else None for dim in range(len(shape))),

@@ -55,12 +55,16 @@ class Components:
         def prepare(batch: dict[str, Any]) -> dict[str, Any]:
             return trainer._prepare_inputs(batch)
 
+        def compute_loss(*inputs: Any, **options: Any) -> Any:
+            with as_one_process(trainer.args):
+                return trainer.compute_loss(*inputs, **options)
+
         packer = StepPacker(
             parallel=parallel,
             args=args,
             rules=PackingRules(
                 parallel=parallel,
-                mode=packing_mode(args),
+                mode=lambda: packing_mode(trainer.args),
                 only_pads=lambda: is_padding_collator(trainer.data_collator),
                 obstacle=lambda: packing_obstacle(trainer),
             ),
@@ -71,14 +75,14 @@ class Components:
         )
         custom_loss = CustomLoss(
             parallel=parallel,
-            compute_loss=as_one_process(args)(trainer.compute_loss),
+            compute_loss=compute_loss,
             count_items=count_items,
-            is_divided=trainer.loss_is_scaled_for_ga,
+            declared=lambda: trainer.loss_is_scaled_for_ga,
             name=type(trainer).__name__,
         )
         guard = NonfiniteGuard(
             parallel=parallel,
-            policy=nonfinite_policy(args),
+            policy=lambda: nonfinite_policy(trainer.args),
             compute=lambda step: trainer._forward_backward(step),
             dataset_rows=lambda: dataset_rows(trainer),
         )

@@ -57,7 +57,7 @@ class Evaluator:
         else:
             options = {} if packed is not None else {"return_logits": not loss_only}
             options |= self._loss_options(items)
-            outputs = self.parallel.evaluate(packed or fill_rows(batch, shares), **options)
+            outputs = self.parallel.evaluate(fill_rows(batch, shares) if packed is None else packed, **options)
         if loss_only:
             return outputs.loss, None, None
         return outputs.loss, outputs.logits, None if labels is None else self.share({"labels": labels})["labels"]

@@ -293,10 +293,12 @@ class GalvatronMixin:
         """Computes the accumulation window as one global batch, at its last batch."""
         if self.parallel is None:
             return super().training_step(model, inputs, num_items_in_batch)
-        self._step = self._step.with_batch(inputs.whole, num_items_in_batch)
+        step = self._step or StepState(number=self.state.global_step)
+        self._step = step.with_batch(inputs.whole, num_items_in_batch)
         if not self.accelerator.gradient_state.sync_gradients:
             return torch.zeros((), device=self.args.device)
         step = self._components.packer.pack(self._step)
+        step = self._step = replace(step, batches=(), placement=None)  # a second call in a step brings its own batch
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
@@ -322,7 +324,8 @@ class GalvatronMixin:
     def _reduced_norm(self) -> torch.Tensor:
         """Returns the norm of all gradients. The same collective sums the ranks' votes to stop."""
         norm, votes = self.parallel.sum_with_grad_norm(self._stop_signal.vote)
-        self._step = replace(self._step, stop_votes=votes)
+        if self._step is not None:  # a callback may clip between two steps
+            self._step = replace(self._step, stop_votes=votes)
         return norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm=None):
@@ -332,13 +335,13 @@ class GalvatronMixin:
         if self.parallel is None:
             return super()._get_grad_norm(model, grad_norm=grad_norm)
         norm = self._reduced_norm() if grad_norm is None or self._step.stop_votes is None else grad_norm
-        step = self._step
+        step, self._step = self._step, None
         norm_value, loss, votes = step.numbers(norm)
         self._stop_signal.count_votes(votes, step.number + 1, self.args.process_index)
         # Trainer asks for it before it steps the learning rate; without gradients optimizers change nothing.
         mark_step_skipped(self.optimizer, self._components.guard.skips(step, norm_value, loss))
-        self._step = self.parallel.timeline.action = None
-        return norm
+        self.parallel.timeline.action = None
+        return norm if grad_norm is None else grad_norm
 
     # ---- After a step, and after the last one ----
 
@@ -422,7 +425,9 @@ class GalvatronMixin:
         inputs.update(evaluator.share(inputs.whole))
         if getattr(self.args, "predict_with_generate", False) and not prediction_loss_only:
             options = gen_kwargs or getattr(self, "_gen_kwargs", {})
-            return evaluator.generate(inputs.whole, self.generate, self._pad_tensors_to_max_len, options)
+            return evaluator.generate(
+                inputs.whole, self.generate, getattr(self, "_pad_tensors_to_max_len", None), options
+            )
         return evaluator.predict(inputs.whole, prediction_loss_only)
 
     def generate(self, *args, **kwargs) -> torch.Tensor:

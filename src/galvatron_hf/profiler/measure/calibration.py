@@ -28,7 +28,7 @@ from galvatron_hf.parallel.comm.objects import from_rank_0, gather_objects, is_r
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.parallel.validate import check_model
 from galvatron_hf.plan import ParallelPlan, Precision
-from galvatron_hf.profiler.measure.rounds import Accuracy, median_error, phase
+from galvatron_hf.profiler.measure.rounds import Accuracy, phase
 from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
 from galvatron_hf.profiler.trace.isolated_layers import layer_kinds, one_of_each
 from galvatron_hf.utils.progress import progress_bar
@@ -142,17 +142,17 @@ def _measured(
     plans: Sequence[ParallelPlan], steps: _Steps, world: WorldMesh, seconds: float, progress: bool
 ) -> list[float]:
     """Returns the median milliseconds of a step of each plan; of the first plans if there is no time for all."""
-    found: list[list[float]] = [[] for _ in plans]
+    found: list[list[float]] = [[] for _ in plans]  # the medians of the passes
     began, tried = time.perf_counter(), 0
     with progress_bar((PASSES - 1) * len(plans), progress and is_rank_0()) as step:
         for number, index in itertools.product(range(PASSES), range(len(plans))):
-            if number == PASSES - 1 and median_error(found[index]) <= STEPS.error:
+            if number == PASSES - 1 and max(found[index]) - min(found[index]) <= STEPS.error * min(found[index]):
                 continue
             spent = max(gather_objects(time.perf_counter() - began))
             if tried and spent + spent / tried > seconds:
                 break
             step("training with simple plans")
-            found[index] += _steps_ms(steps, plans[index], world)
+            found[index].append(statistics.median(_steps_ms(steps, plans[index], world)))
             tried += 1
     return [statistics.median(of_plan) for of_plan in found if of_plan]
 

@@ -91,14 +91,15 @@ class LayerTimer:
             job.run()  # the first run allocates
         gather_objects(None)
         began, error = time.perf_counter(), 1.0
-        with progress_bar(ACCURACY.least * len(jobs), progress and is_rank_0()) as step, self.clock:
+        with progress_bar(ACCURACY.least * len(jobs), progress and is_rank_0()) as step:
             for done in range(ACCURACY.most):
                 spent = max(gather_objects(time.perf_counter() - began))
                 if done >= ACCURACY.least and (error <= ACCURACY.error or spent + spent / done > seconds):
                     break
-                for job in jobs:
-                    samples[job.key].append(job.run())
-                    step(f"timing {job.key[0]}s")
+                with self.clock:  # not while this rank waits for the others
+                    for job in jobs:
+                        samples[job.key].append(job.run())
+                        step(f"timing {job.key[0]}s")
                 errors = [median_error([sum(times[:2]) for times in found]) for found in samples.values()]
                 error = max(gather_objects(statistics.fmean(errors)))
         return samples

@@ -42,13 +42,13 @@ class PackingRules:
     """Decides whether batches are packed.
 
     Args:
-        mode (`str`): "auto", "static" or "none"; see [`GalvatronTrainingArguments`].
+        mode (`Callable`): returns "auto", "static" or "none"; see [`GalvatronTrainingArguments`].
         only_pads (`Callable`): returns whether the collator only pads token rows.
         obstacle (`Callable`): returns why the Trainer's own methods and arguments forbid packing, or None.
     """
 
     parallel: ParallelModel
-    mode: str
+    mode: Callable[[], str]
     only_pads: Callable[[], bool]
     obstacle: Callable[[], str | None] = lambda: None
     _attention_obstacle: list[str | None] = field(default_factory=list)
@@ -57,16 +57,16 @@ class PackingRules:
         """Returns whether batches are packed, as far as that does not depend on the batches. If the arguments ask for
         packing and it is not possible, raises ValueError.
         """
-        if self.mode == "none":
+        if self.mode() == "none":
             return False
         obstacle = self._obstacle()
-        if obstacle is not None and (self.mode == "static" or self.only_pads()):
+        if obstacle is not None and (self.mode() == "static" or self.only_pads()):
             self.pad_because(obstacle)
-        return obstacle is None and (self.mode == "static" or self.only_pads())
+        return obstacle is None and (self.mode() == "static" or self.only_pads())
 
     def pad_because(self, reason: NotPackable | str) -> None:
         """Warns that batches are padded, or raises ValueError if the arguments ask for packing."""
-        if self.mode == "static":
+        if self.mode() == "static":
             raise ValueError(f"packing='static' is not possible, because {reason}; set packing='none'.")
         logger.warning_once(f"Batches are padded and not packed, because {reason}.")
 

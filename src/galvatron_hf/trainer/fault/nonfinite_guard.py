@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from transformers.utils import logging
 from galvatron_hf.models.losses import count_targets
 from galvatron_hf.parallel.comm.objects import gather_objects
 from galvatron_hf.parallel.debug.nonfinite import NonFinite, find_nonfinite
+from galvatron_hf.parallel.executor import Batch
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.trainer.data.dataset_rows import DatasetRows
 from galvatron_hf.trainer.step_state import StepState
@@ -38,14 +39,14 @@ class NonfiniteGuard:
     to find where the bad number came from.
 
     Args:
-        policy (`str`): "stop" or "skip"; see [`GalvatronTrainingArguments`].
+        policy (`Callable`): returns "stop" or "skip"; see [`GalvatronTrainingArguments`].
         compute (`Callable`): runs forward and backward of a step, and returns its loss.
         dataset_rows (`Callable`): returns the [`DatasetRows`] of the present run; called on rank 0.
         skipped_steps (`int`): steps without an update since training began.
     """
 
     parallel: ParallelModel
-    policy: str
+    policy: Callable[[], str]
     compute: Callable[[StepState], torch.Tensor]
     dataset_rows: Callable[[], DatasetRows]
     skipped_steps: int = 0
@@ -58,7 +59,7 @@ class NonfiniteGuard:
         if math.isfinite(grad_norm) and math.isfinite(loss):
             self._skipped_in_a_row = 0
             return False
-        if math.isfinite(grad_norm) and int(count_targets(step.batch, self.parallel.forward.loss)) == 0:
+        if math.isfinite(grad_norm) and self._has_no_targets(step.batch):
             logger.warning(f"Step {step.number + 1} has no targets: its loss is 0/0, its gradient zero.")
             self._skipped_in_a_row = 0
             return False
@@ -66,12 +67,17 @@ class NonfiniteGuard:
         self._skipped_in_a_row += 1
         return True
 
+    def _has_no_targets(self, batch: Batch) -> bool:
+        kind = self.parallel.forward.loss
+        labelled = not isinstance(batch, Mapping) or kind.is_labelled(batch)
+        return labelled and int(count_targets(batch, kind)) == 0
+
     def _refuse(self, step: StepState, numbers: str) -> None:
         """Reports where the bad numbers came from, and ends training or counts the step as skipped."""
         number, origin = step.number + 1, self._origin(step)
         message = f"Step {number} is not finite ({numbers}) and was not taken: {origin}."
         enough = self._skipped_in_a_row + 1 == SKIPPED_IN_A_ROW
-        if self.policy == "stop" or enough:
+        if self.policy() == "stop" or enough:
             with contextlib.suppress(RuntimeError):  # a rank has left already
                 dist.barrier()  # no rank leaves while others still read its report
             reason = f"{SKIPPED_IN_A_ROW} steps in a row were skipped" if enough else "nonfinite_policy='stop'"

@@ -30,16 +30,17 @@ class CustomLoss:
     Args:
         compute_loss (`Callable`): has the signature of [`~transformers.Trainer.compute_loss`].
         count_items (`Callable`): returns the number of targets in a list of batches.
-        is_divided (`bool`, *optional*): the loss is divided by `num_items_in_batch`. By default the first step finds
-            out: it computes the loss once more, with twice as many items in the batch.
+        declared (`Callable`): returns whether the loss is divided by `num_items_in_batch`. After None the first step
+            finds out: it computes the loss once more, with twice as many items in the batch.
         name (`str`): the owner of the loss, for warnings.
     """
 
     parallel: ParallelModel
     compute_loss: Callable[..., Any]
     count_items: Callable[[list[dict[str, Any]]], torch.Tensor]
-    is_divided: bool | None = None
+    declared: Callable[[], bool | None] = lambda: None
     name: str = "The Trainer"
+    _found_divided: bool | None = None
 
     def loss_of(self, num_items: torch.Tensor | None, rows: int, outputs: bool = False) -> LossOf:
         """Returns the function that computes this rank's part of a micro-batch's loss, and logits if `outputs`; see
@@ -63,7 +64,8 @@ class CustomLoss:
             share = self._local_share(model.local_inputs(), micro_batch, num_items, rows)
             # A mean over nothing is not a number, and neither is its gradient.
             loss = loss * share if share > 0 else model.no_loss()
-        return self.parallel.forward.loss.output(loss=loss, logits=logits)
+        # Sums over micro-batches and ranks are fp32 on every rank, also on one whose loss is of no row.
+        return self.parallel.forward.loss.output(loss=loss.float(), logits=logits)
 
     def _local_share(self, local: dict[str, Any], micro_batch: dict[str, Any], num_items, rows: int) -> float:
         """Returns this rank's share of the global batch's targets, or of its rows if targets are not counted."""
@@ -74,10 +76,13 @@ class CustomLoss:
 
     def _is_divided(self, model: LocalBatchModel, loss: torch.Tensor, num_items: torch.Tensor | None) -> bool:
         """Returns whether a loss is divided by the items of the batch; collective until that is known."""
-        if self.is_divided is not None:
-            return self.is_divided
+        declared = self.declared()
+        if declared is not None:
+            return declared
         if num_items is None:
             return False
+        if self._found_divided is not None:
+            return self._found_divided
         with torch.no_grad():
             replay, inputs = model.with_twice_the_items(), model.local_inputs()
             again = self.compute_loss(replay, inputs, num_items_in_batch=2 * num_items)
@@ -92,5 +97,5 @@ class CustomLoss:
                 f"Part of {self.name}'s loss is divided by num_items_in_batch and part is not (twice as many items "
                 f"change it by {twice / once:.3f}); divide all of it, or set loss_is_scaled_for_ga."
             )
-        self.is_divided = abs(twice / once - 0.5) < 0.25
-        return self.is_divided
+        self._found_divided = abs(twice / once - 0.5) < 0.25
+        return self._found_divided
