@@ -25,10 +25,10 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help install quickstart notebooks test test-slow test-all style quality clean
 
 help:
-	@echo "make quickstart   train a small Llama on the standard library's source with 4 CPU ranks (under 3 minutes on 2 cores)"
+	@echo "make quickstart   train a small Llama on the standard library's source with 4 CPU ranks"
 	@echo "make notebooks    execute the notebooks and save their outputs"
-	@echo "make test         the fast tests (under 10 minutes on 2 cores)"
-	@echo "make test-slow    the slow tests (under an hour on 2 cores)"
+	@echo "make test         the fast tests"
+	@echo "make test-slow    the slow tests"
 	@echo "make test-all     the fast tests and the slow ones"
 	@echo "make style        format the code and fix what ruff can fix"
 	@echo "make quality      check formatting and lint, change nothing; report fast tests above 20 CPU seconds"
