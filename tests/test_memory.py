@@ -167,13 +167,15 @@ def test_saved_activations():
             assert saved == saved_activation_bytes(shape, strategy, tokens), name
 
 
+# The ends that glibc cuts off an aligned block stay in its small bins at first: the next block does not fit in what
+# is left: only after some 10 blocks does the place of the last block serve the next.
 FAULTS = """
 import resource, torch
 from galvatron_hf.utils.allocator import keep_freed_memory
 def faults():
-    for count in range(14):
+    for count in range(34):
         torch.ones(1 << 24)
-        if count == 3:
+        if count == 23:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 print(faults())
