@@ -20,7 +20,9 @@ searched = ShardingPropagator.propagate_op_sharding_non_cached
 
 def elementwise_sharding(propagator: ShardingPropagator, schema: OpSchema) -> OutputSharding | None:
     """Returns the placement of an elementwise result, or None where DTensor has to search for it."""
-    specs = [value for value in (*schema.args_schema, *schema.kwargs_schema.values()) if isinstance(value, DTensorSpec)]
+    specs = [
+        value for value in (*schema.args_schema, *schema.kwargs_schema.values()) if isinstance(value, DTensorSpec)
+    ]
     if torch.Tag.pointwise not in schema.op.tags or len(schema.op._schema.returns) != 1 or not specs:
         return None
     first = specs[0]
