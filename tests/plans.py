@@ -72,10 +72,10 @@ def mixed_plans() -> dict[str, ParallelPlan]:
     }
 
 
-def light_plan(**options: Any) -> ParallelPlan:
-    """For what does not depend on the plan: few collectives on 4 ranks, yet rows, layers and head are spread."""
+def light_plan(world_size: int = 4, **options: Any) -> ParallelPlan:
+    """Returns a plan with few collectives, for what does not depend on the plan; rows, layers and head are spread."""
     layers = (LayerStrategy(sharding="replicate"),) * 3 + (LayerStrategy(tensor=2, sharding="zero2"),)
-    return single_stage(layers, 4, **options)
+    return single_stage(layers, world_size, **options)
 
 
 def untied_plans() -> dict[str, ParallelPlan]:

@@ -43,8 +43,11 @@ S, V = LayerStrategy, VocabularyStrategy
 MIXED = mixed_plans()
 REPLICATE = uniform(4, sharding="replicate", embedding=V(sharding="replicate"))
 LIGHT, SPLIT = light_plan(), light_plan(micro_batches=2)
+# The same on two ranks, for what is the same with more.
+PAIR, PAIR_SPLIT = light_plan(2), light_plan(2, micro_batches=2)
 
 EVALUATED = dict(trainer=dict(eval_dataset=lambda: Rows(10, seed=2)))
+EVALUATED_BY_PAIR = dict(trainer=dict(eval_dataset=lambda: Rows(5, seed=2)))
 
 
 def evaluating(every: int = 3, **options):
@@ -56,15 +59,22 @@ PLATEAU = dict(lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs=dic
 ONCE = dict(gradient_accumulation_steps=1, per_device_train_batch_size=2)
 
 
-# 27 rows are ragged: the last step of an epoch has 3 of them, fewer than there are ranks.
+# 27, 15 and 11 rows are ragged: the last step of an epoch has 3 of them, fewer than there are ranks.
 def test_a_mixed_plan_and_every_option_train_as_one_process():
     check_cases(
         {
             "mixed_a": Case(plan=MIXED["mixed_a"], **EVALUATED, options=evaluating(max_steps=6)),
-            "unclipped": Case(plan=LIGHT, options=dict(max_grad_norm=0.0, **ONCE)),
-            "accumulating": Case(plan=SPLIT, options=dict(gradient_accumulation_steps=3, max_grad_norm=1e-2)),
-            "auto": Case(plan="auto", options=ADAMW, updates=False),
-            "plateau": Case(plan=LIGHT, **EVALUATED, options=evaluating(1, **PLATEAU)),
+            "accumulating": Case(
+                plan=SPLIT,
+                train=lambda: Rows(15),
+                options=dict(gradient_accumulation_steps=3, max_grad_norm=1e-2, max_steps=2),
+            ),
+            "plateau_unclipped": Case(
+                plan=LIGHT,
+                train=lambda: Rows(11),
+                **EVALUATED,
+                options=evaluating(1, max_grad_norm=0.0, max_steps=3, **PLATEAU, **ONCE),
+            ),
         }
     )
 
@@ -82,28 +92,35 @@ def test_every_kind_of_plan_trains_as_one_process():
     check_cases({name: with_options(case, max_steps=6) for name, case in cases.items()})
 
 
+# On two ranks: 7 rows are a step of 4 and one of 3.
 def test_epochs_last_step_and_dropped_rows():
     check_cases(
         {
-            "epochs": Case(plan=SPLIT, options=dict(max_steps=-1, num_train_epochs=2.5, max_grad_norm=0.0)),
-            "fewer_rows_than_ranks": Case(plan=SPLIT, train=lambda: Rows(2), options=dict(max_steps=2)),
+            "epochs": Case(
+                plan=PAIR_SPLIT,
+                train=lambda: Rows(7),
+                options=dict(max_steps=-1, num_train_epochs=2.5, max_grad_norm=0.0),
+            ),
+            "fewer_rows_than_ranks": Case(plan=PAIR_SPLIT, train=lambda: Rows(1), options=dict(max_steps=2)),
             "drop_last": Case(
-                plan=SPLIT,
+                plan=PAIR_SPLIT,
+                train=lambda: Rows(5),
                 options=dict(
                     gradient_accumulation_steps=1, dataloader_drop_last=True, num_train_epochs=1, max_steps=-1
                 ),
             ),
-        }
+        },
+        world_size=2,
     )
 
 
 def with_text() -> datasets.Dataset:
-    rows = [{name: value.tolist() for name, value in row.items()} for row in Rows(27)]
+    rows = [{name: value.tolist() for name, value in row.items()} for row in Rows(11)]
     return datasets.Dataset.from_list([row | {"text": "left out"} for row in rows])
 
 
 def drop_tokens(rows):
-    """Random: only one reader's draws can be right for all ranks."""
+    """Leaves out random tokens: only one reader's draws can be right for all ranks."""
     kept = [torch.rand(len(row["input_ids"])).argsort()[:-2].sort().values for row in rows]
     return collate([{k: v[index] for k, v in row.items()} for row, index in zip(rows, kept, strict=True)])
 
@@ -114,32 +131,31 @@ def with_one_row_of_positions(rows):
 
 
 def test_every_kind_of_data_gives_the_rows_of_one_process():
-    once = dict(gradient_accumulation_steps=1, per_device_train_batch_size=2)
+    random = dict(trainer=dict(data_collator=lambda: drop_tokens))
     check_cases(
         {
-            "datasets": Case(plan=LIGHT, train=with_text, options=dict(max_steps=4)),
-            # 4, 4 | 4, 1: the data ends inside the second step of each pass.
-            "iterable": Case(plan=LIGHT, train=lambda: Stream(13), options=dict(max_steps=5)),
-            # 4, 4 | 4: and here before the second batch of a step.
-            "iterable_short": Case(plan=LIGHT, train=lambda: Stream(12), options=dict(max_steps=3)),
-            "by_length": Case(plan=LIGHT, options=dict(train_sampling_strategy="group_by_length", max_steps=5)),
-            "random_collator": Case(
-                plan=LIGHT, trainer=dict(data_collator=lambda: drop_tokens), options=dict(max_steps=4, **once)
+            # Steps of 4, 4 and 3 rows, and one of the next epoch.
+            "datasets_by_length": Case(
+                plan=PAIR, train=with_text, options=dict(train_sampling_strategy="group_by_length", max_steps=4)
             ),
-            "workers": Case(
-                plan=LIGHT,
-                trainer=dict(data_collator=lambda: drop_tokens),
-                options=dict(dataloader_num_workers=2, max_steps=4, **once),
-            ),
-            "one_row_of_positions": Case(
-                plan=SPLIT, trainer=dict(data_collator=lambda: with_one_row_of_positions), options=dict(max_steps=3)
-            ),
-            "batch_encoding": Case(
-                plan=LIGHT,
+            # 2, 2 | 2, 1: the data ends inside the second step of each pass.
+            "iterable_batch_encoding": Case(
+                plan=PAIR,
+                train=lambda: Stream(7),
                 trainer=dict(data_collator=lambda: lambda rows: BatchEncoding(collate(rows))),
+                options=dict(max_steps=3),
+            ),
+            # 2, 2 | 2: and here before the second batch of a step.
+            "iterable_short": Case(plan=PAIR, train=lambda: Stream(6), options=dict(max_steps=3)),
+            "random_collator": Case(plan=PAIR, **random, options=dict(max_steps=3, **ONCE, **ADAMW), updates=False),
+            "workers": Case(plan=PAIR, **random, options=dict(dataloader_num_workers=2, max_steps=3, **ONCE)),
+            "one_row_of_positions": Case(
+                plan=PAIR_SPLIT,
+                trainer=dict(data_collator=lambda: with_one_row_of_positions),
                 options=dict(max_steps=2),
             ),
-        }
+        },
+        world_size=2,
     )
 
 
@@ -148,68 +164,64 @@ def failing_collator(rows):
 
 
 def test_a_failing_collator_ends_all_ranks_with_its_message():
-    case = Case(plan=LIGHT, trainer=dict(data_collator=lambda: failing_collator))
+    case = Case(plan=PAIR, trainer=dict(data_collator=lambda: failing_collator))
 
     def work() -> str:
         with pytest.raises((KeyError, RuntimeError)) as error:
             run_case(case)
         return f"{error.type.__name__}: {error.value}"
 
-    first, *others = run_ranks(work, 4)
+    first, *others = run_ranks(work, 2)
     assert first == "KeyError: 'no such column'"
     assert set(others) == {f"RuntimeError: Rank 0 could not read the next batch ({first}); see its traceback."}
 
 
+OWN_LOSSES = {
+    "compute_loss_func": Case(
+        plan=SPLIT, trainer=EVALUATED["trainer"] | dict(compute_loss_func=lambda: sum_of_losses)
+    ),
+    "calls_super": Case(plan=SPLIT, **EVALUATED, override=calls_super),
+    "smoothing": Case(plan=PAIR_SPLIT, **EVALUATED_BY_PAIR, options=dict(label_smoothing_factor=0.2)),
+    "calls_super_smoothing": Case(
+        plan=PAIR_SPLIT, **EVALUATED_BY_PAIR, override=calls_super, options=dict(label_smoothing_factor=0.2)
+    ),
+    "ignores_the_count": Case(plan=PAIR_SPLIT, **EVALUATED_BY_PAIR, override=ignores_the_count),
+    "mean_of_logits": Case(plan=PAIR_SPLIT, **EVALUATED_BY_PAIR, override=mean_of_logits),
+    "weighted_rows": Case(
+        plan=PAIR_SPLIT,
+        trainer=dict(eval_dataset=lambda: WeightedRows(5)),
+        override=weighted_rows,
+        options=dict(remove_unused_columns=False),
+    ),
+}
+
+
+def check_own_losses(*names: str, world_size: int) -> None:
+    """Trains with losses in two steps, of which the second is ragged, as is the last batch of the evaluation."""
+    cases, count = {}, 4 * world_size - world_size // 2
+    for name in names:
+        rows = WeightedRows if name == "weighted_rows" else Rows
+        case = replace(OWN_LOSSES[name], train=lambda rows=rows: rows(count))
+        cases[name] = with_options(case, **evaluating(2, max_steps=2))
+    check_cases(cases, world_size)
+
+
 def test_losses_of_the_users_own():
-    options = evaluating(2, max_steps=2)
-    check_cases(
-        {
-            "compute_loss_func": Case(
-                plan=SPLIT,
-                trainer=EVALUATED["trainer"] | dict(compute_loss_func=lambda: sum_of_losses),
-                options=options,
-            ),
-            "compute_loss_func_mixed": Case(
-                plan=MIXED["mixed_a"], trainer=dict(compute_loss_func=lambda: sum_of_losses), options=dict(max_steps=2)
-            ),
-            "smoothing": Case(plan=SPLIT, **EVALUATED, options=options | dict(label_smoothing_factor=0.2)),
-            "calls_super": Case(plan=SPLIT, **EVALUATED, override=calls_super, options=options),
-            "calls_super_smoothing": Case(
-                plan=SPLIT, **EVALUATED, override=calls_super, options=options | dict(label_smoothing_factor=0.2)
-            ),
-            "ignores_the_count": Case(plan=SPLIT, **EVALUATED, override=ignores_the_count, options=options),
-            "mean_of_logits": Case(plan=SPLIT, **EVALUATED, override=mean_of_logits, options=options),
-            "weighted_rows": Case(
-                plan=SPLIT,
-                train=lambda: WeightedRows(27),
-                trainer=dict(eval_dataset=lambda: WeightedRows(10)),
-                override=weighted_rows,
-                options=options | dict(remove_unused_columns=False),
-            ),
-        }
-    )
+    names = ("smoothing", "calls_super_smoothing", "ignores_the_count", "mean_of_logits", "weighted_rows")
+    check_own_losses(*names, world_size=2)
+
+
+def test_a_loss_function_of_the_users_own_under_a_mixed_plan():
+    own = EVALUATED["trainer"] | dict(compute_loss_func=lambda: sum_of_losses)
+    check_cases({"mixed_a": Case(plan=MIXED["mixed_a"], trainer=own, options=evaluating(max_steps=3))})
+
+
+@pytest.mark.slow
+def test_losses_of_the_users_own_on_four_ranks():
+    check_own_losses("compute_loss_func", "calls_super", world_size=4)
 
 
 # ---- What is counted, logged and seen ----
-
-
-def test_events_and_counters_are_those_of_one_process_that_accumulates():
-    options = evaluating(2, logging_steps=2, eval_on_start=True, save_strategy="steps", save_steps=3)
-    check_cases(
-        {
-            "all": Case(
-                plan=LIGHT,
-                accumulates=True,
-                **EVALUATED,
-                options=options | dict(include_num_input_tokens_seen="all", max_steps=6),  # beyond the first epoch
-            ),
-            "non_padding": Case(
-                plan=MIXED["mixed_c"],
-                accumulates=True,
-                options=dict(include_num_input_tokens_seen="non_padding", max_steps=-1, num_train_epochs=1),
-            ),
-        }
-    )
 
 
 def saved_logits(trainer: Trainer) -> np.ndarray | None:
@@ -221,15 +233,34 @@ def saved_logits(trainer: Trainer) -> np.ndarray | None:
         return model(Rows(3).rows[0][None]).logits.numpy()
 
 
-def test_the_saved_model_is_the_one_that_one_process_trains():
-    check_cases({"mixed_b": Case(plan=MIXED["mixed_b"], options=dict(max_steps=2), after=saved_logits)})
+def test_events_counters_and_the_saved_model_are_those_of_one_process():
+    """It accumulates as the ranks do. The second step of an epoch is ragged; the first case has two epochs."""
+    options = evaluating(2, logging_steps=2, eval_on_start=True, save_strategy="steps", save_steps=3)
+    check_cases(
+        {
+            "all": Case(
+                plan=LIGHT,
+                accumulates=True,
+                train=lambda: Rows(11),
+                **EVALUATED,
+                options=options | dict(include_num_input_tokens_seen="all", max_steps=4),
+            ),
+            "non_padding": Case(
+                plan=MIXED["mixed_b"],
+                accumulates=True,
+                train=lambda: Rows(11),
+                options=dict(include_num_input_tokens_seen="non_padding", max_steps=-1, num_train_epochs=1),
+                after=saved_logits,
+            ),
+        }
+    )
 
 
 # ---- bf16: both are roundings of the same fp32 training, so both are measured against that ----
 
 
 def distance(seen: Outcome, exact: Outcome) -> dict[str, float]:
-    """Relative distances: of all gradients at step 1 together, and of the worst loss and evaluation loss."""
+    """Returns relative distances: of all gradients at step 1 together, and of the worst loss and evaluation loss."""
     names = exact.gradients
     error = sum(float((seen.gradients[name] - exact.gradients[name]).double().square().sum()) for name in names)
     scale = sum(float(exact.gradients[name].double().square().sum()) for name in names)
@@ -239,7 +270,7 @@ def distance(seen: Outcome, exact: Outcome) -> dict[str, float]:
 
 
 def test_bf16_is_as_near_to_fp32_as_one_process_in_bf16():
-    case = Case(plan=MIXED["mixed_a"], **EVALUATED, options=evaluating(max_steps=3))
+    case = Case(plan=MIXED["mixed_a"], **EVALUATED, options=evaluating(2, max_steps=2))
     rounded = with_options(case, bf16=True)
     exact, oracle = run_oracle(case), distance(run_oracle(rounded), run_oracle(case))
     for seen in run_ranks(lambda: distance(run_case(rounded), exact), 4):
@@ -318,7 +349,7 @@ def loss_divided_by_ranks():
     return mock.patch.object(
         ParallelModel,
         "forward_backward",
-        lambda self, batch, items, **options: whole(self, batch, 4 * items, **options),
+        lambda self, batch, items, **options: whole(self, batch, 2 * items, **options),
     )
 
 
@@ -351,7 +382,7 @@ def own_loss_summed_over_ranks():
 
 
 def test_faults_of_the_trainer_are_seen():
-    one = Case(plan=LIGHT, options=dict(max_steps=1))
+    one = Case(plan=PAIR, options=dict(max_steps=1))
     cases = {
         "divided": (replace(one, fault=loss_divided_by_ranks), "loss is"),
         "counted": (replace(one, fault=items_counted_per_rank), "loss is"),
@@ -360,6 +391,6 @@ def test_faults_of_the_trainer_are_seen():
         "summed": (replace(one, fault=own_loss_summed_over_ranks, override=mean_of_logits), "loss is"),
     }
     with pytest.raises(AssertionError) as error:
-        check_cases({name: case for name, (case, _) in cases.items()})
+        check_cases({name: case for name, (case, _) in cases.items()}, world_size=2)
     for name, (_, quantity) in cases.items():
         assert f"{name}: rank 0: log[0].{quantity}" in str(error.value)
