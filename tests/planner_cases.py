@@ -9,7 +9,12 @@ import numpy as np
 
 from galvatron_hf.models.shape import WeightShape
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy
+from galvatron_hf.planner.build_problem import PlanProblem, UnsolvedProblem
+from galvatron_hf.planner.cost.step_shape import StepShape
 from galvatron_hf.planner.cost.workload import Workload
+from galvatron_hf.planner.estimate import Estimate, estimate_solution, priced_shape, stage_costs
+from galvatron_hf.planner.option_costs import OptionCosts
+from galvatron_hf.planner.solver.problem import Solution
 from galvatron_hf.planner.space import Limits, layer_strategies, vocabulary_strategies
 from galvatron_hf.profiler.profiles.hardware import KINDS, HardwareProfile, Link
 from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile, TimeFit, Times
@@ -17,12 +22,12 @@ from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfi
 
 
 def powers(most: int) -> list[int]:
-    """1, 2, 4, ... up to `most`."""
+    """Returns 1, 2, 4, ... up to `most`."""
     return [1 << exponent for exponent in range(max(most, 0).bit_length())]
 
 
 def random_hardware(seed: int, *, world_size: int, memory_bytes: int) -> HardwareProfile:
-    """One node; links of every kind, size and stride, each of its own speed."""
+    """Returns a profile of one node with links of every kind, size and stride, each of its own speed."""
     draw = np.random.default_rng(seed)
     links = [
         Link(
@@ -51,7 +56,7 @@ def random_hardware(seed: int, *, world_size: int, memory_bytes: int) -> Hardwar
 
 
 def random_times(draw: np.random.Generator, degrees: Sequence[int], scale: float) -> dict[int, Times]:
-    """By tensor degree."""
+    """Returns times by tensor degree."""
     found = {}
     for tensor in degrees:
         forward, backward = (
@@ -171,3 +176,33 @@ def every_plan(hardware: HardwareProfile, model: ModelProfile, rows: int, limits
                     head=head,
                     precision=Precision(),
                 )
+
+
+def every_estimate(
+    hardware: HardwareProfile, model: ModelProfile, work: Workload, limits: Limits
+) -> Iterator[Estimate]:
+    """Estimates all plans of the space, and builds one problem with all strategies for the plans of one shape.
+
+    [`estimate_plan`] builds a problem for each plan, which takes ten times as long. Tied ends have one tensor degree,
+    so that each degree has its own problem.
+    """
+    problems: dict[tuple[StepShape, int], PlanProblem] = {}
+    for plan in every_plan(hardware, model, work.rows, limits):
+        shape = priced_shape(hardware, model, work, plan)
+        key = shape, plan.embedding.tensor if model.tied else 0
+        if key not in problems:
+            costs = stage_costs(hardware, model, work, plan, shape)
+            strategies = [one for one, data in layer_strategies(costs.ranks, model, limits) if data <= shape.rows]
+            ends = vocabulary_strategies(costs.ranks, model, limits)
+            ends = [end for end in ends if not model.tied or end.tensor == plan.embedding.tensor]
+            options = OptionCosts(costs, shape.pipeline, strategies, ends, ends)
+            problems[key] = UnsolvedProblem(options, shape).build(hardware.memory_bytes, prune=False)
+        problem = problems[key]
+        one_unit = model.tied and shape.pipeline == 1
+        solution = Solution(
+            bounds=(0, *(stage.layers[1] for stage in plan.stages[: shape.pipeline])),
+            options=tuple(problem.strategies.index(layer) for layer in plan.layers[: problem.problem.layers]),
+            start=problem.embeddings.index(plan.embedding),
+            finish=0 if one_unit else problem.heads.index(plan.head),
+        )
+        yield estimate_solution(problem, solution, work, plan)

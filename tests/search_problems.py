@@ -8,10 +8,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from galvatron_hf.planner.solver.problem import Options, SearchProblem, Solution, score
+from galvatron_hf.planner.solver.problem import Options, SearchProblem
+
+
+def fast_and_slow(fast: int, all_seeds: int) -> Iterator:
+    """Yields the first seeds for a fast test, and the others for a slow one."""
+    yield pytest.param(range(fast), id="fast")
+    yield pytest.param(range(fast, all_seeds), id="more", marks=pytest.mark.slow)
 
 
 def random_problem(
@@ -75,22 +82,73 @@ def _ends(draw: np.random.Generator, count: int, layouts: int, most_warmup: int)
 
 
 def brute_force(problem: SearchProblem) -> int | None:
-    """Returns the smallest cost of all solutions that fit; None if none does."""
-    best = None
-    cuts = itertools.combinations(range(1, problem.layers), problem.stages - 1)
-    allowed = [np.nonzero(problem.allowed[kind])[0].tolist() for kind in problem.kinds]
-    for cut in cuts:
+    """Returns the smallest cost of all solutions that fit; None if none does. Does not call [`score`]."""
+    choices, costs = _every_choice(problem), []
+    for cut in itertools.combinations(range(1, problem.layers), problem.stages - 1):
         bounds = (0, *cut, problem.layers)
-        for options in itertools.product(*allowed):
-            for start, finish in itertools.product(range(len(problem.starts)), range(len(problem.finishes))):
-                found = score(problem, Solution(bounds=bounds, options=options, start=start, finish=finish))
-                if max(found.memory) <= problem.budget and (best is None or found.cost < best):
-                    best = found.cost
-    return best
+        stages = [_stage_sums(problem, choices, stage, *bounds[stage : stage + 2]) for stage in range(problem.stages)]
+        first, other, memory = (np.stack(sums) for sums in zip(*stages, strict=True))
+        costs.append(_costs(problem, first, other)[memory.max(axis=0) <= problem.budget])
+    return min((int(cost) for cost in np.concatenate(costs)), default=None)
+
+
+def _every_choice(problem: SearchProblem) -> np.ndarray:
+    """Returns (L + 2, R) all choices: an option of each layer, of the embedding and of the head."""
+    allowed = [np.nonzero(problem.allowed[kind])[0] for kind in problem.kinds]
+    ends = (np.arange(len(end)) for end in (problem.starts, problem.finishes))
+    return np.stack(np.meshgrid(*allowed, *ends, indexing="ij")).reshape(problem.layers + 2, -1)
+
+
+def _stage_sums(
+    problem: SearchProblem, choices: np.ndarray, stage: int, begin: int, end: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns (R,) F, O and memory of a stage with the layers from `begin` up to `end`, for all choices."""
+    count, working = choices.shape[1], np.zeros(choices.shape[1], dtype=np.int64)
+    first, other, held = (
+        np.full(count, fixed[stage])
+        for fixed in (problem.stage_first_cost, problem.stage_other_cost, problem.stage_memory)
+    )
+    layer_memory = problem.state + problem.in_flight[stage] * problem.activation
+    layer_memory = layer_memory - problem.reuse_count[stage] * problem.reused
+    columns = (problem.first_cost, problem.other_cost, layer_memory, problem.working)
+    parts = [
+        (*(column[problem.kinds[layer], choices[layer]] for column in columns), problem.layout[choices[layer]])
+        for layer in range(begin, end)
+    ]
+    embedding, head = (
+        tuple(column[chosen] for column in (one.first_cost, one.other_cost, one.memory, one.working, one.layout))
+        for one, chosen in zip((problem.starts, problem.finishes), choices[-2:], strict=True)
+    )
+    boundary = np.full(count, problem.boundary)
+    layouts = [part[-1] for part in parts]
+    layouts.insert(0, embedding[-1] if stage == 0 else boundary)
+    layouts.append(head[-1] if stage == problem.stages - 1 else boundary)
+    parts += [embedding] * (stage == 0) + [head] * (stage == problem.stages - 1)
+    for first_cost, other_cost, memory, needed, _ in parts:
+        first, other, held, working = (
+            first + first_cost,
+            other + other_cost,
+            held + memory,
+            np.maximum(working, needed),
+        )
+    for before, after in itertools.pairwise(layouts):
+        first = first + problem.first_resharding[before, after]
+        other = other + problem.other_resharding[before, after]
+    return first, other, held + working
+
+
+def _costs(problem: SearchProblem, first: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Returns (R,) the longest of the three paths through each stage, from (p, R) F and O."""
+    paths = []
+    for stage, warmup in enumerate(problem.warmup.tolist()):
+        now, later = first[: stage + 1].sum(axis=0) + other[stage], first[stage + 1 :].sum(axis=0)
+        waits = (0, warmup * first[stage] // 3, warmup * first[stage])
+        paths += [now - wait + weight * later for wait, weight in zip(waits, problem.later_stage_weights, strict=True)]
+    return np.max(paths, axis=0)
 
 
 class _Program:
-    """Variables and constraints of a mixed-integer program, row by row."""
+    """Holds variables and constraints of a mixed-integer program, row by row."""
 
     def __init__(self) -> None:
         self.count, self.cost, self.integral = 0, [], []
@@ -125,7 +183,7 @@ class _Program:
 
 @dataclass(frozen=True)
 class _Arc:
-    """A step from node to node in a stage, taken or not."""
+    """Describes a step from node to node in a stage, taken or not."""
 
     tail: tuple
     head: tuple

@@ -7,7 +7,7 @@ import pytest
 from galvatron_hf.planner.solver.cut_bounds import CutBounds
 from galvatron_hf.planner.solver.dp import solve
 from galvatron_hf.planner.solver.problem import score
-from search_problems import brute_force, mixed_integer, random_problem
+from search_problems import brute_force, fast_and_slow, mixed_integer, random_problem
 
 
 SMALL = [
@@ -24,9 +24,10 @@ SMALL = [
 ]
 
 
+@pytest.mark.parametrize("seeds", fast_and_slow(16, 60))
 @pytest.mark.parametrize("sizes", SMALL, ids=str)
-def test_the_search_finds_what_enumeration_finds(sizes):
-    for seed in range(60):
+def test_the_search_finds_what_enumeration_finds(sizes, seeds):
+    for seed in seeds:
         problem = random_problem(seed, **sizes, tightness=[0.0, 0.1, 0.3, 0.6][seed % 4])
         found, best = solve(problem), brute_force(problem)
         assert found.cost == best, seed
@@ -36,9 +37,10 @@ def test_the_search_finds_what_enumeration_finds(sizes):
             assert found.bound <= best
 
 
+@pytest.mark.parametrize("seeds", fast_and_slow(3, 8))
 @pytest.mark.parametrize("stages, layers", [(1, 10), (2, 9), (3, 8)])
-def test_the_search_finds_what_a_mixed_integer_program_finds(stages, layers):
-    for seed in range(8):
+def test_the_search_finds_what_a_mixed_integer_program_finds(stages, layers, seeds):
+    for seed in seeds:
         sizes = dict(layers=layers, stages=stages, options=5, layouts=3, kinds=1 + seed % 2)
         problem = random_problem(seed, **sizes, tightness=0.1 + 0.2 * (seed % 3))
         assert solve(problem).cost == mixed_integer(problem), seed
