@@ -1,5 +1,7 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
+"""Galvatron's plan files: read layer by layer, written back, and refused if they say what no plan can."""
+
 import dataclasses
 import json
 import re
