@@ -16,13 +16,13 @@ ADAM_STEP_BYTES = 4  # AdamW counts its steps in one fp32 scalar per parameter t
 
 
 def piece(size: int, degree: int, index: int) -> int:
-    """Length of piece `index` of a dimension that `degree` ranks share: ceil(size / degree) until nothing is left."""
+    """Returns the length of piece `index` of a dimension on `degree` ranks: ceil(size / degree) until none is left."""
     chunk = -(-size // degree)
     return max(0, min(chunk, size - index * chunk))
 
 
 def shard_elements(shape: Sequence[int], cuts: Sequence[tuple[int, int, int]]) -> int:
-    """Elements of a weight on one rank.
+    """Returns the elements of a weight on one rank.
 
     Args:
         shape (`Sequence[int]`): of the whole weight.
@@ -39,13 +39,13 @@ def shard_elements(shape: Sequence[int], cuts: Sequence[tuple[int, int, int]]) -
 
 
 def adam_bytes(elements: int, master_bytes: int = 4) -> int:
-    """Optimizer state of AdamW for one parameter tensor: two moments like its shard, and its step."""
+    """Returns the bytes of AdamW's state for one parameter tensor: two moments like its shard, and its step."""
     return 2 * elements * master_bytes + ADAM_STEP_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:
-    """Sizes of one Llama-like layer.
+    """Holds the sizes of one Llama-like layer.
 
     Attributes:
         hidden (`int`): H, features between layers.
@@ -64,7 +64,7 @@ class LayerShape:
 
 
 def saved_activation_bytes(shape: LayerShape, strategy: LayerStrategy, tokens: int, element_bytes: int = 4) -> int:
-    """Bytes that one Llama-like layer keeps from its forward pass for its backward pass, in fp32 to the byte.
+    """Returns the bytes that one Llama-like layer keeps from its forward for its backward, in fp32 to the byte.
 
     With T tokens, t tensor ranks, u Ulysses ranks, and s = t under Megatron-SP, else 1, a rank has n = T / (u s)
     tokens between the regions, r = T / u inside them, and all T for its share of the heads inside attention:
@@ -104,7 +104,7 @@ def saved_activation_bytes(shape: LayerShape, strategy: LayerStrategy, tokens: i
 
 @dataclass(frozen=True, kw_only=True)
 class StageBytes:
-    """Bytes that one stage holds of one micro-batch on one rank.
+    """Describes the bytes that one stage holds of one micro-batch on one rank.
 
     Attributes:
         saved (`int`): what autograd keeps from the forward to the backward: [`saved_activation_bytes`] of the stage's
@@ -113,9 +113,9 @@ class StageBytes:
             0 in the first stage.
         entered (`int`): of `received`, what is counted in `saved` already. The first layer saves its input, which is
             the received tensor itself where it lies as it is received: 1 rank or layers without `tensor`.
-        result (`int`): the hidden states for the stage behind, which wait with their graph for their gradient; in the
+        result (`int`): the hidden states for the next stage, which wait with their graph for their gradient; in the
             last stage the loss.
-        returned (`int`): the gradient that comes from the stage behind; 0 in the last stage.
+        returned (`int`): the gradient that comes from the next stage; 0 in the last stage.
         kept_for_weights (`int`): gradients that a backward of the input leaves for that of the weights.
         logged (`int`): what stays of a micro-batch until the end of the step: the detached loss.
     """
@@ -133,7 +133,7 @@ def bytes_over_schedule(
     order: Iterable[Action], stages: Mapping[int, StageBytes], sends_under_way: int
 ) -> Iterator[int]:
     """
-    Bytes of activations and boundary tensors on one rank after each action of a step; their largest is the peak.
+    Yields the bytes of activations and boundary tensors on one rank after each action; the largest is the peak.
 
     Args:
         order (`Iterable[Action]`): what the rank's list does, see [`galvatron_hf.plan.schedule.actions`].
@@ -177,7 +177,7 @@ def bytes_over_schedule(
 
 @dataclass(frozen=True, kw_only=True)
 class UnitBytes:
-    """Bytes that one unit of weights adds to its shard between two micro-batches of a step.
+    """Describes the bytes that one unit of weights adds to its shard between two micro-batches of a step.
 
     Attributes:
         gathered (`int`): weights that stay gathered, from the stage's first forward to its last backward.
@@ -192,14 +192,14 @@ def unit_bytes(
     weights: Sequence[Sequence[int]], sharding: str, degree: int, *, split_backward: bool = False
 ) -> UnitBytes:
     """
-    Bytes of one unit between two micro-batches, in fp32.
+    Returns the bytes of one unit between two micro-batches, in fp32.
 
     - `zero3`: no weight stays gathered, gradients are shards.
     - `zero2`: all weights stay gathered; gradients are shards. Shards are padded to equal size in both.
     - `replicate`: the weights are whole anyway; gradients are whole.
     - Where a zero-bubble schedule splits the backward, gradients are whole under `zero2` too, until the step's end.
 
-    Beside these, the reduction keeps its last input until the next: the whole gradient of one unit.
+    The reduction also keeps its last input until the next: the whole gradient of one unit.
 
     Args:
         weights (`Sequence[Sequence[int]]`): shapes of the unit's weights, as tensor parallelism has left them.

@@ -79,7 +79,7 @@ def test_gradients_of_copies_stand_twice_while_they_are_joined():
 
 
 def test_a_head_that_waits_keeps_its_input_and_computes_the_logits_again():
-    """A third of its forward, whose other two products are gradients; none of these is kept for another."""
+    """Its forward has one of three equal products, and its backward computes all three."""
     hardware, model = random_hardware(0, world_size=4, memory_bytes=1 << 40), random_model(0, layers=4)
     fixed = dict.fromkeys(model.head.saved_bytes, 5000.0)
     whole = [VocabularyStrategy(sharding="replicate")]
@@ -105,7 +105,7 @@ def test_a_head_that_waits_keeps_its_input_and_computes_the_logits_again():
 
 
 def test_messages_within_a_node_are_priced_as_such():
-    """Returns a plan of four stages on two nodes, or of eight virtual stages in two rounds."""
+    """Prices four stages on two nodes, eight virtual stages on the same ranks, and two stages of two ranks each."""
     hardware = hardware_preset("a100-80g", 2, 2)
     costs = CostModel(hardware, random_model(0, layers=8), workload(8), 1, 4)
     inside, between = (hardware.ms("send", 2, stride, costs.boundary_bytes) for stride in (1, 2))
@@ -123,7 +123,7 @@ def test_messages_within_a_node_are_priced_as_such():
 
 
 def test_ranks_wait_before_each_collective_of_activations_and_weights():
-    """Not before sums of copies, which are one message of many layers, nor where there is nobody to wait for."""
+    """They do not wait before sums of copies, which are one message of many layers, nor if they are alone."""
     hardware, model = random_hardware(0, world_size=4, memory_bytes=1 << 40), random_model(0, layers=4)
     patient = replace(model, collective_launch_ms=0.5)
     strategies = [
@@ -141,7 +141,7 @@ def test_ranks_wait_before_each_collective_of_activations_and_weights():
 
 @pytest.mark.parametrize("sharding", ["zero2", "zero3"])
 def test_the_only_layer_of_a_stage_has_no_next_one_in_memory(sharding):
-    """Nor has the only micro-batch of a step gradients of layers that come later in its backward."""
+    """The only micro-batch of a step also has no gradients of layers that come later in its backward."""
     hardware, model = random_hardware(0, world_size=4, memory_bytes=1 << 40), random_model(0, layers=4)
     layer = CostModel(hardware, model, workload(8), 4, 4).layer(0, [LayerStrategy(sharding=sharding)])
     weights = 4 * sum(math.prod(weight.shape) for weight in model.kinds[0].weights)
@@ -157,7 +157,7 @@ def test_the_only_layer_of_a_stage_has_no_next_one_in_memory(sharding):
 
 @pytest.mark.parametrize("sharding", ["replicate", "zero2", "zero3"])
 def test_the_sum_of_copies_of_shards_hides_behind_nothing_where_computing_hides_nothing(sharding):
-    """It follows the reduction of each unit, of which the backward waits for the end; DDP's begins beside the rest."""
+    """It follows the reduction of each unit, and the backward waits for its end. DDP's runs during the backward."""
     hardware = replace(random_hardware(0, world_size=4, memory_bytes=1 << 40), exposed_sync=0.25)
     stretch = {"synchronization": 2.0, "weights": 3.0}
     model = replace(random_model(0, layers=4), calibration_factors=stretch)
@@ -174,7 +174,7 @@ def test_the_sum_of_copies_of_shards_hides_behind_nothing_where_computing_hides_
 
 @pytest.mark.parametrize("seed", range(4))
 def test_shards_of_a_single_piece_are_priced_as_whole_weights(seed):
-    """Nothing is cut then, and what is in no search may not be cheaper than what is."""
+    """Nothing is cut then. Plans outside the search space may not be cheaper than those in it."""
     model, hardware = random_model(seed, layers=3), random_hardware(seed, world_size=4, memory_bytes=1 << 40)
     whole = estimate_plan(hardware, model, workload(8), ParallelPlan.uniform(4, 3, sharding="replicate"))
     for sharding in ("zero2", "zero3"):

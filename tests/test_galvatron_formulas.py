@@ -58,7 +58,7 @@ def line_times(name, per_mib, constants):
 
 
 def round_profiles(**changes):
-    """Profiles of round numbers for 4 devices; a row's hidden states are 2 MiB."""
+    """Returns profiles of round numbers for 4 devices; a row's hidden states are 2 MiB."""
     fields = {
         "world_size": 4,
         "sequence_length": 1024,
@@ -294,7 +294,7 @@ def test_mixed_shardings_and_different_ends_are_scored_and_said():
 
 
 def test_different_ends_of_one_stage_are_those_of_a_pipeline():
-    """The same ends with and without a pipeline: what two stages have for embedding and head, one has in all."""
+    """Prices the same ends with and without a pipeline: one stage has the sum of what two stages have."""
     head = VocabularyStrategy(tensor=2, sharding="zero2")
     apart = score(round_profiles(), plan_of([DATA] * 2, micro_batches=4, head=head), global_batch=16)
     alike = score(round_profiles(), plan_of([DATA] * 2, micro_batches=4), global_batch=16)

@@ -16,22 +16,29 @@ from ranks import run_ranks
 QUICK = {"sizes": (4096, 65537), "repetitions": 2}
 
 
+@pytest.fixture(scope="module")
+def own():
+    """Measures the machine once for all tests of one process."""
+    return profile_hardware(**QUICK)
+
+
 @pytest.fixture
-def counted(monkeypatch):
-    """Counts how often the machine was measured."""
+def counted(monkeypatch, own):
+    """Counts how often the machine is measured, and gives what was measured once."""
     calls = []
 
     def measure(**arguments):
         calls.append(arguments)
-        return profile_hardware(**arguments)
+        return own
 
     monkeypatch.setattr(cache, "profile_hardware", measure)
     return calls
 
 
-def test_what_was_measured_is_read_again(tmp_path, counted, caplog):
+def test_what_was_measured_is_read_again(tmp_path, counted, own, caplog):
     folder = tmp_path / "new" / "cache"
     first = load_or_profile_hardware(folder, **QUICK)
+    assert first == own
     assert HardwareProfile.from_json(folder / "hardware.json") == first
     assert load_or_profile_hardware(folder, **QUICK) == first
     assert len(counted) == 1 and caplog.text == ""
@@ -54,8 +61,7 @@ def test_a_corrupt_cache_is_measured_anew_and_said(tmp_path, counted, caplog, te
 @pytest.mark.parametrize(
     "name", ["hosts", "devices", "cores", "threads", "torch", "galvatron_hf", "backend", "method"]
 )
-def test_a_profile_of_another_machine_is_not_used(tmp_path, counted, caplog, name):
-    own = profile_hardware(**QUICK)
+def test_a_profile_of_another_machine_is_not_used(tmp_path, counted, own, caplog, name):
     other = dataclasses.replace(own, made=own.made | {name: "another"})
     other.to_json(tmp_path / "hardware.json")
     load_or_profile_hardware(tmp_path, **QUICK)
@@ -63,17 +69,17 @@ def test_a_profile_of_another_machine_is_not_used(tmp_path, counted, caplog, nam
     assert len(counted) == 1
 
 
-def test_a_profile_of_another_world_is_not_used(tmp_path, counted, caplog):
-    own = profile_hardware(**QUICK)
+def test_a_profile_of_another_world_is_not_used(tmp_path, counted, own, caplog):
     dataclasses.replace(own, nodes=2).to_json(tmp_path / "hardware.json")
     assert load_or_profile_hardware(tmp_path, **QUICK).nodes == 1
     assert "nodes x devices 2 x 1 and not 1 x 1" in _warned(caplog)
 
 
 @pytest.mark.parametrize("name", ["file", "x" * 300])  # no folder, and a name no file system takes
-def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path, caplog, name):
+def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path, counted, caplog, name):
     (tmp_path / "file").touch()
     assert load_or_profile_hardware(tmp_path / name, **QUICK).world_size == 1
+    assert len(counted) == 1
     assert "cannot be kept in" in _warned(caplog)
 
 

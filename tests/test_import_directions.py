@@ -35,7 +35,7 @@ TORCH = ("torch", "transformers", "accelerate", "datasets")
 
 @dataclass(frozen=True, kw_only=True)
 class Import:
-    """One import statement: who imports what, and when.
+    """Describes one import statement: who imports what, and when.
 
     Attributes:
         importer, target (`str`): names of modules, those of this package without its name.

@@ -52,7 +52,7 @@ def test_what_is_computed_between_messages_is_no_part_of_their_time(monkeypatch)
 
 
 def test_links_of_a_synthetic_machine_are_recovered(monkeypatch):
-    """Half as long on all ranks but one, and much longer in one repetition of three: neither counts."""
+    """Times are half as long on all ranks but one, and much longer in one repetition of three: neither counts."""
     repetition = [0]
 
     def measured(trial, device, filler):
@@ -200,7 +200,7 @@ def test_no_longer_message_takes_less():
 
 @pytest.mark.parametrize(("pace", "exposed"), [(1.0, 0.75), (1.5, 0.75), (0.8, 0.75)])
 def test_what_is_exposed_is_what_a_message_adds_to_computing_at_the_cpus_pace_then(monkeypatch, pace, exposed):
-    """Products of 10 ms, messages of 8 ms of which three quarters are not hidden; the last run is at another pace."""
+    """Products take 10 ms, and messages 8 ms, three quarters of them not hidden; the last run has another pace."""
 
     def together(product, messages, products, reduces, device):
         faster = pace if products and reduces and products > reduces else 1.0

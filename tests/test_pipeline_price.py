@@ -128,7 +128,7 @@ def test_gpipe_is_priced_no_lower_than_1f1b():
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_stages_that_recompute_take_at_most_a_nineteenth_longer_than_priced(stages):
-    """Their forward is a quarter of a micro-batch's time, where a third is counted."""
+    """Compares stages whose forward is a quarter of a micro-batch's time; the formula counts a third."""
     draw = np.random.default_rng(0)
     for micro_batches in (stages, 2 * stages, 4 * stages):
         for most, low in ((1.0, 0.999), (1.5, 0.96), (3.0, 0.945)):
@@ -166,7 +166,7 @@ def test_an_interleaved_step_is_what_its_schedule_takes(ranks, virtual):
 @pytest.mark.parametrize("virtual", [1, 2, 3, 4])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_what_is_in_flight_is_what_the_order_of_actions_holds(ranks, virtual):
-    """On a pipeline rank in total, in the first stage and in the last."""
+    """Counts micro-batches on a pipeline rank in total, in the first stage and in the last."""
     for places, count in interleavings(ranks, virtual, 4 * ranks + 2):
         schedule = "1f1b" if virtual == 1 else "interleaved"
         orders_of_ranks = actions(replace(places, schedule=schedule), count)
@@ -206,7 +206,7 @@ def test_gradients_come_when_activations_have_gone(ranks, virtual, gradient):
 @pytest.mark.parametrize("virtual", [1, 2, 4])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_active_stages_are_those_that_have_some_of_their_micro_batches_back(ranks, virtual):
-    """On the pipeline rank that has most of them at a time."""
+    """Counts the stages of the pipeline rank that has most active ones at a time."""
     for places, count in interleavings(ranks, virtual, 4 * ranks + 2):
         schedule = "1f1b" if virtual == 1 else "interleaved"
         shape = StepShape(pipeline=ranks, micro_batches=count, schedule=schedule, rows=1, virtual_stages=virtual)
