@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The oracle of the runtime's tests: one process, one plain Hugging Face model, one global batch.
 
-[`reference`] computes it before the ranks start; [`check_equivalence`] runs on every rank and raises where a
+[`reference`] computes it before the ranks start; [`check_equivalence`] runs on every rank and raises if a
 parallelised model differs.
 """
 
@@ -32,7 +32,7 @@ FLOOR = 1e-7  # of the global norm: GPT-2's key biases have gradients that are z
 
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """Results of one process.
+    """Holds the results of one process.
 
     Attributes:
         model (`PreTrainedModel`): the model, untouched but for its gradients.
@@ -93,7 +93,7 @@ def single_stage(
     head: VocabularyStrategy | None = None,
     **options: Any,
 ) -> ParallelPlan:
-    """A plan of one stage; `ranks` permutes it."""
+    """Returns a plan of one stage; `ranks` permutes it."""
     plan = dict(world_size=world_size, stacks={"decoder": len(layers)}, layers=layers, **options)
     if ranks is not None:
         plan["stages"] = (Stage(ranks=ranks, layers=(0, len(layers))),)
@@ -102,35 +102,51 @@ def single_stage(
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """Results of a parallelised model on one rank; see [`Reference`].
+    """Holds the results of a parallelised model on one rank; see [`Reference`].
 
     Attributes:
         clipped_norm (`float`): the norm that is left after clipping to half the oracle's.
+        evaluation ([`Evaluation`], *optional*): the results in evaluation mode.
+    """
+
+    loss: float
+    grad_norm: float
+    clipped_norm: float
+    gradients: dict[str, torch.Tensor]
+    evaluation: Evaluation | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Holds the results of a parallelised model in evaluation mode on one rank.
+
+    Attributes:
         logits (`torch.Tensor`): those of this rank's `rows`.
         rows (`slice`): of the global batch.
     """
 
     loss: float
-    eval_loss: float
-    grad_norm: float
-    clipped_norm: float
-    gradients: dict[str, torch.Tensor]
     logits: torch.Tensor
     rows: slice
 
 
-def check_equivalence(oracle: Reference, plan: ParallelPlan, world: WorldMesh | None = None) -> None:
-    """Step 1 of a plan against one process; collective.
+def check_equivalence(
+    oracle: Reference, plan: ParallelPlan, world: WorldMesh | None = None, *, evaluation: bool = True
+) -> None:
+    """Compares step 1 of a plan with one process; collective.
+
+    Args:
+        evaluation (`bool`): whether loss and logits in evaluation mode, a third of the CPU time, are compared too.
 
     Raises:
         AssertionError: naming the first quantity or parameter that differs, and by how much.
     """
     # All that is collective comes first, so that ranks that disagree still do the same.
-    compare(observe(parallelize(copy.deepcopy(oracle.model), plan, world), oracle), oracle)
+    compare(observe(parallelize(copy.deepcopy(oracle.model), plan, world), oracle, evaluation=evaluation), oracle)
 
 
-def observe(parallel: ParallelModel, oracle: Reference) -> Observed:
-    """One training step's gradients, then a loss and logits in evaluation mode; collective."""
+def observe(parallel: ParallelModel, oracle: Reference, *, evaluation: bool = True) -> Observed:
+    """Returns one training step's gradients, then perhaps loss and logits in evaluation mode; collective."""
     model = parallel.model
     loss = parallel.forward_backward(oracle.batch, oracle.num_items)
     gradients, grad_norm = whole_gradients(model, oracle.model), parallel.grad_norm()
@@ -139,6 +155,18 @@ def observe(parallel: ParallelModel, oracle: Reference) -> Observed:
     after = [local(parameter.grad) for parameter in model.parameters()]
     clipped_norm = total_norm(gradients) * clipping_scale(before, after, oracle.grad_norm / 2 / total_norm(gradients))
     model.zero_grad()
+    return Observed(
+        loss=float(loss),
+        grad_norm=float(grad_norm),
+        clipped_norm=clipped_norm,
+        gradients=gradients,
+        evaluation=_evaluate(parallel, oracle) if evaluation else None,
+    )
+
+
+def _evaluate(parallel: ParallelModel, oracle: Reference) -> Evaluation:
+    """Computes loss and logits of the oracle's batch in evaluation mode; collective."""
+    model = parallel.model
     model.eval()
     unlabelled = {name: x for name, x in oracle.batch.items() if not name.endswith("labels")}
     if parallel.pipeline is None:
@@ -154,27 +182,24 @@ def observe(parallel: ParallelModel, oracle: Reference) -> Observed:
         rows = slice(start, min(start + share, len(oracle.logits)))
     assert output.logits is None  # a loss alone never has them
     model.train()
-    return Observed(
-        loss=float(loss),
-        eval_loss=float(output.loss),
-        grad_norm=float(grad_norm),
-        clipped_norm=clipped_norm,
-        gradients=gradients,
-        logits=logits[: rows.stop - rows.start],
-        rows=rows,
-    )
+    return Evaluation(loss=float(output.loss), logits=logits[: rows.stop - rows.start], rows=rows)
 
 
 def compare(seen: Observed, oracle: Reference) -> None:
-    """Raises `AssertionError` where a rank's observations are not the oracle's."""
+    """Raises `AssertionError` if a rank's observations are not the oracle's."""
     assert_near("loss", seen.loss, oracle.loss)
     assert_same_gradients(seen.gradients, oracle.gradients)
     assert_near("grad_norm", seen.grad_norm, oracle.grad_norm)
     assert_near("norm after clipping", seen.clipped_norm, oracle.grad_norm / 2)
-    assert_near("eval loss", seen.eval_loss, oracle.eval_loss)
+    if seen.evaluation is not None:
+        _compare_evaluation(seen.evaluation, oracle)
+
+
+def _compare_evaluation(seen: Evaluation, oracle: Reference) -> None:
+    assert_near("eval loss", seen.loss, oracle.eval_loss)
     wanted, scale = oracle.logits[seen.rows], float(oracle.logits.abs().max())
     assert seen.logits.shape == wanted.shape
-    # Where there is padding, attention may have nothing to look at, and what comes out of that means nothing.
+    # A padding position may attend to nothing, and its logits then have no meaning.
     real = oracle.batch.get("attention_mask", torch.ones(oracle.logits.shape[:2]))[seen.rows].bool()
     error = float((seen.logits - wanted)[real].abs().max()) if len(wanted) else 0.0
     if not error <= RELATIVE * scale:
@@ -202,13 +227,14 @@ def unequal_tensors(
     relative: float = RELATIVE,
     floor: float = FLOOR,
 ) -> list[str]:
-    """Which tensors differ, and by how much; empty if none does.
+    """Says which tensors differ, and by how much; empty if none does.
+
+    An entry may differ by the larger of two bounds: `relative` times the largest entry of its tensor, and `floor`
+    times the norm of all wanted tensors.
 
     Args:
-        kind (`str`): what they are called.
+        kind (`str`): the messages' word for such a tensor.
         seen, wanted (`Mapping[str, torch.Tensor]`): by parameter name.
-        relative (`float`): how far an entry may be off, of its tensor's largest.
-        floor (`float`): or else of the norm of all that is wanted.
     """
     if seen.keys() != wanted.keys():
         return [f"{kind}s of {sorted(seen)} instead of {sorted(wanted)}"]
@@ -222,7 +248,7 @@ def unequal_tensors(
 
 
 def clipping_scale(before: list[torch.Tensor], after: list[torch.Tensor], wanted: float) -> float:
-    """Returns the factor by which clipping scaled a gradient of this rank: of all factors, the farthest from `wanted`.
+    """Returns the factor by which clipping scaled this rank's gradients: the factor farthest from `wanted`.
 
     The factor is NaN if the entries of one gradient were scaled by different factors.
     """
@@ -246,18 +272,18 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor put together from its shards; collective."""
+    """Returns a copy of a tensor put together from its shards; collective."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def whole_gradients(model: PreTrainedModel, plain: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """All gradients under the plain model's names; collective."""
+    """Returns all gradients under the plain model's names; collective."""
     return _of_all_stages({name: whole(p.grad) for name, p in model.named_parameters()}, plain)
 
 
 @torch.no_grad()
 def whole_weights(model: PreTrainedModel, plain: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """All weights under the plain model's names; collective."""
+    """Returns all weights under the plain model's names; collective."""
     return _of_all_stages({name: whole(p.detach()) for name, p in model.named_parameters()}, plain)
 
 

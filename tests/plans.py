@@ -13,13 +13,13 @@ from tiny_models import LAYERS
 
 
 def uniform(world_size: int, *, embedding: VocabularyStrategy | None = None, **strategy) -> ParallelPlan:
-    """One strategy for all layers; embedding and head alike, by default in zero3 over all ranks."""
+    """Returns a plan with one strategy for all layers; embedding and head are alike, by default in zero3."""
     layers = (LayerStrategy(**strategy),) * LAYERS
     return single_stage(layers, world_size, embedding=embedding, head=embedding)
 
 
 def uniform_plans(world_size: int) -> dict[str, ParallelPlan]:
-    """Every strategy by itself."""
+    """Returns plans of one strategy each; on 2 ranks those that need no third rank."""
     half, vocabulary = world_size // 2, VocabularyStrategy(tensor=world_size)
     plans = {
         "replicate": uniform(world_size, sharding="replicate", embedding=VocabularyStrategy(sharding="replicate")),
@@ -48,7 +48,7 @@ def uniform_plans(world_size: int) -> dict[str, ParallelPlan]:
 
 
 def mixed_plans() -> dict[str, ParallelPlan]:
-    """Layers that differ, on 4 ranks; together they take every kind of step from one layout to another."""
+    """Returns plans on 4 ranks whose layers differ; together they change layouts in every way."""
     S, V = LayerStrategy, VocabularyStrategy
     first = (S(), S(tensor=2), S(tensor=4, megatron_sp=True, recompute="full"), S(ulysses=2, sharding="zero2"))
     second = (
@@ -73,13 +73,16 @@ def mixed_plans() -> dict[str, ParallelPlan]:
 
 
 def light_plan(world_size: int = 4, **options: Any) -> ParallelPlan:
-    """Returns a plan with few collectives, for what does not depend on the plan; rows, layers and head are spread."""
+    """Returns a plan with few collectives, for tests of other things than the plan.
+
+    Three layers are replicated, the fourth is cut over two tensor ranks, and embedding and head are in zero3.
+    """
     layers = (LayerStrategy(sharding="replicate"),) * 3 + (LayerStrategy(tensor=2, sharding="zero2"),)
     return single_stage(layers, world_size, **options)
 
 
 def untied_plans() -> dict[str, ParallelPlan]:
-    """Plans whose embedding and head differ, on 4 ranks."""
+    """Returns plans on 4 ranks whose embedding and head differ."""
     S, V = LayerStrategy, VocabularyStrategy
     layers = (S(tensor=2), S(ulysses=4), S(), S(tensor=4))
     return {
@@ -98,7 +101,10 @@ def pipelined(
     micro_batches: int = 4,
     **options: Any,
 ) -> ParallelPlan:
-    """A plan with a stage for each rank list, which may repeat; `cuts` are the layers at which later stages begin."""
+    """Returns a plan with a stage for each list of ranks; lists may repeat.
+
+    `cuts` are the layers at which the stages after the first begin.
+    """
     count = len(lists)
     bounds = [0, *(cuts or (len(layers) * stage // count for stage in range(1, count))), len(layers)]
     embedding, head = ends if isinstance(ends, tuple) else (ends or VocabularyStrategy(),) * 2
@@ -133,7 +139,7 @@ KEPT_LAYERS = (
 
 
 def pipeline_plans() -> dict[str, ParallelPlan]:
-    """Every schedule on 4 ranks: 2 lists of 2 and 4 of 1, even and uneven, in order and permuted."""
+    """Returns every schedule on 4 ranks: 2 lists of 2 ranks and 4 of 1, even and uneven, in order and permuted."""
     S, V = LayerStrategy, VocabularyStrategy
     two, apart, four = [(0, 1), (2, 3)], [(2, 0), (1, 3)], [(0,), (1,), (2,), (3,)]
     zero3, zero2, replicate, tensor = (S(),) * 4, V(sharding="zero2"), V(sharding="replicate"), V(tensor=2)
@@ -156,7 +162,7 @@ def pipeline_plans() -> dict[str, ParallelPlan]:
 
 
 def pipeline_plans_on_eight() -> dict[str, ParallelPlan]:
-    """On 8 ranks: 2 lists of 4 and 4 of 2."""
+    """Returns plans on 8 ranks: 2 lists of 4 ranks and 4 of 2."""
     S, V = LayerStrategy, VocabularyStrategy
     two, four = [(0, 2, 4, 6), (1, 3, 5, 7)], [(6, 7), (4, 5), (2, 3), (0, 1)]
     wide = (S(), S(tensor=4, megatron_sp=True, recompute="full"), S(tensor=2, ulysses=2), S(shard_degree=2))

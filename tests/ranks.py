@@ -4,7 +4,7 @@
 
 Ranks are forks of the test process: what is imported there need not be imported again, so that a world of ranks starts
 in a fraction of a second. They talk gloo, die with the test, and a failure shows the traceback of the rank that failed
-first, with the others' broken connections behind it.
+first, and then the others' broken connections.
 """
 
 import ctypes
@@ -42,11 +42,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 class MemoryFault(AssertionError):
-    """A rank died of an access to memory that is not there, or of what malloc's own checks found."""
+    """Says that a rank died of an access to memory that is not there, or of what malloc's own checks found."""
 
 
 class _Rank:
-    """A forked rank as its parent sees it: `report` is the rank's answer, or `None` while there is none."""
+    """Holds a forked rank as its parent sees it; `report` is the rank's answer, or `None` while there is none."""
 
     def __init__(self, index: int, process: multiprocessing.Process, connection: Connection, native_stderr) -> None:
         self.index, self.process, self.connection, self.native_stderr = index, process, connection, native_stderr

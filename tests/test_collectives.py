@@ -16,7 +16,7 @@ ROWS, LENGTH, HIDDEN, INNER = 2, 6, 4, 8
 
 
 def subgroup():
-    """Ranks 0 and 2, or 1 and 3."""
+    """Returns the group of ranks 0 and 2, or of ranks 1 and 3."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     return groups[dist.get_rank() % 2]
 
@@ -30,7 +30,7 @@ def leaf(tensor):
 
 
 def mlp(x, norm, up, down):
-    """The oracle: a norm's weight, a column- and a row-parallel linear, and the residual."""
+    """Computes on one process a norm's weight, a column- and a row-parallel linear, and the residual."""
     return x + torch.tanh((x * norm) @ up) @ down
 
 

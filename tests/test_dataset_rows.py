@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows a step will have, said before they are read: against what loaders give."""
+"""The rows that a step will have, known before they are read, are those that loaders give."""
 
 import pytest
 from accelerate.data_loader import prepare_data_loader
@@ -10,7 +10,7 @@ from galvatron_hf.trainer.data.dataset_rows import DatasetRows
 
 
 def loader_of(sampler=None, drop_last: bool = False, shuffle: bool = False) -> DataLoader:
-    """Returns the rows of batches of 4, from 27 rows that are their own indices."""
+    """Returns a loader of batches of 4 of 27 rows, which are their own indices."""
     loader = DataLoader(range(27), batch_size=4, sampler=sampler, shuffle=shuffle, drop_last=drop_last)
     return prepare_data_loader(loader, put_on_device=False, use_seedable_sampler=True, data_seed=3)
 
@@ -18,7 +18,7 @@ def loader_of(sampler=None, drop_last: bool = False, shuffle: bool = False) -> D
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_steps_hold_what_the_loader_gives(shuffle, drop_last):
-    """Two epochs of steps of two batches; the last step is smaller, or smaller still where rows are dropped."""
+    """Runs two epochs of steps of two batches; the last step is smaller, or smaller still if rows are dropped."""
     loader = loader_of(shuffle=shuffle, drop_last=drop_last)
     rows, step = DatasetRows(loader, accumulation=2), 0
     assert rows.known and not rows.may_learn

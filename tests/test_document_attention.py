@@ -28,7 +28,7 @@ LONG = [300, 1, 140, 140, 2]  # more than one block of queries, and a whole bloc
 def row_of(
     lengths: list[int], heads: int = 4, key_value_heads: int = 2, dim: int = 8, value_dim: int = 8, seed: int = 0
 ) -> tuple[list[torch.Tensor], list[int], torch.Tensor]:
-    """Query, key, value as a model makes them (views [1, heads, T, D]), bounds, and the gradient of the output."""
+    """Returns query, key, value (views [1, heads, T, D], as in a model), bounds, and the output's gradient."""
     generator = torch.Generator().manual_seed(seed)
     tokens = sum(lengths)
     states = [
@@ -39,7 +39,7 @@ def row_of(
 
 
 def dense_mask(bounds: list[int], causal: bool, window: int | None) -> torch.Tensor:
-    """[T, T], true where attended: one document, not later if causal, less than `window` away."""
+    """Returns [T, T], true if attended: in one document, not later if causal, less than `window` away."""
     position = torch.arange(bounds[-1])
     document = torch.bucketize(position, torch.tensor(bounds[1:]), right=True)
     distance = position[:, None] - position
@@ -62,7 +62,7 @@ def dense_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """The definition, with all [T, T] scores, in the precision of its inputs."""
+    """Computes attention by its definition, with all [T, T] scores, in the precision of its inputs."""
     copies = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(copies, dim=1) for states in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -73,7 +73,7 @@ def dense_attention(
 
 
 def sdpa_dense(query, key, value, bounds, *, causal, scale=None, sliding_window=None) -> torch.Tensor:
-    """The fused kernel under a dense mask, as transformers runs packed rows."""
+    """Runs the fused kernel under a dense mask, as transformers runs packed rows."""
     mask = dense_mask(bounds, causal, sliding_window)
     output = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scale, enable_gqa=True
@@ -82,7 +82,7 @@ def sdpa_dense(query, key, value, bounds, *, causal, scale=None, sliding_window=
 
 
 def eager_dense(query, key, value, bounds, *, softcap, **options) -> torch.Tensor:
-    """Soft-capped attention as transformers runs it: scores in the dtype of the inputs, their softmax in float32."""
+    """Computes soft-capped attention like transformers: scores in the inputs' dtype, their softmax in float32."""
     copies = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(copies, dim=1) for states in (key, value))
     scores = query @ key.transpose(2, 3) * query.shape[-1] ** -0.5
@@ -92,7 +92,7 @@ def eager_dense(query, key, value, bounds, *, softcap, **options) -> torch.Tenso
 
 
 def with_gradients(attention, states, bounds, grad, dtype=torch.float32, **options) -> list[torch.Tensor]:
-    """Output, dq, dk, dv."""
+    """Returns output, dq, dk, dv."""
     leaves = [each.detach().to(dtype).requires_grad_() for each in states]
     output = attention(*leaves, bounds, **options)
     return [output.detach(), *torch.autograd.grad(output, leaves, grad.to(dtype))]
@@ -103,12 +103,12 @@ def by_document(query, key, value, bounds, *, causal, scale=None, **options) -> 
 
 
 def check(lengths: list[int], *, causal: bool, shape: dict | None = None, **options) -> None:
-    """Against the definition in float64; sums have up to 2,400 terms, and sqrt(2400) roundings of float32 are 6e-6."""
+    """Compares with the definition in float64: sums have up to 2,400 terms, and sqrt(2400) roundings are 6e-6."""
     states, bounds, grad = row_of(lengths, **(shape or {}))
     found = with_gradients(by_document, states, bounds, grad, causal=causal, **options)
     truth = with_gradients(dense_attention, states, bounds, grad, torch.float64, causal=causal, **options)
     assert found[0].shape == grad.shape
-    # One scale for the four of them: behind a window of 1, dq and dk are sums that cancel to zero.
+    # One scale for the four tensors: under a window of 1, dq and dk are sums that cancel to zero.
     largest = max(each.abs().max() for each in truth)
     for name, one, other in zip(("output", "dq", "dk", "dv"), found, truth, strict=True):
         assert (one - other).abs().max() < 5e-6 * largest, name
@@ -268,7 +268,7 @@ def test_gradients_under_dropout_belong_to_the_weights_of_the_forward_pass():
 
 
 class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation makes."""
+    """Records the elements of the largest tensor that any operation makes."""
 
     def __init__(self):
         super().__init__()

@@ -25,13 +25,13 @@ ROWS, LENGTH = 4, 8
 
 
 def whole(features: int, first: int) -> torch.Tensor:
-    """[ROWS, LENGTH, features] of different numbers."""
+    """Returns different numbers, [ROWS, LENGTH, features]."""
     count = ROWS * LENGTH * features
     return torch.arange(first, first + count, dtype=torch.float64).view(ROWS, LENGTH, features)
 
 
 def part(tensor: torch.Tensor, layout: Layout, index: int) -> torch.Tensor:
-    """A rank's part, by fractions."""
+    """Returns a rank's part, by fractions."""
     row, position = divmod(index // layout.replicas, layout.positions)
     rows, length = ROWS // layout.data, LENGTH // layout.positions
     return tensor[row * rows : (row + 1) * rows, position * length : (position + 1) * length]
@@ -57,11 +57,11 @@ def test_each_tensor_comes_from_its_own_layout():
         for name, leaf in leaves.items():
             assert torch.equal(leaf.grad, part(wanted[name], start[name], index))
 
-    run_ranks(work, 4, timeout=60.0)
+    run_ranks(work, 4)
 
 
 class Runner:
-    """Three stages: hidden = first * x; hidden * second, the extra tensor goes on; loss = sum(hidden * extra)."""
+    """Runs three stages: hidden = first * x; hidden * second, the extra tensor goes on; loss = sum(hidden * extra)."""
 
     def __init__(self, weights: list[torch.Tensor]):
         self.weights, self.mesh = weights, SimpleNamespace(index=0)
@@ -125,4 +125,4 @@ def test_every_tensor_crosses_the_boundary_with_its_gradient(schedule):
             assert [loss.item() for loss in found] == pytest.approx([loss.item() for loss in losses], rel=1e-12)
             assert all(torch.allclose(o.logits, h, rtol=1e-12) for o, h in zip(outputs, hidden, strict=True))
 
-    run_ranks(work, 3, timeout=60.0)
+    run_ranks(work, 3)

@@ -33,7 +33,7 @@ def divisors(number):
 
 
 def strategies(ranks):
-    """Every strategy's degrees on a stage of `ranks`."""
+    """Yields every strategy that a stage of `ranks` allows."""
     for tensor, ulysses, context in itertools.product(divisors(ranks), repeat=3):
         if ranks % (tensor * ulysses * context) == 0:
             for megatron_sp in {False, tensor > 1}:
@@ -49,7 +49,7 @@ def whole_activation(rows, length, hidden=3, dtype=torch.float64):
 
 
 def part(whole, layout, index):
-    """The oracle: a rank's part of the whole by fractions, without the code under test."""
+    """Returns a rank's part of the whole by fractions, without the code under test."""
     rows, length = whole.shape[:2]
     piece = index // layout.replicas
     row, position = piece // layout.positions, piece % layout.positions
@@ -60,7 +60,7 @@ def part(whole, layout, index):
 
 
 def brute_force_block(src, dst, ranks):
-    """The smallest divisor of the ranks such that every needed cell of a fine grid is in the own block."""
+    """Returns the smallest block size with which each rank's block has every cell of a fine grid that it needs."""
     whole = torch.arange(ranks * ranks).view(ranks, ranks)
     cells = [[set(part(whole, layout, i).flatten().tolist()) for i in range(ranks)] for layout in (src, dst)]
     for size in divisors(ranks):
@@ -132,7 +132,7 @@ def test_ranks_send_the_least_that_is_possible():
 
 
 def kept_by_ulysses_rank(heads: AttentionHeads, copies: int, ulysses: int, rank: int) -> list[int]:
-    """The key/value heads that a rank has after the exchange of `copies` of each: its even part of all."""
+    """Returns the key/value heads that a rank has after the exchange of `copies` of each: its even part of all."""
     repeated = [head for head in range(heads.key_value) for _ in range(copies)]
     share = len(repeated) // ulysses
     return repeated[rank * share : (rank + 1) * share]
@@ -174,7 +174,7 @@ def test_weights_that_tensor_ranks_have_cut_are_cut_once_more():
 
 
 def _check_all_pairs(stage, shapes):
-    """Values, gradients and bytes of every pair; returns the bytes each rank sent, and the least any way needs."""
+    """Checks values, gradients and bytes of every pair; returns the bytes that this rank sent."""
     index, ranks = stage.index(dist.get_rank()), len(stage)
     mesh = stage_mesh(stage, divisors(ranks))
     volumes = {}
@@ -198,7 +198,7 @@ def _check_all_pairs(stage, shapes):
 
 
 def _least_volume(rows, length, src, dst):
-    """Bytes that must move: what each rank wants and does not have."""
+    """Returns the bytes that must move: those that a rank wants and does not have."""
     whole = whole_activation(rows, length)
     wanted = 0
     for index in range(src.ranks):
@@ -225,7 +225,7 @@ def test_every_pair_of_layouts_is_exact_both_ways_at_the_least_volume(stage, sha
 
 
 def _packed_part(whole, layout, index, cuts):
-    """The oracle: a rank's positions of a packed row, found one by one."""
+    """Returns a rank's positions of a packed row, found one by one."""
     packs, piece = len(cuts) - 1, index // layout.replicas
     data, position = piece // layout.positions, piece % layout.positions
     own = [p for p in range(cuts[-1]) if _pack_of(p, cuts) * layout.data // packs == data]

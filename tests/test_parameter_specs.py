@@ -27,7 +27,7 @@ SPEC_FAMILIES = ("llama", "gpt2", "phi3", "gemma2", "llama_one_kv_head")
 
 
 def named_specs(model) -> dict[str, ParameterSpec]:
-    """Every spec of a model by the runtime's full name of the parameter."""
+    """Returns every spec of a model by the runtime's full name of the parameter."""
     adapter = adapter_for(model)
     specs, names = model_specs(model, adapter), {id(module): name for name, module in model.named_modules()}
     found = {}
@@ -60,7 +60,7 @@ def test_ranks_hold_what_the_table_says():
                     found[family, name, key] = tuple(local_tensor(parameter).shape)
         return found
 
-    held = run_ranks(work, 4, timeout=180.0)
+    held = run_ranks(work, 4)
     for rank, found in enumerate(held):
         for family, of_family in specs.items():
             assert {key for fam, _, key in found if fam == family} == set(of_family)
@@ -111,7 +111,7 @@ def test_copied_key_value_heads(tensor):
 
 
 class TwoStacks(nn.Module):
-    """An encoder of two layers and a decoder of three, as an encoder-decoder model has them."""
+    """Has an encoder of two layers and a decoder of three, as an encoder-decoder model has them."""
 
     def __init__(self):
         super().__init__()

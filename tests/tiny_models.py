@@ -52,7 +52,7 @@ _GPT2_LIKE = dict(
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model class with the configuration that makes it tiny.
+    """Holds a model class with the configuration that makes it tiny.
 
     Attributes:
         prefix (`str`): of the configuration's and the model's class names in transformers.
@@ -65,8 +65,8 @@ class Family:
     base: dict[str, Any] = field(default_factory=lambda: _LLAMA_LIKE)
 
     def build(self, seed: int = 0, **changes: Any) -> PreTrainedModel:
-        """The model in training mode, with weights that make every part of it matter."""
-        names = f"{self.prefix}TextConfig", f"{self.prefix}Config"  # Gemma3 has pictures beside the text
+        """Returns the model in training mode, with weights that make every part of it matter."""
+        names = f"{self.prefix}TextConfig", f"{self.prefix}Config"  # Gemma3 has one for text and one for both
         config_class = next(getattr(transformers, name) for name in names if hasattr(transformers, name))
         config = config_class(**(self.base | self.options | changes))
         torch.manual_seed(seed)
@@ -78,7 +78,7 @@ class Family:
 
 @torch.no_grad()
 def _randomise(model: PreTrainedModel, seed: int) -> None:
-    """Fresh models have zero biases, unit norms and nearly uniform attention, behind which errors hide."""
+    """Gives weights random values: zero biases, unit norms and nearly uniform attention would hide errors."""
     generator = torch.Generator().manual_seed(seed + 1)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -141,7 +141,7 @@ def _ids(rows: int, length: int, seed: int) -> torch.Tensor:
 
 
 def _padded(rows: int, length: int, left: bool) -> dict[str, torch.Tensor]:
-    """Rows of different real lengths, one of them full; some labels inside a row are ignored too."""
+    """Returns rows of different lengths, one of them full; some labels inside a row are ignored too."""
     ids = _ids(rows, length, 11)
     lengths = torch.tensor([length - (5 * row) % (length - 2) for row in range(rows)])[:, None]
     places = torch.arange(length)[None]
@@ -153,7 +153,7 @@ def _padded(rows: int, length: int, left: bool) -> dict[str, torch.Tensor]:
 
 
 def _packed(rows: int, length: int) -> dict[str, torch.Tensor]:
-    """Documents one behind the other, told apart by position ids alone."""
+    """Returns rows of documents, told apart by position ids alone."""
     ids, bounds = _ids(rows, length, 12), [(0, 3, 8), (0, 5), (0, 1, 6, 9)]
     positions, labels = torch.empty_like(ids), ids.clone()
     for row in range(rows):
