@@ -12,15 +12,30 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Trainer
 
+from equivalence import single_stage
+from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
 from oracle import PAD, Rows
-from plans import mixed_plans, uniform
+from plans import uniform
 from tiny_models import VOCABULARY
 from trainer_runs import Run, on_ranks, run
 
 
 LONG_TAIL = dict(shortest=1, longest=40)
 STATIC = dict(packing="static")
-REPLICATE, MIXED = uniform(4, sharding="replicate"), mixed_plans()["mixed_a"]
+RANKS = 2  # enough for documents on several ranks, and for layers in which ranks share a document
+REPLICATE = uniform(RANKS, sharding="replicate")
+MIXED = single_stage(
+    (
+        LayerStrategy(),
+        LayerStrategy(tensor=2),
+        LayerStrategy(tensor=2, megatron_sp=True, recompute="full"),
+        LayerStrategy(ulysses=2, sharding="zero2"),
+    ),
+    RANKS,
+    embedding=VocabularyStrategy(tensor=2),
+    head=VocabularyStrategy(tensor=2),
+    micro_batches=3,
+)
 KEYS = ("useful_tokens_per_second", "padding_percent", "predicted_imbalance", "planner_ms", "planner_hidden")
 
 
@@ -34,7 +49,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def arrow(count: int = 61, **options: Any) -> datasets.Dataset:
-    """The same rows as a dataset whose lengths are known."""
+    """Returns the same rows as a dataset whose lengths are known."""
     whole = rows(count, **options)
     return datasets.Dataset.from_list([{name: value.tolist() for name, value in row.items()} for row in whole])
 
@@ -43,8 +58,8 @@ def without_labels(dataset: datasets.Dataset) -> datasets.Dataset:
     return dataset.remove_columns("labels")
 
 
-def runs_of(plan, folder: Path, cases: dict[str, dict[str, Any]]) -> dict[str, Run]:
-    """Runs on ranks, in one world, as rank 0 sees them."""
+def runs_of(plan: ParallelPlan, folder: Path, cases: dict[str, dict[str, Any]]) -> dict[str, Run]:
+    """Trains all cases on the ranks of one world and returns rank 0's results."""
 
     def work() -> dict[str, Run]:
         return {
@@ -52,10 +67,11 @@ def runs_of(plan, folder: Path, cases: dict[str, dict[str, Any]]) -> dict[str, R
             for name, more in cases.items()
         }
 
-    return on_ranks(work)[0]
+    return on_ranks(work, plan.world_size)[0]
 
 
 def plain_run(folder: Path, **more: Any) -> Run:
+    """Trains with plain Trainer on this process; functions among the arguments are called."""
     options = more.pop("options", {}) | dict(gradient_accumulation_steps=1)
     more = {name: value() if callable(value) else value for name, value in more.items()}
     return run(folder, options=options, trainer_class=Trainer, **more)

@@ -34,6 +34,7 @@ from packing_runs import (
     KEYS,
     LONG_TAIL,
     MIXED,
+    RANKS,
     REPLICATE,
     STATIC,
     arrow,
@@ -43,13 +44,13 @@ from packing_runs import (
     tokenizer,
     without_labels,
 )
-from plans import mixed_plans, pipeline_plans, pipeline_plans_on_eight, uniform, uniform_plans
+from plans import mixed_plans, pipeline_plans, pipeline_plans_on_eight, pipelined, uniform, uniform_plans
 from tiny_models import FAMILIES, VOCABULARY
 from trainer_runs import Run, assert_same_steps, on_ranks, run, trainer
 
 
 def case(plan, packing: dict[str, Any] | None = None, **options: Any) -> Case:
-    """Training on long-tailed rows with -100 labels, then an evaluation for the loss alone."""
+    """Trains on long-tailed rows with -100 labels, then evaluates for the loss alone."""
     return Case(
         plan=plan,
         train=rows,
@@ -61,15 +62,26 @@ def case(plan, packing: dict[str, Any] | None = None, **options: Any) -> Case:
 
 
 def test_the_oracle_of_one_process():
-    plans = {"replicate": REPLICATE, "mixed_a": MIXED, "tensor": uniform_plans(4)["tensor"]}
-    plans |= {name: pipeline_plans()[name] for name in ("1f1b_mixed", "interleaved_apart")}
-    check_cases({name: case(plan) for name, plan in plans.items()})
+    plans = mixed_plans() | pipeline_plans()
+    check_cases({name: case(plans[name], max_steps=2) for name in ("mixed_a", "1f1b_mixed")})
+
+
+def test_plans_of_two_ranks():
+    """Trains with a document on each rank, with documents that all ranks share, and with several stages on a rank."""
+    plans = {
+        "replicate": REPLICATE,
+        "tensor": uniform_plans(RANKS)["tensor"],
+        "interleaved": pipelined([(0,), (1,)] * 2, MIXED.layers[:1] * 4, "interleaved", micro_batches=4),
+    }
+    rows_of_a_rank = dict(per_device_train_batch_size=2, per_device_eval_batch_size=2)
+    check_cases({name: case(plan, max_steps=2, **rows_of_a_rank) for name, plan in plans.items()}, RANKS)
 
 
 @pytest.mark.slow
 def test_mixed_plans_and_pipelines_of_four_ranks():
-    plans = mixed_plans() | pipeline_plans()
-    check_cases({name: case(plan, max_steps=2) for name, plan in plans.items()})
+    plans = mixed_plans() | pipeline_plans() | {name: uniform_plans(4)[name] for name in ("replicate", "tensor")}
+    longer = ("mixed_a", "1f1b_mixed", "interleaved_apart", "replicate", "tensor")
+    check_cases({name: case(plan, max_steps=4 if name in longer else 2) for name, plan in plans.items()})
 
 
 @pytest.mark.slow
@@ -121,7 +133,7 @@ def targets_across_documents():
 
 
 def test_faults_of_packing_are_seen():
-    one = replace(case(REPLICATE, max_steps=1), after=None)
+    one = replace(case(REPLICATE, max_steps=1, per_device_train_batch_size=2), after=None)
     # Rotary embeddings do not see where a document begins; learned ones do.
     faults = {
         "left out": replace(one, fault=a_document_left_out),
@@ -130,20 +142,21 @@ def test_faults_of_packing_are_seen():
         "across": replace(one, fault=targets_across_documents),
     }
     with pytest.raises(AssertionError) as error:
-        check_cases(faults)
+        check_cases(faults, RANKS)
     for name in faults:
         assert f"{name}: rank 0: log[0].loss is" in str(error.value), str(error.value)[-3000:]
 
 
 @pytest.mark.slow
 def test_options_of_training_and_packing():
+    mixed, replicate = mixed_plans()["mixed_a"], uniform(4, sharding="replicate")
     check_cases(
         {
-            "smoothing": case(MIXED, label_smoothing_factor=0.1),
-            "streams": replace(case(REPLICATE), train=lambda: Stream(61, **LONG_TAIL)),
-            "small packs": case(MIXED, packing=dict(max_tokens_per_rank=48)),
-            "multiples": case(MIXED, packing=dict(pack_to_multiple_of=16)),
-            "accumulating": replace(case(REPLICATE), accumulates=True),
+            "smoothing": case(mixed, label_smoothing_factor=0.1),
+            "streams": replace(case(replicate), train=lambda: Stream(61, **LONG_TAIL)),
+            "small packs": case(mixed, packing=dict(max_tokens_per_rank=48)),
+            "multiples": case(mixed, packing=dict(pack_to_multiple_of=16)),
+            "accumulating": replace(case(replicate), accumulates=True),
         }
     )
 
@@ -164,19 +177,20 @@ COLLATORS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "default": (lambda: default_data_collator, same_length),
 }
 FAST_COLLATORS = ("language_modeling", "trl_padding_free")
+SLOW_COLLATORS = tuple(name for name in COLLATORS if name not in FAST_COLLATORS)
 
 
 @pytest.mark.parametrize(
-    "names", [FAST_COLLATORS, pytest.param(tuple(COLLATORS), marks=pytest.mark.slow)], ids=["two", "all"]
+    "names", [FAST_COLLATORS, pytest.param(SLOW_COLLATORS, marks=pytest.mark.slow)], ids=["two", "others"]
 )
 def test_collators_that_only_pad_are_packed_by_themselves(tmp_path, names):
-    """Without an argument that says so; and those that are not known are not."""
-    chosen = {name: COLLATORS[name] for name in names}
-    known = {name: dict(data_collator=make, train_dataset=data) for name, (make, data) in chosen.items()}
+    """Sets no argument of packing. An unknown collator leaves its batches padded."""
+    made = {name: dict(zip(("data_collator", "train_dataset"), makers)) for name, makers in COLLATORS.items()}
+    known = {name: made[name] | dict(options=dict(max_steps=3)) for name in names}
     wanted = {name: plain_run(tmp_path / "plain" / name, **case) for name, case in known.items()}
     unknown = {
-        "unknown": dict(train_dataset=rows),
-        "none": known["language_modeling"] | dict(options=dict(packing="none")),
+        "unknown": dict(train_dataset=rows, options=dict(max_steps=1)),
+        "none": made["language_modeling"] | dict(options=dict(packing="none", max_steps=1)),
     }
     seen = runs_of(MIXED, tmp_path, known | unknown)
     for name in known:
@@ -186,7 +200,7 @@ def test_collators_that_only_pad_are_packed_by_themselves(tmp_path, names):
 
 
 class ChoosesRows(GalvatronTrainer):
-    """By an order of its own, which could hang on what was trained before."""
+    """Chooses rows in an order of its own, which could depend on what was trained before."""
 
     class Order(torch.utils.data.Sampler):
         def __iter__(self):
@@ -199,19 +213,18 @@ class ChoosesRows(GalvatronTrainer):
         return self.Order()
 
 
-@pytest.mark.parametrize(
-    "data, chooses, hidden",
-    [
-        (arrow, GalvatronTrainer, [0.5, 1.0, 1.0]),
-        (lambda: Stream(61, **LONG_TAIL), GalvatronTrainer, [0.0, 1.0, 1.0]),
-        (arrow, ChoosesRows, [0.0, 0.0, 0.0]),
-    ],
-    ids=["lengths", "stream", "own_sampler"],
-)
-def test_what_is_logged(tmp_path, data, chooses, hidden):
-    """Every step but the first was planned before, where there was time for it; and the second of a stream, which says
-    whether reading draws random numbers. None is where the user's own sampler may not have chosen its rows yet."""
-    options = STATIC | dict(logging_steps=2)
+# From how rows are known to the share of steps in each log that were planned while another step was computed.
+HIDDEN = {
+    "lengths": (arrow, GalvatronTrainer, [0.5, 1.0]),
+    "stream": (lambda: Stream(61, **LONG_TAIL), GalvatronTrainer, [0.0, 1.0]),
+    "own_sampler": (arrow, ChoosesRows, [0.0, 0.0]),
+}
+
+
+def test_what_is_logged(tmp_path):
+    """Plans all steps ahead but the first. A stream's second step is not planned ahead either, because its first read
+    tells whether reading draws random numbers; nor is any step of a user's sampler, which may choose rows later."""
+    options = STATIC | dict(logging_steps=2, max_steps=4)
     begin = PlanAhead.begin
 
     def begin_and_wait(self, lengths):
@@ -219,20 +232,23 @@ def test_what_is_logged(tmp_path, data, chooses, hidden):
         self._next.result()
 
     with mock.patch.object(PlanAhead, "begin", begin_and_wait):
-        seen = runs_of(
-            REPLICATE, tmp_path, {"a": dict(train_dataset=data, options=options, trainer_class=lambda: chooses)}
-        )["a"]
-    logs = [log for log in seen.logs if "loss" in log]
-    assert [log["planner_hidden"] for log in logs] == hidden
-    for log in logs:
-        assert log["padding_percent"] == 0.0  # nothing has to be a multiple of anything, and no pack is empty
-        assert log["predicted_imbalance"] >= 1.0
-        assert log["useful_tokens_per_second"] > 0 and log["planner_ms"] > 0
-    assert "cut_sequences" not in logs[-1]
+        cases = {
+            name: dict(train_dataset=data, options=options, trainer_class=lambda chosen=chosen: chosen)
+            for name, (data, chosen, _) in HIDDEN.items()
+        }
+        seen = runs_of(REPLICATE, tmp_path, cases)
+    for name, (_, _, hidden) in HIDDEN.items():
+        logs = [log for log in seen[name].logs if "loss" in log]
+        assert [log["planner_hidden"] for log in logs] == hidden, name
+        for log in logs:
+            assert log["padding_percent"] == 0.0  # nothing has to be a multiple of anything, and no pack is empty
+            assert log["predicted_imbalance"] >= 1.0
+            assert log["useful_tokens_per_second"] > 0 and log["planner_ms"] > 0
+        assert "cut_sequences" not in logs[-1]
 
 
 def test_the_planner_is_the_one_that_was_asked_for(tmp_path):
-    """Differencing ends at 80 to 72 tokens where 77 to 75 is possible; the losses are the same."""
+    """Places six documents by differencing at 80 to 72 tokens, where 77 to 75 is possible; the losses are the same."""
     lengths, options = (40, 35, 30, 25, 20, 2), dict(max_steps=1, per_device_train_batch_size=3)
     options |= STATIC | dict(gradient_accumulation_steps=1, full_determinism=True)
     whole = rows(1, shortest=40)[0]
@@ -242,7 +258,7 @@ def test_the_planner_is_the_one_that_was_asked_for(tmp_path):
         return [
             run(
                 tmp_path / planner,
-                uniform(2),
+                uniform(RANKS),
                 train_dataset=dataset,
                 options=options | dict(placement_planner=planner),
                 then=lambda made: estimated_cost(made.model.config).sequence.seconds(lengths),
@@ -250,7 +266,7 @@ def test_the_planner_is_the_one_that_was_asked_for(tmp_path):
             for planner in PLANNERS
         ]
 
-    found = on_ranks(work, 2)[0]
+    found = on_ranks(work, RANKS)[0]
     imbalance = {
         planner: of_one.logs[0]["predicted_imbalance"] for planner, of_one in zip(PLANNERS, found, strict=True)
     }
@@ -265,7 +281,7 @@ def test_the_planner_is_the_one_that_was_asked_for(tmp_path):
 
 
 def test_a_bad_number_is_traced_to_the_document_that_has_it(tmp_path):
-    """A token with a bad embedding, in one row of the dataset alone."""
+    """Gives one token a bad embedding; one row of the dataset has this token."""
     marked, bad = 17, VOCABULARY - 1
     dataset = [{name: value.clone() for name, value in row.items()} for row in rows(27)]
     for index, row in enumerate(dataset):
@@ -283,5 +299,5 @@ def test_a_bad_number_is_traced_to_the_document_that_has_it(tmp_path):
             return str(error)
         return "no error"
 
-    for message in on_ranks(work):
+    for message in on_ranks(work, RANKS):
         assert f"(dataset {marked})" in message and "of the embedding" in message, message

@@ -18,6 +18,7 @@ from oracle import collate
 from packing_runs import (
     KEYS,
     MIXED,
+    RANKS,
     REPLICATE,
     STATIC,
     arrow,
@@ -42,7 +43,7 @@ def test_long_sequences_are_refused_truncated_or_split(tmp_path):
     ]
     cut = sum(len(row["input_ids"]) > longest for row in whole)
     # All rows in one step, so that pieces are in the step of their row.
-    options = dict(max_steps=1, gradient_accumulation_steps=1, per_device_train_batch_size=7)
+    options = dict(max_steps=1, gradient_accumulation_steps=1, per_device_train_batch_size=14)
     bound = STATIC | dict(max_tokens_per_rank=longest)
     data = dict(train_dataset=lambda: rows(27))
     seen = runs_of(
@@ -73,12 +74,12 @@ def test_long_rows_are_refused_before_a_step_where_lengths_are_known(tmp_path):
         return "no error"
 
     longest = max(range(61), key=lambda index: len(rows()[index]["input_ids"]))
-    for message in on_ranks(work):
+    for message in on_ranks(work, RANKS):
         assert f"Row {longest} of the dataset has" in message and "above max_tokens_per_rank (16)" in message
 
 
 def test_nothing_is_timed_before_a_refusal_nor_where_all_is_to_be_determined(tmp_path):
-    """Rows of unknown lengths that are too long; and full determinism, where no clock has a say."""
+    """Trains on rows of unknown lengths that are too long; and under full determinism, where no clock decides."""
 
     def work() -> tuple[str, bool]:
         step_packer.measure_cost = mock.Mock(side_effect=AssertionError("it was timed"))
@@ -91,7 +92,7 @@ def test_nothing_is_timed_before_a_refusal_nor_where_all_is_to_be_determined(tmp
         made.train()
         return refusal, made._components.packer.cost.measured
 
-    for refusal, measured in on_ranks(work):
+    for refusal, measured in on_ranks(work, RANKS):
         assert "tokens, above max_tokens_per_rank (16)" in refusal and not measured
 
 
@@ -104,13 +105,14 @@ def test_a_bound_that_packs_cannot_fill_is_refused(tmp_path):
             return str(error)
         return "no error"
 
-    for message in on_ranks(work):
+    for message in on_ranks(work, RANKS):
         assert "max_tokens_per_rank=50 is not a multiple of 16" in message and "use 48" in message
 
 
 def test_a_planner_that_fails_leaves_the_samplers_order(tmp_path):
     data = dict(train_dataset=rows(), eval_dataset=rows(13, seed=2), then=lambda made: made.evaluate())
-    alone = dict(prediction_loss_only=True, gradient_accumulation_steps=1)
+    options = dict(prediction_loss_only=True, max_steps=2)
+    alone = options | dict(gradient_accumulation_steps=1)
     wanted = run(tmp_path / "plain", options=alone, trainer_class=Trainer, **data)
 
     def work() -> tuple[Run, list[str]]:
@@ -121,42 +123,43 @@ def test_a_planner_that_fails_leaves_the_samplers_order(tmp_path):
         step_prefetch.logger.warning = lambda message, *args: messages.append(message)
         step_packer.logger.warning_once = messages.append
         pack_planner.place = fails
-        return run(tmp_path / "run", MIXED, options=STATIC | dict(prediction_loss_only=True), **data), messages
+        return run(tmp_path / "run", MIXED, options=STATIC | options, **data), messages
 
-    results = on_ranks(work)
+    results = on_ranks(work, RANKS)
     assert_same_steps(results[0][0], wanted)
     evaluated = wanted.result["eval_loss"]
     assert all(of_rank.result["eval_loss"] == pytest.approx(evaluated, rel=1e-5) for of_rank, _ in results)
-    *steps, evaluation = results[0][1][:7]
+    *steps, evaluation = results[0][1][:3]
     assert all(text.startswith("This step's") and "KeyError: 'no plan'" in text for text in steps)
     assert evaluation.startswith("Rows of an evaluation stay in order") and "KeyError: 'no plan'" in evaluation
     assert all(messages == [] for _, messages in results[1:])
 
 
 def test_steps_that_are_too_large_for_the_exact_planner_are_placed_by_the_default(tmp_path):
-    """In training and evaluation, and said once."""
+    """Trains and evaluates with a planner that does not end; each size of a step is warned of."""
 
     def work() -> tuple[list[dict], list[str]]:
         messages: list[str] = []
         pack_planner.logger.warning_once = messages.append
         found = []
         for planner in ("longest_first", "exact"):
-            options = dict(per_device_train_batch_size=64, gradient_accumulation_steps=1, max_steps=1)
+            options = dict(per_device_train_batch_size=32, per_device_eval_batch_size=16, max_steps=1)
             options |= STATIC | dict(full_determinism=True, placement_planner=planner, prediction_loss_only=True)
-            more = dict(train_dataset=rows(256), eval_dataset=rows(256, seed=2), options=options)
+            options |= dict(gradient_accumulation_steps=1)
+            more = dict(train_dataset=rows(64), eval_dataset=rows(32, seed=2), options=options)
             seen = run(tmp_path / planner, REPLICATE, then=lambda made: made.evaluate(), **more)
             log = seen.logs[0]
             found.append((log["loss"], log["predicted_imbalance"], seen.result["eval_loss"]))
         return found, messages
 
-    found, messages = on_ranks(work)[0]
+    found, messages = on_ranks(work, RANKS)[0]
     assert found[0] == found[1]
     assert all("is too large for placement_planner='exact': 'longest_first' places it" in text for text in messages)
-    assert {text.split()[3] for text in messages} == {"256", "32"}
+    assert {text.split()[3] for text in messages} == {"64", "32"}
 
 
 def test_a_dataset_that_knows_no_length_of_its_rows_is_planned_as_it_is_read(tmp_path):
-    """A column of zeros, and rows that the collator reads by itself."""
+    """Has a column of zeros, and rows that the collator reads by itself."""
     whole = rows()
 
     def collator(few: list[dict]) -> dict[str, torch.Tensor]:
@@ -164,7 +167,7 @@ def test_a_dataset_that_knows_no_length_of_its_rows_is_planned_as_it_is_read(tmp
 
     known = [{"index": index, "length": 0} for index in range(len(whole))]
     data = dict(train_dataset=datasets.Dataset.from_list(known), data_collator=lambda: collator)
-    options = dict(remove_unused_columns=False)
+    options = dict(remove_unused_columns=False, max_steps=2)
     seen = runs_of(REPLICATE, tmp_path, {"ours": data | dict(options=STATIC | options)})["ours"]
     assert_same_steps(seen, plain_run(tmp_path / "plain", options=options, **data))
 
@@ -173,10 +176,10 @@ def test_rows_that_a_collator_cuts_are_not_refused_by_their_length(tmp_path):
     def collator(few: list[dict]) -> dict[str, torch.Tensor]:
         return collate([{name: value[:16] for name, value in row.items()} for row in few])
 
-    options = STATIC | dict(max_tokens_per_rank=16)
+    options = STATIC | dict(max_tokens_per_rank=16, max_steps=2)
     data = dict(train_dataset=rows, data_collator=lambda: collator)
     seen = runs_of(REPLICATE, tmp_path, {"ours": data | dict(options=options)})["ours"]
-    assert_same_steps(seen, plain_run(tmp_path / "plain", **data))
+    assert_same_steps(seen, plain_run(tmp_path / "plain", options=dict(max_steps=2), **data))
 
 
 REFUSED = {
@@ -187,7 +190,7 @@ REFUSED = {
 
 
 def with_holes(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The third token of every row is hidden."""
+    """Hides the third token of every row."""
     mask = torch.ones_like(batch["attention_mask"])
     mask[:, 2] = 0
     return batch | {"attention_mask": mask, "labels": torch.full_like(mask, -100)}
@@ -195,7 +198,7 @@ def with_holes(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_batches_that_cannot_be_packed(tmp_path, name):
-    """Refused by name where packing is asked for; a message and padding where it is not."""
+    """Refuses such a batch with its reason if the arguments ask for packing."""
     change, reason = REFUSED[name]
     with pytest.raises(AssertionError, match=f"packing='static' is not possible, because .*{reason}"):
         options = STATIC | dict(remove_unused_columns=False)
@@ -219,7 +222,7 @@ def test_what_packing_cannot_keep_is_refused(tmp_path):
                 found.append(str(error))
         return found
 
-    for found in on_ranks(work):
+    for found in on_ranks(work, RANKS):
         for reason, message in zip(cases, found, strict=True):
             assert message.startswith(f"packing='static' is not possible, because {reason}"), message
 
@@ -234,13 +237,13 @@ def test_a_family_with_more_than_windows_is_padded_or_refused(tmp_path):
         collator = DataCollatorForLanguageModeling(tokenizer(), mlm=False)
         data = dict(train_dataset=without_labels(arrow()), data_collator=collator)
         with obstacle:
-            seen = run(tmp_path / "auto", MIXED, **data)
+            seen = run(tmp_path / "auto", MIXED, options=dict(max_steps=1), **data)
             try:
                 trainer(tmp_path / "static", MIXED, options=STATIC, **data).train()
             except ValueError as error:
                 return [any(key in log for log in seen.logs for key in KEYS), *messages[:1]], str(error)
 
-    for (packed, message), refusal in on_ranks(work):
+    for (packed, message), refusal in on_ranks(work, RANKS):
         assert not packed and message.endswith("because Sinks gives its attention 's_aux'.")
         assert refusal.startswith("packing='static' is not possible, because Sinks gives")
 
@@ -273,7 +276,7 @@ def test_arguments_are_checked(tmp_path, options, message):
 
 
 def test_inputs_that_are_prepared_in_ones_own_way_stay_rows(tmp_path):
-    """A Trainer that changes a column of every batch sees rows, as in plain Trainer; `static` is refused."""
+    """Changes a column of every batch: batches stay rows, as in plain Trainer, and `static` is refused."""
 
     def of(base: type) -> type:
         class Prepares(base):
@@ -287,11 +290,17 @@ def test_inputs_that_are_prepared_in_ones_own_way_stay_rows(tmp_path):
 
     collator = dict(data_collator=lambda: DataCollatorForSeq2Seq(tokenizer()), train_dataset=arrow)
     case = {name: make() for name, make in collator.items()}
-    wanted = run(tmp_path / "plain", trainer_class=of(Trainer), options=dict(gradient_accumulation_steps=1), **case)
+    options = dict(max_steps=2)
+    alone = options | dict(gradient_accumulation_steps=1)
+    wanted = run(tmp_path / "plain", trainer_class=of(Trainer), options=alone, **case)
 
-    def work() -> Run:
-        return run(tmp_path / "ours", REPLICATE, trainer_class=of(GalvatronTrainer), **case)
+    def work() -> tuple[Run, str]:
+        ours = of(GalvatronTrainer)
+        seen = run(tmp_path / "ours", REPLICATE, trainer_class=ours, options=options, **case)
+        with pytest.raises(ValueError) as refusal:
+            run(tmp_path / "no", REPLICATE, trainer_class=ours, options=STATIC, **case)
+        return seen, str(refusal.value)
 
-    assert_same_steps(on_ranks(work)[0], wanted)
-    with pytest.raises(AssertionError, match="the Trainer's own preparation of inputs sees rows"):
-        on_ranks(lambda: run(tmp_path / "no", REPLICATE, trainer_class=of(GalvatronTrainer), options=STATIC, **case))
+    results = on_ranks(work, RANKS)
+    assert_same_steps(results[0][0], wanted)
+    assert all("the Trainer's own preparation of inputs sees rows" in refusal for _, refusal in results)

@@ -22,6 +22,7 @@ from oracle import Stream
 from packing_runs import (
     LONG_TAIL,
     MIXED,
+    RANKS,
     REPLICATE,
     STATIC,
     arrow,
@@ -33,7 +34,7 @@ from trainer_runs import Run, assert_equal_weights, assert_same_steps, on_ranks,
 
 
 def checkpointed(folder: Path, plan, resumed_plan, first: dict[str, Any], then: dict[str, Any]) -> Run:
-    """Three steps of the four of an epoch, and three more after a checkpoint."""
+    """Trains three of the four steps of an epoch and saves, then resumes until the second epoch's first step."""
     saving = dict(save_strategy="steps", save_steps=3)
     data = dict(train_dataset=lambda: rows(27))
 
@@ -42,7 +43,7 @@ def checkpointed(folder: Path, plan, resumed_plan, first: dict[str, Any], then: 
         run(folder / "whole", plan, options=saving | first | dict(max_steps=3), **made)
         return run(folder / "then", resumed_plan, options=then, resume=folder / "whole" / "checkpoint-3", **made)
 
-    return on_ranks(work)[0]
+    return on_ranks(work, RANKS)[0]
 
 
 @pytest.mark.parametrize(
@@ -50,66 +51,71 @@ def checkpointed(folder: Path, plan, resumed_plan, first: dict[str, Any], then: 
     [(STATIC, dict(packing="none")), pytest.param(dict(packing="none"), STATIC, marks=pytest.mark.slow)],
 )
 def test_resuming_under_the_other_packing_mode(tmp_path, first, then):
-    constant = dict(lr_scheduler_type="constant")
+    constant = dict(lr_scheduler_type="constant", max_steps=5)
     wanted = plain_run(tmp_path / "plain", train_dataset=lambda: rows(27), options=constant)
     seen = checkpointed(tmp_path, MIXED, REPLICATE, first | constant, then | constant)
     assert_same_steps(seen, wanted, after=3)
 
 
-def test_a_resumed_run_packs_as_the_run_before(tmp_path):
-    """With the costs that were measured then: its weights are the same bit for bit."""
-    constant = dict(lr_scheduler_type="constant") | STATIC
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory) -> tuple[dict[str, Run], dict[str, int], dict[str, Any]]:
+    """Trains, and resumes under the same plan and under another one.
 
-    def work() -> tuple[Run, Run, dict]:
-        saving = dict(save_strategy="steps", save_steps=3)
-        whole = run(tmp_path / "whole", MIXED, options=saving | constant, train_dataset=rows(27))
-        checkpoint = tmp_path / "whole" / "checkpoint-3"
-        seen = run(tmp_path / "then", MIXED, options=constant, resume=checkpoint, train_dataset=rows(27))
-        return whole, seen, json.loads((checkpoint / step_packer.COST_FILE).read_text())
+    Returns:
+        The runs, how often each timed documents, and the costs in the checkpoint.
+    """
+    folder = tmp_path_factory.mktemp("resumed")
+    checkpoint = folder / "whole" / "checkpoint-3"
 
-    whole, seen, cost = on_ranks(work)[0]
-    assert_equal_weights(seen.weights, whole.weights)
+    def work() -> tuple[dict[str, Run], dict[str, int], dict[str, Any]]:
+        runs, timed = {}, {}
+        options = STATIC | dict(lr_scheduler_type="constant", save_strategy="steps", save_steps=3)
+        for name, plan, last in (("whole", MIXED, 5), ("then", MIXED, 5), ("other", REPLICATE, 4)):
+            more = dict(options=options | dict(max_steps=last), resume=None if name == "whole" else checkpoint)
+            with mock.patch.object(step_packer, "measure_cost", side_effect=measure_cost) as measured:
+                runs[name] = run(folder / name, plan, train_dataset=rows(27), **more)
+            timed[name] = measured.call_count
+        return runs, timed, json.loads((checkpoint / step_packer.COST_FILE).read_text())
+
+    return on_ranks(work, RANKS)[0]
+
+
+def test_a_resumed_run_packs_as_the_run_before(resumed):
+    """Resumes with the costs that were measured before: weights are the same bit for bit."""
+    runs, _, cost = resumed
+    assert_equal_weights(runs["then"].weights, runs["whole"].weights)
     assert cost["measured"] is True and cost["per_token"] + cost["per_token_squared"] > 0
 
 
-def test_documents_are_timed_anew_under_another_plan_alone(tmp_path):
-    def work() -> dict[str, int]:
-        timed = {}
-        options = dict(lr_scheduler_type="constant", save_strategy="steps", save_steps=3) | STATIC
-        for name, plan in {"whole": MIXED, "then": MIXED, "other": REPLICATE}.items():
-            resume = None if name == "whole" else tmp_path / "whole" / "checkpoint-3"
-            with mock.patch.object(step_packer, "measure_cost", side_effect=measure_cost) as measured:
-                run(tmp_path / name, plan, options=options, resume=resume, train_dataset=rows(27))
-            timed[name] = measured.call_count
-        return timed
-
-    assert on_ranks(work)[0] == {"whole": 1, "then": 0, "other": 1}
+def test_documents_are_timed_anew_under_another_plan_alone(resumed):
+    _, timed, _ = resumed
+    assert timed == {"whole": 1, "then": 0, "other": 1}
 
 
 def test_another_dataset_and_evaluations_before_and_after(tmp_path):
-    """Rank 0 alone knows how long rows are: all ranks compute its placement."""
+    """Trains and evaluates on other rows. Rank 0 alone knows their lengths: all ranks compute its placement."""
 
     def work(trainer_class=GalvatronTrainer) -> list[float]:
-        short, long = rows(24, longest=6), rows(24, shortest=20, seed=3)
+        short, long = rows(16, longest=6), rows(16, shortest=20, seed=3)
         once = dict(max_steps=2, gradient_accumulation_steps=1, prediction_loss_only=True)
         once |= STATIC if trainer_class is GalvatronTrainer else {}
-        options = dict(train_dataset=arrow(24, longest=6), eval_dataset=long, trainer_class=trainer_class)
+        options = dict(train_dataset=arrow(16, longest=6), eval_dataset=long, trainer_class=trainer_class)
         made = trainer(tmp_path, MIXED, options=once, **options)
         losses = [made.evaluate()["eval_loss"]]
         made.train()
         made.train_dataset = short
         losses.append(made.evaluate()["eval_loss"])
-        made.train_dataset = arrow(24, shortest=20, seed=3)
+        made.train_dataset = arrow(16, shortest=20, seed=3)
         made.train()
         return [*losses, made.evaluate()["eval_loss"]]
 
     wanted = work(Trainer)
-    for seen in on_ranks(work):
+    for seen in on_ranks(work, RANKS):
         assert seen == pytest.approx(wanted, rel=1e-5)
 
 
 class Noisy(Stream):
-    """Rows that draw from the global stream as they are read."""
+    """Draws random numbers from the global stream as rows are read."""
 
     def __iter__(self):
         for row in super().__iter__():
@@ -127,11 +133,11 @@ class NoisyLater(Stream):
             yield row
 
 
-@pytest.mark.parametrize("stream, moved", [(Stream, None), (Noisy, None), (NoisyLater, 2)])
-def test_reading_ahead_leaves_the_saved_random_state_alone(tmp_path, stream, moved):
+def test_reading_ahead_leaves_the_saved_random_state_alone(tmp_path):
     """Keeps draws for the next step out of the checkpoint of this one; planning ahead ends if reading draws."""
+    moves = {Stream: None, Noisy: None, NoisyLater: 2}  # the step whose reading ahead moves the random state
 
-    def work() -> tuple[bool, list]:
+    def trained(stream: type[Stream], moved: int | None) -> tuple[bool, list]:
         seen: list = []
         original = StepPacker.plan_ahead
 
@@ -147,12 +153,12 @@ def test_reading_ahead_leaves_the_saved_random_state_alone(tmp_path, stream, mov
         right = all(state == (before if step == moved else None) for step, (before, state) in enumerate(seen))
         return right, [made._components.packer.prefetch, len(seen)]
 
-    right, left = on_ranks(work)[0]
-    assert right and left == [None, 5]
+    found = on_ranks(lambda: {stream.__name__: trained(stream, moved) for stream, moved in moves.items()}, RANKS)[0]
+    assert found == {stream.__name__: (True, [None, 5]) for stream in moves}
 
 
 class Augmented(torch.utils.data.Dataset):
-    """Rows of which one token is drawn anew whenever they are read."""
+    """Draws one token of a row anew whenever the row is read."""
 
     def __init__(self):
         self.rows = rows()
@@ -166,10 +172,11 @@ class Augmented(torch.utils.data.Dataset):
         return row
 
 
-def test_rows_that_draw_are_read_behind_the_evaluation_before_them(tmp_path):
-    """An evaluation draws too: whatever is read ahead of it would be other rows than plain Trainer's."""
+def test_rows_that_draw_are_read_after_the_evaluation_before_them(tmp_path):
+    """Evaluates, which draws too, between steps: rows read before it would not be plain Trainer's."""
     # accelerate reads a batch of the loader ahead: both have one in a step.
     options = dict(eval_strategy="steps", eval_steps=1, prediction_loss_only=True, gradient_accumulation_steps=1)
+    options |= dict(max_steps=3)
     data = dict(train_dataset=Augmented, eval_dataset=lambda: rows(9, seed=2))
     wanted = plain_run(tmp_path / "plain", options=options, **data)
     assert_same_steps(runs_of(REPLICATE, tmp_path, {"ours": data | dict(options=options | STATIC)})["ours"], wanted)
@@ -177,13 +184,14 @@ def test_rows_that_draw_are_read_behind_the_evaluation_before_them(tmp_path):
 
 def test_cut_sequences_are_counted_on_after_a_checkpoint(tmp_path):
     options = STATIC | dict(max_tokens_per_rank=16, long_sequences="truncate", lr_scheduler_type="constant")
+    options |= dict(max_steps=3)
 
     def work() -> list[list[int]]:
-        saving = options | dict(save_strategy="steps", save_steps=3)
+        saving = options | dict(save_strategy="steps", save_steps=2)
         whole = run(tmp_path / "whole", REPLICATE, options=saving, train_dataset=rows())
-        again = dict(options=options, resume=tmp_path / "whole" / "checkpoint-3", train_dataset=rows())
+        again = dict(options=options, resume=tmp_path / "whole" / "checkpoint-2", train_dataset=rows())
         seen = run(tmp_path / "then", REPLICATE, **again)
         return [[log["cut_sequences"] for log in one.logs if "loss" in log] for one in (whole, seen)]
 
-    whole, then = on_ranks(work)[0]
-    assert then[-3:] == whole[3:] and whole[2] > 0
+    whole, then = on_ranks(work, RANKS)[0]
+    assert then[-1:] == whole[2:] and whole[1] > 0
