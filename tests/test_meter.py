@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""What a run is measured to take, in time and memory, and what it says of that."""
+"""Compares the measured time and memory of a run with closed forms, and its report with the prediction."""
 
 import functools
 from dataclasses import replace
@@ -43,7 +43,7 @@ def test_what_nobody_frees_counts_until_its_last_operator_where_a_collective_had
 
 
 def peak_of_two_blocks(sent: bool) -> int:
-    """The first is still there when the second one comes, as one that gloo lets go of late may be."""
+    """Returns the peak of two blocks. The first one stays until the second comes, as a block that gloo frees late."""
     profiler = allocations_profiler()
     with profiler:
         block = torch.ones(BLOCK, dtype=torch.uint8)
@@ -87,7 +87,7 @@ def test_what_a_rank_holds_counts_storages_once():
     assert held_bytes(both, optimizer) == weights + gradients + moments + steps
 
 
-# ---- What was predicted, beside it ----
+# ---- The prediction ----
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -105,11 +106,28 @@ def test_ci_runs_the_fast_and_the_slow_tests_and_shows_skips():
     assert script.count('--minutes $((MINUTES - SECONDS / 60))"') == 1 and "MINUTES=80 " in script
 
 
+@pytest.fixture
+def suite(tmp_path) -> Callable[..., str]:
+    """Returns a function that runs pytest with options on a test file, with this conftest's plugins and no others."""
+    # Without the fixture of all tests, whose imports take seconds.
+    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text().split("@pytest.fixture")[0])
+    shutil.copy(ROOT / "tests" / "cpu_seconds.py", tmp_path)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+
+    def run(tests: str, *options: str) -> str:
+        (tmp_path / "test_some.py").write_text(tests)
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        ).stdout
+
+    return run
+
+
 @pytest.mark.parametrize("minutes, outcome", [("0", "1 skipped"), ("5", "1 passed")])
-def test_tests_that_a_run_has_no_time_for_are_skipped_and_say_so(minutes, outcome):
-    name = f"{__file__}::test_every_source_file_begins_with_the_licence"
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", "--minutes", minutes, name]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+def test_tests_that_a_run_has_no_time_for_are_skipped_and_say_so(suite, minutes, outcome):
+    said = suite("def test_nothing():\n    pass\n", "-rs", "--minutes", minutes)
     assert outcome in said
     assert ("the 0 minutes that this run has are over" in said) == (minutes == "0")
 
@@ -120,22 +138,18 @@ def test_make_runs_every_fast_and_every_slow_test_on_both_cores():
     assert "\nWORKERS ?= 2\n" in makefile and "-n $(WORKERS) --dist loadscope" in makefile
 
 
-def test_a_fast_test_above_the_limit_is_reported(tmp_path):
-    """A test that computes for longer than its limit, in a child too, and one that sleeps for longer."""
-    (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text().split("@pytest.fixture")[0])
-    shutil.copy(ROOT / "tests" / "cpu_seconds.py", tmp_path)
-    (tmp_path / "test_two.py").write_text(
+def test_a_fast_test_above_the_limit_is_reported(suite, tmp_path):
+    """Runs a test whose child computes for longer than the limit, and one that sleeps for longer."""
+    tests = (
         "import subprocess, sys, time\n"
-        "BUSY = 'import time\\nwhile time.process_time() < 1.5: pass'\n"
+        "BUSY = 'import time\\nwhile time.process_time() < 0.8: pass'\n"
         "def test_busy():\n    subprocess.run([sys.executable, '-c', BUSY], check=True)\n"
-        "def test_idle():\n    time.sleep(2)\n"
+        "def test_idle():\n    time.sleep(1)\n"
     )
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "--cpu-seconds", "seconds.txt"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True)
-    assert [name for _, name in above_limit(tmp_path / "seconds.txt", 1.4)] == ["test_two.py::test_busy"]
+    suite(tests, "-p", "xdist.plugin", "-n", "2", "--cpu-seconds", "seconds.txt")
+    assert [name for _, name in above_limit(tmp_path / "seconds.txt", 0.7)] == ["test_some.py::test_busy"]
     script = [sys.executable, "cpu_seconds.py", "seconds.txt"]
     seconds = (tmp_path / "seconds.txt").read_text()
-    (tmp_path / "seconds.txt").write_text(seconds + "20.10 9.00 test_two.py::test_long\n")
+    (tmp_path / "seconds.txt").write_text(seconds + "20.10 9.00 test_some.py::test_long\n")
     said = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert said == "test_two.py::test_long took 20.1 CPU s, over 20: make it cheaper or mark it slow\n"
+    assert said == "test_some.py::test_long took 20.1 CPU s, over 20: make it cheaper or mark it slow\n"

@@ -98,12 +98,17 @@ def test_a_step_is_packed_and_gives_the_loss_of_its_padded_batch(tmp_path):
         ("none", True, None, False),
         ("auto", False, "reason", False),
         ("auto", True, "reason", False),
+        ("auto", False, None, False),
+        ("auto", True, None, True),
+        ("static", False, None, True),
     ],
 )
 def test_packing_rules_decide_by_mode_collator_and_obstacle(mode, only_pads, obstacle, packs):
-    rules = PackingRules(
-        parallel=SimpleNamespace(), mode=lambda: mode, only_pads=lambda: only_pads, obstacle=lambda: obstacle
+    model = FAMILIES["llama"].build()
+    parallel = SimpleNamespace(
+        family=type(model), forward=SimpleNamespace(current=SimpleNamespace(config=model.config))
     )
+    rules = PackingRules(parallel=parallel, mode=lambda: mode, only_pads=lambda: only_pads, obstacle=lambda: obstacle)
     assert rules.packs() is packs
 
 
