@@ -16,7 +16,7 @@ from job import Job  # noqa: E402
 
 @pytest.fixture(scope="session")
 def uninterrupted(tmp_path_factory) -> Callable[[str], dict[int, float]]:
-    """The losses by step of a run without a fault, by name of its plan; each plan runs once."""
+    """Returns the losses by step of a run without a fault, by name of its plan; each plan runs once."""
     curves: dict[str, dict[int, float]] = {}
 
     def curve(plan: str) -> dict[int, float]:

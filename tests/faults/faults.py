@@ -34,7 +34,7 @@ from galvatron_hf.trainer.checkpoint import checkpoint_writer
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One thing that goes wrong.
+    """Describes one thing that goes wrong.
 
     Attributes:
         rank (`int`): where.
@@ -56,7 +56,7 @@ class Fault:
 
 
 def fail_at(rank: int, step: int, kind: str, **more: int) -> Fault:
-    """A fault, in the order in which one says it."""
+    """Returns a fault, whose arguments are in the order in which one says them."""
     return Fault(rank=rank, step=step, kind=kind, **more)
 
 
@@ -90,12 +90,12 @@ def in_forward(trainer: Trainer, fault: Fault, happen: Callable[[torch.Tensor], 
     """Calls `happen` with the output of this rank's second layer; what it returns takes the output's place."""
     position = trainer.parallel.forward.current
 
-    def behind_layer(module, inputs, output):
+    def after_layer(module, inputs, output):
         _, step, micro_batch = position.value.key
         if (step + 1, micro_batch) == (fault.step, fault.micro_batch) and torch.is_grad_enabled():
             return happen(output)
 
-    trainer.parallel.layers[min(1, len(trainer.parallel.layers) - 1)].register_forward_hook(behind_layer)
+    trainer.parallel.layers[min(1, len(trainer.parallel.layers) - 1)].register_forward_hook(after_layer)
 
 
 def in_backward(trainer: Trainer, fault: Fault, happen: Callable[[torch.Tensor], Any]) -> None:
@@ -134,7 +134,7 @@ def fall_asleep() -> None:
 
 
 def poisoned(tensor: torch.Tensor, value: float = float("nan")) -> torch.Tensor:
-    """A copy whose first row has one wrong number."""
+    """Returns a copy whose first row has one wrong number."""
     wrong = torch.zeros_like(tensor)
     wrong[0, 0, 0] = value
     return tensor + wrong
@@ -152,7 +152,7 @@ def kill_in_backward(trainer: Trainer, fault: Fault) -> None:
 
 @kind
 def kill_in_collective(trainer: Trainer, fault: Fault) -> None:
-    """This rank has begun the step's first sum over all ranks, and others may have what it sent."""
+    """Kills the rank after it has begun the step's first sum over all ranks; others may have what it sent."""
     all_reduce = dist.all_reduce
 
     def dying(*args, **options):
@@ -179,7 +179,7 @@ def sleep_in_backward(trainer: Trainer, fault: Fault) -> None:
 
 @kind
 def stop_process(trainer: Trainer, fault: Fault) -> None:
-    """The whole process stands still, its threads too."""
+    """Stops the whole process, its threads too."""
     in_forward(trainer, fault, lambda output: os.kill(os.getpid(), signal.SIGSTOP))
 
 
@@ -217,7 +217,7 @@ def nan_once(trainer: Trainer, fault: Fault) -> None:
 
 @kind
 def sigterm_and_again(trainer: Trainer, fault: Fault) -> None:
-    """A second one comes while the ranks save."""
+    """Sends SIGTERM, and again while the ranks save."""
     sigterm(trainer, fault)
     save = trainer.save_model
 
@@ -230,7 +230,7 @@ def sigterm_and_again(trainer: Trainer, fault: Fault) -> None:
 
 @kind
 def slow_steps(trainer: Trainer, fault: Fault) -> None:
-    """Each step takes half a second from this one on, so that what comes from outside meets it."""
+    """Makes each step take half a second longer from this one on, so that a signal from outside meets a step."""
 
     class Slow(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
@@ -240,11 +240,11 @@ def slow_steps(trainer: Trainer, fault: Fault) -> None:
     trainer.add_callback(Slow())
 
 
-# ---- In the middle of a save: of the checkpoint behind the fault's step ----
+# ---- In the middle of a save: of the checkpoint after the fault's step ----
 
 
 def in_save(trainer: Trainer, fault: Fault, owner: Any, name: str, happen: Callable[[], Any] = kill) -> None:
-    """Calls `happen` where a function of the save begins."""
+    """Calls `happen` when a function of the save begins."""
     real = getattr(owner, name)
 
     def failing(*args, **options):
@@ -257,7 +257,7 @@ def in_save(trainer: Trainer, fault: Fault, owner: Any, name: str, happen: Calla
 
 @kind
 def kill_before_writing(trainer: Trainer, fault: Fault) -> None:
-    """The others write their pieces."""
+    """Kills the rank before it writes its pieces; the others write theirs."""
     in_save(trainer, fault, StateWriter, "write_data")
 
 
@@ -283,7 +283,7 @@ def kill_between_rename_and_prune(trainer: Trainer, fault: Fault) -> None:
 
 @kind
 def kill_in_prune(trainer: Trainer, fault: Fault) -> None:
-    """One file of the checkpoint that is deleted is gone."""
+    """Kills the rank after it has deleted one file of the checkpoint that is to go."""
     rmtree = folder.shutil.rmtree
 
     def interrupted(path, **options):
@@ -298,6 +298,6 @@ def kill_in_prune(trainer: Trainer, fault: Fault) -> None:
 
 @kind
 def read_only_disk(trainer: Trainer, fault: Fault) -> None:
-    """The mounted output folder cannot be written any more."""
+    """Makes the mounted output folder read-only."""
     command = ["mount", "-o", "remount,ro", trainer.args.output_dir]
     at_step_begin(trainer, fault, lambda: subprocess.run(command, check=True))

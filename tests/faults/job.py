@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Starts a training job of four ranks with faults, waits for its end, and tells what it left."""
+"""Starts a training job with faults, waits for its end, and tells what it left."""
 
 from __future__ import annotations
 
@@ -23,29 +23,30 @@ from accelerate.state import AcceleratorState
 
 from equivalence import single_stage
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
-from plans import pipeline_plans
+from plans import pipeline_plans, pipelined
 from ranks import run_ranks
 
 
 HERE = Path(__file__).parent
-RANKS = 4
 
 
 def plans() -> dict[str, ParallelPlan]:
-    """Without a pipeline, all weights on every rank too, and with one."""
+    """Returns plans of four ranks, and cheaper ones of two, without and with a pipeline."""
     S = LayerStrategy
     whole = VocabularyStrategy(sharding="replicate")
     layers = (S(tensor=2), S(sharding="zero2"), S(ulysses=2, recompute="full"), S(sharding="replicate"))
     return {
-        "layers": single_stage(layers, RANKS, micro_batches=2),
-        "replicate": single_stage((S(sharding="replicate"),) * 4, RANKS, embedding=whole, head=whole, micro_batches=2),
+        "layers": single_stage(layers, 4, micro_batches=2),
+        "replicate": single_stage((S(sharding="replicate"),) * 4, 4, embedding=whole, head=whole, micro_batches=2),
         "pipeline": pipeline_plans()["1f1b_mixed"],
+        "layers_of_two": single_stage(layers, 2, micro_batches=2),
+        "pipeline_of_two": pipelined([(0,), (1,)], (S(), S(recompute="full"), S(), S()), cuts=[1]),
     }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The end of a job.
+    """Holds the end of a job.
 
     Attributes:
         code (`int`): exit status of the launcher.
@@ -62,7 +63,7 @@ class Outcome:
 
 @dataclass(kw_only=True)
 class Job:
-    """A training run that can be started again in the same folder.
+    """Runs a training script, again and again in the same folder.
 
     Attributes:
         folder (`Path`): for the job file, the logs and `output_dir`.
@@ -77,6 +78,7 @@ class Job:
     def __post_init__(self):
         self.folder.mkdir(parents=True, exist_ok=True)
         self.output_dir = self.folder / "run"
+        self.ranks = plans()[self.plan].world_size
 
     def launch(
         self,
@@ -88,7 +90,7 @@ class Job:
         timeout: float = 600.0,
     ) -> Outcome:
         """Runs under torchrun, with `launcher` and `environment` added to its own; nothing of it stays afterwards."""
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(RANKS)]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(self.ranks)]
         command += [*launcher, str(HERE / "train.py"), str(self._write(faults, resume))]
         begin = time.monotonic()
         with tempfile.TemporaryFile("w+") as text:
@@ -124,7 +126,7 @@ class Job:
             train.main(path)
 
         AcceleratorState._reset_state(True)  # a Trainer in this process may have set it up
-        run_ranks(work, RANKS, timeout=timeout, grace=grace)
+        run_ranks(work, self.ranks, timeout=timeout, grace=grace)
 
     def fork_and_kill(self, steps: int, seconds: float, **options) -> None:
         """Runs as [`Job.fork`] and kills all ranks at once, some seconds after so many steps have been logged."""
@@ -139,7 +141,7 @@ class Job:
         time.sleep(0.2)
 
     def logs(self, name: str = "loss") -> dict[int, float]:
-        """A logged value by step; a later attempt's in place of an earlier one's."""
+        """Returns a logged value by step; a later attempt's in place of an earlier one's."""
         values = {}
         for line in self._log_lines():
             logged = json.loads(line)
@@ -156,7 +158,7 @@ class Job:
         return sorted(path.name for path in self.output_dir.glob("checkpoint-*"))
 
     def pids(self) -> list[int]:
-        """Processes that have this job's folder on their command line."""
+        """Returns the processes that have this job's folder on their command line."""
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             try:
@@ -183,7 +185,7 @@ class Job:
         return path
 
     def _end(self, process: subprocess.Popen) -> list[int]:
-        """Kills what is left of a job, and says what that was."""
+        """Kills what is left of a job, and returns what that was."""
         process.poll() is None and os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         left = self.pids()

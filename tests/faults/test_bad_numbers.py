@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from job import RANKS, Job, plans
+from job import Job, plans
 from transformers import Trainer
 
 from custom_losses import spoiled_by_a_row
@@ -17,13 +17,15 @@ from plans import pipelined
 from trainer_runs import on_ranks, run
 
 
-RANK, STEP, MICRO_BATCH = 2, 3, 1
+STEP, MICRO_BATCH = 3, 1
 STOPPED = rf"Step {STEP} is not finite \(gradient norm (\S+), loss (\S+)\) and was not taken: (.*?)\. Training ends"
 
-# The fault is in rank 2's second layer. Eight rows in micro-batches of four and two; the first plans' layer 1 has a
-# row on each rank, the pipeline's layer 2 both rows on both of its ranks.
-LAYER = {"layers": 1, "replicate": 1, "pipeline": 2}
-ROW = {"layers": 6, "replicate": 6, "pipeline": 2}
+# The fault is in the second layer of the first rank in the second half of the ranks, in the second micro-batch.
+# Without a pipeline it has rows 4 to 7 of eight; the second half of the ranks has rows 6 and 7. With a pipeline it has
+# rows 2 and 3, both on each rank of the second stage.
+RANK = {"layers": 2, "replicate": 2, "pipeline": 2, "layers_of_two": 1, "pipeline_of_two": 1}
+LAYER = {"layers": 1, "replicate": 1, "pipeline": 2, "layers_of_two": 1, "pipeline_of_two": 2}
+ROW = {"layers": 6, "replicate": 6, "pipeline": 2, "layers_of_two": 6, "pipeline_of_two": 2}
 WHAT = {
     "nan_in_forward": "the output of layer {}",
     "nan_in_backward": "the gradient of the output of layer {}",
@@ -32,51 +34,48 @@ WHAT = {
 
 
 def dataset_row(row: int) -> int:
-    """Trainer draws an epoch's order from its seed; step 3 takes the third eight of the 27 rows."""
+    """Returns the dataset's row. Trainer draws an epoch's order of the 27 rows from its seed; a step takes eight."""
     order = torch.randperm(27, generator=torch.Generator().manual_seed(5)).tolist()
     return order[8 * (STEP - 1) + row]
 
 
-def stopped(failure: BaseException, ranks: int = RANKS) -> list[str]:
-    """Gradient norm, loss and origin, which all ranks report alike."""
+def stopped(failure: BaseException, ranks: int) -> list[str]:
+    """Returns gradient norm, loss and origin, which all ranks report alike."""
     reports = re.findall(STOPPED, str(failure))
     assert len(reports) == ranks
     assert len(set(reports)) == 1
     return list(reports[0])
 
 
-CELLS = [
-    pytest.param(plan, kind, marks=[] if kind == "nan_in_backward" and plan != "replicate" else pytest.mark.slow)
-    for plan in LAYER
-    for kind in WHAT
-]
+FAST = [("layers_of_two", "nan_in_backward"), ("pipeline_of_two", "nan_in_backward")]
+SLOW = [(plan, kind) for plan in ("layers", "replicate", "pipeline") for kind in WHAT]
 
 
-@pytest.mark.parametrize("plan, kind", CELLS)
+@pytest.mark.parametrize("plan, kind", FAST + [pytest.param(*cell, marks=pytest.mark.slow) for cell in SLOW])
 def test_a_bad_number_on_one_rank_stops_all_before_the_step(tmp_path, plan, kind, uninterrupted):
     job = Job(folder=tmp_path, plan=plan)
     with pytest.raises(AssertionError) as failure:
-        job.fork(fail_at(RANK, STEP, kind, micro_batch=MICRO_BATCH))
-    norm, loss, origin = stopped(failure.value)
+        job.fork(fail_at(RANK[plan], STEP, kind, micro_batch=MICRO_BATCH))
+    norm, loss, origin = stopped(failure.value, job.ranks)
     assert not math.isfinite(float(norm))
     assert math.isfinite(float(loss)) == (kind != "nan_in_forward")
     row, what = ROW[plan], WHAT[kind].format(LAYER[plan])
-    place = f"rank {RANK}, micro-batch {MICRO_BATCH}, row {row} of the global batch: {what}"
+    place = f"rank {RANK[plan]}, micro-batch {MICRO_BATCH}, row {row} of the global batch: {what}"
     assert origin == f"{place} (dataset {dataset_row(row)})"
     assert job.checkpoints() == ["checkpoint-2"]
     job.fork(resume=True)
     assert job.logs() == uninterrupted(plan)
 
 
-def test_a_bad_number_that_does_not_come_again_is_called_so(tmp_path):
-    job = Job(folder=tmp_path, plan="layers", options=dict(max_grad_norm=0.0))  # found without clipping too
+def test_a_bad_number_that_does_not_come_again_is_called_so(tmp_path, plan="layers_of_two"):
+    job = Job(folder=tmp_path, plan=plan, options=dict(max_grad_norm=0.0))  # found without clipping too
     with pytest.raises(AssertionError) as failure:
-        job.fork(fail_at(RANK, STEP, "nan_once", micro_batch=MICRO_BATCH))
-    assert "cannot be reproduced" in stopped(failure.value)[2]
+        job.fork(fail_at(RANK[plan], STEP, "nan_once", micro_batch=MICRO_BATCH))
+    assert "cannot be reproduced" in stopped(failure.value, job.ranks)[2]
 
 
 class WithoutStepThree(Trainer):
-    """Plain Trainer that leaves a step out."""
+    """Leaves a step out, and is plain Trainer otherwise."""
 
     def _get_grad_norm(self, model, grad_norm=None):
         left_out = self.state.global_step == STEP - 1
@@ -86,10 +85,12 @@ class WithoutStepThree(Trainer):
         return super()._get_grad_norm(model, grad_norm=grad_norm)
 
 
-@pytest.mark.parametrize("plan", ["layers", pytest.param("pipeline", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "plan", ["layers_of_two", *(pytest.param(plan, marks=pytest.mark.slow) for plan in ("layers", "pipeline"))]
+)
 def test_a_skipped_step_changes_nothing_and_is_counted(tmp_path, plan):
     job = Job(folder=tmp_path, plan=plan, options=dict(nonfinite_policy="skip", save_strategy="no"))
-    job.fork(fail_at(RANK, STEP, "nan_in_forward", micro_batch=MICRO_BATCH))
+    job.fork(fail_at(RANK[plan], STEP, "nan_in_forward", micro_batch=MICRO_BATCH))
     plain = run(
         tmp_path / "plain", options=dict(gradient_accumulation_steps=1, max_steps=6), trainer_class=WithoutStepThree
     )
@@ -104,14 +105,14 @@ def test_a_skipped_step_changes_nothing_and_is_counted(tmp_path, plan):
 
 @pytest.mark.slow
 def test_skipping_ends_when_every_step_is_bad(tmp_path):
-    faults = [fail_at(RANK, step, "nan_in_backward") for step in range(1, 13)]
+    faults = [fail_at(2, step, "nan_in_backward") for step in range(1, 13)]
     options = dict(nonfinite_policy="skip", save_strategy="no", max_steps=12)
     with pytest.raises(AssertionError, match="Step 10 is not finite .* because 10 steps in a row were skipped"):
         Job(folder=tmp_path, plan="replicate", options=options).fork(*faults)
 
 
 def bad_on_long_batches(outputs, labels, num_items_in_batch=None):
-    """The mean over targets, whose gradient is not a number where a target's logit is above 2."""
+    """Returns the mean over targets; its gradient is not a number if a target's logit is above 2."""
     logits, targets = outputs.logits[:, :-1].float(), labels[:, 1:]
     loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, ignore_index=-100, reduction="sum")
     high = (logits.detach()[..., 0] > 2).any()
@@ -126,14 +127,14 @@ def test_a_loss_of_ones_own_is_watched_too(tmp_path, plan):
 
 
 def test_a_loss_that_is_bad_by_itself_is_not_called_a_fault_of_the_hardware(tmp_path):
-    """Its gradient is right, so that plain Trainer would go on, and log an average in its place."""
+    """Spoils the loss and no gradient: plain Trainer would go on and log an average in its place."""
 
     def work() -> str:
         with pytest.raises(FloatingPointError) as error:
-            run(tmp_path / "run", plans()["layers"], trainer_class=spoiled_by_a_row(GalvatronTrainer))
+            run(tmp_path / "run", plans()["layers_of_two"], trainer_class=spoiled_by_a_row(GalvatronTrainer))
         return str(error.value)
 
-    for message in on_ranks(work):
+    for message in on_ranks(work, 2):
         assert "Step 2 is not finite" in message and "the loss itself, while every gradient is finite" in message
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from job import RANKS, Job, plans
+from job import Job, plans
 from transformers import TrainerCallback
 
 from faults import fail_at
@@ -16,17 +16,27 @@ from trainer_runs import on_ranks, run
 
 
 RANK, STEP = 2, 4
-TIMEOUT = dict(ddp_timeout=8)  # of the kinds in which a rank stands still; the others are noticed without it
-LONG_TIMEOUT = dict(ddp_timeout=120)
 FIRST_STAGE = {"layers": "layer 1", "pipeline": "stage 1, layer 2"}
 
 
-def assert_reported(text: str, blamed: str) -> None:
-    """One report, that some other rank waited in a collective with known ranks, and whose fault it was."""
+def stands_still(kind: str) -> bool:
+    """Returns whether the rank stays without working. Other ranks notice that by ddp_timeout, a death without it."""
+    return kind.startswith(("stop", "sleep"))
+
+
+def limit(kind: str) -> dict[str, int]:
+    return dict(ddp_timeout=8 if stands_still(kind) else 120)
+
+
+def assert_reported(text: str, plan: str, kind: str) -> None:
+    """Checks for a report, that another rank waited in a collective with known ranks, and whose fault it was."""
     assert len(re.findall(r"RankLostError: ", text)) >= 1
-    assert re.search(rf"Rank {RANK} {blamed}", text), text[-6000:]
+    assert re.search(rf"Rank {RANK} {BLAMED[kind].format(FIRST_STAGE[plan])}", text), text[-6000:]
     where = rf"in [a-z_ ]+( over ranks \[[0-9, ]+\])?, step {STEP}, (micro-batch \d|outside of)"
-    assert re.search(rf"Rank [0134] (lost a connection|waited longer than ddp_timeout \((8|120) s\)) {where}", text)
+    waited = "lost a connection"
+    if stands_still(kind):
+        waited = rf"({waited}|waited longer than ddp_timeout \(8 s\))"
+    assert re.search(rf"Rank [013] {waited} {where}", text), text[-6000:]
 
 
 # What a rank that is not there looks like to the others.
@@ -53,10 +63,10 @@ CASES += [("layers", "kill_in_backward"), ("pipeline", "kill_in_forward"), ("pip
     [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in dict.fromkeys(CASES)],
 )
 def test_the_job_ends_says_why_and_resumes(tmp_path, plan, kind, uninterrupted):
-    job = Job(folder=tmp_path, plan=plan, options=TIMEOUT if kind.startswith(("stop", "sleep")) else LONG_TIMEOUT)
+    job = Job(folder=tmp_path, plan=plan, options=limit(kind))
     with pytest.raises(AssertionError) as failure:
         job.fork(fail_at(RANK, STEP, kind))
-    assert_reported(str(failure.value), BLAMED[kind].format(FIRST_STAGE[plan]))
+    assert_reported(str(failure.value), plan, kind)
     assert job.checkpoints() == ["checkpoint-2"]
     job.fork(resume=True)
     assert job.logs() == uninterrupted(plan)
@@ -66,13 +76,13 @@ def test_the_job_ends_says_why_and_resumes(tmp_path, plan, kind, uninterrupted):
 @pytest.mark.slow
 @pytest.mark.parametrize("plan, kind", [("pipeline", "kill_in_collective"), ("layers", "sleep_in_backward")])
 def test_a_launched_job_ends_in_time_and_leaves_no_process(tmp_path, plan, kind):
-    """A rank that dies: 6 s for the answers; one that sleeps: ddp_timeout, 6 s, and 10 s until it is ended."""
-    outcome = Job(folder=tmp_path, plan=plan, options=TIMEOUT).launch(fail_at(RANK, STEP, kind))
+    """Takes 6 s for answers after a death; after a rank falls asleep ddp_timeout, 6 s, and 10 s until it is ended. The
+    rank would sleep for longer than the launch may take."""
+    outcome = Job(folder=tmp_path, plan=plan, options=limit(kind)).launch(fail_at(RANK, STEP, kind))
     print(f"{plan}, {kind}: {outcome.seconds:.1f} s with start-up")
     assert outcome.code != 0
     assert outcome.left == []
-    assert_reported(outcome.text, BLAMED[kind].format(FIRST_STAGE[plan]))
-    assert outcome.seconds < 75
+    assert_reported(outcome.text, plan, kind)
 
 
 @pytest.mark.slow
@@ -89,20 +99,20 @@ def test_a_restarted_attempt_resumes_by_itself(tmp_path, uninterrupted, plan="pi
 
 
 def test_no_thread_outlives_the_training_that_it_watched(tmp_path):
-    """One that is in torch's C++ code when the interpreter ends aborts the process."""
+    """Ends training while the store answers late: a thread in torch's C++ code at exit aborts the process."""
 
     def work():
         talk = watchdog.Watchdog._exchange
         watchdog.Watchdog._exchange = lambda dog: (talk(dog), time.sleep(0.5))  # a store that answers late
         watchdog.PERIOD_SECONDS = 0.0
-        run(tmp_path, plans()["layers"], options=dict(max_steps=1))
+        run(tmp_path, plans()["layers_of_two"], options=dict(max_steps=1))
         return [thread.name for thread in threading.enumerate() if thread.name == "galvatron-watchdog"]
 
-    assert on_ranks(work) == [[]] * RANKS
+    assert on_ranks(work, 2) == [[]] * 2
 
 
 def test_an_error_that_is_caught_does_not_follow_into_the_next_run(tmp_path):
-    """A run whose error the script handles, then one that takes longer than a process that stands still may."""
+    """Handles the error of a run, then trains for longer than a process may stand still after an error."""
 
     class Fails(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -114,8 +124,8 @@ def test_an_error_that_is_caught_does_not_follow_into_the_next_run(tmp_path):
 
     def work():
         with pytest.raises(KeyError):
-            run(tmp_path, plans()["layers"], callbacks=(Fails(),))
+            run(tmp_path, plans()["layers_of_two"], callbacks=(Fails(),))
         watchdog.END_SECONDS = 1.0
-        return len(run(tmp_path, plans()["layers"], options=dict(max_steps=2), callbacks=(Slow(),)).steps())
+        return len(run(tmp_path, plans()["layers_of_two"], options=dict(max_steps=2), callbacks=(Slow(),)).steps())
 
-    assert on_ranks(work) == [2] * RANKS
+    assert on_ranks(work, 2) == [2] * 2

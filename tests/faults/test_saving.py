@@ -29,7 +29,7 @@ KILLED = {
     "kill_between_rename_and_prune": (0, ["checkpoint-2", "checkpoint-4"]),
     "kill_in_prune": (0, ["checkpoint-4"]),
 }
-FAST = {("layers", "kill_before_manifest", False), ("pipeline", "kill_in_prune", False)}
+FAST = [("layers_of_two", "kill_before_manifest", False), ("pipeline_of_two", "kill_in_prune", False)]
 # Every kind, saved at once and in the background, and under both plans.
 CASES = [
     (PLANS[(index + background) % 2], kind, background)
@@ -45,8 +45,7 @@ def assert_whole(job: Job, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "plan, kind, background",
-    [pytest.param(*case, marks=[] if case in FAST else pytest.mark.slow) for case in CASES],
+    "plan, kind, background", FAST + [pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 )
 def test_a_rank_killed_in_a_save_costs_that_save_at_most(tmp_path, plan, kind, background, uninterrupted):
     job = Job(folder=tmp_path, plan=plan, options=LIMITED | dict(async_save=background, ddp_timeout=120))
@@ -72,7 +71,7 @@ def spoil(path: Path, how: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_no_spoiled_file_is_loaded(tmp_path, plan, uninterrupted):
-    """Each file of the newest checkpoint in turn, cut or with one bit changed: the one before it is taken."""
+    """Cuts each file of the newest checkpoint, or changes one bit of it: the checkpoint before it is taken."""
     job = Job(folder=tmp_path, plan=plan)
     with pytest.raises(AssertionError, match="this rank fails"):
         job.fork(fail_at(1, 5, "raise_in_forward"))
@@ -111,7 +110,7 @@ def test_a_job_killed_twenty_times_ends_on_the_same_curve(tmp_path, plan="pipeli
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
-    """A file system with room for one checkpoint of the job and not for two."""
+    """Returns a folder on a file system with room for one checkpoint of the job and not for two."""
     folder = tmp_path / "run"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1000k", "tmpfs", folder], capture_output=True)

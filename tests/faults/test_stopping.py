@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from job import RANKS, Job, plans
+from job import Job, plans
 
 from faults import fail_at
 from trainer_runs import on_ranks, run
@@ -21,9 +21,11 @@ RARELY = dict(save_steps=100)
 @pytest.mark.parametrize(
     "plan, kind",
     [
-        ("layers", "sigterm_and_again"),
-        ("replicate", "sigusr1"),
+        ("layers_of_two", "sigterm_and_again"),
+        ("pipeline_of_two", "sigusr1"),
+        pytest.param("layers", "sigterm_and_again", marks=pytest.mark.slow),
         pytest.param("pipeline", "sigusr1", marks=pytest.mark.slow),
+        pytest.param("replicate", "sigusr1", marks=pytest.mark.slow),
         pytest.param("replicate", "sigterm", marks=pytest.mark.slow),
         pytest.param("layers", "sigusr1", marks=pytest.mark.slow),
         pytest.param("pipeline", "sigterm_and_again", marks=pytest.mark.slow),
@@ -31,7 +33,7 @@ RARELY = dict(save_steps=100)
 )
 def test_a_signal_on_one_rank_ends_the_step_saves_once_and_ends_training(tmp_path, plan, kind, uninterrupted):
     job = Job(folder=tmp_path, plan=plan, options=RARELY | dict(save_strategy="epoch"))
-    job.fork(fail_at(2, STEP, kind, micro_batch=1))
+    job.fork(fail_at(job.ranks // 2, STEP, kind, micro_batch=1))
     assert job.checkpoints() == [f"checkpoint-{STEP}"]
     assert max(job.logs()) == STEP
     assert max(job.logs("train_loss")) == STEP  # train() has come to its end
@@ -42,10 +44,10 @@ def test_a_signal_on_one_rank_ends_the_step_saves_once_and_ends_training(tmp_pat
 def test_handlers_are_given_back(tmp_path):
     def work():
         mine = signal.signal(signal.SIGTERM, signal.SIG_IGN), signal.getsignal(signal.SIGUSR1)
-        run(tmp_path, plans()["replicate"], options=dict(max_steps=1))
+        run(tmp_path, plans()["layers_of_two"], options=dict(max_steps=1))
         return mine[1] == signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 
-    assert on_ranks(work) == [(True, True)] * RANKS
+    assert on_ranks(work, 2) == [(True, True)] * 2
 
 
 def test_the_saving_of_one_rank_alone_is_refused(tmp_path):
@@ -66,7 +68,7 @@ def wait_for_step(job: Job, step: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("plan, target", [("layers", "rank 1"), ("pipeline", "launcher")])
 def test_a_signal_from_outside_ends_a_launched_job_in_time(tmp_path, plan, target, uninterrupted):
-    """Within a step, which takes 0.5 s, a save, and the interpreters' end; torchrun kills after 30 s."""
+    """Ends each rank itself, after a step of 0.5 s and a save; torchrun would kill it 30 s after a signal."""
     job = Job(folder=tmp_path, plan=plan, options=RARELY)
     sent, reached = [], []
 
@@ -85,6 +87,6 @@ def test_a_signal_from_outside_ends_a_launched_job_in_time(tmp_path, plan, targe
     assert outcome.left == []
     (checkpoint,) = job.checkpoints()
     assert checkpoint in [f"checkpoint-{reached[0] + further}" for further in range(3)]
-    assert seconds < 30
+    assert max(job.logs("train_loss")) == max(job.logs())  # train() has come to its end: torchrun killed no rank
     job.fork(resume=True)
     assert job.logs() == uninterrupted(plan)
