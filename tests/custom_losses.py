@@ -67,7 +67,7 @@ class WeightedRows(Rows):
 
 
 def spoiled_by_a_row(trainer_class):
-    """The loss is not a number where some row is; its gradient is right, so that training goes on."""
+    """Makes the loss NaN if one row is in the batch; the gradient is right, so that training continues."""
 
     class Spoiled(trainer_class):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):

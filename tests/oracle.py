@@ -42,7 +42,7 @@ _EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
 
 
 class Rows(torch.utils.data.Dataset):
-    """Rows of `shortest` to `longest` tokens, whose first two are no targets; no labels at all without `labels`."""
+    """Holds rows of `shortest` to `longest` tokens, whose first two are no targets; `labels` may be left out."""
 
     def __init__(self, count: int, seed: int = 1, shortest: int = 4, longest: int = 11, labels: bool = True):
         draw = torch.Generator().manual_seed(seed)
@@ -60,7 +60,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """The same rows without a length."""
+    """Yields the rows of [`Rows`], without a length."""
 
     def __init__(self, count: int, **options: Any):
         self.rows = Rows(count, **options)
@@ -110,7 +110,7 @@ for _event in _EVENTS:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training run, and how far what was seen may differ from the oracle's.
+    """Describes a training run, and how far its results may differ from the oracle's.
 
     Attributes:
         plan ([`ParallelPlan`] or `str`): the plan of the ranks.
@@ -166,7 +166,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Results of one run; see [`Recorder`] and [`Case`]."""
+    """Holds the results of one run; see [`Recorder`] and [`Case`]."""
 
     logs: list[dict[str, Any]]
     events: list[tuple[str, int]]
@@ -177,7 +177,7 @@ class Outcome:
 
 
 def run_oracle(case: Case, world_size: int = WORLD_SIZE) -> Outcome:
-    """The case on one process with the global batch."""
+    """Runs the case on one process with the global batch."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = case.arguments(folder)
         rows = world_size
@@ -190,7 +190,7 @@ def run_oracle(case: Case, world_size: int = WORLD_SIZE) -> Outcome:
 
 
 def run_case(case: Case) -> Outcome:
-    """The case under its plan; on every rank."""
+    """Runs the case under its plan; on every rank."""
     with tempfile.TemporaryDirectory() as folder:
         shared = [folder]
         dist.broadcast_object_list(shared)
@@ -277,7 +277,7 @@ def differences(seen: Outcome, wanted: Outcome, case: Case, relative: float = RE
 
 
 def _comparable(value: Any, counted: tuple[str, ...]) -> Any:
-    """Without times, and without what is counted from padded batches, where the oracle's are others."""
+    """Leaves out times, and what is counted from padded batches if the oracle has other batches."""
     if isinstance(value, dict):
         left_out = (*_TIMES, *_OF_PACKING, *counted)
         return {k: _comparable(v, counted) for k, v in value.items() if not any(word in str(k) for word in left_out)}

@@ -81,7 +81,7 @@ def test_a_mixed_plan_and_every_option_train_as_one_process():
 
 @pytest.mark.slow
 def test_every_kind_of_plan_trains_as_one_process():
-    """Each for six steps, of which the fifth begins an epoch."""
+    """Trains each plan for six steps, of which the fifth begins an epoch."""
     cases = {
         "mixed_b": Case(plan=MIXED["mixed_b"], options=dict(max_grad_norm=0.0, num_train_epochs=2, **ONCE)),
         "mixed_c": Case(plan=MIXED["mixed_c"], options=dict(gradient_accumulation_steps=3, max_grad_norm=1e-2)),
@@ -234,7 +234,7 @@ def saved_logits(trainer: Trainer) -> np.ndarray | None:
 
 
 def test_events_counters_and_the_saved_model_are_those_of_one_process():
-    """It accumulates as the ranks do. The second step of an epoch is ragged; the first case has two epochs."""
+    """Compares with one process that accumulates. The second step of an epoch is ragged; one case has two epochs."""
     options = evaluating(2, logging_steps=2, eval_on_start=True, save_strategy="steps", save_steps=3)
     check_cases(
         {

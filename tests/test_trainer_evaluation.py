@@ -4,22 +4,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 from transformers import Trainer
 
-from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
+from galvatron_hf.plan import VocabularyStrategy
 from oracle import Case, Rows, Stream, check_cases
 from plans import mixed_plans, uniform
 
 
-S, V = LayerStrategy, VocabularyStrategy
 MIXED = mixed_plans()
-REPLICATE = uniform(4, sharding="replicate", embedding=V(sharding="replicate"))
+# What only the data and the arguments decide is the same on two ranks as on more.
+REPLICATE = uniform(2, sharding="replicate", embedding=VocabularyStrategy(sharding="replicate"))
 
 
 class Keep:
-    """A metric that keeps what it was given, so that whole arrays can be compared."""
+    """Keeps the arrays that a metric is given, so that whole arrays can be compared."""
 
     def __init__(self):
         self.seen: list[dict[str, np.ndarray]] = []
@@ -50,75 +54,88 @@ def predict(rows):
     return after
 
 
-def most_likely(logits, labels):
-    return logits.argmax(-1)
-
-
 def three_sets():
-    # Divided evenly, with a rest, and with fewer rows than there are ranks.
-    return {"even": Rows(8, seed=2), "rest": Rows(7, seed=3), "few": Rows(2, seed=4)}
+    # Divided evenly by four ranks, with a rest, and with fewer rows than there are ranks.
+    return {"even": Rows(4, seed=2), "rest": Rows(7, seed=3), "few": Rows(2, seed=4)}
 
 
-def test_evaluation_while_training():
-    options = dict(eval_strategy="steps", eval_steps=1, eval_on_start=True, max_steps=2, logging_steps=1)
-    check_cases(
-        {
-            "sets": Case(
-                plan=MIXED["mixed_a"],
-                trainer=keep(eval_dataset=three_sets),
-                options=options | dict(max_steps=1),
-                before=evaluate,
-                after=predict(lambda: Rows(5, seed=6)),
-            ),
-            "loss_only": Case(
-                plan=REPLICATE,
-                trainer=dict(eval_dataset=three_sets),
-                options=options | dict(per_device_eval_batch_size=2),
-                before=evaluate,
-            ),
-        }
+EVALUATING = dict(eval_strategy="steps", eval_steps=1, eval_on_start=True, logging_steps=1)
+
+
+def test_evaluation_before_while_and_after_training():
+    case = Case(
+        plan=MIXED["mixed_a"],
+        trainer=keep(eval_dataset=three_sets),
+        options=EVALUATING | dict(max_steps=1),
+        before=evaluate,
+        after=predict(lambda: Rows(5, seed=6)),
     )
+    check_cases({"mixed_a": case})
 
 
-def untrained(plan=REPLICATE, rows=lambda: Rows(10, seed=2), **changes) -> Case:
-    trainer = keep(eval_dataset=rows) | changes.pop("trainer", {})
-    return Case(plan=plan, train=None, trainer=trainer, **({"after": evaluate} | changes))
-
-
-def test_arrays_given_to_metrics():
-    check_cases(
-        {
-            "per_rank_two": untrained(options=dict(per_device_eval_batch_size=2)),
-            "one_row": untrained(rows=lambda: Rows(1)),
-            "stream": untrained(rows=lambda: Stream(9, seed=2)),
-            "stream_even": untrained(rows=lambda: Stream(8, seed=2)),
-            "stream_two": untrained(rows=lambda: Stream(12, seed=2), options=dict(per_device_eval_batch_size=2)),
-            "no_labels": untrained(rows=lambda: Rows(5, labels=False)),
-            "loss_only": untrained(options=dict(prediction_loss_only=True)),
-            "no_labels_loss_only": untrained(
-                rows=lambda: Rows(5, labels=False), options=dict(prediction_loss_only=True)
-            ),
-            "preprocessed": untrained(trainer=dict(preprocess_logits_for_metrics=lambda: most_likely)),
-            "by_batch": untrained(options=dict(batch_eval_metrics=True)),
-            "included": untrained(options=dict(include_for_metrics=["inputs", "loss"])),
-            "accumulated": untrained(options=dict(eval_accumulation_steps=2)),
-            "lists": untrained(options=dict(eval_do_concat_batches=False)),
-            "smoothing": untrained(options=dict(label_smoothing_factor=0.1)),
-            # Positions of padding have logits too, which packed documents would not give.
-            "packing": untrained(
-                rows=lambda: Rows(10, seed=2, shortest=1, longest=20), own_options=dict(packing="static")
-            ),
-            "drop_last": untrained(options=dict(dataloader_drop_last=True)),
-            "by_length": untrained(
-                rows=lambda: Rows(23, seed=2, shortest=1, longest=20),
-                options=dict(train_sampling_strategy="group_by_length"),
-            ),
-        }
-    )
+def check_plans(*names: str) -> None:
+    """Compares predictions of 7 rows in the order of the data set."""
+    check_cases({n: Case(plan=MIXED[n], train=None, after=predict(lambda: Rows(7, seed=3))) for n in names})
 
 
 def test_plans_give_the_arrays_in_the_data_sets_order():
-    check_cases({name: untrained(plan, after=predict(lambda: Rows(7, seed=3))) for name, plan in MIXED.items()})
+    check_plans("mixed_c", "shuffled")
+
+
+@pytest.mark.slow
+def test_more_plans_give_the_arrays_in_the_data_sets_order():
+    check_plans("mixed_a", "mixed_b", "permuted")
+
+
+# ---- Data sets and arguments, on two ranks ----
+
+
+def untrained(data=lambda: Rows(5, seed=2), after=evaluate, own_options=None, **options: Any) -> Case:
+    return Case(
+        plan=REPLICATE,
+        train=None,
+        trainer=keep(eval_dataset=data),
+        after=after,
+        options=options,
+        own_options=own_options or {},
+    )
+
+
+def unlabelled():
+    return Rows(5, labels=False)
+
+
+def test_arrays_given_to_metrics():
+    lengths = dict(seed=2, shortest=1, longest=20)
+    most_likely = untrained(lambda: Stream(6, seed=2), per_device_eval_batch_size=2)
+    check_cases(
+        {
+            "sets": untrained(lambda: {"one": Rows(1), "no_labels": unlabelled(), "rest": Rows(7, seed=2)}),
+            "streams": untrained(lambda: {"rest": Stream(5, seed=2), "even": Stream(4, seed=2)}),
+            "two_a_rank_preprocessed": replace(
+                most_likely,
+                trainer=most_likely.trainer
+                | dict(preprocess_logits_for_metrics=lambda: lambda logits, labels: logits.argmax(-1)),
+            ),
+            "loss_only": untrained(lambda: {"no_labels": unlabelled(), "rest": Rows(5)}, prediction_loss_only=True),
+            "smoothing_by_batch": untrained(label_smoothing_factor=0.1, batch_eval_metrics=True),
+            "included_accumulated": untrained(include_for_metrics=["inputs", "loss"], eval_accumulation_steps=2),
+            "lists_drop_last": untrained(eval_do_concat_batches=False, dataloader_drop_last=True),
+            # Positions of padding have logits too, which packed documents would not give.
+            "packing": untrained(lambda: Rows(5, **lengths), own_options=dict(packing="static")),
+            "two_a_rank_by_length": untrained(
+                lambda: Rows(11, **lengths),
+                train_sampling_strategy="group_by_length",
+                per_device_eval_batch_size=2,
+            ),
+        },
+        world_size=2,
+    )
+
+
+def predict_all(trainer: Trainer):
+    data = (lambda: Rows(5, seed=7), unlabelled, lambda: Rows(1, seed=7), lambda: Stream(3, seed=7))
+    return [predict(rows)(trainer) for rows in data]
 
 
 def twice(trainer: Trainer):
@@ -128,12 +145,14 @@ def twice(trainer: Trainer):
 def test_prediction_and_repeated_evaluation():
     check_cases(
         {
-            "labels": untrained(after=predict(lambda: Rows(6, seed=7))),
-            "no_labels": untrained(after=predict(lambda: Rows(6, seed=7, labels=False))),
-            "few": untrained(after=predict(lambda: Rows(3, seed=7))),
-            "stream": untrained(after=predict(lambda: Stream(5, seed=7))),
-            "persistent_workers": untrained(
-                after=twice, options=dict(dataloader_num_workers=1, dataloader_persistent_workers=True)
+            "prediction": untrained(after=predict_all),
+            "persistent_workers": untrained(after=twice, dataloader_num_workers=1, dataloader_persistent_workers=True),
+            "training_without_metrics": Case(
+                plan=REPLICATE,
+                trainer=dict(eval_dataset=three_sets),
+                options=EVALUATING | dict(max_steps=2, per_device_eval_batch_size=2),
+                before=evaluate,
             ),
-        }
+        },
+        world_size=2,
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ RELATIVE = 1e-5
 
 
 class Logs(TrainerCallback):
-    """All logged values."""
+    """Keeps all logged values."""
 
     def __init__(self):
         self.all: list[dict[str, Any]] = []
@@ -48,7 +48,7 @@ class StopAt(TrainerCallback):
 
 @dataclass(kw_only=True)
 class Run:
-    """Results of a run.
+    """Holds the results of a run.
 
     Attributes:
         logs (`list[dict]`): what was logged at the steps.
@@ -63,13 +63,13 @@ class Run:
     result: Any = None
 
     def steps(self, *names: str, after: int = 0) -> list[tuple]:
-        """The named values at every step after one."""
+        """Returns the named values at every step after one."""
         names = names or ("loss", "grad_norm", "learning_rate")
         return [tuple(log[n] for n in names) for log in self.logs if names[0] in log and log["step"] > after]
 
 
 def arguments(folder: str | Path, **options: Any) -> GalvatronTrainingArguments:
-    """Six steps of eight rows, four steps an epoch; on as many processes as there are."""
+    """Returns arguments for six steps of eight rows, on as many processes as there are."""
     args = GalvatronTrainingArguments(
         **(
             dict(
@@ -108,7 +108,7 @@ def trainer(
     options: dict[str, Any] | None = None,
     **more: Any,
 ) -> Trainer:
-    """A Trainer of a tiny model; `options` are training arguments, `more` are the Trainer's own."""
+    """Returns a Trainer of a tiny model; `options` are training arguments, `more` are the Trainer's own."""
     warnings.simplefilter("ignore")
     GradientState._reset_state()
     args = arguments(folder, parallel_plan=plan, **(options or {}))
@@ -129,7 +129,7 @@ def run(
     callbacks: tuple[TrainerCallback, ...] = (),
     **more: Any,
 ) -> Run:
-    """Trains; on every rank that calls it."""
+    """Trains on every rank that calls it, and returns the results."""
     logs = Logs()
     made = trainer(folder, plan, callbacks=[logs, *callbacks], **more)
     made.train(resume_from_checkpoint=None if resume is None else resume if resume is True else str(resume))
@@ -147,7 +147,7 @@ def on_ranks(work: Callable[[], Any], world_size: int = 4) -> list[Any]:
 
 
 def assert_same_steps(seen: Run, wanted: Run, after: int = 0, names: tuple[str, ...] = ()) -> None:
-    """Losses, norms and rates of all steps after one agree to 1e-5."""
+    """Checks that losses, norms and rates of all steps after one agree to 1e-5."""
     seen_steps, wanted_steps = seen.steps(*names, after=after), wanted.steps(*names, after=after)
     assert len(wanted_steps) > 0
     assert len(seen_steps) == len(wanted_steps)
@@ -159,15 +159,3 @@ def assert_equal_weights(seen: dict[str, torch.Tensor], wanted: dict[str, torch.
     assert seen.keys() == wanted.keys()
     different = [name for name in wanted if not torch.equal(seen[name], wanted[name])]
     assert not different, different
-
-
-@dataclass(frozen=True)
-class Files:
-    """Names of the files under a folder, as paths below it."""
-
-    names: frozenset[str] = field(default_factory=frozenset)
-
-    @classmethod
-    def of(cls, folder: str | Path) -> Files:
-        root = Path(folder)
-        return cls(frozenset(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()))
