@@ -135,6 +135,11 @@ def load_plain_state(
     fused = FusedNames.from_model(model, adapter_for(model))
     stored = stored_tensors(folder)
     parts = fused.split({name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()})
+    missing = [name for name in fused.part_names(parameter_names(model).values()) if f"model.{name}" not in stored]
+    if missing:
+        raise ValueError(
+            f"{os.fspath(folder)} does not have {missing[0]}; load a checkpoint of the same configuration."
+        )
     tensors: dict[str, torch.Tensor] = {}
     for entry, meta in stored.items():
         if optimizer is None and not entry.startswith("model."):
