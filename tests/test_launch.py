@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from transformers import Trainer
 from equivalence import single_stage
 from galvatron_hf.plan import LayerStrategy, Precision
 from oracle import Rows
-from plans import pipeline_plans, uniform
+from plans import pipelined, uniform
 from trainer_runs import assert_equal_weights, assert_same_steps, on_ranks, run
 
 
@@ -29,22 +28,22 @@ S = LayerStrategy
 ALONE = dict(gradient_accumulation_steps=1, save_strategy="steps", save_steps=3, max_steps=4)
 
 
-def launched(tmp_path: Path, launcher: list[str], plan_ranks: int) -> tuple[subprocess.CompletedProcess, Path]:
-    script, plan, output = tmp_path / "script.py", tmp_path / "plan.json", tmp_path / "steps.json"
+def launched(folder: Path, launcher: list[str], plan_ranks: int, then: str = "") -> subprocess.CompletedProcess:
+    """Launches ranks that train two steps and write their values to `steps.json`; `then` is code that follows."""
+    script, plan = folder / "script.py", folder / "plan.json"
     script.write_text(
-        "import json, os, sys\n"
+        "import json, os, signal, sys\n"
         f"sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
         "from trainer_runs import run\n"
-        f"seen = run({str(tmp_path / 'run')!r}, {str(plan)!r}, options=dict(max_steps=2))\n"
+        f"seen = run({str(folder / 'run')!r}, {str(plan)!r}, options=dict(max_steps=2))\n"
         "if os.environ['RANK'] == '0':\n"
-        f"    json.dump(seen.steps(), open({str(output)!r}, 'w'))\n"
+        f"    json.dump(seen.steps(), open({str(folder / 'steps.json')!r}, 'w'))\n" + then
     )
     layers = (S(tensor=2), S(), S(ulysses=2), S(tensor=2, megatron_sp=True))
     single_stage(layers, plan_ranks).to_json(plan)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *launcher, str(script)]
-    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    return process, output
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
 
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -52,20 +51,82 @@ ACCELERATE = ["accelerate.commands.launch", "--config_file", "recipes/accelerate
 ACCELERATE += ["--main_process_port", "0"]
 
 
-def check_launch(tmp_path: Path, launcher: list[str], ranks: int) -> None:
-    process, output = launched(tmp_path, launcher, ranks)
-    assert process.returncode == 0, process.stderr[-4000:]
-    wanted = run(tmp_path / "plain", options=dict(gradient_accumulation_steps=1, max_steps=2), trainer_class=Trainer)
-    for seen, other in zip(json.loads(output.read_text()), wanted.steps(), strict=True):
+def assert_steps_of_one_process(folder: Path) -> None:
+    options = dict(gradient_accumulation_steps=1, max_steps=2)
+    wanted = run(folder / "plain", options=options, trainer_class=Trainer).steps()
+    for seen, other in zip(json.loads((folder / "steps.json").read_text()), wanted, strict=True):
         assert tuple(seen) == pytest.approx(other, rel=1e-5)
 
 
-def test_torchrun_trains_as_one_process(tmp_path):
-    check_launch(tmp_path, TORCHRUN, 2)
+def job_that_fails(folder: Path, fault: str) -> subprocess.CompletedProcess:
+    """Launches two ranks that train, then train as a pipeline, in whose first backward rank 1 runs `fault`."""
+    plan = folder / "pipeline.json"
+    pipelined([(0,), (1,)], (S(), S(recompute="full"), S(), S())).to_json(plan)
+    then = (
+        "from galvatron_hf.parallel.pipeline.runtime import Pipeline\n"
+        "def die(*unused):\n"
+        f"    {fault}\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    Pipeline._backward = die\n"
+        f"run({str(folder / 'pipeline')!r}, {str(plan)!r}, options=dict(max_steps=2))\n"
+    )
+    return launched(folder, TORCHRUN, 2, then)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory) -> tuple[subprocess.CompletedProcess, Path]:
+    """Returns a job that trained until the kernel killed a rank, and its folder. Both tests below look at this launch,
+    because each launched rank imports for six seconds."""
+    folder = tmp_path_factory.mktemp("killed")
+    return job_that_fails(folder, "os.kill(os.getpid(), signal.SIGKILL)"), folder
+
+
+def test_torchrun_trains_as_one_process(killed):
+    process, folder = killed
+    assert (folder / "steps.json").exists(), process.stderr[-4000:]
+    assert_steps_of_one_process(folder)
+
+
+def assert_ended(process: subprocess.CompletedProcess, folder: Path) -> None:
+    """Checks that the job failed and left no process. It cannot have waited for ddp_timeout, which is longer than
+    [`launched`] waits."""
+    assert process.returncode != 0
+    left = subprocess.run(["pgrep", "-f", str(folder / "script.py")], capture_output=True, text=True, check=False)
+    assert left.stdout == ""
+
+
+def test_a_rank_that_dies_in_a_step_ends_the_job_and_leaves_no_process(killed):
+    process, folder = killed
+    assert_ended(process, folder)
+    assert "Signal 9 (SIGKILL)" in process.stderr or "exitcode  : -9" in process.stderr
+
+
+@pytest.mark.slow
+def test_an_exception_in_a_step_ends_the_job_and_is_shown_first(tmp_path):
+    process = job_that_fails(tmp_path, "raise RuntimeError('this rank fails')")
+    assert_ended(process, tmp_path)
+    assert process.stderr.index("this rank fails") < process.stderr.index("Connection")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher, ranks", [(TORCHRUN, 2), (ACCELERATE, 4)], ids=["torchrun", "accelerate"])
+def test_a_launched_job_ends_without_an_error(tmp_path, launcher, ranks):
+    process = launched(tmp_path, launcher, ranks)
+    assert process.returncode == 0, process.stderr[-4000:]
+    assert_steps_of_one_process(tmp_path)
+
+
+@pytest.mark.slow
+def test_launching_fewer_ranks_than_the_plan_has_is_refused(tmp_path):
+    process = launched(tmp_path, TORCHRUN, 4)
+    assert process.returncode != 0
+    assert not (tmp_path / "steps.json").exists()
+    assert "world_size=4, but 2 processes were started" in process.stderr
+    assert "torchrun --nproc_per_node 4" in process.stderr
 
 
 def test_threads_of_gloo_that_free_tensors_late_do_not_abort_a_process_that_ends(tmp_path):
-    """Rank 1 comes a little later, rank 0 ends meanwhile, and its interpreter is busy in C as it does."""
+    """Lets rank 0 end before rank 1 comes, with an interpreter that is busy in C as it ends."""
     script = tmp_path / "script.py"
     script.write_text(
         "import atexit, os, sys, time\n"
@@ -90,63 +151,6 @@ def test_threads_of_gloo_that_free_tensors_late_do_not_abort_a_process_that_ends
     )
     process = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
     assert (process.stdout, process.returncode) == ("0\n", 0), process.stderr
-
-
-@pytest.mark.slow
-def test_accelerate_launch_trains_as_one_process(tmp_path):
-    check_launch(tmp_path, ACCELERATE, 4)
-
-
-@pytest.mark.slow
-def test_launching_fewer_ranks_than_the_plan_has_is_refused(tmp_path):
-    process, output = launched(tmp_path, TORCHRUN, 4)
-    assert process.returncode != 0
-    assert not output.exists()
-    assert "world_size=4, but 2 processes were started" in process.stderr
-    assert "torchrun --nproc_per_node 4" in process.stderr
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param("raise RuntimeError('this rank fails')", marks=pytest.mark.slow),
-        "os.kill(os.getpid(), signal.SIGKILL)",
-    ],
-)
-def test_a_rank_that_dies_in_a_step_ends_the_job_and_leaves_no_process(tmp_path, fault):
-    """Within the minute that docs/pipeline.md states, from the fault on; an exception is shown first."""
-    script, plan, died = tmp_path / "script.py", tmp_path / "plan.json", tmp_path / "died"
-    pipeline_plans()["1f1b_mixed"].to_json(plan)
-    script.write_text(
-        "import os, signal, sys, time\n"
-        f"sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
-        "from galvatron_hf.parallel.pipeline.runtime import Pipeline\n"
-        "from trainer_runs import run\n"
-        "def die(*unused):\n"
-        f"    with open({str(died)!r}, 'w') as file:\n"
-        "        file.write(str(time.time()))\n"
-        f"    {fault}\n"
-        "if os.environ['RANK'] == '2':\n"
-        "    Pipeline._backward = die\n"
-        f"run({str(tmp_path / 'run')!r}, {str(plan)!r}, options=dict(max_steps=2))\n"
-    )
-    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "4"]
-    process = subprocess.run(
-        [sys.executable, "-m", *launcher, str(script)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert process.returncode != 0
-    assert time.time() - float(died.read_text()) < 60
-    left = subprocess.run(["pgrep", "-f", str(script)], capture_output=True, text=True, check=False)
-    assert left.stdout == ""
-    if "raise" in fault:
-        assert process.stderr.index("this rank fails") < process.stderr.index("Connection")
-    else:
-        assert "Signal 9 (SIGKILL)" in process.stderr or "exitcode  : -9" in process.stderr
 
 
 def alone(work: Callable[[], Any]) -> Any:
@@ -178,7 +182,7 @@ def test_one_process_without_a_plan_is_plain_trainer_to_the_bit(tmp_path):
 
 
 def test_plan_for_one_rank_counts_without_a_launcher(tmp_path):
-    """Its micro-batches, recompute and precision are the same there, so it makes itself a world of one rank."""
+    """Trains under plans of one rank, whose micro-batches, recompute and precision apply there too."""
     options = ALONE | dict(gradient_accumulation_steps=2)
     plans = {
         "recompute": uniform(1, recompute="full"),
