@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""`galvatron data` and the forecast under it: against loaders that really pad, counted FLOPs and written-out sums."""
+"""Compares `galvatron data` and its forecast with loaders that really pad, counted FLOPs and written-out sums."""
 
 import io
 import json
@@ -35,7 +35,7 @@ def _pad(rows):
 
 
 def _really_padded(order, ranks: int, rows: int, micro_batches: int):
-    """[micro-batches of all whole steps, ranks] of batches [rows, S], as a loader of every rank gives them."""
+    """Returns [micro-batches of all whole steps, ranks] of batches [rows, S], as a loader of every rank gives them."""
     of_ranks = [
         DataLoader(
             ROWS,
@@ -136,7 +136,7 @@ def test_histogram_and_summary_count_every_sequence_once():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A dataset in every form that the command opens."""
+    """Writes a dataset in every form that the command opens."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     ROWS.shuffle(seed=1).save_to_disk(tmp_path / "saved")
     DatasetDict(other=ROWS.select([0]), train=ROWS).save_to_disk(tmp_path / "splits")

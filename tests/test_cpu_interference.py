@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks' watch over cores, and which steps count under it."""
+"""Checks the benchmarks' watch over cores, and which steps count under it."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ from interleaved_worlds import Turn  # noqa: E402
 
 
 def watch_of(folder: Path, *cores: list[tuple[float, float]]) -> watches.CoreWatch:
-    """With these pieces of work: when each ended, and its seconds."""
+    """Returns a watch over cores that did these pieces of work, each with its end and its seconds."""
     files = [folder / str(core) for core in range(len(cores))]
     for file, pieces in zip(files, cores, strict=True):
         file.write_text("".join(f"{at} {seconds}\n" for at, seconds in pieces))
@@ -93,7 +93,7 @@ class World:
 
 
 class Watch:
-    """Cores are half as fast in some of the turns, later a little less than before."""
+    """Tells that cores are half as fast in some of the turns, later a little less than before."""
 
     def __init__(self, slow: set[int]):
         self.slow = slow

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The launchers that people use, and no launcher at all."""
+"""Trains under the launchers that people use, and without a launcher."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Lengths of a dataset's sequences against the sequences themselves, and what an iterator is about to give."""
+"""Compares lengths of a dataset's sequences with the sequences, and a look ahead with an iterator's next items."""
 
 import re
 import tracemalloc
@@ -26,7 +26,7 @@ KINDS = {
 
 
 def _dataset(counts=COUNTS, kind="list") -> Dataset:
-    """Rows of so many tokens each (None: no list at all), and a key to sort by."""
+    """Returns rows of so many tokens each (None: no list at all), with a key to sort by."""
     token = [1, 2] if kind == "list of lists" else 1
     rows = [None if count is None else [token] * count for count in counts]
     keys = [(7 * number) % 5 for number in range(len(rows))]
@@ -36,7 +36,7 @@ def _dataset(counts=COUNTS, kind="list") -> Dataset:
 
 
 def _read(dataset) -> list[int]:
-    """The lengths of the rows as a training would get them."""
+    """Returns the lengths of the rows as training would get them."""
     return [len(dataset[row]["input_ids"] or ()) for row in range(len(dataset))]
 
 
@@ -209,7 +209,7 @@ def _resident_bytes(file: Path) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="resident memory is read from /proc")
 def test_a_million_rows_are_measured_without_their_tokens(tmp_path):
-    """256 MB of tokens in a mapped file: each page that is touched counts as resident."""
+    """Maps a file with 256 MB of tokens: each page that is touched counts as resident."""
     rows, tokens, file = 1_000_000, 64, tmp_path / "tokens"
     with open(file, "wb") as empty:
         empty.truncate(rows * tokens * 4)

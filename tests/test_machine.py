@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The share of the machine that a rank may use, and the report of it."""
+"""Checks the share of the machine that a rank may use, and the report of it."""
 
 import json
 

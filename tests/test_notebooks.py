@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The notebooks run from top to bottom, and their files hold the outputs of such a run."""
+"""Checks that notebooks run from top to bottom, and that their files hold the outputs of such a run."""
 
 import json
 import re

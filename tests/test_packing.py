@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Documents out of padded batches and into packs, token by token."""
+"""Checks that documents get from padded batches into packs, token by token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IGNORED, PAD = -100, 3
 
 @st.composite
 def padded_batches(draw) -> dict[str, torch.Tensor]:
-    """Rows padded on the right, with labels at random places; some rows may be empty."""
+    """Draws rows padded on the right, with labels at random places; some rows may be empty."""
     lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     mask = (torch.arange(max(lengths) + draw(st.integers(0, 2))) < torch.tensor(lengths)[:, None]).long()
@@ -33,7 +33,7 @@ def padded_batches(draw) -> dict[str, torch.Tensor]:
 
 
 def triples_of_rows(batch: dict[str, torch.Tensor]) -> list[list[tuple[int, int, int]]]:
-    """The oracle: (token, position, target) of each row, read off one by one."""
+    """Returns (token, position, target) of each row, read one by one: the oracle."""
     found = []
     for ids, mask, labels in zip(*(batch[n].tolist() for n in ("input_ids", "attention_mask", "labels")), strict=True):
         following = [*labels[1:], IGNORED]
@@ -44,7 +44,7 @@ def triples_of_rows(batch: dict[str, torch.Tensor]) -> list[list[tuple[int, int,
 
 
 def triples_of_packs(parts: list[dict[str, Any]]) -> tuple[list[list[tuple[int, int, int]]], list[tuple]]:
-    """The same of each document of packed micro-batches, and what fills up packs."""
+    """Returns the same of each document in packed micro-batches, and of the padding of packs."""
     documents, padding = [], []
     for part in parts:
         ids, positions, targets = (part[n][0].tolist() for n in ("input_ids", "position_ids", "shift_labels"))
@@ -146,7 +146,7 @@ def test_long_documents_are_split():
 
 @pytest.mark.parametrize("policy", ["truncate", "split"])
 def test_documents_that_are_short_enough_keep_all_their_targets(policy):
-    """Also a last one, where labels were shifted already; and so does the end of a document that was split."""
+    """Shifts labels before: a last document keeps its targets, and so does the end of a document that was split."""
     ids = torch.arange(12).reshape(2, 6)
     mask = torch.tensor([[1] * 6, [1] * 3 + [0] * 3])
     shifted = (ids + 1).masked_fill(mask == 0, IGNORED)
@@ -165,7 +165,7 @@ def test_long_documents_are_refused_and_short_ones_left_alone():
 @settings(deadline=None, max_examples=200, derandomize=True, database=None)
 @given(padded_batches(), st.integers(1, 10), st.sampled_from(["truncate", "split"]))
 def test_lengths_alone_tell_what_is_left_of_documents(batch, longest, policy):
-    """Against slices of each document, token by token."""
+    """Compares with slices of each document, token by token."""
     wanted, cut = [], 0
     for document in triples_of_rows(batch):
         cut += len(document) > longest

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""A plan made in the background is taken only for the lengths it was made for."""
+"""Checks that a plan made in the background is taken only for the lengths it was made for."""
 
 import threading
 

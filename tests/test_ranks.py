@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The helper that runs ranks must itself be trusted: failures are shown, nothing hangs, nothing is left behind."""
+"""Checks the helper that runs ranks: it shows failures, it does not hang, and it leaves no process."""
 
 import ctypes
 import multiprocessing.connection
@@ -74,7 +74,7 @@ def test_a_hanging_rank_is_killed_and_located_with_all_it_started(tmp_path, monk
         return dist.get_rank()
 
     def wait(connections, timeout):
-        """The time is over as soon as one rank has answered and the other one hangs."""
+        """Ends the time as soon as one rank has answered and the other one hangs."""
         assert 0 < timeout <= 600
         while len(connections) == 1 and not (tmp_path / "hangs").exists():
             time.sleep(0.01)

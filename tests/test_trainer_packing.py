@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Packing inside the Trainer, against plain Trainer on one process with the padded batch."""
+"""Compares packing inside the Trainer with plain Trainer on one process with the padded batch."""
 
 from __future__ import annotations
 

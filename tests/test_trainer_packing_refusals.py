@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Data that packing refuses, cuts or leaves padded, and its messages."""
+"""Checks which data packing refuses, cuts or leaves padded, and its messages."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Packing in runs that resume, that read ahead, and that train and evaluate more than once."""
+"""Checks packing in runs that resume, that read ahead, and that train and evaluate more than once."""
 
 from __future__ import annotations
 

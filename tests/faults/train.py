@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The training script of the fault tests: a tiny model, faults by order, losses to a file as they come.
+"""Trains a tiny model with the faults of a job file, and writes losses to a file as they come.
 
 Run as `torchrun ... tests/faults/train.py JOB.json`, or call [`main`] on forked ranks.
 """
