@@ -38,7 +38,6 @@ PLANS = {name: ALL_PLANS[name] for name in ("mixed_b", "1f1b_uneven", "interleav
 MORE_PLANS = {
     name: ALL_PLANS[name] for name in ("shuffled", "mixed_c", "tensor_ulysses", "1f1b_mixed", "zero_bubble_v")
 }
-TESTED = ("llama", "llama_tied", "gpt2", "phi3", "gemma2")
 PAIR = single_stage((LayerStrategy(tensor=2), LayerStrategy()) * 2, 2)
 
 
@@ -52,14 +51,14 @@ def weights_of(plain: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def different(model: PreTrainedModel, plain: PreTrainedModel) -> list[str]:
-    """Names of the weights that are not the plain model's bit for bit; collective."""
+    """Returns the names of the weights that are not the plain model's bit for bit; collective."""
     seen, wanted = whole_weights(model, plain), weights_of(plain)
     assert seen.keys() == wanted.keys()
     return [name for name in wanted if not torch.equal(seen[name], wanted[name])]
 
 
 def check_family(family: str, folder: Path, plans: dict) -> None:
-    """Loading and initialisation under plans on 4 ranks, and one step of a model that was loaded."""
+    """Loads and initialises a model under plans on 4 ranks, and runs one step of a loaded model."""
     FAMILIES[family].build().save_pretrained(folder)
     loaded = AutoModelForCausalLM.from_pretrained(folder).train()
     oracle = reference(loaded, BATCHES["plain"]())
@@ -85,9 +84,9 @@ def check_family(family: str, folder: Path, plans: dict) -> None:
         assert not any(wrong.values()), {name: found for name, found in wrong.items() if found}
 
 
-@pytest.mark.parametrize("family", TESTED)
-def test_weights_are_those_of_from_pretrained_and_from_config(tmp_path, family):
-    check_family(family, tmp_path, PLANS)
+@pytest.mark.parametrize("family, plan", [("phi3", "mixed_b"), ("gpt2", "1f1b_uneven"), ("gemma2", "interleaved")])
+def test_weights_are_those_of_from_pretrained_and_from_config(tmp_path, family, plan):
+    check_family(family, tmp_path, {plan: PLANS[plan]})
 
 
 @pytest.mark.slow
@@ -178,7 +177,7 @@ def _saved(folder: Path, tensors: dict[str, torch.Tensor], plain: PreTrainedMode
 
 
 def test_files_that_are_not_this_family_s_own(tmp_path):
-    """Renamed, base-model, twice stored and head-less files, against from_pretrained on the same files."""
+    """Compares renamed, base-model, twice stored and head-less files with from_pretrained on the same files."""
     tied, untied, gpt2 = (FAMILIES[name].build() for name in ("llama_tied", "llama", "gpt2"))
     for name, model in dict(tied=tied, untied=untied, gpt2=gpt2).items():
         model.save_pretrained(tmp_path / name)

@@ -29,7 +29,7 @@ TOKENS, HIDDEN, CHUNK = 22, 16, 5  # the last chunk is shorter
 
 
 def problem(vocab_size, dtype=torch.float64, bias=False, tied=False, seed=0):
-    """Leaves and targets of a head, equal on every rank: embedding [V, H], weight [V, H], bias [V] or None."""
+    """Returns values and targets of a head, equal on every rank: embedding [V, H], weight [V, H], bias [V] or None."""
     generator = torch.Generator().manual_seed(seed)
     draw = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
     embedding = (draw(vocab_size, HIDDEN) * 0.5).to(dtype)
@@ -49,7 +49,7 @@ def problem(vocab_size, dtype=torch.float64, bias=False, tied=False, seed=0):
 
 
 def leaves_of(case, dtype, rows=slice(None)):
-    """Fresh leaves of the given vocabulary rows; a tied weight is one leaf."""
+    """Returns fresh leaves of the given vocabulary rows; a tied weight is one leaf."""
     embedding = case.embedding[rows].to(dtype, copy=True).requires_grad_()
     weight = embedding if case.tied else case.weight[rows].to(dtype, copy=True).requires_grad_()
     bias = None if case.bias is None else case.bias[rows].to(dtype, copy=True).requires_grad_()
@@ -57,7 +57,10 @@ def leaves_of(case, dtype, rows=slice(None)):
 
 
 def reference(case, dtype=torch.float64, scale=1.0, softcap=None, smoothing=0.0):
-    """Sum of cross-entropies, with the gradients of hidden states, embedding, weight and bias; full logits."""
+    """Computes the sum of cross-entropies from full logits, and its gradients.
+
+    The gradients are those of hidden states, embedding, weight and bias.
+    """
     embedding, weight, bias = leaves_of(case, dtype)
     hidden = torch.tanh(F.embedding(case.ids, embedding) @ case.mixing.to(dtype))
     hidden.retain_grad()
@@ -72,7 +75,7 @@ def reference(case, dtype=torch.float64, scale=1.0, softcap=None, smoothing=0.0)
 
 
 def parallel(case, group, dtype=torch.float64, scale=1.0, softcap=None, smoothing=0.0, chunk=CHUNK, late=False):
-    """The same with the vocabulary over a group; gradients of the leaves are this rank's rows."""
+    """Computes the same with the vocabulary over a group; gradients of the leaves are this rank's rows."""
     degree, index = (1, 0) if group is None else (group.size(), group.rank())
     start, stop = vocabulary_range(case.vocab_size, degree, index)
     embedding, weight, bias = leaves_of(case, dtype, slice(start, stop))
@@ -104,7 +107,7 @@ def rows_of(results, vocab_size, group):
 
 
 def error(results, references):
-    """Largest deviation of any result, relative to the largest entry of its reference."""
+    """Returns the largest deviation of any result, relative to the largest entry of its reference."""
     worst = 0.0
     for result, expected in zip(results, references, strict=True):
         assert (result is None) == (expected is None)
@@ -153,13 +156,15 @@ def test_label_smoothing_is_that_of_transformers():
 
 
 def test_vocabulary_over_ranks_equals_full_logits():
+    problems = [problem(vocab_size, bias=bias, tied=tied) for vocab_size, bias, tied in cases()]
+    references = [[reference(case, **variant) for case in problems] for variant in VARIANTS]
+
     def work():
         pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
         for group in (dist.group.WORLD, pairs[dist.get_rank() % 2]):
-            for variant in VARIANTS:
-                for vocab_size, bias, tied in cases():
-                    case = problem(vocab_size, bias=bias, tied=tied)
-                    expected = rows_of(reference(case, **variant), vocab_size, group)
+            for variant, of_variant in zip(VARIANTS, references, strict=True):
+                for (vocab_size, bias, tied), case, whole in zip(cases(), problems, of_variant, strict=True):
+                    expected = rows_of(whole, vocab_size, group)
                     for late in (False, True):
                         found = error(parallel(case, group, late=late, **variant), expected)
                         assert found < 1e-12, (vocab_size, bias, tied, variant, group.size(), late, found)

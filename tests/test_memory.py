@@ -13,12 +13,13 @@ import torch
 
 from equivalence import single_stage
 from galvatron_hf.parallel.comm.dtensor import local_tensor
+from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan
 from memory_formulas import LayerShape, adam_bytes, piece, saved_activation_bytes, shard_elements
 from plans import mixed_plans, uniform_plans
 from ranks import run_ranks
-from tiny_models import BATCHES, FAMILIES, LAYERS, VOCABULARY
+from tiny_models import BATCHES, FAMILIES, VOCABULARY
 
 
 HIDDEN, INTERMEDIATE, HEADS, KEY_VALUE_HEADS, HEAD_DIM = 32, 40, 8, 2, 4
@@ -37,7 +38,7 @@ LAYER_WEIGHTS = {
 
 
 def expected_elements(plan: ParallelPlan, index: int) -> dict[str, int]:
-    """Elements of every weight on the stage's rank `index`."""
+    """Returns the elements of every weight on the stage's rank `index`."""
     ranks, elements = plan.world_size, {}
 
     def add(name: str, shape: tuple[int, ...], tensor_dim: int | None, strategy) -> None:
@@ -59,9 +60,9 @@ def expected_elements(plan: ParallelPlan, index: int) -> dict[str, int]:
     return elements
 
 
-def check_state(plan: ParallelPlan) -> None:
+def check_state(plan: ParallelPlan, world: WorldMesh) -> None:
     torch.manual_seed(0)
-    parallel = parallelize(FAMILIES["llama"].build(), plan)
+    parallel = parallelize(FAMILIES["llama"].build(), plan, world)
     parameters = dict(parallel.model.named_parameters())
     parallel.forward_backward(BATCHES["right"]())
     optimizer = torch.optim.AdamW(parameters.values(), foreach=False)
@@ -75,18 +76,22 @@ def check_state(plan: ParallelPlan) -> None:
         assert state == adam_bytes(expected[name]), name
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_weights_gradients_and_optimizer_state(world_size):
-    plans = uniform_plans(world_size)
-    chosen = ["replicate", "zero2", "zero3", "tensor", "megatron_sp", "ulysses"]
-    if world_size == 4:
-        chosen += ["hybrid_sharding", "tensor_data", "tensor_replicate", "megatron_sp_ulysses"]
+ALONE = ["replicate", "zero2", "zero3", "tensor", "megatron_sp", "ulysses"]
+COMBINED = ["hybrid_sharding", "tensor_data", "tensor_replicate", "megatron_sp_ulysses", "mixed_b"]
+
+
+@pytest.mark.parametrize(
+    "world_size, names",
+    [(2, ALONE), (4, COMBINED), pytest.param(4, ALONE, marks=pytest.mark.slow)],
+    ids=["2", "4_combined", "4"],
+)
+def test_weights_gradients_and_optimizer_state(world_size, names):
+    plans = uniform_plans(world_size) | mixed_plans()
 
     def work():
-        for name in chosen:
-            check_state(plans[name])
-        if world_size == 4:
-            check_state(mixed_plans()["mixed_b"])
+        world = WorldMesh("cpu")
+        for name in names:
+            check_state(plans[name], world)
 
     run_ranks(work, world_size)
 
@@ -98,7 +103,7 @@ def test_pieces_of_uneven_dimensions():
 
 
 def measure_saved(parallel, layer: int, batch: dict) -> int:
-    """Bytes that autograd saves in one layer's forward, by storage, without weights and position embeddings."""
+    """Returns the bytes that autograd saves in one layer's forward, without weights and position embeddings."""
     module = parallel.model.base_model.layers[layer]
     inner, found = module.forward, {}
 
@@ -151,12 +156,11 @@ def test_saved_activations():
     shape = LayerShape(hidden=HIDDEN, intermediate=INTERMEDIATE, heads=HEADS, key_value_heads=HEADS, head_dim=HEAD_DIM)
 
     def work():
-        found = {}
+        found, world = {}, WorldMesh("cpu")
         for name, strategy in STRATEGIES.items():
-            # All layers alike, so that the input is not a moved copy that the layer would own.
-            parallel = parallelize(
-                FAMILIES["llama"].build(num_key_value_heads=HEADS), single_stage((strategy,) * LAYERS, 4)
-            )
+            # Both layers are alike, so that the input is not a moved copy that the second would own.
+            model = FAMILIES["llama"].build(num_key_value_heads=HEADS, num_hidden_layers=2)
+            parallel = parallelize(model, single_stage((strategy,) * 2, 4), world)
             found[name] = measure_saved(parallel, 1, batch)
         return found
 
@@ -167,8 +171,8 @@ def test_saved_activations():
             assert saved == saved_activation_bytes(shape, strategy, tokens), name
 
 
-# The ends that glibc cuts off an aligned block stay in its small bins at first: the next block does not fit in what
-# is left: only after some 10 blocks does the place of the last block serve the next.
+# At first glibc puts the ends that it cuts off an aligned block into its small bins, and the rest is too small for the
+# next block. After some 10 blocks the place of one block serves the next.
 FAULTS = """
 import resource, torch
 from galvatron_hf.utils.allocator import keep_freed_memory
@@ -186,7 +190,7 @@ print(faults())
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no mallopt")
 def test_freed_memory_stays_with_the_process():
-    """Pages that a process gets from the kernel while it makes and frees 64 MiB ten times over."""
+    """Counts pages that a process gets from the kernel while it makes and frees 64 MiB ten times."""
     printed = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True).stdout
     anew, kept = map(int, printed.split())
     assert anew > 10 * (64 << 20) // (2 << 20) // 2  # 2 MiB a page at the most

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import pytest
@@ -20,6 +20,7 @@ from galvatron_hf.parallel import executor, model
 from galvatron_hf.parallel.activation.redistribute import view
 from galvatron_hf.parallel.comm import collectives
 from galvatron_hf.parallel.comm.dtensor import local_tensor
+from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.layers import embedding_and_head
 from galvatron_hf.parallel.layers import parallel_layer as block
 from galvatron_hf.parallel.layers import tensor_parallel as tensor
@@ -40,18 +41,18 @@ MEGATRON_SP = uniform(4, tensor=2, megatron_sp=True, embedding=VocabularyStrateg
 ULYSSES = uniform(4, ulysses=4)
 DATA = uniform(4)
 HYBRID = uniform(4, shard_degree=2)
-MIXED = mixed_plans()["mixed_a"]
+MIXED = replace(mixed_plans()["mixed_a"], micro_batches=2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mutation:
-    """An error and where it shows.
+    """Holds an error and where it shows.
 
     Attributes:
         inject (`Callable`): makes the context manager that holds while the model is set up and runs.
         plan (`ParallelPlan`): on 4 ranks.
         batch (`str`): of the tiny batches.
-        seen_in (`str`): what the comparison's complaint must speak of.
+        seen_in (`str`): the text that the comparison's complaint must have.
     """
 
     inject: Callable[[], contextlib.AbstractContextManager]
@@ -69,7 +70,7 @@ def unchanged(x: torch.Tensor, *unused) -> torch.Tensor:
 
 
 def scaled_gradient(factor: float) -> Callable:
-    """A `sum_gradient` that gets summed gradients wrong by a factor: under Megatron-SP those of the norms."""
+    """Returns a `sum_gradient` whose summed gradients, those of norms under Megatron-SP, are wrong by a factor."""
     original = tensor.sum_gradient
 
     def scaled(weight: torch.Tensor, group) -> torch.Tensor:
@@ -80,7 +81,7 @@ def scaled_gradient(factor: float) -> Callable:
 
 
 class GatherThatSlices(torch.autograd.Function):
-    """The gather for consumers that are replicated, where each consumer's gradient is partial."""
+    """Gathers as for replicated consumers, although each consumer's gradient is partial."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -94,7 +95,7 @@ class GatherThatSlices(torch.autograd.Function):
 
 
 class SumThatSumsBack(torch.autograd.Function):
-    """An all-reduce that is its own backward, as PyTorch derives it: right only if the consumers were different."""
+    """Sums forward and backward, as PyTorch derives it: right only if the consumers were different."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -119,7 +120,7 @@ def without_key_value_sums() -> contextlib.AbstractContextManager:
 
 
 def without_copied_rows() -> contextlib.AbstractContextManager:
-    """Every rank uses the first key/value head."""
+    """Makes every rank use the first key/value head."""
     original = ParameterSpec.used_features
     return patch.object(ParameterSpec, "used_features", lambda spec, degree, index: original(spec, degree, 0))
 
@@ -130,7 +131,7 @@ def counted(difference: int) -> Callable[[], contextlib.AbstractContextManager]:
 
 
 def with_targets_of_added_rows() -> contextlib.AbstractContextManager:
-    """The last row's tokens count again in every row that is only there to give each rank one."""
+    """Counts the last row's tokens again in every row that is only there to give each rank one."""
     original = causal_lm.add_rows
     return patch.object(causal_lm, "add_rows", lambda x, rows, value=None: original(x, rows))
 
@@ -140,7 +141,7 @@ def forward_rectangle(batch) -> Rectangle:
 
 
 def with_ignored_targets() -> contextlib.AbstractContextManager:
-    """One rank counts the targets that are to be ignored."""
+    """Makes one rank count the targets that are to be ignored."""
     original = ModelRunner.micro_batch
 
     def shifted(forward: ModelRunner, *args, **inputs):
@@ -170,7 +171,7 @@ def local_norm(parallel: ParallelModel) -> torch.Tensor:
 
 @contextlib.contextmanager
 def clipped_by_the_local_norm() -> Iterator[None]:
-    """The reported norm is right, the one that scales is not."""
+    """Reports the right norm and scales by a wrong one."""
 
     def clip(parallel: ParallelModel, max_norm: float, norm: torch.Tensor | None = None) -> torch.Tensor:
         scale = (max_norm / local_norm(parallel)).clamp(max=1.0)
@@ -184,7 +185,7 @@ def clipped_by_the_local_norm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def averaged_by_fsdp() -> Iterator[None]:
-    """FSDP2's default: gradients divided by the number of ranks that hold shards."""
+    """Leaves FSDP2's default on: gradients are divided by the number of ranks that hold shards."""
     with (
         patch.object(FSDPModule, "set_gradient_divide_factor", lambda module, factor: None),
         patch.object(FSDPModule, "set_force_sum_reduction_for_comms", lambda module, enable: None),
@@ -205,7 +206,7 @@ def without_padding_row() -> Iterator[None]:
 
 
 def with_rectangles_of_a_neighbour() -> contextlib.AbstractContextManager:
-    """Every rank takes the position embeddings of its rows' first piece."""
+    """Makes every rank take the position embeddings of its rows' first piece."""
     original = block._part
 
     def part(x: torch.Tensor, batch, rectangle: Rectangle, positions: bool) -> torch.Tensor:
@@ -270,9 +271,9 @@ def oracles() -> dict[str, Reference]:
     return {name: reference(FAMILIES["llama"].build(), BATCHES[name]()) for name in ("right", "one_short_row")}
 
 
-def complaint(oracle: Reference, plan: ParallelPlan) -> str:
-    """Returns the comparison's complaint on this rank; empty if nothing is wrong."""
-    seen = observe(parallelize(copy.deepcopy(oracle.model), plan), oracle)
+def complaint(oracle: Reference, plan: ParallelPlan, world: WorldMesh) -> str:
+    """Returns the comparison's complaint about a training step on this rank; empty if nothing is wrong."""
+    seen = observe(parallelize(copy.deepcopy(oracle.model), plan, world), oracle, evaluation=False)
     try:
         compare(seen, oracle)
     except AssertionError as error:
@@ -282,27 +283,26 @@ def complaint(oracle: Reference, plan: ParallelPlan) -> str:
 
 def test_nothing_is_seen_without_an_error(oracles):
     def work():
+        world = WorldMesh("cpu")
         cases = {(id(m.plan), m.batch): (oracles[m.batch], m.plan) for m in MUTATIONS.values()}
-        return [complaint(*case) for case in cases.values()]
+        return [complaint(*case, world) for case in cases.values()]
 
     assert all(not any(found) for found in run_ranks(work, 4))
 
 
 @pytest.mark.parametrize("part", range(3))
 def test_every_injected_error_is_seen(oracles, part):
-    """In three worlds, because each model of each world makes groups of its own."""
-    names = list(MUTATIONS)[part::3]
+    mutations = dict(list(MUTATIONS.items())[part::3])
 
     def work():
-        found = {}
-        for name in names:
-            mutation = MUTATIONS[name]
+        found, world = {}, WorldMesh("cpu")
+        for name, mutation in mutations.items():
             with mutation.inject():
-                found[name] = complaint(oracles[mutation.batch], mutation.plan)
+                found[name] = complaint(oracles[mutation.batch], mutation.plan, world)
         return found
 
     results = run_ranks(work, 4)
-    for name in names:
+    for name, mutation in mutations.items():
         complaints = {found[name] for found in results} - {""}
         assert complaints, f"nothing was seen of: {name}"
-        assert any(MUTATIONS[name].seen_in in text for text in complaints), (name, complaints)
+        assert any(mutation.seen_in in text for text in complaints), (name, complaints)

@@ -30,7 +30,7 @@ LENGTHS = (1, 9, 2, 14, 5, 5, 5, 1, 11, 3, 7)
 
 
 def long_tailed(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Rows padded on the right, whose second token and some others are no targets."""
+    """Returns rows padded on the right, whose second token and some others are no targets."""
     draw = torch.Generator().manual_seed(seed)
     longest = max(lengths)
     ids = torch.randint(4, VOCABULARY, (len(lengths), longest), generator=draw)
@@ -45,7 +45,7 @@ def long_tailed(lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> dict[str, 
 
 
 def random_placement(documents: int, micro_batches: int, packs: int, seed: int = 0) -> Placement:
-    """Every document anywhere; some packs may be empty."""
+    """Returns a placement of every document anywhere; some packs may be empty."""
     draw = random.Random(seed)
     places: list[list[list[int]]] = [[[] for _ in range(packs)] for _ in range(micro_batches)]
     for index in range(documents):
@@ -56,7 +56,7 @@ def random_placement(documents: int, micro_batches: int, packs: int, seed: int =
 def packed(
     parallel: ParallelModel, batch: dict[str, torch.Tensor], micro_batches: int, seed: int | None = 0
 ) -> list[dict]:
-    """A random placement; in order without a seed."""
+    """Packs a batch at random; in order without a seed."""
     sequences, packs = unpad(batch), parallel.resolved.packs
     if seed is None:
         placement = in_order(sequences.lengths, packs, max_tokens=None)
@@ -99,9 +99,18 @@ def oracle_of(family: str) -> Reference:
     return reference(FAMILIES[family].build(), long_tailed())
 
 
-def test_every_strategy_by_itself():
-    oracle = oracle_of("llama")
-    check_cases(4, {name: (oracle, plan) for name, plan in uniform_plans(4).items()})
+@pytest.mark.parametrize(
+    "world_size, names",
+    [
+        (2, list(uniform_plans(2))),
+        (4, [name for name in uniform_plans(4) if name not in uniform_plans(2)]),
+        pytest.param(4, list(uniform_plans(2)), marks=pytest.mark.slow),
+    ],
+    ids=["2", "4_of_two_degrees", "4"],
+)
+def test_every_strategy_by_itself(world_size, names):
+    oracle, plans = oracle_of("llama"), uniform_plans(world_size)
+    check_cases(world_size, {name: (oracle, plans[name]) for name in names})
 
 
 # Windows and soft-caps, learned positions, fused projections.
@@ -134,13 +143,25 @@ def test_eight_ranks():
     check_cases(8, cases | {name: (oracle, plan) for name, plan in plans.items()})
 
 
-def test_every_schedule():
-    oracle = oracle_of("llama")
-    check_cases(4, {name: (oracle, plan) for name, plan in pipeline_plans().items()})
+# Each schedule with stages of two ranks, one with stages of one rank, one whose first and last stage are on one list.
+FAST_SCHEDULES = ("gpipe_apart", "1f1b_mixed", "interleaved", "1f1b_of_four", "zero_bubble", "zero_bubble_v")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        FAST_SCHEDULES,
+        pytest.param([name for name in pipeline_plans() if name not in FAST_SCHEDULES], marks=pytest.mark.slow),
+    ],
+    ids=len,
+)
+def test_every_schedule(names):
+    oracle, plans = oracle_of("llama"), pipeline_plans()
+    check_cases(4, {name: (oracle, plans[name]) for name in names})
 
 
 def isolated(parallel: ParallelModel, batch: dict[str, torch.Tensor], rows: range) -> tuple[float, torch.Tensor]:
-    """The loss of some rows alone, of a packed batch, and the embedding's gradient by it; collective."""
+    """Returns the loss of some rows alone, of a packed batch, and the embedding's gradient by it; collective."""
     labels = torch.full_like(batch["labels"], -100)
     labels[rows.start : rows.stop] = batch["labels"][rows.start : rows.stop]
     parallel.model.zero_grad()
@@ -150,9 +171,16 @@ def isolated(parallel: ParallelModel, batch: dict[str, torch.Tensor], rows: rang
     return loss, gradients["model.embed_tokens.weight"]
 
 
-@pytest.mark.parametrize("plan", ["zero3", "tensor", "ulysses", "mixed_a", "1f1b_mixed"])
+# Both have zero3, tensor, Megatron-SP and Ulysses layers; the second has several micro-batches.
+FAST_PLANS = ("permuted", "1f1b_mixed")
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [*FAST_PLANS, *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero3", "tensor", "ulysses", "mixed_a"))],
+)
 def test_a_document_changes_nothing_of_another_bit_for_bit(plan):
-    """Other tokens in one row: the loss of all others, and what it asks of the embedding, stay as they are."""
+    """Changes one row's tokens: the loss of all other rows and its gradient of the embedding stay the same."""
     plans = uniform_plans(4) | mixed_plans() | pipeline_plans()
     batch, changed = long_tailed(), long_tailed()
     row = 3  # the longest, in the middle of the batch
@@ -172,7 +200,7 @@ def test_a_document_changes_nothing_of_another_bit_for_bit(plan):
 
 
 def test_attention_dropout_of_two_packs_differs():
-    """Two ranks with the same document drop other weights, and the same ones in a recompute and on tensor ranks."""
+    """Gives the ranks the same document: they drop different weights, tensor ranks and a recompute the same ones."""
     ids = torch.arange(4, 20)[None].repeat(4, 1)
     batch = {"input_ids": ids, "labels": torch.full_like(ids, -100)}
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from equivalence import single_stage, whole_gradients
 from galvatron_hf.parallel.comm.dtensor import local_tensor
+from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
 from plans import mixed_plans
@@ -26,6 +27,11 @@ MODELS = {
     "llama": lambda: FAMILIES["llama"].build(attention_dropout=0.2),
     "llama_eager": lambda: FAMILIES["llama_eager"].build(attention_dropout=0.2),
 }
+
+
+def families(*fast: str) -> list:
+    """Marks the other models slow."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 
 
 def with_recompute(plan: ParallelPlan, recompute: str) -> ParallelPlan:
@@ -44,14 +50,14 @@ def same(first, second) -> bool:
     return first[0] == second[0] and all(torch.equal(first[1][name], second[1][name]) for name in first[1])
 
 
-@pytest.mark.parametrize("family", list(MODELS))
+@pytest.mark.parametrize("family", families("gpt2", "llama_eager"))
 def test_streams_are_replayed_and_keyed_by_step(family):
-    plain = MODELS[family]()
+    plain, plan = MODELS[family](), dataclasses.replace(mixed_plans()["mixed_a"], micro_batches=2)
 
     def work():
-        state = torch.get_rng_state()
-        kept = parallelize(copy.deepcopy(plain), with_recompute(mixed_plans()["mixed_a"], "none"))
-        replayed = parallelize(copy.deepcopy(plain), with_recompute(mixed_plans()["mixed_a"], "full"))
+        state, world = torch.get_rng_state(), WorldMesh("cpu")
+        kept = parallelize(copy.deepcopy(plain), with_recompute(plan, "none"), world)
+        replayed = parallelize(copy.deepcopy(plain), with_recompute(plan, "full"), world)
         first, second = step(kept, plain, 0), step(kept, plain, 1)
         assert not same(first, second)  # another step, other masks
         assert same(step(kept, plain, 0), first)
@@ -66,9 +72,9 @@ def test_streams_are_replayed_and_keyed_by_step(family):
     run_ranks(work, 4)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama_eager"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama_eager", marks=pytest.mark.slow)])
 def test_replicas_stay_equal_over_steps(family):
-    """Bitwise, after SGD steps with dropout: weights that several ranks hold are the same on all of them."""
+    """Compares bit for bit, after SGD steps with dropout, the weights that several ranks hold."""
     S = LayerStrategy
     layers = (
         S(sharding="replicate"),
@@ -82,7 +88,7 @@ def test_replicas_stay_equal_over_steps(family):
     def work():
         parallel = parallelize(MODELS[family](), plan)
         optimizer = torch.optim.SGD(parallel.model.parameters(), lr=0.05)
-        for number in range(3):
+        for number in range(2):
             parallel.streams.step = number
             parallel.forward_backward(BATCHES["right"]())
             optimizer.step()
@@ -102,27 +108,29 @@ def test_replicas_stay_equal_over_steps(family):
     assert min(run_ranks(work, 4)) > 20
 
 
-def dropped_rows(strategy: LayerStrategy) -> list[torch.Tensor]:
-    """Returns by rank what its first layer leaves of a residual of ones: [rows, positions, H] of its rectangle."""
+def dropped(strategies: list[LayerStrategy]) -> list[list[torch.Tensor]]:
+    """Returns for each strategy, by rank, the mask of the first layer's last dropout: [rows, positions, H]."""
 
     def work():
-        plan = single_stage((strategy,) * LAYERS, 4)
-        parallel = parallelize(MODELS["gpt2"](), plan)
-        seen = []
-        layer = parallel.model.base_model.h[0]
-        layer.mlp.dropout.register_forward_hook(lambda module, args, output: seen.append((output == 0).clone()))
-        parallel.forward_backward(BATCHES["plain"]())
-        return seen[0]
+        masks, world = [], WorldMesh("cpu")
+        for strategy in strategies:
+            parallel = parallelize(MODELS["gpt2"](), single_stage((strategy,) * LAYERS, 4), world)
+            seen = []
+            layer = parallel.model.base_model.h[0]
+            layer.mlp.dropout.register_forward_hook(lambda *args, seen=seen: seen.append(args[-1] == 0))
+            parallel.forward_backward(BATCHES["plain"]())
+            masks.append(seen[0])
+        return masks
 
-    return run_ranks(work, 4)
+    return [list(by_rank) for by_rank in zip(*run_ranks(work, 4), strict=True)]
 
 
 def test_masks_agree_on_replicas_and_differ_on_shards():
-    tensor = dropped_rows(LayerStrategy(tensor=2))
+    apart = [LayerStrategy(), LayerStrategy(tensor=4, megatron_sp=True), LayerStrategy(ulysses=4)]
+    tensor, *others = dropped([LayerStrategy(tensor=2), *apart])
     assert torch.equal(tensor[0], tensor[1]) and torch.equal(tensor[2], tensor[3])
     assert not torch.equal(tensor[0], tensor[2])
-    for strategy in (LayerStrategy(), LayerStrategy(tensor=4, megatron_sp=True), LayerStrategy(ulysses=4)):
-        masks = dropped_rows(strategy)
+    for masks in others:
         assert all(0.1 < mask.float().mean() < 0.3 for mask in masks)
         for first in range(4):
             assert not any(torch.equal(masks[first], masks[other]) for other in range(first))

@@ -18,13 +18,12 @@ from ranks import run_ranks
 from tiny_models import BATCHES, FAMILIES
 
 
-STEPS = 5
-BATCH_NAMES = ["right", "odd", "left", "plain", "right"]
+BATCH_NAMES = ["right", "odd", "plain"]
 MAX_NORM = 1.0
 
 
 def train_plain(model, make_optimizer) -> list[float]:
-    """Losses of a plain loop."""
+    """Returns the losses of a plain loop."""
     optimizer, losses = make_optimizer(model.parameters()), []
     for name in BATCH_NAMES:
         loss = model(**BATCHES[name](), use_cache=False).loss
@@ -48,7 +47,10 @@ def train_parallel(parallel, make_optimizer) -> list[float]:
 
 
 def check_sgd_updates(start, plans: dict[str, ParallelPlan]) -> None:
-    """With clipping, over batches of different shapes; each tensor's updates within 1e-3 of its largest entry."""
+    """Compares updates of steps with clipping, over batches of different shapes.
+
+    Each tensor's update may be off by 1e-3 of its largest entry.
+    """
 
     def sgd(parameters):
         return torch.optim.SGD(parameters, lr=0.05)
@@ -70,20 +72,27 @@ def check_sgd_updates(start, plans: dict[str, ParallelPlan]) -> None:
     run_ranks(work, 4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_sgd_updates_and_losses(family):
-    plans = mixed_plans()
-    check_sgd_updates(FAMILIES[family].build(), {name: plans[name] for name in ("mixed_a", "mixed_b", "mixed_c")})
+@pytest.mark.parametrize(
+    "family, names",
+    [
+        ("llama", ["mixed_a"]),
+        ("gpt2", ["mixed_b", "mixed_c"]),
+        pytest.param("llama", ["mixed_b", "mixed_c"], marks=pytest.mark.slow),
+        pytest.param("gpt2", ["mixed_a"], marks=pytest.mark.slow),
+    ],
+)
+def test_sgd_updates_and_losses(family, names):
+    check_sgd_updates(FAMILIES[family].build(), {name: mixed_plans()[name] for name in names})
 
 
 def test_adamw_losses():
-    """Its for-loop and its default (foreach) implementation, over layers whose meshes differ."""
+    """Takes steps of its for-loop and of its default (foreach) implementation, over layers whose meshes differ."""
     start = FAMILIES["llama"].build()
     losses = train_plain(copy.deepcopy(start), lambda p: torch.optim.AdamW(p, lr=3e-3))
 
     def work():
         for foreach in (False, None):
-            parallel = parallelize(copy.deepcopy(start), mixed_plans()["mixed_a"])
+            parallel = parallelize(copy.deepcopy(start), mixed_plans()["permuted"])
             found = train_parallel(parallel, lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=foreach))
             assert found == pytest.approx(losses, rel=1e-5)
 
@@ -91,7 +100,7 @@ def test_adamw_losses():
 
 
 def bf16_oracle(model, batch) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and fp32 gradients of one process that computes with bf16 copies of fp32 master weights."""
+    """Returns loss and fp32 gradients of one process that computes with bf16 copies of fp32 master weights."""
     masters = dict(model.named_parameters())
     copies = {name: parameter.bfloat16() for name, parameter in masters.items()}
     loss = torch.func.functional_call(model, copies, kwargs=dict(batch, use_cache=False)).loss
@@ -103,8 +112,11 @@ def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) ->
     return total_norm({name: first[name] - second[name] for name in second})
 
 
-def test_bf16_is_as_near_to_fp32_as_one_process_in_bf16():
-    """Two roundings of the same computation differ from each other, so neither is the other's truth; fp32 is both's.
+@pytest.mark.parametrize(
+    "names", [("mixed_b", "mixed_c"), pytest.param(("mixed_a",), marks=pytest.mark.slow)], ids="-".join
+)
+def test_bf16_is_as_near_to_fp32_as_one_process_in_bf16(names):
+    """Compares both with fp32: two roundings of one computation differ, so that neither is the other's truth.
 
     Rounding errors of independent roundings add as squares, so an equally good computation lies within a small factor
     of one process's distance to fp32: 1.5 for all gradients together. And it must not be fp32 in disguise: at least
@@ -120,7 +132,7 @@ def test_bf16_is_as_near_to_fp32_as_one_process_in_bf16():
 
     def work():
         found = {}
-        for name in ("mixed_a", "mixed_b", "mixed_c"):
+        for name in names:
             plan = dataclasses.replace(mixed_plans()[name], precision=precision)
             parallel = parallelize(copy.deepcopy(start), plan)
             loss = float(parallel.forward_backward(batch))

@@ -108,7 +108,7 @@ def without_one_weight_backward(original, pipeline: Pipeline, step, action) -> N
 
 @contextlib.contextmanager
 def clipped_by_the_norm_of_one_stage() -> Iterator[None]:
-    """The reported norm is right, the one that scales is that of the rank's own stage."""
+    """Reports the right norm and scales by that of the rank's own stage."""
 
     def clip(parallel: ParallelModel, max_norm: float) -> torch.Tensor:
         own = [parameter.grad for parameter in parallel.model.parameters()]
@@ -124,7 +124,7 @@ def clipped_by_the_norm_of_one_stage() -> Iterator[None]:
 
 
 def summed_on_one_stage(original, tied: TiedWeights, *earlier) -> None:
-    """The head's copy keeps its own gradient."""
+    """Leaves the head's copy with its own gradient."""
     own = None if tied.head is None else local_tensor(tied.head.weight.grad).clone()
     original(tied, *earlier)
     if own is not None:
@@ -193,10 +193,10 @@ def oracles() -> dict[str, Reference]:
 
 
 def complaint(oracle: Reference, plan: ParallelPlan, world: WorldMesh) -> str:
-    """Returns the comparison's complaint on this rank; empty if nothing is wrong."""
+    """Returns the comparison's complaint about a training step on this rank; empty if nothing is wrong."""
     try:
         # Copies of a tied weight that differ are seen on all ranks alike, as soon as gradients are gathered.
-        compare(observe(parallelize(copy.deepcopy(oracle.model), plan, world), oracle), oracle)
+        compare(observe(parallelize(copy.deepcopy(oracle.model), plan, world), oracle, evaluation=False), oracle)
     except AssertionError as error:
         return str(error)
     return ""

@@ -9,6 +9,8 @@ import time
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -29,7 +31,7 @@ FORWARD_SECONDS, BACKWARD_SECONDS = 0.02, 0.04
 
 
 def make_plan(schedule: str, world_size: int, lists: int, virtual: int = 1, sharding: str = "zero2") -> ParallelPlan:
-    """`lists` rank lists of consecutive ranks, each with `virtual` stages of equally many layers."""
+    """Returns a plan of `lists` rank lists of consecutive ranks, each with `virtual` stages of as many layers."""
     size, count = world_size // lists, lists * virtual
     vocabulary = VocabularyStrategy(sharding=sharding)
     return ParallelPlan(
@@ -60,7 +62,7 @@ PLANS = {
 
 
 class Slow(torch.autograd.Function):
-    """Changes nothing, and takes its time forward and backward."""
+    """Waits forward and backward, and changes nothing."""
 
     @staticmethod
     def forward(ctx, tensor: torch.Tensor) -> torch.Tensor:
@@ -74,7 +76,7 @@ class Slow(torch.autograd.Function):
 
 
 def slow_down(parallel) -> None:
-    """Makes every stage take as long, whatever else the machine does."""
+    """Makes every stage take equally long."""
     run = parallel.forward.run
 
     def slow(*args):
@@ -86,14 +88,38 @@ def slow_down(parallel) -> None:
     parallel.forward.run = slow
 
 
+def waited_seconds() -> float:
+    """Returns how long this thread has waited for a core so far; 0 if the kernel does not count it."""
+    path = Path("/proc/thread-self/schedstat")
+    return 1e-9 * int(path.read_text().split()[1]) if path.exists() else 0.0
+
+
+def note_waits(timeline: Timeline, waits: list[float]) -> None:
+    """Adds [`waited_seconds`] to a list at the begin and at the end of each span."""
+    now = timeline._now
+
+    def noted() -> float:
+        waits.append(waited_seconds())
+        return now()
+
+    timeline._now = noted
+
+
 def traced_steps(
-    plan: ParallelPlan, folder: str | None = None, slow: bool = False, on: bool = True, steps: int = STEPS
+    plan: ParallelPlan,
+    folder: str | None = None,
+    slow: bool = False,
+    on: bool = True,
+    steps: int = STEPS,
+    waits: list[float] | None = None,
 ) -> list[Span]:
     """Returns the spans that one rank measures in a few steps."""
     parallel = parallelize(FAMILIES["llama"].build(), plan)
     timeline = parallel.timeline
     if slow:
         slow_down(parallel)
+    if waits is not None:
+        note_waits(timeline, waits)
     ids = torch.randint(0, VOCABULARY, (2 * MICRO_BATCHES, 8), generator=torch.Generator().manual_seed(0))
     parallel.forward_backward({"input_ids": ids, "labels": ids})  # whatever is done once is done
     timeline.on = on
@@ -148,7 +174,7 @@ def test_each_received_tensor_is_awaited_once_directly_before_its_use(traced):
                 assert (use.action.stage, use.action.micro_batch) == (wait.action.stage, wait.action.micro_batch)
 
 
-def test_what_is_sent_stands_directly_behind_the_compute_it_comes_from(traced):
+def test_each_send_stands_directly_after_the_compute_it_comes_from(traced):
     plan, by_rank = traced
     made_in = {
         Work.SEND_FORWARD: {Work.FORWARD},
@@ -178,7 +204,7 @@ def test_spans_of_a_rank_do_not_overlap(traced):
 
 
 def test_no_stage_begins_before_the_stage_it_depends_on_has_ended_on_another_rank(traced):
-    """The clocks of the ranks agree."""
+    """Compares times of different ranks, whose clocks agree."""
     plan, by_rank = traced
     last = len(plan.stages) - 1
     for step in range(STEPS):
@@ -203,24 +229,32 @@ def test_no_stage_begins_before_the_stage_it_depends_on_has_ended_on_another_ran
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
 def test_spans_account_for_a_step_of_stages_that_take_equally_long(schedule, virtual):
-    """Requires 90% inside spans in some step: other processes may take a core between two spans."""
-    plan, steps = make_plan(schedule, 2, 2, virtual, sharding="replicate"), 8
-    by_rank = run_ranks(lambda: traced_steps(plan, slow=True, steps=steps), 2)
-    one = FORWARD_SECONDS + BACKWARD_SECONDS
+    """Requires 90% inside spans in the median step, without the time in which a rank waits for a core."""
+    plan, steps = make_plan(schedule, 2, 2, virtual, sharding="replicate"), 5
+
+    def work() -> tuple[list[Span], list[float]]:
+        waits = []
+        return traced_steps(plan, slow=True, steps=steps, waits=waits), waits
+
+    by_rank, one = run_ranks(work, 2), FORWARD_SECONDS + BACKWARD_SECONDS
     accounted = [[], []]
     for step in range(steps):
-        own = [[span for span in spans if span.step == step] for spans in by_rank]
+        own = [[span for span in spans if span.step == step] for spans, _ in by_rank]
         step_seconds = max(s[-1].end for s in own) - min(s[0].begin for s in own)
         assert step_seconds >= (virtual * MICRO_BATCHES + plan.world_size - 1) * one
         for rank, spans in enumerate(own):
-            measured = sum(span.end - span.begin for span in spans)
-            accounted[rank].append(measured / (spans[-1].end - spans[0].begin))
+            measured, first = sum(span.end - span.begin for span in spans), by_rank[rank][0].index(spans[0])
+            waits = by_rank[rank][1][2 * first : 2 * (first + len(spans))]
+            between = sum(begin - end for end, begin in zip(waits[1:-1:2], waits[2::2], strict=True))
+            seconds = spans[-1].end - spans[0].begin
+            assert measured <= seconds
+            accounted[rank].append(measured / (seconds - between))
             for span in spans:
                 if span.action.work is Work.FORWARD:
                     assert span.end - span.begin >= FORWARD_SECONDS
                 if span.action.work is Work.BACKWARD:
                     assert span.end - span.begin >= BACKWARD_SECONDS
-    assert all(0.9 <= max(parts) <= 1 for parts in accounted), accounted
+    assert all(median(parts) >= 0.9 for parts in accounted), accounted
 
 
 def test_the_trace_of_all_ranks_is_one_file_that_names_every_rank_and_stage(tmp_path):

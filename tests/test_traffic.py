@@ -93,20 +93,41 @@ def test_two_ranks_send_what_the_formula_says():
 
 def test_four_ranks_send_what_the_formula_says():
     plans = uniform_plans(4)
-    alone = ("replicate", "hybrid_sharding", "tensor_ulysses", "megatron_sp_recompute")
-    cases = {name: ("llama", "right", plans[name]) for name in alone}
-    cases |= {name: ("llama", "odd", plan) for name, plan in (mixed_plans() | untied_plans()).items()}
-    for family in ("llama_one_kv_head", "llama_biases", "qwen3", "gemma2", "gpt2"):
-        cases[family] = family, "right", mixed_plans()["mixed_b"]
+    mixed = mixed_plans() | untied_plans()
+    families = {
+        "mixed_a": "llama",
+        "mixed_b": "gemma2",
+        "mixed_c": "qwen3",
+        "permuted": "gpt2",
+        "shuffled": "llama_one_kv_head",
+        "embedding_tensor": "llama_biases",
+        "head_tensor": "llama",
+    }
+    cases = {name: (family, "odd", mixed[name]) for name, family in families.items()}
+    cases["tensor_ulysses"] = "llama", "right", plans["tensor_ulysses"]
     # micro-batches with copies of sharded weights; precision
-    hybrid = replace(plans["hybrid_sharding"], micro_batches=3)
-    cases["accumulated copies"] = "llama", "right", hybrid
-    cases["accumulated zero2"] = "llama", "right", replace(plans["zero2"], micro_batches=4)
+    cases["accumulated copies"] = "llama", "right", replace(plans["hybrid_sharding"], micro_batches=2)
+    cases["accumulated zero2"] = "llama", "right", replace(plans["zero2"], micro_batches=2)
     for compute, reduce in (("bf16", "fp32"), ("fp32", "bf16")):
         precision = Precision(compute=compute, reduce=reduce)
         plan = replace(mixed_plans()["mixed_c"], precision=precision, micro_batches=1)
-        cases[f"{compute}, reduced in {reduce}"] = "llama", "right", plan
-    cases["one row"] = "llama", "one_row", mixed_plans()["mixed_c"]
+        cases[f"{compute}, reduced in {reduce}"] = "llama", "right" if compute == "bf16" else "one_row", plan
+    check_steps(4, cases)
+
+
+@pytest.mark.slow
+def test_four_ranks_send_what_the_formula_says_in_more_cases():
+    plans, mixed = uniform_plans(4), mixed_plans() | untied_plans()
+    cases = {
+        name: ("llama", "right", plans[name]) for name in ("replicate", "hybrid_sharding", "megatron_sp_recompute")
+    }
+    for family in ("llama_one_kv_head", "llama_biases", "qwen3", "gpt2"):
+        cases[family] = family, "right", mixed["mixed_b"]
+    for name in ("mixed_b", "mixed_c", "permuted", "shuffled", "embedding_tensor"):
+        cases[name] = "llama", "odd", mixed[name]
+    cases["accumulated copies"] = "llama", "right", replace(plans["hybrid_sharding"], micro_batches=3)
+    cases["accumulated zero2"] = "llama", "right", replace(plans["zero2"], micro_batches=4)
+    cases["one row"] = "llama", "one_row", mixed["mixed_c"]
     check_steps(4, cases)
 
 
