@@ -40,7 +40,7 @@ FILES = {
 
 
 def write(checkpoint: Path, files: dict[str, bytes] = FILES) -> Path:
-    """A complete checkpoint of these files."""
+    """Writes a complete checkpoint of these files."""
     made = start(checkpoint)
     for name, content in files.items():
         (made / name).parent.mkdir(exist_ok=True)
@@ -131,7 +131,7 @@ def test_mutated_manifests_are_a_manifest_or_one_line(tmp_path_factory, data):
 
 
 def test_a_manifest_with_any_bit_changed_is_refused(tmp_path):
-    """Also where it still reads as JSON: another step, plan or version is as wrong as another file."""
+    """Changes each bit, also where the text stays JSON: another step or plan is as wrong as another file."""
     path = write(tmp_path / "checkpoint-1") / MANIFEST_NAME
     whole = path.read_bytes()
     assert problems(path.parent) == []
@@ -166,7 +166,7 @@ def test_a_manifest_of_another_version_or_too_large_is_refused(tmp_path):
 
 
 def test_whatever_commit_is_killed_in_a_named_checkpoint_is_whole(tmp_path, monkeypatch):
-    """A fault at each of its calls to the system in turn, over a checkpoint of the same name and an older one."""
+    """Fails at each call to the system in turn, over a checkpoint of the same name and an older one."""
     calls = ["fsync", "replace", "rename", "rmtree"]
 
     class Killed(BaseException):

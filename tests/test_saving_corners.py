@@ -47,8 +47,8 @@ BEST = SAVING | dict(
 )
 
 
-class FailBehind(TrainerCallback):
-    """Raises on every rank in the step behind one."""
+class FailAfter(TrainerCallback):
+    """Raises on every rank in the step after one."""
 
     def __init__(self, step: int):
         self.step = step
@@ -124,7 +124,7 @@ def runs(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
             return write_data(*args)
 
         def fail() -> None:
-            run(folder / "fail", FLAT, options=SAVING | dict(async_save=True), callbacks=(FailBehind(1),))
+            run(folder / "fail", FLAT, options=SAVING | dict(async_save=True), callbacks=(FailAfter(1),))
 
         with pytest.raises(KeyError):
             with_one(StateWriter, "write_data", late, fail)
@@ -156,7 +156,7 @@ def runs(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
 
     def work() -> dict[str, Any]:
         seen: dict[str, Any] = {}
-        run(folder / "best", "auto", options=BEST | dict(save_total_limit=1), eval_dataset=Rows(4, seed=2))
+        run(folder / "best", FLAT, options=BEST | dict(save_total_limit=1), eval_dataset=Rows(4, seed=2))
         seen["lost best"] = failing("lost_best", **BEST, on_save_failure="continue")
         seen["lost"] = raised(lambda: failing("gloo-connection", **SAVING))
         seen["beside"] = beside_others()
@@ -211,7 +211,7 @@ def test_training_that_fails_leaves_no_writer_behind(runs):
 
 
 def test_writers_wait_for_each_other_as_long_as_all_ranks_do(runs):
-    """PyTorch's groups on gloo have half an hour, whatever the job's timeout is."""
+    """Compares with the job's timeout; groups of PyTorch on gloo have half an hour by default."""
     assert [seen["sharded"].result for seen in runs[1]] == [77.0, 77.0]
 
 

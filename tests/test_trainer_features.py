@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,14 @@ from equivalence import single_stage, whole_weights
 from galvatron_hf import GalvatronMixin, GalvatronSeq2SeqTrainer, GalvatronSeq2SeqTrainingArguments
 from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
 from oracle import Rows, collate
-from plans import light_plan, uniform
+from plans import light_plan, mixed_plans, uniform
 from tiny_models import FAMILIES, word_tokenizer
 from trainer_runs import Logs, Run, assert_same_steps, on_ranks, run, trainer
 
 
 S, V = LayerStrategy, VocabularyStrategy
-PLAN = light_plan()
+# Two ranks are enough for what only the Trainer decides.
+PAIR, MIXED = light_plan(2), replace(mixed_plans()["mixed_a"], micro_batches=1)
 SHORT = dict(max_steps=2)
 SHORT_ALONE = SHORT | dict(gradient_accumulation_steps=1)
 
@@ -44,7 +46,7 @@ def build_llama() -> PreTrainedModel:
 
 
 def search(folder: Path, plan, **more) -> tuple[Any, list[float]]:
-    """A search over three rates, of which the second is pruned at its first evaluation."""
+    """Searches three rates, of which the second is pruned at its first evaluation."""
     made = trainer(
         folder,
         plan,
@@ -103,7 +105,10 @@ class EmbeddingNoise(TrainerCallback):
 
 
 def noisy(folder: Path) -> tuple[list, int]:
-    """Noise per micro-batch of one row, whose positions two pairs of tensor ranks share; hooks left afterwards."""
+    """Returns noise and the number of hooks that are left.
+
+    Each micro-batch is one row, whose positions two pairs of tensor ranks share.
+    """
     plan = single_stage((S(tensor=4),) * 4, 4, embedding=V(tensor=2), head=V(tensor=2), micro_batches=8)
     callback = EmbeddingNoise()
     options = dict(max_steps=1, neftune_noise_alpha=5.0)
@@ -136,19 +141,11 @@ class GenerateAndEvaluate(TrainerCallback):
         self.seen["wanted"] = plain.eval().generate(prompt, **greedy).tolist()
 
 
-def with_callback(folder: Path, plan, **more) -> tuple[Run, dict]:
-    callback, logs = GenerateAndEvaluate(), Logs()
-    made = trainer(folder, plan, callbacks=[logs, callback], eval_dataset=Rows(4, seed=2), **more)
-    callback.trainer = made
-    made.train()
-    return Run(logs=logs.all, weights={}, random=float(torch.rand(()))), callback.seen
-
-
 # --- other Trainers
 
 
 class UsersTrainer(Trainer):
-    """Somebody's own Trainer: own groups of weights, own log."""
+    """Has groups of weights and a log of its own, as somebody's own Trainer may."""
 
     def create_optimizer(self):
         named = list(self.model.named_parameters())
@@ -162,13 +159,25 @@ class UsersTrainer(Trainer):
     def log(self, logs, *args, **kwargs):
         super().log(logs | {"own": 1.0}, *args, **kwargs)
 
+    def generate(self, *args, **kwargs):
+        self.model.eval()
+        return self.model.generate(*args, **kwargs)
+
 
 class UsersGalvatronTrainer(GalvatronMixin, UsersTrainer):
     pass
 
 
+def with_callback(folder: Path, plan, **more) -> tuple[Run, dict]:
+    callback, logs = GenerateAndEvaluate(), Logs()
+    made = trainer(folder, plan, callbacks=[logs, callback], eval_dataset=Rows(4, seed=2), **more)
+    callback.trainer = made
+    made.train()
+    return Run(logs=logs.all, weights={}, random=float(torch.rand(()))), callback.seen
+
+
 def generating(folder: Path, trainer_class, arguments_class, **options) -> list:
-    """Prompts alone, then prompts with labels."""
+    """Predicts from prompts alone, then from prompts with labels."""
     args = arguments_class(
         output_dir=str(folder),
         use_cpu=True,
@@ -195,68 +204,52 @@ def repeated(folder: Path, plan, **more) -> list[tuple]:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
-    """The same on one process with plain Trainers."""
+def plain(tmp_path_factory) -> dict[str, Any]:
+    """Returns results of plain Trainers on one process."""
     folder = tmp_path_factory.mktemp("plain")
     more = dict(trainer_class=Trainer, options=SHORT_ALONE)
-    return folder, dict(
+    return dict(
         repeated=repeated(folder / "repeated", "auto", **more),
         search=search(folder / "search", "auto", trainer_class=Trainer, options=dict(gradient_accumulation_steps=1)),
-        callback=with_callback(folder / "callback", "auto", trainer_class=_PlainGenerating, options=SHORT_ALONE),
-        llama=run(folder / "llama", **more),
-        user=run(folder / "user", trainer_class=UsersTrainer, options=SHORT_ALONE),
+        user=with_callback(folder / "user", "auto", trainer_class=UsersTrainer, options=SHORT_ALONE),
         generating=generating(folder / "g", Seq2SeqTrainer, Seq2SeqTrainingArguments, per_device_eval_batch_size=4),
     )
 
 
-class _PlainGenerating(Trainer):
-    def generate(self, *args, **kwargs):
-        self.model.eval()
-        return self.model.generate(*args, **kwargs)
-
-
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
-    """All runs of four ranks, in one world."""
+def ranks(tmp_path_factory) -> list[dict[str, Any]]:
+    """Returns results of four ranks, from one world."""
     folder = tmp_path_factory.mktemp("ranks")
 
     def work() -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        found["repeated"] = repeated(folder / "repeated", PLAN, options=SHORT)
-        found["search"] = search(folder / "search", PLAN)
-        found["noise"] = noisy(folder / "noise")
-        found["recompute"] = run(
-            folder / "recompute",
-            options=SHORT | dict(gradient_checkpointing=True),
-            then=lambda made: [layer.recompute for layer in made.parallel.plan.layers],
+        return dict(
+            noise=noisy(folder / "noise"),
+            user=with_callback(folder / "user", MIXED, trainer_class=UsersGalvatronTrainer, options=SHORT),
+            generating=generating(
+                folder / "generating",
+                GalvatronSeq2SeqTrainer,
+                GalvatronSeq2SeqTrainingArguments,
+                per_device_eval_batch_size=1,
+                parallel_plan=uniform(4, tensor=2),
+            ),
         )
-        found["callback"] = with_callback(folder / "callback", PLAN, options=SHORT)
-        found["user"] = run(folder / "user", PLAN, trainer_class=UsersGalvatronTrainer, options=SHORT)
-        found["generating"] = generating(
-            folder / "generating",
-            GalvatronSeq2SeqTrainer,
-            GalvatronSeq2SeqTrainingArguments,
-            per_device_eval_batch_size=1,
-            parallel_plan=uniform(4, tensor=2),
-        )
-        return found
 
-    return folder, on_ranks(work)
+    return on_ranks(work)
 
 
-def test_training_again_and_with_a_fresh_model(plain, ranks):
-    fresh, same = ranks[1][0]["repeated"]
-    assert fresh[:2] == fresh[2:]
-    assert same[:2] != same[2:]
-    for seen, wanted in zip((fresh, same), plain[1]["repeated"], strict=True):
-        assert len(wanted) == 4
-        for own, other in zip(seen, wanted, strict=True):
-            assert own == pytest.approx(other, rel=1e-5)
+def test_training_again_and_with_a_fresh_model(plain, tmp_path):
+    for fresh, same in on_ranks(lambda: repeated(tmp_path, PAIR, options=SHORT), 2):
+        assert fresh[:2] == fresh[2:]
+        assert same[:2] != same[2:]
+        for seen, wanted in zip((fresh, same), plain["repeated"], strict=True):
+            assert len(wanted) == 4
+            for own, other in zip(seen, wanted, strict=True):
+                assert own == pytest.approx(other, rel=1e-5)
 
 
-def test_hyperparameter_search_on_four_ranks(plain, ranks):
-    wanted, _ = plain[1]["search"]
-    results = [found["search"] for found in ranks[1]]
+def test_hyperparameter_search_on_several_ranks(plain, tmp_path):
+    wanted, _ = plain["search"]
+    results = on_ranks(lambda: search(tmp_path, PAIR), 2)
     for best, groups in results:
         assert best.run_id == wanted.run_id and best.hyperparameters == wanted.hyperparameters
         assert best.objective == pytest.approx(wanted.objective, rel=1e-5)
@@ -265,7 +258,7 @@ def test_hyperparameter_search_on_four_ranks(plain, ranks):
 
 
 def test_embedding_noise_is_that_of_the_whole_sequence(ranks):
-    results = [found["noise"] for found in ranks[1]]
+    results = [found["noise"] for found in ranks]
     hidden_size = 32
     for (seen, left), index in zip(results, range(4), strict=True):
         assert len(seen) == 8 and left == 0
@@ -279,30 +272,33 @@ def test_embedding_noise_is_that_of_the_whole_sequence(ranks):
         assert not torch.equal(seen[0][1][:, 0], seen[1][1][:, 0])
 
 
-def test_recomputing_everywhere_is_a_constraint_for_the_automatic_plan(plain, ranks):
-    for found in ranks[1]:
-        assert found["recompute"].result == ["full"] * 4
-        assert_same_steps(found["recompute"], plain[1]["llama"])
+@pytest.mark.slow
+def test_recomputing_everywhere_is_a_constraint_for_the_automatic_plan(tmp_path):
+    wanted = run(tmp_path / "plain", trainer_class=Trainer, options=SHORT_ALONE)
+
+    def work() -> Run:
+        options = SHORT | dict(gradient_checkpointing=True)
+        plan = dict(then=lambda made: [layer.recompute for layer in made.parallel.plan.layers])
+        return run(tmp_path / "recompute", options=options, **plan)
+
+    for found in on_ranks(work):
+        assert found.result == ["full"] * 4
+        assert_same_steps(found, wanted)
 
 
-def test_callbacks_may_generate_and_evaluate(plain, ranks):
-    whole, wanted = plain[1]["callback"]
-    for found in ranks[1]:
-        seen_run, seen = found["callback"]
+def test_mixin_on_somebodys_own_trainer_whose_callback_generates_and_evaluates(plain, ranks):
+    whole, wanted = plain["user"]
+    for found in ranks:
+        seen_run, seen = found["user"]
         assert seen["generated"] == seen["wanted"] == wanted["generated"]
         assert seen["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=1e-5)
-        assert_same_steps(seen_run, whole)
-    assert ranks[1][0]["callback"][0].random == whole.random  # rank 0 reads the data
-
-
-def test_mixin_on_somebodys_own_trainer(plain, ranks):
-    for found in ranks[1]:
-        assert_same_steps(found["user"], plain[1]["user"], names=("loss", "grad_norm", "learning_rate", "own"))
+        assert_same_steps(seen_run, whole, names=("loss", "grad_norm", "learning_rate", "own"))
+    assert ranks[0]["user"][0].random == whole.random  # rank 0 reads the data
 
 
 def test_predictions_are_generated(plain, ranks):
-    for found in ranks[1]:
-        (seen, seen_labelled), (wanted, wanted_labelled) = found["generating"], plain[1]["generating"]
+    for found in ranks:
+        (seen, seen_labelled), (wanted, wanted_labelled) = found["generating"], plain["generating"]
         assert seen.predictions.dtype == wanted.predictions.dtype
         assert np.array_equal(seen.predictions, wanted.predictions)
         assert np.array_equal(seen_labelled.predictions, wanted_labelled.predictions)
@@ -355,12 +351,12 @@ def test_trl_sft_trainer_under_a_plan(tmp_path):
         return sft(
             GalvatronSFTTrainer,
             tmp_path / "ranks",
-            PLAN,
-            per_device_train_batch_size=1,
+            PAIR,
+            per_device_train_batch_size=2,
             gradient_accumulation_steps=2,
         )
 
-    for seen in on_ranks(work):
+    for seen in on_ranks(work, 2):
         assert len(seen) == len(wanted) == 2
         for own, other in zip(seen, wanted, strict=True):
             assert own == pytest.approx(other, rel=1e-5)

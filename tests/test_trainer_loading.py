@@ -25,8 +25,9 @@ from trainer_runs import Run, assert_equal_weights, assert_same_steps, on_ranks,
 
 MIXED = replace(mixed_plans()["mixed_b"], micro_batches=1)
 STAGES = pipeline_plans()["1f1b_mixed"]
-ALONE = dict(gradient_accumulation_steps=1)
-SAVING = dict(save_strategy="steps", save_steps=3, max_steps=6)
+STEPS = dict(max_steps=3)
+ALONE = STEPS | dict(gradient_accumulation_steps=1)
+SAVING = STEPS | dict(save_strategy="steps", save_steps=2)
 PROMPT = torch.tensor([[1, 5, 7]])
 
 
@@ -63,7 +64,7 @@ def best_trial(folder: Path, plan, options: dict[str, Any], **more: Any):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """Saved models; that of gpt2 in bf16."""
+    """Returns the folders of saved models; GPT-2 is in bf16."""
     folders = {family: tmp_path_factory.mktemp(family) for family in ("llama_tied", "gpt2")}
     FAMILIES["llama_tied"].build().save_pretrained(folders["llama_tied"])
     FAMILIES["gpt2"].build().bfloat16().save_pretrained(folders["gpt2"])
@@ -72,7 +73,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory, folders) -> dict[str, Any]:
-    """Plain Trainer in one process."""
+    """Returns runs of plain Trainer in one process."""
     folder, config = tmp_path_factory.mktemp("plain"), FAMILIES["llama_tied"].build().config
     common = dict(options=ALONE, trainer_class=Trainer)
 
@@ -86,20 +87,19 @@ def plain(tmp_path_factory, folders) -> dict[str, Any]:
         untrained=evaluation_and_generation(
             trainer(folder, model=loaded("llama_tied"), eval_dataset=Rows(4, seed=2), **common)
         ),
-        search=best_trial(folder, "auto", model_init=lambda: loaded("llama_tied"), **common),
     )
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory, folders) -> tuple[Path, list[dict[str, Any]]]:
-    """Runs of four ranks, in one world, by name."""
+    """Returns the folder and runs of four ranks by name, from one world."""
     folder, config = tmp_path_factory.mktemp("ranks"), FAMILIES["llama_tied"].build().config
     llama = dict(model=folders["llama_tied"], family="llama_tied")
 
     def resumed_reading() -> Run:
         reads, read = [], StoredTensor.read_into
         StoredTensor.read_into = lambda stored, *args: reads.append(stored.key) or read(stored, *args)
-        resumed = run(folder / "mixed", STAGES, resume=folder / "mixed" / "checkpoint-3", **llama)
+        resumed = run(folder / "mixed", STAGES, options=STEPS, resume=folder / "mixed" / "checkpoint-2", **llama)
         StoredTensor.read_into = read
         return replace(resumed, result=reads)
 
@@ -107,7 +107,13 @@ def ranks(tmp_path_factory, folders) -> tuple[Path, list[dict[str, Any]]]:
         return dict(
             mixed=run(folder / "mixed", MIXED, options=SAVING, **llama),
             resumed=resumed_reading(),
-            fresh=run(folder / "fresh", STAGES, model_init=lambda: fresh_on_meta(config), family="llama_tied"),
+            fresh=run(
+                folder / "fresh",
+                STAGES,
+                options=STEPS,
+                model_init=lambda: fresh_on_meta(config),
+                family="llama_tied",
+            ),
             untrained=evaluation_and_generation(
                 trainer(folder / "untrained", STAGES, eval_dataset=Rows(4, seed=2), **llama)
             ),
@@ -120,20 +126,20 @@ def ranks(tmp_path_factory, folders) -> tuple[Path, list[dict[str, Any]]]:
 def more_ranks(tmp_path_factory, folders) -> list[dict[str, Any]]:
     """Returns the same as `ranks`, for the slow tests."""
     folder, config = tmp_path_factory.mktemp("more_ranks"), FAMILIES["llama_tied"].build().config
-    gpt2 = dict(model=str(folders["gpt2"]), family="gpt2")
+    gpt2 = dict(model=str(folders["gpt2"]), family="gpt2", options=STEPS)
+    llama = dict(family="llama_tied", options=STEPS)
+    fp32 = STEPS | dict(model_init_kwargs=dict(dtype="float32"))
+
+    def loaded() -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(folders["gpt2"])
 
     def work() -> dict[str, Any]:
         return dict(
-            stages=run(folder / "stages", STAGES, model=folders["llama_tied"], family="llama_tied"),
-            fresh=run(folder / "fresh", MIXED, model_init=lambda: fresh_on_meta(config), family="llama_tied"),
-            gpt2=run(folder / "gpt2", STAGES, options=dict(model_init_kwargs=dict(dtype="float32")), **gpt2),
+            stages=run(folder / "stages", STAGES, model=folders["llama_tied"], **llama),
+            fresh=run(folder / "fresh", MIXED, model_init=lambda: fresh_on_meta(config), **llama),
+            gpt2=run(folder / "gpt2", STAGES, **gpt2 | dict(options=fp32)),
             bf16=run(folder / "bf16", STAGES, **gpt2),
-            bf16_loaded=run(
-                folder / "bf16",
-                STAGES,
-                model_init=lambda: AutoModelForCausalLM.from_pretrained(folders["gpt2"]),
-                family="gpt2",
-            ),
+            bf16_loaded=run(folder / "bf16", STAGES, model_init=loaded, family="gpt2", options=STEPS),
             search=best_trial(folder / "search", MIXED, {}, model_init=lambda: folders["llama_tied"]),
         )
 
@@ -152,13 +158,13 @@ def test_model_init_without_weights_trains_as_plain_trainer_trains_the_new_model
 
 def test_resumed_run_reads_the_checkpoint_alone(plain, ranks):
     for runs in ranks[1]:
-        assert_same_steps(runs["resumed"], plain["llama_tied"], after=3)
+        assert_same_steps(runs["resumed"], plain["llama_tied"], after=2)
         assert runs["resumed"].result == []
 
 
 def test_saved_model_has_the_trained_weights(ranks):
     folder, runs = ranks
-    assert_equal_weights(runs[0]["mixed"].weights, load_file(folder / "mixed" / "checkpoint-6" / "model.safetensors"))
+    assert_equal_weights(runs[0]["mixed"].weights, load_file(folder / "mixed" / "checkpoint-3" / "model.safetensors"))
 
 
 def test_evaluation_and_generation_before_any_training(plain, ranks):
@@ -183,8 +189,11 @@ def test_bf16_files_become_the_masters_that_a_bf16_model_gets(more_ranks):
 
 
 @pytest.mark.slow
-def test_hyperparameter_search_over_a_named_model(plain, more_ranks):
-    wanted = plain["search"]
+def test_hyperparameter_search_over_a_named_model(tmp_path, folders, more_ranks):
+    def loaded() -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(folders["llama_tied"], dtype="float32")
+
+    wanted = best_trial(tmp_path, "auto", ALONE, trainer_class=Trainer, model_init=loaded)
     for runs in more_ranks:
         assert runs["search"].hyperparameters == wanted.hyperparameters
         assert runs["search"].objective == pytest.approx(wanted.objective, rel=1e-5)

@@ -39,7 +39,7 @@ def attempt(
     trainer: Callable[[PreTrainedModel], dict[str, Any]] = lambda model: {},
     **options: Any,
 ) -> str:
-    """The refusal of a training run; checks that it left the model as it was."""
+    """Returns the refusal of a training run, and checks that the run left the model as it was."""
     model = build()
     weights, kinds = _snapshot(model), _kinds(model)
     steps = []
@@ -231,7 +231,7 @@ def test_plan_for_several_ranks_on_one_process(tmp_path):
 
 
 def test_one_process_without_a_plan_refuses_nothing(tmp_path):
-    """It is plain Trainer, whose arguments are all allowed."""
+    """Trains with arguments that plain Trainer allows."""
     with mock.patch.dict(os.environ):
         args = arguments(tmp_path, optim="adafactor", max_steps=1, auto_find_batch_size=True)
         made = GalvatronTrainer(

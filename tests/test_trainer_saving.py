@@ -17,6 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from galvatron_hf import ParallelPlan
 from galvatron_hf.checkpoint.folder import by_step, left_behind, problems
 from galvatron_hf.checkpoint.manifest import FileEntry
 from galvatron_hf.checkpoint.storage import StateWriter
@@ -29,11 +30,9 @@ from tiny_models import FAMILIES
 from trainer_runs import Run, StopAt, assert_equal_weights, on_ranks, run
 
 
-PLANS = {
-    "light": light_plan(micro_batches=2),
-    "flat": replace(mixed_plans()["mixed_a"], micro_batches=2),
-    "stages": pipeline_plans()["1f1b_mixed"],
-}
+MIXED = replace(mixed_plans()["mixed_a"], micro_batches=2)
+# Saving does much the same under each plan: the fast tests take two ranks, and four for one failed save.
+PLANS = {"light": light_plan(2, micro_batches=2), "flat": MIXED, "stages": pipeline_plans()["1f1b_mixed"]}
 SLOW = ("flat", "stages")
 STEPS = dict(max_steps=4, logging_steps=1)
 SAVING = STEPS | dict(save_strategy="steps", save_steps=1)
@@ -61,11 +60,21 @@ def raised(work) -> str:
     return "nothing"
 
 
-class Gate(TrainerCallback):
-    """Holds back the writers of a checkpoint until the step behind it has changed the weights."""
+def failing(folder: Path, plan: ParallelPlan, policy: str, **options: Any) -> Run:
+    """Trains while the last rank cannot write its second file; the result is the number of failed saves."""
+    kept, FileEntry.from_file = FileEntry.from_file, FailOnce(rank=plan.world_size - 1, call=2)
+    try:
+        options = SAVING | dict(on_save_failure=policy, max_steps=3) | options
+        return run(folder, plan, options=options, then=lambda made: made.failed_saves)
+    finally:
+        FileEntry.from_file = kept
 
-    def __init__(self):
-        self.ended, self.there = 0, []
+
+class Gate(TrainerCallback):
+    """Holds back a checkpoint's writer on this rank until training has gone on and the next step is over, if any."""
+
+    def __init__(self, steps: int):
+        self.steps, self.begun, self.ended, self.there = steps, 0, 0, []
 
     def on_step_end(self, args, state, control, **kwargs):
         self.ended += 1
@@ -74,8 +83,10 @@ class Gate(TrainerCallback):
         self.there.append(os.path.exists(os.path.join(args.output_dir, f"checkpoint-{state.global_step}")))
 
     def wait(self) -> None:
-        ended, deadline = self.ended, time.monotonic() + 2.0  # there is none behind the last
-        while self.ended == ended and time.monotonic() < deadline:
+        self.begun += 1  # the writer waits for that of the step before
+        step, deadline = self.begun, time.monotonic() + 300.0
+        while len(self.there) < step or self.ended < min(step + 1, self.steps):
+            assert time.monotonic() < deadline, "training waits for the writer"
             time.sleep(0.01)
 
 
@@ -91,11 +102,11 @@ class Vanish(TrainerCallback):
 
 @pytest.fixture(scope="module", params=["light", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def runs(request, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
-    """Returns the folder and the results of four ranks under one plan, from one world."""
+    """Returns the folder and the results of all ranks under one plan, from one world."""
     plan, folder = PLANS[request.param], tmp_path_factory.mktemp(request.param)
 
     def slowly_in_background() -> Run:
-        real, gate = StateWriter.write_data, Gate()
+        real, gate = StateWriter.write_data, Gate(steps=3)
 
         def late(self, *args):
             gate.wait()
@@ -110,13 +121,8 @@ def runs(request, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
         finally:
             StateWriter.write_data = real
 
-    def failing(name: str, policy: str, **options) -> Any:
-        kept, FileEntry.from_file = FileEntry.from_file, FailOnce(rank=2, call=2)
-        try:
-            options = SAVING | dict(on_save_failure=policy, max_steps=3) | options
-            return run(folder / name, plan, options=options, then=lambda made: made.failed_saves)
-        finally:
-            FileEntry.from_file = kept
+    def in_background(name: str, policy: str) -> Run:
+        return failing(folder / name, plan, policy, async_save=True)
 
     def work() -> dict[str, Any]:
         seen: dict[str, Any] = {"whole": run(folder / "whole", plan, options=STEPS)}
@@ -134,16 +140,17 @@ def runs(request, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
         seen["none"] = raised(lambda: run(folder / "empty", plan, options=STEPS, resume=True))
         seen["resumed"] = run(folder / "background", plan, options=STEPS, resume=True)
         seen["folder"] = run(folder / "other", plan, options=STEPS, resume=folder / "background")
-        seen["continued"] = failing("continued", "continue")
-        seen["continued in background"] = failing("continued_background", "continue", async_save=True)
-        seen["stopped"] = raised(lambda: failing("stopped", "stop"))
-        seen["stopped in background"] = raised(lambda: failing("stopped_background", "stop", async_save=True))
-        seen["vanished"] = run(folder / "vanished", plan, options=SAVING, callbacks=(Vanish(),))
+        seen["continued"] = failing(folder / "continued", plan, "continue")
+        seen["continued in background"] = in_background("continued_background", "continue")
+        seen["stopped"] = raised(lambda: failing(folder / "stopped", plan, "stop"))
+        seen["stopped in background"] = raised(lambda: in_background("stopped_background", "stop"))
+        vanished = SAVING | dict(max_steps=3)
+        seen["vanished"] = run(folder / "vanished", plan, options=vanished, callbacks=(Vanish(),))
         small = SAVING | dict(max_steps=1, max_shard_size="30KB", save_total_limit=1)
         seen["small"] = run(folder / "small", plan, options=small, then=lambda made: made.save_model(folder / "model"))
         return seen
 
-    return folder, on_ranks(work)
+    return folder, on_ranks(work, plan.world_size)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(runs):
@@ -180,15 +187,20 @@ def test_a_damaged_checkpoint_that_is_asked_for_is_refused_with_another_one(runs
         assert "has no complete checkpoint to resume from" in seen["none"]
 
 
+def check_checkpoints(folder: Path, *wanted: str) -> None:
+    """Finds these complete checkpoints in a folder and nothing that was left behind."""
+    found = by_step(folder)
+    assert [path.name for path in found] == list(wanted)
+    assert [problems(path) for path in found] == [[]] * len(wanted) and left_behind(folder) == []
+
+
 @pytest.mark.parametrize("kind", ["", " in background"])
 def test_training_goes_on_without_a_checkpoint_where_it_is_to(runs, kind):
     folder, of_ranks = runs
     for seen in of_ranks:
         assert seen[f"continued{kind}"].result == 1
         assert seen[f"continued{kind}"].steps() == seen["continued"].steps()
-    found = by_step(folder / ("continued_background" if kind else "continued"))
-    assert [path.name for path in found] == ["checkpoint-1", "checkpoint-3"]
-    assert [problems(path) for path in found] == [[], []] and left_behind(found[0].parent) == []
+    check_checkpoints(folder / ("continued_background" if kind else "continued"), "checkpoint-1", "checkpoint-3")
 
 
 @pytest.mark.parametrize("kind", ["", " in background"])
@@ -196,15 +208,15 @@ def test_training_stops_on_every_rank_where_it_is_to(runs, kind):
     folder, of_ranks = runs
     for seen in of_ranks:
         message = seen[f"stopped{kind}"]
-        assert message.startswith("SaveError: Writing ") and "rank 2: OSError" in message and "No space" in message
-    (left,) = by_step(folder / ("stopped_background" if kind else "stopped"))
-    assert left.name == "checkpoint-1" and problems(left) == [] and left_behind(left.parent) == []
+        assert message.startswith("SaveError: Writing ") and "No space" in message
+        assert f"rank {len(of_ranks) - 1}: OSError" in message
+    check_checkpoints(folder / ("stopped_background" if kind else "stopped"), "checkpoint-1")
 
 
 def test_a_folder_that_vanished_is_made_again(runs):
     folder, (seen, *_) = runs
-    assert len(seen["vanished"].steps()) == 4
-    assert [path.name for path in by_step(folder / "vanished")] == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
+    assert len(seen["vanished"].steps()) == 3
+    assert [path.name for path in by_step(folder / "vanished")] == ["checkpoint-2", "checkpoint-3"]
 
 
 def test_files_of_weights_have_a_limit_and_open_anywhere(runs, tmp_path, capsys):
@@ -221,15 +233,28 @@ def test_files_of_weights_have_a_limit_and_open_anywhere(runs, tmp_path, capsys)
         assert_equal_weights({name: weights[name] for name in seen["small"].weights}, seen["small"].weights)
 
 
+def check_exported(checkpoint: Path, trained: Run, exported: Path) -> None:
+    """Exports weights in bf16 and compares them with those of a run."""
+    assert main(["checkpoint", "verify", str(checkpoint)]) == 0
+    export(checkpoint, exported, dtype="bfloat16")
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    assert {str(parameter.dtype) for parameter in model.parameters()} == {"torch.bfloat16"}
+    wanted = {name: tensor.bfloat16() for name, tensor in trained.weights.items()}
+    assert_equal_weights({name: model.state_dict()[name] for name in wanted}, wanted)
+
+
 def test_weights_are_put_together_from_a_checkpoint_without_them(runs, tmp_path):
     folder, (seen, *_) = runs
     checkpoint = folder / "continued_background" / "checkpoint-3"
-    assert main(["checkpoint", "verify", str(checkpoint)]) == 0
-    export(checkpoint, tmp_path / "half", dtype="bfloat16")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
-    assert {str(parameter.dtype) for parameter in model.parameters()} == {"torch.bfloat16"}
-    wanted = {name: tensor.bfloat16() for name, tensor in seen["continued in background"].weights.items()}
-    assert_equal_weights({name: model.state_dict()[name] for name in wanted}, wanted)
+    check_exported(checkpoint, seen["continued in background"], tmp_path / "half")
+
+
+def test_a_failed_save_in_the_background_of_four_ranks(tmp_path):
+    folder = tmp_path / "continued"
+    of_ranks = on_ranks(lambda: failing(folder, MIXED, "continue", async_save=True, save_full_weights=False))
+    assert [seen.result for seen in of_ranks] == [1] * 4
+    check_checkpoints(folder, "checkpoint-1", "checkpoint-3")
+    check_exported(folder / "checkpoint-3", of_ranks[0], tmp_path / "half")
 
 
 def test_the_commands_say_what_is_wrong(runs, tmp_path, capsys):
