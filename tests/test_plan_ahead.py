@@ -50,10 +50,11 @@ def test_what_was_planned_is_taken_once(ahead, planner):
     assert not ahead.take(np.array([5, 3])).hidden
 
 
-def test_a_plan_that_is_not_ready_is_waited_for(ahead):
+def test_a_plan_that_is_not_ready_is_waited_for(ahead, monkeypatch):
     go = threading.Event()
-    ahead.begin(lambda: go.wait(10) and np.array([5, 3]))
-    threading.Timer(0.2, go.set).start()
+    ahead.begin(lambda: go.wait(600) and np.array([5, 3]))
+    wait = ahead._next.result
+    monkeypatch.setattr(ahead._next, "result", lambda: go.set() or wait())  # not ready until it is waited for
     planned = ahead.take(np.array([5, 3]))
     assert not planned.hidden and planned.placement.micro_batches == (((0, 1), ()),)
 

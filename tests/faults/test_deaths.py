@@ -75,7 +75,7 @@ def test_the_job_ends_says_why_and_resumes(tmp_path, plan, kind, uninterrupted):
 # Every kind is above; a launcher sees a process that dies, and one that does not end.
 @pytest.mark.slow
 @pytest.mark.parametrize("plan, kind", [("pipeline", "kill_in_collective"), ("layers", "sleep_in_backward")])
-def test_a_launched_job_ends_in_time_and_leaves_no_process(tmp_path, plan, kind):
+def test_a_launched_job_ends_and_leaves_no_process(tmp_path, plan, kind):
     """Takes 6 s for answers after a death; after a rank falls asleep ddp_timeout, 6 s, and 10 s until it is ended. The
     rank would sleep for longer than the launch may take."""
     outcome = Job(folder=tmp_path, plan=plan, options=limit(kind)).launch(fail_at(RANK, STEP, kind))
