@@ -16,19 +16,22 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import GPT2Config, LlamaConfig
+from transformers import GPT2Config, LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from galvatron_hf.cli.main import main
 from galvatron_hf.interop.galvatron.model import read_galvatron_model
 from galvatron_hf.models.shape import ModelShape
 from galvatron_hf.parallel.layers import parallel_layer as block
+from galvatron_hf.profiler import cache
 from galvatron_hf.profiler.cache import load_or_profile_model
 from galvatron_hf.profiler.measure.cpu_timing import DeviceClock
-from galvatron_hf.profiler.measure.model import profile_model
+from galvatron_hf.profiler.measure.model import circumstances, profile_model
 from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
 from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.profiler.trace.isolated_layers import empty_model
 from galvatron_hf.profiler.trace.tracing import profile_from_config
+from planner_cases import random_model
 from ranks import run_ranks
 from tiny_models import FAMILIES
 
@@ -42,7 +45,8 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-def test_a_large_model_is_profiled_from_its_configuration():
+@pytest.mark.parametrize("max_degree", [4, pytest.param(64, marks=pytest.mark.slow)])
+def test_a_large_model_is_profiled_from_its_configuration(max_degree):
     config = LlamaConfig(
         hidden_size=8192,
         intermediate_size=28672,
@@ -52,11 +56,11 @@ def test_a_large_model_is_profiled_from_its_configuration():
         vocab_size=128256,
         max_position_embeddings=8192,
     )
-    profile = profile_from_config(config, CLUSTER, "bf16")
+    profile = profile_from_config(config, CLUSTER, "bf16", max_degree=max_degree)
     weights = [*profile.embedding.weights, *profile.head.weights]
     weights += [weight for kind in profile.layers for weight in profile.kinds[kind].weights]
     assert sum(math.prod(weight.shape) for weight in weights) == 70_553_706_496  # as published for Llama 3 70B
-    assert set(profile.kinds[0].times) == {1, 2, 4, 8, 16, 32, 64}
+    assert set(profile.kinds[0].times) == {tensor for tensor in (1, 2, 4, 8, 16, 32, 64) if tensor <= max_degree}
     assert len(profile.kinds) == 1 and len(profile.layers) == 80
     # 2 FLOPs a weight and token at most of the rate, and not less than half of that with what is no product.
     layer = profile.kinds[0].times[1].forward
@@ -79,7 +83,7 @@ def small_config() -> LlamaConfig:
 
 
 def test_what_training_has_measured_is_kept_in_json():
-    profile = profile_from_config(small_config(), CLUSTER, "fp32")
+    profile = random_model(0, layers=2)
     stretch = {name: 1.0 + 0.25 * index for index, name in enumerate(CALIBRATION_FACTORS)}
     update = dict(optimizer_ms_per_weight=0.125, optimizer_ms_per_element=2.0**-20, adding_ms_per_element=2.0**-22)
     measured = replace(profile, calibration_factors=stretch, collective_launch_ms=0.75, **update)
@@ -96,8 +100,15 @@ def quick(dtype: str = "fp32", **options) -> ModelProfile:
     return profile_model(empty_model(small_config()), dtype=dtype, device="cpu", tokens=128, seconds=0.5, **options)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    "dtype, packed",
+    [
+        ("fp32", True),
+        ("bf16", False),
+        pytest.param("fp32", False, marks=pytest.mark.slow),
+        pytest.param("bf16", True, marks=pytest.mark.slow),
+    ],
+)
 def test_every_part_is_measured_for_every_degree(dtype, packed):
     profile = quick(dtype, packed=packed, max_degree=4)
     assert set(profile.kinds[0].times) == set(profile.embedding.times) == set(profile.head.times) == {1, 2, 4}
@@ -114,23 +125,28 @@ def test_every_part_is_measured_for_every_degree(dtype, packed):
 
 
 def test_bookkeeping_of_a_checkpoint_is_measured_for_each_layer(monkeypatch):
-    """The repeated forward is not part of it. On a clock that only checkpoints advance, 20 ms each, it is 20 ms."""
-    now = [0.0]
+    """The repeated forward is not part of it. A forward takes 5 ms on this clock, and a checkpoint 20 ms longer."""
+    now, forward = [0.0], LlamaMLP.forward
 
-    def slow(*args, **kwargs):
+    def slow_forward(self, *args, **kwargs):
+        now[0] += 5.0
+        return forward(self, *args, **kwargs)
+
+    def slow_checkpoint(*args, **kwargs):
         now[0] += 20.0
         return checkpoint(*args, **kwargs)
 
     def measured() -> float:
-        profile = quick(max_degree=2)
-        one, two = (profile.kinds[0].times[tensor].recompute_fixed for tensor in (1, 2))
-        assert one == two
-        return one
+        times = quick(max_degree=2).kinds[0].times
+        assert times[1].forward.ms(128, 128**2) == pytest.approx(5.0)
+        assert times[1].recompute_fixed == times[2].recompute_fixed
+        return times[1].recompute_fixed
 
     monkeypatch.setattr(DeviceClock, "now", lambda self: now[0])
     monkeypatch.setattr(DeviceClock, "wall_per_cpu", 1.0)
+    monkeypatch.setattr(LlamaMLP, "forward", slow_forward)
     assert measured() == 0.0
-    monkeypatch.setattr(block, "checkpoint", slow)
+    monkeypatch.setattr(block, "checkpoint", slow_checkpoint)
     assert measured() == pytest.approx(20)
 
 
@@ -150,17 +166,28 @@ def test_all_ranks_get_the_same_profile():
     assert set(ModelProfile.from_json(texts[0]).kinds[0].times) == {1, 2}
 
 
-def test_a_kept_profile_is_used_again_and_a_stale_or_broken_one_is_not(tmp_path, caplog):
+def test_a_kept_profile_is_used_again_and_a_stale_or_broken_one_is_not(tmp_path, caplog, monkeypatch):
+    """Measures once; later measurements only say under which circumstances they were made."""
     model, options = empty_model(small_config()), dict(device="cpu", tokens=64, max_degree=1, seconds=0.1)
     first = load_or_profile_model(tmp_path, model, **options)
+    again = []
+
+    def measure(model: PreTrainedModel, **arguments) -> ModelProfile:
+        again.append(arguments)
+        return replace(first, made=circumstances(model, **arguments) | {"time": f"the {len(again) + 1}th"})
+
+    monkeypatch.setattr(cache, "profile_model", measure)
     assert load_or_profile_model(tmp_path, model, **options) == first
-    assert not caplog.records
+    assert not caplog.records and not again
     [path] = tmp_path.iterdir()
 
     def reason(expected: str, **changes) -> None:
         caplog.clear()
+        again.clear()
         with caplog.at_level(logging.WARNING):
-            assert load_or_profile_model(tmp_path, model, **options | changes) != first
+            found = load_or_profile_model(tmp_path, model, **options | changes)
+        assert found != first and found == ModelProfile.from_json(path)
+        assert again == [options | changes]
         assert re.search(expected, caplog.text), caplog.text
         first.to_json(path)
 
