@@ -26,19 +26,17 @@ from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.estimate import estimate_plan
 from galvatron_hf.planner.search import search_plan
 from galvatron_hf.planner.space import Limits, layer_strategies, vocabulary_strategies
-from galvatron_hf.profiler.measure import calibration
-from galvatron_hf.profiler.measure.calibration import LEAST, MOST, NOISE, SPREAD, fitted_factors
+from galvatron_hf.profiler.measure.calibration import LEAST, MOST
 from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
 from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.profiler.trace.tracing import profile_from_config
 from galvatron_hf.trainer.planning.auto_planner import profile_folder
-from galvatron_hf.trainer.planning.calibration import calibrated
 from galvatron_hf.trainer.planning.step_meter import prediction
 from tiny_models import FAMILIES
 from trainer_runs import Rows, arguments, on_ranks, run, trainer
 
 
-SHORT = dict(max_steps=4)  # the first two of them are not timed
+SHORT = dict(max_steps=4)  # an epoch; the first two steps are not timed
 
 
 class OwnLoss(GalvatronTrainer):
@@ -50,11 +48,24 @@ def refuse(*args, **kwargs):
     raise AssertionError("it was measured already")
 
 
-def auto_run(folder: Path) -> dict:
-    """Two runs under "auto", the second with what the first has measured."""
+class Watched(GalvatronTrainer):
+    """Records whether random streams go on after the search as if there had been none."""
+
+    undrawn = False
+
+    def plan_for(self, model):
+        before = torch.get_rng_state(), np.random.get_state()[2], random.getstate()
+        plan = super().plan_for(model)
+        after = torch.get_rng_state(), np.random.get_state()[2], random.getstate()
+        self.undrawn = torch.equal(before[0], after[0]) and before[1:] == after[1:]
+        return plan
+
+
+def auto_run(folder: Path, profiles: dict) -> dict:
+    """Trains twice under "auto"; the first run measures, the second reads what was measured."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        options = SHORT | dict(disable_tqdm=False, profile_dir=str(folder / "profiles"))
-        found = run(folder / "first", "auto", options=options, then=lambda made: made)
+        options = SHORT | profiles | dict(disable_tqdm=False)
+        found = run(folder / "first", "auto", trainer_class=Watched, options=options, then=lambda made: made)
     made = found.result
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("galvatron_hf.profiler.cache.profile_hardware", refuse)
@@ -70,6 +81,7 @@ def auto_run(folder: Path) -> dict:
         written=ParallelPlan.from_json(folder / "first" / "parallel_plan.json"),
         calibration_factors=factors_of(profile_folder(made.args)),
         best=None if made.search_result is None else made.search_result.best.plan,
+        undrawn=made.undrawn,
     )
 
 
@@ -79,17 +91,13 @@ def factors_of(folder: Path) -> dict[str, float]:
     return dict(ModelProfile.from_json(path).calibration_factors)
 
 
-def constrained(folder: Path) -> dict:
+def constrained(folder: Path, profiles: dict) -> dict:
     """Searches the space that arguments and own methods leave, and one with a budget that nothing fits."""
-    recompute = trainer(folder / "recompute", "auto", options=dict(gradient_checkpointing=True))
+    recompute = trainer(folder / "recompute", "auto", options=profiles | dict(gradient_checkpointing=True))
     own = trainer(folder / "own", "auto", trainer_class=OwnLoss)
-    small = trainer(folder / "small", "auto", options=dict(memory_gib=1e-6))
+    small = trainer(folder / "small", "auto", options=profiles | dict(memory_gib=1e-6))
     with pytest.raises(ValueError) as refused:
         small.train()
-    before = torch.get_rng_state(), np.random.get_state()[2], random.getstate()
-    undrawn = trainer(folder / "undrawn", "auto", options=dict(profile_dir=str(folder / "measured_anew")))
-    undrawn.plan_for(undrawn.model)
-    after = torch.get_rng_state(), np.random.get_state()[2], random.getstate()
     evaluated = trainer(folder / "evaluated", "auto", train_dataset=None, eval_dataset=Rows(4))
     evaluated.evaluate()
     recomputed = {layer.recompute for layer in recompute.plan_for(recompute.model).layers}
@@ -101,20 +109,19 @@ def constrained(folder: Path) -> dict:
         stages=own._planner.limits().pipeline,
         refused=str(refused.value),
         evaluated=evaluated.parallel.plan,
-        undrawn=torch.equal(before[0], after[0]) and before[1:] == after[1:],
     )
 
 
 class Fails(TrainerCallback):
-    """Stops a run with an error behind its first step."""
+    """Stops a run with an error after its first step."""
 
     def on_step_end(self, args, state, control, **kwargs):
         raise RuntimeError("enough")
 
 
-def failed_then_trained(folder: Path) -> tuple[int, int, int]:
-    """Steps that were timed in a run behind one that failed; callbacks before both and behind them."""
-    made, fails = trainer(folder, "auto", options=SHORT), Fails()
+def failed_then_trained(folder: Path, profiles: dict) -> tuple[int, int, int]:
+    """Returns the steps timed in a run after a failed one, and the callbacks before both runs and after them."""
+    made, fails = trainer(folder, "auto", options=SHORT | profiles), Fails()
     before = len(made.callback_handler.callbacks)
     made.add_callback(fails)
     with pytest.raises(RuntimeError, match="enough"):
@@ -125,15 +132,18 @@ def failed_then_trained(folder: Path) -> tuple[int, int, int]:
     return made.plan_outcome.steps, before, len(made.callback_handler.callbacks)
 
 
-def on_four(folder: Path) -> tuple[dict, dict, tuple]:
-    return auto_run(folder / "auto"), constrained(folder), failed_then_trained(folder / "failed")
+def on_every_rank(folder: Path) -> tuple[dict, dict, tuple]:
+    """Measures once, in the first run; all others read the profiles."""
+    profiles = dict(profile_dir=str(folder / "profiles"))
+    first = auto_run(folder / "auto", profiles)
+    return first, constrained(folder, profiles), failed_then_trained(folder / "failed", profiles)
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids="{} ranks".format)
+def ranks(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("auto")
     plain = run(folder / "plain", "auto", trainer_class=Trainer, options=SHORT | dict(gradient_accumulation_steps=1))
-    return plain, on_ranks(functools.partial(on_four, folder))
+    return plain, on_ranks(functools.partial(on_every_rank, folder), request.param)
 
 
 def test_auto_trains_as_one_process_under_the_plan_that_the_search_finds(ranks):
@@ -145,7 +155,7 @@ def test_auto_trains_as_one_process_under_the_plan_that_the_search_finds(ranks):
         assert one["again"] == one["plan"] == one["written"]
 
 
-def test_what_was_predicted_is_printed_beside_what_was_measured(ranks):
+def test_what_was_predicted_is_printed_with_what_was_measured(ranks):
     _, found = ranks
     first = found[0][0]
     noted = prediction(first["plan"])
@@ -166,16 +176,16 @@ def test_arguments_and_own_methods_limit_the_search(ranks):
 
 def test_without_a_training_set_nothing_is_searched(ranks):
     for _, one, _ in ranks[1]:
-        assert one["evaluated"].layers == ParallelPlan.uniform(4, 4).layers and not one["evaluated"].meta
+        assert one["evaluated"].layers == ParallelPlan.uniform(len(ranks[1]), 4).layers and not one["evaluated"].meta
 
 
 def test_a_search_draws_nothing_from_the_random_streams_of_training(ranks):
-    assert all(one["undrawn"] for _, one, _ in ranks[1])
+    assert all(one["undrawn"] for one, _, _ in ranks[1])
 
 
-def test_a_run_behind_one_that_failed_is_measured(ranks):
-    for _, _, (steps, before, behind) in ranks[1]:
-        assert steps == 2 and before == behind
+def test_a_run_after_a_failed_one_is_measured(ranks):
+    for _, _, (steps, before, after) in ranks[1]:
+        assert steps == 2 and before == after
 
 
 def test_one_process_without_a_plan_is_plain_trainer(tmp_path):
@@ -190,105 +200,9 @@ def test_whole_steps_have_stretched_the_profile(ranks, tmp_path):
         assert all(LEAST <= factor <= MOST for factor in one.values())
 
 
-def test_factors_bring_the_parts_to_what_was_measured():
-    """Fits factors to twelve plans: a part that no plan has, and a part near zero, keep the factor 1.
-
-    Times that are sums of parts have their factors in closed form: a ridge regression toward 1, of the wait toward 0.
-    """
-    draw = np.random.default_rng(0)
-    parts, counts = draw.uniform(0, 10, (12, len(CALIBRATION_FACTORS))), draw.integers(0, 8, 12)
-    parts[:, 3], parts[:, 4] = 0.0, 1e-3
-    truth, wait = np.array([1.1, 2.0, 3.0, 2.0, 4.0]), 0.75
-    measured = 5 + parts @ truth + counts * wait
-    found, waiting, off = fitted_factors(lambda factors, wait: 5 + parts @ factors + counts * wait, measured)
-    columns = np.column_stack([parts, counts]) / measured[:, None] / NOISE
-    wanted = (measured - 5 - parts.sum(axis=1)) / measured / NOISE
-    prior = np.eye(len(CALIBRATION_FACTORS) + 1) / SPREAD**2
-    closed = np.append(np.ones(len(CALIBRATION_FACTORS)), 0.0) + np.linalg.solve(
-        columns.T @ columns + prior, columns.T @ wanted
-    )
-    assert np.allclose([*found, waiting], closed, rtol=2e-3)
-    assert np.allclose(closed[:3], truth[:3], rtol=0.05) and closed[-1] == pytest.approx(wait, rel=0.05)
-    assert np.allclose(found[3:], 1.0, atol=0.01)
-    assert off < 0.005
-    found, _, _ = fitted_factors(lambda factors, wait: parts @ factors, parts @ (100 * truth))
-    assert np.allclose(found[:3], MOST, rtol=1e-3)
-    _, waiting, _ = fitted_factors(lambda factors, wait: 10 + counts * wait, np.full(12, 9.0))
-    assert waiting == pytest.approx(0.0, abs=0.01)  # nobody waits for less than nothing
-
-
-def test_simple_plans_are_tried_until_their_steps_agree_and_one_of_them_at_least():
-    """The median of all steps of a plan counts, not those of a slow pass."""
-    cases = [(1e6, 10.0, 90.0, 12.0), (1e6, 10.0, 10.0), (0.0, 10.0)]
-    disturbed, steady, hurried = on_ranks(lambda: [tried_plans(*case) for case in cases], 2)[0]
-    tried, measured = disturbed
-    once = len(tried) // 3
-    assert once > 3 and tried == 3 * tried[:once] and len(set(tried)) == once
-    assert measured == [12.0] * once
-    assert steady == (2 * tried[:once], [10.0] * once)
-    assert hurried == (tried[:1], [10.0])
-
-
-def test_whole_steps_are_tried_with_the_layers_there_are_up_to_eight_or_until_steps_are_long_enough():
-    cases = [(3, 1e6), (9, 1e6), (3, 0.0), (9, 0.0)]
-    assert on_ranks(lambda: [layers_tried(*case) for case in cases], 2)[0] == [{3}, {8}, {3}, {4}]
-
-
-def test_calibration_has_plans_with_many_exchanges_and_one_that_is_sharded_in_pairs(monkeypatch):
-    """Checks plans that alone show the waits of two Ulysses ranks and the costs of copied shards."""
-    small = FAMILIES["llama"].build()
-    monkeypatch.setattr(calibration.dist, "get_world_size", lambda: 4)
-    for rows, most in ((16, 8), (6, 6)):
-        plans = calibration._plans(small, rows, Precision(compute="fp32"))
-        assert max(plan.micro_batches for plan in plans) == most
-        (exchanging,) = (plan for plan in plans if plan.layers[0].ulysses > 1 and len(plan.stages) > 1)
-        assert exchanging.micro_batches == most
-        (paired,) = (plan for plan in plans if plan.layers[0].shard_degree not in (None, 4))
-        assert (paired.layers[0].sharding, paired.layers[0].shard_degree) == ("zero3", 2)
-
-
-def layers_tried(count: int, step_ms: float) -> set[int]:
-    """Layers of the models that calibration trains for a model of `count` layers and steps of `step_ms`."""
-    seen = set()
-
-    def steps_ms(steps, *unused):
-        seen.add(steps.new_model().config.num_hidden_layers)
-        return [10.0]
-
-    model, hardware = FAMILIES["llama"].build(num_hidden_layers=count), hardware_preset("cpu", 1, 2)
-    profile = profile_from_config(model.config, hardware, "fp32", length=32, max_degree=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration, "_steps_ms", steps_ms)
-        patch.setattr(calibration, "STEP_MS", step_ms)
-        calibrated(profile, model, hardware, rows=4, length=32, device=torch.device("cpu"), seconds=0.0)
-    return seen
-
-
-def tried_plans(seconds: float, *passes: float) -> tuple[list[str], list[float]]:
-    """The plans that calibration tries and what it finds if steps take so many ms in its passes."""
-    tried, seen = [], []
-
-    def steps_ms(steps, plan, *unused):
-        tried.append(plan.to_json())
-        return [passes[tried.count(tried[-1]) - 1]] * 4
-
-    def fitted(predicted, measured):
-        seen.extend(measured.tolist())
-        return (1.0,) * len(CALIBRATION_FACTORS), 0.0, 0.0
-
-    model, hardware = FAMILIES["llama"].build(), hardware_preset("cpu", 1, 2)
-    profile = profile_from_config(model.config, hardware, "fp32", length=32, max_degree=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration, "_steps_ms", steps_ms)
-        patch.setattr(calibration, "fitted_factors", fitted)
-        options = dict(rows=4, length=32, device=torch.device("cpu"), seconds=seconds)
-        calibrated(profile, model, hardware, **options)
-    return tried, seen
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama", "llama_tied"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", pytest.param("llama_tied", marks=pytest.mark.slow)])
 def test_no_strategy_of_the_space_is_refused_by_the_runtime(family):
-    """GPT-2 has biases, which tensor and sharding ranks cannot always share."""
+    """GPT-2 has tied ends, and biases, which tensor and sharding ranks cannot always share; Llama has neither."""
     model = FAMILIES[family].build()
     hardware = hardware_preset("cpu", 1, 8)
     profile = profile_from_config(model.config, hardware, "fp32", length=32, max_degree=8)
@@ -349,7 +263,7 @@ def test_profiles_have_a_place(tmp_path, monkeypatch):
         trainer(tmp_path, ParallelPlan.uniform(1, 4), options=dict(memory_gib=-1))
 
 
-# ---- OptionCosts of rows of different lengths ----
+# ---- Costs of rows of different lengths ----
 
 
 def test_shorter_rows_take_less_time_and_the_longest_their_memory():
@@ -381,7 +295,10 @@ CASES = {
 
 
 def searched(name: str) -> ParallelPlan:
-    """The plan that a search finds for a tiny model on four ranks; the budget is a share of what it takes without."""
+    """Returns the plan that a search finds for a tiny model on four ranks.
+
+    The budget is a share of the memory that the plan without a budget takes.
+    """
     limits, share = CASES[name]
     hardware = hardware_preset("cpu", 1, 4)
     model = profile_from_config(FAMILIES["llama"].build().config, hardware, "fp32", length=32, max_degree=4)
@@ -395,16 +312,24 @@ def searched(name: str) -> ParallelPlan:
     return best.plan_with_prediction(work)
 
 
-def test_searched_plans_train_as_one_process(tmp_path):
+# A pipeline, tensor parallelism, and sharding by a search for little memory.
+FAST = ("deep", "tensor", "little memory")
+OTHERS = tuple(name for name in CASES if name not in FAST)
+
+
+@pytest.mark.parametrize("names", [FAST, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["fast", "others"])
+def test_searched_plans_train_as_one_process(tmp_path, names):
     plans = {name: searched(name) for name in CASES}
     for plan in plans.values():
         require_runnable(plan, 4)
     assert len({replace(plan, meta={}).to_json() for plan in plans.values()}) >= 4
-    plain = run(tmp_path / "plain", "auto", trainer_class=Trainer, options=dict(gradient_accumulation_steps=1))
-    for found in on_ranks(functools.partial(train_under, plans, tmp_path)):
+    trained = {name: plans[name] for name in names}
+    options = SHORT | dict(gradient_accumulation_steps=1)
+    plain = run(tmp_path / "plain", "auto", trainer_class=Trainer, options=options)
+    for found in on_ranks(functools.partial(train_under, trained, tmp_path)):
         for one in found.values():
             assert np.allclose(one.steps("loss", "grad_norm"), plain.steps("loss", "grad_norm"), rtol=1e-4)
 
 
 def train_under(plans: dict[str, ParallelPlan], folder: Path) -> dict:
-    return {name: run(folder / name, plan) for name, plan in plans.items()}
+    return {name: run(folder / name, plan, options=SHORT) for name, plan in plans.items()}

@@ -1,0 +1,113 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Calibration: the plans and layers that are tried in whole steps, and the factors that are fitted to their times."""
+
+import numpy as np
+import pytest
+import torch
+
+from galvatron_hf.plan import Precision
+from galvatron_hf.profiler.measure import calibration
+from galvatron_hf.profiler.measure.calibration import MOST, NOISE, SPREAD, fitted_factors
+from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS
+from galvatron_hf.profiler.profiles.presets import hardware_preset
+from galvatron_hf.profiler.trace.tracing import profile_from_config
+from galvatron_hf.trainer.planning.calibration import calibrated
+from tiny_models import FAMILIES
+from trainer_runs import on_ranks
+
+
+def test_factors_bring_the_parts_to_what_was_measured():
+    """Fits factors to twelve plans: a part that no plan has, and a part near zero, keep the factor 1.
+
+    Times that are sums of parts have their factors in closed form: a ridge regression toward 1, of the wait toward 0.
+    """
+    draw = np.random.default_rng(0)
+    parts, counts = draw.uniform(0, 10, (12, len(CALIBRATION_FACTORS))), draw.integers(0, 8, 12)
+    parts[:, 3], parts[:, 4] = 0.0, 1e-3
+    truth, wait = np.array([1.1, 2.0, 3.0, 2.0, 4.0]), 0.75
+    measured = 5 + parts @ truth + counts * wait
+    found, waiting, off = fitted_factors(lambda factors, wait: 5 + parts @ factors + counts * wait, measured)
+    columns = np.column_stack([parts, counts]) / measured[:, None] / NOISE
+    wanted = (measured - 5 - parts.sum(axis=1)) / measured / NOISE
+    prior = np.eye(len(CALIBRATION_FACTORS) + 1) / SPREAD**2
+    closed = np.append(np.ones(len(CALIBRATION_FACTORS)), 0.0) + np.linalg.solve(
+        columns.T @ columns + prior, columns.T @ wanted
+    )
+    assert np.allclose([*found, waiting], closed, rtol=2e-3)
+    assert np.allclose(closed[:3], truth[:3], rtol=0.05) and closed[-1] == pytest.approx(wait, rel=0.05)
+    assert np.allclose(found[3:], 1.0, atol=0.01)
+    assert off < 0.005
+    found, _, _ = fitted_factors(lambda factors, wait: parts @ factors, parts @ (100 * truth))
+    assert np.allclose(found[:3], MOST, rtol=1e-3)
+    _, waiting, _ = fitted_factors(lambda factors, wait: 10 + counts * wait, np.full(12, 9.0))
+    assert waiting == pytest.approx(0.0, abs=0.01)  # nobody waits for less than nothing
+
+
+def test_simple_plans_are_tried_until_their_steps_agree_and_one_of_them_at_least():
+    """The median of all steps of a plan counts, not those of a slow pass."""
+    cases = [(1e6, 10.0, 90.0, 12.0), (1e6, 10.0, 10.0), (0.0, 10.0)]
+    disturbed, steady, hurried = on_ranks(lambda: [tried_plans(*case) for case in cases], 2)[0]
+    tried, measured = disturbed
+    once = len(tried) // 3
+    assert once > 3 and tried == 3 * tried[:once] and len(set(tried)) == once
+    assert measured == [12.0] * once
+    assert steady == (2 * tried[:once], [10.0] * once)
+    assert hurried == (tried[:1], [10.0])
+
+
+def test_whole_steps_are_tried_with_the_layers_there_are_up_to_eight_or_until_steps_are_long_enough():
+    cases = [(3, 1e6), (9, 1e6), (3, 0.0), (9, 0.0)]
+    assert on_ranks(lambda: [layers_tried(*case) for case in cases], 2)[0] == [{3}, {8}, {3}, {4}]
+
+
+def test_calibration_has_plans_with_many_exchanges_and_one_that_is_sharded_in_pairs(monkeypatch):
+    """Checks plans that alone show the waits of two Ulysses ranks and the costs of copied shards."""
+    small = FAMILIES["llama"].build()
+    monkeypatch.setattr(calibration.dist, "get_world_size", lambda: 4)
+    for rows, most in ((16, 8), (6, 6)):
+        plans = calibration._plans(small, rows, Precision(compute="fp32"))
+        assert max(plan.micro_batches for plan in plans) == most
+        (exchanging,) = (plan for plan in plans if plan.layers[0].ulysses > 1 and len(plan.stages) > 1)
+        assert exchanging.micro_batches == most
+        (paired,) = (plan for plan in plans if plan.layers[0].shard_degree not in (None, 4))
+        assert (paired.layers[0].sharding, paired.layers[0].shard_degree) == ("zero3", 2)
+
+
+def layers_tried(count: int, step_ms: float) -> set[int]:
+    """Returns the layers of the models that calibration trains for a model of `count` layers and such steps."""
+    seen = set()
+
+    def steps_ms(steps, *unused):
+        seen.add(steps.new_model().config.num_hidden_layers)
+        return [10.0]
+
+    model, hardware = FAMILIES["llama"].build(num_hidden_layers=count), hardware_preset("cpu", 1, 2)
+    profile = profile_from_config(model.config, hardware, "fp32", length=32, max_degree=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "_steps_ms", steps_ms)
+        patch.setattr(calibration, "STEP_MS", step_ms)
+        calibrated(profile, model, hardware, rows=4, length=32, device=torch.device("cpu"), seconds=0.0)
+    return seen
+
+
+def tried_plans(seconds: float, *passes: float) -> tuple[list[str], list[float]]:
+    """Returns the plans that calibration tries, and what it finds if steps take so many ms in its passes."""
+    tried, seen = [], []
+
+    def steps_ms(steps, plan, *unused):
+        tried.append(plan.to_json())
+        return [passes[tried.count(tried[-1]) - 1]] * 4
+
+    def fitted(predicted, measured):
+        seen.extend(measured.tolist())
+        return (1.0,) * len(CALIBRATION_FACTORS), 0.0, 0.0
+
+    model, hardware = FAMILIES["llama"].build(), hardware_preset("cpu", 1, 2)
+    profile = profile_from_config(model.config, hardware, "fp32", length=32, max_degree=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "_steps_ms", steps_ms)
+        patch.setattr(calibration, "fitted_factors", fitted)
+        options = dict(rows=4, length=32, device=torch.device("cpu"), seconds=seconds)
+        calibrated(profile, model, hardware, **options)
+    return tried, seen
