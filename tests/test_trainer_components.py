@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainerControl, TrainerState
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from equivalence import whole
 from galvatron_hf.data.cost import SequenceCost
 from galvatron_hf.data.loader import batch_rows, join_batches
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.parallelize import parallelize
-from galvatron_hf.parallel.weights.distributed_state import whole_weights
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.trainer.checkpoint.checkpoint_finder import CheckpointFinder
 from galvatron_hf.trainer.checkpoint.checkpoint_writer import SaveError
@@ -173,7 +173,7 @@ def test_a_step_state_collects_batches_and_reads_its_numbers():
 
 
 def cross_entropy(model, inputs, num_items_in_batch=None, return_outputs=False, divided=True):
-    """As a user writes it: the sum over the local targets, divided by those of the batch, or the local mean."""
+    """Returns the sum over the local targets divided by the batch's targets, or the local mean, as users write it."""
     outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
     losses = torch.nn.functional.cross_entropy(
         outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten(), reduction="sum"
@@ -184,7 +184,7 @@ def cross_entropy(model, inputs, num_items_in_batch=None, return_outputs=False, 
 
 @pytest.mark.parametrize("divided", [True, False])
 def test_a_custom_loss_adds_up_to_the_models_own(divided):
-    """On two ranks, in training and in evaluation; whether it is divided is found out."""
+    """Compares losses of two ranks in training and in evaluation, and finds out whether the loss is divided."""
 
     def work() -> tuple[list[float], bool, torch.Tensor]:
         parallel, batch = parallel_model(2, micro_batches=2), BATCHES["right"]()
@@ -314,12 +314,21 @@ def checkpointer(parallel: ParallelModel, folder, **options) -> Checkpointer:
     return Checkpointer(parallel=parallel, args=args, save_files=save_files, make_optimizer=None)
 
 
+def whole_state(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Returns the weights and the optimizer's state by name, unsharded; collective."""
+    state = {}
+    for name, parameter in parallel.model.named_parameters():
+        tensors = {"weight": parameter.detach(), **optimizer.state[parameter]}
+        state |= {f"{name} {kind}": whole(tensor) for kind, tensor in tensors.items()}
+    return state
+
+
 def test_a_checkpoint_is_saved_found_and_loaded_under_another_plan(tmp_path):
     def trained(parallel: ParallelModel) -> dict:
         optimizer = torch.optim.AdamW(parallel.model.parameters(), lr=1e-2, foreach=False)
         return dict(optimizer=optimizer, scheduler=LambdaLR(optimizer, lambda step: 0.5**step))
 
-    def work() -> tuple[bool, str, bool, list]:
+    def work() -> tuple[bool, str, int]:
         parallel, state = parallel_model(2, tensor=2), TrainerState(global_step=1)
         objects = trained(parallel)
         parallel.forward_backward(BATCHES["right"]())
@@ -333,7 +342,9 @@ def test_a_checkpoint_is_saved_found_and_loaded_under_another_plan(tmp_path):
         loader = checkpointer(again, tmp_path)
         loader.load_weights(found)
         loader.load_optimizer_and_scheduler(found, **loaded)
-        before, after = whole_weights(parallel), whole_weights(again)
+        before, after = whole_state(parallel, objects["optimizer"]), whole_state(again, loaded["optimizer"])
+        assert before.keys() == after.keys() and any(name.endswith("exp_avg_sq") for name in before)
+        assert all(tensor.any() for tensor in before.values())
         same = all(torch.equal(before[name], after[name]) for name in before)
         return same, os.path.basename(found), loaded["scheduler"].state_dict()["last_epoch"]
 
