@@ -25,7 +25,7 @@ QUICK = {"sizes": SIZES, "repetitions": 2}
 
 @pytest.fixture(scope="module")
 def measured():
-    """The profiles of four ranks on two nodes."""
+    """Measures on four ranks of two nodes; returns the profile of each rank."""
     texts = run_ranks(lambda: profile_hardware(local_world_size=2, **QUICK).to_json(), 4)
     return [HardwareProfile.from_json(text) for text in texts]
 
@@ -34,7 +34,7 @@ def test_ranks_agree(measured):
     assert all(profile == measured[0] for profile in measured)
 
 
-def test_what_a_step_sends_beside_its_work_takes_time_and_a_part_of_a_message_is_hidden_at_most(measured):
+def test_what_a_step_sends_besides_its_work_takes_time_and_a_part_of_a_message_is_hidden_at_most(measured):
     assert measured[0].step_ms > 0
     assert 0 <= measured[0].exposed_sync <= 1
 
@@ -124,7 +124,7 @@ def test_timing_ends_in_time_and_steps_are_counted():
         return told, len(found)
 
     told, count = run_ranks(steps, 3)[1]
-    assert count == 6  # four of all three ranks, sends to the next and to the one behind it
+    assert count == 6  # four of all three ranks, sends to the next and to the one after it
     assert len(told[1e6]) == count_steps(3, 3, SIZES, 3)
     assert told[0.0].count("timing links") == count * len(SIZES)
 
