@@ -27,6 +27,7 @@ from galvatron_hf.planner.estimate import estimate_plan
 from galvatron_hf.planner.search import search_plan
 from galvatron_hf.planner.space import Limits, layer_strategies, vocabulary_strategies
 from galvatron_hf.profiler.measure.calibration import LEAST, MOST
+from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
 from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.profiler.trace.tracing import profile_from_config
@@ -267,8 +268,7 @@ def test_profiles_have_a_place(tmp_path, monkeypatch):
 
 
 def test_shorter_rows_take_less_time_and_the_longest_their_memory():
-    hardware = hardware_preset("cpu", 1, 4)
-    model = profile_from_config(FAMILIES["llama"].build().config, hardware, "fp32", length=32, max_degree=4)
+    hardware, model = counted()
     whole = Workload(rows=8, length=32, precision=Precision(compute="fp32"))
     half = replace(whole, mean_length=16, mean_square=16.0**2)
     short = replace(whole, length=16)
@@ -294,14 +294,21 @@ CASES = {
 }
 
 
+@functools.cache
+def counted() -> tuple[HardwareProfile, ModelProfile]:
+    """Returns profiles of four CPU ranks and of the tiny Llama, whose times are counted."""
+    hardware = hardware_preset("cpu", 1, 4)
+    config = FAMILIES["llama"].build().config
+    return hardware, profile_from_config(config, hardware, "fp32", length=32, max_degree=4)
+
+
 def searched(name: str) -> ParallelPlan:
     """Returns the plan that a search finds for a tiny model on four ranks.
 
     The budget is a share of the memory that the plan without a budget takes.
     """
     limits, share = CASES[name]
-    hardware = hardware_preset("cpu", 1, 4)
-    model = profile_from_config(FAMILIES["llama"].build().config, hardware, "fp32", length=32, max_degree=4)
+    hardware, model = counted()
     work = Workload(rows=8, length=32, precision=Precision(compute="fp32"))
     best = search_plan(hardware, model, work, limits=limits).best
     if share is not None:

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calibration: the plans and layers that are tried in whole steps, and the factors that are fitted to their times."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch
 from galvatron_hf.plan import Precision
 from galvatron_hf.profiler.measure import calibration
 from galvatron_hf.profiler.measure.calibration import MOST, NOISE, SPREAD, fitted_factors
-from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS
+from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
 from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.profiler.trace.tracing import profile_from_config
 from galvatron_hf.trainer.planning.calibration import calibrated
@@ -46,6 +48,7 @@ def test_factors_bring_the_parts_to_what_was_measured():
 
 def test_simple_plans_are_tried_until_their_steps_agree_and_one_of_them_at_least():
     """The median of all steps of a plan counts, not those of a slow pass."""
+    counted(4)  # once, before the ranks are forked
     cases = [(1e6, 10.0, 90.0, 12.0), (1e6, 10.0, 10.0), (0.0, 10.0)]
     disturbed, steady, hurried = on_ranks(lambda: [tried_plans(*case) for case in cases], 2)[0]
     tried, measured = disturbed
@@ -58,6 +61,8 @@ def test_simple_plans_are_tried_until_their_steps_agree_and_one_of_them_at_least
 
 def test_whole_steps_are_tried_with_the_layers_there_are_up_to_eight_or_until_steps_are_long_enough():
     cases = [(3, 1e6), (9, 1e6), (3, 0.0), (9, 0.0)]
+    for layers in (3, 9):
+        counted(layers)  # once, before the ranks are forked
     assert on_ranks(lambda: [layers_tried(*case) for case in cases], 2)[0] == [{3}, {8}, {3}, {4}]
 
 
@@ -74,6 +79,13 @@ def test_calibration_has_plans_with_many_exchanges_and_one_that_is_sharded_in_pa
         assert (paired.layers[0].sharding, paired.layers[0].shard_degree) == ("zero3", 2)
 
 
+@functools.cache
+def counted(layers: int) -> ModelProfile:
+    """Returns the counted profile of a Llama for two ranks."""
+    config = FAMILIES["llama"].build(num_hidden_layers=layers).config
+    return profile_from_config(config, hardware_preset("cpu", 1, 2), "fp32", length=32, max_degree=2)
+
+
 def layers_tried(count: int, step_ms: float) -> set[int]:
     """Returns the layers of the models that calibration trains for a model of `count` layers and such steps."""
     seen = set()
@@ -83,11 +95,10 @@ def layers_tried(count: int, step_ms: float) -> set[int]:
         return [10.0]
 
     model, hardware = FAMILIES["llama"].build(num_hidden_layers=count), hardware_preset("cpu", 1, 2)
-    profile = profile_from_config(model.config, hardware, "fp32", length=32, max_degree=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "_steps_ms", steps_ms)
         patch.setattr(calibration, "STEP_MS", step_ms)
-        calibrated(profile, model, hardware, rows=4, length=32, device=torch.device("cpu"), seconds=0.0)
+        calibrated(counted(count), model, hardware, rows=4, length=32, device=torch.device("cpu"), seconds=0.0)
     return seen
 
 
@@ -103,11 +114,10 @@ def tried_plans(seconds: float, *passes: float) -> tuple[list[str], list[float]]
         seen.extend(measured.tolist())
         return (1.0,) * len(CALIBRATION_FACTORS), 0.0, 0.0
 
-    model, hardware = FAMILIES["llama"].build(), hardware_preset("cpu", 1, 2)
-    profile = profile_from_config(model.config, hardware, "fp32", length=32, max_degree=2)
+    model, hardware = FAMILIES["llama"].build(num_hidden_layers=4), hardware_preset("cpu", 1, 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "_steps_ms", steps_ms)
         patch.setattr(calibration, "fitted_factors", fitted)
         options = dict(rows=4, length=32, device=torch.device("cpu"), seconds=seconds)
-        calibrated(profile, model, hardware, **options)
+        calibrated(counted(4), model, hardware, **options)
     return tried, seen

@@ -216,7 +216,10 @@ def test_sums_in_fewer_bits_than_layers_compute_in_are_refused(capsys, long_mode
 
 def test_all_devices_may_share_a_layer(capsys, tmp_path, long_model):
     """Uses as many ranks as the heads allow, on two nodes, for a batch of one row."""
-    case = ["--model", long_model, "--cluster", "h100", "--nodes", "2", "--devices-per-node", "2"]
+    profile = str(tmp_path / "profile.json")
+    assert main(["profile-model", "--model", long_model, "--cluster", "h100", "--output", profile]) == 0
+    capsys.readouterr()
+    case = ["--model-profile", profile, "--cluster", "h100", "--nodes", "2", "--devices-per-node", "2"]
     case += ["--global-batch", "1", "--seq-length", "2048"]
     assert main(["search", *case, "--json"]) == 0
     best = json.loads(capsys.readouterr().out)
