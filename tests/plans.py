@@ -47,6 +47,10 @@ def uniform_plans(world_size: int) -> dict[str, ParallelPlan]:
     return plans
 
 
+# Uniform plans of two degrees that are not among those on 2 ranks, one of a kind.
+TWO_DEGREES = ("hybrid_sharding", "tensor_data", "ulysses_data", "tensor_ulysses", "megatron_sp_ulysses")
+
+
 def mixed_plans() -> dict[str, ParallelPlan]:
     """Returns plans on 4 ranks whose layers differ; together they change layouts in every way."""
     S, V = LayerStrategy, VocabularyStrategy

@@ -29,7 +29,7 @@ from galvatron_hf.parallel.data_parallel.replicated import ReplicatedUnit
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
 from plan_inputs import drawn
-from plans import mixed_plans, uniform, uniform_plans, untied_plans
+from plans import TWO_DEGREES, mixed_plans, uniform, uniform_plans, untied_plans
 from ranks import run_ranks
 from tiny_models import BATCHES, FAMILIES, LAYERS
 
@@ -63,25 +63,26 @@ def oracle_of(family: str, batch: str = "right", num_items: int | None = None) -
 # windows and additive masks with hidden positions, too, and batches of fewer rows and positions than ranks.
 DIFFERENT = [
     ("gemma2", "left", None, "mixed_a"),
-    ("mistral", "packed", None, "mixed_b"),
     ("llama_one_kv_head", "shifted", None, "mixed_b"),
-    ("smollm3", "one_row", None, "mixed_b"),
     ("granite", "plain", None, "mixed_c"),
     ("cohere", "odd", None, "mixed_c"),
-    ("llama_eager", "left", None, "permuted"),
     ("gpt2", "left", None, "permuted"),
+    ("llama", "left", None, "head_tensor"),
+    ("mistral", "packed", None, "mixed_b"),
+    ("smollm3", "one_row", None, "mixed_b"),
+    ("llama_eager", "left", None, "permuted"),
     ("phi3", "one_short_row", None, "permuted"),
     ("gemma3", "right", None, "shuffled"),
     ("llama_biases", "right", 37, "shuffled"),
     ("qwen3", "right", None, "embedding_tensor"),
-    ("llama", "left", None, "head_tensor"),
 ]
+EVALUATED = 6  # the first ones, whose logits differ: capped, scaled, of a tied weight, of a head that is cut
 
 
-@pytest.mark.parametrize("part", [0, 1])
-def test_every_family_kind_of_batch_and_mix_of_layers(part):
-    plans = mixed_plans() | untied_plans()
-    check_cases(4, {f"{case}": (oracle_of(*case[:3]), plans[case[-1]]) for case in DIFFERENT[part::2]})
+@pytest.mark.parametrize("evaluation", [True, False])
+def test_every_family_kind_of_batch_and_mix_of_layers(evaluation):
+    plans, cases = mixed_plans() | untied_plans(), DIFFERENT[:EVALUATED] if evaluation else DIFFERENT[EVALUATED:]
+    check_cases(4, {f"{case}": (oracle_of(*case[:3]), plans[case[-1]]) for case in cases}, evaluation=evaluation)
 
 
 @pytest.mark.slow
@@ -105,8 +106,8 @@ def test_every_mix_of_layers_and_order_of_ranks(family):
     "world_size, names",
     [
         (2, list(uniform_plans(2))),
-        (4, [name for name in uniform_plans(4) if name not in uniform_plans(2)]),
-        pytest.param(4, list(uniform_plans(2)), marks=pytest.mark.slow),
+        (4, TWO_DEGREES),
+        pytest.param(4, [name for name in uniform_plans(4) if name not in TWO_DEGREES], marks=pytest.mark.slow),
     ],
     ids=["2", "4_of_two_degrees", "4"],
 )
@@ -239,7 +240,7 @@ def check_random_plans(drawn: list[tuple[str, str, ParallelPlan]], *, evaluation
 
 
 def test_random_plans():
-    check_random_plans(drawn(plans_and_inputs(4), 4), evaluation=False)
+    check_random_plans(drawn(plans_and_inputs(4), 3), evaluation=False)
 
 
 @pytest.mark.slow

@@ -36,14 +36,14 @@ DIFFERENT = {
     "1f1b_mixed": ("gpt2", "left", None),
     "1f1b_uneven": ("llama", "right", 37),
     "gpipe_apart": ("phi3", "odd", None),
-    "interleaved": ("llama_tied", "one_row", None),
+    "interleaved": ("gemma3", "one_row", None),
     "interleaved_apart": ("granite", "shifted", None),
     "gpipe_of_four": ("gemma2", "packed", None),
     "1f1b_of_four": ("llama", "one_short_row", None),
     "zero_bubble": ("cohere", "right", None),
     "zero_bubble_of_four": ("starcoder2", "left", None),
     "zero_bubble_loop": ("mistral", "packed", None),
-    "zero_bubble_v": ("gemma3", "right", None),
+    "zero_bubble_v": ("llama_tied", "right", None),
 }
 
 
@@ -51,13 +51,14 @@ DIFFERENT = {
 def test_every_schedule_with_every_kind_of_family_and_batch(part):
     plans = pipeline_plans()
     assert DIFFERENT.keys() == plans.keys()
-    check_cases(4, {name: (oracle_of(*DIFFERENT[name]), plans[name]) for name in list(plans)[part::2]})
+    cases = {name: (oracle_of(*DIFFERENT[name]), plans[name]) for name in list(plans)[part::2]}
+    check_cases(4, cases, evaluation=part == 0)
 
 
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_eight_ranks(part):
     oracle, plans = oracle_of("llama", ["right", "odd"][part]), pipeline_plans_on_eight()
-    names = list(plans) if part else ["gpipe", "1f1b_of_four"]
+    names = list(plans) if part else ["gpipe"]
     check_cases(8, {name: (oracle, plans[name]) for name in names})
 
 
@@ -113,7 +114,7 @@ def tied_plans() -> dict[str, ParallelPlan]:
 
 
 # The fast test of every schedule has tied embeddings too.
-FAST_TIED = ("zero_bubble_v", "zero3_zero2", "whole_zero3")
+FAST_TIED = ("zero3_zero2", "whole_zero3")
 
 
 SLOW_TIED = tuple(name for name in tied_plans() if name not in FAST_TIED)

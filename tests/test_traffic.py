@@ -95,7 +95,6 @@ def test_four_ranks_send_what_the_formula_says():
     plans = uniform_plans(4)
     mixed = mixed_plans() | untied_plans()
     families = {
-        "mixed_a": "llama",
         "mixed_b": "gemma2",
         "mixed_c": "qwen3",
         "permuted": "gpt2",
@@ -123,7 +122,7 @@ def test_four_ranks_send_what_the_formula_says_in_more_cases():
     }
     for family in ("llama_one_kv_head", "llama_biases", "qwen3", "gpt2"):
         cases[family] = family, "right", mixed["mixed_b"]
-    for name in ("mixed_b", "mixed_c", "permuted", "shuffled", "embedding_tensor"):
+    for name in ("mixed_a", "mixed_b", "mixed_c", "permuted", "shuffled", "embedding_tensor"):
         cases[name] = "llama", "odd", mixed[name]
     cases["accumulated copies"] = "llama", "right", replace(plans["hybrid_sharding"], micro_batches=3)
     cases["accumulated zero2"] = "llama", "right", replace(plans["zero2"], micro_batches=4)
