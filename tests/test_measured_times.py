@@ -4,6 +4,7 @@
 
 import dataclasses
 import functools
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -48,7 +49,7 @@ def test_what_is_computed_between_messages_is_no_part_of_their_time(monkeypatch)
 
     assert measured(0.5) == pytest.approx(0.5)
     assert measured(0.5, transfers=2) == pytest.approx(0.25)
-    assert measured(0.0) == links._LEAST_MS
+    assert measured(0.0) == pytest.approx(0.0)
 
 
 def test_links_of_a_synthetic_machine_are_recovered(monkeypatch):
@@ -255,6 +256,70 @@ def test_measuring_ends_when_the_median_is_accurate_and_not_before_the_fewest_sa
     assert accuracy.reached([1.0, 1.5, 2.0, 1.0, 1.5, 2.0])  # no more than six
 
 
+def test_overlap_is_measured_until_the_exposed_share_is_accurate_too(monkeypatch):
+    """What a message adds to computing changes from round to round by a fifth of the message's time."""
+
+    def rounds(change: float) -> int:
+        steps, added = [], itertools.cycle([0.0, change])
+
+        def together(product, messages, products, reduces, device):
+            both = products and reduces and products > reduces
+            return 10.0 * products, 8.0 * reduces + (next(added) * 8.0 * reduces if both else 0.0), 10.0 * products
+
+        monkeypatch.setattr(compute, "_together", together)
+        monkeypatch.setattr(compute, "_Products", lambda *unused: SimpleNamespace(run=lambda calls: 10.0 * calls))
+        monkeypatch.setattr(compute, "slowest", lambda values, device: values)
+        compute.measure_overlap(CPU, Accuracy(error=0.05, least=3, most=7), 80.0, steps.append)
+        return len(steps)
+
+    assert rounds(0.0) == 3
+    assert rounds(60.0) == 7
+
+
+def test_links_are_measured_until_they_are_accurate_on_average(monkeypatch):
+    """One all-reduce of several alternates between two times, the other messages always take one time."""
+
+    def rounds(error: float) -> int:
+        times: dict[tuple, int] = {}
+
+        def measured(trial, device, filler):
+            key = trial.kind, trial.ranks, trial.stride, trial.size
+            times[key] = times.get(key, 0) + 1
+            return 1.0 + (key[0] == "all_reduce" and key[3] == 4096 and times[key] % 2)
+
+        monkeypatch.setattr(links, "_measured", measured)
+        monkeypatch.setattr(links, "new_pages", lambda: 0)
+        measure_links(CPU, 2, (4096, 1 << 20), Accuracy(error=error, least=3, most=7), 10.0, 1e6, lambda what: None)
+        return max(times.values()) - links._WARM_UP
+
+    for found in run_ranks(lambda: (rounds(0.15), rounds(0.01)), 2):
+        assert found == (3, 7)
+
+
+def test_a_message_that_is_hidden_is_measured_most_often_and_takes_the_least_time(monkeypatch):
+    """Noise alone is left of what computation hides: a time around zero says nothing by agreeing with itself."""
+
+    def found() -> tuple[int, float]:
+        noise, rounds = itertools.cycle([-2e-3, 1e-3, 0.0]), []
+        monkeypatch.setattr(links, "_measured", lambda trial, device, filler: next(noise))
+        monkeypatch.setattr(links, "_measure_round", counted(links._measure_round, rounds))
+        monkeypatch.setattr(links, "new_pages", lambda: 0)
+        made = measure_links(CPU, 2, (4096, 1 << 20), Accuracy(least=3, most=7), 10.0, 1e6, lambda what: None)
+        return len(rounds), min(ms for link in made for _, ms in link.points)
+
+    for rounds, least in run_ranks(found, 2):
+        assert rounds == 7
+        assert least == links._LEAST_MS
+
+
+def counted(function, calls: list):
+    def count(*args):
+        calls.append(args)
+        return function(*args)
+
+    return count
+
+
 def test_only_links_that_are_not_accurate_are_measured_again(monkeypatch):
     """All-reduces alternate between two times, the others always take one time."""
 
@@ -287,13 +352,14 @@ def test_rounds_of_layers_end_when_their_medians_are_accurate_or_time_is_over(mo
             return 1.0 + noise * (len(runs) % 2), 1.0
 
         timer = object.__new__(layer_timing.LayerTimer)
-        timer.clock = cpu_timing.DeviceClock(CPU)
+        timer.clock, timer.accuracy = cpu_timing.DeviceClock(CPU), 0.05
         samples = timer._samples([layer_timing._Job(key=("layer",), run=run)], seconds, False)
         assert len(runs) == 1 + len(samples["layer",])  # the first one allocates
         return len(samples["layer",])
 
     monkeypatch.setattr(layer_timing.time, "perf_counter", lambda: now[0])
-    assert rounds(noise=0.0, seconds=1e6) == layer_timing.ACCURACY.least
-    assert rounds(noise=2.0, seconds=1e6) == layer_timing.ACCURACY.most
+    least, most = layer_timing.ROUNDS
+    assert rounds(noise=0.0, seconds=1e6) == least
+    assert rounds(noise=2.0, seconds=1e6) == most
     assert rounds(noise=2.0, seconds=5.5) == 5
-    assert rounds(noise=2.0, seconds=0.1) == layer_timing.ACCURACY.least
+    assert rounds(noise=2.0, seconds=0.1) == least

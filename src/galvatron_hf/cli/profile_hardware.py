@@ -35,14 +35,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--repetitions",
         type=int,
         metavar="N",
-        help="number of measurements of each (default: 3 to 9, until they are accurate to 5%%)",
+        help="number of measurements of each (default: 3 to 9, as --accuracy needs)",
     )
+    add_accuracy(parser)
     parser.add_argument(
         "--seconds", type=float, metavar="S", default=40.0, help="most seconds for timing links (default: 40)"
     )
     parser.add_argument("--name", help="of the cluster (default: its size and devices)")
     parser.add_argument("--cpu", action="store_true", help="measure the CPU and gloo where there are GPUs")
     parser.set_defaults(run=run)
+
+
+def add_accuracy(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--accuracy",
+        type=float,
+        metavar="E",
+        help="wanted standard error of medians, relative to the medians (default: 0.05)",
+    )
 
 
 def run(given: argparse.Namespace) -> int:
@@ -59,6 +69,7 @@ def run(given: argparse.Namespace) -> int:
             repetitions=given.repetitions,
             seconds=given.seconds,
             progress=True,
+            **({} if given.accuracy is None else {"accuracy": given.accuracy}),
         )
         if rank == 0:
             if given.output is not None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from galvatron_hf.cli.files import output_file
-from galvatron_hf.cli.profile_hardware import launched_ranks
+from galvatron_hf.cli.profile_hardware import add_accuracy, launched_ranks
 from galvatron_hf.plan.validation import check_int
 
 
@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="largest tensor and Ulysses degree (default: all ranks, or 64 with --cluster)",
     )
+    add_accuracy(parser)
     parser.add_argument("--seconds", type=float, metavar="S", help="most seconds of measuring (default: 30)")
     parser.add_argument("--output", type=output_file, metavar="FILE", help="write the profile to this file, as JSON")
     parser.add_argument("--json", action="store_true", help="print the profile as JSON instead of tables")
@@ -59,7 +60,7 @@ def run(given: argparse.Namespace) -> int:
     for name in ("tokens", "seq_length", "max_degree"):
         if getattr(given, name) is not None:
             check_int(f"--{name.replace('_', '-')}", getattr(given, name), high=sys.maxsize)
-    for name in ("device", "seconds") if given.cluster is not None else ():
+    for name in ("device", "accuracy", "seconds") if given.cluster is not None else ():
         if getattr(given, name) is not None:
             raise ValueError(f"--{name} applies to measuring, and --cluster measures nothing: leave out one of them.")
     with launched_ranks(cpu=given.device == "cpu") as (rank, _):
@@ -107,7 +108,7 @@ def _measured(given: argparse.Namespace) -> ModelProfile:
         length=given.seq_length,
         packed=not given.rows,
         progress=True,
-        **_given(given, "max_degree", "seconds"),
+        **_given(given, "max_degree", "accuracy", "seconds"),
     )
 
 

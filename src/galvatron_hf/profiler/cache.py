@@ -14,8 +14,9 @@ import torch
 from transformers import PreTrainedModel
 
 from galvatron_hf.parallel.comm.objects import from_rank_0, is_rank_0
-from galvatron_hf.profiler.measure.hardware import default_device, machine, nodes_of, profile_hardware
+from galvatron_hf.profiler.measure.hardware import accuracy_text, default_device, machine, nodes_of, profile_hardware
 from galvatron_hf.profiler.measure.model import circumstances, config_digest, profile_model
+from galvatron_hf.profiler.measure.rounds import WANTED_ERROR
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
 
@@ -32,8 +33,8 @@ def load_or_profile_hardware(folder: str | os.PathLike, **arguments: Any) -> Har
     Reads `hardware.json` from a folder, or measures and writes it; collective like [`profile_hardware`].
 
     The file is used if these are unchanged: numbers of nodes and devices, hosts, devices, CPU limits, threads,
-    backend, PyTorch, release of this package and way of measuring. Otherwise, and if the file is broken, a warning
-    gives the reason and the machine is measured again.
+    backend, PyTorch, release of this package, way of measuring and wanted accuracy. Otherwise, and if the file is
+    broken, a warning gives the reason and the machine is measured again.
 
     Args:
         folder (`str` or `os.PathLike`): Folder of rank 0, created if missing.
@@ -45,7 +46,9 @@ def load_or_profile_hardware(folder: str | os.PathLike, **arguments: Any) -> Har
     return _load_or_make(
         Path(folder) / HARDWARE_FILE,
         HardwareProfile,
-        machine(device) | {"nodes x devices": f"{nodes} x {devices_per_node}"},
+        machine(device)
+        | accuracy_text(arguments.get("accuracy", WANTED_ERROR))
+        | {"nodes x devices": f"{nodes} x {devices_per_node}"},
         lambda profile: profile.made | {"nodes x devices": f"{profile.nodes} x {profile.devices_per_node}"},
         lambda: profile_hardware(**arguments),
     )

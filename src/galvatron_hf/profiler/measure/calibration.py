@@ -28,7 +28,7 @@ from galvatron_hf.parallel.comm.objects import from_rank_0, gather_objects, is_r
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.parallel.validate import check_model
 from galvatron_hf.plan import ParallelPlan, Precision
-from galvatron_hf.profiler.measure.rounds import Accuracy, phase
+from galvatron_hf.profiler.measure.rounds import WANTED_ERROR, Accuracy, phase
 from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
 from galvatron_hf.profiler.trace.isolated_layers import layer_kinds, one_of_each
 from galvatron_hf.utils.progress import progress_bar
@@ -36,11 +36,11 @@ from galvatron_hf.utils.progress import progress_bar
 
 MOST_TOKENS = 4096  # of a rank in a step
 LAYERS = 4, 8  # layers of each kind: fewest and most
-STEP_MS = 200.0  # layers are added until a step is predicted to take this long, so that its noise is small
+STEP_MS = 100.0  # layers are added until a step is predicted to take this long, so that its noise is small
 # On shared CPUs the speed differs between steps and between minutes. Each plan is measured in two passes, and in a
-# third one if these differ. The first two steps of a pass are slower than the others and do not count.
-PASSES, WARM_UP = 3, 2
-STEPS = Accuracy(least=2, most=4)  # of a plan in one pass
+# third one if these differ. The first step of a pass is slower than the others and does not count.
+PASSES, WARM_UP = 3, 1
+STEPS = 2, 4  # of a plan in one pass: fewest and most
 SETUP_SECONDS = 0.5  # of a plan in one pass, approximately
 MICRO_BATCHES = 8  # of plans that are to wait for many messages
 MEMORY_SHARE = 0.5  # share of a device's memory that a plan may use
@@ -60,6 +60,7 @@ class _Steps:
     rows: int
     length: int
     device: torch.device
+    accuracy: Accuracy
 
     def new_model(self) -> PreTrainedModel:
         return one_of_each(self.model, self.copies)
@@ -75,6 +76,7 @@ def calibrate_profile(
     length: int,
     device: torch.device,
     seconds: float,
+    accuracy: float = WANTED_ERROR,
     world: WorldMesh | None = None,
     progress: bool = False,
 ) -> ModelProfile:
@@ -87,6 +89,7 @@ def calibrate_profile(
             of the rank that needs most.
         memory_bytes (`int`): Memory of a device.
         rows, length (`int`): Rows of a training step, and their tokens.
+        accuracy (`float`): Wanted standard error of a plan's step, relative to the step.
         seconds (`float`): Approximate upper bound of the time. One plan is always tried.
         world ([`WorldMesh`], *optional*): Groups for the plans; by default new ones, which stay.
     """
@@ -95,15 +98,19 @@ def calibrate_profile(
         return profile
     rows, precision = max(world_size, min(rows, MOST_TOKENS * world_size // length)), Precision(compute=profile.dtype)
     few = _with_layers(profile, model, predict, rows, length)
-    steps = _Steps(model=model, copies=few.layers.count(0), rows=rows, length=length, device=device)
+    wanted = Accuracy(error=accuracy, least=STEPS[0], most=STEPS[1])
+    steps = _Steps(model=model, copies=few.layers.count(0), rows=rows, length=length, device=device, accuracy=wanted)
     plans, step_ms = [], []
     for plan in _plans(steps.new_model(), rows, precision):
         ms, needed = predict(few, plan, rows, length)
         if needed < MEMORY_SHARE * memory_bytes:
             plans.append(plan)
             step_ms.append(ms)
-    about = (PASSES - 1) * sum(SETUP_SECONDS + 1e-3 * (WARM_UP + STEPS.least) * ms for ms in step_ms)
-    with phase(f"steps of {len(plans)} simple plans", about, seconds, progress):
+    passes = ((PASSES - 1, STEPS[0]), (PASSES, STEPS[1]))
+    at_least, at_most = (
+        number * sum(SETUP_SECONDS + 1e-3 * (WARM_UP + count) * ms for ms in step_ms) for number, count in passes
+    )
+    with phase(f"steps of {len(plans)} simple plans", at_least, min(at_most, seconds), progress):
         measured = _measured(plans, steps, world or WorldMesh(device.type), seconds, progress)
     if not measured:
         return profile
@@ -131,7 +138,7 @@ def _with_layers(
     precision = Precision(compute=profile.dtype)
     for copies in range(min(there, LAYERS[0]), min(there, LAYERS[1]) + 1):
         small = one_of_each(model, copies)
-        few = replace(profile, layers=layer_kinds(small))
+        few = replace(profile, layers=layer_kinds(small), stacks=adapter.stack_sizes(small))
         plan = ParallelPlan.uniform(dist.get_world_size(), adapter.stack_sizes(small), precision=precision)
         if predict(few, plan, rows, length)[0] >= STEP_MS:
             break
@@ -146,13 +153,15 @@ def _measured(
     began, tried = time.perf_counter(), 0
     with progress_bar((PASSES - 1) * len(plans), progress and is_rank_0()) as step:
         for number, index in itertools.product(range(PASSES), range(len(plans))):
-            if number == PASSES - 1 and max(found[index]) - min(found[index]) <= STEPS.error * min(found[index]):
+            times = found[index]
+            # Half the difference of two passes is the error of their mean.
+            if number == PASSES - 1 and max(times) - min(times) <= 2 * steps.accuracy.error * min(times):
                 continue
             spent = max(gather_objects(time.perf_counter() - began))
             if tried and spent + spent / tried > seconds:
                 break
             step("training with simple plans")
-            found[index].append(statistics.median(_steps_ms(steps, plans[index], world)))
+            times.append(statistics.median(_steps_ms(steps, plans[index], world)))
             tried += 1
     return [statistics.median(of_plan) for of_plan in found if of_plan]
 
@@ -219,7 +228,7 @@ def _steps_ms(steps: _Steps, plan: ParallelPlan, world: WorldMesh) -> list[float
     ids = torch.arange(steps.rows * steps.length, device=device).reshape(steps.rows, steps.length)
     ids %= steps.model.config.vocab_size
     batch, found = {"input_ids": ids, "labels": ids}, []
-    while len(found) < WARM_UP or not STEPS.reached(found[WARM_UP:]):
+    while len(found) < WARM_UP or not steps.accuracy.reached(found[WARM_UP:]):
         dist.all_reduce(torch.zeros(1, device=device))
         began = _now(device)
         parallel.forward_backward(batch)

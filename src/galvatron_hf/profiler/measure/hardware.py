@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from galvatron_hf.parallel.comm.objects import gather_objects, is_rank_0
+from galvatron_hf.plan.validation import check_number
 from galvatron_hf.profiler.measure.compute import measure_flops, measure_overlap
 from galvatron_hf.profiler.measure.cpu_timing import window_ms
 from galvatron_hf.profiler.measure.links import count_steps, count_trials, measure_links, measure_step
-from galvatron_hf.profiler.measure.rounds import Accuracy, phase
+from galvatron_hf.profiler.measure.rounds import WANTED_ERROR, Accuracy, phase
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.utils.allocator import keep_freed_memory
 from galvatron_hf.utils.machine import device_memory_bytes, identity
@@ -25,14 +26,14 @@ from galvatron_hf.utils.progress import progress_bar
 
 
 SIZES = {
-    "cpu": (4 << 10, 32 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20),
+    "cpu": (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20),
     "cuda": (64 << 10, 512 << 10, 4 << 20, 16 << 20, 64 << 20, 256 << 20),
 }
-METHOD = "4"  # of measuring machines, models and whole steps; a new number makes all kept profiles stale
+METHOD = "5"  # of measuring machines, models and whole steps; a new number makes all kept profiles stale
 SECONDS = 40.0  # upper bound of timing links
 _ROUNDS = 3, 9  # of each measurement: fewest and most
-_OVERLAP_MS = 50.0
-_TRIAL_WINDOWS = 2  # windows that a trial takes in a round, on average: long messages fill several
+_OVERLAP_MS = 20.0
+_TRIAL_WINDOWS = 1.2  # windows that a trial takes in a round, on average: long messages fill several
 
 
 def profile_hardware(
@@ -42,13 +43,15 @@ def profile_hardware(
     name: str | None = None,
     sizes: Sequence[int] | None = None,
     repetitions: int | None = None,
+    accuracy: float = WANTED_ERROR,
     seconds: float = SECONDS,
     progress: bool = False,
 ) -> HardwareProfile:
     """
     Measures links, matrix products, overlap and memory; collective over the ranks of the default process group.
 
-    Each measurement is repeated until the standard error of its median is 5%. One process alone has no links.
+    Measurements are repeated until the standard errors of their medians are small enough. One process alone has no
+    links.
 
     Args:
         local_world_size (`int`, *optional*): Ranks of a node (LOCAL_WORLD_SIZE of a launcher); by default all ranks.
@@ -56,7 +59,9 @@ def profile_hardware(
             and the group can use it, else the CPU.
         name (`str`, *optional*): Name of the cluster.
         sizes (`Sequence[int]`, *optional*): Message sizes in bytes; by default `SIZES`.
-        repetitions (`int`, *optional*): Number of measurements of each; by default 3 to 9, as accuracy needs.
+        repetitions (`int`, *optional*): Number of measurements of each; by default 3 to 9, as `accuracy` needs.
+        accuracy (`float`, defaults to 0.05): Wanted standard error of medians, relative to the median: of matrix
+            products and overlap each, of links on average.
         seconds (`float`, defaults to 40): Approximate upper bound of the time for links.
         progress (`bool`, defaults to `False`): Whether rank 0 shows what is measured.
 
@@ -64,7 +69,8 @@ def profile_hardware(
         [`HardwareProfile`]: The profile, the same on every rank.
 
     Raises:
-        ValueError: If ranks do not fill nodes, or if sizes or repetitions measure nothing or do not fit the memory.
+        ValueError: If ranks do not fill nodes, if sizes or repetitions measure nothing or do not fit the memory, or if
+            `accuracy` is not positive.
     """
     begun = time.perf_counter()
     device = torch.device(device) if device is not None else default_device()
@@ -72,10 +78,11 @@ def profile_hardware(
         keep_freed_memory()  # as in training: otherwise long messages include the time of their new pages
     nodes, devices_per_node = nodes_of(local_world_size)
     memory_bytes = min(gather_objects(device_memory_bytes(device, devices_per_node)))
-    sweep = _sweep(device, memory_bytes, sizes, repetitions, seconds)
+    check_number("accuracy", accuracy, positive=True)
+    sweep = _sweep(device, memory_bytes, sizes, repetitions, accuracy, seconds)
     measured = _measured(device, sweep, nodes, devices_per_node, progress)
     slowdowns = measured.pop("slowdowns")
-    made = machine(device) | _measurement(begun, str(sweep), slowdowns)
+    made = machine(device) | accuracy_text(accuracy) | _measurement(begun, str(sweep), slowdowns)
     overlaps = bool(slowdowns) and made["backend"] == "nccl"
     profile = HardwareProfile(
         name=name or f"{nodes} x {devices_per_node} {made['devices']}",
@@ -105,13 +112,19 @@ class _Sweep:
 
 
 def _sweep(
-    device: torch.device, memory_bytes: int, sizes: Sequence[int] | None, repetitions: int | None, seconds: float
+    device: torch.device,
+    memory_bytes: int,
+    sizes: Sequence[int] | None,
+    repetitions: int | None,
+    accuracy: float,
+    seconds: float,
 ) -> _Sweep:
     """Returns the sweep for a device with the caller's settings; collective."""
     sizes = tuple(sizes) if sizes is not None else SIZES[device.type]
     least, most = _ROUNDS if repetitions is None else (repetitions, repetitions)
     _check_sweep(sizes, least, memory_bytes)
-    return _Sweep(sizes=sizes, accuracy=Accuracy(least=least, most=most), window_ms=window_ms(device), seconds=seconds)
+    wanted = Accuracy(error=accuracy, least=least, most=most)
+    return _Sweep(sizes=sizes, accuracy=wanted, window_ms=window_ms(device), seconds=seconds)
 
 
 def _measured(
@@ -120,10 +133,11 @@ def _measured(
     """Returns rates, links and the time of a step's small messages by their names in a profile, and `slowdowns`."""
     accuracy, window, world_size = sweep.accuracy, sweep.window_ms, nodes * devices_per_node
     trials = count_trials(world_size, devices_per_node, sweep.sizes)
-    about = 1 + 1e-3 * accuracy.least * (trials * _TRIAL_WINDOWS * window + (world_size > 1) * 10 * _OVERLAP_MS)
+    once = 1e-3 * (trials * _TRIAL_WINDOWS * window + (world_size > 1) * 10 * max(window, _OVERLAP_MS))
     steps = 2 + accuracy.least + count_steps(world_size, devices_per_node, sweep.sizes, accuracy.least)
+    at_least, at_most = ((1 + rounds) * once for rounds in (accuracy.least, accuracy.most))
     with (
-        phase("links, matrix products and memory", about, sweep.seconds + about / 5, progress),
+        phase("links, matrix products and memory", at_least, min(at_most, sweep.seconds + at_least / 5), progress),
         progress_bar(steps, progress and is_rank_0()) as step,
     ):
         found = {"flops_per_s": measure_flops(device, accuracy, window, step), "links": (), "slowdowns": {}}
@@ -133,6 +147,11 @@ def _measured(
             sizes, seconds = sweep.sizes, sweep.seconds
             found["links"] = measure_links(device, devices_per_node, sizes, accuracy, window, seconds, step)
     return found
+
+
+def accuracy_text(accuracy: float) -> dict[str, str]:
+    """Returns the wanted accuracy for a profile's `made`."""
+    return {"accuracy": f"{100 * accuracy:g}%"}
 
 
 def machine(device: torch.device) -> dict[str, str]:

@@ -22,7 +22,7 @@ from galvatron_hf.parallel.comm.dtensor import local_tensor
 from galvatron_hf.parallel.comm.objects import gather_objects, is_rank_0
 from galvatron_hf.plan import LayerStrategy
 from galvatron_hf.profiler.measure.cpu_timing import DeviceClock
-from galvatron_hf.profiler.measure.rounds import Accuracy, median_error, phase
+from galvatron_hf.profiler.measure.rounds import median_error, phase
 from galvatron_hf.profiler.trace.isolated_layers import IsolatedLayers, Part, layer_kinds, one_of_each
 from galvatron_hf.profiler.trace.tracing import CountedModel
 from galvatron_hf.utils.compat import tensor_norms
@@ -32,8 +32,8 @@ from galvatron_hf.utils.progress import progress_bar
 LEAST_TOKENS = 128
 ADAM_WEIGHTS = 32
 MOST_COPIES, UNCACHED_ELEMENTS = 4, 1 << 24
-ADAM_ELEMENTS = 1 << 12, UNCACHED_ELEMENTS  # elements of all these weights together
-ACCURACY = Accuracy(error=0.03, least=3, most=15)  # the error is the mean over all jobs
+ADAM_ELEMENTS = 1 << 12, 1 << 18  # fewest elements of these weights together, in the small and in the large job
+ROUNDS = 3, 15  # fewest and most
 FIRST_ROUNDS = 0.3  # share of the time for the fewest rounds; larger micro-batches are left out
 
 Key = tuple  # identifies a job: ("layer", kind, tensor, tokens, length), ("head", tensor, tokens)...
@@ -52,7 +52,8 @@ class _Job:
 
 class LayerTimer:
     """Times all jobs on this rank, for tensor degrees up to `max_degree`; only the configuration of `model` is used.
-    `counted` are counts of the same model. The largest micro-batch has `tokens` tokens in documents of `length`.
+    `counted` are counts of the same model. The largest micro-batch has `tokens` tokens in documents of `length`. The
+    wanted `accuracy` is the standard error of the medians, relative to the medians, on average over the jobs.
     """
 
     def __init__(
@@ -63,20 +64,26 @@ class LayerTimer:
         tokens: int,
         length: int,
         max_degree: int,
+        accuracy: float,
     ):
         self.counted, self.device, self.clock = counted, device, DeviceClock(device)
+        self.accuracy = accuracy
         self.degrees, self.end_degrees = counted.tensor_degrees(max_degree), counted.end_degrees(max_degree)
         self.tokens, self.length = tokens, length
         self._mesh: DeviceMesh | None = None
         self.copies = _copies(counted.small, layer_kinds(model))
         self.small = one_of_each(model, self.copies)
+        elements = sum(weight.numel() for weight in model.parameters())
+        few, many = ADAM_ELEMENTS
+        self.adam_elements = few, min(UNCACHED_ELEMENTS, max(many, elements // ADAM_WEIGHTS * ADAM_WEIGHTS))
 
     def run(self, seconds: float, progress: bool) -> tuple[dict[Key, tuple[float, ...]], float]:
-        """Times the jobs in rounds until medians have a mean standard error of 3%, or for `seconds`; collective.
+        """Times the jobs in rounds until medians are accurate, or for `seconds`; collective.
         Returns milliseconds by job on the slowest rank, and the largest ratio of wall time to CPU time.
         """
-        about = self._shrink(FIRST_ROUNDS * seconds)
-        with phase("layers, embedding, head and optimizer", about, seconds + about / ACCURACY.least, progress):
+        once = self._shrink(FIRST_ROUNDS * seconds)
+        at_least, at_most = ((1 + rounds) * once for rounds in ROUNDS)
+        with phase("layers, embedding, head and optimizer", at_least, min(at_most, seconds + 2 * once), progress):
             samples = self._samples(self._jobs(), seconds, progress)
         ratio = self.clock.wall_per_cpu
         own = {key: tuple(ratio * statistics.median(times) for times in zip(*found)) for key, found in samples.items()}
@@ -91,10 +98,10 @@ class LayerTimer:
             job.run()  # the first run allocates
         gather_objects(None)
         began, error = time.perf_counter(), 1.0
-        with progress_bar(ACCURACY.least * len(jobs), progress and is_rank_0()) as step:
-            for done in range(ACCURACY.most):
+        with progress_bar(ROUNDS[0] * len(jobs), progress and is_rank_0()) as step:
+            for done in range(ROUNDS[1]):
                 spent = max(gather_objects(time.perf_counter() - began))
-                if done >= ACCURACY.least and (error <= ACCURACY.error or spent + spent / done > seconds):
+                if done >= ROUNDS[0] and (error <= self.accuracy or spent + spent / done > seconds):
                     break
                 with self.clock:  # not while this rank waits for the others
                     for job in jobs:
@@ -106,7 +113,7 @@ class LayerTimer:
 
     def _shrink(self, seconds: float) -> float:
         """Halves the largest micro-batch until the fewest rounds fit; collective, with one result on all ranks.
-        Returns the seconds that the fewest rounds and the first run take, approximately.
+        Returns the seconds of a round, approximately.
         """
         length = min(self.length, LEAST_TOKENS, self.tokens)
         few = min(LEAST_TOKENS, self.tokens) // length * length
@@ -121,10 +128,10 @@ class LayerTimer:
         def round_seconds() -> float:
             return once * sum(1 / degree for degree in self.degrees) * sum(size for size, _ in self.points()) / few
 
-        while ACCURACY.least * round_seconds() > seconds and self.tokens >= 2 * LEAST_TOKENS:
+        while ROUNDS[0] * round_seconds() > seconds and self.tokens >= 2 * LEAST_TOKENS:
             self.tokens //= 2
             self.length = min(self.length, self.tokens)
-        return (ACCURACY.least + 1) * round_seconds()
+        return round_seconds()
 
     def points(self) -> list[tuple[int, int]]:
         """Returns (tokens, document length) of each micro-batch to time; tensor and chunk sizes divide them."""
@@ -152,7 +159,7 @@ class LayerTimer:
             parts = self._parts(LayerStrategy(), tensor)
             for tokens in dict.fromkeys(tokens for tokens, _ in self.points()):
                 jobs += self._end_jobs(parts, tensor, tokens)
-        return self._spread([*jobs, *map(self._optimizer_job, ADAM_ELEMENTS)])
+        return self._spread([*jobs, *map(self._optimizer_job, self.adam_elements)])
 
     def _spread(self, jobs: list[_Job]) -> list[_Job]:
         """Puts each end and optimizer job after a layer job, which evicts the caches."""
@@ -262,15 +269,24 @@ class LayerTimer:
 
 def optimizer_ms(found: dict[Key, tuple[float, ...]]) -> tuple[float, float]:
     """Returns the milliseconds of an update for each element and for each weight."""
-    few, many = (found["adam", elements][0] for elements in ADAM_ELEMENTS)
-    each = max(0.0, (many - few) / (ADAM_ELEMENTS[1] - ADAM_ELEMENTS[0]))
-    return each, max(0.0, few - each * ADAM_ELEMENTS[0]) / ADAM_WEIGHTS
+    (elements, ms), _ = _adam(found, 0)
+    each = _per_element(found, 0)
+    return each, max(0.0, ms - each * elements) / ADAM_WEIGHTS
 
 
 def adding_ms(found: dict[Key, tuple[float, ...]]) -> float:
     """Returns the milliseconds of adding gradients for each element."""
-    few, many = (found["adam", elements][1] for elements in ADAM_ELEMENTS)
-    return max(0.0, (many - few) / (ADAM_ELEMENTS[1] - ADAM_ELEMENTS[0]))
+    return _per_element(found, 1)
+
+
+def _per_element(found: dict[Key, tuple[float, ...]], which: int) -> float:
+    (few, less_ms), (many, more_ms) = _adam(found, which)
+    return max(0.0, (more_ms - less_ms) / (many - few))
+
+
+def _adam(found: dict[Key, tuple[float, ...]], which: int) -> list[tuple[int, float]]:
+    """Returns elements and milliseconds of the two optimizer jobs, the smaller job first."""
+    return sorted((key[1], times[which]) for key, times in found.items() if key[0] == "adam")
 
 
 def _copies(small: PreTrainedModel, kinds: Sequence[int]) -> int:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from scipy.optimize import isotonic_regression
 
 from galvatron_hf.profiler.measure.cpu_timing import ComputeFiller, new_pages, typical_ms, without_new_pages
-from galvatron_hf.profiler.measure.rounds import Accuracy, finish, slowest, synchronize
+from galvatron_hf.profiler.measure.rounds import Accuracy, finish, median_error, slowest, synchronize
 from galvatron_hf.profiler.profiles.hardware import Link, arrangements_by_kind
 from galvatron_hf.utils.compat import functional_collectives
 from galvatron_hf.utils.progress import Step
@@ -67,8 +67,8 @@ def measure_links(
     step: Step,
 ) -> tuple[Link, ...]:
     """Times and fits every kind of collective over every arrangement of the world; collective.
-    The first rounds measure every trial once, later rounds only those that are not accurate enough. The links are
-    equal on every rank: the time of the slowest rank counts.
+    The first rounds measure every trial once, later rounds only those that are not accurate enough, until the trials
+    are on average. The links are equal on every rank: the time of the slowest rank counts.
 
     Args:
         devices_per_node (`int`): Ranks of a node.
@@ -95,20 +95,27 @@ def measure_links(
             break
         filler.measure(_BASELINE_WINDOWS * window_ms)
         _measure_round(pending, device, filler, step)
-        pending = [trial for trial in pending if not _is_accurate(trial, accuracy)]
         done += 1
+        errors = {id(trial): _error(trial) for trial in trials}
+        if done >= accuracy.least:
+            if done >= accuracy.most or np.mean(list(errors.values())) <= accuracy.error:
+                break
+            pending = [trial for trial in pending if errors[id(trial)] > accuracy.error]
     for group in groups.values():
         if group is not None:
             dist.destroy_process_group(group)
     sweeps: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
     for trial in trials:
-        point = trial.size, typical_ms(trial.ms, trial.pages)
+        point = trial.size, max(typical_ms(trial.ms, trial.pages), _LEAST_MS)
         sweeps.setdefault((trial.kind, trial.ranks, trial.stride), []).append(point)
     return tuple(Link.fitted(*arrangement, _rising(points)) for arrangement, points in sweeps.items())
 
 
-def _is_accurate(trial: Trial, accuracy: Accuracy) -> bool:
-    return len(trial.ms) >= accuracy.most or accuracy.reached(without_new_pages(trial.ms, trial.pages))
+def _error(trial: Trial) -> float:
+    """Returns the standard error of the median, relative to the median, and at most 1. A call that is hidden by the
+    computation before it has a median near zero, and an error of 1.
+    """
+    return min(1.0, median_error(without_new_pages(trial.ms, trial.pages)))
 
 
 def _measure_round(trials: Sequence[Trial], device: torch.device, filler: ComputeFiller, step: Step) -> None:
@@ -138,7 +145,7 @@ def _warm_up(
     taken = []
     for _, trial in itertools.product(range(_WARM_UP), trials):
         step("warming up")
-        taken.append(_measured(trial, device, filler) * trial.transfers)
+        taken.append(max(_measured(trial, device, filler), _LEAST_MS) * trial.transfers)
     estimates = [min(taken[index :: len(trials)]) for index in range(len(trials))]
     for trial, estimate in zip(trials, slowest(estimates, device), strict=True):
         trial.calls = max(1, min(_MOST_CALLS, round(window_ms / (estimate + filler.ms))))
@@ -170,7 +177,7 @@ def count_steps(world_size: int, devices_per_node: int, sizes: Sequence[int], ro
 
 
 def _measured(trial: Trial, device: torch.device, filler: ComputeFiller) -> float:
-    """Returns the milliseconds of a message without the computation before it."""
+    """Returns the milliseconds of a message without the computation before it; below zero by noise alone."""
     synchronize(device)
     filler.begin()
     start = time.perf_counter()
@@ -179,7 +186,7 @@ def _measured(trial: Trial, device: torch.device, filler: ComputeFiller) -> floa
         trial.call()
     finish(device)
     taken = 1e3 * (time.perf_counter() - start) - filler.taken_ms()
-    return max(taken / trial.calls / trial.transfers, _LEAST_MS)
+    return taken / trial.calls / trial.transfers
 
 
 def _own_group(ranks: int, stride: int) -> dist.ProcessGroup | None:

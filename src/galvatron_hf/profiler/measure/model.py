@@ -22,8 +22,9 @@ from galvatron_hf.models.families import adapter_for
 from galvatron_hf.parallel.comm.objects import from_rank_0
 from galvatron_hf.parallel.data_parallel.sharding import DTYPES
 from galvatron_hf.plan.validation import check_choice, check_int, check_number
-from galvatron_hf.profiler.measure.hardware import machine
+from galvatron_hf.profiler.measure.hardware import accuracy_text, machine
 from galvatron_hf.profiler.measure.layer_timing import Key, LayerTimer, adding_ms, optimizer_ms
+from galvatron_hf.profiler.measure.rounds import WANTED_ERROR
 from galvatron_hf.profiler.profiles.layers import TimeFit, Times
 from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.profiler.trace.tracing import CountedModel, PartTimes, describe, positions, profile_of
@@ -42,6 +43,7 @@ def profile_model(
     length: int | None = None,
     packed: bool = True,
     max_degree: int | None = None,
+    accuracy: float = WANTED_ERROR,
     seconds: float = 30.0,
     progress: bool = False,
 ) -> ModelProfile:
@@ -51,7 +53,7 @@ def profile_model(
     One layer of each kind is built from the configuration of `model` with the weights of one tensor rank; its
     collectives send nothing. Bytes are counted, not measured. All ranks of a process group measure at the same time,
     which loads the machine as training does, and the slowest rank counts. Measuring ends when the medians are accurate
-    to 3%.
+    enough.
 
     Args:
         model ([`PreTrainedModel`]): A causal language model on any device, also meta. It is not changed.
@@ -62,6 +64,7 @@ def profile_model(
         packed (`bool`, defaults to `True`): Whether micro-batches are packed documents, or rows without padding.
         max_degree (`int`, *optional*): Largest tensor and Ulysses degree; by default the world size, or 8 without a
             process group.
+        accuracy (`float`, defaults to 0.05): Wanted standard error of medians, relative to the median, on average.
         seconds (`float`, defaults to 30): Approximate upper bound of the time for timing; counting is extra.
         progress (`bool`, defaults to `False`): Whether rank 0 shows what is measured.
 
@@ -73,8 +76,16 @@ def profile_model(
     """
     check_choice("dtype", dtype, ("fp32", "bf16"))
     check_number("seconds", seconds, positive=True)
+    check_number("accuracy", accuracy, positive=True)
     made = circumstances(
-        model, dtype=dtype, device=device, tokens=tokens, length=length, packed=packed, max_degree=max_degree
+        model,
+        dtype=dtype,
+        device=device,
+        tokens=tokens,
+        length=length,
+        packed=packed,
+        max_degree=max_degree,
+        accuracy=accuracy,
     )
     max_degree = max_degree or _default_degree()
     check_int("max_degree", max_degree, high=1 << 20)
@@ -88,7 +99,7 @@ def profile_model(
         keep_freed_memory()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         counted = CountedModel(model, DTYPES[dtype], length, packed)
-        timer = LayerTimer(model, counted, device, tokens, length, max_degree)
+        timer = LayerTimer(model, counted, device, tokens, length, max_degree, accuracy)
         found, wall_per_cpu = timer.run(seconds, progress)
         made |= {
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -111,17 +122,22 @@ def circumstances(
     length: int | None = None,
     packed: bool = True,
     max_degree: int | None = None,
+    accuracy: float = WANTED_ERROR,
     **others: Any,
 ) -> dict[str, str]:
     """Returns the conditions of the measurement, for a profile's `made`; collective."""
     asked = {"tokens": tokens, "length": length, "packed": packed, "max_degree": max_degree or _default_degree()}
-    return machine(_default_device(device)) | {
-        "configuration": config_digest(model),
-        "format": dtype,
-        "asked for": ", ".join(f"{name} {value}" for name, value in asked.items()),
-        "ranks": str(dist.get_world_size() if dist.is_initialized() else 1),
-        "transformers": transformers.__version__,
-    }
+    return (
+        machine(_default_device(device))
+        | accuracy_text(accuracy)
+        | {
+            "configuration": config_digest(model),
+            "format": dtype,
+            "asked for": ", ".join(f"{name} {value}" for name, value in asked.items()),
+            "ranks": str(dist.get_world_size() if dist.is_initialized() else 1),
+            "transformers": transformers.__version__,
+        }
+    )
 
 
 def config_digest(model: PreTrainedModel) -> str:

@@ -33,6 +33,9 @@ class Accuracy:
         return count >= self.most or (count >= self.least and median_error(samples) <= self.error)
 
 
+WANTED_ERROR = 0.05  # by default, of medians
+
+
 def median_error(samples: Sequence[float]) -> float:
     """Returns the standard error of the median of n samples, relative to the median m. The error is
     0.93 * (1 + 1.5 / n) * IQR / (sqrt(n) * m) with the interquartile range IQR. For normal noise of standard deviation
@@ -45,11 +48,13 @@ def median_error(samples: Sequence[float]) -> float:
 
 
 @contextlib.contextmanager
-def phase(what: str, about: float, at_most: float, shown: bool) -> Iterator[None]:
-    """Prints on rank 0 what is measured and for how long, and afterwards how long it took. Times are in seconds."""
+def phase(what: str, at_least: float, at_most: float, shown: bool) -> Iterator[None]:
+    """Prints on rank 0 what is measured and for how long, and afterwards how long it took. Times are in seconds:
+    `at_least` if the fewest samples are accurate enough, `at_most` if no number of samples is.
+    """
     shown, began = shown and is_rank_0(), time.perf_counter()
     if shown:
-        print(f"Measuring {what}: about {min(about, at_most):.0f} s, at most {at_most:.0f} s.", file=sys.stderr)
+        print(f"Measuring {what}: {min(at_least, at_most):.0f} to {at_most:.0f} s.", file=sys.stderr, flush=True)
     yield
     if shown:
         print(f"Measured {what} in {time.perf_counter() - began:.0f} s.", file=sys.stderr, flush=True)

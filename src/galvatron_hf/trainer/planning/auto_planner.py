@@ -31,6 +31,7 @@ from galvatron_hf.planner.search import SearchResult, search_plan
 from galvatron_hf.planner.space import Limits
 from galvatron_hf.profiler.cache import load_or_profile_hardware, load_or_profile_model
 from galvatron_hf.profiler.measure.model import config_digest
+from galvatron_hf.profiler.measure.rounds import WANTED_ERROR
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.profiler.trace.tracing import positions
@@ -101,12 +102,14 @@ class AutoPlanner:
 
     def _search(self, model: nn.Module) -> ParallelPlan:
         shown = not self.args.disable_tqdm
+        accuracy = getattr(self.args, "profile_accuracy", WANTED_ERROR)
         workload = from_rank_0(lambda: self.workload(model))
         folder = profile_folder(self.args)
         hardware = load_or_profile_hardware(
             folder,
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", self.args.world_size)),
             device=self.args.device,
+            accuracy=accuracy,
             seconds=HARDWARE_SECONDS,
             progress=shown,
         )
@@ -118,6 +121,7 @@ class AutoPlanner:
             tokens=min(MOST_TOKENS, _rounded_up(workload.rows * workload.length)),
             length=min(_rounded_up(workload.length), positions(model) or sys.maxsize),
             packed=self.packing()[1],
+            accuracy=accuracy,
             seconds=MODEL_SECONDS,
             progress=shown,
             finish=lambda measured: calibrated(
@@ -128,6 +132,7 @@ class AutoPlanner:
                 rows=workload.rows,
                 length=min(workload.computed_length, MOST_TOKENS),
                 device=self.args.device,
+                accuracy=accuracy,
                 seconds=CALIBRATION_SECONDS,
                 progress=shown,
             ),
