@@ -49,13 +49,15 @@ def test_factors_bring_the_parts_to_what_was_measured():
 def test_simple_plans_are_tried_until_their_steps_agree_and_one_of_them_at_least():
     """The median of all steps of a plan counts, not those of a slow pass."""
     counted(4)  # once, before the ranks are forked
-    cases = [(1e6, 10.0, 90.0, 12.0), (1e6, 10.0, 10.0), (0.0, 10.0)]
-    disturbed, steady, hurried = on_ranks(lambda: [tried_plans(*case) for case in cases], 2)[0]
+    slow, fast, steady = (90.0, 90.0, 91.0), (10.0, 10.4, 50.0), (10.0, 10.0, 10.2)
+    cases = [(1e6, fast, slow, fast), (1e6, fast, steady), (1e6, steady), (0.0, steady)]
+    disturbed, settled, quiet, hurried = on_ranks(lambda: [tried_plans(*case) for case in cases], 2)[0]
     tried, measured = disturbed
     once = len(tried) // 3
     assert once > 3 and tried == 3 * tried[:once] and len(set(tried)) == once
-    assert measured == [12.0] * once
-    assert steady == (2 * tried[:once], [10.0] * once)
+    assert measured == [50.0] * once
+    assert settled == (2 * tried[:once], [10.1] * once)
+    assert quiet == (tried[:once], [10.0] * once)
     assert hurried == (tried[:1], [10.0])
 
 
@@ -102,13 +104,13 @@ def layers_tried(count: int, step_ms: float) -> set[int]:
     return seen
 
 
-def tried_plans(seconds: float, *passes: float) -> tuple[list[str], list[float]]:
-    """Returns the plans that calibration tries, and what it finds if steps take so many ms in its passes."""
+def tried_plans(seconds: float, *passes: tuple[float, ...]) -> tuple[list[str], list[float]]:
+    """Returns the plans that calibration tries, and what it finds if the steps of its passes take so many ms."""
     tried, seen = [], []
 
     def steps_ms(steps, plan, *unused):
         tried.append(plan.to_json())
-        return [passes[tried.count(tried[-1]) - 1]] * 4
+        return list(passes[tried.count(tried[-1]) - 1])
 
     def fitted(predicted, measured):
         seen.extend(measured.tolist())

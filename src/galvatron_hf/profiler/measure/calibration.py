@@ -28,7 +28,7 @@ from galvatron_hf.parallel.comm.objects import from_rank_0, gather_objects, is_r
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.parallel.validate import check_model
 from galvatron_hf.plan import ParallelPlan, Precision
-from galvatron_hf.profiler.measure.rounds import WANTED_ERROR, Accuracy, phase
+from galvatron_hf.profiler.measure.rounds import WANTED_ERROR, median_error, phase
 from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
 from galvatron_hf.profiler.trace.isolated_layers import layer_kinds, one_of_each
 from galvatron_hf.utils.progress import progress_bar
@@ -37,10 +37,9 @@ from galvatron_hf.utils.progress import progress_bar
 MOST_TOKENS = 4096  # of a rank in a step
 LAYERS = 4, 8  # layers of each kind: fewest and most
 STEP_MS = 100.0  # layers are added until a step is predicted to take this long, so that its noise is small
-# On shared CPUs the speed differs between steps and between minutes. Each plan is measured in two passes, and in a
-# third one if these differ. The first step of a pass is slower than the others and does not count.
-PASSES, WARM_UP = 3, 1
-STEPS = 2, 4  # of a plan in one pass: fewest and most
+# On shared CPUs the speed differs between steps and between minutes. A first pass measures all plans, up to two more
+# passes those whose steps differ too much. The first step of a pass is slower than the others and does not count.
+PASSES, WARM_UP, STEPS = 3, 1, 3
 SETUP_SECONDS = 0.5  # of a plan in one pass, approximately
 MICRO_BATCHES = 8  # of plans that are to wait for many messages
 MEMORY_SHARE = 0.5  # share of a device's memory that a plan may use
@@ -60,7 +59,6 @@ class _Steps:
     rows: int
     length: int
     device: torch.device
-    accuracy: Accuracy
 
     def new_model(self) -> PreTrainedModel:
         return one_of_each(self.model, self.copies)
@@ -98,20 +96,16 @@ def calibrate_profile(
         return profile
     rows, precision = max(world_size, min(rows, MOST_TOKENS * world_size // length)), Precision(compute=profile.dtype)
     few = _with_layers(profile, model, predict, rows, length)
-    wanted = Accuracy(error=accuracy, least=STEPS[0], most=STEPS[1])
-    steps = _Steps(model=model, copies=few.layers.count(0), rows=rows, length=length, device=device, accuracy=wanted)
+    steps = _Steps(model=model, copies=few.layers.count(0), rows=rows, length=length, device=device)
     plans, step_ms = [], []
     for plan in _plans(steps.new_model(), rows, precision):
         ms, needed = predict(few, plan, rows, length)
         if needed < MEMORY_SHARE * memory_bytes:
             plans.append(plan)
             step_ms.append(ms)
-    passes = ((PASSES - 1, STEPS[0]), (PASSES, STEPS[1]))
-    at_least, at_most = (
-        number * sum(SETUP_SECONDS + 1e-3 * (WARM_UP + count) * ms for ms in step_ms) for number, count in passes
-    )
-    with phase(f"steps of {len(plans)} simple plans", at_least, min(at_most, seconds), progress):
-        measured = _measured(plans, steps, world or WorldMesh(device.type), seconds, progress)
+    one_pass = sum(SETUP_SECONDS + 1e-3 * (WARM_UP + STEPS) * ms for ms in step_ms)
+    with phase(f"steps of {len(plans)} simple plans", one_pass, min(PASSES * one_pass, seconds), progress):
+        measured = _measured(plans, steps, world or WorldMesh(device.type), accuracy, seconds, progress)
     if not measured:
         return profile
 
@@ -146,22 +140,20 @@ def _with_layers(
 
 
 def _measured(
-    plans: Sequence[ParallelPlan], steps: _Steps, world: WorldMesh, seconds: float, progress: bool
+    plans: Sequence[ParallelPlan], steps: _Steps, world: WorldMesh, accuracy: float, seconds: float, progress: bool
 ) -> list[float]:
     """Returns the median milliseconds of a step of each plan; of the first plans if there is no time for all."""
-    found: list[list[float]] = [[] for _ in plans]  # the medians of the passes
+    found: list[list[float]] = [[] for _ in plans]
     began, tried = time.perf_counter(), 0
-    with progress_bar((PASSES - 1) * len(plans), progress and is_rank_0()) as step:
+    with progress_bar(len(plans), progress and is_rank_0()) as step:
         for number, index in itertools.product(range(PASSES), range(len(plans))):
-            times = found[index]
-            # Half the difference of two passes is the error of their mean.
-            if number == PASSES - 1 and max(times) - min(times) <= 2 * steps.accuracy.error * min(times):
+            if number > 0 and median_error(found[index]) <= accuracy:
                 continue
             spent = max(gather_objects(time.perf_counter() - began))
             if tried and spent + spent / tried > seconds:
                 break
             step("training with simple plans")
-            times.append(statistics.median(_steps_ms(steps, plans[index], world)))
+            found[index] += _steps_ms(steps, plans[index], world)
             tried += 1
     return [statistics.median(of_plan) for of_plan in found if of_plan]
 
@@ -228,7 +220,7 @@ def _steps_ms(steps: _Steps, plan: ParallelPlan, world: WorldMesh) -> list[float
     ids = torch.arange(steps.rows * steps.length, device=device).reshape(steps.rows, steps.length)
     ids %= steps.model.config.vocab_size
     batch, found = {"input_ids": ids, "labels": ids}, []
-    while len(found) < WARM_UP or not steps.accuracy.reached(found[WARM_UP:]):
+    while len(found) < WARM_UP + STEPS:
         dist.all_reduce(torch.zeros(1, device=device))
         began = _now(device)
         parallel.forward_backward(batch)
