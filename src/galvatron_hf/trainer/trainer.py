@@ -94,7 +94,7 @@ class GalvatronMixin:
         self.parallel: ParallelModel | None = None
         self.plan_outcome: Outcome | None = None
         self._components: Components | None = None
-        self._step: StepState | None = None
+        self._step_state: StepState | None = None
         self._resumed_plan: ParallelPlan | None = None
         self._source = ModelSource()
         args, kwargs = self._source.with_model(args, kwargs)
@@ -196,7 +196,7 @@ class GalvatronMixin:
         # The plan decides what is recomputed; gradient_checkpointing=True requires that it recomputes every layer.
         for layer in self.parallel.layers:
             layer.gradient_checkpointing = False
-        self._step = None
+        self._step_state = None
         self._components.packer.begin(checkpoint, self._resumed_plan)
         self._components.guard.begin()
         self.parallel.units.reshard()  # evaluation leaves some weights gathered; the optimizer holds the shards
@@ -277,7 +277,7 @@ class GalvatronMixin:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         number, last = self.state.global_step, self.state.global_step + 1 >= self.state.max_steps
         found, placement = self._components.packer.read_step(epoch_iterator, num_batches, step=number, last=last)
-        self._step = StepState(number=number, placement=placement)
+        self._step_state = StepState(number=number, placement=placement)
         samples = self._batches.shares(found, num_batches)
         return samples, self._get_num_items_in_batch(samples, device)
 
@@ -293,18 +293,19 @@ class GalvatronMixin:
         """Computes the accumulation window as one global batch, at its last batch."""
         if self.parallel is None:
             return super().training_step(model, inputs, num_items_in_batch)
-        step = self._step or StepState(number=self.state.global_step)
-        self._step = step.with_batch(inputs.whole, num_items_in_batch)
+        step = self._step_state or StepState(number=self.state.global_step)
+        self._step_state = step.with_batch(inputs.whole, num_items_in_batch)
         if not self.accelerator.gradient_state.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        step = self._components.packer.pack(self._step)
-        step = self._step = replace(step, batches=(), placement=None)  # a second call in a step brings its own batch
+        step = self._components.packer.pack(self._step_state)
+        # A second call in a step brings its own batch.
+        step = self._step_state = replace(step, batches=(), placement=None)
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         self.parallel.streams.step = self.parallel.timeline.step = step.number
-        self._step = replace(step, loss=self._forward_backward(step))
-        return self._step.loss
+        self._step_state = replace(step, loss=self._forward_backward(step))
+        return self._step_state.loss
 
     def _forward_backward(self, step: StepState) -> torch.Tensor:
         """Returns the loss of a step's batch, after the backward of all its micro-batches."""
@@ -324,8 +325,8 @@ class GalvatronMixin:
     def _reduced_norm(self) -> torch.Tensor:
         """Returns the norm of all gradients. The same collective sums the ranks' votes to stop."""
         norm, votes = self.parallel.sum_with_grad_norm(self._stop_signal.vote)
-        if self._step is not None:  # a callback may clip between two steps
-            self._step = replace(self._step, stop_votes=votes)
+        if self._step_state is not None:  # a callback may clip between two steps
+            self._step_state = replace(self._step_state, stop_votes=votes)
         return norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm=None):
@@ -334,8 +335,8 @@ class GalvatronMixin:
         """
         if self.parallel is None:
             return super()._get_grad_norm(model, grad_norm=grad_norm)
-        norm = self._reduced_norm() if grad_norm is None or self._step.stop_votes is None else grad_norm
-        step, self._step = self._step, None
+        norm = self._reduced_norm() if grad_norm is None or self._step_state.stop_votes is None else grad_norm
+        step, self._step_state = self._step_state, None
         norm_value, loss, votes = step.numbers(norm)
         self._stop_signal.count_votes(votes, step.number + 1, self.args.process_index)
         # Trainer asks for it before it steps the learning rate; without gradients optimizers change nothing.
