@@ -5,7 +5,7 @@
     torchrun --nproc_per_node N benchmarks/gpu.py                       one process per GPU
     OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 benchmarks/gpu.py --tiny --device cpu
 
-This repository quotes no figure of a GPU run, because none has been made yet. `--tiny --device cpu` runs the same code
+docs/benchmarks/gpu.md has its figures on one GPU; it has not run on several. `--tiny --device cpu` runs the same code
 on a model of a few thousand weights; its times mean nothing.
 """
 

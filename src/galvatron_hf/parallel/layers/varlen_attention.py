@@ -33,7 +33,7 @@ def attention_by_document(
     """Computes attention of one packed row whose documents attend only inside themselves; memory is linear in T. The
     CPU's fused kernel runs document by document, neighbours of equal length as one batch. Sliding windows,
     soft-capping and dropout, which that kernel lacks, go over blocks of queries. On CUDA, bf16 and fp16 use
-    `varlen_attn` if it supports the options, else the path of the CPU; neither has been run on a GPU yet.
+    `varlen_attn` if it supports the options, else the path of the CPU.
 
     Args:
         query (`torch.Tensor`): [1, heads, T, D].
@@ -238,7 +238,7 @@ def _varlen(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """Computes attention of all documents by one kernel of CUDA; not run on a GPU yet."""
+    """Computes attention of all documents by one kernel of CUDA."""
     reach = -1 if window is None else window - 1  # on each side, without the token itself; -1 for all
     offsets = torch.tensor(bounds, dtype=torch.int32, device=query.device)
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
