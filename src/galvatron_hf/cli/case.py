@@ -70,6 +70,7 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument that names the file of a plan."""
     parser.add_argument("--plan", required=True, metavar="FILE", help="a plan of this project or of Galvatron")
 
 
@@ -200,6 +201,7 @@ def warn_of_precision(plan: ParallelPlan, workload: Workload) -> None:
 
 
 def priced(estimate: Estimate) -> dict[str, Any]:
+    """Returns a plan with its predicted time and memory, for JSON."""
     return {
         "samples_per_second": estimate.samples_per_second,
         "step_ms": estimate.step_ms,

@@ -18,6 +18,7 @@ from galvatron_hf.checkpoint.manifest import Manifest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `galvatron checkpoint`."""
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     verify = actions.add_parser("verify", help="check every file against the manifest's checksums")
     verify.add_argument("path", help="a checkpoint, or a folder of checkpoints")

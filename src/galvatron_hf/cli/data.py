@@ -18,6 +18,7 @@ _BAR = 24  # characters of the longest bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `galvatron data`."""
     parser.add_argument("dataset", help="a save_to_disk folder, a file of rows or of lengths, or an id on the Hub")
     parser.add_argument("--config", help="the configuration of a dataset of the Hub")
     parser.add_argument("--split", help="the split of the dataset (default: train)")

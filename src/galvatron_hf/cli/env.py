@@ -12,11 +12,13 @@ from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `galvatron env`."""
     parser.add_argument("--json", action="store_true", help="print them as JSON")
     parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
+    """Prints versions, devices and limits."""
     facts = environment()
     if given.json:
         print(json.dumps(facts, indent=2))

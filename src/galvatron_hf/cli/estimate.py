@@ -24,6 +24,7 @@ from galvatron_hf.planner.report.report import Report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `galvatron estimate`."""
     parser.description = "Predict time and memory of a plan under the cost model of `galvatron search`."
     add_case_arguments(parser)
     add_plan_argument(parser)
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
+    """Prints the predicted time and memory of a plan."""
     hardware, model, workload, budget = read_case(given)
     plan = read_plan(given.plan, hardware.world_size)
     warn_of_precision(plan, workload)

@@ -30,6 +30,7 @@ from galvatron_hf.planner.space import Limits
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `galvatron explain`."""
     parser.description = "Show where a plan's predicted time and memory go, beside the fastest and well-known plans."
     add_case_arguments(parser)
     add_plan_argument(parser)
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
+    """Prints the parts of a plan's time and memory, and other plans to compare."""
     hardware, model, workload, budget = read_case(given)
     plan = read_plan(given.plan, hardware.world_size)
     warn_of_precision(plan, workload)

@@ -24,6 +24,7 @@ _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `galvatron profile-hardware`."""
     parser.description = (
         "Measure links, matrix products and memory. Launch it like training, for example with "
         "`torchrun --nproc_per_node 4 --no-python galvatron profile-hardware`; by itself it measures one process."
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_accuracy(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument for the accuracy at which measuring ends."""
     parser.add_argument(
         "--accuracy",
         type=float,
@@ -114,6 +116,7 @@ def message_sizes(text: str) -> list[int]:
 
 
 def show(profile: HardwareProfile) -> None:
+    """Prints a hardware profile as tables."""
     console = Console(soft_wrap=True, highlight=False)
     console.print(profile.name, markup=False)
     console.print(f"memory of a device: {profile.memory_bytes / 2**30:.1f} GiB")

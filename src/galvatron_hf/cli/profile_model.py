@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `galvatron profile-model`."""
     parser.description = (
         "Measure the layers, the embedding and the head of a model. Weights are not read. Launch it like training, so "
         "that ranks measure at the same time; by itself it measures one process. With --cluster nothing is measured: "
@@ -118,6 +119,7 @@ def _given(given: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def show(profile: ModelProfile) -> None:
+    """Prints a model profile as a table."""
     console = Console(soft_wrap=True, highlight=False)
     console.print(
         f"{profile.name}, {profile.dtype}: {len(profile.layers)} layers of {len(profile.kinds)} kinds", markup=False

@@ -30,6 +30,7 @@ from galvatron_hf.profiler.profiles.model import ModelProfile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `galvatron search`."""
     parser.description = (
         "Find the fastest plan for a model on a cluster, under the cost model. Nothing is measured or run: give a "
         "preset (--cluster) or measured profiles."

@@ -108,6 +108,8 @@ class ResolvedLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedVocabulary:
+    """Describes the embedding or the head: its strategy, and the mesh of its weights."""
+
     strategy: VocabularyStrategy
     weights: MeshShape
 

@@ -22,6 +22,8 @@ __all__ = ["Action", "PipelineShape", "Work", "actions", "most_in_flight", "orde
 
 
 class Work(str, Enum):
+    """Names the kinds of actions of a pipeline schedule."""
+
     FORWARD = "forward"
     BACKWARD = "backward"
     BACKWARD_INPUT = "backward of the input"

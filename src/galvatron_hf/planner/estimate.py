@@ -78,6 +78,7 @@ def estimate_solution(problem: PlanProblem, solution: Solution, workload: Worklo
 def stage_costs(
     hardware: HardwareProfile, model: ModelProfile, workload: Workload, plan: ParallelPlan, shape: StepShape
 ) -> CostModel:
+    """Returns the cost model of a stage's layers, for the ranks and micro-batches of a plan."""
     ranks, recompute_logits = len(plan.stages[0].ranks), shape.recompute_logits_in_backward
     return CostModel(hardware, model, workload, ranks, shape.rows, recompute_logits_in_backward=recompute_logits)
 

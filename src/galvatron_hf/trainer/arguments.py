@@ -185,6 +185,7 @@ def requested_plan(args: TrainingArguments) -> ParallelPlan | None:
 
 
 def nonfinite_policy(args: TrainingArguments) -> str:
+    """Returns `nonfinite_policy` of the arguments, "stop" for plain `TrainingArguments`."""
     return getattr(args, "nonfinite_policy", "stop")
 
 

@@ -106,6 +106,8 @@ class Components:
 
 
 def auto_planner(trainer: GalvatronMixin) -> AutoPlanner:
+    """Makes the planner that `parallel_plan="auto"` uses."""
+
     def packing() -> tuple[str, bool]:
         mode = packing_mode(trainer.args)
         return mode, mode == "static" or (mode == "auto" and is_padding_collator(trainer.data_collator))
@@ -120,6 +122,7 @@ def auto_planner(trainer: GalvatronMixin) -> AutoPlanner:
 
 
 def dataset_rows(trainer: Trainer) -> DatasetRows:
+    """Returns the finder of the dataset rows of each step, for the current data loader."""
     return DatasetRows(trainer.callback_handler.train_dataloader, trainer.args.gradient_accumulation_steps)
 
 
@@ -130,6 +133,7 @@ def _known_lengths(trainer: Trainer) -> np.ndarray | None:
 
 
 def overrides_compute_loss(trainer: Trainer) -> bool:
+    """Returns whether a subclass has its own `compute_loss`."""
     return type(trainer).compute_loss is not Trainer.compute_loss
 
 
@@ -151,6 +155,7 @@ def packing_obstacle(trainer: Trainer) -> str | None:
 
 @contextlib.contextmanager
 def added_callback(handler: CallbackHandler, callback: TrainerCallback) -> Iterator[None]:
+    """Keeps a callback in the handler while the body runs."""
     handler.add_callback(callback)
     try:
         yield

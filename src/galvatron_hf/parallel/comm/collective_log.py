@@ -30,5 +30,6 @@ def observe_collectives(observer: Observer) -> Iterator[None]:
 
 
 def record(kind: str, x: Tensor, group: ProcessGroup) -> None:
+    """Tells every observer of a collective with this rank's input `x`."""
     for observer in _observers:
         observer(kind, x, group)

@@ -31,6 +31,7 @@ _WAITING = {
 
 
 def stack_of(frame: FrameType) -> list[tuple[FrameType, int]]:
+    """Returns the frames of a stack with their lines, from the outermost to `frame`."""
     return list(traceback.walk_stack(frame))[::-1]
 
 

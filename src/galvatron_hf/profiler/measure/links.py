@@ -167,6 +167,7 @@ def measure_step(device: torch.device, repetitions: int) -> float:
 
 
 def count_trials(world_size: int, devices_per_node: int, sizes: Sequence[int]) -> int:
+    """Returns the number of measurements of a round: one for each arrangement of ranks and message size."""
     sweeps = sum(map(len, arrangements_by_kind(world_size, devices_per_node).values()))
     return sweeps * len(set(sizes))
 

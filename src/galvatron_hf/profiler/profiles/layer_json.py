@@ -23,6 +23,7 @@ _END_BYTES = ("saved_bytes", "saved_fixed_bytes", "working_bytes", "working_fixe
 
 
 def layer_values(kind: LayerProfile) -> dict[str, Any]:
+    """Returns a layer's profile as JSON values."""
     return {
         "weights": [asdict(weight) for weight in kind.weights],
         "times": _times(kind.times),
@@ -37,6 +38,7 @@ def layer_values(kind: LayerProfile) -> dict[str, Any]:
 
 
 def end_values(end: EndProfile) -> dict[str, Any]:
+    """Returns the profile of an embedding or a head as JSON values."""
     return {
         "weights": [asdict(weight) for weight in end.weights],
         "times": _times(end.times),

@@ -277,6 +277,7 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def stops_on_failure(args: TrainingArguments) -> bool:
+    """Returns whether training stops if a checkpoint cannot be written."""
     return getattr(args, "on_save_failure", "stop") == "stop"
 
 

@@ -26,12 +26,14 @@ def is_written_under_a_plan(checkpoint: str | None) -> bool:
 
 
 def load_plain_weights(checkpoint: str, model: PreTrainedModel) -> None:
+    """Loads the weights of a checkpoint of a plan into a model on one process."""
     load_plain_state(model, None, os.path.join(checkpoint, STATE_FOLDER))
 
 
 def load_plain_optimizer_and_scheduler(
     checkpoint: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer, scheduler: Any
 ) -> None:
+    """Loads the optimizer and the scheduler of a checkpoint of a plan on one process."""
     optimizer = unwrapped(optimizer)
     load_plain_state(model, optimizer, os.path.join(checkpoint, STATE_FOLDER))
     saved = SchedulerState.from_json(read_object(Path(checkpoint) / SCHEDULER_FILE, "scheduler's state"))

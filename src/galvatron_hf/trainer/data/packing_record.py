@@ -11,6 +11,8 @@ from galvatron_hf.trainer.data.step_prefetch import StepPlacement
 
 @dataclass(kw_only=True)
 class PackingRecord:
+    """Sums steps, tokens, positions and the planner's time since `began`. `hidden` counts placements made ahead."""
+
     began: float
     steps: int = 0
     tokens: int = 0
