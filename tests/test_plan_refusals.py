@@ -122,7 +122,7 @@ def test_virtual_stages_repeat_in_the_order_of_their_schedule():
     assert len(virtual("abab", "interleaved").stages) == 4
     assert len(virtual("abba", "zero_bubble").stages) == 4
     for order, schedule in [("abba", "interleaved"), ("aba", "interleaved"), ("aabb", "zero_bubble")]:
-        with pytest.raises(ValueError, match="repeat all 2 rank lists in their first order"):
+        with pytest.raises(ValueError, match="list the 2 different groups of ranks in one order"):
             virtual(order, schedule)
     with pytest.raises(ValueError, match="use 'interleaved'"):
         virtual("abab", "1f1b")

@@ -370,7 +370,7 @@ def test_a_damaged_checkpoint_is_refused_with_the_way_out(tmp_path):
     assert finder.to_resume(None, str(tmp_path)) is None and finder.newest(str(tmp_path)) is None
     with pytest.raises(ValueError, match="has no complete checkpoint to resume from"):
         finder.to_resume(True, str(tmp_path))
-    with pytest.raises(ValueError, match="is damaged .*there is no such folder.*; there is no complete one"):
+    with pytest.raises(ValueError, match="is damaged .*there is no such folder.*; no checkpoint in .* is complete"):
         finder.require_complete(str(tmp_path / "checkpoint-3"))
 
 

@@ -31,7 +31,9 @@ from galvatron_hf.planner.space import Limits
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `galvatron explain`."""
-    parser.description = "Show where a plan's predicted time and memory go, beside the fastest and well-known plans."
+    parser.description = (
+        "Show where a plan's predicted time and memory go, and compare it with the fastest and well-known plans."
+    )
     add_case_arguments(parser)
     add_plan_argument(parser)
     add_rounds_argument(parser)

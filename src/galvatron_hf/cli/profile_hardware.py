@@ -122,9 +122,11 @@ def show(profile: HardwareProfile) -> None:
     console.print(f"memory of a device: {profile.memory_bytes / 2**30:.1f} GiB")
     for name, rate in profile.flops_per_s.items():
         console.print(f"matrix products, {name}: {rate / 1e12:.3f} TFLOP/s")
-    slowdowns = [f"{name[len('slowdown of ') :]} {profile.made[name]}" for name in profile.made if "slowdown" in name]
+    slowdowns = [
+        f"{name[len('slowdown of ') :]} {profile.made[name]} times" for name in profile.made if "slowdown" in name
+    ]
     if slowdowns:
-        console.print("times as long beside each other: " + ", ".join(slowdowns))
+        console.print("time while the other runs, relative to the time alone: " + ", ".join(slowdowns))
     if profile.links:
         console.print(_links_table(profile.links))
     for name, source in profile.assumed.items():

@@ -234,8 +234,8 @@ def _check_stages(plan: ParallelPlan, num_layers: int) -> None:
         if earlier and stage.ranks != plan.stages[min(earlier)].ranks:
             rank = next(rank for rank in stage.ranks if owner[rank] == min(earlier))
             raise ValueError(
-                f"rank {rank} is in stages[{min(earlier)}] and in stages[{index}] with another rank list: "
-                "give both the same list (a virtual stage) or lists without a rank in common"
+                f"rank {rank} is in stages[{min(earlier)}] and in stages[{index}], whose ranks differ: "
+                "give both the same ranks in one order (virtual stages), or no rank in common"
             )
     check_covered("stages", "stage", done, num_layers)
     if len(owner) < plan.world_size:
@@ -252,15 +252,16 @@ def _check_virtual_stages(plan: ParallelPlan) -> None:
         return
     if plan.schedule not in ("interleaved", "zero_bubble"):
         raise ValueError(
-            f"schedule is {plan.schedule!r}, which cannot run a rank list twice (virtual stages): use 'interleaved'"
+            f"schedule is {plan.schedule!r}, which cannot run two stages on the same ranks (virtual stages): "
+            "use 'interleaved'"
         )
     rounds = [lists[start : start + len(distinct)] for start in range(0, len(lists), len(distinct))]
     loop = all(part == distinct for part in rounds)
     there_and_back = plan.schedule == "zero_bubble" and lists == distinct + distinct[::-1]
     if not loop and not there_and_back:
         raise ValueError(
-            f"stages repeats rank lists in an order that {plan.schedule!r} cannot run: repeat all "
-            f"{len(distinct)} rank lists in their first order"
+            f"stages list ranks again in an order that {plan.schedule!r} cannot run: list the {len(distinct)} "
+            "different groups of ranks in one order, then again in the same order"
         )
 
 

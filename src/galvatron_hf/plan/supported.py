@@ -47,7 +47,7 @@ def _stages(plan: "ParallelPlan") -> list[str]:
         fitting = nearest(plan.micro_batches, [n for n in range(1, 2 * plan.micro_batches) if orders(shape, n)])
         found.append(
             f"micro_batches is {plan.micro_batches}, which {plan.schedule!r} cannot order in equal rounds on "
-            f"{shape.pipeline_ranks} rank lists: use micro_batches={fitting}"
+            f"{shape.pipeline_ranks} pipeline ranks: use micro_batches={fitting}"
         )
     return found + _zero_bubble(plan)
 

@@ -23,7 +23,7 @@ def plan_table(plan: "ParallelPlan") -> "Table":
 
     table = Table(title=_title(plan), title_justify="left")
     for name in COLUMNS:
-        # Long rank lists and combined degrees wrap; names and counts are never cut.
+        # Long lists of ranks and combined degrees wrap; names and counts are never cut.
         wraps = name in ("ranks", "sequence")
         table.add_column(name, justify="right" if name in ("tensor", "data", "expert") else "left", no_wrap=not wraps)
     for row in plan_rows(plan):

@@ -30,7 +30,7 @@ _ELEMENT = 4  # bytes of fp32
 _WARM_UP = 3  # calls of each trial before it is timed
 _MOST_CALLS = 200
 _BASELINE_WINDOWS = 20  # windows in which the computation between calls is timed alone
-_LEAST_MS = 1e-3  # time of a call that is too short to be seen beside the computation
+_LEAST_MS = 1e-3  # time of a call that is too short to be seen next to the computation
 
 
 @dataclass(kw_only=True)

@@ -59,8 +59,9 @@ class CheckpointFinder:
         """Raises ValueError if a checkpoint is damaged."""
         wrong = self._problems(checkpoint)
         if wrong:
-            other, _ = self._newest_complete(os.path.dirname(os.path.abspath(checkpoint)))
-            fix = f"resume from {other}" if other else "there is no complete one beside it, so start anew"
+            folder = os.path.dirname(os.path.abspath(checkpoint))
+            other, _ = self._newest_complete(folder)
+            fix = f"resume from {other}" if other else f"no checkpoint in {folder} is complete, so start anew"
             raise ValueError(f"{checkpoint} is damaged ({'; '.join(wrong[:3])}); {fix}.")
 
     def _newest_complete(self, folder: str) -> tuple[str | None, list[str]]:
