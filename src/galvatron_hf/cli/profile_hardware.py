@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--repetitions",
         type=int,
         metavar="N",
-        help="number of measurements of each (default: 3 to 9, as --accuracy needs)",
+        help="number of measurements of each (default: 3 to 9, until --accuracy is reached)",
     )
     add_accuracy(parser)
     parser.add_argument(
@@ -53,7 +53,7 @@ def add_accuracy(parser: argparse.ArgumentParser) -> None:
         "--accuracy",
         type=float,
         metavar="E",
-        help="wanted standard error of medians, relative to the medians (default: 0.05)",
+        help="wanted accuracy: repeat until the relative error is at most E, or to a limit (default: 0.05)",
     )
 
 

@@ -59,8 +59,9 @@ class GalvatronTrainingArguments(TrainingArguments):
     profile_accuracy: float = field(
         default=0.05,
         metadata={
-            "help": 'Standard error, relative to the median, at which a measurement for "auto" ends; 0.15 is several '
-            "times faster on ranks that share cores."
+            "help": 'How accurate the measurements for "auto" should be. They are repeated until their estimated '
+            "relative error is at most this number, or to a limit of repetitions and time. Ranks that share CPU "
+            "cores seldom reach 0.05; 0.15 ends earlier."
         },
     )
     memory_gib: float | None = field(

@@ -59,9 +59,9 @@ def profile_hardware(
             and the group can use it, else the CPU.
         name (`str`, *optional*): Name of the cluster.
         sizes (`Sequence[int]`, *optional*): Message sizes in bytes; by default `SIZES`.
-        repetitions (`int`, *optional*): Number of measurements of each; by default 3 to 9, as `accuracy` needs.
-        accuracy (`float`, defaults to 0.05): Wanted standard error of medians, relative to the median: of matrix
-            products and overlap each, of links on average.
+        repetitions (`int`, *optional*): Measurements of each; by default 3 to 9, until `accuracy` is reached.
+        accuracy (`float`, defaults to 0.05): Wanted relative standard error of the medians: of each matrix product
+            and of overlap by itself, of links on average.
         seconds (`float`, defaults to 40): Approximate upper bound of the time for links.
         progress (`bool`, defaults to `False`): Whether rank 0 shows what is measured.
 

@@ -64,7 +64,7 @@ def profile_model(
         packed (`bool`, defaults to `True`): Whether micro-batches are packed documents, or rows without padding.
         max_degree (`int`, *optional*): Largest tensor and Ulysses degree; by default the world size, or 8 without a
             process group.
-        accuracy (`float`, defaults to 0.05): Wanted standard error of medians, relative to the median, on average.
+        accuracy (`float`, defaults to 0.05): Wanted relative standard error of the medians, on average over the parts.
         seconds (`float`, defaults to 30): Approximate upper bound of the time for timing; counting is extra.
         progress (`bool`, defaults to `False`): Whether rank 0 shows what is measured.
 
