@@ -3,12 +3,23 @@
 """Makes the helper modules of the tests importable by name, records CPU seconds, and begins with the longest files."""
 
 import gc
+import os
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+
+# Ranks are forks of this process. In the first backward, a build of torch for GPUs starts a thread for each GPU, and
+# after that refuses every backward in a fork. Hidden GPUs have no threads. Nor has the GPU that a FakeTensorMode makes
+# up, if the first backward comes before it.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import torch  # noqa: E402
+
+
+torch.ones((), requires_grad=True).backward()
 
 sys.path.insert(0, str(Path(__file__).parent))
 
