@@ -3,7 +3,7 @@
 """
 Trains a causal language model, new or pretrained, on any text under a layer-wise parallel plan.
 
-A new 2M-parameter Llama on the standard library's source, 4 CPU ranks (what `make quickstart` runs):
+A new 0.9M-parameter Llama on the standard library's source, 4 CPU ranks (what `make quickstart` runs):
 
     OMP_NUM_THREADS=1 accelerate launch --config_file recipes/accelerate/cpu4.yaml recipes/train_clm.py \\
         recipes/quickstart.yaml --output_dir output/quickstart

@@ -30,13 +30,13 @@ from cpu_seconds import CpuSeconds  # noqa: E402
 LONGEST = (
     "test_search.py",
     "test_predicted_memory.py",
-    "test_trainer_equivalence.py",
-    "test_trainer_features.py",
-    "test_trainer_checkpoints.py",
-    "test_saving_corners.py",
-    "test_trainer_saving.py",
     "test_pipeline_trainer.py",
+    "test_parallelize.py",
+    "test_trainer_equivalence.py",
+    "test_pipeline.py",
     "test_auto.py",
+    "test_launch.py",
+    "test_packed_rows.py",
     "test_trainer_packing.py",
 )
 
