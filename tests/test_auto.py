@@ -5,6 +5,7 @@
 import contextlib
 import functools
 import io
+import math
 import random
 import re
 from dataclasses import replace
@@ -262,6 +263,9 @@ def test_profiles_have_a_place(tmp_path, monkeypatch):
     assert profile_folder(arguments(tmp_path, profile_dir="here")) == Path("here")
     with pytest.raises(ValueError, match="memory_gib -1 is not a positive number of GiB"):
         trainer(tmp_path, ParallelPlan.uniform(1, 4), options=dict(memory_gib=-1))
+    for accuracy in (0, "5e-2", math.nan):
+        with pytest.raises(ValueError, match=f"profile_accuracy {accuracy!r} is not a positive number"):
+            trainer(tmp_path, ParallelPlan.uniform(1, 4), options=dict(profile_accuracy=accuracy))
 
 
 # ---- Costs of rows of different lengths ----

@@ -59,7 +59,7 @@ def test_a_corrupt_cache_is_measured_anew_and_said(tmp_path, counted, caplog, te
 
 
 @pytest.mark.parametrize(
-    "name", ["hosts", "devices", "cores", "threads", "torch", "galvatron_hf", "backend", "method"]
+    "name", ["hosts", "devices", "cores", "threads", "torch", "galvatron_hf", "backend", "method", "accuracy"]
 )
 def test_a_profile_of_another_machine_is_not_used(tmp_path, counted, own, caplog, name):
     other = dataclasses.replace(own, made=own.made | {name: "another"})

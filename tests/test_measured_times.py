@@ -312,6 +312,27 @@ def test_a_message_that_is_hidden_is_measured_most_often_and_takes_the_least_tim
         assert least == links._LEAST_MS
 
 
+def test_one_measurement_without_new_memory_is_not_accurate_by_agreeing_with_itself(monkeypatch):
+    """Half of the measurements use new memory; those without it always take one time."""
+
+    def found() -> tuple[int, set[float]]:
+        pages, rounds = [0], []
+
+        def measured(trial, device, filler):
+            if len(rounds) % 2:
+                pages[0] += 9 * trial.calls
+            return 10.0 if len(rounds) % 2 else 1.0
+
+        monkeypatch.setattr(links, "_measured", measured)
+        monkeypatch.setattr(links, "_measure_round", counted(links._measure_round, rounds))
+        monkeypatch.setattr(links, "new_pages", lambda: pages[0])
+        made = measure_links(CPU, 2, (4096, 1 << 20), Accuracy(least=3, most=9), 10.0, 1e6, lambda what: None)
+        return len(rounds), {ms for link in made for _, ms in link.points}
+
+    for rounds, times in run_ranks(found, 2):
+        assert rounds == 6 and times == {1.0}  # the second, fourth and sixth round have no new memory
+
+
 def counted(function, calls: list):
     def count(*args):
         calls.append(args)

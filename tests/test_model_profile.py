@@ -293,7 +293,7 @@ def test_the_command_counts_for_a_cluster_and_measures_here(tmp_path, capsys):
     assert "head, loss" in text and "AdamW" in text
     assert main(["profile-model", "--model", str(tmp_path / "nothing")]) == 1
     assert "no folder and no file" in capsys.readouterr().err
-    for flag, value in (("--device", "cpu"), ("--seconds", "3")):
+    for flag, value in (("--device", "cpu"), ("--accuracy", "0.1"), ("--seconds", "3")):
         assert main([*arguments, "--cluster", "a100-80g", flag, value]) == 1
         assert f"{flag} applies to measuring" in capsys.readouterr().err
 

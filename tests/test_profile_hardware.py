@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measuring the machine, on real ranks; what is tested is the structure of what was measured, never its speed."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from galvatron_hf import HardwareProfile, profile_hardware
 from galvatron_hf.cli.main import main
 from galvatron_hf.cli.profile_hardware import message_sizes
+from galvatron_hf.profiler.measure import hardware
 from galvatron_hf.profiler.measure.links import _call, _own_group, count_steps, measure_links
 from galvatron_hf.profiler.measure.rounds import Accuracy
 from galvatron_hf.profiler.profiles.hardware import KINDS
@@ -137,9 +139,30 @@ def test_arguments_that_measure_nothing_are_refused():
         ({"sizes": [4096, 0]}, "two different numbers of bytes"),
         ({"sizes": [4096, 1 << 60]}, "give messages that fit"),
         ({"repetitions": 0}, "repetitions=0 measures nothing"),
+        ({"accuracy": 0.0}, "accuracy is 0.0, which is too small"),
     ]:
         with pytest.raises(ValueError, match=words):
             profile_hardware(**arguments)
+
+
+def test_the_announced_time_limits_links_alone_and_is_not_zero_for_one_process(monkeypatch):
+    """Times in a round of 1 s: 4 windows of products, 10 of overlap, and 1.2 of each trial of links."""
+    announced = []
+
+    @contextlib.contextmanager
+    def phase(what, at_least, at_most, shown):
+        announced.append((at_least, at_most))
+        yield
+
+    monkeypatch.setattr(hardware, "phase", phase)
+    for name in ("measure_flops", "measure_overlap", "measure_step", "measure_links"):
+        monkeypatch.setattr(hardware, name, lambda *arguments: None)
+    for ranks, seconds in ((1, 40.0), (4, 1e6), (4, 40.0)):
+        sweep = hardware._Sweep(sizes=SIZES, accuracy=Accuracy(most=9), window_ms=1e3, seconds=seconds)
+        hardware._measured(CPU, sweep, 1, ranks, False)
+    trials = 1.2 * hardware.count_trials(4, 4, SIZES)
+    wanted = [(4 * 4, 10 * 4), (4 * (14 + trials), 10 * (14 + trials)), (4 * (14 + trials), 10 * 14 + 40)]
+    assert announced == [pytest.approx(pair) for pair in wanted]
 
 
 # ---- Commands ----

@@ -17,6 +17,7 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from galvatron_hf.data.packing import LONG_SEQUENCES
 from galvatron_hf.data.placement import PLANNERS
 from galvatron_hf.plan import ParallelPlan, Precision
+from galvatron_hf.profiler.measure.rounds import WANTED_ERROR
 
 
 # Optimizers that treat every element by itself: a step on shards is the step on the whole.
@@ -57,7 +58,7 @@ class GalvatronTrainingArguments(TrainingArguments):
         },
     )
     profile_accuracy: float = field(
-        default=0.05,
+        default=WANTED_ERROR,
         metadata={
             "help": 'How accurate the measurements for "auto" should be. They are repeated until their estimated '
             "relative error is at most this number, or to a limit of repetitions and time. Ranks that share CPU "
@@ -298,6 +299,9 @@ def _galvatron_refusals(args: TrainingArguments) -> Iterator[str]:
     memory = getattr(args, "memory_gib", None)
     if memory is not None and not 0 < memory < math.inf:
         yield f"memory_gib {memory!r} is not a positive number of GiB; use a number such as 80, or leave it out."
+    accuracy = getattr(args, "profile_accuracy", WANTED_ERROR)
+    if type(accuracy) not in (int, float) or not 0 < accuracy < math.inf:
+        yield f"profile_accuracy {accuracy!r} is not a positive number; use one such as 0.05."
     for name in ("max_tokens_per_rank", "pack_to_multiple_of"):
         value = getattr(args, name, None)
         if value is not None and (type(value) is not int or value < 1):

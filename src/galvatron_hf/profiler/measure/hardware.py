@@ -133,11 +133,14 @@ def _measured(
     """Returns rates, links and the time of a step's small messages by their names in a profile, and `slowdowns`."""
     accuracy, window, world_size = sweep.accuracy, sweep.window_ms, nodes * devices_per_node
     trials = count_trials(world_size, devices_per_node, sweep.sizes)
-    once = 1e-3 * (trials * _TRIAL_WINDOWS * window + (world_size > 1) * 10 * max(window, _OVERLAP_MS))
+    # Seconds of a round: of links, and of two kinds of products and overlap, which `seconds` does not limit.
+    links_once = 1e-3 * trials * _TRIAL_WINDOWS * window
+    others_once = 1e-3 * (4 * window + (world_size > 1) * 10 * max(window, _OVERLAP_MS))
+    at_least = (1 + accuracy.least) * (links_once + others_once)
+    at_most = min((1 + accuracy.most) * links_once, sweep.seconds) + (1 + accuracy.most) * others_once
     steps = 2 + accuracy.least + count_steps(world_size, devices_per_node, sweep.sizes, accuracy.least)
-    at_least, at_most = ((1 + rounds) * once for rounds in (accuracy.least, accuracy.most))
     with (
-        phase("links, matrix products and memory", at_least, min(at_most, sweep.seconds + at_least / 5), progress),
+        phase("links, matrix products and memory", at_least, at_most, progress),
         progress_bar(steps, progress and is_rank_0()) as step,
     ):
         found = {"flops_per_s": measure_flops(device, accuracy, window, step), "links": (), "slowdowns": {}}

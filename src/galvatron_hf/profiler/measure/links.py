@@ -96,7 +96,7 @@ def measure_links(
         filler.measure(_BASELINE_WINDOWS * window_ms)
         _measure_round(pending, device, filler, step)
         done += 1
-        errors = {id(trial): _error(trial) for trial in trials}
+        errors = {id(trial): _error(trial, accuracy.least) for trial in trials}
         if done >= accuracy.least:
             if done >= accuracy.most or np.mean(list(errors.values())) <= accuracy.error:
                 break
@@ -111,11 +111,13 @@ def measure_links(
     return tuple(Link.fitted(*arrangement, _rising(points)) for arrangement, points in sweeps.items())
 
 
-def _error(trial: Trial) -> float:
-    """Returns the standard error of the median, relative to the median, and at most 1. A call that is hidden by the
-    computation before it has a median near zero, and an error of 1.
+def _error(trial: Trial, least: int) -> float:
+    """Returns the standard error of the median, relative to the median, and at most 1. The error is 1 if fewer than
+    `least` measurements count, because of new pages: one alone would agree with itself. A call that is hidden by the
+    computation before it has a median near zero, and an error of 1 too.
     """
-    return min(1.0, median_error(without_new_pages(trial.ms, trial.pages)))
+    counted = without_new_pages(trial.ms, trial.pages)
+    return 1.0 if len(counted) < least else min(1.0, median_error(counted))
 
 
 def _measure_round(trials: Sequence[Trial], device: torch.device, filler: ComputeFiller, step: Step) -> None:
