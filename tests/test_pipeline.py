@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from equivalence import assert_same_gradients, compare, observe, reference, single_stage, total_norm, whole_gradients
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, VocabularyStrategy
-from galvatron_hf.plan.schedule import PipelineShape, orders
+from galvatron_hf.plan.schedule import PipelineShape, can_order
 from plan_inputs import drawn
 from plans import PAIR_LAYERS, pipeline_plans, pipeline_plans_on_eight, pipelined
 from ranks import run_ranks
@@ -328,7 +328,7 @@ def pipelines_and_inputs(draw, world_size: int) -> tuple[str, str, ParallelPlan]
         layers = tuple(kept(layer) for layer in layers)
         embedding, head = kept(embedding), kept(head)
     plan = pipelined(lists, layers, schedule, cuts=sorted(cuts), ends=(embedding, head), micro_batches=1)
-    counts = [count for count in range(1, 9) if orders(PipelineShape.from_plan(plan), count)]
+    counts = [count for count in range(1, 9) if can_order(PipelineShape.from_plan(plan), count)]
     plan = dataclasses.replace(plan, micro_batches=draw(st.sampled_from(counts)))
     return family, draw(st.sampled_from(list(BATCHES))), plan
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from galvatron_hf.plan.schedule import PipelineShape, Work, actions, most_in_flight, orders
+from galvatron_hf.plan.schedule import PipelineShape, Work, actions, can_order, most_in_flight
 from galvatron_hf.planner.cost.step_shape import StepShape
 from galvatron_hf.planner.solver.problem import Options, SearchProblem, Solution, score
 
@@ -141,7 +141,7 @@ def test_stages_that_recompute_take_at_most_a_nineteenth_longer_than_priced(stag
 def interleavings(ranks: int, virtual: int, most: int):
     """Returns the numbers of micro-batches, at least as many as pipeline ranks, that the schedule can order."""
     shape = PipelineShape(schedule="interleaved", rank_group_of_stage=tuple(range(ranks)) * virtual)
-    return [(shape, count) for count in range(ranks, most) if orders(shape, count)]
+    return [(shape, count) for count in range(ranks, most) if can_order(shape, count)]
 
 
 @pytest.mark.parametrize("virtual", [2, 4])

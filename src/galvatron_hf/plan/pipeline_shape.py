@@ -49,9 +49,9 @@ class PipelineShape:
         return self.pipeline_ranks > 1 and self.rank_group_of_stage == (*there, *reversed(there))
 
 
-def orders(shape: PipelineShape, micro_batches: int) -> bool:
-    """Returns whether the schedule orders `micro_batches`. If not, `schedule.actions` orders the next larger supported
-    number and drops the surplus micro-batches.
+def can_order(shape: PipelineShape, micro_batches: int) -> bool:
+    """Returns whether the schedule has an order for `micro_batches`. If not, `schedule.actions` takes the order of the
+    next larger number that has one, and drops the surplus micro-batches.
     """
     if shape.pipeline_ranks == 1 or shape.schedule in ("gpipe", "1f1b") or shape.is_v_shaped:
         return True

@@ -14,11 +14,11 @@ from functools import lru_cache
 
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from galvatron_hf.plan.pipeline_shape import PipelineShape, orders
+from galvatron_hf.plan.pipeline_shape import PipelineShape, can_order
 from galvatron_hf.utils.compat import pipeline_action, pipeline_orders, with_transfers
 
 
-__all__ = ["Action", "PipelineShape", "Work", "actions", "most_in_flight", "orders"]
+__all__ = ["Action", "PipelineShape", "Work", "actions", "can_order", "most_in_flight"]
 
 
 class Work(str, Enum):
@@ -71,7 +71,7 @@ def actions(shape: PipelineShape, micro_batches: int) -> tuple[tuple[Action, ...
         order = _gpipe if shape.schedule == "gpipe" else _one_forward_one_backward
         compute = {rank: order(rank, shape.pipeline_ranks, micro_batches) for rank in range(shape.pipeline_ranks)}
     else:
-        ordered = next(count for count in itertools.count(micro_batches) if orders(shape, count))
+        ordered = next(count for count in itertools.count(micro_batches) if can_order(shape, count))
         compute = {
             rank: [action for action in row if action.microbatch_index < micro_batches]
             for rank, row in _torch_order(shape, ordered).items()

@@ -4,7 +4,7 @@
 
 from typing import TYPE_CHECKING
 
-from galvatron_hf.plan.pipeline_shape import PipelineShape, orders
+from galvatron_hf.plan.pipeline_shape import PipelineShape, can_order
 from galvatron_hf.plan.validation import nearest
 
 
@@ -43,8 +43,8 @@ def _stages(plan: "ParallelPlan") -> list[str]:
             f"{plan.world_size // len(plan.rank_groups) or 1}"
         )
     shape = PipelineShape.from_plan(plan)
-    if not orders(shape, plan.micro_batches):
-        fitting = nearest(plan.micro_batches, [n for n in range(1, 2 * plan.micro_batches) if orders(shape, n)])
+    if not can_order(shape, plan.micro_batches):
+        fitting = nearest(plan.micro_batches, [n for n in range(1, 2 * plan.micro_batches) if can_order(shape, n)])
         found.append(
             f"micro_batches is {plan.micro_batches}, which {plan.schedule!r} cannot order in equal rounds on "
             f"{shape.pipeline_ranks} pipeline ranks: use micro_batches={fitting}"

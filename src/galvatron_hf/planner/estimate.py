@@ -8,7 +8,7 @@ import itertools
 from dataclasses import dataclass, replace
 
 from galvatron_hf.plan import ParallelPlan
-from galvatron_hf.plan.pipeline_shape import PipelineShape, orders
+from galvatron_hf.plan.pipeline_shape import PipelineShape, can_order
 from galvatron_hf.planner.build_problem import PlanProblem, UnsolvedProblem
 from galvatron_hf.planner.cost.cost_model import CostModel
 from galvatron_hf.planner.cost.step_shape import StepShape
@@ -132,7 +132,7 @@ def _check_virtual_stages(plan: ParallelPlan, shape: StepShape, model: ModelProf
         raise ValueError(
             f"The plan has {len(plan.stages)} stages, all on the same ranks; use one stage with all layers."
         )
-    if shape.micro_batches < shape.pipeline or not orders(PipelineShape.from_plan(plan), shape.micro_batches):
+    if shape.micro_batches < shape.pipeline or not can_order(PipelineShape.from_plan(plan), shape.micro_batches):
         cut = "" if shape.micro_batches == plan.micro_batches else f" ({plan.micro_batches}, but too few rows)"
         raise ValueError(
             f"The cost model has no formula for micro_batches={shape.micro_batches}{cut} interleaved on "

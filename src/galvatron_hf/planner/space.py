@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from galvatron_hf.models.shape import WeightShape
 from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
-from galvatron_hf.plan.pipeline_shape import PipelineShape, in_a_round, orders
+from galvatron_hf.plan.pipeline_shape import PipelineShape, can_order, in_a_round
 from galvatron_hf.plan.validation import check_int, divisors
 from galvatron_hf.profiler.profiles.model import ModelProfile
 
@@ -85,7 +85,7 @@ def schedules(
         shape = PipelineShape(schedule="interleaved", rank_group_of_stage=tuple(range(pipeline)) * virtual)
         least = math.inf
         for count in enough if uniform else []:
-            if orders(shape, count) and in_a_round(pipeline, count) < least:
+            if can_order(shape, count) and in_a_round(pipeline, count) < least:
                 least = in_a_round(pipeline, count)
                 yield "interleaved", virtual, count
 

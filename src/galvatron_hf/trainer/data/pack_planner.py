@@ -15,7 +15,7 @@ from galvatron_hf.data.partition_exact import TooLargeError
 from galvatron_hf.data.placement import PLANNERS, Placement, in_order, place
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.plan import ParallelPlan
-from galvatron_hf.plan.schedule import PipelineShape, orders
+from galvatron_hf.plan.schedule import PipelineShape, can_order
 from galvatron_hf.trainer.data.sequence_cost import StepCost
 
 
@@ -83,7 +83,7 @@ class PackPlanner:
             max_tokens=max_tokens or self.capacity(lengths),
             overhead=self.cost.overhead,
             stages=len(self.plan.rank_groups),
-            allowed=lambda count: orders(shape, count),
+            allowed=lambda count: can_order(shape, count),
         )
         try:
             return find(planner=self.planner, effort=EXACT_EFFORT)
