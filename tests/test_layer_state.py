@@ -80,7 +80,7 @@ class Runner:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
 def test_every_tensor_crosses_the_boundary_with_its_gradient(schedule):
-    shape = PipelineShape(schedule=schedule, rank_group_of_stage=(0, 1, 2))
+    shape = PipelineShape(schedule=schedule, pipeline_rank_of_stage=(0, 1, 2))
     inputs = [torch.randn(1, LENGTH, 3, generator=torch.Generator().manual_seed(i)).double() for i in range(4)]
     weights = [torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (0.5, -2.0, 3.0)]
     hidden = [x * weights[0] * weights[1] for x in inputs]

@@ -253,7 +253,7 @@ def own_stages(plan: ParallelPlan, rank: int) -> list[int]:
 
 def order_of(plan: ParallelPlan, rank: int) -> tuple[Action, ...]:
     shape = PipelineShape.from_plan(plan)
-    return actions(shape, plan.micro_batches)[shape.rank_group_of_stage[own_stages(plan, rank)[0]]]
+    return actions(shape, plan.micro_batches)[shape.pipeline_rank_of_stage[own_stages(plan, rank)[0]]]
 
 
 def expected_activations(plan: ParallelPlan, rank: int) -> list[int]:

@@ -32,7 +32,7 @@ def played(
     """
     ranks, stages = len(forward), virtual * len(forward)
     lined_up = actions(
-        PipelineShape(schedule=schedule, rank_group_of_stage=tuple(range(ranks)) * virtual), micro_batches
+        PipelineShape(schedule=schedule, pipeline_rank_of_stage=tuple(range(ranks)) * virtual), micro_batches
     )
     clocks, waiting = np.zeros(ranks), [[one for one in order if one.work.is_compute] for order in lined_up]
     done: dict[tuple[Work, int, int], float] = {}
@@ -140,7 +140,7 @@ def test_stages_that_recompute_take_at_most_a_nineteenth_longer_than_priced(stag
 
 def interleavings(ranks: int, virtual: int, most: int):
     """Returns the numbers of micro-batches, at least as many as pipeline ranks, that the schedule can order."""
-    shape = PipelineShape(schedule="interleaved", rank_group_of_stage=tuple(range(ranks)) * virtual)
+    shape = PipelineShape(schedule="interleaved", pipeline_rank_of_stage=tuple(range(ranks)) * virtual)
     return [(shape, count) for count in range(ranks, most) if can_order(shape, count)]
 
 

@@ -20,11 +20,11 @@ LETTERS = {Work.FORWARD: "F", Work.BACKWARD: "B", Work.BACKWARD_INPUT: "I", Work
 
 
 def loop(schedule: str, lists: int, virtual: int = 1) -> PipelineShape:
-    return PipelineShape(schedule=schedule, rank_group_of_stage=tuple(range(lists)) * virtual)
+    return PipelineShape(schedule=schedule, pipeline_rank_of_stage=tuple(range(lists)) * virtual)
 
 
 def there_and_back(lists: int) -> PipelineShape:
-    return PipelineShape(schedule="zero_bubble", rank_group_of_stage=(*range(lists), *reversed(range(lists))))
+    return PipelineShape(schedule="zero_bubble", pipeline_rank_of_stage=(*range(lists), *reversed(range(lists))))
 
 
 SHAPES = [
@@ -33,7 +33,7 @@ SHAPES = [
     *(there_and_back(lists) for lists in (2, 3, 4)),
 ]
 every_shape = pytest.mark.parametrize(
-    "shape", SHAPES, ids=lambda shape: f"{shape.schedule}-{shape.rank_group_of_stage}"
+    "shape", SHAPES, ids=lambda shape: f"{shape.schedule}-{shape.pipeline_rank_of_stage}"
 )
 
 
@@ -94,7 +94,8 @@ class Simulation:
         """The lists that send and receive."""
         direction, sender, _ = key
         return [
-            self.shape.rank_group_of_stage[stage] for stage in (sender, sender + (1 if direction == "forward" else -1))
+            self.shape.pipeline_rank_of_stage[stage]
+            for stage in (sender, sender + (1 if direction == "forward" else -1))
         ]
 
     def _end(self, key: tuple[str, int, int], place: int) -> tuple:
@@ -132,7 +133,7 @@ class Simulation:
         forward, needed = action.work is Work.FORWARD, []
         neighbour = stage + (-1 if forward else 1)
         if action.work is not Work.BACKWARD_WEIGHT:
-            if 0 <= neighbour <= last and self.shape.rank_group_of_stage[neighbour] != place:
+            if 0 <= neighbour <= last and self.shape.pipeline_rank_of_stage[neighbour] != place:
                 needed.append(("forward" if forward else "backward", neighbour, part))
                 if not forward:
                     needed.append(("forward", stage, part))
@@ -171,7 +172,7 @@ def test_every_stage_does_its_work_once(shape):
     for micro_batches in MICRO_BATCHES:
         works = [Work.FORWARD, Work.BACKWARD_INPUT, Work.BACKWARD_WEIGHT] if split else [Work.FORWARD, Work.BACKWARD]
         for place, order in enumerate(actions(shape, micro_batches)):
-            stages = [stage for stage, owner in enumerate(shape.rank_group_of_stage) if owner == place]
+            stages = [stage for stage, owner in enumerate(shape.pipeline_rank_of_stage) if owner == place]
             wanted = [Action(w, stage, part) for w in works for stage in stages for part in range(micro_batches)]
             assert Counter(compute_of(order)) == Counter(wanted), micro_batches
 
@@ -194,7 +195,7 @@ def test_transfers_have_two_ends_in_one_order(shape):
                 if action.work.is_compute:
                     continue
                 step = (-1 if action.work.direction == "backward" else 1) * (-1 if action.work.is_receive else 1)
-                peer = shape.rank_group_of_stage[action.stage + step]
+                peer = shape.pipeline_rank_of_stage[action.stage + step]
                 assert peer != place
                 sender = action.stage + (step if action.work.is_receive else 0)
                 pair = (peer, place) if action.work.is_receive else (place, peer)
@@ -202,7 +203,7 @@ def test_transfers_have_two_ends_in_one_order(shape):
                 side.setdefault((*pair, action.work.direction), []).append((sender, action.micro_batch))
         assert sent == received
         ends = sum(
-            shape.rank_group_of_stage[stage] != shape.rank_group_of_stage[stage + 1]
+            shape.pipeline_rank_of_stage[stage] != shape.pipeline_rank_of_stage[stage + 1]
             for stage in range(shape.stages - 1)
         )
         assert sum(map(len, sent.values())) == 2 * ends * micro_batches
@@ -235,7 +236,7 @@ def check_posted_early(shape: PipelineShape, order: tuple[Action, ...], index: i
 
 def peer_of(shape: PipelineShape, action: Action) -> int:
     step = 1 if action.work in (Work.SEND_FORWARD, Work.RECEIVE_BACKWARD) else -1
-    return shape.rank_group_of_stage[action.stage + step]
+    return shape.pipeline_rank_of_stage[action.stage + step]
 
 
 def in_flight(order: tuple[Action, ...]) -> int:

@@ -156,7 +156,7 @@ class Executor:
             return logits[0]
         pipeline = self.pipeline
         group, lists, device = pipeline.group, pipeline.shape.pipeline_ranks, self._device
-        source = pipeline.shape.rank_group_of_stage[-1]
+        source = pipeline.shape.pipeline_rank_of_stage[-1]
         pieces = None
         shape: list[Any] = [None]
         if pipeline.has_last:

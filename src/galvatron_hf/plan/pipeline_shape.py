@@ -19,23 +19,23 @@ class PipelineShape:
     """Maps each stage to the pipeline rank that runs it. Pipeline ranks are numbered by their first stages."""
 
     schedule: str
-    rank_group_of_stage: tuple[int, ...]
+    pipeline_rank_of_stage: tuple[int, ...]
 
     @classmethod
     def from_plan(cls, plan: ParallelPlan) -> PipelineShape:
         groups = plan.rank_groups
         return cls(
-            schedule=plan.schedule, rank_group_of_stage=tuple(groups.index(stage.ranks) for stage in plan.stages)
+            schedule=plan.schedule, pipeline_rank_of_stage=tuple(groups.index(stage.ranks) for stage in plan.stages)
         )
 
     @property
     def stages(self) -> int:
-        return len(self.rank_group_of_stage)
+        return len(self.pipeline_rank_of_stage)
 
     @property
     def pipeline_ranks(self) -> int:
         """Returns the number of pipeline ranks: the pipeline degree."""
-        return max(self.rank_group_of_stage) + 1
+        return max(self.pipeline_rank_of_stage) + 1
 
     @property
     def virtual_stages(self) -> int:
@@ -46,7 +46,7 @@ class PipelineShape:
     def is_v_shaped(self) -> bool:
         """Returns whether the stages run from the first pipeline rank to the last and back (0..p-1, p-1..0)."""
         there = range(self.pipeline_ranks)
-        return self.pipeline_ranks > 1 and self.rank_group_of_stage == (*there, *reversed(there))
+        return self.pipeline_ranks > 1 and self.pipeline_rank_of_stage == (*there, *reversed(there))
 
 
 def can_order(shape: PipelineShape, micro_batches: int) -> bool:

@@ -239,7 +239,7 @@ class ResolvedPlan:
     @cached_property
     def neighbours(self) -> tuple[tuple[int, int], ...]:
         """Returns the pairs of pipeline ranks that exchange hidden states."""
-        pairs = itertools.pairwise(self.pipeline.rank_group_of_stage)
+        pairs = itertools.pairwise(self.pipeline.pipeline_rank_of_stage)
         return tuple(sorted({tuple(sorted(pair)) for pair in pairs if pair[0] != pair[1]}))
 
     @cached_property
@@ -293,7 +293,7 @@ def resolve(plan: ParallelPlan, *, heads: Sequence[tuple[int, int]], tied: bool)
             ResolvedStage(
                 index=index,
                 ranks=stage.ranks,
-                pipeline_rank=pipeline.rank_group_of_stage[index],
+                pipeline_rank=pipeline.pipeline_rank_of_stage[index],
                 layers=tuple(layers),
                 is_first=index == 0,
                 is_last=index == len(plan.stages) - 1,

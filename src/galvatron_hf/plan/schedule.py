@@ -76,7 +76,7 @@ def actions(shape: PipelineShape, micro_batches: int) -> tuple[tuple[Action, ...
             rank: [action for action in row if action.microbatch_index < micro_batches]
             for rank, row in _torch_order(shape, ordered).items()
         }
-    lowered = with_transfers(compute, shape.rank_group_of_stage.__getitem__, shape.stages)
+    lowered = with_transfers(compute, shape.pipeline_rank_of_stage.__getitem__, shape.stages)
     ranks = range(shape.pipeline_ranks)
     return tuple(_post_early([_own(action) for action in lowered[rank]], shape) for rank in ranks)
 
@@ -90,7 +90,7 @@ def _post_early(order: list[Action], shape: PipelineShape) -> tuple[Action, ...]
         if action.work.is_compute:
             return None
         onwards = action.work in (Work.SEND_FORWARD, Work.RECEIVE_BACKWARD)
-        return action.work.direction, shape.rank_group_of_stage[action.stage + (1 if onwards else -1)]
+        return action.work.direction, shape.pipeline_rank_of_stage[action.stage + (1 if onwards else -1)]
 
     result: list[Action] = []
     for index, action in enumerate(order):
@@ -126,7 +126,7 @@ def _torch_order(shape: PipelineShape, micro_batches: int) -> dict[int, list]:
         "zero_bubble": torch_schedules.ScheduleInterleavedZeroBubble,
     }
     schedule_class = torch_schedules.ScheduleZBVZeroBubble if shape.is_v_shaped else classes[shape.schedule]
-    first = [stage for stage, group in enumerate(shape.rank_group_of_stage) if group == 0]
+    first = [stage for stage, group in enumerate(shape.pipeline_rank_of_stage) if group == 0]
     return pipeline_orders(schedule_class, first, shape.stages, shape.pipeline_ranks, micro_batches)
 
 

@@ -82,7 +82,7 @@ def schedules(
     most = min(limits.virtual_stages, len(layers) // pipeline)
     for virtual in range(2, 1 + most) if pipeline > 1 else ():
         uniform = tuple(layers[: len(layers) // virtual]) * virtual == tuple(layers)
-        shape = PipelineShape(schedule="interleaved", rank_group_of_stage=tuple(range(pipeline)) * virtual)
+        shape = PipelineShape(schedule="interleaved", pipeline_rank_of_stage=tuple(range(pipeline)) * virtual)
         least = math.inf
         for count in enough if uniform else []:
             if can_order(shape, count) and in_a_round(pipeline, count) < least:

@@ -126,7 +126,7 @@ class Pipeline:
     ) -> Pipeline:
         """Makes this rank's part of a plan's pipeline, whose groups were prepared."""
         groups = resolved.plan.rank_groups
-        own = resolved.pipeline.rank_group_of_stage[next(iter(stages))]
+        own = resolved.pipeline.pipeline_rank_of_stage[next(iter(stages))]
         pairs = {}
         for pair in resolved.neighbours:
             if own in pair:
@@ -283,7 +283,7 @@ class Pipeline:
             for features in self.state_features.values()
         )
         forward = action.work is Work.RECEIVE_FORWARD
-        peer = self.shape.rank_group_of_stage[action.stage + (-1 if forward else 1)]
+        peer = self.shape.pipeline_rank_of_stage[action.stage + (-1 if forward else 1)]
         transfer = self._transfer(dist.irecv, tensors, 0 if forward else 1, peer)
         step.arriving[action.work, action.stage, action.micro_batch] = transfer
 
@@ -298,7 +298,7 @@ class Pipeline:
     def _send_forward(self, step: _Step, action: Action) -> None:
         kept = step.in_flight[action.stage, action.micro_batch]
         with self.timeline.span(action):
-            peer = self.shape.rank_group_of_stage[action.stage + 1]
+            peer = self.shape.pipeline_rank_of_stage[action.stage + 1]
             transfer = self._transfer(dist.isend, _detached(kept.result), 0, peer)
             if step.loss_of is None:
                 del step.in_flight[action.stage, action.micro_batch]
@@ -309,7 +309,7 @@ class Pipeline:
     def _send_backward(self, step: _Step, action: Action) -> None:
         with self.timeline.span(action):
             gradients = step.gradients.pop((action.stage, action.micro_batch))
-            peer = self.shape.rank_group_of_stage[action.stage - 1]
+            peer = self.shape.pipeline_rank_of_stage[action.stage - 1]
             self._limit_sends(step, self._transfer(dist.isend, gradients, 1, peer))
 
     def _limit_sends(self, step: _Step, transfer: _Transfer) -> None:
