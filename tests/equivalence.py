@@ -173,7 +173,7 @@ def _evaluate(parallel: ParallelModel, oracle: Reference) -> Evaluation:
         with torch.no_grad():
             output = model(**oracle.batch, num_items_in_batch=oracle.num_items)
             logits = model(**unlabelled).logits
-        rows = parallel.forward.local_rows(len(oracle.logits))
+        rows = parallel.runner.local_rows(len(oracle.logits))
     else:
         output = parallel.evaluate(oracle.batch, num_items_in_batch=oracle.num_items)
         share = -(-len(oracle.logits) // parallel.plan.world_size)

@@ -107,7 +107,7 @@ def test_every_tensor_crosses_the_boundary_with_its_gradient(schedule):
             units=SimpleNamespace(
                 begin_micro_batch=ignore, finish_step=ignore, collect=ignore, reduce_kept_gradients=ignore
             ),
-            forward=Runner(own),
+            runner=Runner(own),
             group=dist.group.WORLD,
             pairs=pairs,
             state_features={"hidden": 3, "extra": 2},

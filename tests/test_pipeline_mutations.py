@@ -97,7 +97,7 @@ def without_gradient(original, forward: ModelRunner, stage, batch, received=None
 def loss_on_every_stage(original, pipeline: Pipeline, batches, loss_of) -> list[torch.Tensor]:
     total = torch.stack([torch.zeros(()), *original(pipeline, batches, loss_of)]).sum()
     dist.all_reduce(total)
-    return [total / pipeline.forward.mesh.size]  # as if each rank's part were that of its own stage
+    return [total / pipeline.runner.mesh.size]  # as if each rank's part were that of its own stage
 
 
 def without_one_weight_backward(original, pipeline: Pipeline, step, action) -> None:

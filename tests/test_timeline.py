@@ -77,7 +77,7 @@ class Slow(torch.autograd.Function):
 
 def slow_down(parallel) -> None:
     """Makes every stage take equally long."""
-    run = parallel.forward.run
+    run = parallel.runner.run
 
     def slow(*args):
         result = run(*args)
@@ -85,7 +85,7 @@ def slow_down(parallel) -> None:
             return result.replace(Slow.apply(tensor) for tensor in result.tensors.values())
         return replace(result, loss=Slow.apply(result.loss))
 
-    parallel.forward.run = slow
+    parallel.runner.run = slow
 
 
 def waited_seconds() -> float:

@@ -106,7 +106,7 @@ def test_a_step_is_packed_and_gives_the_loss_of_its_padded_batch(tmp_path):
 def test_packing_rules_decide_by_mode_collator_and_obstacle(mode, only_pads, obstacle, packs):
     model = FAMILIES["llama"].build()
     parallel = SimpleNamespace(
-        family=type(model), forward=SimpleNamespace(current=SimpleNamespace(config=model.config))
+        family=type(model), runner=SimpleNamespace(current=SimpleNamespace(config=model.config))
     )
     rules = PackingRules(parallel=parallel, mode=lambda: mode, only_pads=lambda: only_pads, obstacle=lambda: obstacle)
     assert rules.packs() is packs

@@ -95,7 +95,7 @@ class EmbeddingNoise(TrainerCallback):
         table = whole_weights(model, FAMILIES["llama"].build())["model.embed_tokens.weight"]
 
         def look(module, inputs, hidden):
-            batch = self.trainer.parallel.forward.current.value
+            batch = self.trainer.parallel.runner.current.value
             self.seen.append((batch.real_length, (hidden - table[inputs[0]]).detach()))
 
         self.handle = embedding.register_forward_hook(look)

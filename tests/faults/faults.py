@@ -88,7 +88,7 @@ class Inject(TrainerCallback):
 
 def in_forward(trainer: Trainer, fault: Fault, happen: Callable[[torch.Tensor], Any]) -> None:
     """Calls `happen` with the output of this rank's second layer; what it returns takes the output's place."""
-    position = trainer.parallel.forward.current
+    position = trainer.parallel.runner.current
 
     def after_layer(module, inputs, output):
         _, step, micro_batch = position.value.key

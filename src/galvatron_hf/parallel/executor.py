@@ -79,10 +79,10 @@ class Executor:
     def _train_in_pipeline(
         self, parts: list[dict[str, Any]], loss_of: LossOf, inputs_of: Callable, options: dict[str, Any]
     ) -> list[torch.Tensor]:
-        forward, batches = self.model.forward, []
+        runner, batches = self.model.forward, []
         for index, part in enumerate(parts):
-            forward.position.micro_batch = index
-            batches.append(forward.micro_batch(**inputs_of(part), **options))
+            runner.position.micro_batch = index
+            batches.append(runner.micro_batch(**inputs_of(part), **options))
         earlier = self.tied.take_gradients() if self.tied is not None else []
         losses = self.pipeline.train(batches, lambda index, output: loss_of(parts[index], _returning(output)).loss)
         if self.tied is not None:

@@ -70,13 +70,14 @@ class ParallelModel:
         )
 
     @property
-    def forward(self) -> ModelRunner:
+    def runner(self) -> ModelRunner:
+        """Returns the object that replaces the `forward` of the model."""
         return self.model.forward
 
     @property
     def streams(self) -> StreamPosition:
         """Returns the position of the random streams; a training loop sets `seed` once and `step` before each step."""
-        return self.forward.position
+        return self.runner.position
 
     @property
     def layers(self) -> list[nn.Module]:

@@ -110,12 +110,12 @@ def parallelize(
         empty.fill(model, units, names)
     units.release_after_evaluation(model)
 
-    model.forward = ModelRunner(model, resolved, mesh, current, list(modules.values()))
+    model.forward = runner = ModelRunner(model, resolved, mesh, current, list(modules.values()))
     pipeline, timeline = None, Timeline(device)
     if resolved.is_pipeline:
         model.num_parameters = count_parameters
         features = adapter.state_features(model.base_model.config)
-        pipeline = Pipeline.from_plan(resolved, world, modules, units, model.forward, features, timeline)
+        pipeline = Pipeline.from_plan(resolved, world, modules, units, runner, features, timeline)
     return ParallelModel(
         model=model,
         plan=plan,

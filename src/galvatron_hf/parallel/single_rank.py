@@ -67,7 +67,7 @@ class SingleRank:
     resolved: ResolvedPlan
     blocks: list[ParallelLayer]
     stage: StageModule
-    forward: ModelRunner
+    runner: ModelRunner
     current: CurrentMicroBatch
 
 
@@ -84,7 +84,5 @@ def single_rank(model: PreTrainedModel, plan: ParallelPlan) -> SingleRank:
     (stage,) = resolved.stages
     blocks = parallelize_layers(model, adapter, stage, mesh, current)
     module = StageModule(model, adapter, mesh, current, stage)
-    model.forward = ModelRunner(model, resolved, mesh, current, [module])
-    return SingleRank(
-        model=model, resolved=resolved, blocks=blocks, stage=module, forward=model.forward, current=current
-    )
+    model.forward = runner = ModelRunner(model, resolved, mesh, current, [module])
+    return SingleRank(model=model, resolved=resolved, blocks=blocks, stage=module, runner=runner, current=current)

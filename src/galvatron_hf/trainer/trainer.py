@@ -312,7 +312,7 @@ class GalvatronMixin:
         if has_custom_loss(self):
             loss_of = self._components.custom_loss.loss_of(step.num_items, batch_rows(step.batch))
             return self.parallel.forward_backward(step.batch, loss_of=loss_of)
-        require_labels(step.batch, self.parallel.forward.loss)
+        require_labels(step.batch, self.parallel.runner.loss)
         smoothing = self.args.label_smoothing_factor
         return self.parallel.forward_backward(step.batch, step.num_items, label_smoothing=smoothing)
 

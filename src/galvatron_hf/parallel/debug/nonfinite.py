@@ -84,7 +84,7 @@ class _Watch:
                 continue  # on another stage
             self.handles.append(module.register_forward_pre_hook(self._entered(index, name, layout_of)))
             self.handles.append(module.register_forward_hook(self._left(index, name, layout_of)))
-        for stage in self.parallel.forward.stages:
+        for stage in self.parallel.runner.stages:
             self.handles.append(stage.register_forward_pre_hook(lambda *unused: self._watch_weights()))
         try:
             with observe_collectives(self._collective):
@@ -128,7 +128,7 @@ class _Watch:
         self.module_index, self.check, self.name, self.rectangle = index, 0, name, rectangle
 
     def _rectangle(self, layout_of: Callable[[MicroBatch], Layout]) -> Rectangle:
-        batch = self.parallel.forward.current.value
+        batch = self.parallel.runner.current.value
         return batch.grid.rectangle(layout_of(batch), self.parallel.mesh.index)
 
     def _watch_weights(self) -> None:

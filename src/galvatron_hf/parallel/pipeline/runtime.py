@@ -101,7 +101,7 @@ class Pipeline:
         pipeline_rank: int,
         stages: dict[int, StageModule],
         units: ShardedUnits,
-        forward: ModelRunner,
+        runner: ModelRunner,
         group: dist.ProcessGroup,
         pairs: dict[int, Sequence[dist.ProcessGroup]],
         state_features: Mapping[str, int],
@@ -109,7 +109,7 @@ class Pipeline:
         timeline: Timeline,
     ):
         self.shape, self.pipeline_rank, self.stages, self.units = shape, pipeline_rank, stages, units
-        self.forward, self.timeline = forward, timeline
+        self.runner, self.timeline = runner, timeline
         self.group, self.pairs = group, pairs
         self.state_features, self.dtype = state_features, dtype
 
@@ -120,7 +120,7 @@ class Pipeline:
         world: WorldMesh,
         stages: dict[int, StageModule],
         units: ShardedUnits,
-        forward: ModelRunner,
+        runner: ModelRunner,
         state_features: Mapping[str, int],
         timeline: Timeline,
     ) -> Pipeline:
@@ -137,7 +137,7 @@ class Pipeline:
             own,
             stages=stages,
             units=units,
-            forward=forward,
+            runner=runner,
             group=world.joined(groups)[0],
             pairs=pairs,
             state_features=state_features,
@@ -194,7 +194,7 @@ class Pipeline:
             received = tuple(tensor.requires_grad_(torch.is_grad_enabled()) for tensor in received)
             state = LayerState.in_layout(batch.ends.boundary, dict(zip(self.state_features, received, strict=True)))
         with self.timeline.span(action):
-            output = self.forward.run(stage, batch, state)
+            output = self.runner.run(stage, batch, state)
             if not stage.is_last:
                 result = tuple(output.tensors[name].to(self.dtype) for name in self.state_features)
             elif step.loss_of is None:
@@ -277,7 +277,7 @@ class Pipeline:
 
     def _receive(self, step: _Step, action: Action) -> None:
         batch = step.batches[action.micro_batch]
-        part = batch.grid.rectangle(batch.ends.boundary, self.forward.mesh.index)
+        part = batch.grid.rectangle(batch.ends.boundary, self.runner.mesh.index)
         tensors = tuple(
             torch.empty(*part.shape, features, dtype=self.dtype, device=batch.input_ids.device)
             for features in self.state_features.values()

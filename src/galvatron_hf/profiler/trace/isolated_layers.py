@@ -171,14 +171,14 @@ class IsolatedLayers:
         """Returns a micro-batch of `tokens` positions in documents of `length`."""
         if not self.packed:
             ids = torch.zeros(tokens // length, length, dtype=torch.long, device=self.device)
-            return self.rank.forward.micro_batch(ids, shift_labels=ids, whole_loss=False)
+            return self.rank.runner.micro_batch(ids, shift_labels=ids, whole_loss=False)
         packs = self.rank.resolved.packs
         ids = torch.zeros(1, tokens, dtype=torch.long, device=self.device)
         positions = torch.arange(tokens, device=self.device).remainder(length)[None]
         documents = Documents(
             bounds=tuple(range(0, tokens + 1, length)), cuts=tuple(range(0, tokens + 1, tokens // packs))
         )
-        return self.rank.forward.micro_batch(
+        return self.rank.runner.micro_batch(
             ids, position_ids=positions, shift_labels=ids, documents=documents, whole_loss=False
         )
 

@@ -112,7 +112,7 @@ class StepPacker:
 
     def planner(self) -> PackPlanner:
         """Returns the planner with the present cost of documents; on rank 0."""
-        cost = self.cost or estimated_cost(self.parallel.forward.current.config)
+        cost = self.cost or estimated_cost(self.parallel.runner.current.config)
         return PackPlanner.from_model(self.parallel, self.args, cost, self._known_lengths())
 
     # ---- Reading a step ----
@@ -177,7 +177,7 @@ class StepPacker:
     def _find_cost(self, batches: Iterator, count: int) -> None:
         """Measures the cost of documents, unless nothing of the first step can be packed; collective."""
         if self.args.full_determinism:
-            self.cost = estimated_cost(self.parallel.forward.current.config)  # independent of any clock
+            self.cost = estimated_cost(self.parallel.runner.current.config)  # independent of any clock
             return
         longest, most = read_once(lambda: self._lengths_to_time(batches, count))
         if not longest:

@@ -68,7 +68,7 @@ class NonfiniteGuard:
         return True
 
     def _has_no_targets(self, batch: Batch) -> bool:
-        kind = self.parallel.forward.loss
+        kind = self.parallel.runner.loss
         labelled = not isinstance(batch, Mapping) or kind.is_labelled(batch)
         return labelled and int(count_targets(batch, kind)) == 0
 

@@ -266,5 +266,5 @@ def position_in_step(parallel: ParallelModel, step: int) -> tuple[str, bool]:
     if action is None:
         return f"step {step}, outside of forward and backward", False
     place = f"stage {action.stage}, " if parallel.pipeline is not None else ""
-    place += parallel.forward.current.location
+    place += parallel.runner.current.location
     return f"step {step}, micro-batch {action.micro_batch}, {action.work.value}, {place}", True

@@ -65,13 +65,13 @@ class CustomLoss:
             # A mean over nothing is not a number, and neither is its gradient.
             loss = loss * share if share > 0 else model.no_loss()
         # Sums over micro-batches and ranks are fp32 on every rank, also on one whose loss is of no row.
-        return self.parallel.forward.loss.output(loss=loss.float(), logits=logits)
+        return self.parallel.runner.loss.output(loss=loss.float(), logits=logits)
 
     def _local_share(self, local: dict[str, Any], micro_batch: dict[str, Any], num_items, rows: int) -> float:
         """Returns this rank's share of the global batch's targets, or of its rows if targets are not counted."""
         if num_items is not None:
             return float(self.count_items([local]) / num_items)
-        mine = self.parallel.forward.local_rows(batch_rows(micro_batch))
+        mine = self.parallel.runner.local_rows(batch_rows(micro_batch))
         return (mine.stop - mine.start) / rows
 
     def _is_divided(self, model: LocalBatchModel, loss: torch.Tensor, num_items: torch.Tensor | None) -> bool:

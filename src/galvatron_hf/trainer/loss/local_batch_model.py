@@ -45,7 +45,7 @@ class LocalBatchModel:
 
     def local_inputs(self) -> dict[str, Any]:
         """Returns this rank's rows of the micro-batch."""
-        local = self._parallel.forward.local_rows(self._micro_batch["input_ids"].shape[0])
+        local = self._parallel.runner.local_rows(self._micro_batch["input_ids"].shape[0])
         return take_rows(self._micro_batch, local.start, local.stop)
 
     def __call__(self, **inputs: Any) -> ModelOutput | PerTokenOutput:

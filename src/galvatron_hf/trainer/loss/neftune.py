@@ -23,7 +23,7 @@ def add_embedding_noise(parallel: ParallelModel, alpha: float) -> RemovableHandl
     def add_noise(module: nn.Module, inputs: tuple[torch.Tensor, ...], hidden: torch.Tensor) -> torch.Tensor:
         if not module.training:
             return hidden
-        bound = alpha / math.sqrt(parallel.forward.current.value.real_length * hidden.shape[-1])
+        bound = alpha / math.sqrt(parallel.runner.current.value.real_length * hidden.shape[-1])
         return hidden + torch.zeros_like(hidden).uniform_(-bound, bound)
 
     return parallel.adapter.embeddings(parallel.model)[0].register_forward_hook(add_noise)
