@@ -16,19 +16,17 @@ from torch.distributed.fsdp import FSDPModule
 
 from equivalence import Reference, compare, observe, reference
 from galvatron_hf.models.parameter_specs import ParameterSpec
-from galvatron_hf.parallel import executor, model
+from galvatron_hf.parallel import executor, model, model_runner
 from galvatron_hf.parallel.activation.redistribute import view
 from galvatron_hf.parallel.comm import collectives
 from galvatron_hf.parallel.comm.dtensor import local_tensor
 from galvatron_hf.parallel.comm.mesh import WorldMesh
-from galvatron_hf.parallel.layers import embedding_and_head
-from galvatron_hf.parallel.layers import parallel_layer as block
+from galvatron_hf.parallel.layers import embedding_and_head, parallel_layer
 from galvatron_hf.parallel.layers import tensor_parallel as tensor
 from galvatron_hf.parallel.layers import vocab_parallel_loss as loss
 from galvatron_hf.parallel.model import ParallelModel
+from galvatron_hf.parallel.model_runner import ModelRunner
 from galvatron_hf.parallel.parallelize import parallelize
-from galvatron_hf.parallel.pipeline import forward as causal_lm
-from galvatron_hf.parallel.pipeline.forward import ModelRunner
 from galvatron_hf.plan import ParallelPlan, VocabularyStrategy
 from galvatron_hf.plan.layout import Rectangle
 from plans import mixed_plans, uniform
@@ -132,8 +130,8 @@ def counted(difference: int) -> Callable[[], contextlib.AbstractContextManager]:
 
 def with_targets_of_added_rows() -> contextlib.AbstractContextManager:
     """Counts the last row's tokens again in every row that is only there to give each rank one."""
-    original = causal_lm.add_rows
-    return patch.object(causal_lm, "add_rows", lambda x, rows, value=None: original(x, rows))
+    original = model_runner.add_rows
+    return patch.object(model_runner, "add_rows", lambda x, rows, value=None: original(x, rows))
 
 
 def forward_rectangle(batch) -> Rectangle:
@@ -207,7 +205,7 @@ def without_padding_row() -> Iterator[None]:
 
 def with_rectangles_of_a_neighbour() -> contextlib.AbstractContextManager:
     """Makes every rank take the position embeddings of its rows' first piece."""
-    original = block._part
+    original = parallel_layer._part
 
     def part(x: torch.Tensor, batch, rectangle: Rectangle, positions: bool) -> torch.Tensor:
         if positions:
@@ -217,7 +215,7 @@ def with_rectangles_of_a_neighbour() -> contextlib.AbstractContextManager:
             )
         return original(x, batch, rectangle, positions)
 
-    return patch.object(block, "_part", part)
+    return patch.object(parallel_layer, "_part", part)
 
 
 GRADIENT = "gradient of"

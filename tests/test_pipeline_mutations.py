@@ -18,8 +18,8 @@ from galvatron_hf.parallel.comm.dtensor import local_tensor, replicas
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.data_parallel.tied_weights import TiedWeights
 from galvatron_hf.parallel.model import ParallelModel
+from galvatron_hf.parallel.model_runner import ModelRunner
 from galvatron_hf.parallel.parallelize import parallelize
-from galvatron_hf.parallel.pipeline.forward import ModelRunner
 from galvatron_hf.parallel.pipeline.runtime import Pipeline
 from galvatron_hf.plan import ParallelPlan
 from plans import pipeline_plans

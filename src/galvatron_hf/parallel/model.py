@@ -21,7 +21,7 @@ from galvatron_hf.parallel.comm.mesh import StageMesh, WorldMesh
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.data_parallel.tied_weights import TiedWeights
 from galvatron_hf.parallel.executor import Batch, Executor, LossOf
-from galvatron_hf.parallel.pipeline.forward import ModelRunner, StreamPosition
+from galvatron_hf.parallel.model_runner import ModelRunner, StreamPosition
 from galvatron_hf.parallel.pipeline.runtime import Pipeline
 from galvatron_hf.parallel.pipeline.trace import Timeline
 from galvatron_hf.plan import ParallelPlan

@@ -19,11 +19,11 @@ from galvatron_hf.parallel.layers.embedding_and_head import EmbeddingAndHead
 from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch
 from galvatron_hf.parallel.layers.stage_layers import add_layer_units, parallelize_layers
 from galvatron_hf.parallel.model import ParallelModel, broadcast_weights
-from galvatron_hf.parallel.pipeline.forward import ModelRunner
+from galvatron_hf.parallel.model_runner import ModelRunner
 from galvatron_hf.parallel.pipeline.pruning import prune_other_stages, whole_parameter_counts
 from galvatron_hf.parallel.pipeline.runtime import Pipeline
-from galvatron_hf.parallel.pipeline.stage import StageModule
 from galvatron_hf.parallel.pipeline.trace import Timeline
+from galvatron_hf.parallel.stage_module import StageModule
 from galvatron_hf.parallel.validate import check_model, check_plan
 from galvatron_hf.parallel.weights.materialize import EmptyModel
 from galvatron_hf.parallel.weights.sources import WeightSource

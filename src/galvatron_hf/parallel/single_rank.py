@@ -15,8 +15,8 @@ from galvatron_hf.parallel.comm.fake_process_group import FakeProcessGroup
 from galvatron_hf.parallel.layers.embedding_and_head import EmbeddingAndHead
 from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch, ParallelLayer
 from galvatron_hf.parallel.layers.stage_layers import parallelize_layers
-from galvatron_hf.parallel.pipeline.forward import ModelRunner
-from galvatron_hf.parallel.pipeline.stage import StageModule
+from galvatron_hf.parallel.model_runner import ModelRunner
+from galvatron_hf.parallel.stage_module import StageModule
 from galvatron_hf.parallel.validate import check_model
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.resolved import GroupKey, MeshShape, ResolvedPlan

@@ -20,9 +20,9 @@ from galvatron_hf.parallel.activation.layer_state import LayerState
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.data_parallel.sharding import DTYPES, ShardedUnits
-from galvatron_hf.parallel.pipeline.forward import ModelRunner
-from galvatron_hf.parallel.pipeline.stage import StageModule
+from galvatron_hf.parallel.model_runner import ModelRunner
 from galvatron_hf.parallel.pipeline.trace import Timeline
+from galvatron_hf.parallel.stage_module import StageModule
 from galvatron_hf.plan.resolved import ResolvedPlan
 from galvatron_hf.plan.schedule import Action, PipelineShape, Work, actions
 from galvatron_hf.utils.compat import input_gradients, weight_gradients

@@ -24,7 +24,7 @@ from galvatron_hf.parallel.activation.micro_batch import (
 from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch
 from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest
-from galvatron_hf.parallel.pipeline.stage import StageModule
+from galvatron_hf.parallel.stage_module import StageModule
 from galvatron_hf.plan.layout import Layout
 from galvatron_hf.plan.resolved import ResolvedPlan
 

@@ -1,6 +1,8 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""One pipeline stage: the family's own forward, from tokens or a received state to the head or the next stage."""
+"""One stage, of a pipeline or the only one: the family's own forward, from tokens or a received state to the head or
+the next stage.
+"""
 
 from __future__ import annotations
 
