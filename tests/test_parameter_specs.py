@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from equivalence import single_stage
 from galvatron_hf.models.adapter import ModelAdapter, StackAdapter, Style
-from galvatron_hf.models.families import adapter_for
+from galvatron_hf.models.families import adapter_for, count_layers
 from galvatron_hf.models.fused_weights import FusedNames, split_fused_projections_of_layer
 from galvatron_hf.models.parameter_specs import ParameterSpec, layer_specs, model_specs
 from galvatron_hf.parallel.comm.dtensor import local_tensor
@@ -40,6 +40,12 @@ def named_specs(model) -> dict[str, ParameterSpec]:
     if not adapter.ties_embeddings(model):
         found |= {f"{names[id(adapter.head(model))]}.{spec.name}": spec for spec in specs.head}
     return found
+
+
+@pytest.mark.parametrize("family", SPEC_FAMILIES)
+def test_a_configuration_tells_the_layers_of_its_model(family):
+    model = FAMILIES[family].build(num_hidden_layers=3)
+    assert count_layers(model.config) == sum(adapter_for(model).stack_sizes(model).values()) == 3
 
 
 def test_ranks_hold_what_the_table_says():

@@ -45,7 +45,7 @@ from packing_runs import (
     without_labels,
 )
 from plans import mixed_plans, pipeline_plans, pipeline_plans_on_eight, pipelined, uniform, uniform_plans
-from tiny_models import FAMILIES, VOCABULARY
+from tiny_models import FAMILIES, LAYERS, VOCABULARY
 from trainer_runs import Run, assert_same_steps, on_ranks, run, trainer
 
 
@@ -261,7 +261,7 @@ def test_the_planner_is_the_one_that_was_asked_for(tmp_path):
                 uniform(RANKS),
                 train_dataset=dataset,
                 options=options | dict(placement_planner=planner),
-                then=lambda made: estimated_cost(made.model.config).sequence.seconds(lengths),
+                then=lambda made: estimated_cost(made.model.config, LAYERS).sequence.seconds(lengths),
             )
             for planner in PLANNERS
         ]

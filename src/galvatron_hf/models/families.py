@@ -92,6 +92,12 @@ def adapter_for(model: PreTrainedModel) -> ModelAdapter:
     return adapter
 
 
+def count_layers(config: PreTrainedConfig) -> int:
+    """Returns the number of layers of all stacks that a configuration asks for, without a model."""
+    stacks = (_STACKS.get(config.model_type) or StackAdapter(),)
+    return sum(getattr(config, stack.layer_count) for stack in stacks)
+
+
 def _stack_from_tensor_plan(model: PreTrainedModel) -> StackAdapter:
     """Reads the styles of a layer's modules off `base_model_tp_plan`, which the family ships."""
     name = type(model).__name__

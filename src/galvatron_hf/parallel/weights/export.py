@@ -19,7 +19,7 @@ from galvatron_hf.checkpoint.folder import STATE_FOLDER, problems
 from galvatron_hf.checkpoint.hugging_face import meta_model, weight_files, write_pretrained
 from galvatron_hf.checkpoint.manifest import MANIFEST_NAME, Manifest
 from galvatron_hf.checkpoint.storage import StateReader
-from galvatron_hf.models.families import adapter_for
+from galvatron_hf.models.families import adapter_for, count_layers
 from galvatron_hf.models.fused_weights import FusedNames
 from galvatron_hf.parallel.weights.distributed_state import stored_tensors
 
@@ -83,7 +83,7 @@ def _model(checkpoint: Path, dtype: torch.dtype, most_layers: int) -> transforme
     """
     try:
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
-        layers = config.get_text_config().num_hidden_layers
+        layers = count_layers(config.get_text_config())
         if layers > most_layers:
             raise ValueError(f"{layers} layers for {most_layers} tensors")
         return meta_model(_family(config.architectures), config, dtype)

@@ -58,9 +58,11 @@ class StepCost:
         return cls(sequence=sequence, overhead=float(raw["overhead"]), measured=raw["measured"])
 
 
-def estimated_cost(config: PreTrainedConfig) -> StepCost:
-    """Returns costs in multiplications of a decoder's forward: they compare lengths, and nothing is measured."""
-    hidden, layers = config.hidden_size, config.num_hidden_layers
+def estimated_cost(config: PreTrainedConfig, layers: int) -> StepCost:
+    """Returns costs in multiplications of the forward of a decoder with so many layers: they compare lengths, and
+    nothing is measured.
+    """
+    hidden = config.hidden_size
     inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * hidden
     per_token = layers * (4 * hidden**2 + 3 * hidden * inner) + hidden * config.vocab_size
     cost = SequenceCost(per_token=per_token, per_token_squared=layers * hidden, per_sequence=0.0)

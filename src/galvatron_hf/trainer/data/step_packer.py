@@ -112,7 +112,7 @@ class StepPacker:
 
     def planner(self) -> PackPlanner:
         """Returns the planner with the present cost of documents; on rank 0."""
-        cost = self.cost or estimated_cost(self.parallel.runner.current.config)
+        cost = self.cost or self._estimated_cost()
         return PackPlanner.from_model(self.parallel, self.args, cost, self._known_lengths())
 
     # ---- Reading a step ----
@@ -174,10 +174,13 @@ class StepPacker:
 
     # ---- The cost of documents ----
 
+    def _estimated_cost(self) -> StepCost:
+        return estimated_cost(self.parallel.runner.current.config, self.parallel.plan.num_layers)
+
     def _find_cost(self, batches: Iterator, count: int) -> None:
         """Measures the cost of documents, unless nothing of the first step can be packed; collective."""
         if self.args.full_determinism:
-            self.cost = estimated_cost(self.parallel.runner.current.config)  # independent of any clock
+            self.cost = self._estimated_cost()  # independent of any clock
             return
         longest, most = read_once(lambda: self._lengths_to_time(batches, count))
         if not longest:
