@@ -148,6 +148,23 @@ def test_predictions_and_a_loss_under_other_plans_are_those_of_one_process():
     check_cases(cases)
 
 
+@pytest.mark.slow
+def test_more_plans_train_as_one_process():
+    check_cases(
+        {
+            "1f1b": Case(plan=PLANS["1f1b_mixed"], **EVALUATED, options=evaluating(max_steps=6)),
+            "epochs": Case(
+                plan=PLANS["1f1b_mixed"], options=dict(max_steps=-1, num_train_epochs=2.5, max_grad_norm=0.0)
+            ),
+            "uneven": Case(
+                plan=PLANS["1f1b_uneven"], family="gpt2", options=dict(gradient_accumulation_steps=3, max_steps=6)
+            ),
+            "four": Case(plan=PLANS["1f1b_of_four"], options=dict(max_steps=6, **ADAMW), updates=False),
+            "zero_bubble": Case(plan=PLANS["zero_bubble_v"], **EVALUATED, options=evaluating(max_steps=4)),
+        },
+    )
+
+
 # ---- What stages exclude ----
 
 # For what is the same with more ranks.
@@ -314,21 +331,24 @@ def only_the_head():
     return model
 
 
-def test_frozen_stages_log_and_resume_as_one_process(tmp_path):
-    """Trains the head alone: on one of the two ranks the optimizer's groups are empty."""
+@pytest.mark.parametrize(
+    "plan", [PAIR, pytest.param(PLANS["1f1b_of_four"], marks=pytest.mark.slow)], ids=["two", "four"]
+)
+def test_frozen_stages_log_and_resume_as_one_process(tmp_path, plan):
+    """Trains the head alone: on all ranks but one the optimizer's groups are empty."""
     model = only_the_head()
     wanted = run(tmp_path / "plain", model=model, options=ALONE, trainer_class=Trainer, **rows())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
     def work() -> tuple[Run, Run]:
         checkpoint = tmp_path / "whole" / SAVED
-        whole = run(tmp_path / "whole", PAIR, model=only_the_head(), options=SAVING, **rows())
+        whole = run(tmp_path / "whole", plan, model=only_the_head(), options=SAVING, **rows())
         counted = dict(then=lambda made: made.get_num_trainable_parameters())
         return whole, run(
-            tmp_path / "resumed", PAIR, model=only_the_head(), options=RESUMED, resume=checkpoint, **rows(), **counted
+            tmp_path / "resumed", plan, model=only_the_head(), options=RESUMED, resume=checkpoint, **rows(), **counted
         )
 
-    for whole, continued in on_ranks(work, 2):
+    for whole, continued in on_ranks(work, plan.world_size):
         assert_same_steps(whole, wanted)
         assert_same_steps(continued, wanted, after=2)
         assert continued.result == trained
