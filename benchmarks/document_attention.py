@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--key_value_heads", type=int, default=2)
     parser.add_argument("--median", type=int, default=512, help="tokens of the median document")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help="timings of each case, each with other documents")
     parser.add_argument("--memory_of", choices=["by_document", "dense"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory_of:

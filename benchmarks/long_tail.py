@@ -161,7 +161,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--caps", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each mode")
     parser.add_argument("--steps", type=int, help="of a padded turn; by default 3 at 2K, 2 at 4K, else 1")
     parser.add_argument("--fast_steps", type=int, default=5, help="least of a turn of the other modes")
     parser.add_argument("--warmup", type=int, default=1, help="steps before the first round")

@@ -237,7 +237,9 @@ def parser_of_runs(description: str, *, plans: int, shapes: tuple[str, ...]) -> 
         "--period_ms", type=float, help=f"in which each rank gets its share once ({PERIOD_MS:g}, or more for 1 ms)"
     )
     parser.add_argument("--mbit", type=float, default=400.0, help="a second, between two hosts")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--rounds", type=int, default=5, help=f"turns of each plan (up to {MOST_ROUNDS} times as many)"
+    )
     parser.add_argument(
         "--steps", type=_steps_of_turn, default=5, help=f"of a turn, of which the first {COLD_STEPS} do not count"
     )

@@ -103,7 +103,7 @@ def described(name: str, results: list[SearchResult]) -> dict[str, Any]:
         "memory_quantum_bytes": 1,
         "samples_per_second": first.best.samples_per_second,
         "pipeline": len(first.best.plan.rank_groups),
-        "rounds": len(first.best.plan.stages) // len(first.best.plan.rank_groups),
+        "virtual_stages": len(first.best.plan.stages) // len(first.best.plan.rank_groups),
         "micro_batches": first.best.plan.micro_batches,
     }
 
