@@ -84,7 +84,17 @@ def check_family(family: str, folder: Path, plans: dict) -> None:
         assert not any(wrong.values()), {name: found for name, found in wrong.items() if found}
 
 
-@pytest.mark.parametrize("family, plan", [("phi3", "mixed_b"), ("gpt2", "1f1b_uneven"), ("gemma2", "interleaved")])
+@pytest.mark.parametrize(
+    "family, plan",
+    [
+        ("phi3", "mixed_b"),
+        ("gpt2", "1f1b_uneven"),
+        ("gemma2", "interleaved"),
+        pytest.param("gemma2", "1f1b_uneven", marks=pytest.mark.slow),
+        pytest.param("llama_tied", "mixed_b", marks=pytest.mark.slow),
+        pytest.param("llama_tied", "interleaved", marks=pytest.mark.slow),
+    ],
+)
 def test_weights_are_those_of_from_pretrained_and_from_config(tmp_path, family, plan):
     check_family(family, tmp_path, {plan: PLANS[plan]})
 

@@ -155,13 +155,22 @@ def test_label_smoothing_is_that_of_transformers():
     torch.testing.assert_close(loss, expected, rtol=1e-7, atol=0)
 
 
-def test_vocabulary_over_ranks_equals_full_logits():
+# Whether gradients are computed late, in turn for each case; the slow parameter has what the fast one leaves out.
+@pytest.mark.parametrize(
+    "lates_of_all, lates_of_two",
+    [
+        ([(False, True)], [(False,), (True,)]),
+        pytest.param([()], [(True,), (False,)], marks=pytest.mark.slow),
+    ],
+    ids=["fast", "others"],
+)
+def test_vocabulary_over_ranks_equals_full_logits(lates_of_all, lates_of_two):
     problems = [problem(vocab_size, bias=bias, tied=tied) for vocab_size, bias, tied in cases()]
     references = [[reference(case, **variant) for case in problems] for variant in VARIANTS]
 
     def work():
         pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-        for group, lates in ((dist.group.WORLD, [(False, True)]), (pairs[dist.get_rank() % 2], [(False,), (True,)])):
+        for group, lates in ((dist.group.WORLD, lates_of_all), (pairs[dist.get_rank() % 2], lates_of_two)):
             for variant, of_variant in zip(VARIANTS, references, strict=True):
                 for index, ((vocab_size, bias, tied), case, whole) in enumerate(
                     zip(cases(), problems, of_variant, strict=True)

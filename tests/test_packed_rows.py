@@ -145,17 +145,13 @@ FAST_SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        FAST_SCHEDULES,
-        pytest.param([name for name in pipeline_plans() if name not in FAST_SCHEDULES], marks=pytest.mark.slow),
-    ],
-    ids=len,
-)
-def test_every_schedule(names):
+SLOW_SCHEDULES = {name: "llama" for name in pipeline_plans() if FAST_SCHEDULES.get(name) != "llama"}
+
+
+@pytest.mark.parametrize("families", [FAST_SCHEDULES, pytest.param(SLOW_SCHEDULES, marks=pytest.mark.slow)], ids=len)
+def test_every_schedule(families):
     plans = pipeline_plans()
-    check_cases(4, {name: (oracle_of(FAST_SCHEDULES.get(name, "llama")), plans[name]) for name in names})
+    check_cases(4, {name: (oracle_of(family), plans[name]) for name, family in families.items()})
 
 
 def isolated(
