@@ -11,16 +11,6 @@ from pathlib import Path
 import pytest
 
 
-# Ranks are forks of this process. In the first backward, a build of torch for GPUs starts a thread for each GPU, and
-# after that refuses every backward in a fork. Hidden GPUs have no threads. Nor has the GPU that a FakeTensorMode makes
-# up, if the first backward comes before it.
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-import torch  # noqa: E402
-
-
-torch.ones((), requires_grad=True).backward()
-
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cpu_seconds import CpuSeconds  # noqa: E402
@@ -81,3 +71,21 @@ def quick_profiles(tmp_path_factory):
         for name in ("HARDWARE_SECONDS", "MODEL_SECONDS", "CALIBRATION_SECONDS"):
             patch.setattr(auto_planner, name, 0.1)
         yield
+
+
+# Ranks are forks of this process. In the first backward, a build of torch for GPUs starts a thread for each GPU, and
+# after that refuses every backward in a fork. Hidden GPUs have no threads. Nor has the GPU that a FakeTensorMode makes
+# up, if the first backward comes before it.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import torch  # noqa: E402
+
+import elementwise_sharding  # noqa: E402
+
+
+torch.ones((), requires_grad=True).backward()
+
+
+@pytest.hookimpl(tryfirst=True)  # before the fixtures of a module, which may train
+def pytest_runtest_protocol(item):
+    elementwise_sharding.use(shortcut=item.get_closest_marker("slow") is None)

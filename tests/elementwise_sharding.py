@@ -5,8 +5,8 @@
 DTensor asks for every new layout of an operand which of all placements, on all dimensions of the mesh, costs least to
 reach: 39 ms of an `add` on a mesh of three dimensions, a quarter of the CPU seconds of a short training run. For an
 elementwise operation on operands of one shape and one placement the answer is that placement.
-`test_elementwise_sharding.py` holds this against DTensor's own answer. Launched jobs (test_launch.py, faults/) do not
-use it.
+`test_elementwise_sharding.py` holds this against DTensor's own answer. Only the fast tests use it (conftest.py): slow
+tests and launched jobs take DTensor's search.
 """
 
 import torch
@@ -37,8 +37,10 @@ def _place(spec: DTensorSpec) -> tuple:
     return spec.mesh, spec.placements, spec.use_strided_shard_as_shard_order
 
 
-def install() -> None:
+def use(shortcut: bool) -> None:
+    """Takes the shortcut in this process and its forks, or DTensor's search."""
+
     def propagate(propagator: ShardingPropagator, schema: OpSchema) -> OutputSharding:
         return elementwise_sharding(propagator, schema) or searched(propagator, schema)
 
-    ShardingPropagator.propagate_op_sharding_non_cached = propagate
+    ShardingPropagator.propagate_op_sharding_non_cached = propagate if shortcut else searched

@@ -29,10 +29,6 @@ import torch
 import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # noqa: F401  the first backward imports it: once here, not in each rank
 
-import elementwise_sharding
-
-
-elementwise_sharding.install()
 
 # How long the other ranks may still report after the first failure: their errors are mostly consequences.
 _GRACE_SECONDS = 1.0

@@ -264,7 +264,8 @@ def test_overlap_is_measured_until_the_exposed_share_is_accurate_too(monkeypatch
 
         def together(product, messages, products, reduces, device):
             both = products and reduces and products > reduces
-            return 10.0 * products, 8.0 * reduces + (next(added) * 8.0 * reduces if both else 0.0), 10.0 * products
+            computed = 10.0 * products + (next(added) * 8.0 * reduces if both else 0.0)
+            return computed, 8.0 * reduces, 10.0 * products
 
         monkeypatch.setattr(compute, "_together", together)
         monkeypatch.setattr(compute, "_Products", lambda *unused: SimpleNamespace(run=lambda calls: 10.0 * calls))
@@ -273,7 +274,7 @@ def test_overlap_is_measured_until_the_exposed_share_is_accurate_too(monkeypatch
         return len(steps)
 
     assert rounds(0.0) == 3
-    assert rounds(60.0) == 7
+    assert rounds(0.2) == 7
 
 
 def test_links_are_measured_until_they_are_accurate_on_average(monkeypatch):

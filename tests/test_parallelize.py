@@ -64,7 +64,7 @@ def oracle_of(family: str, batch: str = "right", num_items: int | None = None) -
 DIFFERENT = [
     ("gemma2", "left", None, "mixed_a"),
     ("llama_one_kv_head", "shifted", None, "mixed_b"),
-    ("granite", "plain", None, "mixed_c"),
+    ("granite", "plain", 37, "mixed_c"),
     ("cohere", "odd", None, "mixed_c"),
     ("gpt2", "left", None, "permuted"),
     ("llama", "left", None, "head_tensor"),
@@ -75,8 +75,9 @@ DIFFERENT = [
     ("gemma3", "right", None, "shuffled"),
     ("llama_biases", "right", 37, "shuffled"),
     ("qwen3", "right", None, "embedding_tensor"),
+    ("starcoder2", "odd", None, "embedding_tensor"),
 ]
-EVALUATED = 6  # the first ones, whose logits differ: capped, scaled, of a tied weight, of a head that is cut
+EVALUATED = 7  # the first ones, whose logits differ: capped, scaled, of a tied weight, of a head that is cut, packed
 
 
 @pytest.mark.parametrize("evaluation", [True, False])

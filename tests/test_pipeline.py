@@ -31,14 +31,14 @@ V = VocabularyStrategy
 # Family, batch and number of items for each plan. Every kind of family and of batch occurs: learned positions, windows
 # and soft caps, fused weights, layers without positions, scaled logits, tied embeddings, fewer rows than ranks.
 DIFFERENT = {
-    "gpipe": ("qwen3", "plain", None),
+    "gpipe": ("qwen3", "packed", None),
     "1f1b": ("smollm3", "one_row", None),
     "1f1b_mixed": ("gpt2", "left", None),
     "1f1b_uneven": ("llama", "right", 37),
-    "gpipe_apart": ("phi3", "odd", None),
+    "gpipe_apart": ("phi3", "odd", 37),
     "interleaved": ("gemma3", "one_row", None),
     "interleaved_apart": ("granite", "shifted", None),
-    "gpipe_of_four": ("gemma2", "packed", None),
+    "gpipe_of_four": ("gemma2", "plain", None),
     "1f1b_of_four": ("llama", "one_short_row", None),
     "zero_bubble": ("cohere", "right", None),
     "zero_bubble_of_four": ("starcoder2", "left", None),
