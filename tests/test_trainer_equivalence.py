@@ -44,10 +44,10 @@ MIXED = mixed_plans()
 REPLICATE = uniform(4, sharding="replicate", embedding=V(sharding="replicate"))
 LIGHT, SPLIT = light_plan(), light_plan(micro_batches=2)
 # The same on two ranks, for what is the same with more.
-PAIR, PAIR_SPLIT = light_plan(2), light_plan(2, micro_batches=2)
+PAIR = light_plan(2)
+TWO_AND_FOUR_RANKS = pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 
 EVALUATED = dict(trainer=dict(eval_dataset=lambda: Rows(10, seed=2)))
-EVALUATED_BY_PAIR = dict(trainer=dict(eval_dataset=lambda: Rows(5, seed=2)))
 
 
 def evaluating(every: int = 3, **options):
@@ -92,30 +92,32 @@ def test_every_kind_of_plan_trains_as_one_process():
     check_cases({name: with_options(case, max_steps=6) for name, case in cases.items()})
 
 
-# On two ranks: 7 rows are a step of 4 and one of 3.
-def test_epochs_last_step_and_dropped_rows():
+# On two ranks: 7 rows are a step of 4 and one of 3. On four: 11 rows are a step of 8 and one of 3.
+@TWO_AND_FOUR_RANKS
+def test_epochs_last_step_and_dropped_rows(world_size):
+    split = light_plan(world_size, micro_batches=2)
     check_cases(
         {
             "epochs": Case(
-                plan=PAIR_SPLIT,
-                train=lambda: Rows(7),
+                plan=split,
+                train=lambda: Rows(2 * world_size + 3),
                 options=dict(max_steps=-1, num_train_epochs=2.5, max_grad_norm=0.0),
             ),
-            "fewer_rows_than_ranks": Case(plan=PAIR_SPLIT, train=lambda: Rows(1), options=dict(max_steps=2)),
+            "fewer_rows_than_ranks": Case(plan=split, train=lambda: Rows(world_size // 2), options=dict(max_steps=2)),
             "drop_last": Case(
-                plan=PAIR_SPLIT,
-                train=lambda: Rows(5),
+                plan=split,
+                train=lambda: Rows(2 * world_size + 1),
                 options=dict(
                     gradient_accumulation_steps=1, dataloader_drop_last=True, num_train_epochs=1, max_steps=-1
                 ),
             ),
         },
-        world_size=2,
+        world_size,
     )
 
 
-def with_text() -> datasets.Dataset:
-    rows = [{name: value.tolist() for name, value in row.items()} for row in Rows(11)]
+def with_text(count: int) -> datasets.Dataset:
+    rows = [{name: value.tolist() for name, value in row.items()} for row in Rows(count)]
     return datasets.Dataset.from_list([row | {"text": "left out"} for row in rows])
 
 
@@ -130,32 +132,36 @@ def with_one_row_of_positions(rows):
     return {"position_ids": torch.arange(batch["input_ids"].shape[1])[None], **batch}
 
 
-def test_every_kind_of_data_gives_the_rows_of_one_process():
+@TWO_AND_FOUR_RANKS
+def test_every_kind_of_data_gives_the_rows_of_one_process(world_size):
+    plan, split = light_plan(world_size), light_plan(world_size, micro_batches=2)
     random = dict(trainer=dict(data_collator=lambda: drop_tokens))
     check_cases(
         {
-            # Steps of 4, 4 and 3 rows, and one of the next epoch.
+            # Steps of 4, 4 and 3 rows (on four ranks of 8, 8 and 3), and one of the next epoch.
             "datasets_by_length": Case(
-                plan=PAIR, train=with_text, options=dict(train_sampling_strategy="group_by_length", max_steps=4)
+                plan=plan,
+                train=lambda: with_text(4 * world_size + 3),
+                options=dict(train_sampling_strategy="group_by_length", max_steps=4),
             ),
-            # 2, 2 | 2, 1: the data ends inside the second step of each pass.
+            # 2, 2 | 2, 1 (on four ranks 4, 4 | 4, 1): the data ends inside the second step of each pass.
             "iterable_batch_encoding": Case(
-                plan=PAIR,
-                train=lambda: Stream(7),
+                plan=plan,
+                train=lambda: Stream(3 * world_size + 1),
                 trainer=dict(data_collator=lambda: lambda rows: BatchEncoding(collate(rows))),
                 options=dict(max_steps=3),
             ),
             # 2, 2 | 2: and here before the second batch of a step.
-            "iterable_short": Case(plan=PAIR, train=lambda: Stream(6), options=dict(max_steps=3)),
-            "random_collator": Case(plan=PAIR, **random, options=dict(max_steps=3, **ONCE, **ADAMW), updates=False),
-            "workers": Case(plan=PAIR, **random, options=dict(dataloader_num_workers=2, max_steps=3, **ONCE)),
+            "iterable_short": Case(plan=plan, train=lambda: Stream(3 * world_size), options=dict(max_steps=3)),
+            "random_collator": Case(plan=plan, **random, options=dict(max_steps=3, **ONCE, **ADAMW), updates=False),
+            "workers": Case(plan=plan, **random, options=dict(dataloader_num_workers=2, max_steps=3, **ONCE)),
             "one_row_of_positions": Case(
-                plan=PAIR_SPLIT,
+                plan=split,
                 trainer=dict(data_collator=lambda: with_one_row_of_positions),
                 options=dict(max_steps=2),
             ),
         },
-        world_size=2,
+        world_size,
     )
 
 
@@ -177,31 +183,27 @@ def test_a_failing_collator_ends_all_ranks_with_its_message():
 
 
 OWN_LOSSES = {
-    "compute_loss_func": Case(
-        plan=SPLIT, trainer=EVALUATED["trainer"] | dict(compute_loss_func=lambda: sum_of_losses)
-    ),
-    "calls_super": Case(plan=SPLIT, **EVALUATED, override=calls_super),
-    "smoothing": Case(plan=PAIR_SPLIT, **EVALUATED_BY_PAIR, options=dict(label_smoothing_factor=0.2)),
-    "calls_super_smoothing": Case(
-        plan=PAIR_SPLIT, **EVALUATED_BY_PAIR, override=calls_super, options=dict(label_smoothing_factor=0.2)
-    ),
-    "ignores_the_count": Case(plan=PAIR_SPLIT, **EVALUATED_BY_PAIR, override=ignores_the_count),
-    "mean_of_logits": Case(plan=PAIR_SPLIT, **EVALUATED_BY_PAIR, override=mean_of_logits),
-    "weighted_rows": Case(
-        plan=PAIR_SPLIT,
-        trainer=dict(eval_dataset=lambda: WeightedRows(5)),
-        override=weighted_rows,
-        options=dict(remove_unused_columns=False),
-    ),
+    "compute_loss_func": Case(plan="auto", trainer=dict(compute_loss_func=lambda: sum_of_losses)),
+    "calls_super": Case(plan="auto", override=calls_super),
+    "smoothing": Case(plan="auto", options=dict(label_smoothing_factor=0.2)),
+    "calls_super_smoothing": Case(plan="auto", override=calls_super, options=dict(label_smoothing_factor=0.2)),
+    "ignores_the_count": Case(plan="auto", override=ignores_the_count),
+    "mean_of_logits": Case(plan="auto", override=mean_of_logits),
+    "weighted_rows": Case(plan="auto", override=weighted_rows, options=dict(remove_unused_columns=False)),
 }
 
 
 def check_own_losses(*names: str, world_size: int) -> None:
     """Trains with losses in two steps, of which the second is ragged, as is the last batch of the evaluation."""
-    cases, count = {}, 4 * world_size - world_size // 2
+    cases, count, evaluated = {}, 4 * world_size - world_size // 2, 2 * world_size + world_size // 2
     for name in names:
-        rows = WeightedRows if name == "weighted_rows" else Rows
-        case = replace(OWN_LOSSES[name], train=lambda rows=rows: rows(count))
+        case, rows = OWN_LOSSES[name], WeightedRows if name == "weighted_rows" else Rows
+        case = replace(
+            case,
+            plan=light_plan(world_size, micro_batches=2),
+            train=lambda rows=rows: rows(count),
+            trainer=case.trainer | dict(eval_dataset=lambda rows=rows: rows(evaluated, seed=2)),
+        )
         cases[name] = with_options(case, **evaluating(2, max_steps=2))
     check_cases(cases, world_size)
 
@@ -211,14 +213,14 @@ def test_losses_of_the_users_own():
     check_own_losses(*names, world_size=2)
 
 
+@pytest.mark.slow
+def test_losses_of_the_users_own_on_four_ranks():
+    check_own_losses(*OWN_LOSSES, world_size=4)
+
+
 def test_a_loss_function_of_the_users_own_under_a_mixed_plan():
     own = EVALUATED["trainer"] | dict(compute_loss_func=lambda: sum_of_losses)
     check_cases({"mixed_a": Case(plan=MIXED["mixed_a"], trainer=own, options=evaluating(max_steps=3))})
-
-
-@pytest.mark.slow
-def test_losses_of_the_users_own_on_four_ranks():
-    check_own_losses("compute_loss_func", "calls_super", world_size=4)
 
 
 # ---- What is counted, logged and seen ----

@@ -12,14 +12,20 @@ import pytest
 import torch
 from transformers import Trainer
 
-from galvatron_hf.plan import VocabularyStrategy
+from galvatron_hf.plan import ParallelPlan, VocabularyStrategy
 from oracle import Case, Rows, Stream, check_cases
 from plans import mixed_plans, uniform
 
 
 MIXED = mixed_plans()
+
+
+def replicated(world_size: int) -> ParallelPlan:
+    return uniform(world_size, sharding="replicate", embedding=VocabularyStrategy(sharding="replicate"))
+
+
 # What only the data and the arguments decide is the same on two ranks as on more.
-REPLICATE = uniform(2, sharding="replicate", embedding=VocabularyStrategy(sharding="replicate"))
+REPLICATE = replicated(2)
 
 
 class Keep:
@@ -105,32 +111,39 @@ def unlabelled():
     return Rows(5, labels=False)
 
 
-def test_arrays_given_to_metrics():
-    lengths = dict(seed=2, shortest=1, longest=20)
-    most_likely = untrained(lambda: Stream(6, seed=2), per_device_eval_batch_size=2)
-    check_cases(
-        {
-            "sets": untrained(lambda: {"one": Rows(1), "no_labels": unlabelled(), "rest": Rows(7, seed=2)}),
-            "streams": untrained(lambda: {"rest": Stream(5, seed=2), "even": Stream(4, seed=2)}),
-            "two_a_rank_preprocessed": replace(
-                most_likely,
-                trainer=most_likely.trainer
-                | dict(preprocess_logits_for_metrics=lambda: lambda logits, labels: logits.argmax(-1)),
-            ),
-            "loss_only": untrained(lambda: {"no_labels": unlabelled(), "rest": Rows(5)}, prediction_loss_only=True),
-            "smoothing_by_batch": untrained(label_smoothing_factor=0.1, batch_eval_metrics=True),
-            "included_accumulated": untrained(include_for_metrics=["inputs", "loss"], eval_accumulation_steps=2),
-            "lists_drop_last": untrained(eval_do_concat_batches=False, dataloader_drop_last=True),
-            # Positions of padding have logits too, which packed documents would not give.
-            "packing": untrained(lambda: Rows(5, **lengths), own_options=dict(packing="static")),
-            "two_a_rank_by_length": untrained(
-                lambda: Rows(11, **lengths),
-                train_sampling_strategy="group_by_length",
-                per_device_eval_batch_size=2,
-            ),
-        },
-        world_size=2,
-    )
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_arrays_given_to_metrics(world_size):
+    size, lengths = world_size // 2, dict(seed=2, shortest=1, longest=20)
+
+    def rest():
+        return Rows(5 * size, seed=2)
+
+    def no_labels():
+        return Rows(5 * size, labels=False)
+
+    most_likely = untrained(lambda: Stream(6 * size, seed=2), per_device_eval_batch_size=2)
+    cases = {
+        "sets": untrained(lambda: {"one": Rows(1), "no_labels": no_labels(), "rest": Rows(7 * size, seed=2)}),
+        "streams": untrained(lambda: {"rest": Stream(4 * size + 1, seed=2), "even": Stream(4 * size, seed=2)}),
+        "two_a_rank_preprocessed": replace(
+            most_likely,
+            trainer=most_likely.trainer
+            | dict(preprocess_logits_for_metrics=lambda: lambda logits, labels: logits.argmax(-1)),
+        ),
+        "loss_only": untrained(lambda: {"no_labels": no_labels(), "rest": Rows(5 * size)}, prediction_loss_only=True),
+        "smoothing_by_batch": untrained(rest, label_smoothing_factor=0.1, batch_eval_metrics=True),
+        "included_accumulated": untrained(rest, include_for_metrics=["inputs", "loss"], eval_accumulation_steps=2),
+        "lists_drop_last": untrained(rest, eval_do_concat_batches=False, dataloader_drop_last=True),
+        # Positions of padding have logits too, which packed documents would not give.
+        "packing": untrained(lambda: Rows(5 * size, **lengths), own_options=dict(packing="static")),
+        "two_a_rank_by_length": untrained(
+            lambda: Rows(12 * size - 1, **lengths),
+            train_sampling_strategy="group_by_length",
+            per_device_eval_batch_size=2,
+        ),
+    }
+    plan = replicated(world_size)
+    check_cases({name: replace(case, plan=plan) for name, case in cases.items()}, world_size)
 
 
 def predict_all(trainer: Trainer):
