@@ -86,17 +86,23 @@ def test_every_family_kind_of_batch_and_mix_of_layers(evaluation):
     check_cases(4, {f"{case}": (oracle_of(*case[:3]), plans[case[-1]]) for case in cases}, evaluation=evaluation)
 
 
+UNDER_EVERY_MIX = ("llama", "llama_tied")  # with the batch "right"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "olmo2"])
 def test_every_family_with_every_kind_of_batch(family):
     """Runs each family under every plan, and each plan with every kind of batch in some family."""
     oracles, turn = [oracle_of(family, batch) for batch in ("left", "odd", "packed")], list(FAMILIES).index(family)
     plans = enumerate(mixed_plans().items())
-    check_cases(4, {name: (oracles[(turn + index) % 3], plan) for index, (name, plan) in plans})
+    cases = {name: (oracles[(turn + index) % 3], plan) for index, (name, plan) in plans}
+    if family not in UNDER_EVERY_MIX:
+        cases["mixed_b, right"] = oracle_of(family), mixed_plans()["mixed_b"]
+    check_cases(4, cases)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "llama_tied"])
+@pytest.mark.parametrize("family", UNDER_EVERY_MIX)
 def test_every_mix_of_layers_and_order_of_ranks(family):
     oracle = oracle_of(family)
     plans = mixed_plans() | (untied_plans() if family == "llama" else {})
@@ -138,34 +144,46 @@ def test_every_strategy_by_itself_on_eight_ranks(turn):
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_every_kind_of_batch(family):
     plan = mixed_plans()["mixed_a"]
-    check_cases(4, {batch: (oracle_of(family, batch), plan) for batch in BATCHES})
+    cases = {batch: (oracle_of(family, batch), plan) for batch in BATCHES}
+    if family == "llama":
+        cases["eager"] = oracle_of("llama_eager", "left"), plan
+        cases["head_tensor"] = oracle_of("llama", "one_row"), untied_plans()["head_tensor"]
+    check_cases(4, cases)
 
 
-def test_added_positions_stay_inside_learned_position_embeddings():
+def and_mixed_a(fast: str) -> pytest.MarkDecorator:
+    """Runs a test under a fast plan, and under mixed_a as a slow case."""
+    return pytest.mark.parametrize("plan", [fast, pytest.param("mixed_a", marks=pytest.mark.slow)])
+
+
+@and_mixed_a("permuted")
+def test_added_positions_stay_inside_learned_position_embeddings(plan):
     """Eleven positions on four sequence ranks: the twelfth has no embedding."""
     batch = BATCHES["right"]()
     batch["position_ids"] = torch.arange(11).expand(6, -1).clone()
     oracle = reference(FAMILIES["gpt2"].build(n_positions=11), batch)
-    check_cases(4, {"permuted": (oracle, mixed_plans()["permuted"])})
+    check_cases(4, {plan: (oracle, mixed_plans()[plan])})
 
 
-def test_a_batch_without_targets_has_zero_gradients():
+@and_mixed_a("mixed_b")
+def test_a_batch_without_targets_has_zero_gradients(plan):
     model, batch = FAMILIES["llama"].build(), BATCHES["right"]()
     batch["labels"] = torch.full_like(batch["labels"], -100)
 
     def work():
-        parallel = parallelize(copy.deepcopy(model), mixed_plans()["mixed_b"])
+        parallel = parallelize(copy.deepcopy(model), mixed_plans()[plan])
         assert parallel.forward_backward(batch).isnan()  # as the family's own mean over nothing
         assert all(not whole(parameter.grad).any() for parameter in parallel.model.parameters())
 
     run_ranks(work, 4)
 
 
-def test_one_row_of_position_ids_stands_for_all_rows():
+@pytest.mark.parametrize("plans", [["mixed_c"], pytest.param(["mixed_a", "mixed_b"], marks=pytest.mark.slow)], ids=len)
+def test_one_row_of_position_ids_stands_for_all_rows(plans):
     """Gives the position ids first: the rows of the batch are not those of its first tensor."""
     batch = BATCHES["right"]()
     oracle = reference(FAMILIES["llama"].build(), {"position_ids": torch.arange(11)[None], **batch})
-    check_cases(4, {"mixed_c": (oracle, mixed_plans()["mixed_c"])})
+    check_cases(4, {plan: (oracle, mixed_plans()[plan]) for plan in plans})
 
 
 def test_a_plain_backward_trains_under_every_sharding():
@@ -297,14 +315,16 @@ def test_evaluation_sees_weights_that_changed_since_the_last_one():
     run_ranks(work, 2)
 
 
-@pytest.mark.parametrize("plan", ["mixed_c", pytest.param("mixed_a", marks=pytest.mark.slow)])
-def test_a_second_step_starts_from_clean_gradients(plan):
+@pytest.mark.parametrize(
+    "plan, evaluation", [("mixed_c", False), pytest.param("mixed_a", True, marks=pytest.mark.slow)]
+)
+def test_a_second_step_starts_from_clean_gradients(plan, evaluation):
     oracle = oracle_of("llama")
 
     def work():
         parallel = parallelize(copy.deepcopy(oracle.model), mixed_plans()[plan])
         compare(observe(parallel, oracle), oracle)
-        compare(observe(parallel, oracle, evaluation=False), oracle)
+        compare(observe(parallel, oracle, evaluation=evaluation), oracle)
 
     run_ranks(work, 4)
 
