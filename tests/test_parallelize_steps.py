@@ -19,13 +19,14 @@ from tiny_models import BATCHES, FAMILIES
 
 
 BATCH_NAMES = ["right", "odd", "plain"]
+MORE_BATCHES = ["right", "odd", "left", "plain", "right"]
 MAX_NORM = 1.0
 
 
-def train_plain(model, make_optimizer) -> list[float]:
+def train_plain(model, make_optimizer, batches: list[str]) -> list[float]:
     """Returns the losses of a plain loop."""
     optimizer, losses = make_optimizer(model.parameters()), []
-    for name in BATCH_NAMES:
+    for name in batches:
         loss = model(**BATCHES[name](), use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
@@ -35,9 +36,9 @@ def train_plain(model, make_optimizer) -> list[float]:
     return losses
 
 
-def train_parallel(parallel, make_optimizer) -> list[float]:
+def train_parallel(parallel, make_optimizer, batches: list[str]) -> list[float]:
     optimizer, losses = make_optimizer(parallel.model.parameters()), []
-    for step, name in enumerate(BATCH_NAMES):
+    for step, name in enumerate(batches):
         parallel.streams.step = step
         losses.append(float(parallel.forward_backward(BATCHES[name]())))
         parallel.clip_grad_norm_(MAX_NORM)
@@ -46,7 +47,7 @@ def train_parallel(parallel, make_optimizer) -> list[float]:
     return losses
 
 
-def check_sgd_updates(start, plans: dict[str, ParallelPlan]) -> None:
+def check_sgd_updates(start, plans: dict[str, ParallelPlan], batches: list[str]) -> None:
     """Compares updates of steps with clipping, over batches of different shapes.
 
     Each tensor's update may be off by 1e-3 of its largest entry.
@@ -56,13 +57,13 @@ def check_sgd_updates(start, plans: dict[str, ParallelPlan]) -> None:
         return torch.optim.SGD(parameters, lr=0.05)
 
     plain = copy.deepcopy(start)
-    losses = train_plain(plain, sgd)
+    losses = train_plain(plain, sgd, batches)
     before, wanted = dict(start.named_parameters()), dict(plain.named_parameters())
 
     def work():
         for name, plan in plans.items():
             parallel = parallelize(copy.deepcopy(start), plan)
-            assert train_parallel(parallel, sgd) == pytest.approx(losses, rel=1e-5)
+            assert train_parallel(parallel, sgd, batches) == pytest.approx(losses, rel=1e-5)
             for key, weight in whole_weights(parallel.model, start).items():
                 update, expected = weight - before[key], wanted[key] - before[key]
                 # A key bias moves by rounding alone: the floor is the rounding of the weight itself.
@@ -73,27 +74,31 @@ def check_sgd_updates(start, plans: dict[str, ParallelPlan]) -> None:
 
 
 @pytest.mark.parametrize(
-    "family, names",
+    "family, names, batches",
     [
-        ("llama", ["mixed_a"]),
-        ("gpt2", ["mixed_b", "mixed_c"]),
-        pytest.param("llama", ["mixed_b", "mixed_c"], marks=pytest.mark.slow),
-        pytest.param("gpt2", ["mixed_a"], marks=pytest.mark.slow),
+        ("llama", ["mixed_a"], BATCH_NAMES),
+        ("gpt2", ["mixed_b", "mixed_c"], BATCH_NAMES),
+        pytest.param("llama", ["mixed_b", "mixed_c"], MORE_BATCHES, marks=pytest.mark.slow),
+        pytest.param("gpt2", ["mixed_a"], MORE_BATCHES, marks=pytest.mark.slow),
     ],
 )
-def test_sgd_updates_and_losses(family, names):
-    check_sgd_updates(FAMILIES[family].build(), {name: mixed_plans()[name] for name in names})
+def test_sgd_updates_and_losses(family, names, batches):
+    check_sgd_updates(FAMILIES[family].build(), {name: mixed_plans()[name] for name in names}, batches)
 
 
-def test_adamw_losses():
+@pytest.mark.parametrize(
+    "name, batches",
+    [("permuted", BATCH_NAMES), pytest.param("mixed_a", MORE_BATCHES, marks=pytest.mark.slow)],
+)
+def test_adamw_losses(name, batches):
     """Takes steps of its for-loop and of its default (foreach) implementation, over layers whose meshes differ."""
     start = FAMILIES["llama"].build()
-    losses = train_plain(copy.deepcopy(start), lambda p: torch.optim.AdamW(p, lr=3e-3))
+    losses = train_plain(copy.deepcopy(start), lambda p: torch.optim.AdamW(p, lr=3e-3), batches)
 
     def work():
         for foreach in (False, None):
-            parallel = parallelize(copy.deepcopy(start), mixed_plans()["permuted"])
-            found = train_parallel(parallel, lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=foreach))
+            parallel = parallelize(copy.deepcopy(start), mixed_plans()[name])
+            found = train_parallel(parallel, lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=foreach), batches)
             assert found == pytest.approx(losses, rel=1e-5)
 
     run_ranks(work, 4)

@@ -21,7 +21,15 @@ from plans import PAIR_LAYERS, pipeline_plans, pipeline_plans_on_eight, pipeline
 from ranks import run_ranks
 from test_parallelize import check_cases, check_random_plans, layer_strategies, oracle_of, shardings
 from test_parallelize_dropout import MODELS, step
-from test_parallelize_steps import bf16_oracle, check_sgd_updates, distance, train_parallel, train_plain
+from test_parallelize_steps import (
+    BATCH_NAMES,
+    MORE_BATCHES,
+    bf16_oracle,
+    check_sgd_updates,
+    distance,
+    train_parallel,
+    train_plain,
+)
 from tiny_models import BATCHES, FAMILIES, LAYERS
 
 
@@ -53,6 +61,12 @@ def test_every_schedule_with_every_kind_of_family_and_batch(part):
     assert DIFFERENT.keys() == plans.keys()
     cases = {name: (oracle_of(*DIFFERENT[name]), plans[name]) for name in list(plans)[part::2]}
     check_cases(4, cases, evaluation=part == 0)
+
+
+@pytest.mark.slow
+def test_every_schedule():
+    oracle = oracle_of("llama")
+    check_cases(4, {name: (oracle, plan) for name, plan in pipeline_plans().items()})
 
 
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -220,27 +234,30 @@ def test_a_batch_without_targets_has_zero_gradients():
 
 
 @pytest.mark.parametrize(
-    "family, names",
+    "family, names, batches",
     [
-        ("llama_tied", ["1f1b_mixed"]),
-        ("llama", ["zero_bubble_loop"]),
-        pytest.param("llama", ["1f1b_mixed", "interleaved", "gpipe_apart"], marks=pytest.mark.slow),
-        pytest.param("llama_tied", ["interleaved", "zero_bubble_loop"], marks=pytest.mark.slow),
+        ("llama_tied", ["1f1b_mixed"], BATCH_NAMES),
+        ("llama", ["zero_bubble_loop"], BATCH_NAMES),
+        pytest.param("llama", ["1f1b_mixed", "interleaved", "gpipe_apart"], MORE_BATCHES, marks=pytest.mark.slow),
+        pytest.param("llama_tied", ["interleaved", "zero_bubble_loop"], MORE_BATCHES, marks=pytest.mark.slow),
     ],
 )
-def test_sgd_updates_and_losses(family, names):
-    check_sgd_updates(FAMILIES[family].build(), {name: pipeline_plans()[name] for name in names})
+def test_sgd_updates_and_losses(family, names, batches):
+    check_sgd_updates(FAMILIES[family].build(), {name: pipeline_plans()[name] for name in names}, batches)
 
 
-@pytest.mark.parametrize("plan", ["zero3_zero2", pytest.param("1f1b_mixed", marks=pytest.mark.slow)])
-def test_adamw_losses_of_tied_embeddings(plan):
+@pytest.mark.parametrize(
+    "plan, batches",
+    [("zero3_zero2", BATCH_NAMES), pytest.param("1f1b_mixed", MORE_BATCHES, marks=pytest.mark.slow)],
+)
+def test_adamw_losses_of_tied_embeddings(plan, batches):
     """Trains: both copies of a tied weight take the same steps, or the losses drift apart."""
     start = FAMILIES["llama_tied"].build()
-    losses = train_plain(copy.deepcopy(start), lambda p: torch.optim.AdamW(p, lr=3e-3))
+    losses = train_plain(copy.deepcopy(start), lambda p: torch.optim.AdamW(p, lr=3e-3), batches)
 
     def work():
         parallel = parallelize(copy.deepcopy(start), tied_plans()[plan])
-        found = train_parallel(parallel, lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=False))
+        found = train_parallel(parallel, lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=False), batches)
         assert found == pytest.approx(losses, rel=1e-5)
 
     run_ranks(work, 4)
@@ -277,20 +294,20 @@ def test_bf16_is_as_near_to_fp32_as_one_process_in_bf16(names):
 
 
 @pytest.mark.parametrize(
-    "family, schedules",
+    "family, schedules, numbers",
     [
-        ("gpt2", ["interleaved"]),
-        pytest.param("gpt2", ["1f1b"], marks=pytest.mark.slow),
-        pytest.param("llama_eager", ["1f1b", "interleaved"], marks=pytest.mark.slow),
+        ("gpt2", ["interleaved"], (0, 1)),
+        pytest.param("gpt2", ["1f1b"], (0, 1, 0), marks=pytest.mark.slow),
+        pytest.param("llama_eager", ["1f1b", "interleaved"], (0, 1, 0), marks=pytest.mark.slow),
     ],
 )
-def test_dropout_masks_are_those_of_the_plan_without_stages(family, schedules):
+def test_dropout_masks_are_those_of_the_plan_without_stages(family, schedules, numbers):
     """Compares two stages of two ranks with two ranks: streams have keys of layer, micro-batch and stage rank."""
     plain, ends = MODELS[family](), V(tensor=2)
 
     def steps(plan: ParallelPlan, **pipeline) -> list[tuple[float, dict[str, torch.Tensor]]]:
         parallel = parallelize(copy.deepcopy(plain), plan)
-        return [step(parallel, plain, number) for number in (0, 1)]
+        return [step(parallel, plain, number) for number in numbers]
 
     one = single_stage(PAIR_LAYERS, 2, embedding=ends, head=ends, micro_batches=4)
     wanted = run_ranks(steps, 2, one)[0]
