@@ -67,7 +67,8 @@ def test_a_bad_number_on_one_rank_stops_all_before_the_step(tmp_path, plan, kind
     assert job.logs() == uninterrupted(plan)
 
 
-def test_a_bad_number_that_does_not_come_again_is_called_so(tmp_path, plan="layers_of_two"):
+@pytest.mark.parametrize("plan", ["layers_of_two", pytest.param("layers", marks=pytest.mark.slow)])
+def test_a_bad_number_that_does_not_come_again_is_called_so(tmp_path, plan):
     job = Job(folder=tmp_path, plan=plan, options=dict(max_grad_norm=0.0))  # found without clipping too
     with pytest.raises(AssertionError) as failure:
         job.fork(fail_at(RANK[plan], STEP, "nan_once", micro_batch=MICRO_BATCH))
