@@ -328,19 +328,21 @@ FAST = ("deep", "tensor", "little memory")
 OTHERS = tuple(name for name in CASES if name not in FAST)
 
 
-@pytest.mark.parametrize("names", [FAST, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["fast", "others"])
-def test_searched_plans_train_as_one_process(tmp_path, names):
+@pytest.mark.parametrize(
+    "names, steps", [(FAST, 4), pytest.param(OTHERS, 6, marks=pytest.mark.slow)], ids=["fast", "others"]
+)
+def test_searched_plans_train_as_one_process(tmp_path, names, steps):
     plans = {name: searched(name) for name in CASES}
     for plan in plans.values():
         require_runnable(plan, 4)
     assert len({replace(plan, meta={}).to_json() for plan in plans.values()}) >= 4
     trained = {name: plans[name] for name in names}
-    options = SHORT | dict(gradient_accumulation_steps=1)
+    options = dict(max_steps=steps, gradient_accumulation_steps=1)
     plain = run(tmp_path / "plain", "auto", trainer_class=Trainer, options=options)
-    for found in on_ranks(functools.partial(train_under, trained, tmp_path)):
+    for found in on_ranks(functools.partial(train_under, trained, tmp_path, steps)):
         for one in found.values():
             assert np.allclose(one.steps("loss", "grad_norm"), plain.steps("loss", "grad_norm"), rtol=1e-4)
 
 
-def train_under(plans: dict[str, ParallelPlan], folder: Path) -> dict:
-    return {name: run(folder / name, plan, options=SHORT) for name, plan in plans.items()}
+def train_under(plans: dict[str, ParallelPlan], folder: Path, steps: int) -> dict:
+    return {name: run(folder / name, plan, options=dict(max_steps=steps)) for name, plan in plans.items()}

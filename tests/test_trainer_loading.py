@@ -82,7 +82,6 @@ def plain(tmp_path_factory, folders) -> dict[str, Any]:
 
     return dict(
         llama_tied=run(folder, model=loaded("llama_tied"), **common),
-        gpt2=run(folder, model=loaded("gpt2"), **common),
         fresh=run(folder, model_init=lambda: fresh(config), family="llama_tied", **common),
         untrained=evaluation_and_generation(
             trainer(folder, model=loaded("llama_tied"), eval_dataset=Rows(4, seed=2), **common)
@@ -122,13 +121,32 @@ def ranks(tmp_path_factory, folders) -> tuple[Path, list[dict[str, Any]]]:
     return folder, on_ranks(work)
 
 
+MORE_STEPS = dict(max_steps=6)
+
+
+@pytest.fixture(scope="module")
+def more_plain(tmp_path_factory, folders) -> dict[str, Run]:
+    """Returns longer runs of plain Trainer, for the slow tests."""
+    folder, config = tmp_path_factory.mktemp("more_plain"), FAMILIES["llama_tied"].build().config
+    common = dict(options=MORE_STEPS | dict(gradient_accumulation_steps=1), trainer_class=Trainer)
+
+    def loaded(family: str) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(folders[family], dtype="float32")
+
+    return dict(
+        llama_tied=run(folder, model=loaded("llama_tied"), **common),
+        gpt2=run(folder, model=loaded("gpt2"), **common),
+        fresh=run(folder, model_init=lambda: fresh(config), family="llama_tied", **common),
+    )
+
+
 @pytest.fixture(scope="module")
 def more_ranks(tmp_path_factory, folders) -> list[dict[str, Any]]:
-    """Returns the same as `ranks`, for the slow tests."""
+    """Returns longer runs of four ranks, for the slow tests."""
     folder, config = tmp_path_factory.mktemp("more_ranks"), FAMILIES["llama_tied"].build().config
-    gpt2 = dict(model=str(folders["gpt2"]), family="gpt2", options=STEPS)
-    llama = dict(family="llama_tied", options=STEPS)
-    fp32 = STEPS | dict(model_init_kwargs=dict(dtype="float32"))
+    gpt2 = dict(model=str(folders["gpt2"]), family="gpt2", options=MORE_STEPS)
+    llama = dict(family="llama_tied", options=MORE_STEPS)
+    fp32 = MORE_STEPS | dict(model_init_kwargs=dict(dtype="float32"))
 
     def loaded() -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(folders["gpt2"])
@@ -139,7 +157,7 @@ def more_ranks(tmp_path_factory, folders) -> list[dict[str, Any]]:
             fresh=run(folder / "fresh", MIXED, model_init=lambda: fresh_on_meta(config), **llama),
             gpt2=run(folder / "gpt2", STAGES, **gpt2 | dict(options=fp32)),
             bf16=run(folder / "bf16", STAGES, **gpt2),
-            bf16_loaded=run(folder / "bf16", STAGES, model_init=loaded, family="gpt2", options=STEPS),
+            bf16_loaded=run(folder / "bf16", STAGES, model_init=loaded, family="gpt2", options=MORE_STEPS),
             search=best_trial(folder / "search", MIXED, {}, model_init=lambda: folders["llama_tied"]),
         )
 
@@ -175,9 +193,9 @@ def test_evaluation_and_generation_before_any_training(plain, ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "wanted"), [("stages", "llama_tied"), ("fresh", "fresh"), ("gpt2", "gpt2")])
-def test_more_models_without_weights_train_as_plain_trainer_trains_them(plain, more_ranks, name, wanted):
+def test_more_models_without_weights_train_as_plain_trainer_trains_them(more_plain, more_ranks, name, wanted):
     for runs in more_ranks:
-        assert_same_steps(runs[name], plain[wanted])
+        assert_same_steps(runs[name], more_plain[wanted])
 
 
 @pytest.mark.slow
