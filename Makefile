@@ -13,7 +13,8 @@ QUICKSTART_DIR ?= output/quickstart
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 CHECKED_DIRS := src tests recipes benchmarks notebooks
-# Where `make test` and `make test-slow` write the CPU seconds of every test.
+# Where `make test` and `make test-slow` write the CPU seconds of every test. With a space after the option, pytest would
+# take a file that exists for one with tests, and look for its options there.
 CPU_SECONDS := output/cpu_seconds
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --durations=25
 # bf16 only where the CPU multiplies it in hardware; elsewhere it is emulated and slower than fp32.
@@ -53,10 +54,10 @@ notebooks: $(INSTALLED)
 	$(BIN)/python notebooks/execute.py
 
 test: $(INSTALLED)
-	$(PYTEST) -m "not slow" --cpu-seconds $(CPU_SECONDS)/fast.txt $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow" --cpu-seconds=$(CPU_SECONDS)/fast.txt $(PYTEST_ARGS)
 
 test-slow: $(INSTALLED)
-	$(PYTEST) -m slow --cpu-seconds $(CPU_SECONDS)/slow.txt $(PYTEST_ARGS)
+	$(PYTEST) -m slow --cpu-seconds=$(CPU_SECONDS)/slow.txt $(PYTEST_ARGS)
 
 test-all: test test-slow
 
