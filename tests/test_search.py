@@ -82,10 +82,13 @@ def test_no_plan_of_the_space_is_faster_than_the_one_found(world, layers, rows, 
 @pytest.mark.slow
 @pytest.mark.parametrize("world, layers, rows, kinds, tied, limits", CASES[:LARGEST] + CASES[LARGEST + 1 :])
 def test_a_plan_costs_the_same_alone_and_among_all_plans(world, layers, rows, kinds, tied, limits):
-    model = random_model(0, layers=layers, kinds=kinds, tied=tied)
-    hardware = random_hardware(0, world_size=world, memory_bytes=1 << 40)
-    for estimate in every_estimate(hardware, model, workload(rows), limits):
-        assert estimate == estimate_plan(hardware, model, workload(rows), estimate.plan)
+    """Prices each plan alone for two of four seeds."""
+    for seed in range(4):
+        model = random_model(seed, layers=layers, kinds=kinds, tied=tied)
+        hardware = random_hardware(seed, world_size=world, memory_bytes=1 << 40)
+        estimates = every_estimate(hardware, model, workload(rows), limits)
+        for estimate in itertools.islice(estimates, seed % 2, None, 2):
+            assert estimate == estimate_plan(hardware, model, workload(rows), estimate.plan)
 
 
 def with_quick_exchanges(hardware: HardwareProfile, ranks: int) -> HardwareProfile:

@@ -177,13 +177,17 @@ def test_flags_that_do_not_fit_are_told_in_a_sentence(capsys, flags, sentence):
     assert sentence in capsys.readouterr().err
 
 
+def saved_model(folder: Path, heads: int) -> str:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=heads, vocab_size=64
+    )
+    config.save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.fixture
 def long_model(tmp_path):
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
-    )
-    config.save_pretrained(tmp_path)
-    return str(tmp_path)
+    return saved_model(tmp_path, heads=4)
 
 
 def test_a_model_profile_of_other_devices_than_the_cluster_is_refused(capsys, tmp_path, long_model):
@@ -226,5 +230,19 @@ def test_all_devices_may_share_a_layer(capsys, tmp_path, long_model):
     for strategy in ({"ulysses": 4}, {"tensor": 4}):
         path = tmp_path / "plan.json"
         ParallelPlan.uniform(4, 2, **strategy).to_json(path)
+        assert main(["estimate", *case, "--plan", str(path), "--json"]) == 0
+        assert best["step_ms"] <= json.loads(capsys.readouterr().out)["step_ms"]
+
+
+@pytest.mark.slow
+def test_sixteen_devices_may_share_a_layer(capsys, tmp_path):
+    """Uses as many ranks as the heads allow, for a batch of one row of a model that is given by its configuration."""
+    case = ["--model", saved_model(tmp_path, heads=16), "--cluster", "h100", "--nodes", "2"]
+    case += ["--global-batch", "1", "--seq-length", "2048"]
+    assert main(["search", *case, "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)
+    for strategy in ({"ulysses": 16}, {"tensor": 16}):
+        path = tmp_path / "plan.json"
+        ParallelPlan.uniform(16, 2, **strategy).to_json(path)
         assert main(["estimate", *case, "--plan", str(path), "--json"]) == 0
         assert best["step_ms"] <= json.loads(capsys.readouterr().out)["step_ms"]
