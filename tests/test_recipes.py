@@ -288,7 +288,7 @@ def test_throughput_is_tokens_over_seconds_since_the_line_before(monkeypatch, ca
 SMALL_RUN = [
     "--vocab_size=300",
     "--max_length=32",
-    '--config_overrides={"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, '
+    '--config_overrides={"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, '
     '"num_attention_heads": 4, "num_key_value_heads": 2}',
     "--max_eval_rows=8",
     "--per_device_train_batch_size=2",
