@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from equivalence import single_stage
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Stage, VocabularyStrategy
 from tiny_models import LAYERS
@@ -49,6 +51,16 @@ def uniform_plans(world_size: int) -> dict[str, ParallelPlan]:
 
 # Uniform plans of two degrees that are not among those on 2 ranks, one of a kind.
 TWO_DEGREES = ("hybrid_sharding", "tensor_data", "ulysses_data", "tensor_ulysses", "megatron_sp_ulysses")
+# Parametrises a test over the uniform plans: fast are all on two ranks, and on four ranks those that two cannot run.
+EVERY_UNIFORM_PLAN = pytest.mark.parametrize(
+    "world_size, names",
+    [
+        (2, list(uniform_plans(2))),
+        (4, TWO_DEGREES),
+        pytest.param(4, [name for name in uniform_plans(4) if name not in TWO_DEGREES], marks=pytest.mark.slow),
+    ],
+    ids=["2", "4_of_two_degrees", "4"],
+)
 
 
 def mixed_plans() -> dict[str, ParallelPlan]:

@@ -59,7 +59,7 @@ def test_a_corrupt_cache_is_measured_anew_and_said(tmp_path, counted, caplog, te
 
 
 @pytest.mark.parametrize(
-    "name", ["hosts", "devices", "cores", "threads", "torch", "galvatron_hf", "backend", "method", "accuracy"]
+    "name", ["hosts", "devices", "cores", "threads", "torch", "galvatron_hf", "backend", "method"]
 )
 def test_a_profile_of_another_machine_is_not_used(tmp_path, counted, own, caplog, name):
     other = dataclasses.replace(own, made=own.made | {name: "another"})
@@ -67,6 +67,19 @@ def test_a_profile_of_another_machine_is_not_used(tmp_path, counted, own, caplog
     load_or_profile_hardware(tmp_path, **QUICK)
     assert f"was made under other circumstances ({name} another and not {own.made[name]})" in _warned(caplog)
     assert len(counted) == 1
+
+
+@pytest.mark.parametrize("accuracy", ["1%", "5%", "20%", None, "good"])
+def test_a_profile_is_used_if_it_is_as_accurate_as_asked_for(tmp_path, counted, own, caplog, accuracy):
+    made = {name: value for name, value in own.made.items() if name != "accuracy"}
+    kept = dataclasses.replace(own, made=made | ({} if accuracy is None else {"accuracy": accuracy}))
+    kept.to_json(tmp_path / "hardware.json")
+    used = accuracy in ("1%", "5%")
+    assert load_or_profile_hardware(tmp_path, **QUICK, accuracy=0.05) == (kept if used else own)
+    assert len(counted) == (0 if used else 1)
+    if not used:
+        reason = {"20%": "accuracy 20% and not 5%", None: "accuracy unknown and not 5%"}
+        assert reason.get(accuracy, "cannot be used (could not convert") in _warned(caplog)
 
 
 def test_a_profile_of_another_world_is_not_used(tmp_path, counted, own, caplog):

@@ -21,7 +21,7 @@ from galvatron_hf.parallel.layers.rng import random_stream
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import ParallelPlan
-from plans import TWO_DEGREES, mixed_plans, pipeline_plans, pipeline_plans_on_eight, uniform_plans
+from plans import EVERY_UNIFORM_PLAN, mixed_plans, pipeline_plans, pipeline_plans_on_eight, uniform_plans
 from ranks import run_ranks
 from tiny_models import FAMILIES, VOCABULARY
 
@@ -99,15 +99,7 @@ def oracle_of(family: str) -> Reference:
     return reference(FAMILIES[family].build(), long_tailed())
 
 
-@pytest.mark.parametrize(
-    "world_size, names",
-    [
-        (2, list(uniform_plans(2))),
-        (4, TWO_DEGREES),
-        pytest.param(4, [name for name in uniform_plans(4) if name not in TWO_DEGREES], marks=pytest.mark.slow),
-    ],
-    ids=["2", "4_of_two_degrees", "4"],
-)
+@EVERY_UNIFORM_PLAN
 def test_every_strategy_by_itself(world_size, names):
     oracle, plans = oracle_of("llama"), uniform_plans(world_size)
     check_cases(world_size, {name: (oracle, plans[name]) for name in names})

@@ -29,7 +29,7 @@ from galvatron_hf.parallel.data_parallel.replicated import ReplicatedUnit
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
 from plan_inputs import drawn
-from plans import TWO_DEGREES, mixed_plans, uniform, uniform_plans, untied_plans
+from plans import EVERY_UNIFORM_PLAN, mixed_plans, uniform, uniform_plans, untied_plans
 from ranks import run_ranks
 from tiny_models import BATCHES, FAMILIES, LAYERS
 
@@ -109,15 +109,7 @@ def test_every_mix_of_layers_and_order_of_ranks(family):
     check_cases(4, {name: (oracle, plan) for name, plan in plans.items()})
 
 
-@pytest.mark.parametrize(
-    "world_size, names",
-    [
-        (2, list(uniform_plans(2))),
-        (4, TWO_DEGREES),
-        pytest.param(4, [name for name in uniform_plans(4) if name not in TWO_DEGREES], marks=pytest.mark.slow),
-    ],
-    ids=["2", "4_of_two_degrees", "4"],
-)
+@EVERY_UNIFORM_PLAN
 def test_every_strategy_by_itself(world_size, names):
     oracle, plans = oracle_of("llama"), uniform_plans(world_size)
     check_cases(world_size, {name: (oracle, plans[name]) for name in names})

@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -71,7 +71,7 @@ def run(given: argparse.Namespace) -> int:
             repetitions=given.repetitions,
             seconds=given.seconds,
             progress=True,
-            **({} if given.accuracy is None else {"accuracy": given.accuracy}),
+            **given_options(given, "accuracy"),
         )
         if rank == 0:
             if given.output is not None:
@@ -81,6 +81,11 @@ def run(given: argparse.Namespace) -> int:
             else:
                 show(profile)
     return 0
+
+
+def given_options(given: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Returns those of the arguments that were given, so that the function's defaults apply to the others."""
+    return {name: getattr(given, name) for name in names if getattr(given, name) is not None}
 
 
 @contextlib.contextmanager

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from galvatron_hf.cli.files import output_file
-from galvatron_hf.cli.profile_hardware import add_accuracy, launched_ranks
+from galvatron_hf.cli.profile_hardware import add_accuracy, given_options, launched_ranks
 from galvatron_hf.plan.validation import check_int
 
 
@@ -88,7 +88,7 @@ def _counted(given: argparse.Namespace) -> ModelProfile:
             given.dtype,
             length=given.seq_length or given.tokens,
             packed=not given.rows,
-            **_given(given, "max_degree"),
+            **given_options(given, "max_degree"),
         )
 
 
@@ -109,13 +109,8 @@ def _measured(given: argparse.Namespace) -> ModelProfile:
         length=given.seq_length,
         packed=not given.rows,
         progress=True,
-        **_given(given, "max_degree", "accuracy", "seconds"),
+        **given_options(given, "max_degree", "accuracy", "seconds"),
     )
-
-
-def _given(given: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Returns those of the arguments that were given, so that the function's defaults apply to the others."""
-    return {name: getattr(given, name) for name in names if getattr(given, name) is not None}
 
 
 def show(profile: ModelProfile) -> None:

@@ -14,7 +14,14 @@ import torch
 from transformers import PreTrainedModel
 
 from galvatron_hf.parallel.comm.objects import from_rank_0, is_rank_0
-from galvatron_hf.profiler.measure.hardware import accuracy_text, default_device, machine, nodes_of, profile_hardware
+from galvatron_hf.profiler.measure.hardware import (
+    accuracy_text,
+    default_device,
+    machine,
+    nodes_of,
+    percent,
+    profile_hardware,
+)
 from galvatron_hf.profiler.measure.model import circumstances, config_digest, profile_model
 from galvatron_hf.profiler.measure.rounds import WANTED_ERROR
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
@@ -33,8 +40,8 @@ def load_or_profile_hardware(folder: str | os.PathLike, **arguments: Any) -> Har
     Reads `hardware.json` from a folder, or measures and writes it; collective like [`profile_hardware`].
 
     The file is used if these are unchanged: numbers of nodes and devices, hosts, devices, CPU limits, threads,
-    backend, PyTorch, release of this package, way of measuring and wanted accuracy. Otherwise, and if the file is
-    broken, a warning gives the reason and the machine is measured again.
+    backend, PyTorch, release of this package, way of measuring; and if it is accurate enough. Otherwise, and if the
+    file is broken, a warning gives the reason and the machine is measured again.
 
     Args:
         folder (`str` or `os.PathLike`): Folder of rank 0, created if missing.
@@ -65,8 +72,8 @@ def load_or_profile_model(
     Reads the profile of a model from a folder, or measures and writes it; collective under a process group.
 
     The file is used if these are unchanged: configuration, number format, arguments, number of ranks, hosts, devices,
-    CPU limits, threads, PyTorch, transformers, release of this package and way of measuring. Otherwise, and if the
-    file is broken, a warning gives the reason and the model is measured again.
+    CPU limits, threads, PyTorch, transformers, release of this package and way of measuring. It may be more accurate
+    than asked for. Otherwise, and if the file is broken, a warning gives the reason and the model is measured again.
 
     Args:
         folder (`str` or `os.PathLike`): Folder of rank 0, created if missing.
@@ -102,7 +109,7 @@ def _load_or_make(
             different = [
                 f"{name} {found.get(name, 'unknown')} and not {value}"
                 for name, value in expected.items()
-                if found.get(name) != value
+                if not _serves(name, found.get(name), value)
             ]
             if not different:
                 return profile.to_json()
@@ -123,3 +130,10 @@ def _load_or_make(
         except OSError as error:
             logger.warning(f"The profile cannot be kept in {path} ({error}): the next run measures again.")
     return profile
+
+
+def _serves(name: str, found: str | None, wanted: str) -> bool:
+    """Returns whether a circumstance of a profile is the wanted one; a profile may be more accurate than asked for."""
+    if name == "accuracy" and found is not None:
+        return percent(found) <= percent(wanted)
+    return found == wanted

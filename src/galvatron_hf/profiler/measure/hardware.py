@@ -157,6 +157,11 @@ def accuracy_text(accuracy: float) -> dict[str, str]:
     return {"accuracy": f"{100 * accuracy:g}%"}
 
 
+def percent(text: str) -> float:
+    """Returns the number in a text of [`accuracy_text`]; raises `ValueError` for any other text."""
+    return float(text.removesuffix("%"))
+
+
 def machine(device: torch.device) -> dict[str, str]:
     """Returns the identity of the machine and the way of measuring, for a profile's `made`; collective."""
     ranks = gather_objects(identity(device))

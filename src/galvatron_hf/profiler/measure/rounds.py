@@ -18,22 +18,22 @@ import torch.distributed as dist
 from galvatron_hf.parallel.comm.objects import is_rank_0
 
 
+WANTED_ERROR = 0.05  # by default, of medians
+
+
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
     """Limits the standard `error` of the median, relative to the median, and the number of samples. A measurement that
     is accurate need not be repeated.
     """
 
-    error: float = 0.05
+    error: float = WANTED_ERROR
     least: int = 3
     most: int = 15
 
     def reached(self, samples: Sequence[float]) -> bool:
         count = len(samples)
         return count >= self.most or (count >= self.least and median_error(samples) <= self.error)
-
-
-WANTED_ERROR = 0.05  # by default, of medians
 
 
 def median_error(samples: Sequence[float]) -> float:
