@@ -5,7 +5,6 @@
 import gc
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -31,19 +30,8 @@ LONGEST = (
 )
 
 
-BEGUN = time.monotonic()
-
-
 def pytest_addoption(parser):
     parser.addoption("--cpu-seconds", metavar="FILE", help="write the CPU seconds of every test to this file")
-    parser.addoption("--minutes", type=float, help="begin no test after this time; skip those that are left")
-
-
-@pytest.hookimpl(tryfirst=True)  # before the test's fixtures are made
-def pytest_runtest_setup(item):
-    minutes = item.config.getoption("minutes")
-    if minutes is not None and time.monotonic() - BEGUN > 60 * minutes:
-        pytest.skip(f"the {minutes:g} minutes that this run has are over")
 
 
 def pytest_configure(config):
