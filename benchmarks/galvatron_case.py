@@ -93,18 +93,18 @@ def case_of(profiles: GalvatronProfiles, plan: ParallelPlan, global_batch: int |
     _check(plan)
     global_batch = _global_batch(plan, global_batch)
     ranks = len(plan.stages[0].ranks)
-    if engine == "main" and plan.micro_batches < len(plan.stages):
+    if engine == "main" and plan.micro_batch_count < len(plan.stages):
         raise ValueError(
-            f"micro_batches is {plan.micro_batches}, but engine main takes no fewer than the {len(plan.stages)} "
+            f"micro_batches is {plan.micro_batch_count}, but engine main takes no fewer than the {len(plan.stages)} "
             f"stages: use micro_batches={len(plan.stages)}"
         )
     layers = [_layer_part(layer, ranks) for layer in plan.layers]
-    rows = global_batch / plan.micro_batches
+    rows = global_batch / plan.micro_batch_count
     case = Case(
         engine=engine,
         profiles=profiles,
         global_batch=global_batch,
-        micro_batches=plan.micro_batches,
+        micro_batches=plan.micro_batch_count,
         schedule=plan.schedule,
         ranks=ranks,
         stages=tuple(tuple(layers[slice(*stage.layers)]) for stage in plan.stages),
@@ -113,8 +113,9 @@ def case_of(profiles: GalvatronProfiles, plan: ParallelPlan, global_batch: int |
     for part in {*layers, *case.ends}:
         if rows % part.data:
             raise ValueError(
-                f"{global_batch} rows in {plan.micro_batches} micro-batches do not give {part.data} data ranks as "
-                f"many each, and the formulas round: use a global batch divisible by {plan.micro_batches * part.data}"
+                f"{global_batch} rows in {plan.micro_batch_count} micro-batches do not give {part.data} data ranks as "
+                "many each, and the formulas round: use a global batch divisible by "
+                f"{plan.micro_batch_count * part.data}"
             )
     return case
 

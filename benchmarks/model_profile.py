@@ -89,7 +89,7 @@ def micro_batch_ms(parallel: ParallelModel, tokens: int, length: int) -> list[fl
     for _ in range(TURNS):
         parallel.units.begin_micro_batch(last=True)
         began = time.process_time()
-        loss = parallel.model(ids, shift_labels=ids, position_ids=positions, documents=documents).loss
+        loss = parallel.runner(ids, shift_labels=ids, position_ids=positions, documents=documents).loss
         between = time.process_time()
         loss.backward()
         taken.append((1e3 * (between - began), 1e3 * (time.process_time() - between)))

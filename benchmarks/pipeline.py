@@ -190,7 +190,7 @@ def run_step(parallel: ParallelModel, batch: dict[str, torch.Tensor]) -> RankSte
 def measure(plan: ParallelPlan, options: argparse.Namespace) -> list[Step]:
     """Measures steps of a plan; the result is the same on every rank."""
     parallel = parallelize(build(options), plan)
-    ids = torch.randint(0, 64, (plan.micro_batches, options.length), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, 64, (plan.micro_batch_count, options.length), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids}
     parallel.timeline.on = True
     run_step(parallel, batch)  # warm-up
@@ -220,7 +220,7 @@ def run_rank(rank: int, ranks: int, groups: list[CpuQuota], folder: str, options
 
 
 def row(plan: ParallelPlan, steps: list[Step], on_paper: float) -> str:
-    name = f"{plan.world_size:5d}  {plan.schedule:11s}  {plan.micro_batches:13d}"
+    name = f"{plan.world_size:5d}  {plan.schedule:11s}  {plan.micro_batch_count:13d}"
     idle = [100 * step.idle for step in steps]
     median = statistics.median(idle)
 

@@ -103,7 +103,7 @@ def brief(plan: ParallelPlan) -> str:
     if len(plan.stages) > lists:
         cuts += f" x{len(plan.stages) // lists}"
     ends = f"e:{describe(plan.embedding)} h:{describe(plan.head)}"
-    return f"pp {cuts} m{plan.micro_batches} {' '.join(layers)} {ends}"
+    return f"pp {cuts} m{plan.micro_batch_count} {' '.join(layers)} {ends}"
 
 
 def describe(strategy) -> str:

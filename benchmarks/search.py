@@ -104,7 +104,7 @@ def described(name: str, results: list[SearchResult]) -> dict[str, Any]:
         "samples_per_second": first.best.samples_per_second,
         "pipeline": len(first.best.plan.rank_groups),
         "virtual_stages": len(first.best.plan.stages) // len(first.best.plan.rank_groups),
-        "micro_batches": first.best.plan.micro_batches,
+        "micro_batches": first.best.plan.micro_batch_count,
     }
 
 

@@ -154,7 +154,7 @@ def step_traffic(plan: ParallelPlan, model: ModelShape, *, rows: int, length: in
     precision = plan.precision or Precision()
     resolved = resolve(plan, heads=[(model.heads, model.kv_heads)] * plan.num_layers, tied=model.tied)
     ranks = resolved.stage_size
-    count = min(plan.micro_batches, rows)
+    count = min(plan.micro_batch_count, rows)
     tally = _Tally()
     for part in range(count):
         real_rows = (part + 1) * rows // count - part * rows // count

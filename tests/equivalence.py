@@ -169,13 +169,12 @@ def _evaluate(parallel: ParallelModel, oracle: Reference) -> Evaluation:
     model = parallel.model
     model.eval()
     unlabelled = {name: x for name, x in oracle.batch.items() if not name.endswith("labels")}
+    output = parallel.evaluate(oracle.batch, num_items_in_batch=oracle.num_items)
     if parallel.pipeline is None:
+        rows = slice(0, len(oracle.logits))
         with torch.no_grad():
-            output = model(**oracle.batch, num_items_in_batch=oracle.num_items)
             logits = model(**unlabelled).logits
-        rows = parallel.runner.local_rows(len(oracle.logits))
     else:
-        output = parallel.evaluate(oracle.batch, num_items_in_batch=oracle.num_items)
         share = -(-len(oracle.logits) // parallel.plan.world_size)
         logits = parallel.evaluate(fill_rows(unlabelled, share * parallel.plan.world_size)).logits
         start = min(parallel.share_index * share, len(oracle.logits))

@@ -74,7 +74,7 @@ def test_calibration_has_plans_with_many_exchanges_and_one_that_is_sharded_in_pa
     monkeypatch.setattr(calibration.dist, "get_world_size", lambda: 4)
     for rows, most in ((16, 8), (6, 6)):
         plans = calibration._plans(small, rows, Precision(compute="fp32"))
-        assert max(plan.micro_batches for plan in plans) == most
+        assert max(plan.micro_batch_count for plan in plans) == most
         (exchanging,) = (plan for plan in plans if plan.layers[0].ulysses > 1 and len(plan.stages) > 1)
         assert exchanging.micro_batches == most
         (paired,) = (plan for plan in plans if plan.layers[0].shard_degree not in (None, 4))

@@ -123,7 +123,7 @@ def measure_saved(parallel, layer: int, batch: dict) -> int:
 
     module.forward = forward
     parallel.units.begin_micro_batch(last=True)
-    loss = parallel.model(**batch).loss
+    loss = parallel.runner(**batch).loss
     total = sum(storage.nbytes() for storage in found.values())
     found.clear()
     loss.backward()

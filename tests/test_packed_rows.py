@@ -67,7 +67,7 @@ def packed(
 
 def check_packed(oracle: Reference, plan: ParallelPlan, world: WorldMesh) -> None:
     parallel = parallelize(copy.deepcopy(oracle.model), plan, world)
-    parts = packed(parallel, oracle.batch, plan.micro_batches)
+    parts = packed(parallel, oracle.batch, plan.micro_batch_count)
     loss = float(parallel.forward_backward(parts))
     gradients, norm = whole_gradients(parallel.model, oracle.model), float(parallel.grad_norm())
     parallel.model.zero_grad()
@@ -156,7 +156,7 @@ def isolated(
     labels = torch.full_like(batch["labels"], -100)
     labels[rows.start : rows.stop] = batch["labels"][rows.start : rows.stop]
     parallel.model.zero_grad()
-    parts = packed(parallel, batch | {"labels": labels}, parallel.plan.micro_batches)
+    parts = packed(parallel, batch | {"labels": labels}, parallel.plan.micro_batch_count)
     loss = float(parallel.forward_backward(parts, num_items_in_batch=50))
     embedding = dict(parallel.model.named_parameters()).get("model.embed_tokens.weight")
     return loss, None if embedding is None else whole(embedding.grad)

@@ -193,7 +193,7 @@ def build(plan: ParallelPlan) -> ParallelModel:
 def expected_stage(plan: ParallelPlan, index: int) -> StageBytes:
     """Returns the bytes of one stage with even shares of rows, in fp32."""
     ranks, last = len(plan.stages[index].ranks), index == len(plan.stages) - 1
-    rows = ROWS // plan.micro_batches
+    rows = ROWS // plan.micro_batch_count
     layers = plan.layers[slice(*plan.stages[index].layers)]
     boundary = 4 * rows * LENGTH * HIDDEN // ranks
     saved = sum(saved_activation_bytes(SHAPE, layer, rows * LENGTH // layer.data_degree(ranks)) for layer in layers)
@@ -253,7 +253,7 @@ def own_stages(plan: ParallelPlan, rank: int) -> list[int]:
 
 def order_of(plan: ParallelPlan, rank: int) -> tuple[Action, ...]:
     shape = PipelineShape.from_plan(plan)
-    return actions(shape, plan.micro_batches)[shape.pipeline_rank_of_stage[own_stages(plan, rank)[0]]]
+    return actions(shape, plan.micro_batch_count)[shape.pipeline_rank_of_stage[own_stages(plan, rank)[0]]]
 
 
 def expected_activations(plan: ParallelPlan, rank: int) -> list[int]:
@@ -274,7 +274,7 @@ def check_activations(plan: ParallelPlan, rank: int, held: list[Held]) -> None:
         flying = most_in_flight(order_of(plan, rank), index)
         activations = flying * (stage.saved + stage.result + stage.received - stage.entered)
         # Two posted receives of each kind, and the gradients on their way.
-        buffers = stage.received * (SENDS_UNDER_WAY + 2) + 2 * stage.returned + plan.micro_batches * stage.logged
+        buffers = stage.received * (SENDS_UNDER_WAY + 2) + 2 * stage.returned + plan.micro_batch_count * stage.logged
         buffers += flying * stage.kept_for_weights
         assert activations <= max(found) <= activations + buffers
 

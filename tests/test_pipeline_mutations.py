@@ -82,7 +82,7 @@ def activations_of_the_micro_batch_before() -> contextlib.AbstractContextManager
         kept.result = sent.pop() if sent else own
         sent.append(own)
         original(pipeline, step, action)
-        if step.loss_of is not None:
+        if step.has_backward:
             kept.result = own
 
     return patch.object(Pipeline, "_send_forward", send)
@@ -94,8 +94,8 @@ def without_gradient(original, forward: ModelRunner, stage, batch, received=None
     )
 
 
-def loss_on_every_stage(original, pipeline: Pipeline, batches, loss_of) -> list[torch.Tensor]:
-    total = torch.stack([torch.zeros(()), *original(pipeline, batches, loss_of)]).sum()
+def loss_on_every_stage(original, pipeline: Pipeline, batches) -> list[torch.Tensor]:
+    total = torch.stack([torch.zeros(()), *original(pipeline, batches)]).sum()
     dist.all_reduce(total)
     return [total / pipeline.runner.mesh.size]  # as if each rank's part were that of its own stage
 

@@ -6,29 +6,31 @@ import os
 import signal
 import time
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from accelerate.state import GradientState
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel, TrainerControl, TrainerState
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from equivalence import whole
 from galvatron_hf.data.cost import SequenceCost
-from galvatron_hf.data.loader import batch_rows, join_batches
+from galvatron_hf.data.loader import batch_rows
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.trainer import evaluation
 from galvatron_hf.trainer.checkpoint.checkpoint_finder import CheckpointFinder
 from galvatron_hf.trainer.checkpoint.checkpoint_writer import SaveError
 from galvatron_hf.trainer.checkpoint.checkpointer import Checkpointer
 from galvatron_hf.trainer.checkpoint.model_source import ModelSource
 from galvatron_hf.trainer.data.dataset_rows import DatasetRows
-from galvatron_hf.trainer.data.global_batches import GlobalBatches
+from galvatron_hf.trainer.data.global_batches import GlobalBatches, filled
 from galvatron_hf.trainer.data.pack_planner import PackPlanner
 from galvatron_hf.trainer.data.packing_rules import PackingRules
 from galvatron_hf.trainer.data.sequence_cost import StepCost
@@ -39,7 +41,6 @@ from galvatron_hf.trainer.fault.nonfinite_guard import SKIPPED_IN_A_ROW, NonFini
 from galvatron_hf.trainer.fault.stop_signal import StopSignal
 from galvatron_hf.trainer.fault.watchdog import RankStatus, is_lost_connection, report
 from galvatron_hf.trainer.hyperparameter_search import SharedStudy
-from galvatron_hf.trainer.loss.custom_loss import CustomLoss
 from galvatron_hf.trainer.planning.auto_planner import AutoPlanner
 from galvatron_hf.trainer.step_state import StepState
 from tiny_models import BATCHES, FAMILIES, LAYERS
@@ -61,6 +62,14 @@ def count_items(batches: list[dict]) -> torch.Tensor:
 
 
 # ---- Batches ----
+
+
+class Stream(IterableDataset):
+    def __init__(self, count: int):
+        self.count = count
+
+    def __iter__(self):
+        return iter(range(self.count))
 
 
 def test_a_step_is_packed_and_gives_the_loss_of_its_padded_batch(tmp_path):
@@ -149,17 +158,47 @@ def test_prefetched_batches_are_taken_in_order_and_end_with_the_data():
     prefetch.end()
 
 
-def test_shares_of_all_ranks_are_the_global_batch_and_missing_batches_are_empty():
+def test_loaders_join_the_batches_of_all_ranks():
+    args = SimpleNamespace(
+        world_size=3,
+        accelerator_config=SimpleNamespace(split_batches=False),
+        train_batch_size=2,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+    )
+    batches = GlobalBatches(args)
+    assert batches.sampler(LengthGroupedSampler(4, lengths=[1, 2, 3, 4])).batch_size == 12
+    rows = list(range(14))
+    whole = [torch.arange(6), torch.arange(6, 12), torch.arange(12, 14)]
+    chosen = [[0, 3], [1], [13, 2, 4], [5]]
+    loaders = {
+        "batches": (DataLoader(rows, batch_size=2), whole),
+        "dropped": (DataLoader(rows, batch_size=2, drop_last=True), whole[:2]),
+        "stream": (DataLoader(Stream(14), batch_size=2), whole),
+        "chosen": (DataLoader(rows, batch_sampler=chosen), [torch.tensor([0, 3, 1, 13, 2, 4]), torch.tensor([5])]),
+    }
+    for name, (loader, wanted) in loaders.items():
+        found = list(batches.joined(loader))
+        assert len(found) == len(wanted) and all(map(torch.equal, found, wanted)), name
+        if name != "stream":
+            assert len(batches.joined(loader)) == len(wanted)
+    assert batches.joined(loaders["batches"][0]).batch_sampler.batch_size == 6
+    with pytest.raises(ValueError, match="has no batch_size"):
+        batches.joined(DataLoader(rows, batch_size=None))
+    args.global_batch_size = 10
+    with batches.of_training():
+        assert [len(rows) for rows in batches.joined(loaders["batches"][0])] == [5, 5, 4]
+        with pytest.raises(ValueError, match="per_device_train_batch_size=2"):
+            batches.joined(DataLoader(rows, batch_size=3))
+    args.accelerator_config.split_batches, args.global_batch_size = True, None
+    assert batches.joined(loaders["batches"][0]) is loaders["batches"][0]
+
+
+def test_missing_batches_of_a_step_are_empty():
     batch = {"input_ids": torch.arange(14).reshape(7, 2)}
-    ranks = [
-        GlobalBatches(SimpleNamespace(process_index=rank, world_size=3, device=torch.device("cpu")))
-        for rank in range(3)
-    ]
-    shares = [of_rank.shares([batch], 2) for of_rank in ranks]
-    assert torch.equal(join_batches([dict(first) for first, _ in shares], 0)["input_ids"], batch["input_ids"])
-    assert all(first.whole is batch and batch_rows(second.whole) == 0 for first, second in shares)
-    sampler = LengthGroupedSampler(4, lengths=[1, 2, 3, 4])
-    assert ranks[0].sampler(sampler).batch_size == 12
+    found, empty = filled([batch], 2)
+    assert found is batch and batch_rows(empty) == 0
+    assert filled([], 2) == []
 
 
 def test_a_step_state_collects_batches_and_reads_its_numbers():
@@ -172,56 +211,22 @@ def test_a_step_state_collects_batches_and_reads_its_numbers():
 # ---- Losses and evaluation ----
 
 
-def cross_entropy(model, inputs, num_items_in_batch=None, return_outputs=False, divided=True):
-    """Returns the sum over the local targets divided by the batch's targets, or the local mean, as users write it."""
-    outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-    losses = torch.nn.functional.cross_entropy(
-        outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten(), reduction="sum"
-    )
-    items = num_items_in_batch if divided else (inputs["labels"][:, 1:] != -100).sum()
-    return (losses / items, outputs) if return_outputs else losses / items
-
-
-@pytest.mark.parametrize("divided", [True, False])
-def test_a_custom_loss_adds_up_to_the_models_own(divided):
-    """Compares losses of two ranks in training and in evaluation, and finds out whether the loss is divided."""
-
-    def work() -> tuple[list[float], bool, torch.Tensor]:
-        parallel, batch = parallel_model(2, micro_batches=2), BATCHES["right"]()
-        items, rows = count_items([batch]), batch_rows(batch)
-        loss = partial(cross_entropy, divided=divided)
-        custom = CustomLoss(parallel=parallel, compute_loss=loss, count_items=count_items)
-        losses = [
-            parallel.forward_backward(batch, items),
-            parallel.forward_backward(batch, loss_of=custom.loss_of(items, rows)),
-            parallel.evaluate(batch, loss_of=custom.loss_of(items, rows, outputs=True)).loss,
-        ]
-        half = CustomLoss(
-            parallel=parallel,
-            compute_loss=lambda *inputs, **options: loss(*inputs, **options).bfloat16(),
-            count_items=count_items,
-            declared=lambda: divided,
-        )
-        total = parallel.forward_backward(batch, loss_of=half.loss_of(items, rows))
-        return [float(loss) for loss in losses], custom._found_divided, total
-
-    for (own, custom, evaluated), found, total in on_ranks(work, 2):
-        assert custom == pytest.approx(own, rel=1e-5) and evaluated == pytest.approx(own, rel=1e-5)
-        assert found is divided
-        assert total.dtype == torch.float32 and float(total) == pytest.approx(own, rel=1e-2)
-
-
 def test_an_evaluator_predicts_and_gathers_in_the_order_of_the_global_batch():
     def work() -> tuple[torch.Tensor, torch.Tensor, float]:
         parallel, batch = parallel_model(2), BATCHES["right"]()
         batch = {name: value[:3] for name, value in batch.items()}  # one row more than the other rank has
         evaluator = Evaluator(
             parallel=parallel,
-            args=SimpleNamespace(world_size=2, label_smoothing_factor=0.0, device=torch.device("cpu")),
+            args=SimpleNamespace(
+                world_size=2,
+                label_smoothing_factor=0.0,
+                device=torch.device("cpu"),
+                eval_batch_size=2,
+                include_for_metrics=["inputs"],
+            ),
             prepare=dict,
             count_items=count_items,
             pack=lambda batch: None,
-            custom_loss=lambda: None,
         )
         loss, logits, labels = evaluator.predict(batch, loss_only=False)
 
@@ -230,8 +235,12 @@ def test_an_evaluator_predicts_and_gathers_in_the_order_of_the_global_batch():
             torch.distributed.all_gather(parts, tensor.contiguous())
             return torch.cat(parts)
 
-        assert evaluator.gather("the loss", lambda x: x, gather) == "the loss"
-        gathered = [evaluator.gather(x, None, gather) for x in (logits, labels)]
+        GradientState._reset_state()
+        with mock.patch.object(evaluation, "gather", gather):
+            losses = evaluator.gather(loss.repeat(2))  # Trainer repeats it by the rows of a rank's batch
+            assert losses.tolist() == [float(loss)] * 4
+            assert evaluator.gather(batch["input_ids"]) is batch["input_ids"]
+            gathered = [evaluator.gather(x) for x in (logits, labels)]
         assert torch.equal(gathered[1], batch["labels"])
         plain = FAMILIES["llama"].build().eval()
         with torch.no_grad():
@@ -307,7 +316,8 @@ def test_a_watchdogs_report_names_the_cause_first():
 
 
 def checkpointer(parallel: ParallelModel, folder, **options) -> Checkpointer:
-    def save_files(model: PreTrainedModel, folder: str) -> None:
+    def save_files(model: PreTrainedModel, folder: str, weights: dict[str, torch.Tensor]) -> None:
+        assert not weights  # they are written in parts, beside the files
         model.config.save_pretrained(folder)
 
     args = arguments(folder, **options)
@@ -394,7 +404,7 @@ def test_an_auto_planner_reads_arguments_and_data(tmp_path):
         args=arguments(tmp_path, gradient_checkpointing=True, per_device_train_batch_size=4),
         dataset=lambda: rows,
         packing=lambda: ("static", True),
-        whole_model=True,
+        whole_batches=True,
     )
     limits, model = planner.limits(), FAMILIES["llama"].build()
     assert limits.recompute == ("full",) and limits.pipeline == (1,)

@@ -25,13 +25,13 @@ from custom_losses import (
 )
 from equivalence import single_stage
 from galvatron_hf import GalvatronMixin
-from galvatron_hf.data.loader import join_batches
+from galvatron_hf.data.loader import equal_share, join_batches
+from galvatron_hf.parallel.comm import collectives
 from galvatron_hf.parallel.comm.dtensor import local_tensor
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
 from galvatron_hf.trainer.data import global_batches
 from galvatron_hf.trainer.data.global_batches import as_one_process
-from galvatron_hf.trainer.loss.custom_loss import CustomLoss
 from oracle import Case, Outcome, Rows, Stream, check_cases, collate, run_case, run_oracle, with_options
 from plan_inputs import drawn
 from plans import light_plan, mixed_plans, uniform, uniform_plans
@@ -200,7 +200,8 @@ def check_own_losses(*names: str, world_size: int) -> None:
         case, rows = OWN_LOSSES[name], WeightedRows if name == "weighted_rows" else Rows
         case = replace(
             case,
-            plan=light_plan(world_size, micro_batches=2),
+            plan=light_plan(world_size),
+            accumulates=True,
             train=lambda rows=rows: rows(count),
             trainer=case.trainer | dict(eval_dataset=lambda rows=rows: rows(evaluated, seed=2)),
         )
@@ -358,7 +359,8 @@ def loss_divided_by_ranks():
 def items_counted_per_rank():
     def count(self, batches, device):
         with as_one_process(self.args):
-            return Trainer._get_num_items_in_batch(self, [dict(batch) for batch in batches], device).clamp(min=1)
+            shares = [equal_share(batch, 0, self.args.world_size) for batch in batches]
+            return Trainer._get_num_items_in_batch(self, shares, device).clamp(min=1)
 
     return mock.patch.object(GalvatronMixin, "_get_num_items_in_batch", count)
 
@@ -379,8 +381,13 @@ def a_row_twice():
     return mock.patch.object(global_batches, "join_batches", join)
 
 
-def own_loss_summed_over_ranks():
-    return mock.patch.object(CustomLoss, "_is_divided", lambda *_: True)
+def gradients_summed_over_ranks():
+    """Sums the gradients of gathered rows over the ranks: each rank computes the same loss."""
+
+    def backward(ctx, grad):
+        return 2 * grad[ctx.own], None, None
+
+    return mock.patch.object(collectives._GatherRows, "backward", staticmethod(backward))
 
 
 def test_faults_of_the_trainer_are_seen():
@@ -390,7 +397,10 @@ def test_faults_of_the_trainer_are_seen():
         "counted": (replace(one, fault=items_counted_per_rank), "loss is"),
         "clipped": (replace(one, fault=clipped_by_the_local_norm), "grad_norm is"),
         "twice": (replace(one, fault=a_row_twice), "loss is"),
-        "summed": (replace(one, fault=own_loss_summed_over_ranks, override=mean_of_logits), "loss is"),
+        "summed": (
+            replace(one, fault=gradients_summed_over_ranks, override=mean_of_logits, accumulates=True),
+            "grad_norm is",
+        ),
     }
     with pytest.raises(AssertionError) as error:
         check_cases({name: case for name, (case, _) in cases.items()}, world_size=2)

@@ -14,7 +14,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import default_data_collator
+from transformers import TrainerCallback, default_data_collator
 from transformers.data.data_collator import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
@@ -46,7 +46,7 @@ from packing_runs import (
 )
 from plans import mixed_plans, pipeline_plans, pipeline_plans_on_eight, pipelined, uniform, uniform_plans
 from tiny_models import FAMILIES, LAYERS, VOCABULARY
-from trainer_runs import Run, assert_same_steps, on_ranks, run, trainer
+from trainer_runs import Logs, Run, assert_same_steps, on_ranks, run, trainer
 
 
 def case(plan, packing: dict[str, Any] | None = None, **options: Any) -> Case:
@@ -213,17 +213,24 @@ class ChoosesRows(GalvatronTrainer):
         return self.Order()
 
 
+class UsersCallback(TrainerCallback):
+    """Could change the dataset."""
+
+
 # From how rows are known to the share of steps in each log that were planned while another step was computed.
 HIDDEN = {
-    "lengths": (arrow, GalvatronTrainer, [0.5, 1.0]),
-    "stream": (lambda: Stream(61, **LONG_TAIL), GalvatronTrainer, [0.0, 1.0]),
-    "own_sampler": (arrow, ChoosesRows, [0.0, 0.0]),
+    "lengths": (arrow, dict(), [0.5, 1.0]),
+    "stream": (lambda: Stream(61, **LONG_TAIL), dict(), [0.0, 1.0]),
+    "own_sampler": (arrow, dict(trainer_class=lambda: ChoosesRows), [0.0, 0.0]),
+    "own_callback": (lambda: Stream(61, **LONG_TAIL), dict(callbacks=(UsersCallback(),)), [0.0, 0.0]),
 }
 
 
-def test_what_is_logged(tmp_path):
+def test_what_is_logged(tmp_path, monkeypatch):
     """Plans all steps ahead but the first. A stream's second step is not planned ahead either, because its first read
-    tells whether reading draws random numbers; nor is any step of a user's sampler, which may choose rows later."""
+    tells whether reading draws random numbers; nor is any step of a user's sampler, which may choose rows later, or
+    a stream's beside a user's callback, which may change it."""
+    monkeypatch.setattr(Logs, "__module__", "transformers.of_a_test")  # what keeps the logs stands for no user's
     options = STATIC | dict(logging_steps=2, max_steps=4)
     begin = PlanAhead.begin
 
@@ -232,10 +239,7 @@ def test_what_is_logged(tmp_path):
         self._next.result()
 
     with mock.patch.object(PlanAhead, "begin", begin_and_wait):
-        cases = {
-            name: dict(train_dataset=data, options=options, trainer_class=lambda chosen=chosen: chosen)
-            for name, (data, chosen, _) in HIDDEN.items()
-        }
+        cases = {name: dict(train_dataset=data, options=options, **more) for name, (data, more, _) in HIDDEN.items()}
         seen = runs_of(REPLICATE, tmp_path, cases)
     for name, (_, _, hidden) in HIDDEN.items():
         logs = [log for log in seen[name].logs if "loss" in log]

@@ -42,7 +42,6 @@ def attempt(
     """Returns the refusal of a training run, and checks that the run left the model as it was."""
     model = build()
     weights, kinds = _snapshot(model), _kinds(model)
-    steps = []
     with mock.patch.dict(os.environ, environment or {}):
         try:
             args = arguments(folder, **({"parallel_plan": PLAN} | options))
@@ -50,13 +49,12 @@ def attempt(
             made = GalvatronTrainer(
                 model=model, args=args, train_dataset=rows(), data_collator=collate, **trainer(model)
             )
-            made.training_step = lambda *a, step=made.training_step, **k: (steps.append(1), step(*a, **k))[1]
             made.train()
         except ValueError as error:
             message = str(error)
         else:
             return "it trained"
-    if len(steps) <= 1 and "labels" not in message:
+    if "labels" not in message:  # only a batch can tell
         assert _kinds(model) == kinds and all(
             torch.equal(a, b) for a, b in zip(_snapshot(model), weights, strict=True)
         )
@@ -171,7 +169,10 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ),
         ("Layer 0 has tensor 2", "1 attention heads", "use tensor 1"),
     ),
-    "peft": (dict(build=lambda: with_lora(False)), ("PeftModel", "is a PEFT model", "merge_and_unload")),
+    "peft": (
+        dict(build=lambda: with_lora(False)),
+        ("PeftModel", "is a PEFT model", "train all weights of the model without adapters"),
+    ),
     "peft_injected": (dict(build=lambda: with_lora(True)), ("has PEFT adapters", "transformers.Trainer")),
     "quantised": (dict(build=quantised), ("is quantised", "cannot be sharded", "load it in bf16 or fp32")),
     "encoder_decoder": (dict(build=encoder_decoder), ("is an encoder-decoder", "decoder-only")),

@@ -19,16 +19,6 @@ from galvatron_hf.models.losses import IGNORED, NEXT_TOKEN
 from galvatron_hf.utils.compat import register_dataloader, unregister_dataloader
 
 
-class RankBatch(dict):
-    """Holds a rank's rows of a global batch; the attribute `whole` is the global batch. Trainer sums over ranks what
-    it counts in each rank's rows (tokens seen, FLOPs), so each row is counted once.
-    """
-
-    def __init__(self, rows: dict[str, Any], whole: dict[str, Any]):
-        super().__init__(rows)
-        self.whole = whole
-
-
 def batch_rows(batch: dict[str, Any]) -> int:
     """Returns the number of rows of a batch: the first dimension of `input_ids`, or else of its first tensor."""
     if isinstance(batch.get("input_ids"), torch.Tensor):
@@ -45,24 +35,17 @@ def take_rows(batch: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
     }
 
 
-def local_share(batch: dict[str, Any], rank: int, world_size: int) -> RankBatch:
-    """Returns a rank's share for counting: every row belongs to one rank, and some ranks may have none."""
-    rows = batch_rows(batch)
-    return RankBatch(take_rows(batch, rank * rows // world_size, (rank + 1) * rows // world_size), batch)
-
-
-def equal_share(batch: dict[str, Any], rank: int, world_size: int) -> RankBatch:
+def equal_share(batch: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
     """Returns a rank's share for gathering: all ranks have equally many rows; the last row is repeated as padding."""
     rows = batch_rows(batch)
     share = -(-rows // world_size)
     index = torch.arange(rank * share, (rank + 1) * share).clamp(max=rows - 1)
-    local = {
+    return {
         name: value[index.to(value.device)]
         if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == rows
         else value
         for name, value in batch.items()
     }
-    return RankBatch(local, batch)
 
 
 def fill_rows(batch: dict[str, Any], rows: int) -> dict[str, Any]:
@@ -138,8 +121,8 @@ def read_once(read: Callable[[], Any]) -> Any:
 
 
 class GlobalBatchLoader(DataLoaderStateMixin):
-    """Iterates over a loader's global batches on every rank, and gives each rank an equal share for metrics. `loader`
-    is prepared for one process; only rank 0 reads from it.
+    """Iterates over a loader's global batches on every rank. `loader` is prepared for one process; only rank 0 reads
+    from it.
     """
 
     def __init__(self, loader: DataLoader):
@@ -147,6 +130,7 @@ class GlobalBatchLoader(DataLoaderStateMixin):
         self.dataset = loader.dataset
         self.batch_sampler = loader.batch_sampler
         self.gradient_state = GradientState()
+        self.iteration = 0
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -155,19 +139,24 @@ class GlobalBatchLoader(DataLoaderStateMixin):
     def total_batch_size(self) -> int:
         return self.loader.batch_size or self.batch_sampler.batch_size
 
-    def __iter__(self) -> Iterator[RankBatch]:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.loader, "set_epoch"):
+            self.loader.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         self.reset()
+        self.set_epoch(self.iteration)  # as accelerate's loader does when it begins
         register_dataloader(self.gradient_state, self)
         try:
             # Not through accelerate's wrapper, which would register a second dataloader on rank 0 alone.
-            iterator = iter(self.loader.base_dataloader) if rank == 0 else None
+            iterator = iter(getattr(self.loader, "base_dataloader", self.loader)) if dist.get_rank() == 0 else None
             following = read_once(lambda: next(iterator, None))
             while following is not None:
                 batch, following = following, read_once(lambda: next(iterator, None))
                 self.end_of_dataloader = following is None
                 # As in accelerate for one process: the rows of a smaller last batch.
                 self.remainder = batch_rows(batch) if batch_rows(batch) < self.total_batch_size else 0
-                yield equal_share(batch, rank, world_size)
+                yield batch
         finally:
+            self.iteration += 1
             unregister_dataloader(self.gradient_state, self)

@@ -126,9 +126,15 @@ def _stack_from_tensor_plan(model: PreTrainedModel) -> StackAdapter:
 def _check_kind(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        kind = "a PEFT model, whose adapters" if hasattr(model, "peft_config") else "no PreTrainedModel, so its layers"
-        fix = "merge_and_unload() it first" if hasattr(model, "peft_config") else "use an AutoModelForCausalLM class"
-        raise ValueError(f"{name} is {kind} no plan covers yet; {fix}, or train it with transformers.Trainer.")
+        if hasattr(model, "peft_config"):
+            raise ValueError(
+                f"{name} is a PEFT model, whose adapters no plan covers yet; train it with transformers.Trainer, or "
+                "train all weights of the model without adapters."
+            )
+        raise ValueError(
+            f"{name} is no PreTrainedModel, so its layers no plan covers yet; use an AutoModelForCausalLM class, or "
+            "train it with transformers.Trainer."
+        )
     if has_peft_adapters(model):
         raise ValueError(
             f"{name} has PEFT adapters, which no plan covers yet; train it with transformers.Trainer, or without them."

@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +13,11 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from galvatron_hf.models.losses import LossKind, count_targets, without_labels
+from galvatron_hf.models.losses import count_targets
 from galvatron_hf.parallel.activation.micro_batch import map_rows, split_rows
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.data_parallel.tied_weights import TiedWeights
+from galvatron_hf.parallel.model_runner import ModelRunner
 from galvatron_hf.parallel.pipeline.runtime import Pipeline
 from galvatron_hf.parallel.pipeline.trace import Timeline
 from galvatron_hf.plan import ParallelPlan
@@ -26,47 +26,40 @@ from galvatron_hf.plan.schedule import Action, Work
 
 # A global batch [B, S], or its micro-batches if packing has chosen them.
 Batch = Mapping[str, torch.Tensor] | Sequence[Mapping[str, Any]]
-# Runs the model on a micro-batch's inputs. Under a pipeline the output exists already, and the inputs are ignored.
-RunModel = Callable[..., ModelOutput]
-# Returns a rank's part of a micro-batch's loss, and in evaluation the logits of the rank's rows.
-LossOf = Callable[[dict[str, Any], RunModel], ModelOutput]
 
 
 @dataclass(kw_only=True)
 class Executor:
-    """Computes batches that every rank has as a whole; all methods are collective. Without `loss_of` the loss is the
-    model's own. A given `loss_of` is called for each micro-batch on the ranks that have its logits, and the model gets
-    no labels.
-    """
+    """Computes the model's own loss of batches that every rank has as a whole; all methods are collective."""
 
     model: PreTrainedModel
+    runner: ModelRunner
     plan: ParallelPlan
     units: ShardedUnits
     timeline: Timeline
     pipeline: Pipeline | None = None
     tied: TiedWeights | None = None
 
-    def train(self, batch: Batch, loss_of: LossOf | None = None, **options) -> torch.Tensor:
+    def train(self, batch: Batch, **options) -> torch.Tensor:
         """Runs forward and backward of a global batch; returns its loss, the same on every rank."""
-        if loss_of is None and options.get("num_items_in_batch") is None:
-            options["num_items_in_batch"] = count_targets(batch, self._loss)
-        options |= {"return_logits": loss_of is not None, "whole_loss": False}
-        compute, inputs_of = self._functions(loss_of)
+        if options.get("num_items_in_batch") is None:
+            options["num_items_in_batch"] = count_targets(batch, self.runner.loss)
+        options |= {"return_logits": False, "whole_loss": False}
         count = self.micro_batch_count(batch)
         parts = [dict(part) for part in (split_rows(batch, count) if isinstance(batch, Mapping) else batch)]
         if self.pipeline is None:
-            return self._train_in_turn(parts, compute, options)
-        total = self._sum(self._train_in_pipeline(parts, compute, inputs_of, options))
+            return self._train_in_turn(parts, options)
+        total = self._sum(self._train_in_pipeline(parts, options))
         dist.all_reduce(total)
         return total
 
-    def _train_in_turn(self, parts: list[dict[str, Any]], loss_of: LossOf, options: dict[str, Any]) -> torch.Tensor:
-        losses, position, last = [], self.model.forward.position, len(parts) - 1
+    def _train_in_turn(self, parts: list[dict[str, Any]], options: dict[str, Any]) -> torch.Tensor:
+        losses, last = [], len(parts) - 1
         for index, part in enumerate(parts):
-            position.micro_batch = index
+            self.runner.position.micro_batch = index
             self.units.begin_micro_batch(last=index == last)
             with self.timeline.span(Action(Work.FORWARD, 0, index)):
-                loss = loss_of(part, partial(self.model, **options)).loss
+                loss = self.runner(**part, **options).loss
             losses.append(loss.detach())
             if index == last:
                 total = self._sum(losses)
@@ -76,60 +69,49 @@ class Executor:
         summed.wait()
         return total
 
-    def _train_in_pipeline(
-        self, parts: list[dict[str, Any]], loss_of: LossOf, inputs_of: Callable, options: dict[str, Any]
-    ) -> list[torch.Tensor]:
-        runner, batches = self.model.forward, []
+    def _train_in_pipeline(self, parts: list[dict[str, Any]], options: dict[str, Any]) -> list[torch.Tensor]:
+        batches = []
         for index, part in enumerate(parts):
-            runner.position.micro_batch = index
-            batches.append(runner.micro_batch(**inputs_of(part), **options))
+            self.runner.position.micro_batch = index
+            batches.append(self.runner.micro_batch(**part, **options))
         earlier = self.tied.take_gradients() if self.tied is not None else []
-        losses = self.pipeline.train(batches, lambda index, output: loss_of(parts[index], _returning(output)).loss)
+        losses = self.pipeline.train(batches)
         if self.tied is not None:
             self.tied.sum_gradients(earlier)
         return losses
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch, loss_of: LossOf | None = None, **options) -> ModelOutput:
+    def evaluate(self, batch: Batch, **options) -> ModelOutput:
         """Computes loss and logits of a batch without gradients. The batch may be packed micro-batches. The loss is
-        the same on every rank. With `loss_of`, logits are returned too. Without a pipeline they are of the rows that
-        [`ModelRunner.local_rows`] names. Under a pipeline they are of the rank's equal share of the rows, see
-        [`ParallelModel.share_index`]; the world's size must then divide the number of rows.
+        the same on every rank. Logits, which `return_logits` asks for and a batch without labels gives, are without a
+        pipeline of the rows that [`ModelRunner.local_rows`] names. Under a pipeline they are of the rank's equal share
+        of the rows, see [`ParallelModel.share_index`]; the world's size must then divide the number of rows.
         """
         packed = not isinstance(batch, Mapping)
-        labelled = packed or self._loss.is_labelled(batch)
+        labelled = packed or self.runner.loss.is_labelled(batch)
         logits = options.pop("return_logits", None)
-        logits = not packed and (loss_of is not None or (not labelled if logits is None else logits))
+        logits = not packed and (not labelled if logits is None else logits)
         if labelled and options.get("num_items_in_batch") is None:
-            options["num_items_in_batch"] = count_targets(batch, self._loss)
+            options["num_items_in_batch"] = count_targets(batch, self.runner.loss)
         options |= {"return_logits": logits, "whole_loss": False}
         parts = list(batch) if packed else list(self._evaluation_parts(batch, logits))
-        compute, inputs_of = self._functions(loss_of)
-        outputs = [compute(dict(part), run) for part, run in self._forward(parts, inputs_of, options)]
+        if self.pipeline is None:
+            outputs = [self.runner(**part, **options) for part in parts]
+        else:
+            outputs = self.pipeline.evaluate([self.runner.micro_batch(**part, **options) for part in parts])
         self.units.reshard()
         loss = None
         if labelled:
             loss = self._sum([output.loss for output in outputs])
             dist.all_reduce(loss)
         found = self._share_logits([output.logits for output in outputs]) if logits else None
-        return self._loss.output(loss=loss, logits=found)
+        return self.runner.loss.output(loss=loss, logits=found)
 
     def micro_batch_count(self, batch: Batch) -> int:
         """Returns the number of micro-batches of a global batch: the plan's, or fewer if it has fewer rows."""
         if not isinstance(batch, Mapping):
             return len(batch)
-        return min(self.plan.micro_batches, batch["input_ids"].shape[0])
-
-    def _forward(
-        self, parts: list[Mapping[str, Any]], inputs_of: Callable, options: dict[str, Any]
-    ) -> Iterator[tuple[Mapping[str, Any], RunModel]]:
-        """Yields each micro-batch whose output this rank gets, with a function that returns the output."""
-        if self.pipeline is None:
-            yield from ((part, partial(self.model, **options)) for part in parts)
-            return
-        batches = [self.model.forward.micro_batch(**inputs_of(part), **options) for part in parts]
-        outputs = self.pipeline.evaluate(batches)
-        yield from zip(parts, map(_returning, outputs), strict=bool(outputs))
+        return min(self.plan.micro_batch_count, batch["input_ids"].shape[0])
 
     def _evaluation_parts(self, batch: Mapping[str, Any], logits: bool) -> Iterator[Mapping[str, Any]]:
         """Yields the whole batch, or a pipeline's micro-batches. Each micro-batch has a part of every rank's share of
@@ -145,7 +127,7 @@ class Executor:
                 f"fill the batch up to {-(-rows // shares) * shares} rows."
             )
         share = rows // shares
-        count = min(self.plan.micro_batches, share)
+        count = min(self.plan.micro_batch_count, share)
         for index in range(count):
             part = slice(index * share // count, (index + 1) * share // count)
             yield map_rows(batch, lambda value, part=part: value.unflatten(0, (shares, share))[:, part].flatten(0, 1))
@@ -171,21 +153,6 @@ class Executor:
     def _sum(self, losses: list[torch.Tensor]) -> torch.Tensor:
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
 
-    def _functions(self, loss_of: LossOf | None) -> tuple[LossOf, Callable]:
-        """Returns the function that computes the loss, and the one that selects a pipeline's inputs."""
-        if loss_of is None:
-            return (lambda micro_batch, run: run(**micro_batch)), dict
-        return loss_of, partial(without_labels, loss=self._loss)
-
-    @property
-    def _loss(self) -> LossKind:
-        return self.model.forward.loss
-
     @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
-
-
-def _returning(output: ModelOutput) -> RunModel:
-    """Returns a function that ignores its inputs and returns an output that exists already."""
-    return lambda **inputs: output

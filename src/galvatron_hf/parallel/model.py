@@ -20,10 +20,11 @@ from galvatron_hf.parallel.comm.dtensor import local_tensor, replicas
 from galvatron_hf.parallel.comm.mesh import StageMesh, WorldMesh
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.data_parallel.tied_weights import TiedWeights
-from galvatron_hf.parallel.executor import Batch, Executor, LossOf
+from galvatron_hf.parallel.executor import Batch, Executor
 from galvatron_hf.parallel.model_runner import ModelRunner, StreamPosition
 from galvatron_hf.parallel.pipeline.runtime import Pipeline
 from galvatron_hf.parallel.pipeline.trace import Timeline
+from galvatron_hf.parallel.whole_batch import WholeBatchForward
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.resolved import ResolvedPlan
 from galvatron_hf.utils.compat import tensor_norms
@@ -40,6 +41,7 @@ class ParallelModel:
         world ([`WorldMesh`]): meshes and groups of all stages; `mesh` has those of this rank's stages.
         units ([`ShardedUnits`]): the parts of the model that are gathered and reduced together.
         family (`type`): the model's own class.
+        runner ([`ModelRunner`]): runs the stages of this rank; the model's `forward` is a [`WholeBatchForward`].
         timeline ([`Timeline`]): records when the work of each micro-batch begins and ends.
         pipeline ([`Pipeline`], *optional*): runs the stages of a plan that has several.
         tied ([`TiedWeights`], *optional*): a tied weight whose copies lie on different stages.
@@ -53,6 +55,7 @@ class ParallelModel:
     mesh: StageMesh
     units: ShardedUnits
     family: type[PreTrainedModel]
+    runner: ModelRunner
     fused: FusedNames
     timeline: Timeline
     pipeline: Pipeline | None = None
@@ -62,6 +65,7 @@ class ParallelModel:
     def executor(self) -> Executor:
         return Executor(
             model=self.model,
+            runner=self.runner,
             plan=self.plan,
             units=self.units,
             timeline=self.timeline,
@@ -70,8 +74,8 @@ class ParallelModel:
         )
 
     @property
-    def runner(self) -> ModelRunner:
-        """Returns the object that replaces the `forward` of the model."""
+    def forward(self) -> WholeBatchForward:
+        """Returns the object that is the `forward` of the model."""
         return self.model.forward
 
     @property
@@ -107,8 +111,6 @@ class ParallelModel:
         self,
         batch: Batch,
         num_items_in_batch: torch.Tensor | int | None = None,
-        *,
-        loss_of: LossOf | None = None,
         **options,
     ) -> torch.Tensor:
         """Runs forward and backward of a global batch in the plan's micro-batches.
@@ -117,23 +119,16 @@ class ParallelModel:
             batch (`Mapping[str, torch.Tensor]`): [B, S] tensors with `labels` or `shift_labels`, the same on every
                 rank. Or a list of micro-batches, packed ones as [`galvatron_hf.data.packing.pack`] makes them.
             num_items_in_batch (`torch.Tensor` or `int`, *optional*): targets of the global batch; counted if absent.
-            loss_of (`Callable`, *optional*): returns this rank's part of a micro-batch's loss, see [`LossOf`]. The
-                default is the model's own loss.
             options: passed to the model's forward.
 
         Returns:
             `torch.Tensor`: the loss of the global batch, an fp32 scalar, the same on every rank.
         """
-        return self.executor.train(batch, loss_of, num_items_in_batch=num_items_in_batch, **options)
+        return self.executor.train(batch, num_items_in_batch=num_items_in_batch, **options)
 
-    def evaluate(self, batch: Batch, *, loss_of: LossOf | None = None, **options) -> ModelOutput:
+    def evaluate(self, batch: Batch, **options) -> ModelOutput:
         """Computes loss and logits of a batch without gradients; see [`Executor.evaluate`]."""
-        return self.executor.evaluate(batch, loss_of, **options)
-
-    def sum_over_stage(self, tensor: torch.Tensor) -> None:
-        """Sums a tensor in place over the ranks of this rank's stages; collective over them."""
-        if self.mesh.size > 1:
-            dist.all_reduce(tensor, group=self.mesh.block(self.mesh.size))
+        return self.executor.evaluate(batch, **options)
 
     @property
     def device(self) -> torch.device:

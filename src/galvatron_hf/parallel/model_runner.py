@@ -42,10 +42,10 @@ class StreamPosition:
 
 
 class ModelRunner:
-    """Runs a parallelised [`PreTrainedModel`], whose `forward` it replaces. Every rank calls it with the same whole
-    micro-batch. With labels the loss is the sum over the micro-batch's targets divided by `num_items_in_batch`
-    (default: their number), the same on all ranks. Logits are those of the rank's own rows,
-    [`ModelRunner.local_rows`]. A pipeline calls [`ModelRunner.micro_batch`] and [`ModelRunner.run`] instead.
+    """Runs a parallelised [`PreTrainedModel`]. Every rank calls it with the same whole micro-batch. With labels the
+    loss is the sum over the micro-batch's targets divided by `num_items_in_batch` (default: their number), the same on
+    all ranks. Logits are those of the rank's own rows, [`ModelRunner.local_rows`]. A pipeline calls
+    [`ModelRunner.micro_batch`] and [`ModelRunner.run`] instead.
     """
 
     def __init__(
@@ -61,13 +61,8 @@ class ModelRunner:
 
     def __call__(self, input_ids: torch.Tensor, **inputs) -> ModelOutput:
         """Runs one micro-batch; arguments as for [`ModelRunner.micro_batch`]. Returns `loss` (fp32 scalar) and
-        `logits` [own rows, S, V]. Refuses inputs without a layout, and plans with several pipeline stages.
+        `logits` [own rows, S, V]. For plans of one stage; refuses inputs without a layout.
         """
-        if self.resolved.is_pipeline:
-            raise ValueError(
-                f"The model is cut into {len(self.resolved.stages)} pipeline stages, and a call would run one of "
-                "them; call the trainer's evaluate or predict, or ParallelModel.evaluate, on every rank."
-            )
         return self.run(self.stages[0], self.micro_batch(input_ids, **inputs))
 
     def micro_batch(
@@ -188,8 +183,8 @@ class ModelRunner:
             items = batch.options.num_items
             items = (batch.targets != IGNORED).sum() if items is None else items
             loss = self._scaled_loss(total, items, batch.ends.head.replicas, batch.options.whole_loss)
-        if logits is not None:
-            logits = logits[:, : batch.real_length]
+        if logits is not None and batch.real_length < batch.length:
+            logits = logits[:, : batch.real_length].clone()  # a split backward detaches them, which a view forbids
         return self.loss.output(loss=loss, logits=logits)
 
     def _request(self, batch: MicroBatch) -> HeadRequest:
@@ -199,22 +194,16 @@ class ModelRunner:
             targets = batch.targets[own.row_start : own.row_stop, own.position_start : own.position_stop].flatten()
         return HeadRequest(targets=targets, logits=batch.options.logits, label_smoothing=batch.options.label_smoothing)
 
-    def local_rows(self, rows: int) -> slice:
-        """Returns the rows whose logits this rank gets of a micro-batch of `rows` rows, without padding. With fewer
-        rows than ranks the last ranks get none: their logits are those of padding.
+    def local_rows(self, rows: int, index: int | None = None) -> slice:
+        """Returns the rows whose logits this rank, or the rank `index` of its stage, gets of a micro-batch of `rows`
+        rows, without padding. With fewer rows than ranks the last ranks get none: their logits are those of padding.
         """
+        index = self.mesh.index if index is None else index
         padded, tensor = max(rows, self.mesh.size), self.resolved.head.strategy.tensor
-        group = self.resolved.end_layouts(padded).head.rectangle(self.mesh.index, padded, 1)
-        part = Layout(data=tensor).rectangle(self.mesh.index % tensor, group.shape[0], 1)
+        group = self.resolved.end_layouts(padded).head.rectangle(index, padded, 1)
+        part = Layout(data=tensor).rectangle(index % tensor, group.shape[0], 1)
         start, stop = group.row_start + part.row_start, group.row_start + part.row_stop
         return slice(min(start, rows), min(stop, rows))
-
-    def local_part(self, tensor: torch.Tensor, fill: int | None = None) -> torch.Tensor:
-        """Returns the rows of `tensor` [B, S], a whole micro-batch, that belong to this rank's logits. Padding rows
-        have the value `fill`; by default they repeat the last row.
-        """
-        tensor = add_rows(tensor, self.mesh.size, fill)
-        return tensor[self.local_rows(tensor.shape[0])]
 
     def _scaled_loss(
         self, total: torch.Tensor, num_items: torch.Tensor | int, replicas: int, whole: bool
@@ -227,17 +216,18 @@ class ModelRunner:
         items = torch.as_tensor(num_items, device=total.device)
         local = total / torch.where(items == 0, 1, items)
         value = total.detach() / items / replicas
-        if whole:
+        if whole and self.mesh.size > 1:  # no group is the group of all stages
             dist.all_reduce(value, group=self.mesh.block(self.mesh.size))
         return local + (value - local.detach())
 
 
 def _refuse_inputs(unused: dict, attention_mask: torch.Tensor | None) -> None:
     for name, value in unused.items():
-        if isinstance(value, torch.Tensor) or name in ("past_key_values", "output_hidden_states", "output_attentions"):
-            if value is None or value is False:
-                continue
-            raise ValueError(f"The input {name!r} has no layout under a parallel plan; leave it out of the batch.")
+        if isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"The model was called with {name!r}, which has no layout under a parallel plan; leave it out of the "
+                "call and of the batch."
+            )
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(
             f"An attention_mask of {attention_mask.ndim} dimensions cannot be split over ranks; pass one of [B, S]."

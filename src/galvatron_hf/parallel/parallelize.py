@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 
 import torch
@@ -27,8 +28,10 @@ from galvatron_hf.parallel.stage_module import StageModule
 from galvatron_hf.parallel.validate import check_model, check_plan
 from galvatron_hf.parallel.weights.materialize import EmptyModel
 from galvatron_hf.parallel.weights.sources import WeightSource
+from galvatron_hf.parallel.whole_batch import WholeBatchForward
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.utils.allocator import keep_freed_memory
+from galvatron_hf.utils.compat import keep_class_name, refuse_numbers_of_parts
 
 
 def parallelize(
@@ -42,8 +45,8 @@ def parallelize(
     """Rewrites a model in place so that it computes under a plan; collective over all ranks.
 
     All ranks get the weights of rank 0. A model on the meta device gets its weights here, each rank its own pieces
-    alone. Afterwards parameters are DTensors, and `model(...)` takes the same whole micro-batch on every rank, see
-    [`ModelRunner`]. Under a pipeline each rank keeps the modules of its stages.
+    alone. Afterwards parameters are DTensors, and `model(...)` takes the same whole batch on every rank, see
+    [`WholeBatchForward`]. Under a pipeline each rank keeps the modules of its stages.
 
     Args:
         model ([`PreTrainedModel`]): a causal language model, whole on every rank, on the device it trains on; or built
@@ -110,14 +113,30 @@ def parallelize(
         empty.fill(model, units, names)
     units.release_after_evaluation(model)
 
-    model.forward = runner = ModelRunner(model, resolved, mesh, current, list(modules.values()))
-    pipeline, timeline = None, Timeline(device)
+    runner, pipeline, timeline = (
+        ModelRunner(model, resolved, mesh, current, list(modules.values())),
+        None,
+        Timeline(device),
+    )
     if resolved.is_pipeline:
         model.num_parameters = count_parameters
         features = adapter.state_features(model.base_model.config)
         pipeline = Pipeline.from_plan(resolved, world, modules, units, runner, features, timeline)
+    model.forward = WholeBatchForward(
+        runner,
+        plan,
+        units,
+        timeline,
+        inspect.signature(family.forward),
+        world.meetings,
+        pipeline=pipeline,
+        tied=tied,
+    )
+    keep_class_name(model, family)
+    refuse_numbers_of_parts()
     return ParallelModel(
         model=model,
+        runner=runner,
         plan=plan,
         resolved=resolved,
         adapter=adapter,

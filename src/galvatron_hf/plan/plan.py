@@ -49,7 +49,8 @@ class ParallelPlan:
         world_size (`int`): Number of ranks.
         stacks (`Mapping[str, int]`): Layers of each stack in execution order (`encoder` before `decoder`); layers have
             one global index over all stacks.
-        micro_batches (`int`, defaults to 1): Pieces into which the global batch of an optimizer step is split.
+        micro_batches (`int`, *optional*): Pieces into which the global batch of an optimizer step is split; None takes
+            the training arguments' `gradient_accumulation_steps`, and 1 without them.
         schedule (`str`, defaults to `"1f1b"`): `"gpipe"` (all forwards, then all backwards), `"1f1b"`
             (arXiv 2104.04473), `"interleaved"` (1F1B over virtual stages) or `"zero_bubble"` (arXiv 2401.10241).
         precision ([`Precision`], *optional*): Number formats; None takes them from the training arguments.
@@ -68,7 +69,7 @@ class ParallelPlan:
     version: int = 1
     world_size: int
     stacks: Mapping[str, int] = field(hash=False)
-    micro_batches: int = 1
+    micro_batches: int | None = None
     schedule: str = "1f1b"
     precision: Precision | None = None
     stages: tuple[Stage, ...] | None = None
@@ -83,7 +84,8 @@ class ParallelPlan:
         check_int("world_size", self.world_size, high=MAX_RANKS)
         num_layers = check_stacks(self.stacks)
         object.__setattr__(self, "stacks", dict(self.stacks))
-        check_int("micro_batches", self.micro_batches, high=MAX_MICRO_BATCHES)
+        if self.micro_batches is not None:
+            check_int("micro_batches", self.micro_batches, high=MAX_MICRO_BATCHES)
         check_choice("schedule", self.schedule, SCHEDULES)
         if self.stages is None:
             whole = Stage(ranks=tuple(range(self.world_size)), layers=(0, num_layers))
@@ -98,6 +100,11 @@ class ParallelPlan:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def micro_batch_count(self) -> int:
+        """Returns the number of micro-batches of a step, 1 if the plan does not say it."""
+        return self.micro_batches or 1
 
     @property
     def rank_groups(self) -> list[tuple[int, ...]]:
@@ -125,7 +132,7 @@ class ParallelPlan:
         num_layers: int | Mapping[str, int],
         *,
         pipeline: int = 1,
-        micro_batches: int = 1,
+        micro_batches: int | None = None,
         schedule: str = "1f1b",
         precision: Precision | None = None,
         embedding: VocabularyStrategy | None = None,

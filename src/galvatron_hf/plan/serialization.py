@@ -179,9 +179,10 @@ def write_text(plan: "ParallelPlan") -> str:
         "version": json.dumps(plan.version),
         "world_size": json.dumps(plan.world_size),
         "stacks": json.dumps(dict(plan.stacks)),
-        "micro_batches": json.dumps(plan.micro_batches),
-        "schedule": json.dumps(plan.schedule),
     }
+    if plan.micro_batches is not None:
+        fields["micro_batches"] = json.dumps(plan.micro_batches)
+    fields["schedule"] = json.dumps(plan.schedule)
     if plan.precision is not None:
         fields["precision"] = json.dumps(_settings(plan.precision, ("compute", "master", "reduce")))
     fields["stages"] = _lines([{"ranks": list(s.ranks), "layers": list(s.layers)} for s in plan.stages])

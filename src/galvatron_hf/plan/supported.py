@@ -43,10 +43,11 @@ def _stages(plan: "ParallelPlan") -> list[str]:
             f"{plan.world_size // len(plan.rank_groups) or 1}"
         )
     shape = PipelineShape.from_plan(plan)
-    if not can_order(shape, plan.micro_batches):
-        fitting = nearest(plan.micro_batches, [n for n in range(1, 2 * plan.micro_batches) if can_order(shape, n)])
+    count = plan.micro_batch_count
+    if not can_order(shape, count):
+        fitting = nearest(count, [other for other in range(1, 2 * count) if can_order(shape, other)])
         found.append(
-            f"micro_batches is {plan.micro_batches}, which {plan.schedule!r} cannot order in equal rounds on "
+            f"micro_batches is {count}, which {plan.schedule!r} cannot order in equal rounds on "
             f"{shape.pipeline_ranks} pipeline ranks: use micro_batches={fitting}"
         )
     return found + _zero_bubble(plan)

@@ -57,8 +57,8 @@ def plan_rows(plan: "ParallelPlan") -> list[tuple[str, ...]]:
 
 
 def _title(plan: "ParallelPlan") -> str:
-    title = f"{plan.world_size} ranks, {plan.num_layers} layers, {plan.micro_batches} micro-batch"
-    title += "es" if plan.micro_batches > 1 else ""
+    title = f"{plan.world_size} ranks, {plan.num_layers} layers, {plan.micro_batch_count} micro-batch"
+    title += "es" if plan.micro_batch_count > 1 else ""
     if len(plan.stages) > 1:
         title += f", {len(plan.stages)} stages ({plan.schedule})"
     if plan.precision is not None:

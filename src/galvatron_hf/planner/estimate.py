@@ -133,7 +133,7 @@ def _check_virtual_stages(plan: ParallelPlan, shape: StepShape, model: ModelProf
             f"The plan has {len(plan.stages)} stages, all on the same ranks; use one stage with all layers."
         )
     if shape.micro_batches < shape.pipeline or not can_order(PipelineShape.from_plan(plan), shape.micro_batches):
-        cut = "" if shape.micro_batches == plan.micro_batches else f" ({plan.micro_batches}, but too few rows)"
+        cut = "" if shape.micro_batches == plan.micro_batch_count else f" ({plan.micro_batch_count}, but too few rows)"
         raise ValueError(
             f"The cost model has no formula for micro_batches={shape.micro_batches}{cut} interleaved on "
             f"{shape.pipeline} pipeline ranks; use a multiple of {shape.pipeline}, and at least as many rows."

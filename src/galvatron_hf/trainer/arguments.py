@@ -51,6 +51,14 @@ class GalvatronTrainingArguments(TrainingArguments):
             "fastest plan that a search finds."
         },
     )
+    global_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Rows of an optimizer step on all ranks together, any number (default: "
+            "per_device_train_batch_size * gradient_accumulation_steps * ranks). It may be smaller than the number of "
+            "ranks. gradient_accumulation_steps must divide it."
+        },
+    )
     profile_dir: str | None = field(
         default=None,
         metadata={
@@ -179,11 +187,29 @@ def requested_plan(args: TrainingArguments) -> ParallelPlan | None:
     if plan is None or plan == "auto":
         return None
     if isinstance(plan, ParallelPlan):
-        return plan
+        return with_micro_batches(plan, args)
     try:
-        return ParallelPlan.from_json(plan)
+        return with_micro_batches(ParallelPlan.from_json(plan), args)
     except ValueError as error:
         raise ValueError(f"parallel_plan={str(plan)!r}: {error}") from error
+
+
+def batch_rows_of(args: TrainingArguments) -> int:
+    """Returns the rows of one batch of a step on all ranks together; a step has `gradient_accumulation_steps`."""
+    given = getattr(args, "global_batch_size", None)
+    if given is not None:
+        return given // args.gradient_accumulation_steps
+    return args.train_batch_size * (1 if args.accelerator_config.split_batches else args.world_size)
+
+
+def step_rows(args: TrainingArguments) -> int:
+    """Returns the rows of an optimizer step on all ranks together."""
+    return batch_rows_of(args) * args.gradient_accumulation_steps
+
+
+def with_micro_batches(plan: ParallelPlan, args: TrainingArguments) -> ParallelPlan:
+    """Returns the plan with the micro-batches of the arguments, if it does not say how many there are."""
+    return plan if plan.micro_batches is not None else replace(plan, micro_batches=args.gradient_accumulation_steps)
 
 
 def nonfinite_policy(args: TrainingArguments) -> str:
@@ -215,6 +241,13 @@ def check_arguments(args: TrainingArguments, plan: ParallelPlan | None) -> None:
     """
     for refusal in chain(_refusals(args), _galvatron_refusals(args)):
         raise ValueError(refusal)
+    kwargs = args.activation_checkpointing_kwargs or {}
+    if args.activation_checkpointing and (kwargs.get("offload") or kwargs.get("every_n_layers", 1) != 1):
+        raise ValueError(
+            "activation_checkpointing_kwargs has offload or every_n_layers, and under a parallel plan the plan says "
+            "which layers are recomputed, from activations on the device; leave both out, and set recompute in the "
+            "plan."
+        )
     if args.activation_checkpointing and plan is not None:
         without = [index for index, layer in enumerate(plan.layers) if layer.recompute == "none"]
         if without:
@@ -302,6 +335,14 @@ def _galvatron_refusals(args: TrainingArguments) -> Iterator[str]:
     accuracy = getattr(args, "profile_accuracy", WANTED_ERROR)
     if type(accuracy) not in (int, float) or not 0 < accuracy < math.inf:
         yield f"profile_accuracy {accuracy!r} is not a positive number; use one such as 0.05."
+    rows, steps = getattr(args, "global_batch_size", None), args.gradient_accumulation_steps
+    if rows is not None and (type(rows) is not int or rows < 1):
+        yield f"global_batch_size {rows!r} is not a number of rows; use a positive integer, or leave it out."
+    elif rows is not None and rows % steps:
+        yield (
+            f"global_batch_size {rows} is not a multiple of gradient_accumulation_steps {steps}; use one that is, or "
+            "gradient_accumulation_steps=1 and a plan with micro_batches."
+        )
     for name in ("max_tokens_per_rank", "pack_to_multiple_of"):
         value = getattr(args, name, None)
         if value is not None and (type(value) is not int or value < 1):

@@ -18,17 +18,16 @@ from galvatron_hf.data.lengths import sequence_lengths
 from galvatron_hf.trainer.arguments import nonfinite_policy, packing_mode
 from galvatron_hf.trainer.checkpoint.checkpointer import Checkpointer
 from galvatron_hf.trainer.data.dataset_rows import DatasetRows
-from galvatron_hf.trainer.data.global_batches import as_one_process
 from galvatron_hf.trainer.data.packing_rules import PackingRules, is_padding_collator
 from galvatron_hf.trainer.data.step_packer import StepPacker
 from galvatron_hf.trainer.evaluation import Evaluator
 from galvatron_hf.trainer.fault.nonfinite_guard import NonfiniteGuard
-from galvatron_hf.trainer.loss.custom_loss import CustomLoss
+from galvatron_hf.trainer.overrides import computes_batches, overrides, replaced
 from galvatron_hf.trainer.planning.auto_planner import AutoPlanner
 
 
 if TYPE_CHECKING:
-    from galvatron_hf.trainer.trainer import GalvatronMixin
+    from galvatron_hf.trainer.mixin import GalvatronMixin
 
 
 _PREPARE = ("_prepare_inputs", "_prepare_input")  # Trainer's methods that batches go through
@@ -39,7 +38,6 @@ class Components:
     """Holds the components that work on a parallelised model."""
 
     packer: StepPacker
-    custom_loss: CustomLoss
     guard: NonfiniteGuard
     evaluator: Evaluator
     checkpointer: Checkpointer
@@ -55,10 +53,6 @@ class Components:
         def prepare(batch: dict[str, Any]) -> dict[str, Any]:
             return trainer._prepare_inputs(batch)
 
-        def compute_loss(*inputs: Any, **options: Any) -> Any:
-            with as_one_process(trainer.args):
-                return trainer.compute_loss(*inputs, **options)
-
         packer = StepPacker(
             parallel=parallel,
             args=args,
@@ -71,14 +65,8 @@ class Components:
             known_lengths=lambda: _known_lengths(trainer),
             dataset_rows=lambda: dataset_rows(trainer),
             prepare=prepare,
+            may_change=lambda: has_callbacks_of_others(trainer),
             stateful_loader=trainer.accelerator.dataloader_config.use_stateful_dataloader,
-        )
-        custom_loss = CustomLoss(
-            parallel=parallel,
-            compute_loss=compute_loss,
-            count_items=count_items,
-            declared=lambda: trainer.loss_is_scaled_for_ga,
-            name=type(trainer).__name__,
         )
         guard = NonfiniteGuard(
             parallel=parallel,
@@ -92,17 +80,18 @@ class Components:
             prepare=prepare,
             count_items=count_items,
             pack=packer.pack_for_evaluation,
-            custom_loss=lambda: custom_loss if has_custom_loss(trainer) else None,
         )
         checkpointer = Checkpointer(
             parallel=parallel,
             args=args,
-            save_files=lambda model, folder: _save_files(trainer, model, folder),
+            save_files=lambda model, folder, weights: _save_files(trainer, model, folder, weights),
+            takes_weights=lambda: overrides(trainer, "_save"),
             make_optimizer=lambda model: _make_optimizer(trainer, model),
+            write_model=lambda folder: trainer.save_model(folder, _internal_call=True),
             random_state=packer.random_state,
             save_more=packer.save,
         )
-        return cls(packer=packer, custom_loss=custom_loss, guard=guard, evaluator=evaluator, checkpointer=checkpointer)
+        return cls(packer=packer, guard=guard, evaluator=evaluator, checkpointer=checkpointer)
 
 
 def auto_planner(trainer: GalvatronMixin) -> AutoPlanner:
@@ -117,7 +106,7 @@ def auto_planner(trainer: GalvatronMixin) -> AutoPlanner:
         dataset=lambda: trainer.train_dataset,
         packing=packing,
         world=lambda: trainer._world,
-        whole_model=overrides_compute_loss(trainer),
+        whole_batches=computes_batches(trainer),
     )
 
 
@@ -132,21 +121,17 @@ def _known_lengths(trainer: Trainer) -> np.ndarray | None:
     return sequence_lengths(trainer.train_dataset, length_column=trainer.args.length_column_name)
 
 
-def overrides_compute_loss(trainer: Trainer) -> bool:
-    """Returns whether a subclass has its own `compute_loss`."""
-    return type(trainer).compute_loss is not Trainer.compute_loss
-
-
-def has_custom_loss(trainer: Trainer) -> bool:
-    """Returns whether the loss is a function of logits: `compute_loss_func`, or an own `compute_loss`."""
-    return overrides_compute_loss(trainer) or trainer.compute_loss_func is not None
+def has_callbacks_of_others(trainer: Trainer) -> bool:
+    """Returns whether there are callbacks of unknown effect: one may change the dataset, as a curriculum does."""
+    modules = {type(callback).__module__.split(".")[0] for callback in trainer.callback_handler.callbacks}
+    return not modules <= {"transformers", "galvatron_hf"}
 
 
 def packing_obstacle(trainer: Trainer) -> str | None:
     """Returns why the Trainer's methods or arguments forbid packing, or None."""
-    if has_custom_loss(trainer):
-        return "a custom loss sees rows, not documents"
-    if any(getattr(type(trainer), name) is not getattr(Trainer, name) for name in _PREPARE):
+    if computes_batches(trainer):
+        return "a custom loss or training step sees rows, not documents"
+    if any(overrides(trainer, name) for name in _PREPARE):
         return "the Trainer's own preparation of inputs sees rows, not documents"
     if trainer.neftune_noise_alpha is not None:
         return "NEFTune's noise depends on the length of the padded rows"
@@ -163,22 +148,12 @@ def added_callback(handler: CallbackHandler, callback: TrainerCallback) -> Itera
         handler.remove_callback(callback)
 
 
-@contextlib.contextmanager
-def _replaced(trainer: Trainer, **values) -> Iterator[None]:
-    before = {name: getattr(trainer, name) for name in values}
-    vars(trainer).update(values)
-    try:
-        yield
-    finally:
-        vars(trainer).update(before)
-
-
-def _save_files(trainer: Trainer, model: PreTrainedModel, folder: str) -> None:
-    """Has Trainer save a model without values, which has the family's own parameter names."""
-    with _replaced(trainer, model=model):
-        trainer._save(folder, state_dict={})
+def _save_files(trainer: Trainer, model: PreTrainedModel, folder: str, weights: dict[str, torch.Tensor]) -> None:
+    """Has Trainer save a model that has the family's own parameter names, and perhaps no values."""
+    with replaced(trainer, model=model):
+        trainer._save(folder, state_dict=weights)
 
 
 def _make_optimizer(trainer: Trainer, model: PreTrainedModel) -> torch.optim.Optimizer:
-    with _replaced(trainer, model=model, optimizer=None):
+    with replaced(trainer, model=model, optimizer=None):
         return trainer.create_optimizer()

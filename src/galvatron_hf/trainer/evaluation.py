@@ -5,16 +5,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate.utils import recursively_apply
+from accelerate.state import GradientState
+from accelerate.utils import gather, recursively_apply
 from transformers import GenerationConfig, TrainingArguments
 
 from galvatron_hf.data.loader import batch_rows, equal_share, fill_rows
 from galvatron_hf.parallel.model import ParallelModel
-from galvatron_hf.trainer.loss.custom_loss import CustomLoss
 from galvatron_hf.utils.compat import default_max_length
 
 
@@ -23,12 +23,13 @@ Prediction = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None
 
 @dataclass(kw_only=True)
 class Evaluator:
-    """Evaluates global batches: the loss is that of all rows, logits and labels are those of this rank's share.
+    """Evaluates global batches. The loss is that of all rows. Logits and labels are those of this rank's share, unless
+    a method of the user's own has computed them: then they are whole.
 
     Args:
         prepare (`Callable`): moves a batch to the device, as Trainer's `_prepare_inputs`.
         pack (`Callable`): returns the packed micro-batches of a batch, or None if it stays padded.
-        custom_loss (`Callable`): returns the [`CustomLoss`] of the Trainer, or None for the model's own loss.
+        repeats (`bool`): the loss of a smaller last batch is counted as often as that of the others.
     """
 
     parallel: ParallelModel
@@ -36,9 +37,10 @@ class Evaluator:
     prepare: Callable[[dict[str, Any]], dict[str, Any]]
     count_items: Callable[[list[dict[str, Any]]], torch.Tensor | None]
     pack: Callable[[dict[str, Any]], list[dict[str, Any]] | None]
-    custom_loss: Callable[[], CustomLoss | None]
+    repeats: bool = False
     _real_rows: int = 0
-    _loss_comes_next: bool = False
+    _whole: bool = False
+    _next: list[str] = field(default_factory=list)
 
     def share(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Returns the rows whose logits this rank has."""
@@ -49,15 +51,10 @@ class Evaluator:
         batch, items = self._prepared(whole)
         labels = batch.get("labels")
         packed = self.pack(whole) if loss_only and labels is not None else None
-        custom_loss = None if labels is None else self.custom_loss()
         shares = -(-self._real_rows // self.args.world_size) * self.args.world_size
-        if custom_loss is not None and packed is None:
-            loss_of = custom_loss.loss_of(items, self._real_rows, outputs=True)
-            outputs = self.parallel.evaluate(fill_rows(batch, shares), loss_of=loss_of)
-        else:
-            options = {} if packed is not None else {"return_logits": not loss_only}
-            options |= self._loss_options(items)
-            outputs = self.parallel.evaluate(fill_rows(batch, shares) if packed is None else packed, **options)
+        options = {} if packed is not None else {"return_logits": not loss_only}
+        options |= self._loss_options(items)
+        outputs = self.parallel.evaluate(fill_rows(batch, shares) if packed is None else packed, **options)
         if loss_only:
             return outputs.loss, None, None
         return outputs.loss, outputs.logits, None if labels is None else self.share({"labels": labels})["labels"]
@@ -84,14 +81,23 @@ class Evaluator:
         shares = self.share({"tokens": _lengthened(tokens, config, pad), "labels": labels})
         return loss, shares["tokens"], shares["labels"]
 
-    def gather(self, tensors: Any, gather_losses: Callable[[Any], Any], gather: Callable[[Any], Any]) -> Any:
-        """Gathers tensors [share, ...] of all ranks, in the order of the global batch and without added rows. The
-        loss, which comes first in each step, is counted as often as one process would count it. `gather_losses` and
-        `gather` gather losses, and other tensors, in the order of ranks.
+    def whole(self, batch: dict[str, Any], prediction: Prediction) -> Prediction:
+        """Returns a prediction of the whole batch, which is not gathered."""
+        self._begin(batch, whole=True, has_loss=prediction[0] is not None)
+        return prediction
+
+    def gather(self, tensors: Any) -> Any:
+        """Gathers what Trainer gathers in a step of evaluation: the loss, the inputs if metrics ask for them, logits
+        and labels. The loss is counted as often as one process would count it. Tensors [share, ...] of all ranks are
+        gathered in the order of the global batch and without added rows; collective.
         """
-        if self._loss_comes_next:
-            self._loss_comes_next = False
-            return gather_losses(tensors)
+        kind = self._next.pop(0) if self._next else "whole" if self._whole else "share"
+        if kind == "loss":
+            state, rows = GradientState(), self.args.eval_batch_size * self.args.world_size
+            ends_small = state.end_of_dataloader and state.remainder > 0 and not self.repeats
+            return tensors[:1].repeat(state.remainder if ends_small else rows)
+        if kind == "whole":
+            return tensors
         ranks, rows = torch.tensor(self.parallel.share_order()), self._real_rows
 
         def in_order(gathered: torch.Tensor) -> torch.Tensor:
@@ -102,12 +108,15 @@ class Evaluator:
     def _prepared(self, whole: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor | None]:
         """Returns a global batch on the device, and the number of its targets if it has labels."""
         batch = self.prepare(dict(whole))
-        self._real_rows, self._loss_comes_next = batch_rows(batch), batch.get("labels") is not None
-        return batch, self.count_items([batch]) if self._loss_comes_next else None
+        labelled = batch.get("labels") is not None
+        self._begin(batch, whole=False, has_loss=labelled)
+        return batch, self.count_items([batch]) if labelled else None
+
+    def _begin(self, batch: dict[str, Any], whole: bool, has_loss: bool) -> None:
+        self._real_rows, self._whole = batch_rows(batch), whole
+        self._next = ["loss"] * has_loss + ["whole"] * ("inputs" in self.args.include_for_metrics)
 
     def _loss_options(self, items: torch.Tensor | None) -> dict[str, Any]:
-        if not self._loss_comes_next:
-            return {}
         return {"num_items_in_batch": items, "label_smoothing": self.args.label_smoothing_factor}
 
 

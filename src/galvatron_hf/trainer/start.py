@@ -24,6 +24,8 @@ from galvatron_hf.parallel.validate import check_model, check_plan
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.supported import require_runnable
 from galvatron_hf.trainer.arguments import with_precision
+from galvatron_hf.trainer.optimizers import check_elementwise
+from galvatron_hf.trainer.overrides import check_overrides
 from galvatron_hf.trainer.planning.auto_planner import AutoPlanner
 
 
@@ -36,10 +38,10 @@ def start_group_of_one(device: torch.device) -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def check_trainer(trainer: Trainer, given: ParallelPlan | None, planner: AutoPlanner, whole_model: bool) -> None:
+def check_trainer(trainer: Trainer, given: ParallelPlan | None, planner: AutoPlanner) -> None:
     """Refuses a Trainer that cannot train under a plan, before its model is changed. The ValueError is one sentence
     with the reason and the fix. If no plan is given, the planner makes a simple one: a model that fits it fits a
-    search's plan. `whole_model` tells if the loss needs the whole model on each rank.
+    search's plan.
     """
     if given is not None:
         require_runnable(given, trainer.args.world_size)
@@ -50,14 +52,12 @@ def check_trainer(trainer: Trainer, given: ParallelPlan | None, planner: AutoPla
             "optimizers=... holds weights that a plan replaces by shards; pass optimizer_cls_and_kwargs, "
             "or override create_optimizer."
         )
+    check_overrides(trainer)
+    if trainer.optimizer_cls_and_kwargs is not None:
+        check_elementwise(*trainer.optimizer_cls_and_kwargs)
     plan = with_precision(given or planner.plan_without_search(trainer.model), trainer.args)
     check_plan(plan)
     check_model(trainer.model, adapter_for(trainer.model), plan)
-    if len(plan.stages) > 1 and whole_model:
-        raise ValueError(
-            f"{type(trainer).__name__} overrides compute_loss, which needs the whole model, and under a plan of "
-            f"{len(plan.stages)} stages no rank has it; pass compute_loss_func, or use a plan of one stage."
-        )
 
 
 def with_fp32_weights(model: nn.Module, plan: ParallelPlan) -> ParallelPlan:

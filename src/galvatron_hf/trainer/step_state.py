@@ -20,15 +20,18 @@ class StepState:
     Attributes:
         number (`int`): optimizer steps before this one, over all epochs.
         placement ([`StepPlacement`], *optional*): the placement of the step's documents, if they are packed.
-        batches (`tuple[dict[str, Any], ...]`): global batches of the accumulation window so far.
+        count (`int`): global batches of the step that have rows.
+        batches (`tuple[dict[str, Any], ...]`): global batches of the step so far.
         num_items (`torch.Tensor` or `int`, *optional*): targets of all batches of the step.
-        batch ([`Batch`], *optional*): one global batch of all batches, or packed micro-batches.
+        batch ([`Batch`], *optional*): what is computed: one global batch of all batches, or packed micro-batches, or
+            the batches that the Trainer's own methods have computed one by one.
         loss (`torch.Tensor`, *optional*): the loss of the step, an fp32 scalar.
         stop_votes (`torch.Tensor`, *optional*): the number of ranks that were asked to stop, fp64 [1].
     """
 
     number: int
     placement: StepPlacement | None = None
+    count: int = 1
     batches: tuple[dict[str, Any], ...] = ()
     num_items: torch.Tensor | int | None = None
     batch: Batch | None = None

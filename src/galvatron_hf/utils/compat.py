@@ -193,6 +193,34 @@ WAITING_FUNCTIONS = {
 }
 
 
+def keep_class_name(model: nn.Module, family: type[nn.Module]) -> None:
+    """Has a model tell its family's name, from which Trainer knows whether a loss shifts labels. Sharding replaces the
+    class. Expects Trainer to ask `_get_name()`.
+    """
+    model._get_name = lambda: family.__name__
+
+
+def refuse_numbers_of_parts() -> None:
+    """Has `item()`, `float()` and `bool()` of a DTensor of which this rank has a part raise RuntimeError. PyTorch
+    returns the number of the part, such as the norm of a rank's piece of a weight. Expects DTensor's dispatcher to
+    ask a dictionary of handlers first, and handlers to be called with (operation, arguments, keyword arguments).
+    """
+
+    from torch.distributed.tensor import DTensor
+
+    def number(operation: OpOverload, args: tuple, kwargs: dict) -> Any:
+        tensor = args[0]
+        sizes = tensor.device_mesh.shape
+        if any(size > 1 and not one.is_replicate() for one, size in zip(tensor.placements, sizes, strict=True)):
+            raise RuntimeError(
+                f"A number is read from a tensor of which this rank has a part ({tensor.placements}); call "
+                ".full_tensor() on it first, on every rank."
+            )
+        return operation(tensor.to_local(), **kwargs)
+
+    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = number
+
+
 def default_store() -> dist.Store:
     """Returns the store in which the ranks of the default process group met."""
     return dist.distributed_c10d._get_default_store()

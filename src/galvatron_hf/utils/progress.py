@@ -5,10 +5,24 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import sys
 from collections.abc import Callable, Iterator
 
 
 Step = Callable[[str], None]
+
+logger = logging.getLogger(__name__)
+
+
+def tell(text: str, shown: bool, *, result: bool = False) -> None:
+    """Prints a text if progress is `shown`, and logs it otherwise: nothing long is silent. A result goes to the
+    standard output, and progress to the standard error.
+    """
+    if shown:
+        print(text, file=sys.stdout if result else sys.stderr, flush=True)
+    else:
+        logger.warning(text)
 
 
 @contextlib.contextmanager

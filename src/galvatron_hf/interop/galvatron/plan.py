@@ -126,7 +126,7 @@ def to_galvatron(plan: ParallelPlan) -> dict[str, Any]:
         "checkpoint": _joined(int(layer.recompute == "full") for layer in plan.layers),
         "world_size": plan.world_size,
         "global_bsz": kept.get("global_bsz", _default_batch(plan)),
-        "chunks": plan.micro_batches,
+        "chunks": plan.micro_batch_count,
         "pp_division": _joined(stage.layers[1] - stage.layers[0] for stage in plan.stages),
         "pipeline_type": next(name for name, schedule in SCHEDULE_OF.items() if schedule == plan.schedule),
         "default_dp_type": default_type,
@@ -276,7 +276,7 @@ def _left_out(name: str, value: Any, plan: ParallelPlan, kept: dict[str, Any]) -
 
 def _default_batch(plan: ParallelPlan) -> int:
     ranks = len(plan.stages[0].ranks)
-    return max(layer.data_degree(ranks) for layer in set(plan.layers)) * plan.micro_batches
+    return max(layer.data_degree(ranks) for layer in set(plan.layers)) * plan.micro_batch_count
 
 
 def _default_type(plan: ParallelPlan, kept: dict[str, Any]) -> str:

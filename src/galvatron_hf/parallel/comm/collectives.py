@@ -176,6 +176,23 @@ class _SumGradient(torch.autograd.Function):
         return all_reduce_sum(grad.to(wide), ctx.group).to(grad.dtype), None
 
 
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, parts, group):
+        ctx.own = parts[group.rank()]
+        counts = [part.stop - part.start for part in parts]
+        padded = x.new_zeros(max(counts), *x.shape[1:])
+        padded[: x.shape[0]] = x
+        pieces = all_gather_stacked(padded, group)
+        order = sorted(range(len(parts)), key=lambda rank: parts[rank].start)
+        return torch.cat([pieces[rank, : counts[rank]] for rank in order])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return grad[ctx.own], None, None
+
+
 def copy_to_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """Enters a tensor-parallel region with a replicated tensor of any shape. The forward is the identity; the backward
     sums the partial gradients over the group (operator f of Megatron-LM, arXiv:1909.08053).
@@ -219,3 +236,10 @@ def sum_gradient(weight: Tensor, group: ProcessGroup | None) -> Tensor:
     Examples are a norm's weight under Megatron-SP and key/value heads replicated over tensor ranks.
     """
     return weight if is_trivial(group) else _SumGradient.apply(weight, group)
+
+
+def gather_rows(x: Tensor, parts: Sequence[slice], group: ProcessGroup | None) -> Tensor:
+    """Gathers the rows of all ranks, `parts[k]` of the whole from rank k of the group, which may be none. The backward
+    keeps the own rows of the gradient: every rank computes the same loss of the whole.
+    """
+    return x if is_trivial(group) else _GatherRows.apply(x, parts, group)

@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from galvatron_hf.parallel.comm.gloo_threads import linger_at_exit
 from galvatron_hf.parallel.comm.groups import ProcessGroups
+from galvatron_hf.parallel.comm.meeting import Meetings
 from galvatron_hf.plan.resolved import GroupKey, MeshShape, RankGroup
 
 
@@ -96,6 +98,7 @@ class WorldMesh:
     def __init__(self, device_type: str, timeout: timedelta | None = None):
         linger_at_exit()
         self.device_type, self._groups = device_type, ProcessGroups(timeout)
+        self.meetings = Meetings((timeout or default_pg_timeout).total_seconds())
         self._stages: dict[tuple[int, ...], StageMesh] = {}
 
     def prepare(self, groups: Iterable[RankGroup]) -> None:

@@ -172,10 +172,9 @@ class _Watch:
 
     def _rows_of(self, tensor: torch.Tensor, micro_batch: int) -> tuple[int, ...]:
         """Returns the rows of the global batch with a wrong value; all rows of this rank if it is not known which."""
-        if not isinstance(self.batch, Mapping):
+        if not isinstance(self.batch, Mapping) and "documents" in self.batch[0]:
             return self._rows_of_packed(tensor, self.batch[micro_batch]["documents"])
-        rows, count = self.batch["input_ids"].shape[0], self.parallel.executor.micro_batch_count(self.batch)
-        start, stop = (index * rows // count for index in (micro_batch, micro_batch + 1))
+        start, stop = self._rows_of_micro_batch(micro_batch)
         if self.rectangle is None:
             return tuple(range(start, stop))
         held = range(self.rectangle.row_start, self.rectangle.row_stop)
@@ -183,6 +182,16 @@ class _Watch:
             wrong = tensor.isfinite().flatten(1).all(1).logical_not().tolist()
             held = [row for row, is_wrong in zip(held, wrong, strict=True) if is_wrong]
         return tuple(sorted({min(start + row, stop - 1) for row in held}))
+
+    def _rows_of_micro_batch(self, micro_batch: int) -> tuple[int, int]:
+        """Returns the rows of a micro-batch of a global batch, or of one batch of a step that computes each alone."""
+        if isinstance(self.batch, Mapping):
+            rows, count = self.batch["input_ids"].shape[0], self.parallel.executor.micro_batch_count(self.batch)
+            return micro_batch * rows // count, (micro_batch + 1) * rows // count
+        rows = [part["input_ids"].shape[0] for part in self.batch]
+        if self.parallel.pipeline is not None:
+            return 0, sum(rows)  # the micro-batch is one of an unknown batch
+        return sum(rows[:micro_batch]), sum(rows[: micro_batch + 1])
 
     def _rows_of_packed(self, tensor: torch.Tensor, documents: Documents) -> tuple[int, ...]:
         held = range(documents.bounds[-1])

@@ -92,5 +92,5 @@ def _several_in_flight(resolved: ResolvedPlan) -> bool:
     if not resolved.is_pipeline or resolved.plan.schedule == "zero_bubble":
         return False
     last = resolved.stages[-1]
-    order = actions(resolved.pipeline, resolved.plan.micro_batches)[last.pipeline_rank]
+    order = actions(resolved.pipeline, resolved.plan.micro_batch_count)[last.pipeline_rank]
     return most_in_flight(order, last.index) > 1

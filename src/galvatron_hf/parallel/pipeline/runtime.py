@@ -28,12 +28,10 @@ from galvatron_hf.plan.schedule import Action, PipelineShape, Work, actions
 from galvatron_hf.utils.compat import input_gradients, weight_gradients
 
 
+_FORWARD = (Work.FORWARD, Work.SEND_FORWARD, Work.RECEIVE_FORWARD)
+
 # Sends of gradients (in evaluation, of activations) that may run before a rank waits for the oldest of them.
 SENDS_UNDER_WAY = 2
-
-# Computes this rank's part of a micro-batch's loss, from its index and the last stage's output.
-LossOfOutput = Callable[[int, ModelOutput], torch.Tensor]
-
 
 # The tensors of one layer state, in the order of their names.
 Tensors = tuple[torch.Tensor, ...]
@@ -58,7 +56,7 @@ class _InFlight:
 
     Attributes:
         received (`Tensors`, *optional*): the state before the stage, leaves; None at the first stage.
-        result (`Tensors`): the state after the stage, or the loss alone; `sent` transfers it.
+        result (`Tensors`): the state after the stage, or the last stage's loss and logits; `sent` transfers it.
         weight_gradients (`Callable`, *optional*): the second half of a split backward.
     """
 
@@ -69,11 +67,20 @@ class _InFlight:
 
 
 @dataclass(kw_only=True)
-class _Step:
-    """Holds the state of one step; keys are (stage, micro-batch)."""
+class PipelineStep:
+    """Holds the state of one step; keys are (stage, micro-batch).
+
+    Attributes:
+        order (`Sequence[Action]`): this rank's actions.
+        has_backward (`bool`): False in evaluation, which keeps nothing for a backward.
+        keeps_outputs (`bool`): whether outputs of the last stage are kept whole, not their losses alone.
+        outputs (`dict[int, ModelOutput]`): the last stage's output of each micro-batch, with its graph.
+    """
 
     batches: Sequence[MicroBatch]
-    loss_of: LossOfOutput | None
+    order: Sequence[Action]
+    has_backward: bool = True
+    keeps_outputs: bool = True
     in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
     arriving: dict[tuple[Work, int, int], _Transfer] = field(default_factory=dict)
     gradients: dict[tuple[int, int], Tensors] = field(default_factory=dict)
@@ -81,6 +88,10 @@ class _Step:
     outputs: dict[int, ModelOutput] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
     left: dict[int, int] = field(default_factory=dict)
+
+    def ordered_outputs(self) -> list[ModelOutput]:
+        """Returns the outputs of all micro-batches in order; none on the ranks of other stages."""
+        return [self.outputs[index] for index in sorted(self.outputs)]
 
 
 class Pipeline:
@@ -150,26 +161,45 @@ class Pipeline:
         """Returns True on ranks of the last stage, which makes losses and logits."""
         return self.shape.stages - 1 in self.stages
 
-    def train(self, batches: Sequence[MicroBatch], loss_of: LossOfOutput) -> list[torch.Tensor]:
+    def train(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
         """Runs forward and backward of a step's micro-batches, which are the same on all ranks but differ in shape;
-        collective. `loss_of` returns this rank's part of a loss from the micro-batch's index and the last stage's
-        output. Returns the losses, detached, on the last stage's ranks alone.
+        collective. Returns this rank's parts of the losses, detached, on the last stage's ranks alone.
         """
-        step = _Step(batches=batches, loss_of=loss_of, left=dict.fromkeys(self.stages, len(batches)))
-        self._run(step, actions(self.shape, len(batches))[self.pipeline_rank])
+        step = self._step(batches, keeps_outputs=False)
+        self._run(step, step.order)
         self.units.finish_step()
         return step.losses
+
+    def begin(self, batches: Sequence[MicroBatch]) -> PipelineStep:
+        """Runs the forward of a step's micro-batches; [`Pipeline.finish`] runs the backward. Collective. All
+        micro-batches are in flight at once, whatever the schedule.
+        """
+        step = self._step(batches)
+        self._run(step, [action for action in step.order if action.work in _FORWARD])
+        return step
+
+    def finish(self, step: PipelineStep, gradients: Mapping[int, Tensors]) -> None:
+        """Runs the backward of a step; collective. `gradients` are those of the last stage's losses, if there are any,
+        and logits, by micro-batch.
+        """
+        for index, tensors in gradients.items():
+            given = _Transfer(tensors=tensors, works=[])
+            step.arriving[Work.RECEIVE_BACKWARD, self.shape.stages - 1, index] = given
+        self._run(step, [action for action in step.order if action.work not in _FORWARD])
+        self.units.finish_step()
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch]) -> list[ModelOutput]:
         """Runs the forward of micro-batches; returns outputs on the last stage's ranks alone. Collective."""
-        step = _Step(batches=batches, loss_of=None)
-        forward = (Work.FORWARD, Work.SEND_FORWARD, Work.RECEIVE_FORWARD)
-        order = actions(self.shape, len(batches))[self.pipeline_rank]
-        self._run(step, [action for action in order if action.work in forward])
-        return [step.outputs[index] for index in sorted(step.outputs)]
+        step = self._step(batches, has_backward=False)
+        self._run(step, [action for action in step.order if action.work in _FORWARD])
+        return step.ordered_outputs()
 
-    def _run(self, step: _Step, order: Sequence[Action]) -> None:
+    def _step(self, batches: Sequence[MicroBatch], **options: bool) -> PipelineStep:
+        order = actions(self.shape, len(batches))[self.pipeline_rank]
+        return PipelineStep(batches=batches, order=order, left=dict.fromkeys(self.stages, len(batches)), **options)
+
+    def _run(self, step: PipelineStep, order: Sequence[Action]) -> None:
         work_of = {
             Work.FORWARD: self._forward,
             Work.BACKWARD: self._backward,
@@ -187,7 +217,7 @@ class Pipeline:
 
     # ---- Compute ----
 
-    def _forward(self, step: _Step, action: Action) -> None:
+    def _forward(self, step: PipelineStep, action: Action) -> None:
         key, batch = (action.stage, action.micro_batch), step.batches[action.micro_batch]
         stage, received, state = self.stages[action.stage], self._awaited(step, Work.RECEIVE_FORWARD, action), None
         if received is not None:
@@ -197,20 +227,23 @@ class Pipeline:
             output = self.runner.run(stage, batch, state)
             if not stage.is_last:
                 result = tuple(output.tensors[name].to(self.dtype) for name in self.state_features)
-            elif step.loss_of is None:
-                step.outputs[action.micro_batch] = output
-                return
             else:
-                result = (step.loss_of(action.micro_batch, output),)
-                step.losses.append(result[0].detach())
+                roots = (output.loss, output.logits) if step.keeps_outputs else (output.loss,)
+                result = tuple(tensor for tensor in roots if tensor is not None)
+                if step.keeps_outputs:
+                    step.outputs[action.micro_batch] = output
+                else:
+                    step.losses.append(output.loss.detach())
+                if not step.has_backward:
+                    return
         step.in_flight[key] = _InFlight(received=received, result=result)
         if action.stage + 1 in self.stages:  # the next stage is on the same ranks
             local = _Transfer(tensors=_detached(result), works=[])
             step.arriving[Work.RECEIVE_FORWARD, action.stage + 1, action.micro_batch] = local
-            if step.loss_of is None:
+            if not step.has_backward:
                 del step.in_flight[key]
 
-    def _backward(self, step: _Step, action: Action) -> None:
+    def _backward(self, step: PipelineStep, action: Action) -> None:
         kept, gradients = self._begin_backward(step, action)
         with self.timeline.span(action):
             self.units.begin_micro_batch(last=step.left[action.stage] == 1, stage=action.stage)
@@ -224,7 +257,7 @@ class Pipeline:
         if found:  # not if all of the stage is frozen
             torch.autograd.backward(*zip(*found, strict=True))
 
-    def _backward_input(self, step: _Step, action: Action) -> None:
+    def _backward_input(self, step: PipelineStep, action: Action) -> None:
         kept, gradients = self._begin_backward(step, action)
         stage = self.stages[action.stage]
         with self.timeline.span(action):
@@ -239,7 +272,7 @@ class Pipeline:
         step.in_flight[action.stage, action.micro_batch] = kept
         self._hand_back(step, action, kept)
 
-    def _backward_weight(self, step: _Step, action: Action) -> None:
+    def _backward_weight(self, step: PipelineStep, action: Action) -> None:
         kept = step.in_flight.pop((action.stage, action.micro_batch))
         with self.timeline.span(action):
             self.units.begin_micro_batch(last=False, stage=action.stage, keep_gradients=True)
@@ -252,7 +285,7 @@ class Pipeline:
             if step.left[action.stage] == 0:
                 self.units.reduce_kept_gradients(action.stage)
 
-    def _begin_backward(self, step: _Step, action: Action) -> tuple[_InFlight, Tensors | None]:
+    def _begin_backward(self, step: PipelineStep, action: Action) -> tuple[_InFlight, Tensors | None]:
         kept = step.in_flight.pop((action.stage, action.micro_batch))
         gradients = self._awaited(step, Work.RECEIVE_BACKWARD, action)
         if kept.sent is not None:
@@ -260,7 +293,7 @@ class Pipeline:
             kept.sent = None
         return kept, gradients
 
-    def _hand_back(self, step: _Step, action: Action, kept: _InFlight) -> None:
+    def _hand_back(self, step: PipelineStep, action: Action, kept: _InFlight) -> None:
         """Takes the gradients of the received tensors, for the stage before."""
         if kept.received is None:
             return
@@ -275,7 +308,7 @@ class Pipeline:
 
     # ---- Transfers ----
 
-    def _receive(self, step: _Step, action: Action) -> None:
+    def _receive(self, step: PipelineStep, action: Action) -> None:
         batch = step.batches[action.micro_batch]
         part = batch.grid.rectangle(batch.ends.boundary, self.runner.mesh.index)
         tensors = tuple(
@@ -287,7 +320,7 @@ class Pipeline:
         transfer = self._transfer(dist.irecv, tensors, 0 if forward else 1, peer)
         step.arriving[action.work, action.stage, action.micro_batch] = transfer
 
-    def _awaited(self, step: _Step, work: Work, action: Action) -> Tensors | None:
+    def _awaited(self, step: PipelineStep, work: Work, action: Action) -> Tensors | None:
         """Waits for the tensors that an action needs; None if it needs none."""
         transfer = step.arriving.pop((work, action.stage, action.micro_batch), None)
         if transfer is None:
@@ -295,24 +328,24 @@ class Pipeline:
         with self.timeline.span(Action(work, action.stage, action.micro_batch)):
             return transfer.wait()
 
-    def _send_forward(self, step: _Step, action: Action) -> None:
+    def _send_forward(self, step: PipelineStep, action: Action) -> None:
         kept = step.in_flight[action.stage, action.micro_batch]
         with self.timeline.span(action):
             peer = self.shape.pipeline_rank_of_stage[action.stage + 1]
             transfer = self._transfer(dist.isend, _detached(kept.result), 0, peer)
-            if step.loss_of is None:
+            if not step.has_backward:
                 del step.in_flight[action.stage, action.micro_batch]
                 self._limit_sends(step, transfer)
             else:
                 kept.sent = transfer
 
-    def _send_backward(self, step: _Step, action: Action) -> None:
+    def _send_backward(self, step: PipelineStep, action: Action) -> None:
         with self.timeline.span(action):
             gradients = step.gradients.pop((action.stage, action.micro_batch))
             peer = self.shape.pipeline_rank_of_stage[action.stage - 1]
             self._limit_sends(step, self._transfer(dist.isend, gradients, 1, peer))
 
-    def _limit_sends(self, step: _Step, transfer: _Transfer) -> None:
+    def _limit_sends(self, step: PipelineStep, transfer: _Transfer) -> None:
         step.sends.append(transfer)
         while len(step.sends) > SENDS_UNDER_WAY:
             step.sends.popleft().wait()

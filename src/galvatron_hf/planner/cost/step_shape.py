@@ -32,7 +32,7 @@ class StepShape:
     def from_plan(cls, plan: ParallelPlan, workload: Workload) -> StepShape:
         """Reads the shape of a plan. No step has more micro-batches than rows; every data rank gets a row."""
         ranks = len(plan.stages[0].ranks)
-        count = min(plan.micro_batches, workload.rows)
+        count = min(plan.micro_batch_count, workload.rows)
         data = max(strategy.data_degree(ranks) for strategy in set(plan.layers))
         rows, pipeline = max(-(-workload.rows // count), data), len(plan.rank_groups)
         virtual = len(plan.stages) // pipeline

@@ -68,7 +68,7 @@ class Explanation:
 
     def step_ms(self) -> dict[str, float]:
         """Returns the milliseconds of a step by purpose; their sum is the estimate's."""
-        count, stage = self.estimate.plan.micro_batches, self.stages[self.slowest]
+        count, stage = self.estimate.plan.micro_batch_count, self.stages[self.slowest]
         own = {
             "computing": count * stage.computing_ms,
             "communication": count * stage.communication_ms + stage.sync_ms + self.once_ms,

@@ -32,7 +32,7 @@ from galvatron_hf.utils.progress import progress_bar
 LEAST_TOKENS = 128
 ADAM_WEIGHTS = 32
 MOST_COPIES, UNCACHED_ELEMENTS = 4, 1 << 24
-ADAM_ELEMENTS = 1 << 12, 1 << 18  # fewest elements of these weights together, in the small and in the large job
+ADAM_ELEMENTS = 1 << 12, 1 << 20  # fewest elements of these weights together, in the small and in the large job
 ROUNDS = 3, 15  # fewest and most
 FIRST_ROUNDS = 0.3  # share of the time for the fewest rounds; larger micro-batches are left out
 

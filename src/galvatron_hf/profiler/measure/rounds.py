@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from galvatron_hf.parallel.comm.objects import is_rank_0
+from galvatron_hf.utils.progress import tell
 
 
 WANTED_ERROR = 0.05  # by default, of medians
@@ -49,15 +49,16 @@ def median_error(samples: Sequence[float]) -> float:
 
 @contextlib.contextmanager
 def phase(what: str, at_least: float, at_most: float, shown: bool) -> Iterator[None]:
-    """Prints on rank 0 what is measured and for how long, and afterwards how long it took. Times are in seconds:
-    `at_least` if the fewest samples are accurate enough, `at_most` if no number of samples is.
+    """Tells on rank 0 what is measured and for how long, and afterwards how long it took. The text is printed if
+    `shown`, and logged otherwise. Times are in seconds: `at_least` if the fewest samples are accurate enough, and
+    `at_most` if no number of samples is.
     """
-    shown, began = shown and is_rank_0(), time.perf_counter()
-    if shown:
-        print(f"Measuring {what}: {min(at_least, at_most):.0f} to {at_most:.0f} s.", file=sys.stderr, flush=True)
+    began = time.perf_counter()
+    if is_rank_0():
+        tell(f"Measuring {what}: {min(at_least, at_most):.0f} to {at_most:.0f} s.", shown)
     yield
-    if shown:
-        print(f"Measured {what} in {time.perf_counter() - began:.0f} s.", file=sys.stderr, flush=True)
+    if is_rank_0():
+        tell(f"Measured {what} in {time.perf_counter() - began:.0f} s.", shown)
 
 
 def synchronize(device: torch.device) -> None:

@@ -30,7 +30,9 @@ from galvatron_hf.parallel.weights.distributed_state import (
     WholeWeights,
     load_state,
     parameter_names,
+    plain_model,
     shard_optimizer_state,
+    whole_weights,
 )
 from galvatron_hf.parallel.weights.materialize import load_pretrained_weights
 from galvatron_hf.parallel.weights.optimizer_state import NamedOptimizerState
@@ -52,9 +54,13 @@ class Checkpointer:
     collective. Callables stand for the parts of a checkpoint that belong to others.
 
     Args:
-        save_files (`Callable`): writes configuration, tokenizer and arguments of a model without values to a folder;
-            called on the rank that writes.
+        save_files (`Callable`): writes configuration, tokenizer and arguments of a model to a folder, and the weights
+            that it is given, by name; called on the rank that writes.
         make_optimizer (`Callable`): makes the optimizer that plain Trainer would make for a model.
+        write_model (`Callable`, *optional*): writes the model's part of a checkpoint to a folder in place of
+            [`Checkpointer.save_model`], which it may call; called on every rank.
+        takes_weights (`Callable`): returns whether `save_files` is to be given the whole weights; else they are
+            written in parts, and no rank holds them all.
         random_state (`Callable`): returns the random state to save.
         save_more (`Callable`): writes further small files to a checkpoint; called on the rank that writes.
         failed_saves (`int`): checkpoints that could not be written, if training goes on without them.
@@ -62,8 +68,10 @@ class Checkpointer:
 
     parallel: ParallelModel
     args: TrainingArguments
-    save_files: Callable[[PreTrainedModel, str], None]
+    save_files: Callable[[PreTrainedModel, str, dict[str, torch.Tensor]], None]
     make_optimizer: Callable[[PreTrainedModel], torch.optim.Optimizer]
+    write_model: Callable[[str], None] | None = None
+    takes_weights: Callable[[], bool] = lambda: False
     random_state: Callable[[], dict[str, Any]] = random_state
     save_more: Callable[[Path], None] = lambda folder: None
     failed_saves: int = 0
@@ -80,10 +88,14 @@ class Checkpointer:
         """Writes safetensors (if `weights`), configuration and tokenizer that `from_pretrained` opens anywhere. If
         this fails on one rank, every rank raises SaveError.
         """
+        if weights and self.takes_weights():
+            whole = whole_weights(self.parallel)
+            save_on_every_rank(lambda: self._save_whole(whole, output_dir), f"Saving to {output_dir}")
+            return
         model = self._plain_model()
         if self.parallel.model.generation_config is not None:
             model.generation_config = self.parallel.model.generation_config
-        save_on_every_rank(lambda: self._save_all_but_weights(model, output_dir), f"Saving to {output_dir}")
+        save_on_every_rank(lambda: self._save_all_but_weights(model, output_dir, {}), f"Saving to {output_dir}")
         if not weights:
             return
         problem: list[OSError] = []
@@ -99,7 +111,13 @@ class Checkpointer:
 
         save_on_every_rank(report, f"Saving to {output_dir}")
 
-    def _save_all_but_weights(self, model: PreTrainedModel, output_dir: str) -> None:
+    def _save_whole(self, weights: dict[str, torch.Tensor], output_dir: str) -> None:
+        """Has the user's own method save the whole weights, which rank 0 holds."""
+        if self.args.should_save:
+            model = plain_model(self.parallel, weights, torch.device("cpu"))
+            self._save_all_but_weights(model, output_dir, weights)
+
+    def _save_all_but_weights(self, model: PreTrainedModel, output_dir: str, weights: dict[str, torch.Tensor]) -> None:
         if not self.args.should_save:
             return
         if self.args.process_index != 0:
@@ -110,7 +128,7 @@ class Checkpointer:
         bars = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()  # the bar of a model without weights
         try:
-            self.save_files(model, output_dir)
+            self.save_files(model, output_dir, weights)
         finally:
             if bars:
                 logging.enable_progress_bar()
@@ -147,7 +165,10 @@ class Checkpointer:
 
     def _write(self, checkpoint: Path, state: TrainerState, optimizer, scheduler, callbacks: Iterable[Any]) -> None:
         folder, only_model = self._writer.start(checkpoint), self.args.save_only_model
-        self.save_model(str(folder), weights=only_model or getattr(self.args, "save_full_weights", True))
+        if self.write_model is not None:
+            self.write_model(str(folder))
+        else:
+            self.save_model(str(folder), weights=only_model or getattr(self.args, "save_full_weights", True))
         if not only_model:
             schedule = SchedulerState.from_state_dict(scheduler.state_dict(), self._group_names(optimizer))
             if self.parallel.pipeline is not None:

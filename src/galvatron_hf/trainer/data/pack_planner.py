@@ -53,7 +53,7 @@ class PackPlanner:
         they are not known. A `max_tokens_per_rank` that packs cannot have raises ValueError.
         """
         rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        shares = parallel.plan.micro_batches * parallel.resolved.packs
+        shares = parallel.plan.micro_batch_count * parallel.resolved.packs
         return cls(
             plan=parallel.plan,
             packs=parallel.resolved.packs,

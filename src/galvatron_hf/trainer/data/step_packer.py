@@ -51,6 +51,7 @@ class StepPacker:
         known_lengths (`Callable`): returns the tokens of the training set's rows, or None if they are not known.
         prepare (`Callable`): moves a batch to the device, as Trainer's `_prepare_inputs`.
         stateful_loader (`bool`): the loader's own state is saved, so it must not be read ahead.
+        may_change (`Callable`): returns whether something may change the dataset's rows between two steps.
         cut_sequences (`int`): documents that were truncated or split so far, because they were too long.
     """
 
@@ -61,6 +62,7 @@ class StepPacker:
     dataset_rows: Callable[[], DatasetRows]
     prepare: Callable[[dict[str, Any]], dict[str, Any]]
     stateful_loader: bool = False
+    may_change: Callable[[], bool] = lambda: False
     cut_sequences: int = 0
     cost: StepCost | None = None
     prefetch: StepPrefetch | None = None
@@ -167,8 +169,8 @@ class StepPacker:
             self._rows = self.dataset_rows()
         if len(known) and self._rows.known:
             self.prefetch.plan(lambda: known[self._rows.of_step(step)])
-        elif self._rows.may_learn or self.stateful_loader:
-            return  # rows would be chosen too early; a stateful loader's state would be a step ahead
+        elif self._rows.may_learn or self.stateful_loader or self.may_change():
+            return  # rows would be read too early; a stateful loader's state would be a step ahead
         else:
             self.prefetch.read_and_plan(batches, count)
 

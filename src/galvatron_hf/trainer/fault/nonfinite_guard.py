@@ -68,9 +68,8 @@ class NonfiniteGuard:
         return True
 
     def _has_no_targets(self, batch: Batch) -> bool:
-        kind = self.parallel.runner.loss
-        labelled = not isinstance(batch, Mapping) or kind.is_labelled(batch)
-        return labelled and int(count_targets(batch, kind)) == 0
+        kind, parts = self.parallel.runner.loss, [batch] if isinstance(batch, Mapping) else batch
+        return all(kind.is_labelled(part) for part in parts) and int(count_targets(parts, kind)) == 0
 
     def _refuse(self, step: StepState, numbers: str) -> None:
         """Reports where the bad numbers came from, and ends training or counts the step as skipped."""

@@ -35,6 +35,7 @@ from galvatron_hf.profiler.measure.rounds import WANTED_ERROR
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.profiler.trace.tracing import positions
+from galvatron_hf.trainer.arguments import step_rows
 from galvatron_hf.trainer.checkpoint.random_state import random_state, restore_random_state
 from galvatron_hf.trainer.planning.calibration import calibrated
 from galvatron_hf.utils.units import GIB
@@ -58,7 +59,7 @@ class AutoPlanner:
         dataset (`Callable`): returns the training set, or None.
         packing (`Callable`): returns the packing mode and whether the collator allows packing.
         world (`Callable`): returns the groups of all plans of this process.
-        whole_model (`bool`): a rank needs the whole model, which rules pipelines out.
+        whole_batches (`bool`): each batch of a step is computed as a whole, which leaves pipelines nothing to do.
         search_result ([`SearchResult`], *optional*): the result of the last search, on rank 0.
     """
 
@@ -66,7 +67,7 @@ class AutoPlanner:
     dataset: Callable[[], Any]
     packing: Callable[[], tuple[str, bool]]
     world: Callable[[], WorldMesh | None] = lambda: None
-    whole_model: bool = False
+    whole_batches: bool = False
     search_result: SearchResult | None = None
     _found: tuple[Any, ParallelPlan] | None = None
 
@@ -92,7 +93,7 @@ class AutoPlanner:
     @property
     def rows_of_step(self) -> int:
         """Returns the rows of a global batch."""
-        return self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        return step_rows(self.args)
 
     def _search_key(self, model: nn.Module) -> tuple:
         """Returns the values that a search depends on; while they stay, a plan that was found is kept."""
@@ -150,10 +151,15 @@ class AutoPlanner:
         if result.best is None:
             raise ValueError(result.no_plan_message)
         self.search_result = result
-        if shown:
-            from rich.console import Console
+        from rich.console import Console
 
+        if shown:
             Console().print(explain(result, compare=False))
+        else:
+            logger.warning(
+                f"The fastest plan that was found takes {result.best.step_ms:.4g} ms a step, by prediction, and "
+                f"{max(result.best.memory_bytes) / GIB:.4g} GiB on a rank at most."
+            )
         return result.best.plan_with_prediction(workload)
 
     def limits(self) -> Limits:
@@ -161,8 +167,8 @@ class AutoPlanner:
         limits = Limits()
         if self.args.activation_checkpointing:
             limits = replace(limits, recompute=("full",))
-        if self.whole_model:
-            limits = replace(limits, pipeline=(1,))
+        if self.whole_batches:
+            limits = replace(limits, pipeline=(1,), micro_batches=(self.args.gradient_accumulation_steps,))
         return limits
 
     def workload(self, model: nn.Module) -> Workload:

@@ -1,0 +1,315 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""The `forward` of a parallelised model: the whole batch in, loss and logits of the whole batch out."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers.utils import ModelOutput
+
+from galvatron_hf.models.losses import LossKind, count_targets
+from galvatron_hf.parallel.activation.micro_batch import MicroBatch, split_rows
+from galvatron_hf.parallel.comm.collectives import gather_rows
+from galvatron_hf.parallel.comm.meeting import Meetings
+from galvatron_hf.parallel.comm.objects import gather_objects
+from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
+from galvatron_hf.parallel.data_parallel.tied_weights import TiedWeights
+from galvatron_hf.parallel.layers.per_token import per_token_output
+from galvatron_hf.parallel.model_runner import ModelRunner
+from galvatron_hf.parallel.pipeline.runtime import Pipeline
+from galvatron_hf.parallel.pipeline.trace import Timeline
+from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.plan.schedule import Action, Work
+
+
+# Options of a family's forward, with the values under which a plan computes what the family computes.
+_OPTIONS: dict[str, tuple] = {
+    "use_cache": (None, False),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "output_router_logits": (None, False),
+    "logits_to_keep": (None, 0),
+    "cache_position": (None,),
+    "past_key_values": (None,),
+    "inputs_embeds": (None,),
+}
+
+
+@dataclass
+class WholeOutput(ModelOutput):
+    """Holds loss and logits [B, S, V] of a whole batch, the same on every rank. The logits are gathered when they are
+    read, which is collective: a caller that reads the loss alone needs no memory for them.
+    """
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+
+    def gathered_by(self, gather: Callable[[], torch.Tensor]) -> WholeOutput:
+        """Returns this output, whose logits `gather` makes when they are read."""
+        self.__dict__["_gather"] = gather
+        return self
+
+    def _gathered(self) -> None:
+        gather = self.__dict__.pop("_gather", None)
+        if gather is not None:
+            self["logits"] = gather()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "logits":
+            self._gathered()
+        return super().__getattribute__(name)
+
+    def __getitem__(self, key: str | int | slice) -> Any:
+        if key != "loss":
+            self._gathered()
+        return super().__getitem__(key) if key != "loss" or self.loss is None else self.loss
+
+    def __contains__(self, key: object) -> bool:
+        return key == "logits" or super().__contains__(key)
+
+    def __iter__(self):
+        self._gathered()
+        return super().__iter__()
+
+    def keys(self):
+        self._gathered()
+        return super().keys()
+
+    def values(self):
+        self._gathered()
+        return super().values()
+
+    def items(self):
+        self._gathered()
+        return super().items()
+
+
+class WholeBatchForward:
+    """Runs a parallelised model as the family's own forward runs on one process, and replaces it. Every rank calls it
+    with the same whole batch, and gets loss and logits of the whole batch. A loss that every rank computes from them
+    has the gradients of one process.
+
+    Outside of [`WholeBatchForward.of_step`] the ranks compare their inputs, which waits for the device.
+
+    Attributes:
+        call (`int`): calls since the step began, for the random streams.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        plan: ParallelPlan,
+        units: ShardedUnits,
+        timeline: Timeline,
+        signature: inspect.Signature,
+        meetings: Meetings,
+        pipeline: Pipeline | None = None,
+        tied: TiedWeights | None = None,
+    ):
+        self.runner, self.plan, self.units, self.timeline = runner, plan, units, timeline
+        self.signature, self.meetings, self.pipeline, self.tied = signature, meetings, pipeline, tied
+        self.ends_step, self.call, self.batch, self.checks_inputs = True, 0, 0, True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> ModelOutput | tuple:
+        """Runs a batch; arguments are those of the family's forward. With `fused_lm_head=True`, an option of TRL's
+        trainers, the result is a [`PerTokenOutput`]. Collective, as is reading the logits of the result. ValueError
+        for an argument that has no layout under a plan, and if ranks pass different tokens.
+        """
+        inputs = self._arguments(args, kwargs)
+        per_token, as_dict = inputs.pop("fused_lm_head", False), inputs.pop("return_dict", None) is not False
+        self._check_same(inputs["input_ids"])
+        self.runner.position.micro_batch = self.call
+        if self.pipeline is None:
+            self.call += 1
+            output = self._run(inputs, per_token)
+        else:
+            output = self._run_in_pipeline(inputs)
+            if per_token:
+                output = self._per_token(output.logits, inputs)
+        return output if as_dict else output.to_tuple()
+
+    @contextlib.contextmanager
+    def of_step(self, batch: int = 0, ends_step: bool = True) -> Iterator[None]:
+        """Lets calls be those of a training loop, which gives every rank the same batch: the `batch`-th of its step.
+        `ends_step` says whether the next backward is the last before the gradients are used.
+        """
+        if batch == 0:
+            self.call = 0
+        self.batch, self.ends_step, self.checks_inputs = batch, ends_step, False
+        try:
+            yield
+        finally:
+            self.batch, self.ends_step, self.checks_inputs = 0, True, True
+
+    # ---- Arguments ----
+
+    def _arguments(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments by name, without options that have no effect."""
+        names = [name for name in self.signature.parameters if name != "self"]
+        inputs = dict(zip(names, args, strict=False)) | kwargs
+        for name, neutral in _OPTIONS.items():
+            value = inputs.pop(name, None)
+            if not any(value is one or (not isinstance(value, torch.Tensor) and value == one) for one in neutral):
+                raise ValueError(
+                    f"The model was called with {name!r}, which has no layout under a parallel plan; leave it out of "
+                    "the call and of the batch."
+                )
+        if inputs.get("input_ids") is None:
+            raise ValueError(
+                f"The model was called with {sorted(inputs)} and without input_ids, which a parallel plan needs; pass "
+                "input_ids [B, S]."
+            )
+        return inputs
+
+    def _check_same(self, input_ids: torch.Tensor) -> None:
+        """Raises ValueError on every rank if the ranks pass different tokens; collective."""
+        if not self.checks_inputs or dist.get_world_size() == 1:
+            return
+        self.meetings.meet("model(...)")
+        weights = torch.arange(1, input_ids.numel() + 1, device=input_ids.device)
+        found = (tuple(input_ids.shape), int((input_ids.flatten() * weights).sum()))
+        if len(set(gather_objects(found))) > 1:
+            raise ValueError(
+                "The ranks called the model with different tokens, and under a parallel plan they compute one batch "
+                "together; call it with the same batch on every rank, such as one of the trainer's evaluation loader."
+            )
+
+    # ---- Without a pipeline ----
+
+    def _run(self, inputs: dict[str, Any], per_token: bool) -> ModelOutput:
+        if torch.is_grad_enabled():
+            self.units.begin_micro_batch(last=self.ends_step)
+        labels = {name: inputs.pop(name, None) for name in self._loss.names} if per_token else {}
+        items = inputs.get("num_items_in_batch")
+        with self.timeline.span(Action(Work.FORWARD, 0, self.batch)):
+            output = self.runner(**inputs, return_logits=True)
+        rows = inputs["input_ids"].shape[0]
+        parts = [self.runner.local_rows(rows, index) for index in range(self.runner.mesh.size)]
+        own = parts[self.runner.mesh.index]
+        local = output.logits[: own.stop - own.start]
+        for tensor in (local, output.loss):
+            if tensor is not None and tensor.requires_grad:
+                tensor.register_hook(self._backward_begins)
+        group = self.runner.mesh.block(self.runner.mesh.size)
+        if per_token:
+            labels = {name: None if value is None else value[own] for name, value in labels.items()}
+            return per_token_output(
+                local,
+                labels[self._loss.labels],
+                labels[self._loss.targets],
+                items,
+                whole_rows=lambda tensor: gather_rows(tensor, parts, group),
+            )
+        return WholeOutput(loss=output.loss).gathered_by(lambda: gather_rows(local, parts, group))
+
+    def _backward_begins(self, gradient: torch.Tensor) -> None:
+        self.timeline.action = Action(Work.BACKWARD, 0, self.batch)
+
+    # ---- With a pipeline ----
+
+    def _run_in_pipeline(self, inputs: dict[str, Any]) -> WholeOutput:
+        """Runs the forward of all micro-batches, and has the backward of all follow when the caller's begins."""
+        if self._loss.is_labelled(inputs) and inputs.get("num_items_in_batch") is None:
+            inputs["num_items_in_batch"] = count_targets(inputs, self._loss)
+        options = {"num_items_in_batch": inputs.pop("num_items_in_batch", None), "return_logits": True}
+        parts = split_rows(inputs, min(self.plan.micro_batch_count, inputs["input_ids"].shape[0]))
+        batches = []
+        for part in parts:
+            self.runner.position.micro_batch = self.call
+            batches.append(self.runner.micro_batch(**part, **options))
+            self.call += 1
+        if torch.is_grad_enabled():
+            anchor = torch.zeros((), device=inputs["input_ids"].device, requires_grad=True)
+            loss, logits = _PipelineStep.apply(anchor, self, batches)
+        else:
+            loss, logits = self.whole_outputs(batches, self.pipeline.evaluate(batches))
+        return WholeOutput(loss=loss if batches[0].targets is not None else None, logits=logits)
+
+    def rows_of(self, batch: MicroBatch) -> list[slice]:
+        """Returns the rows of a micro-batch whose logits each rank of the last stage has."""
+        return [self.runner.local_rows(batch.real_rows, index) for index in range(self.runner.mesh.size)]
+
+    def whole_outputs(
+        self, batches: list[MicroBatch], outputs: list[ModelOutput]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns loss and logits [B, S, V] of all micro-batches on every rank. `outputs` are the last stage's."""
+        mesh, device = self.runner.mesh, batches[0].input_ids.device
+        whole, shape = [torch.zeros((), device=device), None], [None]
+        if outputs:
+            logits = []
+            for batch, output in zip(batches, outputs, strict=True):
+                parts = self.rows_of(batch)
+                own = parts[mesh.index]
+                local = output.logits.detach()[: own.stop - own.start]
+                logits.append(gather_rows(local, parts, mesh.block(mesh.size)))
+                if output.loss is not None:
+                    whole[0] += output.loss.detach()
+            whole[1] = torch.cat(logits)
+            shape = [(tuple(whole[1].shape), whole[1].dtype)]
+        group, source = self.pipeline.group, self.pipeline.shape.pipeline_rank_of_stage[-1]
+        dist.broadcast_object_list(shape, group=group, group_src=source, device=device)
+        if whole[1] is None:
+            whole[1] = torch.empty(shape[0][0], dtype=shape[0][1], device=device)
+        for tensor in whole:
+            dist.broadcast(tensor, group=group, group_src=source)
+        return whole[0], whole[1]
+
+    # ---- Both ----
+
+    @property
+    def _loss(self) -> LossKind:
+        return self.runner.loss
+
+    def _per_token(self, logits: torch.Tensor, inputs: dict[str, Any]) -> ModelOutput:
+        labels = [inputs.get(name) for name in (self._loss.labels, self._loss.targets)]
+        return per_token_output(logits, *labels, inputs.get("num_items_in_batch"))
+
+
+class _PipelineStep(torch.autograd.Function):
+    """Runs the forward of a pipeline's micro-batches, and their backward when the gradients of loss and logits are
+    known: the loss of the caller needs the logits of all.
+    """
+
+    @staticmethod
+    def forward(ctx, anchor: torch.Tensor, forward: WholeBatchForward, batches: list[MicroBatch]):
+        ctx.set_materialize_grads(False)
+        with torch.enable_grad():
+            ctx.step = forward.pipeline.begin(batches)
+        ctx.forward, ctx.batches = forward, batches
+        return forward.whole_outputs(batches, ctx.step.ordered_outputs())
+
+    @staticmethod
+    def backward(ctx, of_loss: torch.Tensor | None, of_logits: torch.Tensor | None):
+        forward, step, begun, seeds = ctx.forward, ctx.step, 0, {}
+        for index, batch in enumerate(ctx.batches):
+            if index in step.outputs:
+                own = forward.rows_of(batch)[forward.runner.mesh.index]
+                rows = slice(begun + own.start, begun + own.stop)
+                seeds[index] = _seeds(step.outputs[index], of_loss, None if of_logits is None else of_logits[rows])
+            begun += batch.real_rows
+        earlier = forward.tied.take_gradients() if forward.tied is not None else []
+        with torch.enable_grad():  # a split backward looks at graphs as a forward does
+            forward.pipeline.finish(step, seeds)
+        if forward.tied is not None:
+            forward.tied.sum_gradients(earlier)
+        ctx.step = None
+        return None, None, None
+
+
+def _seeds(
+    output: ModelOutput, of_loss: torch.Tensor | None, of_logits: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """Returns the gradients of a micro-batch's loss, if it has one, and of its logits, of which rows were added."""
+    logits = torch.zeros_like(output.logits)
+    if of_logits is not None:
+        logits[: of_logits.shape[0]] = of_logits
+    if output.loss is None:
+        return (logits,)
+    return torch.zeros_like(output.loss) if of_loss is None else of_loss.to(output.loss), logits
