@@ -135,6 +135,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         dict(change=setting("torch_compile", True)),
         ("torch_compile=True is not supported", "set it to False"),
     ),
+    "underflow_overflow": (dict(debug="underflow_overflow"), ("debug='underflow_overflow'", "leave it out")),
     "batch_rebalance": (
         dict(change=setting("train_sampling_strategy", "batch_rebalance")),
         ("'batch_rebalance'", "use 'random' or 'group_by_length'"),

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -13,11 +14,13 @@ from typing import Any
 from accelerate.utils import parse_flag_from_env
 from huggingface_hub import split_torch_state_dict_into_shards
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
+from transformers.debug_utils import DebugOption
 
 from galvatron_hf.data.packing import LONG_SEQUENCES
 from galvatron_hf.data.placement import PLANNERS
 from galvatron_hf.plan import ParallelPlan, Precision
 from galvatron_hf.profiler.measure.rounds import WANTED_ERROR
+from galvatron_hf.trainer.argument_table import unknown_arguments
 
 
 # Optimizers that treat every element by itself: a step on shards is the step on the whole.
@@ -239,7 +242,7 @@ def check_arguments(args: TrainingArguments, plan: ParallelPlan | None) -> None:
     """Refuses arguments that a plan does not support; `plan` is None before a search. The ValueError is one sentence
     with the argument, the reason and the fix.
     """
-    for refusal in chain(_refusals(args), _galvatron_refusals(args)):
+    for refusal in chain(_refusals(args), _galvatron_refusals(args), unknown_arguments(args)):
         raise ValueError(refusal)
     kwargs = args.activation_checkpointing_kwargs or {}
     if args.activation_checkpointing and (kwargs.get("offload") or kwargs.get("every_n_layers", 1) != 1):
@@ -286,6 +289,8 @@ def _refusals(args: TrainingArguments) -> Iterator[str]:
             "enable_jit_checkpoint=True saves when one rank gets SIGTERM, whatever the others do; set it to False: "
             "under a parallel plan SIGTERM and SIGUSR1 on any rank make all of them save and stop."
         )
+    if args.save_on_each_node and int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)) < args.world_size:
+        yield "save_on_each_node=True is not supported under a plan on several nodes; use a shared output_dir."
     if args.fp16:
         yield "fp16=True needs loss scaling, which is not supported under a parallel plan; use bf16=True."
     if args.bf16_full_eval or args.fp16_full_eval:
@@ -308,6 +313,11 @@ def _refusals(args: TrainingArguments) -> Iterator[str]:
         yield (
             "train_sampling_strategy 'batch_rebalance' places rows on ranks itself, which is the plan's part; "
             "use 'random' or 'group_by_length'."
+        )
+    if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
+        yield (
+            "debug='underflow_overflow' reads whole weights in every layer, of which a rank has parts; leave it out: "
+            "a number that is not finite is traced to its layer anyway, see nonfinite_policy."
         )
     if args.use_liger_kernel:
         yield "use_liger_kernel=True replaces the modules that a plan cuts; set it to False."

@@ -120,8 +120,6 @@ class Checkpointer:
     def _save_all_but_weights(self, model: PreTrainedModel, output_dir: str, weights: dict[str, torch.Tensor]) -> None:
         if not self.args.should_save:
             return
-        if self.args.process_index != 0:
-            raise ValueError("save_on_each_node=True is not supported under a plan; use a shared output_dir.")
         os.makedirs(output_dir, exist_ok=True)
         for old in weights_in(output_dir):
             old.unlink()
