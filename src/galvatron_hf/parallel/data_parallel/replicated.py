@@ -61,12 +61,12 @@ class ReplicatedWeight:
         self._put(self.sharded_param)
         self.in_use = None
 
-    def collect(self, dtype: torch.dtype) -> None:
-        """Adds the gradient of one backward pass to the sum of the earlier ones."""
-        gradient = None if self.in_use is None else self.in_use.grad
+    def collect(self, leaf: nn.Parameter | None, dtype: torch.dtype) -> None:
+        """Adds the gradient that a leaf got in one backward pass to the sum of the earlier ones."""
+        gradient = None if leaf is None else leaf.grad
         if gradient is None:
             return
-        self.in_use.grad = None
+        leaf.grad = None
         gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         gradient = gradient.to(dtype)
         self.summed = gradient if self.summed is None else self.summed.add_(gradient)
@@ -120,7 +120,10 @@ class ReplicatedUnit:
             for weight in self.weights:
                 parameter = weight.unshard(self.compute)
                 if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(lambda _, weight=weight: self._arrived(weight))
+                    # The leaf of this forward: another backward may end, and put another leaf in use, before its own.
+                    parameter.register_post_accumulate_grad_hook(
+                        lambda leaf, weight=weight: self._arrived(weight, leaf)
+                    )
 
     def reshard(self) -> None:
         """Puts the DTensors back into the modules, for the optimizer and checkpoints."""
@@ -136,10 +139,10 @@ class ReplicatedUnit:
     def collect(self) -> None:
         """Adds the gradients of the last backward to those of earlier ones."""
         for weight in self.weights:
-            weight.collect(self.reduce)
+            weight.collect(weight.in_use, self.reduce)
 
-    def _arrived(self, weight: ReplicatedWeight) -> None:
-        weight.collect(self.reduce)
+    def _arrived(self, weight: ReplicatedWeight, leaf: nn.Parameter) -> None:
+        weight.collect(leaf, self.reduce)
         self._waiting.discard(id(weight))
         if self.last:
             self.last_backward_runs()

@@ -180,12 +180,14 @@ class Pipeline:
 
     def finish(self, step: PipelineStep, gradients: Mapping[int, Tensors]) -> None:
         """Runs the backward of a step; collective. `gradients` are those of the last stage's losses, if there are any,
-        and logits, by micro-batch.
+        and logits, by micro-batch. No backward is split: that of another step may follow, whose weights a split one
+        would have freed.
         """
         for index, tensors in gradients.items():
             given = _Transfer(tensors=tensors, works=[])
             step.arriving[Work.RECEIVE_BACKWARD, self.shape.stages - 1, index] = given
-        self._run(step, [action for action in step.order if action.work not in _FORWARD])
+        left_out = {*_FORWARD, Work.BACKWARD_WEIGHT}
+        self._run(step, [action for action in step.order if action.work not in left_out], splits=False)
         self.units.finish_step()
 
     @torch.no_grad()
@@ -199,11 +201,11 @@ class Pipeline:
         order = actions(self.shape, len(batches))[self.pipeline_rank]
         return PipelineStep(batches=batches, order=order, left=dict.fromkeys(self.stages, len(batches)), **options)
 
-    def _run(self, step: PipelineStep, order: Sequence[Action]) -> None:
+    def _run(self, step: PipelineStep, order: Sequence[Action], splits: bool = True) -> None:
         work_of = {
             Work.FORWARD: self._forward,
             Work.BACKWARD: self._backward,
-            Work.BACKWARD_INPUT: self._backward_input,
+            Work.BACKWARD_INPUT: self._backward_input if splits else self._backward,
             Work.BACKWARD_WEIGHT: self._backward_weight,
             Work.SEND_FORWARD: self._send_forward,
             Work.SEND_BACKWARD: self._send_backward,
