@@ -46,6 +46,12 @@ def check_model(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPla
             f"The plan has {plan.num_layers} layers and {type(model).__name__} has {len(layers)}; "
             f"make a plan for {len(layers)} layers."
         )
+    stacks = adapter.stack_sizes(model)
+    if dict(plan.stacks) != stacks:
+        raise ValueError(
+            f"The plan has the stacks {dict(plan.stacks)} and {type(model).__name__} has {stacks}; give the plan the "
+            "model's stacks."
+        )
     _check_weights(model)
     _check_kernel(model)
     for index, strategy in enumerate(plan.layers):

@@ -96,6 +96,11 @@ def priced_shape(hardware: HardwareProfile, model: ModelProfile, workload: Workl
             f"The plan has {plan.num_layers} layers and the model {len(model.layers)}; make a plan for "
             f"{len(model.layers)} layers."
         )
+    if dict(plan.stacks) != model.stack_sizes:
+        raise ValueError(
+            f"The plan has the stacks {dict(plan.stacks)} and the model {model.stack_sizes}; give the plan those of "
+            "the model."
+        )
     shape = StepShape.from_plan(plan, workload)
     if shape.virtual_stages > 1:
         _check_virtual_stages(plan, shape, model)
