@@ -66,6 +66,7 @@ class Executor:
                 summed = dist.all_reduce(total, async_op=True)  # overlaps with the backward
             with self.timeline.span(Action(Work.BACKWARD, 0, index)):
                 loss.backward()
+        self.units.finish_step()
         summed.wait()
         return total
 

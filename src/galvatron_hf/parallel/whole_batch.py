@@ -145,6 +145,8 @@ class WholeBatchForward:
         self.batch, self.ends_step, self.checks_inputs = batch, ends_step, False
         try:
             yield
+            if ends_step:
+                self.units.finish_step()
         finally:
             self.batch, self.ends_step, self.checks_inputs = 0, True, True
 

@@ -192,7 +192,9 @@ class ShardedUnits:
         self._ending = False
 
     def finish_step(self) -> None:
-        """Waits for the sums over copies that still run after the last backward of all stages."""
+        """Ends the step of replicated units that have not ended it: sums over copies still run after the last backward
+        of all stages, and a unit that was frozen saw no backward.
+        """
         for unit, _ in self.replicated:
             if unit.last:
                 unit.finish()
