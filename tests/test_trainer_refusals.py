@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -159,6 +160,10 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("world_size=4", "2 processes were started", "accelerate launch --num_processes 4", "torchrun"),
     ),
     "layers": (dict(parallel_plan=single_stage((S(),) * 3, 2)), ("3 layers", "has 4", "make a plan for 4 layers")),
+    "stacks": (
+        dict(parallel_plan=replace(PLAN, stacks={"encoder": 2, "decoder": 2})),
+        ("{'encoder': 2, 'decoder': 2}", "has {'decoder': 4}", "give the plan the model's stacks"),
+    ),
     "tied": (
         dict(build=FAMILIES["llama_tied"].build, parallel_plan=TIED_UNEQUAL),
         ("ties its embeddings", "give head the fields of embedding"),

@@ -63,6 +63,7 @@ from galvatron_hf.trainer.planning.step_meter import (
     outcome,
     prediction,
 )
+from galvatron_hf.trainer.refusals import told_once
 from galvatron_hf.trainer.start import (
     check_trainer,
     explained_empty_optimizer,
@@ -96,8 +97,9 @@ class _DirectlyAboveTrainer(ABCMeta):
         args, kwargs = source.with_model(args, kwargs)
         trainer = cls.__new__(cls, *args, **kwargs)
         trainer._source = source
-        trainer.__init__(*args, **kwargs)
-        trainer._check_trainer()
+        with told_once():
+            trainer.__init__(*args, **kwargs)
+            trainer._check_trainer()
         return trainer
 
 
@@ -180,9 +182,10 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         if not self._runs_parallel() or (self.parallel is not None and self.parallel.model is self.model):
             return
         self._set_signature_columns_if_needed()
-        plan, weights = self.plan_for(self.model), self._source.weights(self.model)
-        plan, device = with_fp32_weights(self.model, plan), self.args.device
-        self.parallel = parallelize(self.model, plan, world=self._world, weights=weights, device=device)
+        with told_once():
+            plan, weights = self.plan_for(self.model), self._source.weights(self.model)
+            plan, device = with_fp32_weights(self.model, plan), self.args.device
+            self.parallel = parallelize(self.model, plan, world=self._world, weights=weights, device=device)
         self.parallel.streams.seed = self.args.seed
         self.model.generate = partial(GalvatronMixin.generate, self)  # a subclass's own `generate` may call it
         self._components = Components.from_trainer(self)
