@@ -143,6 +143,17 @@ class GlobalBatchLoader(DataLoaderStateMixin):
         if hasattr(self.loader, "set_epoch"):
             self.loader.set_epoch(epoch)
 
+    def _rows_of_last(self, batch: dict[str, Any]) -> int:
+        """Returns the dataset's rows in a smaller last batch, as accelerate counts them: 0 if there is none, those of
+        the batch itself if the dataset has no length.
+        """
+        if getattr(self.loader, "_drop_last", False):
+            return 0
+        try:
+            return len(self.dataset) % self.total_batch_size
+        except TypeError:
+            return batch_rows(batch)
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
         self.reset()
         self.set_epoch(self.iteration)  # as accelerate's loader does when it begins
@@ -154,8 +165,7 @@ class GlobalBatchLoader(DataLoaderStateMixin):
             while following is not None:
                 batch, following = following, read_once(lambda: next(iterator, None))
                 self.end_of_dataloader = following is None
-                # As in accelerate for one process: the rows of a smaller last batch.
-                self.remainder = batch_rows(batch) if batch_rows(batch) < self.total_batch_size else 0
+                self.remainder = self._rows_of_last(batch) if self.end_of_dataloader else -1
                 yield batch
         finally:
             self.iteration += 1
