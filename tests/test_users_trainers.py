@@ -6,31 +6,34 @@ plain Trainer on one process, or an error that says what to do. Each comparison 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
-from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback
-from transformers.modeling_outputs import CausalLMOutput
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer, TrainerCallback
 
-from galvatron_hf import GalvatronMixin
+from galvatron_hf.data.loader import GlobalBatchLoader, batch_rows
 from galvatron_hf.parallel.comm import collectives
 from galvatron_hf.parallel.comm.meeting import Meetings
+from galvatron_hf.parallel.model_runner import ModelRunner
 from galvatron_hf.parallel.whole_batch import WholeBatchForward
 from galvatron_hf.plan import ParallelPlan
-from galvatron_hf.trainer import arguments, components
+from galvatron_hf.trainer import arguments as trainer_arguments
+from galvatron_hf.trainer import components, mixin
+from galvatron_hf.trainer.arguments import check_arguments
+from galvatron_hf.trainer.data import global_batches
 from galvatron_hf.trainer.data.global_batches import GlobalBatches
-from galvatron_hf.utils import compat
+from galvatron_hf.utils.progress import tell
 from oracle import Case, Rows, check_cases, collate
 from packing_runs import tokenizer
 from plans import light_plan, pipeline_plans, uniform
 from ranks import run_ranks
-from trainer_runs import trainer
+from trainer_runs import Run, arguments, assert_same_steps, on_ranks, run, trainer
 
 
 PAIR = light_plan(2)
@@ -181,6 +184,16 @@ def own_loaders(trainer_class: type[Trainer]) -> type[Trainer]:
     return OwnLoaders
 
 
+def flattening() -> Callable[[list[dict[str, Any]]], dict[str, torch.Tensor]]:
+    """Makes one row of the rows of a batch, whose number only the dataset knows."""
+    collator = DataCollatorWithFlattening()
+
+    def collate_flat(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return collator([{name: value.tolist() for name, value in row.items()} for row in rows])
+
+    return collate_flat
+
+
 # ---- E: data that changes while it is read; F: callbacks that call the model ----
 
 
@@ -231,6 +244,49 @@ def kept_by(callback_class: type[TrainerCallback]) -> Callable[[Trainer], Any]:
     return seen
 
 
+# ---- I: counters, epochs, learning rates ----
+
+
+def counts_calls(trainer_class: type[Trainer]) -> type[Trainer]:
+    class Counts(trainer_class):
+        calls = 0
+
+        def compute_loss(self, *args, **kwargs):
+            self.calls += 1
+            return super().compute_loss(*args, **kwargs)
+
+    return Counts
+
+
+class ByEpoch(IterableDataset):
+    """Yields other rows in every epoch."""
+
+    def __init__(self):
+        self.epoch, self.rows = 3, Rows(20, seed=2)  # accelerate sets 0 when it begins
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self):
+        return (self.rows[index] for index in range(5 * self.epoch, 5 * self.epoch + 5))
+
+
+def rates_by_layer(trainer_class: type[Trainer]) -> type[Trainer]:
+    """Trains later layers faster."""
+
+    class ByLayer(trainer_class):
+        def create_optimizer(self, model=None):
+            groups: dict[float, list] = {}
+            for name, parameter in self.model.named_parameters():
+                layer = int(name.split(".")[2]) if ".layers." in name else 0
+                groups.setdefault(0.05 * (1 + layer), []).append(parameter)
+            named = [{"params": groups[rate], "lr": rate} for rate in sorted(groups)]
+            self.optimizer = torch.optim.SGD(named, lr=0.05)
+            return self.optimizer
+
+    return ByLayer
+
+
 # ---- The cases ----
 
 EVALUATED = dict(eval_dataset=lambda: Rows(10, seed=2))
@@ -269,6 +325,11 @@ CASES: dict[str, Callable[[ParallelPlan], Case]] = {
     "D_own_loaders": lambda plan: own(
         plan, override=own_loaders, trainer=EVALUATED, options=dict(eval_strategy="steps", eval_steps=2)
     ),
+    "D_flattened": lambda plan: own(
+        plan,
+        trainer=EVALUATED | dict(data_collator=flattening),
+        options=dict(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=2),
+    ),
     "E_length_warm_up": lambda plan: Case(plan=plan, accumulates=True, **WARMING),
     "F_callback_calls_the_model": lambda plan: own(
         plan,
@@ -276,6 +337,13 @@ CASES: dict[str, Callable[[ParallelPlan], Case]] = {
         after=kept_by(CallsTheModel),
         options=dict(eval_strategy="steps", eval_steps=1),
     ),
+    "I_calls": lambda plan: own(plan, override=counts_calls, after=lambda trainer: trainer.calls),
+    "I_evaluation_stream": lambda plan: own(
+        plan,
+        trainer=dict(eval_dataset=ByEpoch),
+        options=dict(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=2),
+    ),
+    "I_rates_by_layer": lambda plan: own(plan, override=rates_by_layer),
 }
 
 
@@ -285,7 +353,7 @@ def test_as_on_one_process():
 
 def test_losses_that_look_at_all_logits_under_pipelines():
     plan = pipeline_plans()["zero_bubble"]
-    names = "A_masks_tokens", "A_calls_twice", "B_own_step", "C_pairs"
+    names = "A_masks_tokens", "A_calls_twice", "B_own_step", "C_pairs", "I_rates_by_layer"
     check_cases({name: CASES[name](plan) for name in names})
 
 
@@ -313,8 +381,17 @@ def the_first_tokens_of_a_step():
     return mock.patch.object(WholeBatchForward, "_arguments", arguments_of)
 
 
-def methods_are_dropped():
-    return mock.patch("galvatron_hf.trainer.overrides.overrides", lambda trainer, name: False)
+def steps_are_windows():
+    """Has a step of one's own compute nothing until the last batch of the step."""
+    return mock.patch.object(mixin, "computes_batches", lambda trainer: False)
+
+
+def the_first_epoch_again():
+    return mock.patch.object(GlobalBatchLoader, "set_epoch", lambda self, epoch: None)
+
+
+def rows_of_the_batch():
+    return mock.patch.object(GlobalBatchLoader, "_rows_of_last", lambda self, batch: batch_rows(batch))
 
 
 def rows_of_ranks_in_turn():
@@ -338,16 +415,246 @@ def streams_are_read_ahead():
 FAULTS: dict[str, tuple[str, Callable]] = {
     "A": ("A_masks_tokens", the_first_tokens_of_a_step),
     "A twice": ("A_calls_twice", the_first_tokens_of_a_step),
+    "B": ("B_own_step", steps_are_windows),
     "C": ("C_pairs", rows_of_ranks_in_turn),
     "D": ("D_own_loaders", loaders_read_a_share),
+    "D flattened": ("D_flattened", rows_of_the_batch),
     "E": ("E_length_warm_up", streams_are_read_ahead),
     "F": ("F_callback_calls_the_model", rows_of_ranks_in_turn),
+    "I": ("I_evaluation_stream", the_first_epoch_again),
 }
 
 
 def test_faults_are_seen():
+    """Each fault changes the numbers of its case."""
     cases = {name: replace(CASES[case](PAIR), fault=fault) for name, (case, fault) in FAULTS.items()}
     with pytest.raises(AssertionError) as error:
         check_cases(cases, world_size=2)
     for name in cases:
         assert f"{name}: rank" in str(error.value), name
+
+
+# ---- F: numbers of parts; G: calls that some ranks do not make ----
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_number_of_a_part_of_a_weight_is_refused_and_one_of_the_whole_is_right(tmp_path):
+    plain = trainer(tmp_path / "plain", trainer_class=Trainer).model.model.embed_tokens.weight.detach()
+
+    def work() -> tuple[str, str, float]:
+        made = trainer(tmp_path / "run", PAIR)
+        made.ensure_parallel()
+        weight = made.model.model.embed_tokens.weight.detach()
+        return (
+            error_of(lambda: weight.norm().item()),
+            error_of(lambda: float(weight.sum())),
+            weight.full_tensor().norm(),
+        )
+
+    for of_item, of_float, norm in run_ranks(work, 2):
+        assert "full_tensor()" in of_item and "full_tensor()" in of_float
+        assert float(norm) == pytest.approx(float(plain.norm()), rel=1e-6)
+
+
+CALLS: dict[str, Callable[[Trainer], Any]] = {
+    "train": lambda made: made.train(),
+    "evaluate or predict": lambda made: made.evaluate(Rows(4)),
+    "save_model": lambda made: made.save_model(),
+    "generate": lambda made: made.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2),
+    "model(...)": lambda made: made.model(input_ids=torch.tensor([[5, 6, 7]])),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_a_rank_does_not_make_names_it_after_the_timeout(call, tmp_path):
+    def work() -> str:
+        made = trainer(tmp_path, PAIR, options=dict(max_steps=1, ddp_timeout=2))
+        made.ensure_parallel()
+        return error_of(lambda: CALLS[call](made)) if made.args.process_index == 0 else ""
+
+    message, _ = run_ranks(work, 2, timeout=60)
+    assert message.startswith(f"RuntimeError: {call} was called on rank 0, and rank 1 did not call it within 2 s"), (
+        message
+    )
+    assert "call it on every rank" in message
+
+
+def test_ranks_that_make_different_calls_are_told(tmp_path):
+    def work() -> str:
+        made = trainer(tmp_path, PAIR, options=dict(max_steps=1))
+        made.ensure_parallel()
+        call = CALLS["save_model" if made.args.process_index == 0 else "evaluate or predict"]
+        return error_of(lambda: call(made))
+
+    first, second = run_ranks(work, 2, timeout=60)
+    assert "Rank 0 called save_model, and rank 1 called evaluate or predict" in first
+    assert "Rank 1 called evaluate or predict, and rank 0 called save_model" in second
+
+
+def test_different_batches_of_the_ranks_are_refused(tmp_path):
+    def work() -> str:
+        made = trainer(tmp_path, PAIR)
+        made.ensure_parallel()
+        ids = torch.tensor([[5, 6, 7 + made.args.process_index]])
+        return error_of(lambda: made.model(input_ids=ids))
+
+    for message in run_ranks(work, 2):
+        assert "called the model with different tokens" in message
+
+
+@pytest.mark.parametrize("name", ["use_cache", "output_hidden_states", "past_key_values", "inputs_embeds"])
+def test_what_has_no_layout_is_refused_by_name(name, tmp_path):
+    value = torch.zeros(1, 3, 32) if name == "inputs_embeds" else True
+
+    def work() -> str:
+        made = trainer(tmp_path, PAIR)
+        made.ensure_parallel()
+        return error_of(lambda: made.model(input_ids=torch.tensor([[5, 6, 7]]), **{name: value}))
+
+    for message in run_ranks(work, 2):
+        assert f"called with {name!r}" in message and "leave it out" in message
+
+
+# ---- H: the batch of a step ----
+
+
+def batch_run(folder: Path, plan: ParallelPlan | str, **more: Any) -> Run:
+    """Trains with SGD; `more` are arguments of training, and of the Trainer's."""
+    options = dict(optim="sgd", learning_rate=0.2, max_steps=4, per_device_train_batch_size=1) | more.pop("options")
+    then = lambda made: (made.state.epoch, made.state.max_steps)  # noqa: E731
+    return run(folder, plan, options=options, then=then, **more)
+
+
+BATCHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one row": (1, dict(gradient_accumulation_steps=1)),
+    "three rows": (3, dict(gradient_accumulation_steps=1)),
+    "accumulated": (6, dict(gradient_accumulation_steps=2)),
+    "epochs": (5, dict(gradient_accumulation_steps=1, max_steps=-1, num_train_epochs=1)),
+    "packed": (5, dict(gradient_accumulation_steps=1, packing="static")),
+}
+
+
+def test_the_global_batch_is_that_of_one_process(tmp_path):
+    def own(name: str, rows: int, options: dict[str, Any]) -> Run:
+        packs = dict(data_collator=DataCollatorForSeq2Seq(tokenizer())) if name == "packed" else {}
+        return batch_run(tmp_path / name, PAIR, options=options | dict(global_batch_size=rows), **packs)
+
+    found = on_ranks(lambda: {name: own(name, *case) for name, case in BATCHES.items()}, 2)
+    for name, (rows, options) in BATCHES.items():
+        steps = options["gradient_accumulation_steps"]
+        plain = {key: value for key, value in options.items() if key != "packing"}
+        plain |= dict(per_device_train_batch_size=rows // steps)
+        wanted = batch_run(tmp_path / "plain" / name, options=plain, plan="auto", trainer_class=Trainer)
+        for seen in found:
+            assert_same_steps(seen[name], wanted)
+            assert seen[name].result == wanted.result
+            for key, weight in wanted.weights.items():
+                torch.testing.assert_close(seen[name].weights[key], weight, rtol=1e-4, atol=1e-6)
+
+
+def test_a_run_with_a_global_batch_resumes(tmp_path):
+    options = dict(gradient_accumulation_steps=1, global_batch_size=3, save_strategy="steps", save_steps=2)
+
+    def work() -> tuple[Run, Run]:
+        whole = batch_run(tmp_path, PAIR, options=options)
+        return whole, batch_run(tmp_path, PAIR, options=options, resume=tmp_path / "checkpoint-2")
+
+    for whole, resumed in on_ranks(work, 2):
+        assert resumed.steps(after=2) == whole.steps(after=2)
+        assert all(torch.equal(resumed.weights[name], weight) for name, weight in whole.weights.items())
+
+
+@pytest.mark.parametrize(
+    "rows, steps, reason", [(0, 1, "positive integer"), (5, 2, "not a multiple"), (2.5, 1, "number")]
+)
+def test_a_global_batch_that_is_none_is_refused(rows, steps, reason, tmp_path):
+    args = arguments(
+        tmp_path, gradient_accumulation_steps=steps, global_batch_size=rows, per_device_train_batch_size=1
+    )
+    with pytest.raises(ValueError, match=f"global_batch_size {rows}.*{reason}"):
+        check_arguments(args, None)
+
+
+@pytest.mark.parametrize("given, wanted", [(None, [4, 4]), (1, [8]), (4, [2, 2, 2, 2])])
+def test_a_plan_without_micro_batches_takes_them_from_the_accumulation(given, wanted, tmp_path):
+    """Counts the rows of each forward of a step."""
+
+    def work() -> list[int]:
+        seen, original = [], ModelRunner.micro_batch
+
+        def micro_batch(self, input_ids, **inputs):
+            seen.append(input_ids.shape[0])
+            return original(self, input_ids, **inputs)
+
+        with mock.patch.object(ModelRunner, "micro_batch", micro_batch):
+            made = trainer(tmp_path, replace(PAIR, micro_batches=given), options=dict(max_steps=1, packing="none"))
+            made.train()
+        return seen
+
+    assert run_ranks(work, 2) == [wanted, wanted]
+
+
+FAULTS_OF_BATCHES: dict[str, tuple[Any, str, Any, Callable[[Path], None]]] = {
+    "global batch": (
+        global_batches,
+        "batch_rows_of",
+        lambda args: 2 * args.train_batch_size,
+        lambda folder: test_the_global_batch_is_that_of_one_process(folder),
+    ),
+    "micro-batches": (
+        trainer_arguments,
+        "with_micro_batches",
+        lambda plan, args: plan,
+        lambda folder: test_a_plan_without_micro_batches_takes_them_from_the_accumulation(None, [4, 4], folder),
+    ),
+    "missing ranks": (
+        Meetings,
+        "_missing",
+        lambda self: [],
+        lambda folder: test_a_call_that_a_rank_does_not_make_names_it_after_the_timeout("save_model", folder),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS_OF_BATCHES)
+def test_faults_of_batches_and_meetings_are_seen(name, tmp_path, monkeypatch):
+    owner, attribute, wrong, test = FAULTS_OF_BATCHES[name]
+    monkeypatch.setattr(owner, attribute, wrong)
+    with pytest.raises(AssertionError):
+        test(tmp_path)
+
+
+# ---- I: what is said ----
+
+
+def test_a_resumed_run_says_from_where_and_an_evaluation_counts_all_rows(tmp_path):
+    options = dict(max_steps=2, save_strategy="steps", save_steps=1)
+
+    def work() -> tuple[bool, float]:
+        trainer(tmp_path, PAIR, options=options).train()
+        made = trainer(tmp_path, PAIR, options=options)
+        with mock.patch.object(mixin.logger, "warning") as warning:
+            made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        told = mock.call(f"Training resumes from {tmp_path / 'checkpoint-1'}.") in warning.mock_calls
+        metrics = made.evaluate(Rows(10))
+        return told, metrics["eval_samples_per_second"] * metrics["eval_runtime"]
+
+    (first, count), (second, other) = run_ranks(work, 2)
+    assert first and not second
+    assert [count, other] == pytest.approx([10, 10], abs=0.1)
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_progress_is_printed_or_logged(shown, capsys, caplog):
+    tell("Measuring.", shown)
+    tell("The plan.", shown, result=True)
+    printed = capsys.readouterr()
+    assert (printed.err, printed.out) == (("Measuring.\n", "The plan.\n") if shown else ("", ""))
+    assert caplog.messages == ([] if shown else ["Measuring.", "The plan."])
