@@ -224,6 +224,7 @@ def test_an_evaluator_predicts_and_gathers_in_the_order_of_the_global_batch():
                 eval_batch_size=2,
                 include_for_metrics=["inputs"],
             ),
+            label_names=lambda: ["labels"],
             prepare=dict,
             count_items=count_items,
             pack=lambda batch: None,

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -159,6 +160,9 @@ def test_prediction_and_repeated_evaluation():
     check_cases(
         {
             "prediction": untrained(after=predict_all),
+            "without_logits": untrained(after=partial(evaluate, ignore_keys=["logits"])),
+            "several_labels": untrained(after=predict_all, label_names=["labels", "attention_mask"]),
+            "another_label": untrained(label_names=["attention_mask"]),
             "persistent_workers": untrained(after=twice, dataloader_num_workers=1, dataloader_persistent_workers=True),
             "training_without_metrics": Case(
                 plan=REPLICATE,

@@ -184,6 +184,7 @@ class Counts:
 
     def __call__(self, found, compute_result: bool = True) -> dict[str, float]:
         logits, labels = found.predictions, found.label_ids
+        arrays = len(labels) if isinstance(labels, tuple) else 1
         labels = labels[0] if isinstance(labels, tuple) else labels
         batches = zip(logits, labels, strict=True) if isinstance(logits, list) else [(logits, labels)]
         for scores, wanted in batches:
@@ -193,7 +194,7 @@ class Counts:
             self.all += int(kept.sum())
         if not compute_result:
             return {}
-        result = {"right": self.right / self.all}
+        result = {"right": self.right / self.all, "label_arrays": arrays}
         for name in ("inputs", "losses"):
             if getattr(found, name, None) is not None:
                 result[name] = float(np.asarray(getattr(found, name), dtype=float).sum())

@@ -77,6 +77,7 @@ class Components:
         evaluator = Evaluator(
             parallel=parallel,
             args=args,
+            label_names=lambda: trainer.label_names,
             prepare=prepare,
             count_items=count_items,
             pack=packer.pack_for_evaluation,

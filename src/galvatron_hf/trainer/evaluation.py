@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +14,13 @@ from accelerate.utils import gather, recursively_apply
 from transformers import GenerationConfig, TrainingArguments
 
 from galvatron_hf.data.loader import batch_rows, equal_share, fill_rows
+from galvatron_hf.models.losses import without_labels
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.utils.compat import default_max_length
 
 
-Prediction = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+Labels = torch.Tensor | tuple[torch.Tensor, ...]
+Prediction = tuple[torch.Tensor | None, torch.Tensor | tuple[()] | None, Labels | None]
 
 
 @dataclass(kw_only=True)
@@ -27,6 +29,7 @@ class Evaluator:
     a method of the user's own has computed them: then they are whole.
 
     Args:
+        label_names (`Callable`): returns the names of a batch's labels, as Trainer's `label_names`.
         prepare (`Callable`): moves a batch to the device, as Trainer's `_prepare_inputs`.
         pack (`Callable`): returns the packed micro-batches of a batch, or None if it stays padded.
         repeats (`bool`): the loss of a smaller last batch is counted as often as that of the others.
@@ -34,6 +37,7 @@ class Evaluator:
 
     parallel: ParallelModel
     args: TrainingArguments
+    label_names: Callable[[], list[str]]
     prepare: Callable[[dict[str, Any]], dict[str, Any]]
     count_items: Callable[[list[dict[str, Any]]], torch.Tensor | None]
     pack: Callable[[dict[str, Any]], list[dict[str, Any]] | None]
@@ -46,10 +50,16 @@ class Evaluator:
         """Returns the rows whose logits this rank has."""
         return equal_share(batch, self.parallel.share_index, self.args.world_size)
 
-    def predict(self, whole: dict[str, Any], loss_only: bool) -> Prediction:
-        """Returns loss, logits and labels of a global batch, the last two None if `loss_only`; collective."""
-        batch, items = self._prepared(whole)
-        labels = batch.get("labels")
+    def predict(self, whole: dict[str, Any], loss_only: bool, ignored: Collection[str] = ()) -> Prediction:
+        """Returns loss, logits and labels of a global batch, the last two None if `loss_only`; collective. Loss and
+        labels are None if the batch lacks one of the label names. Logits are an empty tuple if they are `ignored`.
+        """
+        batch = self.prepare(dict(whole))
+        labels = self._labels(batch)
+        self._begin(batch, whole=False, has_loss=labels is not None)
+        items = None if labels is None else self.count_items([batch])
+        if labels is None:
+            batch = without_labels(batch, self.parallel.runner.loss)
         packed = self.pack(whole) if loss_only and labels is not None else None
         shares = -(-self._real_rows // self.args.world_size) * self.args.world_size
         options = {} if packed is not None else {"return_logits": not loss_only}
@@ -57,7 +67,10 @@ class Evaluator:
         outputs = self.parallel.evaluate(fill_rows(batch, shares) if packed is None else packed, **options)
         if loss_only:
             return outputs.loss, None, None
-        return outputs.loss, outputs.logits, None if labels is None else self.share({"labels": labels})["labels"]
+        if labels is not None:
+            labels = tuple(self.share(labels).values())
+            labels = labels[0] if len(labels) == 1 else labels
+        return outputs.loss, () if "logits" in ignored else outputs.logits, labels
 
     def generate(
         self,
@@ -70,16 +83,16 @@ class Evaluator:
         the whole global batch are generated at once by `generate` with `options`; `pad` pads tokens [B, S] to a
         length.
         """
-        batch, items = self._prepared(whole)
-        labels, config = batch.get("labels"), self.parallel.model.generation_config
+        batch, config = self.prepare(dict(whole)), self.parallel.model.generation_config
+        labels = batch.get(self.parallel.runner.loss.labels)
+        self._begin(batch, whole=False, has_loss=labels is not None)
         prompts = {name: value for name, value in batch.items() if name in ("input_ids", "attention_mask")}
         options = {name: value for name, value in options.items() if value is not None}
         tokens, loss = generate(**prompts, **options).to(self.args.device), None
         if labels is not None:
-            loss = self.parallel.evaluate(batch, **self._loss_options(items)).loss
+            loss = self.parallel.evaluate(batch, **self._loss_options(self.count_items([batch]))).loss
             labels = _lengthened(labels, config, pad)
-        shares = self.share({"tokens": _lengthened(tokens, config, pad), "labels": labels})
-        return loss, shares["tokens"], shares["labels"]
+        return (loss, *self.share({"tokens": _lengthened(tokens, config, pad), "labels": labels}).values())
 
     def whole(self, batch: dict[str, Any], prediction: Prediction) -> Prediction:
         """Returns a prediction of the whole batch, which is not gathered."""
@@ -105,12 +118,10 @@ class Evaluator:
 
         return recursively_apply(in_order, gather(tensors))
 
-    def _prepared(self, whole: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor | None]:
-        """Returns a global batch on the device, and the number of its targets if it has labels."""
-        batch = self.prepare(dict(whole))
-        labelled = batch.get("labels") is not None
-        self._begin(batch, whole=False, has_loss=labelled)
-        return batch, self.count_items([batch]) if labelled else None
+    def _labels(self, batch: dict[str, Any]) -> dict[str, torch.Tensor] | None:
+        """Returns the labels of a batch by name; None if it lacks one."""
+        labels = {name: batch.get(name) for name in self.label_names()}
+        return labels if labels and all(value is not None for value in labels.values()) else None
 
     def _begin(self, batch: dict[str, Any], whole: bool, has_loss: bool) -> None:
         self._real_rows, self._whole = batch_rows(batch), whole

@@ -556,7 +556,9 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
             return evaluator.generate(
                 inputs, self.model.generate, getattr(self, "_pad_tensors_to_max_len", None), options
             )
-        return evaluator.predict(inputs, prediction_loss_only)
+        if ignore_keys is None:
+            ignore_keys = getattr(self.model.config, "keys_to_ignore_at_inference", ())
+        return evaluator.predict(inputs, prediction_loss_only, ignored=ignore_keys)
 
     def _predict_batch(self, method, model: nn.Module, inputs, *args, **kwargs) -> Prediction:
         """Has a subclass's own methods, or Trainer's with its own loss, predict one global batch."""
