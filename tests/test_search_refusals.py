@@ -18,6 +18,9 @@ def test_plans_without_a_price_are_refused():
     many = ParallelPlan.uniform(4, 5)
     with pytest.raises(ValueError, match="The plan has 5 layers and the model 4; make a plan for 4 layers."):
         estimate_plan(hardware, model, workload(8), many)
+    named = replace(ParallelPlan.uniform(4, 4), stacks={"encoder": 2, "decoder": 2})
+    with pytest.raises(ValueError, match="has the stacks {'encoder': 2, 'decoder': 2} and the model {'decoder': 4}"):
+        estimate_plan(hardware, model, workload(8), named)
     unknown = ParallelPlan(world_size=4, stacks={"decoder": 4}, layers=(LayerStrategy(tensor=4),) * 4)
     with pytest.raises(ValueError, match="has no figures for degree .*; profile the model with it."):
         estimate_plan(hardware, model, workload(8), unknown)

@@ -24,7 +24,7 @@ from galvatron_hf.parallel.model_runner import ModelRunner
 from galvatron_hf.parallel.whole_batch import WholeBatchForward
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.trainer import arguments as trainer_arguments
-from galvatron_hf.trainer import components, mixin
+from galvatron_hf.trainer import components, mixin, start
 from galvatron_hf.trainer.arguments import check_arguments
 from galvatron_hf.trainer.data import global_batches
 from galvatron_hf.trainer.data.global_batches import GlobalBatches
@@ -599,6 +599,25 @@ def test_a_plan_without_micro_batches_takes_them_from_the_accumulation(given, wa
         return seen
 
     assert run_ranks(work, 2) == [wanted, wanted]
+
+
+def test_micro_batches_that_a_loss_of_whole_batches_leaves_unused_are_told(tmp_path):
+    def work() -> list[list[str]]:
+        told = []
+        for micro_batches, own in ((4, True), (2, True), (4, False)):
+            loss = own_loss if own else None
+            with mock.patch.object(start.logger, "warning") as warning:
+                trainer(tmp_path, replace(PAIR, micro_batches=micro_batches), compute_loss_func=loss)
+            told.append([str(call.args[0]) for call in warning.mock_calls])
+        return told
+
+    first, second = run_ranks(work, 2)
+    assert [len(one) for one in first] == [1, 0, 0] and second == [[], [], []]
+    assert "micro_batches=4 of the plan is not used" in first[0][0]
+
+
+def own_loss(outputs, labels, num_items_in_batch=None):
+    return outputs.logits.float().logsumexp(-1).mean()
 
 
 FAULTS_OF_BATCHES: dict[str, tuple[Any, str, Any, Callable[[Path], None]]] = {

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
 from galvatron_hf.models.families import adapter_for
@@ -25,7 +25,7 @@ from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.supported import require_runnable
 from galvatron_hf.trainer.arguments import with_precision
 from galvatron_hf.trainer.optimizers import check_elementwise
-from galvatron_hf.trainer.overrides import check_overrides
+from galvatron_hf.trainer.overrides import check_overrides, computes_batches
 from galvatron_hf.trainer.planning.auto_planner import AutoPlanner
 
 
@@ -55,9 +55,21 @@ def check_trainer(trainer: Trainer, given: ParallelPlan | None, planner: AutoPla
     check_overrides(trainer)
     if trainer.optimizer_cls_and_kwargs is not None:
         check_elementwise(*trainer.optimizer_cls_and_kwargs)
+    if given is not None and computes_batches(trainer):
+        _warn_of_whole_batches(given, trainer.args)
     plan = with_precision(given or planner.plan_without_search(trainer.model), trainer.args)
     check_plan(plan)
     check_model(trainer.model, adapter_for(trainer.model), plan)
+
+
+def _warn_of_whole_batches(plan: ParallelPlan, args: TrainingArguments) -> None:
+    """Warns that a plan's micro-batches do not bound memory under a loss that needs the logits of a whole batch."""
+    batches = args.gradient_accumulation_steps
+    if len(plan.rank_groups) == 1 and plan.micro_batch_count > batches and args.should_log:
+        logger.warning(
+            f"micro_batches={plan.micro_batch_count} of the plan is not used: a loss of your own is computed from "
+            f"whole batches, {batches} in a step; raise gradient_accumulation_steps to need less memory."
+        )
 
 
 def with_fp32_weights(model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
