@@ -67,6 +67,12 @@ def llama(**changes):
     return lambda: FAMILIES["llama"].build(**changes)
 
 
+def with_hidden_states():
+    model = FAMILIES["llama"].build()
+    model.config.output_hidden_states = True
+    return model
+
+
 def llama_like(prefix: str, **options):
     return Family(prefix=prefix, options=options).build
 
@@ -164,6 +170,7 @@ REFUSED: dict[str, tuple] = {
         ["master", "fp32"],
     ),
     "quantised": (quantised, DATA, ["quantised", "bf16 or fp32"]),
+    "hidden states": (with_hidden_states, DATA, ["output_hidden_states=True", "to False"]),
     "several dtypes": (of_two_dtypes, DATA, ["bfloat16", "float32", "float()"]),
     "norms over all heads": (FAMILIES["olmo2"].build, TENSOR, ["Olmo2ForCausalLM", "ulysses 4"]),
     "uneven pieces of pieces": (

@@ -522,6 +522,20 @@ def test_what_has_no_layout_is_refused_by_name(name, tmp_path):
         assert f"called with {name!r}" in message and "leave it out" in message
 
 
+@pytest.mark.parametrize("by_config", [True, False])
+def test_a_tuple_is_returned_where_the_call_or_the_config_asks_for_it(by_config, tmp_path):
+    def work() -> tuple[bool, bool]:
+        made = trainer(tmp_path, PAIR)
+        made.ensure_parallel()
+        batch = {name: torch.tensor([[5, 6, 7]]) for name in ("input_ids", "labels")}
+        made.model.config.return_dict = not by_config
+        outputs = made.model(**batch) if by_config else made.model(**batch, return_dict=False)
+        named = made.model(**batch, return_dict=True)
+        return isinstance(outputs, tuple), torch.equal(outputs[1], named.logits)
+
+    assert run_ranks(work, 2) == [(True, True)] * 2
+
+
 # ---- H: the batch of a step ----
 
 

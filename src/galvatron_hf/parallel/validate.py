@@ -54,6 +54,7 @@ def check_model(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPla
         )
     _check_weights(model)
     _check_kernel(model)
+    _check_outputs(model)
     for index, strategy in enumerate(plan.layers):
         _check_attention(index, strategy, layers[index], model, places[index].stack)
         _check_strategy(index, strategy, model, places[index].stack, specs.layers[index])
@@ -87,6 +88,16 @@ def _check_kernel(model: PreTrainedModel) -> None:
             "reorder_and_upcast_attn=True with eager attention bypasses the registered attention function; "
             "set it to False or use attn_implementation='sdpa'."
         )
+
+
+def _check_outputs(model: PreTrainedModel) -> None:
+    """Refuses a configuration that asks for outputs beside loss and logits."""
+    for name in ("output_hidden_states", "output_attentions"):
+        if getattr(model.config, name, False):
+            raise ValueError(
+                f"The model's config has {name}=True, and under a parallel plan a model returns its loss and logits "
+                f"alone; set model.config.{name} to False."
+            )
 
 
 def _check_attention(

@@ -123,7 +123,8 @@ class WholeBatchForward:
         for an argument that has no layout under a plan, and if ranks pass different tokens.
         """
         inputs = self._arguments(args, kwargs)
-        per_token, as_dict = inputs.pop("fused_lm_head", False), inputs.pop("return_dict", None) is not False
+        per_token, as_dict = inputs.pop("fused_lm_head", False), inputs.pop("return_dict", None)
+        as_dict = self.runner.model.config.return_dict if as_dict is None else as_dict
         self._check_same(inputs["input_ids"])
         self.runner.position.micro_batch = self.call
         if self.pipeline is None:
