@@ -20,7 +20,6 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from equivalence import whole
 from galvatron_hf.data.cost import SequenceCost
-from galvatron_hf.data.loader import batch_rows
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import ParallelPlan
@@ -30,7 +29,7 @@ from galvatron_hf.trainer.checkpoint.checkpoint_writer import SaveError
 from galvatron_hf.trainer.checkpoint.checkpointer import Checkpointer
 from galvatron_hf.trainer.checkpoint.model_source import ModelSource
 from galvatron_hf.trainer.data.dataset_rows import DatasetRows
-from galvatron_hf.trainer.data.global_batches import GlobalBatches, filled
+from galvatron_hf.trainer.data.global_batches import GlobalBatches
 from galvatron_hf.trainer.data.pack_planner import PackPlanner
 from galvatron_hf.trainer.data.packing_rules import PackingRules
 from galvatron_hf.trainer.data.sequence_cost import StepCost
@@ -192,13 +191,6 @@ def test_loaders_join_the_batches_of_all_ranks():
             batches.joined(DataLoader(rows, batch_size=3))
     args.accelerator_config.split_batches, args.global_batch_size = True, None
     assert batches.joined(loaders["batches"][0]) is loaders["batches"][0]
-
-
-def test_missing_batches_of_a_step_are_empty():
-    batch = {"input_ids": torch.arange(14).reshape(7, 2)}
-    found, empty = filled([batch], 2)
-    assert found is batch and batch_rows(empty) == 0
-    assert filled([], 2) == []
 
 
 def test_a_step_state_collects_batches_and_reads_its_numbers():

@@ -151,8 +151,10 @@ def test_every_kind_of_data_gives_the_rows_of_one_process(world_size):
                 trainer=dict(data_collator=lambda: lambda rows: BatchEncoding(collate(rows))),
                 options=dict(max_steps=3),
             ),
-            # 2, 2 | 2: and here before the second batch of a step.
-            "iterable_short": Case(plan=plan, train=lambda: Stream(3 * world_size), options=dict(max_steps=3)),
+            # 2, 2 | 2 (4, 4 | 4): here before it, so the gradients of each pass's last batch stay for the next step.
+            "iterable_short": Case(
+                plan=plan, train=lambda: Stream(3 * world_size), accumulates=True, options=dict(max_steps=3)
+            ),
             "random_collator": Case(plan=plan, **random, options=dict(max_steps=3, **ONCE, **ADAMW), updates=False),
             "workers": Case(plan=plan, **random, options=dict(dataloader_num_workers=2, max_steps=3, **ONCE)),
             "one_row_of_positions": Case(

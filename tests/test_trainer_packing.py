@@ -154,6 +154,8 @@ def test_options_of_training_and_packing():
         {
             "smoothing": case(mixed, label_smoothing_factor=0.1),
             "streams": replace(case(replicate), train=lambda: Stream(61, **LONG_TAIL)),
+            # Batches of 4 rows: the data ends before the second one of a step.
+            "short stream": replace(case(mixed, max_steps=4), accumulates=True, train=lambda: Stream(19, **LONG_TAIL)),
             "small packs": case(mixed, packing=dict(max_tokens_per_rank=48)),
             "multiples": case(mixed, packing=dict(pack_to_multiple_of=16)),
             "accumulating": replace(case(replicate), accumulates=True),

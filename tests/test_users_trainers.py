@@ -29,7 +29,7 @@ from galvatron_hf.trainer.arguments import check_arguments
 from galvatron_hf.trainer.data import global_batches
 from galvatron_hf.trainer.data.global_batches import GlobalBatches
 from galvatron_hf.utils.progress import tell
-from oracle import Case, Rows, check_cases, collate
+from oracle import Case, Rows, Stream, check_cases, collate
 from packing_runs import tokenizer
 from plans import light_plan, pipeline_plans, uniform
 from ranks import run_ranks
@@ -344,6 +344,11 @@ CASES: dict[str, Callable[[ParallelPlan], Case]] = {
         options=dict(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=2),
     ),
     "I_rates_by_layer": lambda plan: own(plan, override=rates_by_layer),
+    # Batches of 2, 2 | 2, 2 | 2 rows, or 4, 4 | 2: the gradients of a pass's last batch stay for the next step.
+    "I_stream": lambda plan: own(plan, train=lambda: Stream(10), options=dict(max_steps=4)),
+    "I_stream_of_own_loss": lambda plan: own(
+        plan, override=losing(masks_tokens), train=lambda: Stream(10), options=dict(max_steps=4)
+    ),
 }
 
 
@@ -353,7 +358,7 @@ def test_as_on_one_process():
 
 def test_losses_that_look_at_all_logits_under_pipelines():
     plan = pipeline_plans()["zero_bubble"]
-    names = "A_masks_tokens", "A_calls_twice", "B_own_step", "C_pairs", "I_rates_by_layer"
+    names = "A_masks_tokens", "A_calls_twice", "B_own_step", "C_pairs", "I_rates_by_layer", "I_stream"
     check_cases({name: CASES[name](plan) for name in names})
 
 

@@ -26,15 +26,6 @@ def batch_rows(batch: dict[str, Any]) -> int:
     return next(value.shape[0] for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim > 0)
 
 
-def take_rows(batch: dict[str, Any], start: int, stop: int) -> dict[str, Any]:
-    """Returns rows [start, stop) of every tensor that has the batch's number of rows; keeps other values."""
-    rows = batch_rows(batch)
-    return {
-        name: value[start:stop] if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == rows else value
-        for name, value in batch.items()
-    }
-
-
 def equal_share(batch: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
     """Returns a rank's share for gathering: all ranks have equally many rows; the last row is repeated as padding."""
     rows = batch_rows(batch)
@@ -67,7 +58,6 @@ def join_batches(batches: list[dict[str, Any]], pad_token_id: int) -> dict[str, 
     """Joins batches by rows; shorter rows are padded with positions that have no target. Tensors are [B_i, S_i], or
     [B_i, ...] with equal trailing shapes; other differences raise ValueError. `pad_token_id` pads `input_ids`.
     """
-    batches = [batch for batch in batches if batch_rows(batch) > 0] or batches[:1]
     if len(batches) == 1:
         return dict(batches[0])
     fill = {"input_ids": pad_token_id} | dict.fromkeys(NEXT_TOKEN.names, IGNORED)

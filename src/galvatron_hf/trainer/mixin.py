@@ -22,7 +22,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from transformers.utils import logging
 
-from galvatron_hf.data.loader import GlobalBatchLoader, batch_rows
+from galvatron_hf.data.loader import GlobalBatchLoader
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.comm.objects import gather_objects
 from galvatron_hf.parallel.model import ParallelModel
@@ -46,7 +46,7 @@ from galvatron_hf.trainer.checkpoint.plain_model import (
 from galvatron_hf.trainer.checkpoint.random_state import load_random_state, plain_random_files
 from galvatron_hf.trainer.checkpoint.restart import checkpoint_of_restart
 from galvatron_hf.trainer.components import Components, added_callback, auto_planner
-from galvatron_hf.trainer.data.global_batches import GlobalBatches, SharedIterator, as_one_process, filled
+from galvatron_hf.trainer.data.global_batches import GlobalBatches, SharedIterator, as_one_process
 from galvatron_hf.trainer.evaluation import Prediction
 from galvatron_hf.trainer.fault.stop_signal import StopSignal
 from galvatron_hf.trainer.fault.watchdog import position_in_step, watched
@@ -348,8 +348,7 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         number, last = self.state.global_step, self.state.global_step + 1 >= self.state.max_steps
         found, placement = self._components.packer.read_step(epoch_iterator, num_batches, step=number, last=last)
         self._step_state = StepState(number=number, placement=placement, count=len(found))
-        samples = filled(found, num_batches)
-        return samples, self._get_num_items_in_batch(samples, device)
+        return found, self._get_num_items_in_batch(found, device)
 
     def _read_batches(self, method, epoch_iterator: Iterator, num_batches: int, device: torch.device):
         """Has a subclass's own method choose the batches of a step, on every rank from what rank 0 reads."""
@@ -371,8 +370,9 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         if self.parallel is None or computes_batches(self):
             return super().training_step(model, inputs, num_items_in_batch)
         step = self._step_state or StepState(number=self.state.global_step)
-        self._step_state = step.with_batch(inputs, num_items_in_batch)
-        if not self.accelerator.gradient_state.sync_gradients:
+        self._step_state = step = step.with_batch(inputs, num_items_in_batch)
+        # Where a stream ends inside a step, Trainer keeps the gradients of its last batches for the next step.
+        if len(step.batches) < step.count and not self.accelerator.gradient_state.sync_gradients:
             return torch.zeros((), device=self.args.device)
         step = self._components.packer.pack(self._step_state)
         # A second call in a step brings its own batch.
@@ -391,8 +391,6 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         self, method, model: nn.Module, inputs: dict[str, Any], num_items_in_batch=None
     ) -> torch.Tensor:
         """Has a subclass's own methods, or Trainer's with its own loss, compute one global batch of a step."""
-        if batch_rows(inputs) == 0:
-            return torch.zeros((), device=self.args.device)
         step = self._step_state or StepState(number=self.state.global_step)
         step = self._step_state = step.with_batch(dict(inputs), num_items_in_batch)
         self.current_gradient_accumulation_steps = step.count
@@ -454,8 +452,9 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         """
         if self.parallel is not None and self.parallel.pipeline is not None and self.control.should_log:
             kwargs["learning_rate"] = gather_objects(kwargs.get("learning_rate"))[0]
+        logged_before = self._globalstep_last_logged
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
-        if self.parallel is not None and self._globalstep_last_logged == self.state.global_step:
+        if self.parallel is not None and self._globalstep_last_logged > logged_before:
             tr_loss.zero_()
 
     def store_flos(self) -> None:

@@ -20,7 +20,7 @@ class StepState:
     Attributes:
         number (`int`): optimizer steps before this one, over all epochs.
         placement ([`StepPlacement`], *optional*): the placement of the step's documents, if they are packed.
-        count (`int`): global batches of the step that have rows.
+        count (`int`): global batches of the step; fewer than usual where the data ends.
         batches (`tuple[dict[str, Any], ...]`): global batches of the step so far.
         num_items (`torch.Tensor` or `int`, *optional*): targets of all batches of the step.
         batch ([`Batch`], *optional*): what is computed: one global batch of all batches, or packed micro-batches, or

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from accelerate import Accelerator
-from galvatron_hf.data.loader import join_batches, read_once, take_rows
+from galvatron_hf.data.loader import join_batches, read_once
 from galvatron_hf.data.packing import BOUNDS
 from galvatron_hf.trainer.arguments import batch_rows_of
 from galvatron_hf.utils.compat import keep_dataloader
@@ -132,14 +132,6 @@ class GlobalBatches:
         else:
             kept["batch_sampler"] = JoinedBatches(loader.batch_sampler, self._rows(1))
         return DataLoader(loader.dataset, **kept)
-
-
-def filled(batches: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Returns the batches of a step. If the data has ended inside the step, empty batches are added up to `count`:
-    Trainer's loop then reaches the end of the step.
-    """
-    missing = count - len(batches) if batches else 0
-    return [*batches, *(take_rows(batches[-1], 0, 0) for _ in range(missing))]
 
 
 class SharedIterator:
