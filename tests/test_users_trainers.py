@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer, TrainerCallback
 
+from galvatron_hf import GalvatronMixin, GalvatronTrainer
 from galvatron_hf.data.loader import GlobalBatchLoader, batch_rows
 from galvatron_hf.parallel.comm import collectives
 from galvatron_hf.parallel.comm.meeting import Meetings
@@ -31,7 +33,7 @@ from galvatron_hf.trainer.data.global_batches import GlobalBatches
 from galvatron_hf.utils.progress import tell
 from oracle import Case, Rows, Stream, check_cases, collate
 from packing_runs import tokenizer
-from plans import light_plan, pipeline_plans, uniform
+from plans import light_plan, pipeline_plans, pipelined, uniform, uniform_plans
 from ranks import run_ranks
 from trainer_runs import Run, arguments, assert_same_steps, on_ranks, run, trainer
 
@@ -287,6 +289,17 @@ def rates_by_layer(trainer_class: type[Trainer]) -> type[Trainer]:
     return ByLayer
 
 
+def divides_by_batches(trainer_class: type[Trainer]) -> type[Trainer]:
+    """Divides the loss of a step by the number of its batches, as for a model without `num_items_in_batch`."""
+
+    class Divides(trainer_class):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.model_accepts_loss_kwargs = False
+
+    return Divides
+
+
 # ---- The cases ----
 
 EVALUATED = dict(eval_dataset=lambda: Rows(10, seed=2))
@@ -344,6 +357,7 @@ CASES: dict[str, Callable[[ParallelPlan], Case]] = {
         options=dict(eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=2),
     ),
     "I_rates_by_layer": lambda plan: own(plan, override=rates_by_layer),
+    "H_mean_of_means": lambda plan: own(plan, override=divides_by_batches, trainer=EVALUATED),
     # Batches of 2, 2 | 2, 2 | 2 rows, or 4, 4 | 2: the gradients of a pass's last batch stay for the next step.
     "I_stream": lambda plan: own(plan, train=lambda: Stream(10), options=dict(max_steps=4)),
     "I_stream_of_own_loss": lambda plan: own(
@@ -386,9 +400,14 @@ def the_first_tokens_of_a_step():
     return mock.patch.object(WholeBatchForward, "_arguments", arguments_of)
 
 
-def steps_are_windows():
-    """Has a step of one's own compute nothing until the last batch of the step."""
-    return mock.patch.object(mixin, "computes_batches", lambda trainer: False)
+def steps_of_trainer_alone():
+    """Drops a subclass's own step."""
+    original = GalvatronMixin._compute_batch
+
+    def compute(self, method, *args):
+        return original(self, partial(Trainer.training_step, self), *args)
+
+    return mock.patch.object(GalvatronMixin, "_compute_batch", compute)
 
 
 def the_first_epoch_again():
@@ -420,7 +439,7 @@ def streams_are_read_ahead():
 FAULTS: dict[str, tuple[str, Callable]] = {
     "A": ("A_masks_tokens", the_first_tokens_of_a_step),
     "A twice": ("A_calls_twice", the_first_tokens_of_a_step),
-    "B": ("B_own_step", steps_are_windows),
+    "B": ("B_own_step", steps_of_trainer_alone),
     "C": ("C_pairs", rows_of_ranks_in_turn),
     "D": ("D_own_loaders", loaders_read_a_share),
     "D flattened": ("D_flattened", rows_of_the_batch),
@@ -525,6 +544,23 @@ def test_what_has_no_layout_is_refused_by_name(name, tmp_path):
 
     for message in run_ranks(work, 2):
         assert f"called with {name!r}" in message and "leave it out" in message
+
+
+def penalizes_weights(model, inputs, items):
+    outputs = model(**inputs)
+    return outputs.loss + 1e-4 * sum((weight**2).sum() for weight in model.parameters()), outputs
+
+
+@pytest.mark.parametrize("name", ["zero3", "replicate", "tensor", "pipeline"])
+def test_a_loss_that_computes_with_weights_is_refused(name, tmp_path):
+    plans = uniform_plans(2) | {"pipeline": pipelined([(0,), (1,)], uniform(2).layers, "1f1b", micro_batches=2)}
+
+    def work() -> str:
+        made = trainer(tmp_path, plans[name], trainer_class=losing(penalizes_weights)(GalvatronTrainer))
+        return error_of(made.train)
+
+    for message in run_ranks(work, 2):
+        assert "ValueError" in message and "weight_decay" in message
 
 
 @pytest.mark.parametrize("by_config", [True, False])

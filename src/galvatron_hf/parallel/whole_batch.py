@@ -116,6 +116,7 @@ class WholeBatchForward:
         self.runner, self.plan, self.units, self.timeline = runner, plan, units, timeline
         self.signature, self.meetings, self.pipeline, self.tied = signature, meetings, pipeline, tied
         self.ends_step, self.call, self.batch, self.checks_inputs = True, 0, 0, True
+        self._outputs: list[torch.autograd.graph.Node] = []  # of the calls in the present step
 
     def __call__(self, *args: Any, **kwargs: Any) -> ModelOutput | tuple:
         """Runs a batch; arguments are those of the family's forward. With `fused_lm_head=True`, an option of TRL's
@@ -150,6 +151,26 @@ class WholeBatchForward:
                 self.units.finish_step()
         finally:
             self.batch, self.ends_step, self.checks_inputs = 0, True, True
+            self._outputs.clear()
+
+    def check_graph(self, loss: torch.Tensor) -> None:
+        """Raises ValueError if a loss depends on a weight other than through the model's outputs: this rank may have a
+        part of the weight, and the gradients of all ranks are summed.
+        """
+        names = {id(parameter): name for name, parameter in self.runner.model.named_parameters()}
+        seen, waiting = {None, *self._outputs}, [loss.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            name = names.get(id(getattr(node, "variable", None)))
+            if name is not None:
+                raise ValueError(
+                    f"The loss depends on {name} other than through model(...), and a rank may have a part of it; use "
+                    "weight_decay, or change the gradient in a callback's on_pre_optimizer_step."
+                )
+            waiting += [following for following, _ in node.next_functions]
 
     # ---- Arguments ----
 
@@ -200,6 +221,8 @@ class WholeBatchForward:
         for tensor in (local, output.loss):
             if tensor is not None and tensor.requires_grad:
                 tensor.register_hook(self._backward_begins)
+                if not self.checks_inputs:
+                    self._outputs.append(tensor.grad_fn)
         group = self.runner.mesh.block(self.runner.mesh.size)
         if per_token:
             labels = {name: None if value is None else value[own] for name, value in labels.items()}

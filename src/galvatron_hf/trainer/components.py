@@ -131,7 +131,7 @@ def has_callbacks_of_others(trainer: Trainer) -> bool:
 def packing_obstacle(trainer: Trainer) -> str | None:
     """Returns why the Trainer's methods or arguments forbid packing, or None."""
     if computes_batches(trainer):
-        return "a custom loss or training step sees rows, not documents"
+        return "Trainer's own step computes each batch, of rows and not of documents"
     if any(overrides(trainer, name) for name in _PREPARE):
         return "the Trainer's own preparation of inputs sees rows, not documents"
     if trainer.neftune_noise_alpha is not None:

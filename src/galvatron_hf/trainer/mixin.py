@@ -67,6 +67,7 @@ from galvatron_hf.trainer.refusals import told_once
 from galvatron_hf.trainer.start import (
     check_trainer,
     explained_empty_optimizer,
+    explained_weights,
     require_labels,
     traced,
     with_fp32_weights,
@@ -403,7 +404,17 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         """Calls the method that computes one of a step's batches; returns the loss."""
         self.parallel.streams.step = self.parallel.timeline.step = step.number
         ends_step = overrides(self, "training_step") or index + 1 == step.count
-        with as_one_process(self.args), self.parallel.forward.of_step(index, ends_step=ends_step):
+        forward, backward = self.parallel.forward, self.accelerator.backward
+
+        def checked_backward(loss: torch.Tensor, **kwargs: Any) -> None:
+            forward.check_graph(loss)
+            backward(loss, **kwargs)
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(as_one_process(self.args))
+            stack.enter_context(forward.of_step(index, ends_step=ends_step))
+            stack.enter_context(replaced(self.accelerator, backward=checked_backward))
+            stack.enter_context(explained_weights())
             return method(self.model, inputs, step.num_items)
 
     def _forward_backward(self, step: StepState) -> torch.Tensor:

@@ -66,16 +66,16 @@ def check_overrides(trainer: Trainer) -> None:
 
 
 @contextlib.contextmanager
-def replaced(trainer: Trainer, **values: Any) -> Iterator[None]:
-    """Gives the Trainer other attributes while the body runs."""
-    before = {name: vars(trainer)[name] for name in values if name in vars(trainer)}
-    vars(trainer).update(values)
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Gives an object other attributes while the body runs."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    vars(owner).update(values)
     try:
         yield
     finally:
         for name in values:
-            del vars(trainer)[name]
-        vars(trainer).update(before)
+            del vars(owner)[name]
+        vars(owner).update(before)
 
 
 def has_custom_loss(trainer: Trainer) -> bool:
@@ -84,7 +84,12 @@ def has_custom_loss(trainer: Trainer) -> bool:
 
 
 def computes_batches(trainer: Trainer) -> bool:
-    """Returns whether Trainer's own step computes each batch, with methods or a loss of the user's own."""
+    """Returns whether Trainer's own step computes each batch: with methods or a loss of the user's own, or because a
+    step's loss is divided by the number of its batches, and not by that of their targets.
+    """
+    divides = not trainer.model_accepts_loss_kwargs or trainer.loss_is_scaled_for_ga is False
+    if divides and trainer.args.gradient_accumulation_steps > 1:
+        return True
     return has_custom_loss(trainer) or any(overrides(trainer, name) for name in _COMPUTE)
 
 

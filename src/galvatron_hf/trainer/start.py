@@ -63,11 +63,11 @@ def check_trainer(trainer: Trainer, given: ParallelPlan | None, planner: AutoPla
 
 
 def _warn_of_whole_batches(plan: ParallelPlan, args: TrainingArguments) -> None:
-    """Warns that a plan's micro-batches do not bound memory under a loss that needs the logits of a whole batch."""
+    """Warns that a plan's micro-batches do not bound memory where Trainer's own step computes whole batches."""
     batches = args.gradient_accumulation_steps
     if len(plan.rank_groups) == 1 and plan.micro_batch_count > batches and args.should_log:
         logger.warning(
-            f"micro_batches={plan.micro_batch_count} of the plan is not used: a loss of your own is computed from "
+            f"micro_batches={plan.micro_batch_count} of the plan is not used: Trainer's own step computes "
             f"whole batches, {batches} in a step; raise gradient_accumulation_steps to need less memory."
         )
 
@@ -92,6 +92,20 @@ def explained_empty_optimizer(parallel: ParallelModel | None, rank: int) -> Iter
         raise ValueError(
             f"Nothing is trained in the stages of rank {rank}, and this optimizer takes no empty list; give it groups "
             "({'params': [...]}), which may be empty."
+        ) from error
+
+
+@contextlib.contextmanager
+def explained_weights() -> Iterator[None]:
+    """Explains PyTorch's error about a tensor of which this rank has a part, in a step of the user's own."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DTensor" not in str(error) and "DeviceMesh" not in str(error):
+            raise
+        raise ValueError(
+            "A loss or step computes with the model's weights, of which this rank has a part; use weight_decay, or "
+            "change gradients in a callback's on_pre_optimizer_step."
         ) from error
 
 
