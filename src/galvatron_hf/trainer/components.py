@@ -22,7 +22,7 @@ from galvatron_hf.trainer.data.packing_rules import PackingRules, is_padding_col
 from galvatron_hf.trainer.data.step_packer import StepPacker
 from galvatron_hf.trainer.evaluation import Evaluator
 from galvatron_hf.trainer.fault.nonfinite_guard import NonfiniteGuard
-from galvatron_hf.trainer.overrides import computes_batches, overrides, replaced
+from galvatron_hf.trainer.overrides import computes_batches, has_custom_step, overrides, replaced
 from galvatron_hf.trainer.planning.auto_planner import AutoPlanner
 
 
@@ -130,8 +130,10 @@ def has_callbacks_of_others(trainer: Trainer) -> bool:
 
 def packing_obstacle(trainer: Trainer) -> str | None:
     """Returns why the Trainer's methods or arguments forbid packing, or None."""
+    if has_custom_step(trainer):
+        return "a custom loss or training step sees rows, not documents"
     if computes_batches(trainer):
-        return "Trainer's own step computes each batch, of rows and not of documents"
+        return "a step's loss is divided by the number of its batches, not of their targets"
     if any(overrides(trainer, name) for name in _PREPARE):
         return "the Trainer's own preparation of inputs sees rows, not documents"
     if trainer.neftune_noise_alpha is not None:

@@ -83,14 +83,17 @@ def has_custom_loss(trainer: Trainer) -> bool:
     return trainer.compute_loss_func is not None or overrides(trainer, "compute_loss")
 
 
+def has_custom_step(trainer: Trainer) -> bool:
+    """Returns whether batches are computed with methods or a loss of the user's own."""
+    return has_custom_loss(trainer) or any(overrides(trainer, name) for name in _COMPUTE)
+
+
 def computes_batches(trainer: Trainer) -> bool:
-    """Returns whether Trainer's own step computes each batch: with methods or a loss of the user's own, or because a
-    step's loss is divided by the number of its batches, and not by that of their targets.
+    """Returns whether Trainer's own step computes each batch: because it is a custom one, or because a step's loss is
+    divided by the number of its batches, and not by that of their targets.
     """
     divides = not trainer.model_accepts_loss_kwargs or trainer.loss_is_scaled_for_ga is False
-    if divides and trainer.args.gradient_accumulation_steps > 1:
-        return True
-    return has_custom_loss(trainer) or any(overrides(trainer, name) for name in _COMPUTE)
+    return has_custom_step(trainer) or (divides and trainer.args.gradient_accumulation_steps > 1)
 
 
 def predicts_batches(trainer: Trainer) -> bool:

@@ -60,7 +60,7 @@ class EmptyModel:
         if isinstance(source, (str, os.PathLike)):
             source = WeightFiles.find(source)
         dtype = source.dtype or next(model.parameters()).dtype
-        device = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
+        device = torch.device(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
         return cls(source=source, template=Template.from_config(type(model), model.config, dtype), device=device)
 
     def fill(self, model: PreTrainedModel, units: ShardedUnits, fused: FusedNames) -> None:
