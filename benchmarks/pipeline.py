@@ -172,7 +172,7 @@ def build(options: argparse.Namespace) -> LlamaForCausalLM:
 
 def run_step(parallel: ParallelModel, batch: dict[str, torch.Tensor]) -> RankStep:
     timeline = parallel.timeline
-    timeline.spans.clear()
+    timeline.clear()
     dist.barrier()
     cpu, machine = time.process_time(), MachineTime.now()
     parallel.forward_backward(batch)

@@ -209,36 +209,6 @@ def test_transfers_have_two_ends_in_one_order(shape):
         assert sum(map(len, sent.values())) == 2 * ends * micro_batches
 
 
-@every_shape
-def test_receives_are_posted_before_another_compute(shape):
-    """Posts the receives of a compute before the compute in front of it, so that they arrive meanwhile.
-
-    Unless nothing is computed before, or an earlier message of the same pair and direction stands between.
-    """
-    for micro_batches in MICRO_BATCHES:
-        for place, order in enumerate(actions(shape, micro_batches)):
-            for index, action in enumerate(order):
-                if action.work.is_receive:
-                    check_posted_early(shape, order, index)
-
-
-def check_posted_early(shape: PipelineShape, order: tuple[Action, ...], index: int) -> None:
-    action = order[index]
-    following = next(later for later in order[index:] if later.work.is_compute)
-    works = (Work.FORWARD,) if action.work is Work.RECEIVE_FORWARD else (Work.BACKWARD, Work.BACKWARD_INPUT)
-    if following not in {Action(work, action.stage, action.micro_batch) for work in works}:
-        return
-    for before in reversed(order[:index]):
-        assert not before.work.is_compute, f"{action} is posted behind {before}, right where it is needed"
-        if before.work.direction == action.work.direction and peer_of(shape, before) == peer_of(shape, action):
-            return
-
-
-def peer_of(shape: PipelineShape, action: Action) -> int:
-    step = 1 if action.work in (Work.SEND_FORWARD, Work.RECEIVE_BACKWARD) else -1
-    return shape.pipeline_rank_of_stage[action.stage + step]
-
-
 def in_flight(order: tuple[Action, ...]) -> int:
     """The most micro-batches, of all stages together, between forward and the end of the backward."""
     now = most = 0

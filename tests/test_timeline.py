@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from galvatron_hf.parallel.activation.layer_state import LayerState
 from galvatron_hf.parallel.parallelize import parallelize
-from galvatron_hf.parallel.pipeline.trace import Span, Timeline
+from galvatron_hf.parallel.pipeline.trace import HostClock, Span, Timeline
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Stage, VocabularyStrategy
 from galvatron_hf.plan.schedule import Action, PipelineShape, Work, actions
 from ranks import run_ranks
@@ -96,13 +96,13 @@ def waited_seconds() -> float:
 
 def note_waits(timeline: Timeline, waits: list[float]) -> None:
     """Adds [`waited_seconds`] to a list at the begin and at the end of each span."""
-    now = timeline._now
 
-    def noted() -> float:
-        waits.append(waited_seconds())
-        return now()
+    class Noting(HostClock):
+        def mark(self) -> float:
+            waits.append(waited_seconds())
+            return super().mark()
 
-    timeline._now = noted
+    timeline._clock = Noting()
 
 
 def traced_steps(

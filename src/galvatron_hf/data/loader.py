@@ -16,6 +16,7 @@ from accelerate.state import GradientState
 from torch.utils.data import DataLoader
 
 from galvatron_hf.models.losses import IGNORED, NEXT_TOKEN
+from galvatron_hf.parallel.comm.objects import broadcast_object
 from galvatron_hf.utils.compat import register_dataloader, unregister_dataloader
 
 
@@ -100,11 +101,11 @@ def read_once(read: Callable[[], Any]) -> Any:
             result = read()
         except Exception as error:  # told to the other ranks before it is raised
             failure = error
-    message = [(result, None if failure is None else f"{type(failure).__name__}: {failure}")]
-    dist.broadcast_object_list(message, src=0)
+    message = (result, None if failure is None else f"{type(failure).__name__}: {failure}")
+    message = broadcast_object(message)
     if failure is not None:
         raise failure
-    result, text = message[0]
+    result, text = message
     if text is not None:
         raise RuntimeError(f"Rank 0 could not read the next batch ({text}); see its traceback.")
     return result

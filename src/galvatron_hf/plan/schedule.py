@@ -63,8 +63,9 @@ class Action:
 @lru_cache(maxsize=256)
 def actions(shape: PipelineShape, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
     """Returns the ordered actions of each pipeline rank in a step of at least one micro-batch.
-    A receive is posted as early as the sender can have begun. A send follows the compute of its tensor. Two stages on
-    the same ranks send nothing. A smaller last batch may have a number of micro-batches that the schedule does not
+    A send follows the compute of its tensor. A receive is posted when the sender has computed it, not earlier: a GPU
+    that waits for a message may run no other one, so ranks could wait for each other in a circle. Two stages on the
+    same ranks send nothing. A smaller last batch may have a number of micro-batches that the schedule does not
     order. They then take the order of the next number that it orders, so no more of them are in flight.
     """
     if shape.virtual_stages == 1 and shape.schedule != "zero_bubble":
@@ -78,31 +79,7 @@ def actions(shape: PipelineShape, micro_batches: int) -> tuple[tuple[Action, ...
         }
     lowered = with_transfers(compute, shape.pipeline_rank_of_stage.__getitem__, shape.stages)
     ranks = range(shape.pipeline_ranks)
-    return tuple(_post_early([_own(action) for action in lowered[rank]], shape) for rank in ranks)
-
-
-def _post_early(order: list[Action], shape: PipelineShape) -> tuple[Action, ...]:
-    """Moves each receive before the previous compute, so that the tensor arrives during that compute.
-    A receive never passes a transfer with the same ranks in the same direction, because both sides rely on that order.
-    """
-
-    def channel(action: Action) -> tuple[str, int] | None:
-        if action.work.is_compute:
-            return None
-        onwards = action.work in (Work.SEND_FORWARD, Work.RECEIVE_BACKWARD)
-        return action.work.direction, shape.pipeline_rank_of_stage[action.stage + (1 if onwards else -1)]
-
-    result: list[Action] = []
-    for index, action in enumerate(order):
-        target = len(result)
-        following = next((later for later in order[index:] if later.work.is_compute), None)
-        if action.work.is_receive and (following.stage, following.micro_batch) == (action.stage, action.micro_batch):
-            while target > 0 and channel(action) != channel(result[target - 1]):
-                target -= 1
-                if result[target].work.is_compute:
-                    break
-        result.insert(target, action)
-    return tuple(result)
+    return tuple(tuple(_own(action) for action in lowered[rank]) for rank in ranks)
 
 
 def _gpipe(rank: int, pipeline_ranks: int, micro_batches: int) -> list:

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import send_to_device
 
+from galvatron_hf.parallel.comm.objects import broadcast_object
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.weights.distributed_state import plain_model, whole_weights
 
@@ -17,13 +19,12 @@ def generate(parallel: ParallelModel, *args, **kwargs) -> torch.Tensor:
     [`~transformers.GenerationMixin.generate`] count, and every rank returns rank 0's result.
     """
     weights = whole_weights(parallel)
-    result = [None]
+    result = None
     if dist.get_rank() == 0:
         precision = parallel.plan.precision
         plain = plain_model(parallel, weights)
         if precision is not None and precision.compute == "bf16":
             plain.bfloat16()
         with torch.no_grad():
-            result[0] = plain.generate(*args, **{"use_cache": True, **kwargs})
-    dist.broadcast_object_list(result, src=0)
-    return result[0]
+            result = send_to_device(plain.generate(*args, **{"use_cache": True, **kwargs}), "cpu")
+    return send_to_device(broadcast_object(result), parallel.device)

@@ -12,8 +12,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from transformers.trainer_utils import HPSearchBackend
+
+from galvatron_hf.parallel.comm.objects import broadcast_object
 
 
 class _StudyEnded(Exception):
@@ -66,7 +67,7 @@ class SharedStudy:
             result = _Result(failure=f"{type(error).__name__}: {error}")
             raise
         finally:
-            dist.broadcast_object_list([result], src=0)
+            broadcast_object(result)
         return result.best
 
     def train(self, train: Callable[[], Any], trial: Any, searching: bool) -> Any:
@@ -89,11 +90,10 @@ class SharedStudy:
         """Reports a trial's metrics; every rank raises `optuna.TrialPruned` if rank 0's study prunes the trial."""
         import optuna
 
-        pruned = [False]
+        pruned = False
         try:
             report()
         except optuna.TrialPruned:
-            pruned = [True]
-        dist.broadcast_object_list(pruned, src=0)
-        if pruned[0]:
+            pruned = True
+        if broadcast_object(pruned):
             raise optuna.TrialPruned

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
@@ -18,16 +19,21 @@ class ProcessGroups:
     Groups do not take over the default group's timeout: `timeout` None is the backend's default.
     """
 
-    def __init__(self, timeout: timedelta | None = None):
-        self.timeout = timeout
+    def __init__(self, device_type: str, timeout: timedelta | None = None):
+        self.device_type, self.timeout = device_type, timeout
         self._groups: dict[tuple[tuple[int, ...], bool], list[ProcessGroup]] = {}
 
     def prepare(self, groups: Iterable[RankGroup]) -> None:
-        """Makes the groups that do not exist yet; collective: every rank of the world gives the same list."""
+        """Makes and connects the groups that do not exist yet; collective: all ranks give the same list."""
+        new = []
         for group in groups:
             made = self._groups.setdefault((group.ranks, group.joins_stages), [])
             while len(made) < group.copies:
                 made.append(self._make(group))
+                new.append((group, made[-1]))
+        for group, process_group in new:
+            if len(group.ranks) > 1 and dist.get_rank() in group.ranks:
+                self._connect(group, process_group)
 
     def get(self, ranks: tuple[int, ...], *, joins_stages: bool = False) -> list[ProcessGroup]:
         """Returns the groups of these ranks, one for each copy; refuses ranks for which none was prepared."""
@@ -37,6 +43,21 @@ class ProcessGroups:
                 "WorldMesh.prepare on every rank first."
             )
         return self._groups[ranks, joins_stages]
+
+    def _connect(self, group: RankGroup, process_group: ProcessGroup) -> None:
+        """Has the ranks of a group connect now, all groups in one order. NCCL connects at the first collective, and at
+        the first message of two ranks, and the host waits: within a step, ranks may wait for each other in a circle.
+        """
+        tensors = [torch.zeros(1, device=self.device_type) for _ in range(3)]
+        dist.all_reduce(tensors[0], group=process_group)
+        if group.joins_stages and len(group.ranks) == 2:
+            peer = 1 - dist.get_group_rank(process_group, dist.get_rank())
+            messages = [
+                dist.P2POp(dist.isend, tensors[1], group=process_group, group_peer=peer),
+                dist.P2POp(dist.irecv, tensors[2], group=process_group, group_peer=peer),
+            ]
+            for work in dist.batch_isend_irecv(messages):
+                work.wait()
 
     def _make(self, group: RankGroup) -> ProcessGroup:
         ranks = list(group.ranks)

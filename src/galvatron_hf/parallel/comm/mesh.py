@@ -97,12 +97,12 @@ class WorldMesh:
 
     def __init__(self, device_type: str, timeout: timedelta | None = None):
         linger_at_exit()
-        self.device_type, self._groups = device_type, ProcessGroups(timeout)
+        self.device_type, self._groups = device_type, ProcessGroups(device_type, timeout)
         self.meetings = Meetings((timeout or default_pg_timeout).total_seconds())
         self._stages: dict[tuple[int, ...], StageMesh] = {}
 
     def prepare(self, groups: Iterable[RankGroup]) -> None:
-        """Makes the groups of a plan that do not exist yet; collective over all ranks of the world."""
+        """Makes and connects the groups of a plan that do not exist yet; collective over all ranks of the world."""
         self._groups.prepare(groups)
 
     def stage(self, ranks: tuple[int, ...]) -> StageMesh:

@@ -7,7 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 
 T = TypeVar("T")
@@ -18,13 +20,45 @@ def is_rank_0() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
+_host_group: tuple[ProcessGroup, ProcessGroup] | None = None  # of the default group that it lies beside
+
+
+def host_group() -> ProcessGroup:
+    """Returns the group in which ranks exchange what is in the host's memory: the default group, or one of gloo beside
+    it if the default group moves tensors of a GPU alone. The first call is collective.
+    """
+    global _host_group
+    world = dist.group.WORLD
+    if "cpu:" in dist.get_backend_config():
+        return world
+    if _host_group is None or _host_group[0] is not world:
+        _host_group = world, dist.new_group(backend="gloo")
+    return _host_group[1]
+
+
 def gather_objects(value: Any) -> list[Any]:
-    """Returns the values of all ranks in rank order; the values must pickle. Collective."""
+    """Returns the values of all ranks in rank order, tensors on the CPU; the values must pickle. Collective."""
     if not dist.is_initialized():
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
+    dist.all_gather_object(gathered, _on_host(value), group=host_group())
     return gathered
+
+
+def broadcast_object(value: Any) -> Any:
+    """Returns rank 0's value, tensors on the CPU; it must pickle. Collective."""
+    message = [_on_host(value) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(message, src=0, group=host_group())
+    return message[0]
+
+
+def _on_host(value: Any) -> Any:
+    # Every rank would unpickle a tensor of a GPU on that GPU, and make a context there.
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if type(value) is dict:
+        return {key: _on_host(one) for key, one in value.items()}
+    return type(value)(map(_on_host, value)) if type(value) in (list, tuple) else value
 
 
 def from_rank_0(work: Callable[[], T]) -> T:

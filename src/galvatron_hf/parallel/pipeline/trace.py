@@ -11,15 +11,18 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from galvatron_hf.parallel.comm.objects import host_group
 from galvatron_hf.plan.schedule import Action
 
 
 SPANS_KEPT = 20_000  # each rank keeps its latest: some MB of memory, and about as much of the file
 _UNMEASURED = contextlib.nullcontext()
+_MARKS_OF_AN_ORIGIN = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +37,69 @@ class Span:
     step: int
 
 
+class HostClock:
+    """Reads the host's clock, for devices that compute while the host calls them."""
+
+    def mark(self) -> float:
+        return time.time()
+
+    def seconds(self, mark: float) -> float:
+        """Returns the seconds since the epoch at which the device passed a mark."""
+        return mark
+
+
+class EventClock:
+    """Marks places in the current stream of a GPU by events, whose times are read later: the host does not wait in a
+    step. A message that another rank has not sent yet would keep it waiting for ever.
+    """
+
+    def __init__(self):
+        torch.cuda.synchronize()
+        self._origin = _Origin(self._event(), seconds=time.time())
+        self._marks = 0
+
+    def mark(self) -> tuple[_Origin, torch.cuda.Event]:
+        event = self._event()
+        self._marks += 1
+        if self._marks % _MARKS_OF_AN_ORIGIN == 0:
+            self._origin.resolve()  # recorded long ago
+            self._origin = _Origin(event, before=self._origin)
+        return self._origin, event
+
+    def seconds(self, mark: tuple[_Origin, torch.cuda.Event]) -> float:
+        """Returns the seconds since the epoch at which the device passed a mark; waits until it has."""
+        origin, event = mark
+        return origin.resolve() + origin.seconds_until(event)
+
+    @staticmethod
+    def _event() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+@dataclass
+class _Origin:
+    """Holds the event from which later ones are counted: the time between two events is a float of 32 bits."""
+
+    event: torch.cuda.Event
+    seconds: float | None = None
+    before: _Origin | None = None
+
+    def resolve(self) -> float:
+        if self.seconds is None:
+            self.seconds = self.before.resolve() + self.before.seconds_until(self.event)
+            self.before = None
+        return self.seconds
+
+    def seconds_until(self, event: torch.cuda.Event) -> float:
+        event.synchronize()
+        return self.event.elapsed_time(event) / 1e3
+
+
 class Timeline:
     """Measures a rank's actions if it is on; otherwise it records the current action alone, at almost no cost. On a
-    GPU each span waits for the device, which makes training slower. The latest `spans_kept` spans are kept.
+    GPU a span is the time between two events of the current stream. The latest `spans_kept` spans are kept.
     """
 
     def __init__(self, device: torch.device, spans_kept: int = SPANS_KEPT):
@@ -44,7 +107,17 @@ class Timeline:
         self.on = False
         self.step = 0
         self.action: Action | None = None  # the training loop resets it
-        self.spans: deque[Span] = deque(maxlen=spans_kept)
+        self._clock: HostClock | EventClock | None = None
+        self._marks: deque[tuple[Action, Any, Any, int]] = deque(maxlen=spans_kept)
+
+    @property
+    def spans(self) -> list[Span]:
+        """Returns the spans that are kept; on a GPU it waits for the last of them."""
+        seconds = self._clock.seconds if self._marks else None
+        return [Span(action, seconds(begin), seconds(end), step) for action, begin, end, step in self._marks]
+
+    def clear(self) -> None:
+        self._marks.clear()
 
     def span(self, action: Action) -> contextlib.AbstractContextManager[None]:
         self.action = action
@@ -52,14 +125,11 @@ class Timeline:
 
     @contextlib.contextmanager
     def _measured(self, action: Action) -> Iterator[None]:
-        begin = self._now()
+        if self._clock is None:
+            self._clock = EventClock() if self.device.type == "cuda" else HostClock()
+        begin = self._clock.mark()
         yield
-        self.spans.append(Span(action, begin, self._now(), self.step))
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.time()
+        self._marks.append((action, begin, self._clock.mark(), self.step))
 
     def write(self, folder: str | os.PathLike) -> None:
         """Writes the spans of all ranks into `folder/timeline.json`; collective. Each rank is a process of the trace,
@@ -68,7 +138,7 @@ class Timeline:
         """
         gathered: list[tuple[int, list[Span]]] | None = [(0, [])] * dist.get_world_size()
         gathered = gathered if dist.get_rank() == 0 else None
-        dist.gather_object((self._first_whole_step(), list(self.spans)), gathered)
+        dist.gather_object((self._first_whole_step(), self.spans), gathered, group=host_group())
         if gathered is None:
             return
         first = max(step for step, _ in gathered)
@@ -81,9 +151,9 @@ class Timeline:
 
     def _first_whole_step(self) -> int:
         """Returns the first step of which no span has been dropped."""
-        if len(self.spans) < self.spans.maxlen:
+        if len(self._marks) < self._marks.maxlen:
             return 0
-        return self.spans[0].step + 1
+        return self._marks[0][-1] + 1
 
 
 def trace_events(by_rank: Sequence[Iterable[Span]]) -> list[dict]:

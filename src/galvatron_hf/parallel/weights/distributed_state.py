@@ -24,7 +24,7 @@ from galvatron_hf.checkpoint.storage import MAX_FILE_BYTES, StateReader, StateWr
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.fused_weights import FusedNames
 from galvatron_hf.parallel.comm.dtensor import assign, full_tensor
-from galvatron_hf.parallel.comm.objects import gather_objects, on_every_rank
+from galvatron_hf.parallel.comm.objects import broadcast_object, gather_objects, on_every_rank
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.weights.optimizer_state import NamedOptimizerState, numbers_from_json, options_from_json
 from galvatron_hf.plan.serialization import read_object, write_file
@@ -303,22 +303,26 @@ class WholeWeights:
         if name in self._local:
             whole = full_tensor(self._local[name].detach())
             if name in self._elsewhere and self._elsewhere[name][0] == dist.get_rank():
-                dist.send(whole.contiguous(), dst=0)
+                _transfer(dist.isend, whole.contiguous(), 0)
             return whole.clone() if keeps else None
         if not keeps:
             return None
         source, shape, dtype = self._elsewhere[name]
         whole = torch.empty(shape, dtype=dtype, device=self._device)
-        dist.recv(whole, src=source)
+        _transfer(dist.irecv, whole, source)
         return whole
+
+
+def _transfer(operation: Callable, tensor: torch.Tensor, peer: int) -> None:
+    """Sends or receives a tensor in the default group; NCCL makes a communicator for each pair of a plain send."""
+    for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer)]):
+        work.wait()
 
 
 def whole_weights(parallel: ParallelModel) -> dict[str, torch.Tensor]:
     """Returns all weights under the family's names on the CPU of rank 0, and {} elsewhere; collective."""
     weights = WholeWeights(parallel)
-    names: list[list[str]] = [weights.names()]
-    dist.broadcast_object_list(names, src=0)
-    return weights.gather(names[0])
+    return weights.gather(broadcast_object(weights.names()))
 
 
 def plain_model(

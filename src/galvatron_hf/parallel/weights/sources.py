@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
+from galvatron_hf.parallel.comm.objects import broadcast_object
 from galvatron_hf.parallel.weights.deferred_init import Template
 
 
@@ -63,9 +63,7 @@ def fill_with_initial_values(template: Template, pieces: list[WeightPiece], only
     """Fills pieces with the family's initial values, drawn from the CPU generator of rank 0; collective. `only` names
     the weights to fill, see [`Template.initial_values`].
     """
-    state = [torch.get_rng_state()]
-    dist.broadcast_object_list(state, src=0)
-    torch.set_rng_state(state[0])
+    torch.set_rng_state(broadcast_object(torch.get_rng_state()))
     by_name: dict[str, list[WeightPiece]] = {}
     for piece in pieces:
         by_name.setdefault(piece.name, []).append(piece)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from scipy.optimize import isotonic_regression
 
+from galvatron_hf.parallel.comm.objects import broadcast_object
 from galvatron_hf.profiler.measure.cpu_timing import ComputeFiller, new_pages, typical_ms, without_new_pages
 from galvatron_hf.profiler.measure.rounds import Accuracy, finish, median_error, slowest, synchronize
 from galvatron_hf.profiler.profiles.hardware import Link, arrangements_by_kind
@@ -160,7 +161,7 @@ def measure_step(device: torch.device, repetitions: int) -> float:
     for _ in range(1 + repetitions):
         synchronize(device)
         start = time.perf_counter()
-        dist.broadcast_object_list([batch if dist.get_rank() == 0 else None], src=0)
+        broadcast_object(batch)
         for _ in range(2):
             dist.all_reduce(torch.zeros(2, device=device))
         finish(device)
