@@ -155,12 +155,16 @@ class ParallelModel:
         counted = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         if self.tied is not None:
             counted = [parameter for parameter in counted if not self.tied.is_copy(parameter)]
-        copies = [replicas(parameter.grad) for parameter in counted]
-        sums = torch.tensor([0.0, *values], dtype=torch.float64, device=self.device)
-        if counted:
-            norms = tensor_norms([local_tensor(parameter.grad) for parameter in counted])
-            sums[0] = (norms.double().square() / torch.tensor(copies, device=self.device)).sum()
-        everywhere = all(count == self.plan.world_size for count in copies) and self.pipeline is None
+        by_copies: dict[int, list[torch.Tensor]] = {}
+        for parameter in counted:
+            by_copies.setdefault(replicas(parameter.grad), []).append(local_tensor(parameter.grad))
+        # Numbers are written by the device: a copy from the host's memory would wait for it.
+        sums = torch.zeros(1 + len(values), dtype=torch.float64, device=self.device)
+        for copies, gradients in by_copies.items():
+            sums[0] += tensor_norms(gradients).double().square().sum() / copies
+        for index, value in enumerate(values, start=1):
+            sums[index].fill_(value)
+        everywhere = not by_copies.keys() - {self.plan.world_size} and self.pipeline is None
         if everywhere and not values:
             sums *= self.plan.world_size  # every rank has all gradients
         else:

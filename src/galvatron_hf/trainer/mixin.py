@@ -74,6 +74,7 @@ from galvatron_hf.trainer.start import (
 )
 from galvatron_hf.trainer.step_state import StepState
 from galvatron_hf.utils.compat import mark_step_skipped
+from galvatron_hf.utils.device import to_device
 from galvatron_hf.utils.progress import tell
 
 
@@ -362,7 +363,14 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         if self.parallel is None:
             return super()._get_num_items_in_batch(batch_samples, device)
         with as_one_process(self.args):
-            return super()._get_num_items_in_batch(batch_samples, device)
+            items = super()._get_num_items_in_batch(batch_samples, torch.device("cpu"))
+        return to_device(items, device) if isinstance(items, torch.Tensor) else items
+
+    def _prepare_input(self, data: Any) -> Any:
+        """Copies tensors to a GPU without waiting for it."""
+        if self.parallel is None or not isinstance(data, torch.Tensor):
+            return super()._prepare_input(data)
+        return to_device(data, self.args.device)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch=None) -> torch.Tensor:
         """Computes the batches of a step as one global batch, at the last of them. If a subclass computes batches or

@@ -9,10 +9,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import torch
+
 from galvatron_hf.plan.layout import PackedRow, Rectangle
+from galvatron_hf.utils.device import to_device
 
 
 PADDING = -1
+
+
+class DocumentBounds(tuple[int, ...]):
+    """Offsets at which documents begin, and the end of the last, with a copy on the device that is made once."""
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Returns the offsets as int32 on a device; the host does not wait for the copy."""
+        copies = vars(self).setdefault("copies", {})
+        if device not in copies:
+            offsets = torch.tensor(self, dtype=torch.int32, device="cpu")
+            copies[device] = to_device(offsets, device)
+        return copies[device]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +44,7 @@ class Documents:
     bounds: tuple[int, ...]
     cuts: tuple[int, ...]
     rows: tuple[int, ...] = field(default=())
-    _within: dict[Rectangle, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
+    _within: dict[Rectangle, DocumentBounds] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self):
         if not self.rows:
@@ -55,12 +70,12 @@ class Documents:
     def grid(self) -> PackedRow:
         return PackedRow(self.cuts)
 
-    def bounds_within(self, part: Rectangle) -> tuple[int, ...]:
+    def bounds_within(self, part: Rectangle) -> DocumentBounds:
         """Returns the bounds of the whole documents in `part`, counted from its start."""
         if part not in self._within:  # every layer needs them, and its recompute
             first = bisect.bisect_left(self.bounds, part.position_start)
             last = bisect.bisect_right(self.bounds, part.position_stop)
-            self._within[part] = tuple(bound - part.position_start for bound in self.bounds[first:last])
+            self._within[part] = DocumentBounds(bound - part.position_start for bound in self.bounds[first:last])
         return self._within[part]
 
     def rows_at(self, positions: Iterable[int]) -> list[int]:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from galvatron_hf.models.adapter import HIDDEN, LayerInputs
+from galvatron_hf.parallel.activation.documents import DocumentBounds
 from galvatron_hf.parallel.activation.layer_state import LayerState
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.parallel.comm.mesh import StageMesh
@@ -113,7 +114,7 @@ class ParallelLayer:
         """Returns the packs of a packed row that this rank and the other sequence ranks attend to together."""
         return batch.grid.rectangle(self.resolved.pack_layout, self.mesh.index)
 
-    def document_bounds(self) -> tuple[int, ...] | None:
+    def document_bounds(self) -> DocumentBounds | None:
         """Returns the bounds of the documents in attention, None for rows that are not packed; records the call."""
         batch = self.current.value
         self.attended = True

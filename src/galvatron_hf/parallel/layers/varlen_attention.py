@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
+from galvatron_hf.parallel.activation.documents import DocumentBounds
+
 
 # Number of queries whose scores exist at once, if scores must be computed or masked.
 BLOCK = 128
@@ -58,7 +60,9 @@ def attention_by_document(
         sliding_window = None
     fused = softcap is None and dropout == 0.0
     if fused and _has_varlen_kernel(query):
-        output = _varlen(query, key, value, bounds, max(lengths), causal, scale, sliding_window)
+        output = _varlen(
+            query, key, value, _offsets(bounds, query.device), max(lengths), causal, scale, sliding_window
+        )
         return output[..., :value_dim]
     outputs = []
     for documents in _runs_of_equal_length((query, key, value), lengths):
@@ -223,6 +227,11 @@ def _attention_from_scores(
     return (weights.flatten(2, 3) @ value).unflatten(2, query.shape[2:4]).flatten(1, 2)
 
 
+def _offsets(bounds: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Returns the bounds as the kernel takes them; those of a micro-batch are copied once for all its layers."""
+    return (bounds if isinstance(bounds, DocumentBounds) else DocumentBounds(bounds)).on(device)
+
+
 def _has_varlen_kernel(query: torch.Tensor) -> bool:
     head_dim = query.shape[-1]
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
@@ -232,7 +241,7 @@ def _varlen(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    bounds: Sequence[int],
+    offsets: torch.Tensor,
     longest: int,
     causal: bool,
     scale: float,
@@ -240,7 +249,6 @@ def _varlen(
 ) -> torch.Tensor:
     """Computes attention of all documents by one kernel of CUDA."""
     reach = -1 if window is None else window - 1  # on each side, without the token itself; -1 for all
-    offsets = torch.tensor(bounds, dtype=torch.int32, device=query.device)
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     output = varlen_attn(
         query,

@@ -1,0 +1,174 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Steps on GPUs that are not there (see fake_cuda/): the host waits for no device, tensors are on it, and all ranks of
+a communicator do the same in the same order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from galvatron_hf.plan import ParallelPlan
+from plans import mixed_plans, pipeline_plans, uniform_plans
+
+
+FOLDER = Path(__file__).parent / "fake_cuda"
+WORLD_SIZE = 4
+PLANS = uniform_plans(WORLD_SIZE) | mixed_plans() | pipeline_plans() | {"pair": uniform_plans(2)["zero3"]}
+BF16 = {"compute": "bf16", "master": "fp32", "reduce": "fp32"}
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to compile the device that does nothing"),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="this build of torch has devices of its own"),
+]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> Path:
+    """Compiles the device that does nothing."""
+    made, root = tmp_path_factory.mktemp("fake_cuda") / "libidle_device.so", Path(torch.__file__).parent
+    linked = [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{root / 'lib'}"]
+    source = ["-shared", "-fPIC", "-std=c++20", f"-I{root / 'include'}", str(FOLDER / "idle_device.cpp")]
+    subprocess.run(["g++", *source, *linked, "-o", str(made)], check=True)
+    return made
+
+
+def case(plan: str, batch: str = "padded", family: str = "llama", rank: int = 0, **more: Any) -> dict[str, Any]:
+    fields = json.loads(PLANS[plan].to_json()) | {"precision": BF16}
+    ParallelPlan.from_json(json.dumps(fields))
+    return {"plan": fields, "batch": batch, "family": family, "rank": rank, "steps": 1, **more}
+
+
+def dry_run(library: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns what fake_cuda/dry_run.py prints for each case, from one process."""
+    ended = subprocess.run(
+        [sys.executable, str(FOLDER / "dry_run.py")],
+        input="\n".join(map(json.dumps, cases)),
+        env=os.environ | {"IDLE_DEVICE": str(library), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60 + 30 * len(cases),
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+
+
+def of_all_ranks(plan: str, batch: str = "padded", **more: Any) -> list[dict[str, Any]]:
+    world_size = PLANS[plan].world_size
+    return [case(plan, batch, rank=rank, **more) for rank in range(world_size)]
+
+
+# ---- Waits and devices ----
+
+# One of each kind of plan, batch and family; the other combinations are slow.
+FAST = [
+    case("tensor_recompute", "masked", "gpt2", traced=True, steps=2),
+    case("1f1b", "packed", "qwen2", rank=3, traced=True, steps=2),
+    case("zero_bubble", "padded", rank=1, steps=2),
+    case("mixed_a", "packed", "gemma2", rank=2, steps=2),
+]
+ORDERED = {"mixed_b": of_all_ranks("mixed_b", "packed"), "interleaved": of_all_ranks("interleaved")}
+FAULTS = {
+    "offsets for each layer": case("zero3_recompute", "packed"),
+    "norm from the host": case("zero3"),
+    "spans that wait": case("1f1b", traced=True),
+    "gradient read in each layer": case("zero3"),
+    "objects stay on the device": case("zero3"),
+}
+SLOW_FAMILIES = ("llama_biases", "gpt2", "gemma2", "phi3")
+
+
+@pytest.fixture(scope="module")
+def fast(library) -> dict[str, list[dict[str, Any]]]:
+    """Returns what the fast cases have done, all from one process: importing transformers takes longer than a case."""
+    faults = [one | {"fault": name} for name, one in FAULTS.items()]
+    cases = {"waits": FAST, **ORDERED, "faults": faults, "one more sum": of_all_ranks("pair", fault="one more sum")}
+    found = iter(dry_run(library, [one for group in cases.values() for one in group]))
+    return {name: [next(found) for _ in group] for name, group in cases.items()}
+
+
+def check_waits_and_devices(found: list[dict[str, Any]], cases: list[dict[str, Any]]) -> None:
+    assert len(found) == len(cases)
+    for one, given in zip(found, cases, strict=True):
+        named = {name: value for name, value in given.items() if name != "plan"}
+        assert one["waits"] == [], f"{named}: {one['waits']}"
+        assert one["elsewhere"] == [] and one["pickled"] == "cpu", named
+
+
+def test_a_step_waits_for_no_device(fast):
+    check_waits_and_devices(fast["waits"], FAST)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", ["padded", "masked", "packed"])
+def test_a_step_of_every_plan_waits_for_no_device(library, batch):
+    families = [SLOW_FAMILIES[index % len(SLOW_FAMILIES)] for index in range(len(PLANS))]
+    pairs = zip(PLANS, families, strict=True)
+    cases = [case(plan, batch, family, rank=PLANS[plan].world_size - 1, traced=True) for plan, family in pairs]
+    check_waits_and_devices(dry_run(library, cases), cases)
+
+
+# ---- The order of communicators ----
+
+
+def unequal_orders(ranks: list[dict[str, Any]]) -> list[str]:
+    """Returns the communicators whose ranks do not do the same in the same order: the same collectives of the same
+    sizes, each part of an exchange as long as its receiver expects, and a send for each receive.
+    """
+    wrong = []
+    members = {name: one for rank in ranks for name, one in rank["members"].items()}
+    for name, group in members.items():
+        for index, calls in enumerate(zip_longest(*(ranks[rank]["order"].get(name, []) for rank in group))):
+            if not all(calls) or not _meet([call for call in calls]):
+                wrong.append(f"call {index} of {name} on {group}: {calls}")
+                break
+    return wrong
+
+
+def _meet(calls: list[list]) -> bool:
+    kinds, sizes, splits = zip(*calls, strict=True)
+    if set(kinds) <= {"send", "recv_"}:
+        return sorted(kinds) == ["recv_", "send"] and sizes[0] == sizes[1]
+    if len(set(kinds)) > 1:
+        return False
+    if not any(splits):
+        return all(size == sizes[0] for size in sizes)
+    sent = [split["input_split_sizes"] for split in splits]
+    expected = [split["output_split_sizes"] for split in splits]
+    ranks = range(len(calls))
+    return all(sent[i][j] == expected[j][i] for i in ranks for j in ranks if sent[i] and expected[j])
+
+
+@pytest.mark.parametrize("plan", ORDERED)
+def test_all_ranks_of_a_communicator_do_the_same(fast, plan):
+    assert unequal_orders(fast[plan]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
+def test_all_ranks_of_a_communicator_do_the_same_under_every_plan(library, plan):
+    for batch in ("padded", "packed"):
+        assert unequal_orders(dry_run(library, of_all_ranks(plan, batch, family="llama_tied"))) == []
+
+
+# ---- The checks can fail ----
+
+
+def test_faults_are_seen(fast):
+    counts = {fault: len(one["waits"]) for fault, one in zip(FAULTS, fast["faults"], strict=True)}
+    layers = len(PLANS["zero3"].layers)
+    assert counts["offsets for each layer"] == 2 * layers  # and again in the recompute
+    assert counts["norm from the host"] == 1 and counts["gradient read in each layer"] == layers
+    assert counts["spans that wait"] > 2
+    assert fast["faults"][-1]["pickled"] == "cuda"
+    assert unequal_orders(fast["one more sum"])
