@@ -16,10 +16,11 @@ from galvatron_hf.plan.resolved import ResolvedStage
 
 
 class MissingModule(nn.Module):
-    """Replaces a module that another stage has; its output changes no sum."""
+    """Replaces a module that another stage has; its output, on the device of its input, changes no sum."""
 
     def forward(self, *args, **kwargs) -> torch.Tensor:
-        return torch.zeros(())
+        given = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
+        return torch.zeros((), device=None if given is None else given.device)
 
 
 def prune_other_stages(model: PreTrainedModel, adapter: ModelAdapter, own: Sequence[ResolvedStage]) -> None:
