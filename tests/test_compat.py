@@ -7,6 +7,7 @@ A failure here after an upgrade says which expectation the new version breaks.
 
 import inspect
 import logging
+from datetime import timedelta
 from pathlib import Path
 
 import datasets
@@ -75,10 +76,29 @@ def test_norms_of_several_tensors_are_those_of_each():
     assert compat.tensor_norms(tensors).tolist() == [5.0, 10.0]
 
 
+def test_several_tensors_are_scaled_in_place_by_a_tensor():
+    tensors = [torch.tensor([3.0, 4.0]), torch.full((2, 2), 5.0)]
+    compat.scale_tensors(tensors, torch.tensor(0.5))
+    assert tensors[0].tolist() == [1.5, 2.0] and tensors[1].tolist() == [[2.5, 2.5]] * 2
+    compat.scale_tensors([], torch.tensor(0.5))
+
+
 def test_an_assertion_on_a_tensor_raises_its_message():
     compat.assert_without_waiting(torch.tensor(True), "all is well")
     with pytest.raises(RuntimeError, match="the third is wrong"):
         compat.assert_without_waiting(torch.tensor(False), "the third is wrong")
+
+
+def test_a_group_counts_the_collectives_that_are_called():
+    def work() -> tuple[int, int]:
+        group = dist.new_group([0, 1])
+        before = compat.calls_of_group(group)
+        dist.all_reduce(torch.zeros(1), group=group)
+        compat.set_default_group_timeout(timedelta(seconds=90))
+        dist.barrier()
+        return before, compat.calls_of_group(group)
+
+    assert run_ranks(work, 2) == [(0, 1), (0, 1)]
 
 
 # ---- Operators ----

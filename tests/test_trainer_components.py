@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.state import GradientState
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset
@@ -36,12 +37,14 @@ from galvatron_hf.trainer.data.sequence_cost import StepCost
 from galvatron_hf.trainer.data.step_packer import StepPacker
 from galvatron_hf.trainer.data.step_prefetch import StepPrefetch
 from galvatron_hf.trainer.evaluation import Evaluator
+from galvatron_hf.trainer.fault import watchdog
 from galvatron_hf.trainer.fault.nonfinite_guard import SKIPPED_IN_A_ROW, NonFiniteError, NonfiniteGuard
 from galvatron_hf.trainer.fault.stop_signal import StopSignal
-from galvatron_hf.trainer.fault.watchdog import RankStatus, is_lost_connection, report
+from galvatron_hf.trainer.fault.watchdog import RankStatus, Watchdog, is_lost_connection, report
 from galvatron_hf.trainer.hyperparameter_search import SharedStudy
 from galvatron_hf.trainer.planning.auto_planner import AutoPlanner
 from galvatron_hf.trainer.step_state import StepState
+from ranks import run_ranks
 from tiny_models import BATCHES, FAMILIES, LAYERS
 from trainer_runs import arguments, on_ranks
 
@@ -303,6 +306,48 @@ def test_a_watchdogs_report_names_the_cause_first():
     assert any(line.startswith("Rank 3 has never") for line in lines)
     assert lines[-1].startswith("Rank 0 waited in all_reduce")
     assert is_lost_connection(RuntimeError("Connection reset")) and not is_lost_connection(SaveError("gloo timeout"))
+
+
+def test_a_watchdogs_report_counts_calls_where_all_hosts_wait_for_their_devices():
+    def status(rank: int, calls: int) -> RankStatus:
+        found = dict(host="node", pid=rank, time=time.time(), doing="step 4", alarmed=True, waits="its device")
+        return RankStatus(rank=rank, calls={"ranks [0, 1]": calls, "ranks [0, 1, 2]": 3}, **found)
+
+    text = report("Rank 0 has stood still for 8 s", [status(0, 7), status(1, 6), replace(status(2, 0), calls={})])
+    assert "Rank 1 was late: ranks [0, 1] have called these numbers of collectives: rank 0 7, rank 1 6." in text
+    assert "Rank 2 waited in its device" in text and "[0, 1, 2] have" not in text
+    alike = report("Rank 0 has stood still for 8 s", [status(0, 7), status(1, 7)])
+    assert "All ranks wait for each other" in alike
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_rank_that_is_silent_and_has_not_ended_is_reported(monkeypatch, ends):
+    """Rank 0 hears rank 1 on a backend that does not raise when a rank is lost."""
+    for name, seconds in (("SILENCE_SECONDS", 1.0), ("PERIOD_SECONDS", 0.1), ("ANSWER_SECONDS", 0.5)):
+        monkeypatch.setattr(watchdog, name, seconds)
+
+    def work() -> list[str | None]:
+        rank, told = dist.get_rank(), []
+        dog = Watchdog(lambda: ("step 1", False), 60.0, "silence", {"all": dist.group.WORLD}, hears=rank == 0)
+        dog._end = told.append
+        dog.start()
+        time.sleep(0.5)
+        if rank == 1 and ends:
+            dog.end()
+        elif rank == 1:
+            dog.over.set()  # as if it had died: nothing says that it has ended
+        until = time.monotonic() + (10.0 if not ends else 2.5)
+        while rank == 0 and not told and time.monotonic() < until:
+            time.sleep(0.1)
+        dist.barrier()
+        dog.end()
+        return told
+
+    told = run_ranks(work, 2)[0]
+    assert (told == []) == ends
+    if not ends:
+        assert told[0].startswith("Rank 1 has not been heard of for 1 s.")
+        assert "Rank 1 does not answer: it died, or is stopped." in told[0]
 
 
 # ---- Checkpoints ----

@@ -27,7 +27,7 @@ from galvatron_hf.parallel.pipeline.trace import Timeline
 from galvatron_hf.parallel.whole_batch import WholeBatchForward
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.resolved import ResolvedPlan
-from galvatron_hf.utils.compat import tensor_norms
+from galvatron_hf.utils.compat import scale_tensors, tensor_norms
 
 
 @dataclass(kw_only=True)
@@ -175,9 +175,8 @@ class ParallelModel:
         """Scales all gradients to a norm of at most `max_norm`; returns the norm before, which may be given."""
         norm = self.grad_norm() if norm is None else norm
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                local_tensor(parameter.grad).mul_(scale)
+        gradients = (parameter.grad for parameter in self.model.parameters() if parameter.grad is not None)
+        scale_tensors([local_tensor(gradient) for gradient in gradients], scale)
         return norm
 
 

@@ -265,7 +265,7 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
             run.enter_context(parts.guard.unfiltered(args))
             run.enter_context(added_callback(self.callback_handler, self._stop_signal))
             run.enter_context(self._stop_signal.listening())
-            run.enter_context(watched(self._position, float(args.ddp_timeout)))
+            run.enter_context(watched(self._position, float(args.ddp_timeout), self._world.own_groups()))
             run.callback(parts.packer.end)
             run.enter_context(replaced(self, **self._guarded_methods()))
             yield

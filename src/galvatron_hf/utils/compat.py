@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,12 @@ def storage_key(tensor: torch.Tensor) -> int:
 def tensor_norms(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Returns the 2-norm of each tensor, [n], by one kernel for all if the device has one."""
     return torch.stack(torch._foreach_norm(tensors))
+
+
+def scale_tensors(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiplies tensors by a scalar tensor in place, by one kernel for all if the device has one."""
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
 
 
 def assert_without_waiting(condition: torch.Tensor, message: str) -> None:
@@ -219,6 +226,16 @@ def refuse_numbers_of_parts() -> None:
         return operation(tensor.to_local(), **kwargs)
 
     DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = number
+
+
+def calls_of_group(group: dist.ProcessGroup) -> int:
+    """Returns how many collectives this rank has called in a group since the group was made."""
+    return group._get_sequence_number_for_group()
+
+
+def set_default_group_timeout(timeout: timedelta) -> None:
+    """Changes after how long the default group ends the process of a collective that waits."""
+    dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
 
 
 def default_store() -> dist.Store:

@@ -44,6 +44,16 @@ class ProcessGroups:
             )
         return self._groups[ranks, joins_stages]
 
+    def own(self) -> dict[str, ProcessGroup]:
+        """Returns the groups of several ranks that this rank is in, by their ranks."""
+        found = {}
+        for (ranks, joins_stages), made in self._groups.items():
+            if len(ranks) > 1 and dist.get_rank() in ranks:
+                kind = "stages' ranks" if joins_stages else "ranks"
+                copies = [f" ({index + 1} of {len(made)})" if len(made) > 1 else "" for index in range(len(made))]
+                found |= {f"{kind} {list(ranks)}{copy}": one for copy, one in zip(copies, made, strict=True)}
+        return found
+
     def _connect(self, group: RankGroup, process_group: ProcessGroup) -> None:
         """Has the ranks of a group connect now, all groups in one order. NCCL connects at the first collective, and at
         the first message of two ranks, and the host waits: within a step, ranks may wait for each other in a circle.

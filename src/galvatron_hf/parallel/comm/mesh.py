@@ -20,6 +20,11 @@ from galvatron_hf.parallel.comm.gloo_threads import linger_at_exit
 from galvatron_hf.parallel.comm.groups import ProcessGroups
 from galvatron_hf.parallel.comm.meeting import Meetings
 from galvatron_hf.plan.resolved import GroupKey, MeshShape, RankGroup
+from galvatron_hf.utils.compat import set_default_group_timeout
+
+
+# NCCL ends the process of a collective that waits for its group's timeout: the report of the ranks must come before.
+NCCL_GRACE = timedelta(seconds=60)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,13 +102,20 @@ class WorldMesh:
 
     def __init__(self, device_type: str, timeout: timedelta | None = None):
         linger_at_exit()
-        self.device_type, self._groups = device_type, ProcessGroups(device_type, timeout)
         self.meetings = Meetings((timeout or default_pg_timeout).total_seconds())
+        if device_type == "cuda" and timeout is not None:
+            timeout += NCCL_GRACE
+            set_default_group_timeout(timeout)
+        self.device_type, self._groups = device_type, ProcessGroups(device_type, timeout)
         self._stages: dict[tuple[int, ...], StageMesh] = {}
 
     def prepare(self, groups: Iterable[RankGroup]) -> None:
         """Makes and connects the groups of a plan that do not exist yet; collective over all ranks of the world."""
         self._groups.prepare(groups)
+
+    def own_groups(self) -> dict[str, ProcessGroup]:
+        """Returns the groups of several ranks that this rank is in, by a name that is the same on all of them."""
+        return self._groups.own()
 
     def stage(self, ranks: tuple[int, ...]) -> StageMesh:
         if ranks not in self._stages:

@@ -16,6 +16,9 @@ import torch.distributed as dist
 from galvatron_hf.utils.compat import WAITING_FUNCTIONS
 
 
+# The host of a GPU waits for it at the end of a step, and the GPU for other ranks.
+DEVICE = "its device"
+
 # Functions that wait for other ranks, in the form of `WAITING_FUNCTIONS`.
 _WAITING = {
     "galvatron_hf/parallel/comm/collectives.py": {
@@ -26,6 +29,7 @@ _WAITING = {
     },
     "galvatron_hf/parallel/data_parallel/replicated.py": {"finish": ("all_reduce of gradients", "self.group")},
     "galvatron_hf/parallel/pipeline/runtime.py": {"wait": ("a transfer between stages", "")},
+    "galvatron_hf/trainer/step_state.py": {"numbers": (DEVICE, "")},
     **WAITING_FUNCTIONS,
 }
 

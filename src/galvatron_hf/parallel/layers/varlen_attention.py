@@ -12,9 +12,12 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
+from transformers.utils import logging
 
 from galvatron_hf.parallel.activation.documents import DocumentBounds
 
+
+logger = logging.get_logger(__name__)
 
 # Number of queries whose scores exist at once, if scores must be computed or masked.
 BLOCK = 128
@@ -234,7 +237,20 @@ def _offsets(bounds: Sequence[int], device: torch.device) -> torch.Tensor:
 
 def _has_varlen_kernel(query: torch.Tensor) -> bool:
     head_dim = query.shape[-1]
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
+    fits = query.dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
+    return query.is_cuda and fits and _has_flash_attention(query.device)
+
+
+@functools.cache
+def _has_flash_attention(device: torch.device) -> bool:
+    """Returns whether a GPU runs flash attention, which needs compute capability 8.0; warns once if it does not."""
+    found = torch.cuda.get_device_capability(device)
+    if found < (8, 0):
+        logger.warning(
+            f"Packed attention takes the path without flash attention, because {device} has compute capability "
+            f"{found[0]}.{found[1]}, and flash attention needs 8.0."
+        )
+    return found >= (8, 0)
 
 
 def _varlen(

@@ -19,7 +19,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -33,11 +33,12 @@ from galvatron_hf.parallel.debug.blocked_collective import (
     waiting_threads,
 )
 from galvatron_hf.parallel.model import ParallelModel
-from galvatron_hf.utils.compat import default_store
+from galvatron_hf.utils.compat import calls_of_group, default_store
 
 
 PERIOD_SECONDS = 1.0
 ANSWER_SECONDS = 4 * PERIOD_SECONDS  # after an alarm; a rank without an answer by then is dead
+SILENCE_SECONDS = 30.0  # of a rank until another raises an alarm, where a lost rank fails no collective
 END_SECONDS = 10.0  # from an alarm until a process that still runs is ended
 EXIT_STATUS = 70  # EX_SOFTWARE
 
@@ -60,6 +61,7 @@ class RankStatus:
         stack (`str`): innermost lines of its main thread.
         lost (`bool`): the error only says that another rank is gone.
         alarmed (`bool`): the status answers an alarm.
+        calls (`dict`): collectives that the rank has called, by group.
     """
 
     rank: int
@@ -72,6 +74,7 @@ class RankStatus:
     error: str | None = None
     lost: bool = False
     alarmed: bool = False
+    calls: dict[str, int] = field(default_factory=dict)
 
 
 class Watchdog(threading.Thread):
@@ -82,11 +85,21 @@ class Watchdog(threading.Thread):
             Called in this thread.
         timeout (`float`): seconds that a collective may wait.
         run (`str`): name of this training run, the same on every rank and different for each run.
+        groups (`dict[str, ProcessGroup]`): the groups of several ranks that this rank is in.
+        hears (`bool`): whether this rank raises an alarm when the next one is silent. NCCL waits for a lost rank.
     """
 
-    def __init__(self, doing: Callable[[], tuple[str, bool]], timeout: float, run: str):
+    def __init__(
+        self,
+        doing: Callable[[], tuple[str, bool]],
+        timeout: float,
+        run: str,
+        groups: dict[str, dist.ProcessGroup],
+        hears: bool = False,
+    ):
         super().__init__(name="galvatron-watchdog", daemon=True)
-        self.doing, self.timeout = doing, timeout
+        self.doing, self.timeout, self.groups, self.hears = doing, timeout, groups, hears
+        self._heard: tuple[bytes | None, float] = (None, time.monotonic())  # from the next rank, and when
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         # A separate connection: the main thread may be waiting on the other one.
         self.store = dist.PrefixStore(f"watchdog/{run}", default_store().clone())
@@ -105,6 +118,8 @@ class Watchdog(threading.Thread):
                 last, since = doing, time.monotonic()
             if not self.alone:
                 self._exchange()
+            if self.hears and not self.alone and self._next_is_silent():
+                self._end(self._report(f"Rank {self._next} has not been heard of for {SILENCE_SECONDS:g} s"))
             if time.monotonic() - since > self.timeout + ANSWER_SECONDS:
                 # A late rank, or one whose backend does not raise when a collective waits, such as NCCL.
                 self._end(self._report(f"Rank {self.rank} has stood still for {self.timeout:g} s, {doing}"))
@@ -116,6 +131,23 @@ class Watchdog(threading.Thread):
                 self._answer()
         except RuntimeError:  # the store's host has died
             self.alone = True
+
+    @property
+    def _next(self) -> int:
+        return (self.rank + 1) % self.ranks
+
+    def _next_is_silent(self) -> bool:
+        """Returns whether the next rank's status has not changed for too long, by this rank's clock."""
+        key, now = f"rank {self._next}", time.monotonic()
+        try:
+            if self.store.check([f"over {self._next}"]):
+                return False
+            status = self.store.get(key) if self.store.check([key]) else None
+        except RuntimeError:
+            return False
+        if status != self._heard[0]:
+            self._heard = status, now
+        return now - self._heard[1] > SILENCE_SECONDS
 
     def _answer(self) -> None:
         """Publishes the status of this process, and ends the process unless it ends by itself."""
@@ -150,6 +182,7 @@ class Watchdog(threading.Thread):
             error=None if error is None else f"{type(error).__name__}: {error}",
             lost=error is not None and is_lost_connection(error),
             alarmed=alarmed or error is not None,
+            calls={name: calls_of_group(group) for name, group in self.groups.items()},
         )
 
     def _publish(self, status: RankStatus) -> None:
@@ -195,6 +228,8 @@ class Watchdog(threading.Thread):
         """
         self.over.set()
         self.join(ANSWER_SECONDS)
+        with contextlib.suppress(RuntimeError):
+            self.store.set(f"over {self.rank}", "")
 
     def _wait_until(self, true: Callable[[], bool], seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -234,20 +269,37 @@ def report(headline: str, statuses: list[RankStatus | None]) -> str:
         else:
             lines.append(f"Rank {rank} waited in {status.waits or 'a collective'}, {place}.")
     if not causes:
-        causes = ["All ranks wait for each other: they do not make the same collectives in the same order."]
+        causes = missing_calls(statuses) or [
+            "All ranks wait for each other: they do not make the same collectives in the same order."
+        ]
     return "\n".join([f"{headline}.", *causes, *lines])
 
 
+def missing_calls(statuses: list[RankStatus | None]) -> list[str]:
+    """Returns a line for each group in which ranks have called fewer collectives than others."""
+    lines = []
+    for name in dict.fromkeys(name for status in statuses if status is not None for name in status.calls):
+        calls = {status.rank: status.calls[name] for status in statuses if status and name in status.calls}
+        behind = [rank for rank, count in calls.items() if count < max(calls.values())]
+        if behind:
+            counts = ", ".join(f"rank {rank} {count}" for rank, count in calls.items())
+            lines.append(f"Rank {behind[0]} was late: {name} have called these numbers of collectives: {counts}.")
+    return lines
+
+
 @contextlib.contextmanager
-def watched(doing: Callable[[], tuple[str, bool]], timeout: float) -> Iterator[None]:
+def watched(
+    doing: Callable[[], tuple[str, bool]], timeout: float, groups: dict[str, dist.ProcessGroup]
+) -> Iterator[None]:
     """Runs a watchdog while the body trains; collective. On one rank there is nothing to watch. If a collective fails
-    or waits longer than `timeout`, one rank raises RankLostError with the report. `doing` and `timeout` are those of
-    [`Watchdog`].
+    or waits longer than `timeout`, one rank raises RankLostError with the report. `doing`, `timeout` and `groups` are
+    those of [`Watchdog`].
     """
     if dist.get_world_size() == 1:
         yield
         return
-    watchdog = Watchdog(doing, timeout, read_once(lambda: uuid.uuid4().hex))
+    name, hears = read_once(lambda: uuid.uuid4().hex), "nccl" in dist.get_backend_config()
+    watchdog = Watchdog(doing, timeout, name, groups, hears)
     watchdog.start()
     try:
         yield
