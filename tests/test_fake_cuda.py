@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def dry_run(library: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         timeout=60 + 30 * len(cases),
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
-    return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith('{"')]
 
 
 def of_all_ranks(plan: str, batch: str = "padded", family: str = "llama", **more: Any) -> list[dict[str, Any]]:
@@ -97,6 +98,7 @@ def fast(library) -> dict[str, list[dict[str, Any]]]:
     """Returns what the fast cases have done, all from one process: importing transformers takes longer than a case."""
     faults = [one | {"fault": name} for name, one in FAULTS.items()]
     cases = {"waits": FAST, **ORDERED, "faults": faults, "one more sum": of_all_ranks("pair", fault="one more sum")}
+    cases["trainer"] = in_trainer("zero3", "packed")
     found = iter(dry_run(library, [one for group in cases.values() for one in group]))
     return {name: [next(found) for _ in group] for name, group in cases.items()}
 
@@ -121,6 +123,29 @@ def test_a_step_of_every_plan_waits_for_no_device(library, batch):
         family = family_of(name, SLOW_FAMILIES[index % len(SLOW_FAMILIES)], "llama_biases")
         cases.append(case(name, batch, family, rank=plan.world_size - 1, traced=True, steps=2))
     check_waits_and_devices(dry_run(library, cases), cases)
+
+
+def in_trainer(plan: str, batch: str, family: str = "llama") -> list[dict[str, Any]]:
+    return [case(plan, batch, family, in_trainer=True) | {"steps": steps} for steps in (1, 3)]
+
+
+def check_one_wait_in_a_step(one: dict[str, Any], three: dict[str, Any]) -> None:
+    """Two more steps of Trainer's loop read the three numbers of the check of a step twice more, and nothing else."""
+    more = Counter(three["waits"])
+    more.subtract(one["waits"])
+    assert +more == {"aten::_local_scalar_dense at trainer/step_state.py in numbers": 2 * 3}
+
+
+def test_a_step_in_trainers_loop_waits_once(fast):
+    check_one_wait_in_a_step(*fast["trainer"])
+
+
+@pytest.mark.slow
+def test_a_step_of_other_plans_in_trainers_loop_waits_once(library):
+    cases = [("1f1b", "padded", "gpt2"), ("zero_bubble", "packed", "llama"), ("mixed_a", "padded", "gemma2")]
+    found = dry_run(library, [one for given in cases for one in in_trainer(*given)])
+    for index in range(len(cases)):
+        check_one_wait_in_a_step(*found[2 * index : 2 * index + 2])
 
 
 # ---- The order of communicators ----

@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,14 +20,25 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import devices  # noqa: E402  (before torch)
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from accelerate.data_loader import DataLoaderShard  # noqa: E402
+from transformers import DataCollatorForSeq2Seq, Trainer  # noqa: E402
 
 import tiny_models  # noqa: E402
-from galvatron_hf import ParallelPlan, parallelize  # noqa: E402
+from galvatron_hf import (  # noqa: E402
+    GalvatronTrainer,
+    GalvatronTrainingArguments,
+    ParallelPlan,
+    parallelize,
+)
 from galvatron_hf.parallel.activation.documents import DocumentBounds, Documents  # noqa: E402
 from galvatron_hf.parallel.comm import objects  # noqa: E402
+from galvatron_hf.parallel.comm.meeting import Meetings  # noqa: E402
 from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer  # noqa: E402
 from galvatron_hf.parallel.model import ParallelModel  # noqa: E402
 from galvatron_hf.parallel.pipeline import trace  # noqa: E402
+from galvatron_hf.trainer import mixin  # noqa: E402
+from galvatron_hf.trainer.data import step_packer  # noqa: E402
+from tiny_models import word_tokenizer  # noqa: E402
 
 
 ROWS, LENGTH = 8, 32
@@ -149,6 +163,91 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         }
 
 
+# ---- Trainer's own loop ----
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return dict.fromkeys(("input_ids", "labels"), [5] * (6 + index % 5))
+
+
+class OnTheDevice(GalvatronTrainingArguments):
+    @property
+    def device(self) -> torch.device:
+        super().device  # makes accelerate's state
+        return torch.device(devices.DEVICE, 0)
+
+
+@contextlib.contextmanager
+def alone_and_with_true_data() -> Iterator[None]:
+    """Plays what a world of one process and tensors without memory cannot: exchanges of objects, the watchdog, and the
+    reading of data, which is on the host.
+    """
+
+    def gathered(found: list, value: Any, group=None) -> None:
+        found[:] = [value] * len(found)
+
+    def on_true_tensors(work: Callable) -> Callable:
+        def call(*args, **kwargs):
+            with devices.unset_fake_temporarily():
+                return work(*args, **kwargs)
+
+        return call
+
+    read = DataLoaderShard.__iter__
+
+    replaced = (
+        (Meetings, "meet", lambda self, call: None),
+        (mixin, "watched", lambda *args: contextlib.nullcontext()),
+        (dist, "all_gather_object", gathered),
+        (dist, "broadcast_object_list", lambda *args, **kwargs: None),
+        (Trainer, "_move_model_to_device", lambda self, model, device: model),  # it is there
+        (DataLoaderShard, "__iter__", on_true_tensors(lambda self: iter(list(read(self))))),
+        (step_packer, "limit_lengths", on_true_tensors(step_packer.limit_lengths)),
+        (step_packer, "pack", on_true_tensors(step_packer.pack)),
+        (step_packer.Sequences, "from_batches", on_true_tensors(step_packer.Sequences.from_batches)),
+    )
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in replaced:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+def train(case: dict[str, Any]) -> dict[str, Any]:
+    """Trains `case["steps"]` steps in Trainer's loop as rank 0 of a plan; returns the waits. Neither evaluation nor
+    saving is played: both read values.
+    """
+    plan = ParallelPlan.from_json(json.dumps(case["plan"]))
+    ranks = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(plan.world_size), MASTER_ADDR="localhost", MASTER_PORT="0")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, ranks))
+        seen = stack.enter_context(devices.rank_with_gpu(0, plan.world_size))
+        stack.enter_context(alone_and_with_true_data())
+        with torch.device(devices.DEVICE), mock.patch.object(tiny_models, "_randomise"):
+            model = tiny_models.FAMILIES[case["family"]].build(**WIDER.get(case["family"], {"head_dim": 8}))
+        arguments = OnTheDevice(
+            output_dir=stack.enter_context(tempfile.TemporaryDirectory()),
+            use_cpu=True,  # accelerate looks for no GPU
+            max_steps=case["steps"],
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            save_strategy="no",
+            logging_steps=100,
+            disable_tqdm=True,
+            report_to=[],
+            parallel_plan=plan,
+            packing="static" if case["batch"] == "packed" else "none",
+            full_determinism=True,  # documents are not timed
+        )
+        collator = DataCollatorForSeq2Seq(word_tokenizer())
+        GalvatronTrainer(model=model, args=arguments, train_dataset=Rows(), data_collator=collator).train()
+        return {"waits": list(seen.waits)}
+
+
 if __name__ == "__main__":
     for line in sys.stdin:
-        print(json.dumps(run(json.loads(line))), flush=True)
+        given = json.loads(line)
+        print(json.dumps((train if given.get("in_trainer") else run)(given)), flush=True)
