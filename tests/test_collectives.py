@@ -2,17 +2,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each collective and its backward, against the same computation on one process, on subgroups of a larger world."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from collective_counts import count_collectives
-from galvatron_hf.parallel.comm import collectives
+from galvatron_hf.parallel.comm import collectives, objects
 from ranks import run_ranks
 
 
 ROWS, LENGTH, HIDDEN, INNER = 2, 6, 4, 8
+
+
+def test_objects_go_through_gloo_where_the_default_group_moves_no_tensors_of_the_host():
+    def work() -> tuple:
+        made, new_group = [], dist.new_group
+
+        def counted(*args, **kwargs):
+            made.append(kwargs)
+            return new_group(*args, **kwargs)
+
+        alone = objects.host_group() is dist.group.WORLD
+        with mock.patch.multiple(dist, get_backend_config=lambda: "cuda:nccl", new_group=counted):
+            found = [objects.gather_objects(dist.get_rank()), objects.broadcast_object({"rank": dist.get_rank()})]
+        return alone, made, found
+
+    assert run_ranks(work, 2) == [(True, [{"backend": "gloo"}], [[0, 1], {"rank": 0}])] * 2
 
 
 def subgroup():

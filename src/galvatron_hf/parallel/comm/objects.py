@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,20 +21,17 @@ def is_rank_0() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-_host_group: tuple[ProcessGroup, ProcessGroup] | None = None  # of the default group that it lies beside
-
-
 def host_group() -> ProcessGroup:
     """Returns the group in which ranks exchange what is in the host's memory: the default group, or one of gloo beside
     it if the default group moves tensors of a GPU alone. The first call is collective.
     """
-    global _host_group
     world = dist.group.WORLD
-    if "cpu:" in dist.get_backend_config():
-        return world
-    if _host_group is None or _host_group[0] is not world:
-        _host_group = world, dist.new_group(backend="gloo")
-    return _host_group[1]
+    return world if "cpu:" in dist.get_backend_config() else _gloo_beside(world)
+
+
+@functools.lru_cache(maxsize=1)
+def _gloo_beside(world: ProcessGroup) -> ProcessGroup:
+    return dist.new_group(backend="gloo")
 
 
 def gather_objects(value: Any) -> list[Any]:
