@@ -82,7 +82,7 @@ FAST = [
     case("zero_bubble", "padded", rank=1, steps=2),
     case("mixed_a", "packed", "gemma2", rank=2, steps=2),
 ]
-ORDERED = {"mixed_b": of_all_ranks("mixed_b", "packed"), "interleaved": of_all_ranks("interleaved")}
+ORDERED = {"1f1b_mixed": of_all_ranks("1f1b_mixed", "packed")}
 FAULTS = {
     "offsets for each layer": case("zero3_recompute", "packed"),
     "norm from the host": case("zero3"),
