@@ -328,15 +328,16 @@ def test_a_rank_that_is_silent_and_has_not_ended_is_reported(monkeypatch, ends):
 
     def work() -> list[str | None]:
         rank, told = dist.get_rank(), []
-        dog = Watchdog(lambda: ("step 1", False), 60.0, "silence", {"all": dist.group.WORLD}, hears=rank == 0)
+        dog = Watchdog(lambda: ("step 1", False), 60.0, "silence", {"all": dist.group.WORLD})
         dog._end = told.append
         dog.start()
-        time.sleep(0.5)
         if rank == 1 and ends:
             dog.end()
         elif rank == 1:
             dog.over.set()  # as if it had died: nothing says that it has ended
-        until = time.monotonic() + (10.0 if not ends else 2.5)
+        dist.barrier()
+        dog.hears = rank == 0
+        until = time.monotonic() + (60.0 if not ends else 2.5)
         while rank == 0 and not told and time.monotonic() < until:
             time.sleep(0.1)
         dist.barrier()
