@@ -38,6 +38,17 @@ def row_of(
     return states, [0, *accumulate(lengths)], torch.randn(1, tokens, heads, value_dim, generator=generator)
 
 
+@pytest.mark.parametrize("capability, told", [((9, 0), False), ((8, 0), False), ((7, 5), True)])
+def test_flash_attention_is_asked_for_where_the_gpu_has_it(monkeypatch, caplog, capability, told):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(document_attention.logger, "propagate", True)
+    document_attention._has_flash_attention.cache_clear()
+    found = [document_attention._has_flash_attention(torch.device("cuda", 0)) for _ in range(2)]
+    document_attention._has_flash_attention.cache_clear()
+    assert found == [not told] * 2
+    assert len([record for record in caplog.records if "capability 7.5" in record.getMessage()]) == told
+
+
 def dense_mask(bounds: list[int], causal: bool, window: int | None) -> torch.Tensor:
     """Returns [T, T], true if attended: in one document, not later if causal, less than `window` away."""
     position = torch.arange(bounds[-1])

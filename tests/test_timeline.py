@@ -88,6 +88,40 @@ def slow_down(parallel) -> None:
     parallel.runner.run = slow
 
 
+class Event:
+    """A CUDA event on a device whose clock advances by 1 ms for each event; the time between two has 32 bits."""
+
+    made = 0
+
+    def __init__(self, enable_timing: bool = False):
+        self.time = None
+
+    def record(self) -> None:
+        Event.made += 1
+        self.time = float(Event.made)
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, other: Event) -> float:
+        return float(torch.tensor(other.time - self.time))
+
+
+def test_events_of_a_gpu_become_times_of_the_hosts_clock(monkeypatch):
+    """Marks count from origins that change: after many of them, their times still are those of the events."""
+    for name, value in (("Event", Event), ("synchronize", lambda: None)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(time, "time", lambda: 100.0)  # at the first event
+    timeline = Timeline(torch.device("cuda"), spans_kept=3)
+    timeline.on = True
+    for micro_batch in range(5000):
+        with timeline.span(Action(Work.FORWARD, 0, micro_batch)):
+            pass
+    spans = timeline.spans
+    assert [span.action.micro_batch for span in spans] == [4997, 4998, 4999]
+    assert [span.begin - 100.0 for span in spans] == pytest.approx([9.995, 9.997, 9.999], abs=1e-6)
+    assert [span.end - span.begin for span in spans] == pytest.approx([1e-3] * 3, abs=1e-6)
+
+
 def waited_seconds() -> float:
     """Returns how long this thread has waited for a core so far; 0 if the kernel does not count it."""
     path = Path("/proc/thread-self/schedstat")

@@ -4,8 +4,10 @@
 
 import os
 import signal
+import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
 
@@ -21,6 +23,8 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from equivalence import whole
 from galvatron_hf.data.cost import SequenceCost
+from galvatron_hf.parallel.comm import mesh
+from galvatron_hf.parallel.debug.blocked_collective import stack_of, waiting_in
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import ParallelPlan
@@ -318,6 +322,25 @@ def test_a_watchdogs_report_counts_calls_where_all_hosts_wait_for_their_devices(
     assert "Rank 2 waited in its device" in text and "[0, 1, 2] have" not in text
     alike = report("Rank 0 has stood still for 8 s", [status(0, 7), status(1, 7)])
     assert "All ranks wait for each other" in alike
+
+
+def test_a_host_that_reads_the_numbers_of_a_step_waits_in_its_device():
+    class Numbers:
+        def tolist(self) -> list[float]:
+            self.waits = waiting_in(stack_of(sys._getframe()))
+            return [1.0, 2.0, 0.0]
+
+    numbers, one = Numbers(), torch.ones(1)
+    with mock.patch.object(torch, "stack", lambda values: numbers):
+        assert StepState(number=3, loss=one[0], stop_votes=one).numbers(one[0]) == (1.0, 2.0, 0.0)
+    assert numbers.waits == "its device"
+
+
+def test_groups_of_a_gpu_wait_longer_than_the_report_takes():
+    with mock.patch.object(mesh, "set_default_group_timeout") as default:
+        world = mesh.WorldMesh("cuda", timedelta(seconds=8))
+    assert world._groups.timeout == timedelta(seconds=68) and default.call_args.args == (timedelta(seconds=68),)
+    assert mesh.WorldMesh("cpu", timedelta(seconds=8))._groups.timeout == timedelta(seconds=8)
 
 
 @pytest.mark.parametrize("ends", [False, True])

@@ -151,8 +151,10 @@ def _install(seen: Seen) -> None:
     torch.Tensor.record_stream = lambda self, stream: None
 
 
-class _HostWaits(TorchDispatchMode):
-    """Notes values that are read back, and blocking copies between host and device."""
+class _Watch(TorchDispatchMode):
+    """Notes what the operators of a rank do: values that are read back, blocking copies between host and device, and
+    the kind, the dtype and the size of each collective and message.
+    """
 
     def __init__(self, seen: Seen):
         super().__init__()
@@ -162,6 +164,9 @@ class _HostWaits(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented
+        if operator.namespace in ("c10d", "_c10d_functional"):
+            self._collective(operator, args, kwargs)
+            return operator(*args, **kwargs)
         name = operator._schema.name
         devices = [one.device.type for one in args if isinstance(one, torch.Tensor)]
         if name in READ_BACK and DEVICE in devices:
@@ -184,27 +189,14 @@ class _HostWaits(TorchDispatchMode):
             if not non_blocking or not getattr(source, "is_pinned_memory", target == HOST):
                 self.seen.wait(f"copy from {source.device.type} to {target}")
 
-
-class _Order(TorchDispatchMode):
-    """Notes the kind, the dtype and the size of each collective and message."""
-
-    def __init__(self, seen: Seen):
-        super().__init__()
-        self.seen = seen
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if any(issubclass(one, DTensor) for one in types):
-            return NotImplemented
-        if operator.namespace in ("c10d", "_c10d_functional"):
-            names = [argument.name for argument in operator._schema.arguments]
-            given = dict(zip(names, args, strict=False)) | kwargs
-            group = given.get("process_group", given.get("group_name"))
-            group = _resolve_process_group(group) if isinstance(group, str) else group
-            if group is not None:
-                group = group if isinstance(group, ProcessGroup) else ProcessGroup.unbox(group)
-                self._note(operator._schema.name.split("::")[1], group, given)
-        return operator(*args, **kwargs)
+    def _collective(self, operator, args: tuple, kwargs: dict[str, Any]) -> None:
+        names = [argument.name for argument in operator._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        group = given.get("process_group", given.get("group_name"))
+        group = _resolve_process_group(group) if isinstance(group, str) else group
+        if group is not None:
+            group = group if isinstance(group, ProcessGroup) else ProcessGroup.unbox(group)
+            self._note(operator._schema.name.split("::")[1], group, given)
 
     def _note(self, kind: str, group: ProcessGroup, given: dict[str, Any]) -> None:
         if group.size() == 1:
@@ -244,7 +236,7 @@ def rank_with_gpu(rank: int, world_size: int) -> Iterator[Seen]:
     torch.autograd.set_multithreading_enabled(False)  # the modes hold for this thread alone
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), _HostWaits(seen), _Order(seen):
+        with FakeTensorMode(allow_non_fake_inputs=True), _Watch(seen):
             yield seen
     finally:
         dist.destroy_process_group()

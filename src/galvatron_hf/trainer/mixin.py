@@ -383,7 +383,7 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         # Where a stream ends inside a step, Trainer keeps the gradients of its last batches for the next step.
         if len(step.batches) < step.count and not self.accelerator.gradient_state.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        step = self._components.packer.pack(self._step_state)
+        step = self._components.packer.pack(step)
         # A second call in a step brings its own batch.
         step = self._step_state = replace(step, batches=(), placement=None)
         model.train()
