@@ -38,7 +38,7 @@ VALUES: dict[str, Any] = dict(
     lr_scheduler_kwargs=dict(lr_scheduler_type="polynomial", lr_scheduler_kwargs={"power": 2.0}),
     warmup_steps=3,
     optim="adagrad",
-    optim_args=dict(optim="rmsprop", optim_args="momentum=0.5"),
+    optim_args=dict(optim="sgd", optim_args="momentum=0.5", learning_rate=0.05),
     weight_decay=0.0,
     adam_beta1=0.5,
     adam_beta2=0.9,

@@ -93,8 +93,8 @@ def test_a_restarted_attempt_resumes_by_itself(tmp_path, uninterrupted, plan="pi
     outcome = job.launch(*faults, launcher=("--max_restarts", "2"), environment=environment)
     assert outcome.code == 0, outcome.text[-4000:]
     assert outcome.left == []
-    for attempt, checkpoint in ((1, "checkpoint-2"), (2, "checkpoint-4")):
-        assert re.search(rf"Restart {attempt} of this job resumes from \S*/{checkpoint}\.", outcome.text)
+    resumed = re.findall(r"Restart (\d) of this job resumes from \S*/(checkpoint-\d+)\.", outcome.text)
+    assert dict(resumed) == {"1": "checkpoint-2", "2": "checkpoint-4"}, outcome.text
     assert job.logs() == uninterrupted(plan)
 
 
