@@ -345,7 +345,7 @@ def test_what_backward_needs_is_linear_in_the_tokens(options, causal):
 @pytest.mark.parametrize("bounds", [[0], [0, 5], [1, 6], [0, 3, 3, 6], [0, 4, 2, 6], [0, 7], []])
 def test_bounds_that_do_not_cover_the_row_are_refused(bounds):
     states, _, _ = row_of([6])
-    with pytest.raises(ValueError, match=r"do not rise from 0 to the row's 6 tokens; pass the offset"):
+    with pytest.raises(ValueError, match=r"do not (rise from 0|end at the row's 6 tokens); pass the offset"):
         by_document(*states, bounds, causal=True)
 
 

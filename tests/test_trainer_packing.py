@@ -26,7 +26,7 @@ from galvatron_hf import GalvatronTrainer
 from galvatron_hf.data.packing import pack
 from galvatron_hf.data.placement import PLANNERS, Placement
 from galvatron_hf.data.plan_ahead import PlanAhead
-from galvatron_hf.parallel.activation.documents import Documents
+from galvatron_hf.parallel.activation.documents import DocumentBounds, Documents
 from galvatron_hf.trainer.data import step_packer
 from galvatron_hf.trainer.data.sequence_cost import estimated_cost
 from oracle import PAD, Case, Stream, check_cases
@@ -106,7 +106,7 @@ def documents_that_see_each_other():
 
     def merged(self, part):
         bounds = original(self, part)
-        return (bounds[0], bounds[-1])
+        return DocumentBounds((0, bounds.tokens))
 
     return mock.patch.object(Documents, "bounds_within", merged)
 

@@ -66,7 +66,7 @@ def packed(parallel) -> list[dict[str, Any]]:
 
 def _offsets_for_each_layer():
     def on(self, device):
-        return torch.tensor(self, dtype=torch.int32, device=device)
+        return torch.tensor(self.offsets, dtype=torch.int32, device=device)
 
     return mock.patch.object(DocumentBounds, "on", on)
 

@@ -87,10 +87,14 @@ def test_a_launched_job_ends_and_leaves_no_process(tmp_path, plan, kind):
 
 @pytest.mark.slow
 def test_a_restarted_attempt_resumes_by_itself(tmp_path, uninterrupted, plan="pipeline"):
-    job = Job(folder=tmp_path, plan=plan)
     faults = [fail_at(RANK, 4, "kill_in_forward"), fail_at(1, 6, "raise_in_forward", attempt=1)]
-    environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    outcome = job.launch(*faults, launcher=("--max_restarts", "2"), environment=environment)
+    options = dict(launcher=("--max_restarts", "2"), environment={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    for folder in ("first", "second"):
+        job = Job(folder=tmp_path / folder, plan=plan)
+        outcome = job.launch(*faults, **options)
+        # The launcher frees the port that it gives rank 0; another process that takes it uses up a restart.
+        if not re.search("EADDRINUSE|address already in use", outcome.text, re.IGNORECASE):
+            break
     assert outcome.code == 0, outcome.text[-4000:]
     assert outcome.left == []
     resumed = re.findall(r"Restart (\d) of this job resumes from \S*/(checkpoint-\d+)\.", outcome.text)

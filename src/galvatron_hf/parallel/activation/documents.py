@@ -18,16 +18,31 @@ from galvatron_hf.utils.device import to_device
 PADDING = -1
 
 
-class DocumentBounds(tuple[int, ...]):
-    """Offsets at which documents begin, and the end of the last, with a copy on the device that is made once."""
+class DocumentBounds:
+    """Holds the documents of a row as attention takes them.
+
+    Attributes:
+        offsets (`tuple[int, ...]`): where documents begin, and the end of the last: `0 = b_0 < ... < b_n`.
+        lengths (`tuple[int, ...]`): of the documents.
+        tokens, longest (`int`): the end of the last document, and the length of the longest.
+    """
+
+    def __init__(self, offsets: Iterable[int]):
+        self.offsets = tuple(offsets)
+        self.lengths = tuple(end - begin for begin, end in pairwise(self.offsets))
+        if not self.lengths or self.offsets[0] != 0 or min(self.lengths) < 1:
+            raise ValueError(
+                f"Document bounds {list(self.offsets)} do not rise from 0; pass the offset where each document "
+                "begins, and the number of tokens."
+            )
+        self.tokens, self.longest = self.offsets[-1], max(self.lengths)
+        self._copy: torch.Tensor | None = None
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """Returns the offsets as int32 on a device; the host does not wait for the copy."""
-        copies = vars(self).setdefault("copies", {})
-        if device not in copies:
-            offsets = torch.tensor(self, dtype=torch.int32, device="cpu")
-            copies[device] = to_device(offsets, device)
-        return copies[device]
+        """Returns the offsets as int32 on a device; the copy is made once, and the host does not wait for it."""
+        if self._copy is None or self._copy.device != device:
+            self._copy = to_device(torch.tensor(self.offsets, dtype=torch.int32, device="cpu"), device)
+        return self._copy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from galvatron_hf.parallel.activation.documents import DocumentBounds
 from galvatron_hf.parallel.comm.collectives import exchange
 from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.layers.tensor_parallel import set_key_value_groups
@@ -39,7 +40,7 @@ class ParallelAttention:
             sequence.
         key_value_copies (`int`): how often each key/value head is repeated before the exchange.
         dropout_stream (`Callable[[], ContextManager]`): the stream for attention dropout, one per shard of heads.
-        document_bounds (`Callable[[], tuple[int, ...] | None]`): returns the bounds of packed documents, None for rows
+        document_bounds (`Callable[[], DocumentBounds | None]`): returns the bounds of packed documents, None for rows
             that are not packed; called once for each call of the attention.
     """
 
@@ -48,7 +49,7 @@ class ParallelAttention:
     ulysses_degree: int
     key_value_copies: int
     dropout_stream: Callable[[], contextlib.AbstractContextManager]
-    document_bounds: Callable[[], tuple[int, ...] | None]
+    document_bounds: Callable[[], DocumentBounds | None]
 
 
 def configured_kernel(module: nn.Module, implementation: str) -> Callable:
@@ -62,7 +63,7 @@ def attach_attention(
     resolved: ResolvedLayer,
     mesh: StageMesh,
     dropout_stream: Callable[[], contextlib.AbstractContextManager],
-    document_bounds: Callable[[], tuple[int, ...] | None],
+    document_bounds: Callable[[], DocumentBounds | None],
 ) -> None:
     """Makes an attention module call [`galvatron_attention`], which calls the module's configured kernel. The module
     is changed in place; `dropout_stream` and `document_bounds` are those of [`ParallelAttention`].
@@ -113,22 +114,39 @@ def galvatron_attention(
         if parallel.key_value_copies > 1:
             key, value = (states.repeat_interleave(parallel.key_value_copies, dim=1) for states in (key, value))
         query, key, value = (exchange(states, 1, 2, group) for states in (query, key, value))
-    stream = parallel.dropout_stream() if dropout > 0.0 else contextlib.nullcontext()
-    bounds = parallel.document_bounds()
-    with stream:
-        if bounds is not None and attention_mask is not None:
-            raise ValueError(
-                f"{type(module).__name__} makes an attention mask of its own, which attention by document does not "
-                "support; train with packing='none'."
-            )
-        if bounds is None:
-            output, _ = parallel.kernel(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
-        else:
-            options = _document_options(module, kwargs)
-            output = attention_by_document(query, key, value, bounds, dropout=dropout, **options)
+    attend = _attend if dropout == 0.0 else _attend_with_dropout
+    output = attend(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
     if degree > 1:
         output = exchange(output, 1, 2, group)
     return output, None
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    **kwargs,
+) -> torch.Tensor:
+    """Computes attention of a rank's own heads over all positions, see [`galvatron_attention`]."""
+    bounds = module.parallel_attention.document_bounds()
+    if bounds is None:
+        kernel = module.parallel_attention.kernel
+        return kernel(module, query, key, value, attention_mask, dropout=dropout, **kwargs)[0]
+    if attention_mask is not None:
+        raise ValueError(
+            f"{type(module).__name__} makes an attention mask of its own, which attention by document does not "
+            "support; train with packing='none'."
+        )
+    return attention_by_document(query, key, value, bounds, dropout=dropout, **_document_options(module, kwargs))
+
+
+@torch.compiler.disable(reason="a keyed random stream sets the state of a generator")
+def _attend_with_dropout(module: nn.Module, *args: torch.Tensor | None, **kwargs) -> torch.Tensor:
+    with module.parallel_attention.dropout_stream():
+        return _attend(module, *args, **kwargs)
 
 
 def _document_options(module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:

@@ -70,6 +70,7 @@ class ParallelLayer:
 
     def __post_init__(self):
         self.attended = False
+        self.bounds: DocumentBounds | None = None
         self.name = f"layer {self.resolved.index}"
         self.signature = inspect.signature(self.original)
         self.hidden_name = next(iter(self.signature.parameters))
@@ -99,6 +100,12 @@ class ParallelLayer:
             output.register_hook(self._begin)
         return output
 
+    def compile(self, **options: Any) -> None:
+        """Compiles the family's forward of the layer by `torch.compile` with `options`; what the layer communicates
+        before it, its masks, weights and recompute stay outside.
+        """
+        self.original = torch.compile(self.original, **options)
+
     def _begin(self, gradient: torch.Tensor | None = None) -> None:
         self.current.location = self.name
 
@@ -116,15 +123,16 @@ class ParallelLayer:
 
     def document_bounds(self) -> DocumentBounds | None:
         """Returns the bounds of the documents in attention, None for rows that are not packed; records the call."""
-        batch = self.current.value
         self.attended = True
-        return None if batch.documents is None else batch.documents.bounds_within(self.pack(batch))
+        return self.bounds
 
     def _compute(self, batch: MicroBatch, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         rectangle = self.rectangle(batch)
         key = (*batch.key, self.resolved.index, rectangle.row_start, rectangle.position_start)
         stream = random_stream(hidden.device, *key) if self.layer.training else contextlib.nullcontext()
-        self.attended = False
+        self.attended, self.bounds = False, None
+        if batch.documents is not None:
+            self.bounds = batch.documents.bounds_within(self.pack(batch))
         with self.current.active(batch), stream, local_parameters(self.views):
             output = self.original(hidden, **arguments)
         if batch.documents is not None and not self.attended:

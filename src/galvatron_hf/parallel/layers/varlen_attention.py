@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 
 import torch
 from torch.nn import functional as F
@@ -27,7 +27,7 @@ def attention_by_document(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    bounds: Sequence[int],
+    bounds: Sequence[int] | DocumentBounds,
     *,
     causal: bool,
     scale: float | None,
@@ -44,7 +44,8 @@ def attention_by_document(
         query (`torch.Tensor`): [1, heads, T, D].
         key, value (`torch.Tensor`): [1, key/value heads, T, D or value D]; each head serves `heads / key/value heads`
             query heads.
-        bounds (`Sequence[int]`): offsets at which documents begin, and T: 0 = b0 < b1 < ... < bn = T.
+        bounds (`Sequence[int]` or [`DocumentBounds`]): offsets at which documents begin, and T: 0 = b0 < b1 < ... <
+            bn = T.
         causal (`bool`): whether a token sees the tokens up to itself only.
         scale (`float`, *optional*): factor of the scores; `D ** -0.5` by default.
         sliding_window (`int`, *optional*): a token sees tokens at a smaller distance. Modules of transformers pass
@@ -55,20 +56,42 @@ def attention_by_document(
     Returns:
         `torch.Tensor`: [1, T, heads, value D].
     """
-    lengths = document_lengths(bounds, query.shape[2])
+    bounds = bounds if isinstance(bounds, DocumentBounds) else DocumentBounds(bounds)
+    if bounds.tokens != query.shape[2]:
+        raise ValueError(
+            f"Document bounds {list(bounds.offsets)} do not end at the row's {query.shape[2]} tokens; pass the "
+            "offset where each document begins, and the number of tokens."
+        )
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     value_dim = value.shape[-1]
     query, key, value = _same_head_dim(query, key, value)
-    if sliding_window is not None and sliding_window >= max(lengths):
+    if sliding_window is not None and sliding_window >= bounds.longest:
         sliding_window = None
+    if softcap is None and dropout == 0.0 and _has_varlen_kernel(query):
+        output = _varlen(query, key, value, bounds, causal, scale, sliding_window)
+    else:
+        options = dict(causal=causal, scale=scale, sliding_window=sliding_window, softcap=softcap, dropout=dropout)
+        output = _document_by_document(query, key, value, bounds, **options)
+    return output[..., :value_dim]
+
+
+@torch.compiler.disable(reason="the lengths of documents decide what is computed")
+def _document_by_document(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: DocumentBounds,
+    *,
+    causal: bool,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    dropout: float,
+) -> torch.Tensor:
+    """Computes [`attention_by_document`] by kernels that know no documents."""
     fused = softcap is None and dropout == 0.0
-    if fused and _has_varlen_kernel(query):
-        output = _varlen(
-            query, key, value, _offsets(bounds, query.device), max(lengths), causal, scale, sliding_window
-        )
-        return output[..., :value_dim]
     outputs = []
-    for documents in _runs_of_equal_length((query, key, value), lengths):
+    for documents in _runs_of_equal_length((query, key, value), bounds.lengths):
         length = documents[0].shape[2]
         windowed = sliding_window is not None and sliding_window < length
         if not fused:
@@ -80,18 +103,7 @@ def attention_by_document(
         else:
             output = _fused_attention(*documents, None, causal=causal, scale=scale)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs)[None, ..., :value_dim]
-
-
-def document_lengths(bounds: Sequence[int], tokens: int) -> list[int]:
-    """Returns the length of each document; refuses bounds that do not rise from 0 to `tokens`."""
-    lengths = [end - begin for begin, end in pairwise(bounds)]
-    if not lengths or bounds[0] != 0 or bounds[-1] != tokens or min(lengths) < 1:
-        raise ValueError(
-            f"Document bounds {list(bounds)} do not rise from 0 to the row's {tokens} tokens; pass the offset where "
-            "each document begins, and the number of tokens."
-        )
-    return lengths
+    return torch.cat(outputs)[None]
 
 
 def _same_head_dim(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -100,7 +112,9 @@ def _same_head_dim(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(each if each.shape[-1] == widest else F.pad(each, (0, widest - each.shape[-1])) for each in states)
 
 
-def _runs_of_equal_length(states: Sequence[torch.Tensor], lengths: list[int]) -> Iterator[tuple[torch.Tensor, ...]]:
+def _runs_of_equal_length(
+    states: Sequence[torch.Tensor], lengths: Sequence[int]
+) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yields views [documents, heads, length, D] of [1, heads, T, D]: neighbours of equal length together."""
     runs = [len(list(run)) for _, run in groupby(lengths)]
     tokens = [length * documents for (length, _), documents in zip(groupby(lengths), runs, strict=True)]
@@ -230,11 +244,6 @@ def _attention_from_scores(
     return (weights.flatten(2, 3) @ value).unflatten(2, query.shape[2:4]).flatten(1, 2)
 
 
-def _offsets(bounds: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Returns the bounds as the kernel takes them; those of a micro-batch are copied once for all its layers."""
-    return (bounds if isinstance(bounds, DocumentBounds) else DocumentBounds(bounds)).on(device)
-
-
 def _has_varlen_kernel(query: torch.Tensor) -> bool:
     head_dim = query.shape[-1]
     fits = query.dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
@@ -257,13 +266,13 @@ def _varlen(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    offsets: torch.Tensor,
-    longest: int,
+    bounds: DocumentBounds,
     causal: bool,
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
     """Computes attention of all documents by one kernel of CUDA."""
+    offsets, longest = bounds.on(query.device), bounds.longest
     reach = -1 if window is None else window - 1  # on each side, without the token itself; -1 for all
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     output = varlen_attn(
