@@ -38,7 +38,7 @@ from galvatron_hf.trainer.checkpoint.checkpoint_writer import CheckpointWriter
 
 def one_step(model: torch.nn.Module, forward_backward: Callable[[torch.Tensor], None]) -> torch.optim.Optimizer:
     """Returns an optimizer after one step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     forward_backward(torch.arange(32 * dist.get_world_size()).view(dist.get_world_size(), 32) % 64)
     optimizer.step()
     optimizer.zero_grad()

@@ -148,7 +148,7 @@ def measure_steps(device: torch.device, options: argparse.Namespace) -> None:
         precision = Precision(compute="bf16", master="fp32", reduce="fp32")
         plan = ParallelPlan.uniform(world_size, config.num_hidden_layers, precision=precision)
     parallel = parallelize(model, plan)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(0, config.vocab_size, (options.rows * world_size, options.length), device=device)
     dist.broadcast(tokens, src=0)
     batch = {"input_ids": tokens, "labels": tokens}

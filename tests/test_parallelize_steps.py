@@ -91,14 +91,14 @@ def test_sgd_updates_and_losses(family, names, batches):
     [("permuted", BATCH_NAMES), pytest.param("mixed_a", MORE_BATCHES, marks=pytest.mark.slow)],
 )
 def test_adamw_losses(name, batches):
-    """Takes steps of its for-loop and of its default (foreach) implementation, over layers whose meshes differ."""
+    """Takes steps of each of its implementations, over layers whose meshes differ."""
     start = FAMILIES["llama"].build()
     losses = train_plain(copy.deepcopy(start), lambda p: torch.optim.AdamW(p, lr=3e-3), batches)
 
     def work():
-        for foreach in (False, None):
+        for options in (dict(foreach=False), dict(foreach=True), dict(fused=True)):
             parallel = parallelize(copy.deepcopy(start), mixed_plans()[name])
-            found = train_parallel(parallel, lambda p: torch.optim.AdamW(p, lr=3e-3, foreach=foreach), batches)
+            found = train_parallel(parallel, lambda p: torch.optim.AdamW(p, lr=3e-3, **options), batches)
             assert found == pytest.approx(losses, rel=1e-5)
 
     run_ranks(work, 4)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,14 @@ from galvatron_hf.parallel.comm.mesh import StageMesh, WorldMesh
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.data_parallel.tied_weights import TiedWeights
 from galvatron_hf.parallel.executor import Batch, Executor
+from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer
 from galvatron_hf.parallel.model_runner import ModelRunner, StreamPosition
 from galvatron_hf.parallel.pipeline.runtime import Pipeline
 from galvatron_hf.parallel.pipeline.trace import Timeline
 from galvatron_hf.parallel.whole_batch import WholeBatchForward
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.resolved import ResolvedPlan
+from galvatron_hf.plan.supported import require_compilable
 from galvatron_hf.utils.compat import scale_tensors, tensor_norms
 
 
@@ -42,6 +45,7 @@ class ParallelModel:
         units ([`ShardedUnits`]): the parts of the model that are gathered and reduced together.
         family (`type`): the model's own class.
         runner ([`ModelRunner`]): runs the stages of this rank; the model's `forward` is a [`WholeBatchForward`].
+        blocks (`list[ParallelLayer]`): the layers of this rank's stages with their strategies, in order.
         timeline ([`Timeline`]): records when the work of each micro-batch begins and ends.
         pipeline ([`Pipeline`], *optional*): runs the stages of a plan that has several.
         tied ([`TiedWeights`], *optional*): a tied weight whose copies lie on different stages.
@@ -57,6 +61,7 @@ class ParallelModel:
     family: type[PreTrainedModel]
     runner: ModelRunner
     fused: FusedNames
+    blocks: list[ParallelLayer]
     timeline: Timeline
     pipeline: Pipeline | None = None
     tied: TiedWeights | None = None
@@ -88,6 +93,20 @@ class ParallelModel:
         """Returns the layers of this rank's stages, in order."""
         layers = self.adapter.layers(self.model)
         return [layer for layer in layers if not isinstance(layer, PipelineIdentityLayer)]
+
+    def compile(self, backend: str = "inductor", mode: str | None = None, **options: Any) -> None:
+        """Compiles every layer by itself, with its attention and its collectives; the embedding, the head and the loss
+        run as they are. Layers of one class and strategy share their graphs; the first steps compile.
+
+        Args:
+            backend, mode, options: of `torch.compile`.
+
+        Raises:
+            ValueError: for a zero-bubble schedule, and for modes that record CUDA graphs.
+        """
+        require_compilable(self.plan, backend, mode)
+        for block in self.blocks:
+            block.compile(backend=backend, mode=mode, **options)
 
     def tied_names(self) -> list[str]:
         """Returns the names under which a weight appears a second time in the state dict."""

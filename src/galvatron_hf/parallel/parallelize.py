@@ -70,7 +70,7 @@ def parallelize(
 
     ```python
     parallel = parallelize(model, ParallelPlan.from_json("plan.json"))
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for batch in loader:  # the same global batch on every rank
         loss = parallel.forward_backward(batch)
         parallel.clip_grad_norm_(1.0)
@@ -100,9 +100,10 @@ def parallelize(
     current = CurrentMicroBatch(model.base_model.config)
     units = ShardedUnits(resolved.precision, wait_at_end=resolved.is_pipeline)
     ends = EmbeddingAndHead.cut(model, adapter, resolved, mesh)
-    modules = {}
+    modules, all_blocks = {}, []
     for stage in stages:
         blocks = parallelize_layers(model, adapter, stage, mesh, current)
+        all_blocks += blocks
         module = modules[stage.index] = StageModule(model, adapter, mesh, current, stage)
         add_layer_units(units, blocks, stage.index)
         ends.add_units(units, stage, module)
@@ -145,6 +146,7 @@ def parallelize(
         units=units,
         family=family,
         fused=names,
+        blocks=all_blocks,
         timeline=timeline,
         pipeline=pipeline,
         tied=tied,

@@ -32,6 +32,21 @@ def require_runnable(plan: "ParallelPlan", world_size: int) -> None:
         raise ValueError(sentence)
 
 
+def require_compilable(plan: "ParallelPlan | None", backend: str, mode: str | None) -> None:
+    """Raises `ValueError` if `torch.compile` with `backend` and `mode` cannot compile the layers under `plan`."""
+    if backend == "cudagraphs" or mode in ("reduce-overhead", "max-autotune"):
+        raise ValueError(
+            f"torch.compile with {mode if backend == 'inductor' else backend!r} records CUDA graphs, which need "
+            "weights at fixed addresses, and gathered weights have none: use mode 'default' or "
+            "'max-autotune-no-cudagraphs'"
+        )
+    if plan is not None and plan.schedule == "zero_bubble" and len(plan.stages) > 1:
+        raise ValueError(
+            "schedule 'zero_bubble' computes the gradients of inputs and of weights at different times, and a "
+            "compiled layer computes them together: use schedule '1f1b', or do not compile"
+        )
+
+
 def _stages(plan: "ParallelPlan") -> list[str]:
     if len(plan.stages) == 1:
         return []

@@ -31,7 +31,7 @@ class Row:
 _AS_TRAINER = Row("honoured")
 _HUB = Row("honoured", "rank 0 pushes what all ranks have saved")
 _DDP = Row("no effect", "the plan's own sharding takes the place of DistributedDataParallel")
-_COMPILE = Row("refused", "collectives inside a layer are not traced yet")
+_COMPILE = Row("honoured", "each layer is compiled by itself; modes with CUDA graphs are refused")
 _SHARDING = Row("refused", "the plan shards every layer itself")
 _SCRIPT = Row("no effect", "scripts read it, and Trainer does not")
 _CAST = Row("refused", "it casts the whole model, which would lose the fp32 master weights")

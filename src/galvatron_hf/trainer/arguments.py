@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin, parse_flag_from_env
 from huggingface_hub import split_torch_state_dict_into_shards
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers.debug_utils import DebugOption
@@ -19,6 +19,7 @@ from transformers.debug_utils import DebugOption
 from galvatron_hf.data.packing import LONG_SEQUENCES
 from galvatron_hf.data.placement import PLANNERS
 from galvatron_hf.plan import ParallelPlan, Precision
+from galvatron_hf.plan.supported import require_compilable
 from galvatron_hf.profiler.measure.rounds import WANTED_ERROR
 from galvatron_hf.trainer.argument_table import unknown_arguments
 
@@ -238,6 +239,17 @@ def with_precision(plan: ParallelPlan, args: TrainingArguments) -> ParallelPlan:
     return replace(plan, precision=Precision(compute="bf16" if args.bf16 else "fp32"))
 
 
+def compile_options(plugin: TorchDynamoPlugin, plan: ParallelPlan | None) -> dict[str, Any] | None:
+    """Returns the options for `torch.compile`, from the arguments or from `accelerate launch`; None if nothing is
+    compiled. Raises ValueError for what a plan does not support; `plan` is None before a search.
+    """
+    if plugin.backend == DynamoBackend.NO:
+        return None
+    options = plugin.to_kwargs()
+    require_compilable(plan, options["backend"], options.get("mode"))
+    return options
+
+
 def check_arguments(args: TrainingArguments, plan: ParallelPlan | None) -> None:
     """Refuses arguments that a plan does not support; `plan` is None before a search. The ValueError is one sentence
     with the argument, the reason and the fix.
@@ -303,11 +315,6 @@ def _refusals(args: TrainingArguments) -> Iterator[str]:
         yield (
             f"optim {optimizer!r} is not known to treat every element by itself, so it cannot step on shards; "
             f"use one of {', '.join(_ELEMENTWISE_OPTIMIZERS)}."
-        )
-    if args.torch_compile:
-        yield (
-            "torch_compile=True is not supported under a parallel plan, because the collectives inside a layer are "
-            "not traced yet; set it to False."
         )
     if args.train_sampling_strategy == "batch_rebalance":
         yield (

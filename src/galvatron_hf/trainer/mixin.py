@@ -18,6 +18,7 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from accelerate.utils import TorchDynamoPlugin
 from accelerate.utils.memory import clear_device_cache
 from torch import nn
 from transformers.utils import logging
@@ -29,7 +30,14 @@ from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.planner.search import SearchResult
-from galvatron_hf.trainer.arguments import check_arguments, packing_mode, requested_plan, step_rows, with_precision
+from galvatron_hf.trainer.arguments import (
+    check_arguments,
+    compile_options,
+    packing_mode,
+    requested_plan,
+    step_rows,
+    with_precision,
+)
 from galvatron_hf.trainer.checkpoint.checkpoint_finder import CheckpointFinder
 from galvatron_hf.trainer.checkpoint.checkpointer import (
     plan_of_checkpoint,
@@ -134,6 +142,7 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
     _components: Components | None = None
     _step_state: StepState | None = None
     _resumed_plan: ParallelPlan | None = None
+    _compile_options: dict[str, Any] | None = None
     _source: ModelSource
 
     def _check_trainer(self) -> None:
@@ -155,9 +164,14 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
             self._batches.set_up(self.accelerator)
 
     def _build_accelerator_args(self, **kwargs) -> dict[str, Any]:
-        """Keeps accelerate from autocasting the whole model: sharding applies the plan's precision."""
+        """Keeps accelerate from autocasting or compiling the whole model: sharding applies the plan's precision, and
+        layers are compiled one by one.
+        """
         arguments = super()._build_accelerator_args(**kwargs)
-        return arguments | {"mixed_precision": "no"} if self._runs_parallel() else arguments
+        if not self._runs_parallel():
+            return arguments
+        self._compile_options = compile_options(arguments["dynamo_plugin"], self._requested_plan)
+        return arguments | {"mixed_precision": "no", "dynamo_plugin": TorchDynamoPlugin(backend="no")}
 
     def call_model_init(self, trial=None) -> nn.Module:
         """Lets `model_init` return a model's name, or a model on the meta device."""
@@ -188,6 +202,8 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
             plan, weights = self.plan_for(self.model), self._source.weights(self.model)
             plan, device = with_fp32_weights(self.model, plan), self.args.device
             self.parallel = parallelize(self.model, plan, world=self._world, weights=weights, device=device)
+        if self._compile_options is not None:
+            self.parallel.compile(**self._compile_options)
         self.parallel.streams.seed = self.args.seed
         self.model.generate = partial(GalvatronMixin.generate, self)  # a subclass's own `generate` may call it
         self._components = Components.from_trainer(self)

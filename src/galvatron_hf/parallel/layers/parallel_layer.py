@@ -26,6 +26,10 @@ from galvatron_hf.plan.layout import Rectangle
 from galvatron_hf.plan.resolved import ResolvedLayer
 
 
+# Graphs of one class of layers, of all strategies together; PyTorch's own limit of 8 is for one function and shape.
+RECOMPILE_LIMIT = 64
+
+
 class CurrentMicroBatch:
     """Holds the micro-batch that is computed now, in forward or recompute; one for each parallelised model. `location`
     names the part that computes, such as "layer 3", for reports of hanging ranks.
@@ -104,7 +108,7 @@ class ParallelLayer:
         """Compiles the family's forward of the layer by `torch.compile` with `options`; what the layer communicates
         before it, its masks, weights and recompute stay outside.
         """
-        self.original = torch.compile(self.original, **options)
+        self.original = torch.compile(self.original, recompile_limit=RECOMPILE_LIMIT, **options)
 
     def _begin(self, gradient: torch.Tensor | None = None) -> None:
         self.current.location = self.name
@@ -133,6 +137,7 @@ class ParallelLayer:
         self.attended, self.bounds = False, None
         if batch.documents is not None:
             self.bounds = batch.documents.bounds_within(self.pack(batch))
+            self.bounds.on(hidden.device)  # a compiled layer finds the copy
         with self.current.active(batch), stream, local_parameters(self.views):
             output = self.original(hidden, **arguments)
         if batch.documents is not None and not self.attended:

@@ -250,6 +250,7 @@ def _has_varlen_kernel(query: torch.Tensor) -> bool:
     return query.is_cuda and fits and _has_flash_attention(query.device)
 
 
+@torch.compiler.assume_constant_result
 @functools.cache
 def _has_flash_attention(device: torch.device) -> bool:
     """Returns whether a GPU runs flash attention, which needs compute capability 8.0; warns once if it does not."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
+from torch.utils.flop_counter import register_flop_formula
 
 from galvatron_hf.parallel.comm.collectives import (
     all_gather_stacked,
@@ -183,6 +184,23 @@ def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype))
 
 
+@torch.library.custom_op("galvatron_hf::add_product", mutates_args={"total"}, device_types="cuda")
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds the product of two half-precision matrices `[N, C]` and `[C, M]` to an fp32 `total` `[N, M]` on CUDA,
+    without a temporary of its size. An operator of its own, because PyTorch 2.13 cannot trace this `addmm`.
+    """
+    torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+
+
+@add_product.register_fake
+def _(total: Tensor, left: Tensor, right: Tensor) -> None: ...
+
+
+@register_flop_formula(torch.ops.galvatron_hf.add_product)
+def _add_product_flop(total: torch.Size, left: torch.Size, right: torch.Size, **unused) -> int:
+    return 2 * left[0] * left[1] * right[1]
+
+
 class _Gradients:
     """Sums the needed gradients of `hidden`, `weight` and `bias` over the chunks."""
 
@@ -202,7 +220,7 @@ class _Gradients:
             if narrow.dtype == self.weight.dtype:
                 self.weight.addmm_(narrow.t(), hidden[tokens])
             elif narrow.is_cuda:  # the only device with products of half-precision matrices in fp32
-                self.weight += torch.mm(narrow.t(), hidden[tokens], out_dtype=self.weight.dtype)
+                add_product(self.weight, narrow.t(), hidden[tokens])
             else:
                 # The sum would cast too, but a trace on fake tensors would not count it.
                 self.weight += (narrow.t() @ hidden[tokens]).to(self.weight.dtype)
