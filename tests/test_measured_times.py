@@ -36,7 +36,7 @@ def test_what_is_computed_between_messages_is_no_part_of_their_time(monkeypatch)
 
         return run
 
-    monkeypatch.setattr(links, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(cpu_timing, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(links, "synchronize", lambda device: None)
     runs = []
     between = SimpleNamespace(
@@ -123,6 +123,38 @@ def test_a_cpu_that_became_slower_does_not_make_messages_longer(monkeypatch):
         kind="all_reduce", ranks=2, stride=1, size=8, call=lambda: wall.__setitem__(0, wall[0] + 7e-3), calls=5
     )
     assert links._measured(trial, CPU, between) == pytest.approx(7.0)
+
+
+class SimulatedGpu:
+    """Holds the milliseconds until which a GPU is busy, in the place of `torch.cuda`; the host queues work at once."""
+
+    def __init__(self):
+        self.busy = 0.0
+
+    def Event(self, enable_timing: bool):  # noqa: N802  (the name of torch's class)
+        event = SimpleNamespace(at=None, synchronize=lambda: None)
+        event.record = lambda: setattr(event, "at", self.busy)
+        event.elapsed_time = lambda later: later.at - event.at
+        return event
+
+
+def test_short_messages_of_a_gpu_are_as_long_as_on_its_stream(monkeypatch):
+    """The host needs no time to queue a message of 0.04 ms; waiting for each product would hide it."""
+    gpu, device = SimulatedGpu(), torch.device("cuda")
+    monkeypatch.setattr(cpu_timing.torch, "cuda", gpu)
+    monkeypatch.setattr(cpu_timing.torch, "mm", lambda *unused, **out: setattr(gpu, "busy", gpu.busy + 0.1))
+    monkeypatch.setattr(cpu_timing, "random_matrix", lambda side, device: torch.zeros(1))
+    monkeypatch.setattr(cpu_timing, "slowest", lambda values, device: values)
+    for module in (links, cpu_timing):
+        monkeypatch.setattr(module, "synchronize", lambda device: None)
+    between = cpu_timing.ComputeFiller(device)
+    assert between.products == 5  # half a millisecond of products
+    between.measure(10.0)
+    assert between.ms == pytest.approx(0.5)
+    trial = links.Trial(
+        kind="all_reduce", ranks=2, stride=1, size=8, call=lambda: setattr(gpu, "busy", gpu.busy + 0.04), calls=50
+    )
+    assert links._measured(trial, device, between) == pytest.approx(0.04)
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,8 @@ def _steps_ms(steps: _Steps, plan: ParallelPlan, world: WorldMesh) -> list[float
         found.append(max(gather_objects(1e3 * (_now(device) - began))))
     del parallel, optimizer
     gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the next plan needs blocks of other sizes
     return found[WARM_UP:]
 
 

@@ -10,6 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from galvatron_hf.profiler.measure.cpu_timing import queued_ms, random_matrix
 from galvatron_hf.profiler.measure.rounds import Accuracy, finish, slowest, synchronize
 from galvatron_hf.utils.progress import Step
 
@@ -77,7 +78,7 @@ def measure_overlap(device: torch.device, accuracy: Accuracy, window_ms: float, 
 class _Products:
     def __init__(self, side: int, dtype: torch.dtype, device: torch.device):
         self.device = device
-        self.left, self.right = (torch.full((side, side), 0.5, dtype=dtype, device=device) for _ in range(2))
+        self.left, self.right = (random_matrix(side, device, dtype) for _ in range(2))
         self.result = torch.empty_like(self.left)
 
     def one(self) -> None:
@@ -86,11 +87,7 @@ class _Products:
     def run(self, calls: int) -> float:
         """Returns the milliseconds of `calls` products."""
         finish(self.device)
-        start = time.perf_counter()
-        for _ in range(calls):
-            self.one()
-        finish(self.device)
-        return 1e3 * (time.perf_counter() - start)
+        return queued_ms(self.device, lambda: [self.one() for _ in range(calls)])
 
 
 def _together(

@@ -15,12 +15,12 @@ import math
 import resource
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from galvatron_hf.parallel.comm.objects import gather_objects
-from galvatron_hf.profiler.measure.rounds import finish, slowest, synchronize
+from galvatron_hf.profiler.measure.rounds import slowest, synchronize
 from galvatron_hf.utils.machine import cpu_quota
 
 
@@ -61,6 +61,28 @@ def typical_ms(ms: Sequence[float], pages: Sequence[float]) -> float:
     return statistics.median(without_new_pages(ms, pages))
 
 
+def random_matrix(side: int, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Returns a matrix of normal numbers, always the same. A GPU multiplies constant ones up to 21% faster."""
+    draw = torch.Generator(device).manual_seed(0)
+    return torch.randn(side, side, dtype=dtype, device=device, generator=draw)
+
+
+def queued_ms(device: torch.device, work: Callable[[], None]) -> float:
+    """Returns the milliseconds of `work`. Those of a GPU lie between two events on its stream: what the host takes to
+    queue the work does not count while the GPU is busy.
+    """
+    if device.type != "cuda":
+        start = time.perf_counter()
+        work()
+        return 1e3 * (time.perf_counter() - start)
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    work()
+    ended.record()
+    ended.synchronize()
+    return began.elapsed_time(ended)
+
+
 class ComputeFiller:
     """Computes on a rank between two messages; `ms` is the time of one run alone, on the slowest rank. On a CPU, this
     time is CPU time multiplied by the ratio of wall time to CPU time that [`ComputeFiller.measure`] found.
@@ -70,14 +92,14 @@ class ComputeFiller:
         self.device, self.products, self.ms = device, 1, 0.0
         self._runs, self._cpu_seconds, self._wall_per_cpu = 0, 0.0, 1.0
         side = _PRODUCT_SIDE[device.type]
-        self._left, self._right = (torch.full((side, side), 0.5, device=device) for _ in range(2))
+        self._left, self._right = (random_matrix(side, device) for _ in range(2))
         self._result = torch.empty_like(self._left)
         self.run()
         began = time.process_time()
-        for _ in range(_WARM_UP):
-            self.run()
-        finish(device)
-        (once,) = slowest([1e3 * (time.process_time() - began) / _WARM_UP], device)
+        taken = queued_ms(device, lambda: self._run_times(_WARM_UP))
+        if device.type == "cpu":
+            taken = 1e3 * (time.process_time() - began)
+        (once,) = slowest([taken / _WARM_UP], device)
         self.products = max(1, round(_FILLER_MS[device.type] / once))
 
     def run(self) -> None:
@@ -86,6 +108,10 @@ class ComputeFiller:
             torch.mm(self._left, self._right, out=self._result)
         self._cpu_seconds += time.thread_time() - began
         self._runs += 1
+
+    def _run_times(self, count: int) -> None:
+        for _ in range(count):
+            self.run()
 
     def begin(self) -> None:
         """Starts counting for [`ComputeFiller.taken_ms`]."""
@@ -98,16 +124,19 @@ class ComputeFiller:
         return self._runs * self.ms
 
     def measure(self, window_ms: float) -> None:
-        """Times the computation on all ranks at once; collective."""
+        """Times the computation on all ranks at once; collective. A GPU runs it as between messages: queued."""
         synchronize(self.device)
         self.begin()
-        began = time.perf_counter()
-        while self._runs < 2 or 1e3 * (time.perf_counter() - began) < window_ms:
-            self.run()
-            finish(self.device)
-        seconds = time.perf_counter() - began
-        self._wall_per_cpu = seconds / max(self._cpu_seconds, 1e-9)
-        (self.ms,) = slowest([1e3 * seconds / self._runs], self.device)
+        if self.device.type == "cuda":
+            runs = max(2, math.ceil(window_ms / _FILLER_MS["cuda"]))
+            taken = queued_ms(self.device, lambda: self._run_times(runs))
+        else:
+            began = time.perf_counter()
+            while self._runs < 2 or 1e3 * (time.perf_counter() - began) < window_ms:
+                self.run()
+            taken = 1e3 * (time.perf_counter() - began)
+        self._wall_per_cpu = 1e-3 * taken / max(self._cpu_seconds, 1e-9)
+        (self.ms,) = slowest([taken / self._runs], self.device)
 
 
 class DeviceClock:

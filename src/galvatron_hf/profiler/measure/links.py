@@ -20,7 +20,13 @@ import torch.distributed as dist
 from scipy.optimize import isotonic_regression
 
 from galvatron_hf.parallel.comm.objects import broadcast_object
-from galvatron_hf.profiler.measure.cpu_timing import ComputeFiller, new_pages, typical_ms, without_new_pages
+from galvatron_hf.profiler.measure.cpu_timing import (
+    ComputeFiller,
+    new_pages,
+    queued_ms,
+    typical_ms,
+    without_new_pages,
+)
 from galvatron_hf.profiler.measure.rounds import Accuracy, finish, median_error, slowest, synchronize
 from galvatron_hf.profiler.profiles.hardware import Link, arrangements_by_kind
 from galvatron_hf.utils.compat import functional_collectives
@@ -182,14 +188,15 @@ def count_steps(world_size: int, devices_per_node: int, sizes: Sequence[int], ro
 
 def _measured(trial: Trial, device: torch.device, filler: ComputeFiller) -> float:
     """Returns the milliseconds of a message without the computation before it; below zero by noise alone."""
+
+    def calls() -> None:
+        for _ in range(trial.calls):
+            filler.run()
+            trial.call()
+
     synchronize(device)
     filler.begin()
-    start = time.perf_counter()
-    for _ in range(trial.calls):
-        filler.run()
-        trial.call()
-    finish(device)
-    taken = 1e3 * (time.perf_counter() - start) - filler.taken_ms()
+    taken = queued_ms(device, calls) - filler.taken_ms()
     return taken / trial.calls / trial.transfers
 
 
