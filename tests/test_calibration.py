@@ -2,20 +2,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calibration: the plans and layers that are tried in whole steps, and the factors that are fitted to their times."""
 
+import copy
 import functools
+import gc
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from galvatron_hf.plan import Precision
+from galvatron_hf.parallel.comm.mesh import WorldMesh
+from galvatron_hf.parallel.parallelize import parallelize
+from galvatron_hf.plan import LayerStrategy, Precision
 from galvatron_hf.profiler.measure import calibration
 from galvatron_hf.profiler.measure.calibration import MOST, NOISE, SPREAD, fitted_factors
 from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
 from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.profiler.trace.tracing import profile_from_config
 from galvatron_hf.trainer.planning.calibration import calibrated
-from tiny_models import FAMILIES
+from plans import pipelined
+from tiny_models import BATCHES, FAMILIES
 from trainer_runs import on_ranks
 
 
@@ -123,3 +129,24 @@ def tried_plans(seconds: float, *passes: tuple[float, ...]) -> tuple[list[str], 
         options = dict(rows=4, length=32, device=torch.device("cpu"), seconds=seconds)
         calibrated(counted(4), model, hardware, **options)
     return tried, seen
+
+
+def test_groups_of_a_plan_are_freed_and_made_again():
+    model, plan = FAMILIES["llama"].build(), pipelined([(0,), (1,)], (LayerStrategy(),) * 4)
+    batch = BATCHES["plain"]()
+
+    def work() -> tuple[list[int], list[float]]:
+        world, groups, losses = WorldMesh("cpu"), [], []
+        for _ in range(2):
+            parallel = parallelize(copy.deepcopy(model), plan, world)
+            losses.append(float(parallel.forward_backward(batch)))
+            groups.append(len(dist.distributed_c10d._world.pg_map))
+            del parallel
+            gc.collect()
+            world.free()
+            groups.append(len(dist.distributed_c10d._world.pg_map))
+        return groups, losses
+
+    (made, left, again, left_again), (first, second) = on_ranks(work, 2)[0]
+    assert made == again > left == left_again == 1  # the world's own group
+    assert first == second

@@ -510,6 +510,16 @@ def test_a_call_that_a_rank_does_not_make_names_it_after_the_timeout(call, tmp_p
     assert "call it on every rank" in message
 
 
+def test_a_second_trainer_of_a_script_names_missing_ranks_too(tmp_path):
+    def work() -> str:
+        trainer(tmp_path, PAIR, options=dict(max_steps=1)).train()
+        made = trainer(tmp_path, PAIR, options=dict(max_steps=1, ddp_timeout=2))
+        return error_of(made.train) if made.args.process_index == 0 else ""
+
+    message, _ = run_ranks(work, 2, timeout=60)
+    assert "train was called on rank 0, and rank 1 did not call it within 2 s" in message, message
+
+
 def test_ranks_that_make_different_calls_are_told(tmp_path):
     def work() -> str:
         made = trainer(tmp_path, PAIR, options=dict(max_steps=1))

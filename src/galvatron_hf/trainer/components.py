@@ -106,7 +106,6 @@ def auto_planner(trainer: GalvatronMixin) -> AutoPlanner:
         args=trainer.args,
         dataset=lambda: trainer.train_dataset,
         packing=packing,
-        world=lambda: trainer._world,
         whole_batches=computes_batches(trainer),
     )
 

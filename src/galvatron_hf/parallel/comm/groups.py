@@ -54,6 +54,14 @@ class ProcessGroups:
                 found |= {f"{kind} {list(ranks)}{copy}": one for copy, one in zip(copies, made, strict=True)}
         return found
 
+    def free(self) -> None:
+        """Destroys all groups but the world's; collective, when nothing communicates any more."""
+        for made in self._groups.values():
+            for group in made:
+                if group not in (dist.group.WORLD, dist.GroupMember.NON_GROUP_MEMBER):
+                    dist.destroy_process_group(group)
+        self._groups.clear()
+
     def _connect(self, group: RankGroup, process_group: ProcessGroup) -> None:
         """Has the ranks of a group connect now, all groups in one order. NCCL connects at the first collective, and at
         the first message of two ranks, and the host waits: within a step, ranks may wait for each other in a circle.

@@ -6,6 +6,7 @@ instead of waited for.
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import torch.distributed as dist
@@ -27,6 +28,8 @@ class Meetings:
         timeout (`float`): seconds that a rank waits for the others.
     """
 
+    _made = itertools.count()  # those that have met, in the same order on all ranks
+
     def __init__(self, timeout: float):
         self.timeout, self._count = timeout, 0
         self._store: dist.Store | None = None
@@ -38,7 +41,7 @@ class Meetings:
         if dist.get_world_size() == 1:
             return
         if self._store is None:
-            self._store = dist.PrefixStore("meetings", default_store())
+            self._store = dist.PrefixStore(f"meetings of {next(self._made)}", default_store())
         self._count += 1
         rank, ranks = dist.get_rank(), range(dist.get_world_size())
         self._store.set(f"{self._count}/{rank}", call)

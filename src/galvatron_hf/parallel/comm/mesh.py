@@ -113,6 +113,11 @@ class WorldMesh:
         """Makes and connects the groups of a plan that do not exist yet; collective over all ranks of the world."""
         self._groups.prepare(groups)
 
+    def free(self) -> None:
+        """Destroys the groups of all plans; collective, when no model on them is used any more."""
+        self._stages.clear()
+        self._groups.free()
+
     def own_groups(self) -> dict[str, ProcessGroup]:
         """Returns the groups of several ranks that this rank is in, by a name that is the same on all of them."""
         return self._groups.own()

@@ -75,7 +75,6 @@ def calibrate_profile(
     device: torch.device,
     seconds: float,
     accuracy: float = WANTED_ERROR,
-    world: WorldMesh | None = None,
     progress: bool = False,
 ) -> ModelProfile:
     """Returns the profile with factors for whole steps; collective. One rank alone keeps the profile.
@@ -89,7 +88,6 @@ def calibrate_profile(
         rows, length (`int`): Rows of a training step, and their tokens.
         accuracy (`float`): Wanted standard error of a plan's step, relative to the step.
         seconds (`float`): Approximate upper bound of the time. One plan is always tried.
-        world ([`WorldMesh`], *optional*): Groups for the plans; by default new ones, which stay.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if world_size == 1:
@@ -105,7 +103,9 @@ def calibrate_profile(
             step_ms.append(ms)
     one_pass = sum(SETUP_SECONDS + 1e-3 * (WARM_UP + STEPS) * ms for ms in step_ms)
     with phase(f"steps of {len(plans)} simple plans", one_pass, min(PASSES * one_pass, seconds), progress):
-        measured = _measured(plans, steps, world or WorldMesh(device.type), accuracy, seconds, progress)
+        world = WorldMesh(device.type)
+        measured = _measured(plans, steps, world, accuracy, seconds, progress)
+        world.free()  # each communicator of a GPU takes memory
     if not measured:
         return profile
 

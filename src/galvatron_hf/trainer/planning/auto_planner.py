@@ -20,7 +20,6 @@ from transformers.utils import logging
 
 from galvatron_hf.data.lengths import sequence_lengths
 from galvatron_hf.models.families import adapter_for
-from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.comm.objects import from_rank_0
 from galvatron_hf.parallel.data_parallel.sharding import DTYPES
 from galvatron_hf.parallel.validate import check_model, check_plan
@@ -58,7 +57,6 @@ class AutoPlanner:
     Args:
         dataset (`Callable`): returns the training set, or None.
         packing (`Callable`): returns the packing mode and whether the collator allows packing.
-        world (`Callable`): returns the groups of all plans of this process.
         whole_batches (`bool`): each batch of a step is computed as a whole, which leaves pipelines nothing to do.
         search_result ([`SearchResult`], *optional*): the result of the last search, on rank 0.
     """
@@ -66,7 +64,6 @@ class AutoPlanner:
     args: TrainingArguments
     dataset: Callable[[], Any]
     packing: Callable[[], tuple[str, bool]]
-    world: Callable[[], WorldMesh | None] = lambda: None
     whole_batches: bool = False
     search_result: SearchResult | None = None
     _found: tuple[Any, ParallelPlan] | None = None
@@ -129,7 +126,6 @@ class AutoPlanner:
                 measured,
                 model,
                 hardware,
-                world=self.world(),
                 rows=workload.rows,
                 length=min(workload.computed_length, MOST_TOKENS),
                 device=self.args.device,
