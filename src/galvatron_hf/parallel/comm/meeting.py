@@ -21,14 +21,15 @@ WARNING_SECONDS = 10.0  # a rank that waits longer says so
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
 
 
+_numbers = itertools.count()  # of those that meet, in the same order on all ranks
+
+
 class Meetings:
     """Has the ranks of the world meet before each collective call, in the store through which they met first.
 
     Args:
         timeout (`float`): seconds that a rank waits for the others.
     """
-
-    _made = itertools.count()  # those that have met, in the same order on all ranks
 
     def __init__(self, timeout: float):
         self.timeout, self._count = timeout, 0
@@ -41,7 +42,7 @@ class Meetings:
         if dist.get_world_size() == 1:
             return
         if self._store is None:
-            self._store = dist.PrefixStore(f"meetings of {next(self._made)}", default_store())
+            self._store = dist.PrefixStore(f"meetings of {next(_numbers)}", default_store())
         self._count += 1
         rank, ranks = dist.get_rank(), range(dist.get_world_size())
         self._store.set(f"{self._count}/{rank}", call)
