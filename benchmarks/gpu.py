@@ -1,204 +1,206 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Tests equivalence on GPUs, and measures attention kernels, step time and model FLOP utilisation.
+"""Tests and measures everything that needs GPUs, in under ten minutes on one H100 or H200.
 
-    torchrun --nproc_per_node N benchmarks/gpu.py                       one process per GPU
-    OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 benchmarks/gpu.py --tiny --device cpu
+    python benchmarks/gpu.py                                on all GPUs of this machine
+    python benchmarks/gpu.py --sections kernels 8B          some sections
+    OMP_NUM_THREADS=1 python benchmarks/gpu.py --tiny --device cpu --ranks 2      the same code on two CPU ranks
 
-docs/benchmarks/gpu.md has its figures on one GPU; it has not run on several. `--tiny --device cpu` runs the same code
-on a model of a few thousand weights; its times mean nothing.
+Each section runs in processes of its own, one for each GPU, so that one that fails or hangs leaves the others alone:
+- `equality`: plans against plain Trainer on one process, in fp32 and bf16, packed, recomputed, compiled, resumed
+- `kernels`: matrix products, copies, attention against float64 and against SDPA, the head with its loss
+- `narrow`: steps of a model so small that the host decides, and how often the host waits for the device
+- `1B`, `ragged`, `8B`: steps of models of Llama's widths against plain Trainer in the same process, their kernels by
+  kind, and their utilisation of the peak FLOP/s; `1B` is also predicted from a profile that is measured there
+
+Prints tables and writes all numbers to OUTPUT/gpu.json. Times on the CPU mean nothing. Exits with 1 if numbers differ
+or a section fails.
 """
 
 import argparse
+import json
 import os
-import statistics
+import re
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from galvatron_hf import ParallelPlan, parallelize
-from galvatron_hf.plan import Precision
 
 
-# Dense bf16 peak in FLOP/s, from NVIDIA's data sheets (A100: 312e12; H100 and H200 SXM: 989e12).
-PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}
-
-
-def llama(tiny: bool, length: int) -> LlamaConfig:
-    """Returns a model of Llama-3.2-1B's shape, or a tiny one."""
-    if tiny:
-        return LlamaConfig(
-            vocab_size=128,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=length,
-        )
-    return LlamaConfig(
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=length,
-        tie_word_embeddings=True,
-    )
-
-
-def build(config: LlamaConfig, device: torch.device) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).to(device).train()
-
-
-def report(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(text, flush=True)
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def median_ms(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Returns the median wall time of `run` in milliseconds, after two warm-up calls."""
-    times = []
-    for index in range(repeats + 2):
-        wait(device)
-        begun = time.perf_counter()
-        run()
-        wait(device)
-        if index >= 2:
-            times.append(1e3 * (time.perf_counter() - begun))
-    return statistics.median(times)
-
-
-def compare_with_one_process(device: torch.device, length: int) -> None:
-    """Prints the largest relative gradient error of a tiny model against plain transformers, in fp32 and bf16."""
-    world_size, config = dist.get_world_size(), llama(True, length)
-    tokens = torch.randint(0, config.vocab_size, (2 * world_size, 64), device=device)
-    dist.broadcast(tokens, src=0)
-    tensor = 2 if world_size % 2 == 0 else 1
-    for compute in ("fp32", "bf16"):
-        reference, model = build(config, device), build(config, device)
-        plan = ParallelPlan.uniform(
-            world_size,
-            config.num_hidden_layers,
-            tensor=tensor,
-            megatron_sp=tensor > 1,
-            precision=Precision(compute=compute, master="fp32", reduce="fp32"),
-        )
-        parallel = parallelize(model, plan)
-        with torch.autocast(device.type, torch.bfloat16, enabled=compute == "bf16"):
-            expected = reference(input_ids=tokens, labels=tokens).loss
-        expected.backward()
-        loss = parallel.forward_backward({"input_ids": tokens, "labels": tokens})
-        gradients = dict(reference.named_parameters())
-        worst = 0.0
-        for name, parameter in model.named_parameters():
-            error = (parameter.grad.full_tensor() - gradients[name].grad).abs().max()
-            worst = max(worst, (error / gradients[name].grad.abs().max()).item())
-        losses = f"loss {loss.item():.6f} against {expected.item():.6f}"
-        report(f"equivalence {compute}: {losses}, gradients within {worst:.1e}")
-
-
-def compare_attention(device: torch.device, length: int, repeats: int) -> None:
-    """Times forward and backward of causal SDPA and `varlen_attn` on one row, bf16, 32/8 heads of 64."""
-    query = torch.randn(1, 32, length, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
-    key, value = (torch.randn(1, 8, length, 64, device=device, dtype=torch.bfloat16) for _ in range(2))
-
-    def sdpa() -> torch.Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
-
-    kernels = {"sdpa": sdpa}
-    if device.type == "cuda":
-        from torch.nn.attention.varlen import varlen_attn
-
-        bounds = torch.tensor([0, length], device=device, dtype=torch.int32)
-
-        def varlen() -> torch.Tensor:
-            rows = [states.squeeze(0).transpose(0, 1) for states in (query, key, value)]
-            output = varlen_attn(*rows, bounds, bounds, length, length, window_size=(-1, 0), enable_gqa=True)
-            return output.view(1, length, 32, 64)
-
-        kernels["varlen_attn"] = varlen
-    expected = sdpa()
-    for name, kernel in kernels.items():
-        error = (kernel() - expected).abs().max().item()
-        ms = median_ms(lambda kernel=kernel: kernel().sum().backward(), device, repeats)
-        report(f"attention {name}: {ms:.2f} ms forward + backward at {length} tokens, largest difference {error:.1e}")
-
-
-def measure_steps(device: torch.device, options: argparse.Namespace) -> None:
-    """Measures step time, memory, model FLOP utilisation and a profile of one plan."""
-    world_size, config = dist.get_world_size(), llama(options.tiny, options.length)
-    model = build(config, device)
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    if options.plan:
-        plan = ParallelPlan.from_json(options.plan)
-    else:
-        precision = Precision(compute="bf16", master="fp32", reduce="fp32")
-        plan = ParallelPlan.uniform(world_size, config.num_hidden_layers, precision=precision)
-    parallel = parallelize(model, plan)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    tokens = torch.randint(0, config.vocab_size, (options.rows * world_size, options.length), device=device)
-    dist.broadcast(tokens, src=0)
-    batch = {"input_ids": tokens, "labels": tokens}
-
-    def step() -> None:
-        parallel.forward_backward(batch)
-        parallel.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    ms = median_ms(step, device, options.repeats)
-    # PaLM's count (arXiv 2204.02311, appendix B): 6 per weight and 12 * layers * hidden * length per token.
-    flops = tokens.numel() * (6 * weights + 12 * config.num_hidden_layers * config.hidden_size * options.length)
-    per_second = 1e3 / ms
-    line = f"step {ms:.1f} ms, {tokens.numel() * per_second:.0f} tokens/s"
-    line += f", {flops * per_second / world_size / 1e12:.2f} TFLOP/s a rank"
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        peak = next((value for key, value in PEAK_FLOPS.items() if key in name), None)
-        if peak is not None:
-            line += f", MFU {flops * per_second / world_size / peak:.1%} of {name}"
-        line += f", peak memory {torch.cuda.max_memory_allocated(device) / 2**30:.2f} GiB"
-    report(line)
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    with profile(activities=activities) as profiler:
-        step()
-        wait(device)
-    sort = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    report(profiler.key_averages().table(sort_by=sort, row_limit=20, max_name_column_width=60))
+SECTIONS = ("equality", "kernels", "narrow", "8B", "1B", "ragged")
+SECONDS = 240  # most of a section's processes
+PROFILE_DEGREES = 8  # tensor degrees of the model's profile: those of eight GPUs
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--plan", help="a plan's JSON file; default ZeRO-3 in bf16")
-    parser.add_argument("--rows", type=int, default=4, help="rows per rank")
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--tiny", action="store_true", help="a toy model, to try the script")
-    options = parser.parse_args()
-    if options.tiny:
-        options.length, options.repeats = min(options.length, 128), min(options.repeats, 2)
-    device = torch.device(options.device, int(os.environ["LOCAL_RANK"]) if options.device == "cuda" else None)
+    options = _options()
+    if options.part:
+        _run_part(options)
+        return
+    options.output.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    found: dict[str, Any] = {"machine": _machine(options)}
+    print(json.dumps(found["machine"], indent=1), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for section in options.sections:
+            start = time.perf_counter()
+            found[section] = _section(section, folder, options)
+            print(f"\n## {section} ({time.perf_counter() - start:.0f} s)\n\n{table(found[section])}", flush=True)
+            (options.output / "gpu.json").write_text(json.dumps(found, indent=1))
+    rows = [row for section in options.sections for row in found[section]]
+    failed = [row for row in rows if "error" in row and isinstance(row["error"], str) or row.get("equal") is False]
+    print(f"\n{len(failed)} of {len(rows)} rows failed; {time.perf_counter() - began:.0f} s in all")
+    sys.exit(bool(failed))
+
+
+def _section(section: str, folder: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Runs the parts of a section and returns their rows. Those of one GPU that are not timed run at the same time."""
+    if section != "equality":
+        return _ended(_start(section, folder, options, options.ranks), SECONDS)
+    found = _ended(_start("reference", folder, options, 1), SECONDS)
+    if any("error" in row for row in found):
+        return found
+    parts = ["equality-fp32", "equality-bf16"]
+    if options.ranks > 1:
+        return found + [row for part in parts for row in _ended(_start(part, folder, options, options.ranks), SECONDS)]
+    running = [_start(part, folder, options, 1) for part in parts]
+    return found + [row for one in running for row in _ended(one, SECONDS)]
+
+
+def _start(part: str, folder: str, options: argparse.Namespace, ranks: int) -> tuple[subprocess.Popen, Path, Path]:
+    """Starts the processes of a part."""
+    result, log = Path(folder) / f"{part}.json", options.output / f"{part}.log"
+    script = [__file__, "--part", part, "--folder", folder, "--device", options.device, "--ranks", str(ranks)]
+    script += ["--tiny"] * options.tiny + ["--eager"] * options.eager
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    with log.open("w") as written:
+        process = subprocess.Popen([sys.executable, *launcher, *script], stdout=written, stderr=subprocess.STDOUT)
+    return process, result, log
+
+
+def _ended(started: tuple[subprocess.Popen, Path, Path], seconds: float) -> list[dict[str, Any]]:
+    """Waits for a part; returns its rows, and one with an error if it failed."""
+    process, result, log = started
+    rows, error = [], None
+    try:
+        if process.wait(seconds):
+            error = f"exit code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        process.kill()
+        error = f"no end after {seconds} s"
+    if result.exists():
+        rows = [json.loads(line) for line in result.read_text().splitlines()]
+    if error is not None:
+        lines = log.read_text(errors="replace").splitlines()
+        reasons = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+        reason = (reasons or lines or [""])[0].strip()[:300]
+        rows.append({"case": result.stem, "error": f"{error}, {reason} (see {log})"})
+    return rows
+
+
+def _run_part(options: argparse.Namespace) -> None:
+    """Runs one part on this rank; rank 0 writes its rows."""
+    import gpu_equality
+    import gpu_kernels
+    import gpu_steps
+
+    part, tiny, ranks = options.part, options.tiny, options.ranks
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    compare_with_one_process(device, options.length)
-    compare_attention(device, options.length, options.repeats)
-    measure_steps(device, options)
-    dist.destroy_process_group()
+    folder, compiled = Path(options.folder), not options.eager
+    if part == "reference":
+        found = gpu_equality.reference(folder, options.device)
+    elif part.startswith("equality"):
+        found = gpu_equality.compare(folder, options.device, part.removeprefix("equality-"), compiled)
+    elif part == "kernels":
+        found = gpu_kernels.measure(device, tiny) if local == 0 else []
+    else:
+        batch = _batch(part, tiny, device, gpu_steps.Batch)
+        found = gpu_steps.compare(part, batch, device, ranks, compiled)
+        if part == "1B":
+            found += gpu_steps.predict(batch, device, ranks, min(PROFILE_DEGREES, 2) if tiny else PROFILE_DEGREES)
+    if int(os.environ.get("RANK", 0)) == 0:
+        (folder / f"{part}.json").write_text("\n".join(map(json.dumps, found)))
+
+
+def _batch(part: str, tiny: bool, device: torch.device, kind: type) -> Any:
+    """Returns the model and the rows of a section of steps, with as many layers as the GPU has memory for."""
+    if tiny:
+        return kind(size="tiny", layers=2, rows=4, length=64, shortest=8 if part == "ragged" else None)
+    gib = torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else 0
+    if part == "8B":
+        return kind(size="8B", layers=8 if gib > 120 else 4 if gib > 70 else 1, rows=2, length=8192)
+    if part == "narrow":
+        return kind(size="narrow", layers=16, rows=1, length=128)
+    if part == "ragged":
+        return kind(size="1B", layers=16, rows=8, length=2048, shortest=32)
+    return kind(size="1B", layers=16, rows=8, length=2048)
+
+
+def _machine(options: argparse.Namespace) -> dict[str, Any]:
+    import transformers
+
+    import accelerate
+
+    made = {"torch": torch.__version__, "transformers": transformers.__version__, "accelerate": accelerate.__version__}
+    if options.device == "cuda":
+        made |= {
+            "GPU": torch.cuda.get_device_name(),
+            "memory GiB": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1),
+            "CUDA": torch.version.cuda,
+            "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+            "cuDNN": torch.backends.cudnn.version(),
+        }
+    return made | {"ranks": options.ranks, "cores": os.cpu_count(), "date": time.strftime("%Y-%m-%d")}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Returns a Markdown table of the rows' numbers and words; lists and parts of a step follow below it."""
+    columns = list(
+        dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, (dict, list)))
+    )
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(_cell(row.get(column)) for column in columns) + " |" for row in rows]
+    for row in rows:
+        name = next(iter(row.values()))
+        for key, value in row.items():
+            if isinstance(value, dict) and value:
+                parts = ", ".join(
+                    f"{part} {number:.1f}" for part, number in sorted(value.items(), key=lambda p: -p[1])
+                )
+                lines.append(f"\n{name}, {key}: {parts}")
+            elif isinstance(value, list) and value:
+                lines.append(f"\n{name}, {key}: {', '.join(value)}")
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.1e}" if 0 < abs(value) < 1e-2 else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    return "" if value is None else str(value).replace("|", "/")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--ranks", type=int, help="processes; default one for each GPU")
+    parser.add_argument("--output", type=Path, default=Path("output/gpu"), help="folder for gpu.json and logs")
+    parser.add_argument("--tiny", action="store_true", help="toy models, to try the script")
+    parser.add_argument("--eager", action="store_true", help="leave out what is compiled")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("There is no GPU; use --tiny --device cpu to try the script.")
+    options.ranks = options.ranks or (torch.cuda.device_count() if options.device == "cuda" else 1)
+    return options
 
 
 if __name__ == "__main__":

@@ -30,9 +30,12 @@ from galvatron_hf.utils.progress import progress_bar
 
 
 LEAST_TOKENS = 128
+PROBED_TOKENS = {"cpu": 128, "cuda": 4096}  # of the layer whose time foretells that of a round; enough to be computed
 ADAM_WEIGHTS = 32
 MOST_COPIES, UNCACHED_ELEMENTS = 4, 1 << 24
 ADAM_ELEMENTS = 1 << 12, 1 << 20  # fewest elements of these weights together, in the small and in the large job
+# On a GPU both jobs must take longer than the host needs to queue them. They have 16 bytes an element.
+GPU_ADAM_ELEMENTS, GPU_ADAM_SHARE = 1 << 29, 1 / 6
 ROUNDS = 3, 15  # fewest and most
 FIRST_ROUNDS = 0.3  # share of the time for the fewest rounds; larger micro-batches are left out
 
@@ -73,9 +76,7 @@ class LayerTimer:
         self._mesh: DeviceMesh | None = None
         self.copies = _copies(counted.small, layer_kinds(model))
         self.small = one_of_each(model, self.copies)
-        elements = sum(weight.numel() for weight in model.parameters())
-        few, many = ADAM_ELEMENTS
-        self.adam_elements = few, min(UNCACHED_ELEMENTS, max(many, elements // ADAM_WEIGHTS * ADAM_WEIGHTS))
+        self.adam_elements = _adam_elements(sum(weight.numel() for weight in model.parameters()), device)
 
     def run(self, seconds: float, progress: bool) -> tuple[dict[Key, tuple[float, ...]], float]:
         """Times the jobs in rounds until medians are accurate, or for `seconds`; collective.
@@ -115,8 +116,9 @@ class LayerTimer:
         """Halves the largest micro-batch until the fewest rounds fit; collective, with one result on all ranks.
         Returns the seconds of a round, approximately.
         """
-        length = min(self.length, LEAST_TOKENS, self.tokens)
-        few = min(LEAST_TOKENS, self.tokens) // length * length
+        probed = PROBED_TOKENS[self.device.type]
+        length = min(self.length, probed, self.tokens)
+        few = min(probed, self.tokens) // length * length
         parts = self._parts(LayerStrategy())
         jobs = [*self._layer_jobs(parts, 1, few, length), *self._end_jobs(parts, 1, few)]
         for job in jobs:
@@ -265,6 +267,16 @@ class LayerTimer:
         if self._mesh is None:
             self._mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
         return torch.nn.Parameter(DTensor.from_local(tensor, self._mesh, [Replicate()], run_check=False))
+
+
+def _adam_elements(elements: int, device: torch.device) -> tuple[int, int]:
+    """Returns the elements of the small and of the large optimizer job, for a model of so many elements."""
+    few, many = ADAM_ELEMENTS
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+        most = min(GPU_ADAM_ELEMENTS, int(GPU_ADAM_SHARE * memory) // 16)
+        return most // 4 // ADAM_WEIGHTS * ADAM_WEIGHTS, most // ADAM_WEIGHTS * ADAM_WEIGHTS
+    return few, min(UNCACHED_ELEMENTS, max(many, elements // ADAM_WEIGHTS * ADAM_WEIGHTS))
 
 
 def optimizer_ms(found: dict[Key, tuple[float, ...]]) -> tuple[float, float]:
