@@ -59,8 +59,8 @@ def graphs_of(family: str, plans: dict[str, ParallelPlan], world_size: int = 2) 
 ALTERNATING = (LayerStrategy(tensor=2, megatron_sp=True), LayerStrategy(recompute="full")) * 2
 
 
-def test_a_strategy_is_one_graph_for_training_and_one_for_evaluation():
-    assert graphs_of("llama", {"two": single_stage(ALTERNATING, 2)}) == {"two": 4}
+def test_a_strategy_and_the_head_are_one_graph_for_training_and_one_for_evaluation():
+    assert graphs_of("llama", {"two": single_stage(ALTERNATING, 2)}) == {"two": 6}
 
 
 @pytest.mark.slow
@@ -184,7 +184,7 @@ def test_packed_layers_are_whole_graphs_and_compiled_a_handful_of_times():
 @pytest.mark.slow
 def test_packed_layers_without_such_a_kernel_leave_attention_out():
     graphs = graphs_after_each_packing(uniform(2), kernel=False)
-    assert graphs[-1] <= 12 and graphs[-1] == graphs[-2], graphs
+    assert graphs[-1] <= 14 and graphs[-1] == graphs[-2], graphs
 
 
 # ---- The Trainer ----

@@ -17,6 +17,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from galvatron_hf.parallel.activation.documents import DocumentBounds
 from galvatron_hf.parallel.layers import varlen_attention as document_attention
 from galvatron_hf.parallel.layers.varlen_attention import attention_by_document
 
@@ -362,3 +363,33 @@ def test_documents_of_one_length_side_by_side_are_one_call(monkeypatch):
     by_document(*states, bounds, causal=True)
     assert calls == [(1, 5), (2, 1), (1, 17), (3, 3), (1, 30), (1, 1)]
     assert [end - begin for begin, end in pairwise(bounds)] == MIXED
+
+
+@pytest.mark.parametrize("lengths", [[256] * 3, [512], [256, 512, 256]], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_rows_of_one_length_match_dense_attention(lengths, causal):
+    check(lengths, causal=causal, shape={"heads": 2, "key_value_heads": 1})
+
+
+@pytest.mark.parametrize(
+    "options, rows", [({}, True), ({"sliding_window": 300}, True), ({"sliding_window": 9}, False)]
+)
+def test_rows_of_one_length_are_one_graph(options, rows):
+    """Where documents are no rows, the CPU's path breaks the graph."""
+    states, bounds, _ = row_of([256, 256])
+    torch._dynamo.reset()
+    compiled = torch.compile(by_document, backend="eager", fullgraph=True)
+    bounds = DocumentBounds(bounds)
+    if not rows:
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            compiled(*states, bounds, causal=True, **options)
+        return
+    found = compiled(*states, bounds, causal=True, **options)
+    torch.testing.assert_close(found, by_document(*states, bounds, causal=True, **options))
+
+
+@pytest.mark.parametrize(
+    "lengths, rows", [([256, 256], 2), ([512], 1), ([256, 512], None), ([100, 100], None), ([1], None)]
+)
+def test_only_lengths_that_come_again_are_rows(lengths, rows):
+    assert DocumentBounds([0, *accumulate(lengths)]).rows == rows

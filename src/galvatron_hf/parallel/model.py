@@ -24,6 +24,7 @@ from galvatron_hf.parallel.data_parallel.tied_weights import TiedWeights
 from galvatron_hf.parallel.executor import Batch, Executor
 from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer
 from galvatron_hf.parallel.model_runner import ModelRunner, StreamPosition
+from galvatron_hf.parallel.pipeline.pruning import MissingModule
 from galvatron_hf.parallel.pipeline.runtime import Pipeline
 from galvatron_hf.parallel.pipeline.trace import Timeline
 from galvatron_hf.parallel.whole_batch import WholeBatchForward
@@ -95,8 +96,8 @@ class ParallelModel:
         return [layer for layer in layers if not isinstance(layer, PipelineIdentityLayer)]
 
     def compile(self, backend: str = "inductor", mode: str | None = None, **options: Any) -> None:
-        """Compiles every layer by itself, with its attention and its collectives; the embedding, the head and the loss
-        run as they are. Layers of one class and strategy share their graphs; the first steps compile.
+        """Compiles every layer by itself, with its attention and its collectives, and the head with its loss; the
+        embedding runs as it is. Layers of one class and strategy share their graphs; the first steps compile.
 
         Args:
             backend, mode, options: of `torch.compile`.
@@ -107,6 +108,9 @@ class ParallelModel:
         require_compilable(self.plan, backend, mode)
         for block in self.blocks:
             block.compile(backend=backend, mode=mode, **options)
+        head = self.adapter.head(self.model)
+        if not isinstance(head, MissingModule):
+            head.forward.compile(backend=backend, mode=mode, **options)
 
     def tied_names(self) -> list[str]:
         """Returns the names under which a weight appears a second time in the state dict."""

@@ -16,6 +16,9 @@ from galvatron_hf.utils.device import to_device
 
 
 PADDING = -1
+# Lengths for which rows of documents are one batch of attention. cuDNN's kernel prepares a plan for each new shape, so
+# only lengths that come again may get there.
+ROW_MULTIPLE = 256
 
 
 class DocumentBounds:
@@ -25,6 +28,7 @@ class DocumentBounds:
         offsets (`tuple[int, ...]`): where documents begin, and the end of the last: `0 = b_0 < ... < b_n`.
         lengths (`tuple[int, ...]`): of the documents.
         tokens, longest (`int`): the end of the last document, and the length of the longest.
+        rows (`int`, *optional*): number of documents, if they are as long as each other and fit `ROW_MULTIPLE`.
     """
 
     def __init__(self, offsets: Iterable[int]):
@@ -36,6 +40,8 @@ class DocumentBounds:
                 "begins, and the number of tokens."
             )
         self.tokens, self.longest = self.offsets[-1], max(self.lengths)
+        equal = self.longest == min(self.lengths) and self.longest % ROW_MULTIPLE == 0
+        self.rows = len(self.lengths) if equal else None
         self._copy: torch.Tensor | None = None
 
     def on(self, device: torch.device) -> torch.Tensor:

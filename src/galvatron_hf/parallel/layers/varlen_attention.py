@@ -38,7 +38,8 @@ def attention_by_document(
     """Computes attention of one packed row whose documents attend only inside themselves; memory is linear in T. The
     CPU's fused kernel runs document by document, neighbours of equal length as one batch. Sliding windows,
     soft-capping and dropout, which that kernel lacks, go over blocks of queries. On CUDA, bf16 and fp16 use
-    `varlen_attn` if it supports the options, else the path of the CPU.
+    `varlen_attn` if it supports the options, else the path of the CPU. Documents of one length are rows, for which
+    `scaled_dot_product_attention` is up to twice as fast there.
 
     Args:
         query (`torch.Tensor`): [1, heads, T, D].
@@ -67,7 +68,10 @@ def attention_by_document(
     query, key, value = _same_head_dim(query, key, value)
     if sliding_window is not None and sliding_window >= bounds.longest:
         sliding_window = None
-    if softcap is None and dropout == 0.0 and _has_varlen_kernel(query):
+    fused = softcap is None and dropout == 0.0
+    if fused and sliding_window is None and bounds.rows is not None:
+        output = _rows(query, key, value, bounds.rows, causal, scale)
+    elif fused and _has_varlen_kernel(query):
         output = _varlen(query, key, value, bounds, causal, scale, sliding_window)
     else:
         options = dict(causal=causal, scale=scale, sliding_window=sliding_window, softcap=softcap, dropout=dropout)
@@ -134,13 +138,23 @@ def _fused_attention(
     scale: float,
     causal: bool = False,
 ) -> torch.Tensor:
-    if query.is_cuda and key.shape[1] != query.shape[1]:
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    if query.is_cuda and key.shape[1] != query.shape[1] and not (half and mask is None):
         # CUDA's kernels for float32 or a mask have no shared heads; the remaining kernel would compute all scores.
         copies = query.shape[1] // key.shape[1]
         key, value = (states.repeat_interleave(copies, dim=1) for states in (key, value))
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=key.shape[1] != query.shape[1]
     )
+
+
+def _rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, count: int, causal: bool, scale: float
+) -> torch.Tensor:
+    """Computes attention of `count` documents of one length."""
+    rows = (states.squeeze(0).unflatten(1, (count, -1)).transpose(0, 1) for states in (query, key, value))
+    output = _fused_attention(*rows, None, causal=causal, scale=scale)
+    return output.transpose(1, 2).flatten(0, 1)[None]
 
 
 def _attention_in_blocks(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,10 @@ from galvatron_hf.parallel.comm.collectives import copy_to_group
 from galvatron_hf.parallel.comm.mesh import WeightMesh
 from galvatron_hf.parallel.layers.tensor_parallel import LocalParameter, cut_parameter, local_parameters
 from galvatron_hf.parallel.layers.vocab_parallel_loss import (
+    ChunkLoss,
     gather_local_logits,
     linear_cross_entropy,
+    loss_of_chunk,
     vocabulary_parallel_embedding,
     vocabulary_range,
 )
@@ -89,12 +92,19 @@ class Head:
         self.start, _ = vocabulary_range(self.size, mesh.tensor_degree, mesh.tensor_index)
         self.group = mesh.tensor_group if mesh.tensor_degree > 1 else None
         self.views = []
+        self.chunk_loss: ChunkLoss = loss_of_chunk
         if mesh.tensor_degree > 1:
             for spec in vocabulary_specs(module, "head"):
                 cut_already = tied and spec.name == "weight"
                 view = LocalParameter(module=module, name=spec.name)
                 self.views.append(view if cut_already else cut_parameter(module, spec, mesh))
         module.forward = self
+
+    def compile(self, **options: Any) -> None:
+        """Compiles the head's product and loss of a chunk by `torch.compile` with `options`: logits are then read and
+        written in the compute format, and their statistics are computed while they are read.
+        """
+        self.chunk_loss = torch.compile(loss_of_chunk, **options)
 
     def __call__(self, hidden: torch.Tensor, request: HeadRequest) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Computes loss and logits of hidden states [B, S, H], which are equal on all tensor ranks.
@@ -120,6 +130,7 @@ class Head:
                     softcap=self.transform.softcap,
                     label_smoothing=request.label_smoothing,
                     recompute_logits_in_backward=self.recompute_logits_in_backward,
+                    chunk_loss=self.chunk_loss,
                 )
             if request.logits:
                 # Each rank's logits reach the hidden states through its own part of the vocabulary alone.

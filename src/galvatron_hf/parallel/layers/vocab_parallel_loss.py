@@ -72,6 +72,10 @@ class _Head:
     label_smoothing: float
 
 
+# [`loss_of_chunk`], or what a compiler made of it.
+ChunkLoss = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
+
+
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -87,6 +91,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     recompute_logits_in_backward: bool = False,
+    chunk_loss: ChunkLoss | None = None,
 ) -> Tensor:
     """Returns the sum of the tokens' cross-entropies under a head whose vocabulary is spread over a group. The sum is
     an fp32 scalar (fp64 for fp64 input), equal on every rank of the group.
@@ -108,6 +113,7 @@ def linear_cross_entropy(
         start (`int`): first vocabulary row of this rank.
         recompute_logits_in_backward (`bool`): whether the backward computes logits again, and then the gradients.
             Without it each micro-batch in flight holds a gradient of the size of the weight.
+        chunk_loss (`Callable`, *optional*): [`loss_of_chunk`], compiled.
 
     Raises:
         RuntimeError: if a target is neither a token nor `ignore_index` (on CUDA: a device-side assertion).
@@ -129,22 +135,21 @@ def linear_cross_entropy(
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
     )
-    return _LinearCrossEntropy.apply(
-        hidden, weight, bias, targets, head, torch.is_grad_enabled(), recompute_logits_in_backward
-    )
+    options = torch.is_grad_enabled(), recompute_logits_in_backward, chunk_loss or loss_of_chunk
+    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, head, *options)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, head, grad_enabled, recompute):
+    def forward(ctx, hidden, weight, bias, targets, head, grad_enabled, recompute, chunk_loss):
         # needs_input_grad depends on the inputs alone, also under no_grad
         needs = [grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
-        ctx.recompute, ctx.head, ctx.needs = recompute, head, needs
+        ctx.recompute, ctx.head, ctx.needs, ctx.chunk_loss = recompute, head, needs, chunk_loss
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
         if recompute:
             ctx.save_for_backward(hidden, weight, bias, targets)
-            return _loss_and_gradients(hidden, weight, bias, targets, head, [False] * 3)[0]
-        loss, gradients = _loss_and_gradients(hidden, weight, bias, targets, head, needs)
+            return _loss_and_gradients(hidden, weight, bias, targets, head, [False] * 3, chunk_loss)[0]
+        loss, gradients = _loss_and_gradients(hidden, weight, bias, targets, head, needs, chunk_loss)
         ctx.save_for_backward(*gradients.finished(head.group))
         return loss
 
@@ -153,28 +158,58 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):
         gradients = ctx.saved_tensors
         if ctx.recompute:
-            gradients = _loss_and_gradients(*gradients, ctx.head, ctx.needs)[1].finished(ctx.head.group)
+            _, again = _loss_and_gradients(*gradients, ctx.head, ctx.needs, ctx.chunk_loss)
+            gradients = again.finished(ctx.head.group)
         pairs = zip(gradients, ctx.dtypes, strict=True)
         scaled = [None if x is None else _scaled(x, grad, dtype) for x, dtype in pairs]
-        return *scaled, None, None, None, None
+        return *scaled, None, None, None, None, None
 
 
 def _loss_and_gradients(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: _Head, needs: list[bool]
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    head: _Head,
+    needs: list[bool],
+    chunk_loss: ChunkLoss,
 ) -> tuple[Tensor, _Gradients]:
-    """Computes the loss chunk by chunk, and the gradients of `hidden`, `weight` and `bias` that `needs` marks."""
+    """Returns the sum of the losses and, not yet summed over the ranks, the gradients that `needs` marks."""
     statistics_dtype = torch.promote_types(hidden.dtype, torch.float32)
     gradients = _Gradients(hidden, weight, bias, needs, statistics_dtype)
     loss = hidden.new_zeros((), dtype=statistics_dtype)
     for first in range(0, hidden.shape[0], head.chunk_tokens):
         tokens = slice(first, first + head.chunk_tokens)
-        logits, slope = _local_logits(hidden[tokens], weight, bias, head, statistics_dtype, slope=any(needs))
-        chunk_loss, logits_grad = _chunk_loss(logits, targets[tokens], head, gradient=any(needs))
-        loss += chunk_loss
+        options = dict(dtype=statistics_dtype, gradient=any(needs), of_bias=needs[2])
+        of_chunk, *found = chunk_loss(hidden[tokens], weight, bias, targets[tokens], head, **options)
+        loss += of_chunk
         if any(needs):
-            gradients.add(tokens, logits_grad if slope is None else logits_grad.mul_(slope))
-        del logits, slope, logits_grad  # before those of the next chunk exist
+            gradients.add(tokens, *found)
+        del found  # before the logits of the next chunk exist
     return loss, gradients
+
+
+def loss_of_chunk(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    head: _Head,
+    *,
+    dtype: torch.dtype,
+    gradient: bool,
+    of_bias: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Returns the loss of one chunk of C tokens and, on request, its gradients by the linear layer's output
+    (`[C, V/n]`, in the type of `hidden`) and by its bias. `dtype` is that of the statistics.
+    """
+    logits, slope = _local_logits(hidden, weight, bias, head, dtype, slope=gradient)
+    loss, of_output = _chunk_loss(logits, targets, head, gradient=gradient)
+    if not gradient:
+        return loss, None, None
+    if slope is not None:
+        of_output.mul_(slope)
+    return loss, of_output.to(hidden.dtype), of_output.sum(0) if of_bias else None
 
 
 def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -210,10 +245,9 @@ class _Gradients:
         self.weight = torch.zeros_like(weight, dtype=dtype) if needs[1] else None
         self.bias = torch.zeros_like(bias, dtype=dtype) if needs[2] else None
 
-    def add(self, tokens: slice, logits_grad: Tensor) -> None:
-        """Adds a chunk, given the gradient `[C, V/n]` of the linear layer's output in the statistics' type."""
+    def add(self, tokens: slice, narrow: Tensor, of_bias: Tensor | None) -> None:
+        """Adds a chunk, given the gradients that [`loss_of_chunk`] returns."""
         hidden, weight = self._inputs
-        narrow = logits_grad.to(hidden.dtype)
         if self.hidden is not None:
             torch.mm(narrow, weight, out=self.hidden[tokens])
         if self.weight is not None:
@@ -225,7 +259,7 @@ class _Gradients:
                 # The sum would cast too, but a trace on fake tensors would not count it.
                 self.weight += (narrow.t() @ hidden[tokens]).to(self.weight.dtype)
         if self.bias is not None:
-            self.bias += logits_grad.sum(0)
+            self.bias += of_bias
 
     def finished(self, group: ProcessGroup | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Returns the gradients, that of `hidden` summed over the parts of the vocabulary."""
