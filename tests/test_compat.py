@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, MistralConfig
+from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_utils import LoadStateDictInfo
 
 import galvatron_hf
@@ -366,6 +367,22 @@ def test_a_model_calls_the_attention_function_of_its_configuration():
     compat.set_attention_implementation(model.config, "counted")
     model(torch.zeros(1, 3, dtype=torch.long))
     assert calls == [(1, 2, 3, 4)] and compat.attention_implementation(model.config) == "counted"
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_masks_are_those_of_padded_rows_without_being_read(window):
+    config = LlamaConfig(attn_implementation="sdpa") if window is None else MistralConfig(sliding_window=window)
+    config._attn_implementation = "sdpa"
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    inputs = dict(config=config, inputs_embeds=torch.empty(2, 3, 1), past_key_values=None)
+    wanted = create_masks_for_generate(attention_mask=mask, **inputs)
+    full = torch.ones_like(mask)
+    with compat.masks_of_padded_rows():
+        assert torch.equal(create_masks_for_generate(attention_mask=mask, **inputs), wanted)
+        causal = create_masks_for_generate(attention_mask=full, **inputs)
+    assert causal.shape == (2, 1, 3, 3)  # not left out, though the rows have no padding
+    if window is None:
+        assert create_masks_for_generate(attention_mask=full, **inputs) is None
 
 
 def test_a_model_of_a_class_and_a_configuration_has_its_dtype():

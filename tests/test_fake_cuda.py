@@ -88,6 +88,7 @@ FAULTS = {
     "norm from the host": case("zero3"),
     "spans that wait": case("1f1b", traced=True),
     "gradient read in each layer": case("zero3"),
+    "mask read on the device": case("zero3", "masked"),
     "objects stay on the device": case("zero3"),
 }
 SLOW_FAMILIES = ("qwen3", "mistral", "gemma2", "phi3", "gpt2")
@@ -204,6 +205,6 @@ def test_faults_are_seen(fast):
     # Each layer asks for them, and its attention; both again in the recompute.
     assert counts["offsets for each layer"] == 4 * layers
     assert counts["norm from the host"] == 1 and counts["gradient read in each layer"] == layers
-    assert counts["spans that wait"] > 2
+    assert counts["spans that wait"] > 2 and counts["mask read on the device"] == 3
     assert fast["faults"][-1]["pickled"] == "cuda"
     assert unequal_orders(fast["one more sum"])

@@ -24,6 +24,7 @@ from equivalence import (
     whole,
     whole_gradients,
 )
+from galvatron_hf.parallel.activation.micro_batch import mask_on_device
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.data_parallel.replicated import ReplicatedUnit
 from galvatron_hf.parallel.parallelize import parallelize
@@ -349,3 +350,14 @@ def test_gradients_of_a_replicated_unit_of_one_weight_are_summed_where_they_are(
     for found in run_ranks(work, 2):
         assert found[1] and all(before == after for before, after in found.pop(1))
         assert found and all(len(set(after)) == 1 for units in found.values() for _, after in units)
+
+
+def test_a_mask_on_the_host_is_read_there_and_copied_only_if_it_hides_a_position():
+    full, padded = torch.ones(2, 3, dtype=torch.long), torch.tensor([[0, 1, 1], [1, 1, 1]])
+    elsewhere = torch.device("meta")
+    assert mask_on_device(full, elsewhere) == (None, False)
+    found, known = mask_on_device(padded, elsewhere)
+    assert known and found.device == elsewhere and found.shape == padded.shape
+    # A mask that is there already is not read, and neither are those of a model on the CPU.
+    for mask, device in ((padded.to(elsewhere), elsewhere), (full, full.device), (padded, full.device)):
+        assert mask_on_device(mask, device)[0] is mask and not mask_on_device(mask, device)[1]

@@ -21,7 +21,7 @@ import devices  # noqa: E402  (before torch)
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from accelerate.data_loader import DataLoaderShard  # noqa: E402
-from transformers import DataCollatorForSeq2Seq, Trainer  # noqa: E402
+from transformers import DataCollatorForSeq2Seq, Trainer, masking_utils  # noqa: E402
 
 import tiny_models  # noqa: E402
 from galvatron_hf import (  # noqa: E402
@@ -30,6 +30,8 @@ from galvatron_hf import (  # noqa: E402
     ParallelPlan,
     parallelize,
 )
+from galvatron_hf.parallel import model_runner  # noqa: E402
+from galvatron_hf.parallel.activation import micro_batch  # noqa: E402
 from galvatron_hf.parallel.activation.documents import DocumentBounds, Documents  # noqa: E402
 from galvatron_hf.parallel.comm import objects  # noqa: E402
 from galvatron_hf.parallel.comm.meeting import Meetings  # noqa: E402
@@ -50,7 +52,9 @@ def batch_of(kind: str, parallel) -> Any:
     if kind == "packed":
         return packed(parallel)
     ids = torch.ones(ROWS, LENGTH, dtype=torch.long, device=devices.DEVICE)
-    return {"input_ids": ids, "labels": ids} | ({"attention_mask": torch.ones_like(ids)} if kind == "masked" else {})
+    if kind == "masked":  # its mask is on the host, as Trainer's loop leaves it
+        return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids, device=devices.HOST)}
+    return {"input_ids": ids, "labels": ids}
 
 
 def packed(parallel) -> list[dict[str, Any]]:
@@ -114,6 +118,10 @@ def _one_more_sum_on_rank_1():
     return mock.patch.object(ParallelModel, "forward_backward", forward_backward)
 
 
+def _mask_read_on_the_device():
+    return mock.patch.object(model_runner, "mask_on_device", lambda mask, device: (mask.to(device), False))
+
+
 def _objects_stay_on_the_device():
     return mock.patch.object(objects, "_on_host", lambda value: value)
 
@@ -126,8 +134,17 @@ FAULTS = {
     "spans that wait": _spans_that_wait,
     "gradient read in each layer": _gradient_read_in_each_layer,
     "one more sum": _one_more_sum_on_rank_1,
+    "mask read on the device": _mask_read_on_the_device,
     "objects stay on the device": _objects_stay_on_the_device,
 }
+
+
+@contextlib.contextmanager
+def masks() -> Iterator[None]:
+    """Has transformers take masks without memory for true ones, and has those on the host hide tokens."""
+    with mock.patch.object(masking_utils, "is_tracing", lambda *tensors: False):
+        with mock.patch.object(micro_batch, "has_padding", lambda mask: True):
+            yield
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
@@ -138,7 +155,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             `steps`, `traced`, whether the timeline is on, and `fault`, one of `FAULTS`.
     """
     plan = ParallelPlan.from_json(json.dumps(case["plan"]))
-    with devices.rank_with_gpu(case["rank"], plan.world_size) as seen, FAULTS[case.get("fault", "none")]():
+    with devices.rank_with_gpu(case["rank"], plan.world_size) as seen, masks(), FAULTS[case.get("fault", "none")]():
         with torch.device(devices.DEVICE), mock.patch.object(tiny_models, "_randomise"):
             model = tiny_models.FAMILIES[case["family"]].build(**WIDER.get(case["family"], {"head_dim": 8}))
         parallel = parallelize(model, plan)
@@ -226,6 +243,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         stack.enter_context(mock.patch.dict(os.environ, ranks))
         seen = stack.enter_context(devices.rank_with_gpu(0, plan.world_size))
         stack.enter_context(alone_and_with_true_data())
+        stack.enter_context(masks())
         with torch.device(devices.DEVICE), mock.patch.object(tiny_models, "_randomise"):
             model = tiny_models.FAMILIES[case["family"]].build(**WIDER.get(case["family"], {"head_dim": 8}))
         arguments = OnTheDevice(

@@ -20,6 +20,7 @@ from galvatron_hf.parallel.activation.micro_batch import (
     MicroBatch,
     add_positions,
     add_rows,
+    mask_on_device,
 )
 from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch
@@ -81,7 +82,8 @@ class ModelRunner:
 
         Args:
             input_ids (`torch.Tensor`): [B, S], the whole micro-batch, the same on every rank.
-            attention_mask (`torch.Tensor`, *optional*): [B, S], 1 for real tokens.
+            attention_mask (`torch.Tensor`, *optional*): [B, S], 1 for real tokens. One in the host's memory is copied
+                to a GPU; transformers waits for the GPU to read one that is there.
             position_ids (`torch.Tensor`, *optional*): [B, S].
             num_items_in_batch (`torch.Tensor` or `int`, *optional*): the divisor of the sum of losses.
             label_smoothing (`float`): as in [`transformers.trainer_pt_utils.LabelSmoother`].
@@ -122,6 +124,7 @@ class ModelRunner:
             more = position_ids[:, -1:] + torch.arange(1, length - real_length + 1, device=position_ids.device)
             position_ids = torch.cat([position_ids, more.clamp(max=position_ids.max())], dim=1)
         pad = self.model.config.pad_token_id
+        attention_mask, padding_known = mask_on_device(attention_mask, input_ids.device)
         return MicroBatch(
             input_ids=add_rows(add_positions(input_ids, length, pad if pad is not None else 0), rows),
             attention_mask=add_rows(add_positions(attention_mask, length, 0), rows),
@@ -132,6 +135,7 @@ class ModelRunner:
             ends=self.resolved.end_layouts(rows),
             key=self.position.key(),
             options=options,
+            padding_known=padding_known,
         )
 
     def _packed(

@@ -53,6 +53,13 @@ class Components:
         def prepare(batch: dict[str, Any]) -> dict[str, Any]:
             return trainer._prepare_inputs(batch)
 
+        def prepare_for_step(batch: dict[str, Any]) -> dict[str, Any]:
+            """Leaves the mask in the host's memory, where the runner reads it without waiting for the device."""
+            prepared = prepare(batch)
+            if "attention_mask" in batch and not any(overrides(trainer, name) for name in _PREPARE):
+                prepared["attention_mask"] = batch["attention_mask"]
+            return prepared
+
         packer = StepPacker(
             parallel=parallel,
             args=args,
@@ -64,7 +71,7 @@ class Components:
             ),
             known_lengths=lambda: _known_lengths(trainer),
             dataset_rows=lambda: dataset_rows(trainer),
-            prepare=prepare,
+            prepare=prepare_for_step,
             may_change=lambda: has_callbacks_of_others(trainer),
             stateful_loader=trainer.accelerator.dataloader_config.use_stateful_dataloader,
         )

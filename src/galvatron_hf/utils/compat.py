@@ -22,6 +22,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: F401  runs operators on shapes alone
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401  `__torch_dispatch__` sees every operator
 from torch.utils._pytree import tree_leaves  # noqa: F401  flattens nested tuples, lists and dicts
+from transformers import masking_utils
 
 
 if TYPE_CHECKING:
@@ -287,6 +288,19 @@ def attention_implementation(config: PreTrainedConfig) -> str:
 def set_attention_implementation(config: PreTrainedConfig, name: str) -> None:
     """Makes the modules that have this configuration call another registered attention function."""
     config._attn_implementation = name
+
+
+@contextlib.contextmanager
+def masks_of_padded_rows() -> Iterator[None]:
+    """Has transformers make attention masks as for rows with padding while the body runs, without reading from the
+    device whether there is any. Expects that `masking_utils.fast_all` is what reads a causal mask.
+    """
+    read = masking_utils.fast_all
+    masking_utils.fast_all = lambda mask: False
+    try:
+        yield
+    finally:
+        masking_utils.fast_all = read
 
 
 def model_from_config(family: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,8 @@ from transformers.masking_utils import create_masks_for_generate
 from galvatron_hf.parallel.activation.documents import Documents
 from galvatron_hf.plan.layout import Grid, PackedRow, Rectangle
 from galvatron_hf.plan.resolved import EndLayouts
+from galvatron_hf.utils.compat import masks_of_padded_rows
+from galvatron_hf.utils.device import to_device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,7 @@ class MicroBatch:
         real_rows, real_length (`int`): rows and positions that the caller gave.
         ends ([`EndLayouts`]): the layouts of the embedding's output, of the head's input and between two stages.
         key (`tuple[int, ...]`): (seed, step, micro-batch), the beginning of every random stream's key.
+        padding_known (`bool`): whether the mask is known to hide a position; only its values say so otherwise.
         documents ([`Documents`], *optional*): the documents of a packed row, which do not attend to each other.
         masks (`dict`): attention masks made so far, by rows.
         final_hidden (`list[torch.Tensor]`): the last layer's output, set during the forward pass.
@@ -61,6 +65,7 @@ class MicroBatch:
     ends: EndLayouts
     key: tuple[int, ...]
     options: ForwardOptions
+    padding_known: bool = False
     documents: Documents | None = None
     masks: dict = field(default_factory=dict)
     final_hidden: list[torch.Tensor] = field(default_factory=list)
@@ -93,13 +98,14 @@ class MicroBatch:
         rows = rectangle.row_start, rectangle.row_stop
         if rows not in self.masks:
             shape = (rows[1] - rows[0], self.length, 1)
-            masks = create_masks_for_generate(
-                config=config,
-                inputs_embeds=torch.empty((), dtype=dtype, device=self.input_ids.device).expand(shape),
-                attention_mask=_rows(self.attention_mask, *rows),
-                past_key_values=None,
-                position_ids=_rows(self.position_ids, *rows),
-            )
+            with masks_of_padded_rows() if self.padding_known else contextlib.nullcontext():
+                masks = create_masks_for_generate(
+                    config=config,
+                    inputs_embeds=torch.empty((), dtype=dtype, device=self.input_ids.device).expand(shape),
+                    attention_mask=_rows(self.attention_mask, *rows),
+                    past_key_values=None,
+                    position_ids=_rows(self.position_ids, *rows),
+                )
             if isinstance(masks, dict):
                 self.masks[rows] = {kind: self._hide_added_positions(mask) for kind, mask in masks.items()}
             else:
@@ -115,6 +121,19 @@ class MicroBatch:
             return mask
         added = torch.arange(self.length, device=mask.device) >= self.real_length
         return mask.masked_fill(added, float("-inf"))
+
+
+def mask_on_device(mask: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor | None, bool]:
+    """Returns a mask [B, S] on a device, and whether it is known to hide a position. The host reads a mask in its own
+    memory, without waiting for the device; one that hides nothing becomes None.
+    """
+    if mask is None or mask.device.type != "cpu" or device.type == "cpu":
+        return mask, False
+    return (to_device(mask, device), True) if has_padding(mask) else (None, False)
+
+
+def has_padding(mask: torch.Tensor) -> bool:
+    return not bool(mask.all())
 
 
 def map_rows(batch: Mapping[str, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
