@@ -42,6 +42,21 @@ def tiny_llama(**settings) -> LlamaForCausalLM:
 # ---- Modules and tensors ----
 
 
+def test_a_tensor_takes_the_layout_of_a_dtensor_as_from_local_gives_it():
+    def work() -> None:
+        mesh, whole = init_device_mesh("cpu", (2,)), torch.arange(6.0).view(3, 2)
+        for like in (distribute_tensor(whole, mesh, [Shard(0)]), nn.Parameter(distribute_tensor(whole, mesh))):
+            local = torch.full_like(like.to_local(), dist.get_rank())
+            sizes = dict(shape=whole.shape, stride=whole.stride(), run_check=False)
+            expected = DTensor.from_local(local, mesh, like.placements, **sizes)
+            found = compat.in_layout_of(local, like)
+            assert type(found) is DTensor and not found.requires_grad
+            assert (found.placements, found.device_mesh) == (expected.placements, expected.device_mesh)
+            assert torch.equal(found.full_tensor(), expected.full_tensor())
+
+    run_ranks(work, 2)
+
+
 def test_a_module_computes_with_the_tensor_in_its_parameters_place():
     layer = nn.Linear(2, 1, bias=False)
     weight = layer.weight

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from galvatron_hf.parallel.comm.mesh import WeightMesh
+from galvatron_hf.utils.compat import in_layout_of, set_parameter_tensor
 
 
 class ReplicatedWeight:
@@ -27,19 +28,16 @@ class ReplicatedWeight:
         self.tensor_placements = parameter.placements if isinstance(parameter, DTensor) else None
         self.shape, self.stride = parameter.shape, parameter.stride()
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        self.sharded_param = nn.Parameter(self._over_mesh(local.detach()), parameter.requires_grad)
+        placements = (Replicate(), Replicate(), *(self.tensor_placements or (Replicate(),)))
+        sizes = dict(shape=self.shape, stride=self.stride)
+        whole = DTensor.from_local(local.detach(), mesh.mesh, placements, run_check=False, **sizes)
+        self.sharded_param = nn.Parameter(whole, parameter.requires_grad)
         self.in_use: nn.Parameter | None = None
         self.summed: torch.Tensor | None = None  # gradients of earlier micro-batches, in the reduction's format
 
-    def _over_mesh(self, local: torch.Tensor) -> DTensor:
-        placements = (Replicate(), Replicate(), *(self.tensor_placements or (Replicate(),)))
-        return DTensor.from_local(
-            local, self.mesh.mesh, placements, run_check=False, shape=self.shape, stride=self.stride
-        )
-
     def _put(self, parameter: nn.Parameter) -> None:
         for module, name in self.owners:
-            setattr(module, name, parameter)
+            set_parameter_tensor(module, name, parameter)
 
     def unshard(self, dtype: torch.dtype) -> nn.Parameter:
         """Puts a leaf into the modules: the weight itself, or its copy in the compute format."""
@@ -75,11 +73,11 @@ class ReplicatedWeight:
         """Makes the sum the gradient of the DTensor, or adds it to the gradient that the DTensor has."""
         if self.summed is None:
             return
-        gradient, self.summed = self._over_mesh(self.summed.to(self.sharded_param.dtype)), None
+        gradient, self.summed = self.summed.to(self.sharded_param.dtype), None
         if self.sharded_param.grad is None:
-            self.sharded_param.grad = gradient
+            self.sharded_param.grad = in_layout_of(gradient, self.sharded_param)
         else:
-            self.sharded_param.grad.to_local().add_(gradient.to_local())
+            self.sharded_param.grad.to_local().add_(gradient)
 
 
 class ReplicatedUnit:
@@ -112,6 +110,7 @@ class ReplicatedUnit:
         self._running: dist.Work | None = None
         self.reshard()
 
+    @torch.no_grad()
     def unshard(self) -> None:
         """Makes the weights ready for a forward pass; without [`ReplicatedUnit.begin`] its backward ends a step."""
         if not self._begun:
