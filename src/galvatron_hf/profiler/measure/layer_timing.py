@@ -34,8 +34,7 @@ PROBED_TOKENS = {"cpu": 128, "cuda": 4096}  # of the layer whose time foretells 
 ADAM_WEIGHTS = 32
 MOST_COPIES, UNCACHED_ELEMENTS = 4, 1 << 24
 ADAM_ELEMENTS = 1 << 12, 1 << 20  # fewest elements of these weights together, in the small and in the large job
-# On a GPU both jobs must take longer than the host needs to queue them. They have 16 bytes an element.
-GPU_ADAM_ELEMENTS, GPU_ADAM_SHARE = 1 << 29, 1 / 6
+GPU_ADAM_ELEMENTS, GPU_ADAM_SHARE = 1 << 27, 1 / 16  # of the large job on a GPU: most elements, share of the memory
 ROUNDS = 3, 15  # fewest and most
 FIRST_ROUNDS = 0.3  # share of the time for the fewest rounds; larger micro-batches are left out
 
@@ -247,17 +246,20 @@ class LayerTimer:
         optimizer = torch.optim.AdamW(weights, lr=1e-5, fused=True)  # Trainer's default
 
         def run() -> tuple[float, float]:
-            began = self.clock.now()
+            self.clock.occupy()
+            began = self.clock.mark()
             gradients = [local_tensor(weight.grad) for weight in weights]
             norm = tensor_norms(gradients).norm()
             for gradient in gradients:
                 gradient.mul_((1e-3 / (norm + 1e-6)).clamp(max=1.0))
             optimizer.step()
-            updated = self.clock.now()
+            updated = self.clock.mark()
             with torch.no_grad():
                 for gradient, weight in zip(gradients, weights, strict=True):
                     gradient.add_(local_tensor(weight))
-            return updated - began, self.clock.now() - updated
+            added = self.clock.mark()
+            self.clock.now()
+            return self.clock.between(began, updated), self.clock.between(updated, added)
 
         return _Job(key=("adam", elements), run=run)
 
@@ -275,7 +277,7 @@ def _adam_elements(elements: int, device: torch.device) -> tuple[int, int]:
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
         most = min(GPU_ADAM_ELEMENTS, int(GPU_ADAM_SHARE * memory) // 16)
-        return most // 4 // ADAM_WEIGHTS * ADAM_WEIGHTS, most // ADAM_WEIGHTS * ADAM_WEIGHTS
+        return most // 8 // ADAM_WEIGHTS * ADAM_WEIGHTS, most // ADAM_WEIGHTS * ADAM_WEIGHTS
     return few, min(UNCACHED_ELEMENTS, max(many, elements // ADAM_WEIGHTS * ADAM_WEIGHTS))
 
 
