@@ -99,7 +99,7 @@ def fast(library) -> dict[str, list[dict[str, Any]]]:
     """Returns what the fast cases have done, all from one process: importing transformers takes longer than a case."""
     faults = [one | {"fault": name} for name, one in FAULTS.items()]
     cases = {"waits": FAST, **ORDERED, "faults": faults, "one more sum": of_all_ranks("pair", fault="one more sum")}
-    cases["trainer"] = in_trainer("zero3", "packed")
+    cases |= {"trainer": in_trainer("zero3", "packed"), "counted": [COUNTED]}
     found = iter(dry_run(library, [one for group in cases.values() for one in group]))
     return {name: [next(found) for _ in group] for name, group in cases.items()}
 
@@ -127,7 +127,7 @@ def test_a_step_of_every_plan_waits_for_no_device(library, batch):
 
 
 def in_trainer(plan: str, batch: str, family: str = "llama") -> list[dict[str, Any]]:
-    return [case(plan, batch, family, in_trainer=True) | {"steps": steps} for steps in (1, 3)]
+    return [case(plan, batch, family, work="train") | {"steps": steps} for steps in (1, 3)]
 
 
 def check_one_wait_in_a_step(one: dict[str, Any], three: dict[str, Any]) -> None:
@@ -147,6 +147,25 @@ def test_a_step_of_other_plans_in_trainers_loop_waits_once(library):
     found = dry_run(library, [one for given in cases for one in in_trainer(*given)])
     for index in range(len(cases)):
         check_one_wait_in_a_step(*found[2 * index : 2 * index + 2])
+
+
+# ---- What the profiler counts ----
+
+SIZES = {"vocab_size": 4096, "hidden_size": 2048, "intermediate_size": 256, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 16, "num_key_value_heads": 4}
+COUNTED = {"work": "count", "length": 384, "config": SIZES | HEADS}
+
+
+def test_bytes_are_counted_with_the_operators_of_the_device(fast):
+    [found] = fast["counted"]
+    for packed in (False, True):
+        peaks = [found[f"{device} {packed}"]["head"]["forward_peak_bytes"] for device in ("cpu", "cuda")]
+        # On the CPU each chunk makes the gradient of the weight in fp32; a GPU adds its product to the sum.
+        assert peaks[0] - peaks[1] >= 4 * SIZES["vocab_size"] * SIZES["hidden_size"]
+    # One kernel for all documents keeps what attention of rows keeps, and the offsets; the CPU joins documents' outputs.
+    rows, documents = found["cpu False"]["layer"], found["cuda True"]["layer"]
+    assert 0 <= documents["saved_bytes"] - rows["saved_bytes"] < 64
+    assert found["cpu True"]["layer"]["saved_bytes"] - rows["saved_bytes"] == 2 * SIZES["hidden_size"] * 2 * 384
 
 
 # ---- The order of communicators ----

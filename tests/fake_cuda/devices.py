@@ -20,6 +20,7 @@ from collections import defaultdict  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from dataclasses import dataclass, field  # noqa: E402
 from typing import Any  # noqa: E402
+from unittest import mock  # noqa: E402
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -34,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from galvatron_hf.parallel.comm.mesh import StageMesh  # noqa: E402
+from galvatron_hf.utils import device  # noqa: E402
 
 
 HOST, DEVICE = "cpu", "cuda"
@@ -227,6 +229,11 @@ def _make_meshes_of_true_tensors() -> None:
         setattr(owner, name, type(raw)(call) if isinstance(raw, (staticmethod, classmethod)) else call)
 
 
+def without_work() -> None:
+    """Lets operators be traced on the device outside of [`rank_with_gpu`]."""
+    _install(Seen())
+
+
 @contextlib.contextmanager
 def rank_with_gpu(rank: int, world_size: int) -> Iterator[Seen]:
     """Lets the body be one rank of a world whose collectives do nothing; yields what it has seen."""
@@ -236,7 +243,7 @@ def rank_with_gpu(rank: int, world_size: int) -> Iterator[Seen]:
     torch.autograd.set_multithreading_enabled(False)  # the modes hold for this thread alone
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), _Watch(seen):
-            yield seen
+        with FakeTensorMode(allow_non_fake_inputs=True), _Watch(seen), mock.patch.object(device, "FakeTensor", ()):
+            yield seen  # tensors are pinned as true ones are
     finally:
         dist.destroy_process_group()

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +22,7 @@ import devices  # noqa: E402  (before torch)
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from accelerate.data_loader import DataLoaderShard  # noqa: E402
-from transformers import DataCollatorForSeq2Seq, Trainer, masking_utils  # noqa: E402
+from transformers import DataCollatorForSeq2Seq, LlamaConfig, Trainer, masking_utils  # noqa: E402
 
 import tiny_models  # noqa: E402
 from galvatron_hf import (  # noqa: E402
@@ -38,6 +39,9 @@ from galvatron_hf.parallel.comm.meeting import Meetings  # noqa: E402
 from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer  # noqa: E402
 from galvatron_hf.parallel.model import ParallelModel  # noqa: E402
 from galvatron_hf.parallel.pipeline import trace  # noqa: E402
+from galvatron_hf.plan import LayerStrategy  # noqa: E402
+from galvatron_hf.profiler.trace.isolated_layers import empty_model  # noqa: E402
+from galvatron_hf.profiler.trace.tracing import CountedModel  # noqa: E402
 from galvatron_hf.trainer import mixin  # noqa: E402
 from galvatron_hf.trainer.data import step_packer  # noqa: E402
 from tiny_models import word_tokenizer  # noqa: E402
@@ -265,7 +269,26 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         return {"waits": list(seen.waits)}
 
 
+# ---- The profiler's counts ----
+
+
+def count(case: dict[str, Any]) -> dict[str, Any]:
+    """Counts the bytes of a head and of a packed layer in bf16 with the operators of each device."""
+    config, length = LlamaConfig(**case["config"]), case["length"]
+    found: dict[str, Any] = {}
+    devices.without_work()
+    for device in (devices.HOST, devices.DEVICE):
+        for packed in (False, True):
+            counts = CountedModel(empty_model(config), torch.bfloat16, length, packed, device)
+            (layer,), ends = counts.layers(LayerStrategy(), 2 * length, length), counts.ends(1, length)
+            parts = {"layer": layer, "head": ends["head"]}
+            found[f"{device} {packed}"] = {name: asdict(part) for name, part in parts.items()}
+    return found
+
+
+WORKS = {"train": train, "count": count}
+
 if __name__ == "__main__":
     for line in sys.stdin:
         given = json.loads(line)
-        print(json.dumps((train if given.get("in_trainer") else run)(given)), flush=True)
+        print(json.dumps(WORKS.get(given.get("work"), run)(given)), flush=True)

@@ -98,7 +98,7 @@ def profile_model(
     if device.type == "cpu":
         keep_freed_memory()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        counted = CountedModel(model, DTYPES[dtype], length, packed)
+        counted = CountedModel(model, DTYPES[dtype], length, packed, device)
         timer = LayerTimer(model, counted, device, tokens, length, max_degree, accuracy)
         found, wall_per_cpu = timer.run(seconds, progress)
         made |= {

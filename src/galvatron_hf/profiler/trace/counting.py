@@ -193,7 +193,8 @@ def count(part: Part) -> Counts:
 
             output, saved_bytes = saved_tensors(part, note_work)
             forward, middle = counter.operations, counter.moment
-            output.backward(torch.ones_like(output))
+            with torch.autograd.set_multithreading_enabled(False):  # the counter sees this thread alone
+                output.backward(torch.ones_like(output))
             end = counter.moment
     finally:
         for hook in hooks:

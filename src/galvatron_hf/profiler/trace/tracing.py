@@ -207,11 +207,15 @@ def _head_weights(shape: ModelShape) -> tuple:
 
 class CountedModel:
     """Counts the operations and bytes of a model's parts on one rank under any strategy. `model` may be on the meta
-    device and is not changed. Traced documents have `length` tokens, rounded up to a multiple of 128.
+    device and is not changed. Traced documents have `length` tokens, rounded up to a multiple of 128. `device` chooses
+    the operators: those of a GPU can be traced where PyTorch finds one.
     """
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, length: int, packed: bool):
+    def __init__(
+        self, model: PreTrainedModel, dtype: torch.dtype, length: int, packed: bool, device: torch.device | str = "cpu"
+    ):
         self.small, self.dtype, self.packed = one_of_each(model), dtype, packed
+        self.device = torch.device(device)
         self.length = -(-length // 128) * 128  # what sequence ranks can share evenly
         self._parts: dict[tuple, IsolatedLayers] = {}
         self._layers: dict[tuple, list[Counts]] = {}
@@ -224,7 +228,7 @@ class CountedModel:
             parts = IsolatedLayers.from_model(self.small, strategy, vocabulary, self.packed)
             self.mode = FakeTensorMode(allow_non_fake_inputs=True)
             with self.mode:
-                parts.give_memory(torch.device("cpu"), self.dtype)
+                parts.give_memory(self.device, self.dtype)
             self._parts = {key: parts}  # one at a time
         return self._parts[key]
 
