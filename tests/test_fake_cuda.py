@@ -162,7 +162,7 @@ def test_bytes_are_counted_with_the_operators_of_the_device(fast):
         peaks = [found[f"{device} {packed}"]["head"]["forward_peak_bytes"] for device in ("cpu", "cuda")]
         # On the CPU each chunk makes the gradient of the weight in fp32; a GPU adds its product to the sum.
         assert peaks[0] - peaks[1] >= 4 * SIZES["vocab_size"] * SIZES["hidden_size"]
-    # One kernel for all documents keeps what attention of rows keeps, and the offsets; the CPU joins documents' outputs.
+    # One kernel for all documents keeps what attention of rows keeps, and the offsets. The CPU joins their outputs.
     rows, documents = found["cpu False"]["layer"], found["cuda True"]["layer"]
     assert 0 <= documents["saved_bytes"] - rows["saved_bytes"] < 64
     assert found["cpu True"]["layer"]["saved_bytes"] - rows["saved_bytes"] == 2 * SIZES["hidden_size"] * 2 * 384
