@@ -128,4 +128,4 @@ def test_all_groups_connect_before_the_first_step():
         }
         return len(own), len(own - summed), len(pairs), len(pairs - sent)
 
-    assert run_ranks(work, 4) == [(3, 0, 4, 0)] * 4
+    assert run_ranks(work, 4) == [(4, 0, 4, 0)] * 4

@@ -87,6 +87,19 @@ def test_stages_that_return_to_a_rank_group_and_tied_weights_by_hand():
     assert not any(group.ranks == (0, 0) for group in resolved(there_and_back, tied=True).groups)
 
 
+def test_weights_have_groups_of_their_own_where_activations_use_the_same_ranks():
+    def of_weights(**strategy) -> list[tuple[int, ...]]:
+        ends = V(tensor=strategy.get("tensor", 1))
+        plan = ParallelPlan.uniform(4, 2, embedding=ends, head=ends, **strategy)
+        return [group.ranks for group in resolved(plan).groups if group.of_weights]
+
+    assert of_weights(ulysses=4) == [(0, 1, 2, 3)]  # heads and weights are exchanged by the same ranks
+    assert of_weights(ulysses=2) == [(0, 1, 2, 3)]  # so are the loss and weights
+    assert of_weights(ulysses=2, shard_degree=2)[:2] == [(0, 1), (2, 3)]
+    assert of_weights(tensor=4) == []  # each rank has its own piece of each weight
+    assert of_weights(tensor=2) == []  # (0, 2) and (1, 3) exchange weights alone
+
+
 def axis_groups(ranks: tuple[int, ...], shape: tuple[int, ...]) -> set[tuple[int, ...]]:
     """The groups along every axis of a mesh, as an array of ranks has them."""
     mesh = np.array(ranks).reshape(shape)
@@ -107,7 +120,8 @@ def test_every_mesh_has_the_groups_of_its_axes(plan):
             assert sizes[1] == (
                 strategy.shard_degree or (1 if strategy.sharding == "replicate" else ranks // strategy.tensor)
             )
-            keys = {group for key in part.weights.keys for group in key.groups(stage.ranks)}
+            axes = (*part.weights.data_keys, part.weights.tensor_key)
+            keys = {group for key in axes for group in key.groups(stage.ranks)}
             assert keys == axis_groups(stage.ranks, sizes) and keys <= made
         for layer in stage.layers:
             shape = (-1, layer.strategy.ulysses, layer.strategy.tensor)

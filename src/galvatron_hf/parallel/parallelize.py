@@ -107,9 +107,10 @@ def parallelize(
         module = modules[stage.index] = StageModule(model, adapter, mesh, current, stage)
         add_layer_units(units, blocks, stage.index)
         ends.add_units(units, stage, module)
+        layers = [block.layer for block in blocks]
+        units.prefetch_forward(layers)
         if resolved.is_pipeline:
-            embedding = ends.embedding[0] if stage.is_first else None
-            units.prefetch_backward(module, [block.layer for block in blocks], embedding)
+            units.prefetch_backward(module, layers, ends.embedding[0] if stage.is_first else None)
     if empty is not None:
         empty.fill(model, units, names)
     units.release_after_evaluation(model)

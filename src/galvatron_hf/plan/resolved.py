@@ -59,10 +59,15 @@ class MeshShape:
         return self.replicate, self.shard, self.tensor
 
     @property
-    def keys(self) -> tuple[GroupKey, ...]:
-        """Returns the groups along each axis."""
-        strides = self.shard * self.tensor, self.tensor, 1
-        return tuple(GroupKey(stride=stride, size=size) for stride, size in zip(strides, self.sizes, strict=True))
+    def data_keys(self) -> tuple[GroupKey, GroupKey]:
+        """Returns the groups along the axes `replicate` and `shard`, which communicate weights and gradients."""
+        copies = GroupKey(stride=self.shard * self.tensor, size=self.replicate)
+        return copies, GroupKey(stride=self.tensor, size=self.shard)
+
+    @property
+    def tensor_key(self) -> GroupKey:
+        """Returns the groups along the axis `tensor`, which communicate activations."""
+        return GroupKey(stride=1, size=self.tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +105,6 @@ class ResolvedLayer:
         """Returns the number of ranks that compute different heads of the same rows."""
         return self.strategy.tensor * self.strategy.ulysses
 
-    @property
-    def keys(self) -> tuple[GroupKey, ...]:
-        """Returns all groups in which the layer communicates."""
-        return *self.weights.keys, *([self.ulysses] if self.ulysses.size > 1 else [])
-
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedVocabulary:
@@ -136,12 +136,14 @@ class ResolvedStage:
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
     """Describes a process group over global `ranks`, numbered in this order. `copies` groups of these ranks are made,
-    so that their transfers do not wait for each other.
+    so that their transfers do not wait for each other. `of_weights` marks a group for weights and their gradients
+    alone, because activations use another one of the same ranks: they would wait for weights that are gathered ahead.
     """
 
     ranks: tuple[int, ...]
     copies: int = 1
     joins_stages: bool = False
+    of_weights: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,11 +249,15 @@ class ResolvedPlan:
         """Returns all process groups in the order in which every rank of the world makes them."""
         groups = []
         for stage in self.stages:
+            ends = ([self.embedding] if stage.is_first else []) + ([self.head] if stage.is_last else [])
+            parts = (*stage.layers, *ends)
             keys = [GroupKey(stride=1, size=size) for size in self._block_sizes(stage)]
-            keys += [key for layer in stage.layers for key in layer.keys]
-            keys += self.embedding.weights.keys if stage.is_first else ()
-            keys += self.head.weights.keys if stage.is_last else ()
-            groups += [RankGroup(ranks=ranks) for key in keys for ranks in key.groups(stage.ranks)]
+            keys += [layer.ulysses for layer in stage.layers] + [part.weights.tensor_key for part in parts]
+            of_activations = [ranks for key in keys for ranks in key.groups(stage.ranks)]
+            groups += [RankGroup(ranks=ranks) for ranks in of_activations]
+            shared = {ranks for ranks in of_activations if len(ranks) > 1}
+            for key in (key for part in parts for key in part.weights.data_keys):
+                groups += [RankGroup(ranks=ranks, of_weights=ranks in shared) for ranks in key.groups(stage.ranks)]
         if self.is_pipeline:
             pipeline_ranks = self.plan.rank_groups
             groups += _joined(pipeline_ranks)

@@ -14,6 +14,13 @@ from torch.distributed import ProcessGroup
 from galvatron_hf.plan.resolved import RankGroup
 
 
+OF_ACTIVATIONS, OF_WEIGHTS, JOINING_STAGES = "ranks", "weights of ranks", "stages' ranks"
+
+
+def _kind(group: RankGroup) -> str:
+    return JOINING_STAGES if group.joins_stages else OF_WEIGHTS if group.of_weights else OF_ACTIVATIONS
+
+
 class ProcessGroups:
     """Makes process groups and keeps them, so that plans on the same ranks share them: a group costs memory and time.
     Groups do not take over the default group's timeout: `timeout` None is the backend's default.
@@ -21,13 +28,13 @@ class ProcessGroups:
 
     def __init__(self, device_type: str, timeout: timedelta | None = None):
         self.device_type, self.timeout = device_type, timeout
-        self._groups: dict[tuple[tuple[int, ...], bool], list[ProcessGroup]] = {}
+        self._groups: dict[tuple[tuple[int, ...], str], list[ProcessGroup]] = {}
 
     def prepare(self, groups: Iterable[RankGroup]) -> None:
         """Makes and connects the groups that do not exist yet; collective: all ranks give the same list."""
         new = []
         for group in groups:
-            made = self._groups.setdefault((group.ranks, group.joins_stages), [])
+            made = self._groups.setdefault((group.ranks, _kind(group)), [])
             while len(made) < group.copies:
                 made.append(self._make(group))
                 new.append((group, made[-1]))
@@ -35,21 +42,24 @@ class ProcessGroups:
             if len(group.ranks) > 1 and dist.get_rank() in group.ranks:
                 self._connect(group, process_group)
 
-    def get(self, ranks: tuple[int, ...], *, joins_stages: bool = False) -> list[ProcessGroup]:
-        """Returns the groups of these ranks, one for each copy; refuses ranks for which none was prepared."""
-        if (ranks, joins_stages) not in self._groups:
+    def get(self, ranks: tuple[int, ...], kind: str = OF_ACTIVATIONS) -> list[ProcessGroup]:
+        """Returns the groups of these ranks, one for each copy; refuses ranks for which none was prepared. `kind` is
+        "ranks", "weights of ranks" (by default the same groups) or "stages' ranks".
+        """
+        if (ranks, kind) not in self._groups:
+            if kind == OF_WEIGHTS:
+                return self.get(ranks)
             raise ValueError(
                 f"The ranks {list(ranks)} have no process group, because it was not prepared; give it to "
                 "WorldMesh.prepare on every rank first."
             )
-        return self._groups[ranks, joins_stages]
+        return self._groups[ranks, kind]
 
     def own(self) -> dict[str, ProcessGroup]:
         """Returns the groups of several ranks that this rank is in, by their ranks."""
         found = {}
-        for (ranks, joins_stages), made in self._groups.items():
+        for (ranks, kind), made in self._groups.items():
             if len(ranks) > 1 and dist.get_rank() in ranks:
-                kind = "stages' ranks" if joins_stages else "ranks"
                 copies = [f" ({index + 1} of {len(made)})" if len(made) > 1 else "" for index in range(len(made))]
                 found |= {f"{kind} {list(ranks)}{copy}": one for copy, one in zip(copies, made, strict=True)}
         return found
@@ -79,8 +89,8 @@ class ProcessGroups:
 
     def _make(self, group: RankGroup) -> ProcessGroup:
         ranks = list(group.ranks)
-        # A transfer between stages must not wait for a collective of the whole world.
-        if len(ranks) > 1 and ranks == list(range(dist.get_world_size())) and not group.joins_stages:
+        # Neither transfers between stages nor weights wait for a collective of the whole world.
+        if len(ranks) > 1 and ranks == list(range(dist.get_world_size())) and _kind(group) == OF_ACTIVATIONS:
             return dist.group.WORLD
         # PyTorch would number ranks by global rank: pieces would arrive in another order than the plan's.
         return dist.new_group(ranks, timeout=self.timeout, sort_ranks=ranks == sorted(ranks))

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from galvatron_hf.parallel.comm.gloo_threads import linger_at_exit
-from galvatron_hf.parallel.comm.groups import ProcessGroups
+from galvatron_hf.parallel.comm.groups import JOINING_STAGES, OF_ACTIVATIONS, OF_WEIGHTS, ProcessGroups
 from galvatron_hf.parallel.comm.meeting import Meetings
 from galvatron_hf.plan.resolved import GroupKey, MeshShape, RankGroup
 from galvatron_hf.utils.compat import set_default_group_timeout
@@ -62,7 +62,7 @@ class StageMesh:
     def __init__(self, ranks: tuple[int, ...], device_type: str, groups: ProcessGroups):
         self.ranks, self.device_type, self._groups = tuple(ranks), device_type, groups
         self._weights: dict[MeshShape, WeightMesh] = {}
-        self._own: dict[GroupKey, ProcessGroup] = {}
+        self._own: dict[tuple[GroupKey, str], ProcessGroup] = {}
 
     @property
     def size(self) -> int:
@@ -75,7 +75,8 @@ class StageMesh:
 
     def weights(self, shape: MeshShape) -> WeightMesh:
         if shape not in self._weights:
-            grid, groups = torch.tensor(self.ranks).view(shape.sizes), [self._group(key) for key in shape.keys]
+            grid = torch.tensor(self.ranks).view(shape.sizes)
+            groups = [*(self._group(key, OF_WEIGHTS) for key in shape.data_keys), self._group(shape.tensor_key)]
             names = ("replicate", "shard", "tensor")
             mesh = DeviceMesh.from_group(groups, self.device_type, mesh=grid, mesh_dim_names=names)
             data = mesh["replicate", "shard"] if shape.replicate > 1 else mesh["shard"]
@@ -90,11 +91,11 @@ class StageMesh:
         """Returns the group of this rank's aligned block of `size` ranks; None for a block of one."""
         return self.group(GroupKey(stride=1, size=size))
 
-    def _group(self, key: GroupKey) -> ProcessGroup:
-        if key not in self._own:
+    def _group(self, key: GroupKey, kind: str = OF_ACTIVATIONS) -> ProcessGroup:
+        if (key, kind) not in self._own:
             own = next(ranks for ranks in key.groups(self.ranks) if dist.get_rank() in ranks)
-            self._own[key] = self._groups.get(own)[0]
-        return self._own[key]
+            self._own[key, kind] = self._groups.get(own, kind)[0]
+        return self._own[key, kind]
 
 
 class WorldMesh:
@@ -130,4 +131,4 @@ class WorldMesh:
     def joined(self, stages: Iterable[tuple[int, ...]]) -> list[ProcessGroup]:
         """Returns the groups of the ranks with this rank's index in each of several stages; may be empty."""
         own = next((ranks for ranks in zip(*stages, strict=True) if dist.get_rank() in ranks), None)
-        return [] if own is None else self._groups.get(own, joins_stages=True)
+        return [] if own is None else self._groups.get(own, JOINING_STAGES)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -162,6 +163,14 @@ class ShardedUnits:
         self.begin_micro_batch(last=True, stage=stage)
         finish_fsdp_backward([unit.module for unit in self._of_stage(stage)])  # the root was added last
         self._finish()
+
+    def prefetch_forward(self, layers: Sequence[nn.Module]) -> None:
+        """Makes the forward of each sharded layer gather the next one before it computes. FSDP2 alone gathers a layer
+        when the host reaches it, too late where the host is not ahead of the device.
+        """
+        for layer, following in pairwise(layers):
+            if isinstance(layer, FSDPModule) and isinstance(following, FSDPModule):
+                layer.set_modules_to_forward_prefetch([following])
 
     def prefetch_backward(self, stage: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module | None) -> None:
         """Makes the backward of each sharded layer gather the layer before it, and that of the embedding nothing.
