@@ -9,11 +9,12 @@ import dataclasses
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from equivalence import reference, total_norm, whole_gradients, whole_weights
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import ParallelPlan, Precision
-from plans import mixed_plans
+from plans import mixed_plans, uniform
 from ranks import run_ranks
 from tiny_models import BATCHES, FAMILIES
 
@@ -149,3 +150,32 @@ def test_bf16_is_as_near_to_fp32_as_one_process_in_bf16(names):
         for name, (parallel_loss, parallel_distance) in found.items():
             assert 0.5 * oracle_distance <= parallel_distance <= 1.5 * oracle_distance, name
             assert abs(parallel_loss - exact.loss) <= max(2 * loss_distance, 2**-8 * exact.loss), name
+
+
+class _Gathers(TorchDispatchMode):
+    """Counts gathers of weights, in all units."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.count += "allgather_base" in operation.name()
+        return operation(*args, **(kwargs or {}))
+
+
+def test_a_layer_gathers_the_next_one_before_it_computes():
+    def work() -> list[int]:
+        parallel = parallelize(FAMILIES["llama"].build(), uniform(2))
+        found = []
+        for block in parallel.blocks:
+
+            def original(*args, inner=block.original, **kwargs):
+                found.append(gathers.count)
+                return inner(*args, **kwargs)
+
+            block.original = original
+        with _Gathers() as gathers:
+            parallel.forward_backward(BATCHES["plain"]())
+        return [count - found[0] for count in found]
+
+    # Before the first layer computes, two are gathered; before the last one, nothing more.
+    assert run_ranks(work, 2) == [[0, 1, 2, 2]] * 2
