@@ -218,11 +218,12 @@ def _tensor_regions(tally: _Tally, batch: _MicroBatch, layer: ResolvedLayer) -> 
 
 
 def _ulysses(tally: _Tally, batch: _MicroBatch, layer: ResolvedLayer) -> None:
-    """Adds exchanges of queries, keys and values from positions to heads, and of the output back, and the reverse."""
+    """Adds exchanges of queries, keys and values from positions to heads, of the output back, and the reverse."""
     times = 3 if layer.strategy.recompute == "full" else 2
     size = batch.tokens(layer.attention_layout) * batch.model.head_dim * batch.element
-    for heads in (layer.heads.query, layer.heads.sent_key_value):
-        tally.add("ulysses", "all_to_all", layer.ulysses.size, heads * size, 2 * times)
+    heads = layer.heads
+    for sent in (heads.query + 2 * heads.sent_key_value, heads.query):
+        tally.add("ulysses", "all_to_all", layer.ulysses.size, sent * size, times)
 
 
 def _partial_gradients(

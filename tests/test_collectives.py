@@ -103,13 +103,15 @@ def test_ulysses_attention_equals_one_process():
     def work():
         for group in (dist.group.WORLD, subgroup()):
             n, k = group.size(), group.rank()
-            whole = [leaf(draw(ROWS, 4, 8, 3, seed=seed)) for seed in range(3)]  # [B, heads, S, D]
-            expected = F.scaled_dot_product_attention(*whole, is_causal=True)
+            sizes = enumerate((8, 4, 4))  # heads of [B, heads, S, D]
+            whole = [leaf(draw(ROWS, heads, 8, 3, seed=seed)) for seed, heads in sizes]
+            options = dict(is_causal=True, enable_gqa=True)
+            expected = F.scaled_dot_product_attention(*whole, **options)
             expected.backward(torch.cos(expected.detach()))
             own = [leaf(x.detach().chunk(n, 2)[k]) for x in whole]
-            heads = [collectives.exchange(x, 1, 2, group) for x in own]
-            mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
-            out = collectives.exchange(mixed, -2, -3, group)
+            heads = collectives.exchange(own, 1, 2, group)
+            mixed = F.scaled_dot_product_attention(*heads, **options)
+            (out,) = collectives.exchange((mixed,), -2, -3, group)
             close(out, expected.detach().chunk(n, 2)[k])
             out.backward(torch.cos(out.detach()))
             for actual, x in zip(own, whole, strict=True):
@@ -169,7 +171,7 @@ def test_no_group_is_no_communication():
             collectives.sum_gradient,
         ):
             assert function(x, None) is x
-        assert collectives.exchange(x, 1, 2, None) is x
+        assert collectives.exchange([x], 1, 2, None)[0] is x
     assert log.count() == 0
 
     def work():
@@ -185,7 +187,7 @@ def test_uneven_positions_are_refused():
         with pytest.raises(ValueError, match="pad it to a multiple of 2"):
             collectives.scatter_sum_positions(torch.zeros(1, 5, 2), dist.group.WORLD)
         with pytest.raises(ValueError, match="Dimension 2"):
-            collectives.exchange(torch.zeros(1, 4, 3), -1, 1, dist.group.WORLD)
+            collectives.exchange([torch.zeros(1, 4, 3)], -1, 1, dist.group.WORLD)
 
     run_ranks(work, 2)
 

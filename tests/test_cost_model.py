@@ -134,8 +134,8 @@ def test_ranks_wait_before_each_collective_of_activations_and_weights():
     ]
     at_once, late = (CostModel(hardware, one, workload(8), 4, 4).layer(0, strategies) for one in (model, patient))
     more = late.forward_ms + late.backward_ms - at_once.forward_ms - at_once.backward_ms
-    # Gathered twice and reduced once; queries, keys, values and results, forward and backward, and forward again.
-    assert more == pytest.approx([0.0, 0.5 * 3, 0.5 * 8, 0.5 * 12])
+    # Gathered twice and reduced once; inputs of attention and results, forward and backward, and forward again.
+    assert more == pytest.approx([0.0, 0.5 * 3, 0.5 * 4, 0.5 * 6])
     assert late.sync_ms == pytest.approx(at_once.sync_ms)
 
 

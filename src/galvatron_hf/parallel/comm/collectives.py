@@ -95,12 +95,19 @@ def _split_stacked(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return x.unflatten(dim, (group.size(), -1)).movedim(dim, 0)
 
 
-def _exchange(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup) -> Tensor:
-    pieces = _split_stacked(x, split_dim, group).contiguous()
-    counts = [pieces[0].numel()] * group.size()
-    swapped = all_to_all_pieces(pieces.flatten(), counts, counts, group).view_as(pieces)
-    concat_dim = concat_dim % x.dim()
-    return swapped.movedim(0, concat_dim).flatten(concat_dim, concat_dim + 1)
+def _exchange(tensors: Sequence[Tensor], split_dim: int, concat_dim: int, group: ProcessGroup) -> list[Tensor]:
+    """Exchanges tensors of one type and number of dimensions by one all-to-all."""
+    stacked = [_split_stacked(x, split_dim, group) for x in tensors]
+    sizes = [pieces[0].numel() for pieces in stacked]
+    sent = stacked[0].new_empty(group.size(), sum(sizes))
+    for pieces, place in zip(stacked, sent.split(sizes, dim=1), strict=True):
+        place.view(pieces.shape).copy_(pieces)
+    counts = [sum(sizes)] * group.size()
+    arrived = all_to_all_pieces(sent.flatten(), counts, counts, group).view_as(sent)
+    joined, dim = [], concat_dim % tensors[0].dim()
+    for pieces, place in zip(stacked, arrived.split(sizes, dim=1), strict=True):
+        joined.append(place.view(pieces.shape).movedim(0, dim).flatten(dim, dim + 1))
+    return joined
 
 
 class _CopyToGroup(torch.autograd.Function):
@@ -152,14 +159,14 @@ class _ScatterSumPositions(torch.autograd.Function):
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, split_dim, concat_dim, group):
+    def forward(ctx, split_dim, concat_dim, group, *tensors):
         ctx.split_dim, ctx.concat_dim, ctx.group = split_dim, concat_dim, group
-        return _exchange(x, split_dim, concat_dim, group)
+        return tuple(_exchange(tensors, split_dim, concat_dim, group))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
-        return _exchange(grad, ctx.concat_dim, ctx.split_dim, ctx.group), None, None, None
+    def backward(ctx, *grads):
+        return None, None, None, *_exchange(grads, ctx.concat_dim, ctx.split_dim, ctx.group)
 
 
 class _SumGradient(torch.autograd.Function):
@@ -223,12 +230,15 @@ def scatter_sum_positions(x: Tensor, group: ProcessGroup | None, dim: int = 1) -
     return x if is_trivial(group) else _ScatterSumPositions.apply(x, group, dim)
 
 
-def exchange(x: Tensor, split_dim: int, concat_dim: int, group: ProcessGroup | None) -> Tensor:
-    """Splits `split_dim` over the group and gathers `concat_dim` in rank order (DeepSpeed-Ulysses, arXiv:2309.14509).
-    Rank k keeps piece k of `split_dim`; n must divide its size. The backward is the inverse exchange. Before attention
-    `x` is `[B, S/n, heads, D]`, with `split_dim=2` and `concat_dim=1`.
+def exchange(
+    tensors: Sequence[Tensor], split_dim: int, concat_dim: int, group: ProcessGroup | None
+) -> Sequence[Tensor]:
+    """Splits `split_dim` of each tensor over the group and gathers `concat_dim` in rank order (DeepSpeed-Ulysses,
+    arXiv:2309.14509), for all tensors by one all-to-all. Rank k keeps piece k of `split_dim`; n must divide its size.
+    The backward is the inverse exchange. Before attention a tensor is `[B, S/n, heads, D]`, with `split_dim=2` and
+    `concat_dim=1`. Tensors have one type and as many dimensions as each other; their sizes may differ.
     """
-    return x if is_trivial(group) else _Exchange.apply(x, split_dim, concat_dim, group)
+    return tensors if is_trivial(group) else _Exchange.apply(split_dim, concat_dim, group, *tensors)
 
 
 def sum_gradient(weight: Tensor, group: ProcessGroup | None) -> Tensor:

@@ -113,11 +113,11 @@ def galvatron_attention(
     if degree > 1:
         if parallel.key_value_copies > 1:
             key, value = (states.repeat_interleave(parallel.key_value_copies, dim=1) for states in (key, value))
-        query, key, value = (exchange(states, 1, 2, group) for states in (query, key, value))
+        query, key, value = exchange((query, key, value), 1, 2, group)
     attend = _attend if dropout == 0.0 else _attend_with_dropout
     output = attend(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
     if degree > 1:
-        output = exchange(output, 1, 2, group)
+        (output,) = exchange((output,), 1, 2, group)
     return output, None
 
 

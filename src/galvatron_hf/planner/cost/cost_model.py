@@ -199,9 +199,9 @@ class CostModel:
                 query=model.heads, key_value=model.kv_heads, tensor=tensor, ulysses=strategy.ulysses
             )
             size = region * model.head_dim * self.element
-            exchange = 2 * sum(
+            exchange = sum(
                 self._ms("all_to_all", strategy.ulysses, tensor, count * size)
-                for count in (heads.query, heads.sent_key_value)
+                for count in (heads.query + 2 * heads.sent_key_value, heads.query)  # of the inputs, and the output
             )
             forward += exchange
             backward += exchange * (1 + again)
