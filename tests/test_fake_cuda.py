@@ -131,10 +131,10 @@ def in_trainer(plan: str, batch: str, family: str = "llama") -> list[dict[str, A
 
 
 def check_one_wait_in_a_step(one: dict[str, Any], three: dict[str, Any]) -> None:
-    """Two more steps of Trainer's loop read the three numbers of the check of a step twice more, and nothing else."""
+    """Two more steps of Trainer's loop wait twice more for the numbers of a step's check, and for nothing else."""
     more = Counter(three["waits"])
     more.subtract(one["waits"])
-    assert +more == {"aten::_local_scalar_dense at trainer/step_state.py in numbers": 2 * 3}
+    assert +more == {"Event.synchronize at utils/device.py in tolist": 2}
 
 
 def test_a_step_in_trainers_loop_waits_once(fast):

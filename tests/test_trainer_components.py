@@ -48,6 +48,7 @@ from galvatron_hf.trainer.fault.watchdog import RankStatus, Watchdog, is_lost_co
 from galvatron_hf.trainer.hyperparameter_search import SharedStudy
 from galvatron_hf.trainer.planning.auto_planner import AutoPlanner
 from galvatron_hf.trainer.step_state import StepState
+from galvatron_hf.utils.device import HostCopy
 from ranks import run_ranks
 from tiny_models import BATCHES, FAMILIES, LAYERS
 from trainer_runs import arguments, on_ranks
@@ -203,8 +204,9 @@ def test_loaders_join_the_batches_of_all_ranks():
 def test_a_step_state_collects_batches_and_reads_its_numbers():
     step = StepState(number=3).with_batch({"a": 1}, 5).with_batch({"a": 2}, 5)
     assert step.batches == ({"a": 1}, {"a": 2}) and step.num_items == 5
-    step = replace(step, loss=torch.tensor(2.0), stop_votes=torch.tensor([1.0], dtype=torch.float64))
-    assert step.numbers(torch.tensor(0.5)) == (0.5, 2.0, 1.0)
+    step = replace(step, loss=torch.tensor(2.0))
+    step = step.with_numbers(torch.tensor(0.5), torch.tensor([1.0], dtype=torch.float64))
+    assert step.numbers.tolist() == [0.5, 2.0, 1.0]
 
 
 # ---- Losses and evaluation ----
@@ -325,15 +327,15 @@ def test_a_watchdogs_report_counts_calls_where_all_hosts_wait_for_their_devices(
 
 
 def test_a_host_that_reads_the_numbers_of_a_step_waits_in_its_device():
-    class Numbers:
+    class Values:
+        is_cuda = False
+
         def tolist(self) -> list[float]:
             self.waits = waiting_in(stack_of(sys._getframe()))
             return [1.0, 2.0, 0.0]
 
-    numbers, one = Numbers(), torch.ones(1)
-    with mock.patch.object(torch, "stack", lambda values: numbers):
-        assert StepState(number=3, loss=one[0], stop_votes=one).numbers(one[0]) == (1.0, 2.0, 0.0)
-    assert numbers.waits == "its device"
+    values = Values()
+    assert HostCopy(values).tolist() == [1.0, 2.0, 0.0] and values.waits == "its device"
 
 
 def test_groups_of_a_gpu_wait_longer_than_the_report_takes():

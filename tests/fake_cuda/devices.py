@@ -25,7 +25,7 @@ from unittest import mock  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed._tools.fake_collectives  # noqa: E402, F401  (shapes of collectives)
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily  # noqa: E402
 from torch.distributed import ProcessGroup  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 from torch.distributed.distributed_c10d import _resolve_process_group  # noqa: E402
@@ -173,8 +173,8 @@ class _Watch(TorchDispatchMode):
         devices = [one.device.type for one in args if isinstance(one, torch.Tensor)]
         if name in READ_BACK and DEVICE in devices:
             self.seen.wait(name)
-            if READ_BACK[name] is not None:
-                return READ_BACK[name]
+        if name in READ_BACK and READ_BACK[name] is not None and any(isinstance(one, FakeTensor) for one in args):
+            return READ_BACK[name]
         if name == "aten::_pin_memory":
             pinned = args[0].clone()
             pinned.is_pinned_memory = True

@@ -458,10 +458,12 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         return self.parallel.clip_grad_norm_(self.args.max_grad_norm, self._reduced_norm())
 
     def _reduced_norm(self) -> torch.Tensor:
-        """Returns the norm of all gradients. The same collective sums the ranks' votes to stop."""
+        """Returns the norm of all gradients. The same collective sums the votes to stop. The numbers of the step
+        are copied to the host from here on, while a GPU scales its gradients.
+        """
         norm, votes = self.parallel.sum_with_grad_norm(self._stop_signal.vote)
-        if self._step_state is not None:  # a callback may clip between two steps
-            self._step_state = replace(self._step_state, stop_votes=votes)
+        if self._step_state is not None and self._step_state.loss is not None:  # a callback may clip at another time
+            self._step_state = self._step_state.with_numbers(norm, votes)
         return norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm=None):
@@ -470,9 +472,9 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         """
         if self.parallel is None:
             return super()._get_grad_norm(model, grad_norm=grad_norm)
-        norm = self._reduced_norm() if grad_norm is None or self._step_state.stop_votes is None else grad_norm
+        norm = self._reduced_norm() if grad_norm is None or self._step_state.numbers is None else grad_norm
         step, self._step_state = self._step_state, None
-        norm_value, loss, votes = step.numbers(norm)
+        norm_value, loss, votes = step.numbers.tolist()
         self._stop_signal.count_votes(votes, step.number + 1, self.args.process_index)
         # Trainer asks for it before it steps the learning rate; without gradients optimizers change nothing.
         mark_step_skipped(self.optimizer, self._components.guard.skips(step, norm_value, loss))

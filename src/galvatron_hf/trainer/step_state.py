@@ -11,6 +11,7 @@ import torch
 
 from galvatron_hf.parallel.executor import Batch
 from galvatron_hf.trainer.data.step_prefetch import StepPlacement
+from galvatron_hf.utils.device import HostCopy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class StepState:
         batch ([`Batch`], *optional*): what is computed: one global batch of all batches, or packed micro-batches, or
             the batches that the Trainer's own methods have computed one by one.
         loss (`torch.Tensor`, *optional*): the loss of the step, an fp32 scalar.
-        stop_votes (`torch.Tensor`, *optional*): the number of ranks that were asked to stop, fp64 [1].
+        numbers ([`HostCopy`], *optional*): gradient norm, loss, and the number of ranks that were asked to stop.
     """
 
     number: int
@@ -36,13 +37,12 @@ class StepState:
     num_items: torch.Tensor | int | None = None
     batch: Batch | None = None
     loss: torch.Tensor | None = None
-    stop_votes: torch.Tensor | None = None
+    numbers: HostCopy | None = None
 
     def with_batch(self, batch: dict[str, Any], num_items: torch.Tensor | int | None) -> StepState:
         return replace(self, batches=(*self.batches, batch), num_items=num_items)
 
-    def numbers(self, grad_norm: torch.Tensor) -> tuple[float, float, float]:
-        """Returns gradient norm, loss and stop votes as Python numbers, after one wait for the device."""
-        values = [grad_norm, self.loss.to(grad_norm), self.stop_votes[0].to(grad_norm)]
-        norm, loss, votes = torch.stack(values).tolist()
-        return norm, loss, votes
+    def with_numbers(self, grad_norm: torch.Tensor, stop_votes: torch.Tensor) -> StepState:
+        """Starts to copy the numbers of the step to the host: its gradient norm (a scalar), and its votes, [1]."""
+        numbers = torch.stack([grad_norm, self.loss.to(grad_norm), stop_votes[0].to(grad_norm)])
+        return replace(self, numbers=HostCopy(numbers))

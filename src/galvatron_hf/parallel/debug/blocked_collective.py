@@ -29,7 +29,7 @@ _WAITING = {
     },
     "galvatron_hf/parallel/data_parallel/replicated.py": {"finish": ("all_reduce of gradients", "self.group")},
     "galvatron_hf/parallel/pipeline/runtime.py": {"wait": ("a transfer between stages", "")},
-    "galvatron_hf/trainer/step_state.py": {"numbers": (DEVICE, "")},
+    "galvatron_hf/utils/device.py": {"tolist": (DEVICE, "")},
     **WAITING_FUNCTIONS,
 }
 
