@@ -141,7 +141,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         dict(change=setting("train_sampling_strategy", "batch_rebalance")),
         ("'batch_rebalance'", "use 'random' or 'group_by_length'"),
     ),
-    "liger": (dict(change=setting("use_liger_kernel", True)), ("use_liger_kernel=True", "set it to False")),
+    "liger": (dict(change=setting("use_liger_kernel", True)), ("use_liger_kernel=True", "pip install liger-kernel")),
     **{
         optimizer: (dict(optim=optimizer), (f"optim '{optimizer}'", "cannot step on shards", "use one of adamw_torch"))
         for optimizer in ("adafactor", "galore_adamw", "lomo", "adamw_bnb_8bit", "paged_lion_8bit", "adalomo")

@@ -22,6 +22,7 @@ from galvatron_hf.plan import ParallelPlan, Precision
 from galvatron_hf.plan.supported import require_compilable
 from galvatron_hf.profiler.measure.rounds import WANTED_ERROR
 from galvatron_hf.trainer.argument_table import unknown_arguments
+from galvatron_hf.trainer.liger import refused_kernels
 
 
 # Optimizers that treat every element by itself: a step on shards is the step on the whole.
@@ -326,8 +327,7 @@ def _refusals(args: TrainingArguments) -> Iterator[str]:
             "debug='underflow_overflow' reads whole weights in every layer, of which a rank has parts; leave it out: "
             "a number that is not finite is traced to its layer anyway, see nonfinite_policy."
         )
-    if args.use_liger_kernel:
-        yield "use_liger_kernel=True replaces the modules that a plan cuts; set it to False."
+    yield from refused_kernels(args)
 
 
 def _galvatron_refusals(args: TrainingArguments) -> Iterator[str]:

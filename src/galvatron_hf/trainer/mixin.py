@@ -60,6 +60,7 @@ from galvatron_hf.trainer.fault.stop_signal import StopSignal
 from galvatron_hf.trainer.fault.watchdog import position_in_step, watched
 from galvatron_hf.trainer.generation import generate
 from galvatron_hf.trainer.hyperparameter_search import SharedStudy
+from galvatron_hf.trainer.liger import apply_kernels, without_trainers_own
 from galvatron_hf.trainer.neftune import add_embedding_noise
 from galvatron_hf.trainer.overrides import Guard, computes_batches, overrides, predicts_batches, replaced
 from galvatron_hf.trainer.planning.auto_planner import AutoPlanner
@@ -143,6 +144,7 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
     _step_state: StepState | None = None
     _resumed_plan: ParallelPlan | None = None
     _compile_options: dict[str, Any] | None = None
+    _uses_liger = False
     _source: ModelSource
 
     def _check_trainer(self) -> None:
@@ -159,6 +161,7 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         self._requested_plan = requested_plan(self.args)
         if self._runs_parallel():
             check_arguments(self.args, self._requested_plan)
+            self._uses_liger = self.args.use_liger_kernel
         super().create_accelerator_and_postprocess()
         if self._runs_parallel():
             self._batches.set_up(self.accelerator)
@@ -198,6 +201,8 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         if not self._runs_parallel() or (self.parallel is not None and self.parallel.model is self.model):
             return
         self._set_signature_columns_if_needed()
+        if self._uses_liger:
+            apply_kernels(self.model, self.args)
         with told_once():
             plan, weights = self.plan_for(self.model), self._source.weights(self.model)
             plan, device = with_fp32_weights(self.model, plan), self.args.device
@@ -243,7 +248,8 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
                 logger.warning(f"Training resumes from {checkpoint}.")
             self._resumed_plan = plan_of_checkpoint(checkpoint, self.args.world_size)
         run, searching = super().train, self.hp_search_backend is not None
-        with self._source.resuming(resumes):
+        kernels = without_trainers_own(self.args) if self._uses_liger else contextlib.nullcontext()
+        with kernels, self._source.resuming(resumes):
             return self._study.train(lambda: run(checkpoint, trial, *args, **kwargs), trial, searching)
 
     def _inner_training_loop(self, *args, **kwargs):
