@@ -30,7 +30,7 @@ from plan_inputs import EXAMPLE, JSON_VALUES, QUICK, changed, one_stage, plans, 
         (changed(meta=[]), "meta is []"),
         (changed(micro_batches=0), "use 1"),
         (changed(schedule="1F1b"), "use '1f1b'"),
-        (changed(precision={"compute": "fp8"}), "compute is 'fp8'"),
+        (changed(precision={"compute": "fp4"}), "compute is 'fp4'"),
         (changed(precision={"comput": "bf16"}), "did you mean 'compute'"),
         (
             changed(embedding={"tensor": 3}),

@@ -17,6 +17,7 @@ from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.data_parallel.tied_weights import TiedWeights
 from galvatron_hf.parallel.layers.embedding_and_head import EmbeddingAndHead
+from galvatron_hf.parallel.layers.float8 import check_float8, make_float8, uses_float8
 from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch
 from galvatron_hf.parallel.layers.stage_layers import add_layer_units, parallelize_layers
 from galvatron_hf.parallel.model import ParallelModel, broadcast_weights
@@ -84,6 +85,7 @@ def parallelize(
 
     family, empty = type(model), EmptyModel.from_model(model, weights, device)
     device = empty.device if empty is not None else next(model.parameters()).device
+    check_float8(model, adapter, plan, device)
     if device.type == "cpu":
         keep_freed_memory()
     world = world or WorldMesh(device.type)
@@ -102,6 +104,9 @@ def parallelize(
     ends = EmbeddingAndHead.cut(model, adapter, resolved, mesh)
     modules, all_blocks = {}, []
     for stage in stages:
+        if uses_float8(plan):
+            for resolved_layer in stage.layers:
+                make_float8(adapter.layers(model)[resolved_layer.index], resolved_layer.strategy.tensor, device)
         blocks = parallelize_layers(model, adapter, stage, mesh, current)
         all_blocks += blocks
         module = modules[stage.index] = StageModule(model, adapter, mesh, current, stage)

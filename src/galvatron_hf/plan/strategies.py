@@ -22,6 +22,7 @@ SHARDINGS = ("replicate", "zero2", "zero3")
 RECOMPUTES = ("none", "full")
 RECOMPUTES_NOT_YET = ("selective", "offload")
 DTYPES = ("fp32", "bf16", "fp16")
+COMPUTE_DTYPES = (*DTYPES, "fp8")
 MASTER_DTYPES = ("fp32", "bf16")
 SEQUENCE_KINDS = ("ring", "ulysses")
 
@@ -216,7 +217,8 @@ class Precision:
     """Names the number formats of a plan. A plan without them takes those of the training arguments.
 
     Args:
-        compute (`str`, defaults to `"fp32"`): Format of matrix products and activations: fp32, bf16 or fp16.
+        compute (`str`, defaults to `"fp32"`): Format of matrix products and activations: fp32, bf16, fp16, or fp8 for
+            products of layers in float8 and all else in bf16.
         master (`str`, defaults to `"fp32"`): Format of the stored weights and optimizer state: fp32 or bf16.
         reduce (`str`, defaults to `"fp32"`): Format in which gradients are summed: fp32, bf16 or fp16.
     """
@@ -226,7 +228,7 @@ class Precision:
     reduce: str = "fp32"
 
     def __post_init__(self):
-        check_choice("compute", self.compute, DTYPES)
+        check_choice("compute", self.compute, COMPUTE_DTYPES)
         check_choice("master", self.master, MASTER_DTYPES)
         check_choice("reduce", self.reduce, DTYPES)
 

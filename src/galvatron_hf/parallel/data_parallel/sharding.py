@@ -23,7 +23,7 @@ from galvatron_hf.plan import Precision
 from galvatron_hf.utils.compat import call_after_backward, finish_fsdp_backward, reset_sharded_parameters
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:

@@ -126,10 +126,19 @@ def _sum_row_outputs(module: nn.Module, kind: LinearKind | None, group: dist.Pro
     """Makes a row-cut module sum its outputs over the ranks and add its bias once, afterwards."""
     reduce = scatter_sum_positions if megatron_sp else reduce_from_group
     inputs_first = kind is not None and kind.output_dim == 1
+    own = module.forward if isinstance(module, nn.Linear) and type(module) is not nn.Linear else None  # in float8
+
+    def product(hidden: torch.Tensor) -> torch.Tensor:
+        if own is None:
+            return F.linear(hidden, module.weight.t() if inputs_first else module.weight)
+        bias = module.bias
+        set_parameter_tensor(module, "bias", None)
+        output = own(hidden)
+        set_parameter_tensor(module, "bias", bias)
+        return output
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        weight = module.weight.t() if inputs_first else module.weight
-        output = reduce(F.linear(hidden, weight), group)
+        output = reduce(product(hidden), group)
         return output if module.bias is None else output + module.bias
 
     module.forward = forward
