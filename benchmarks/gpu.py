@@ -119,14 +119,20 @@ def _run_part(options: argparse.Namespace) -> None:
     elif part.startswith("equality"):
         found = gpu_equality.compare(folder, options.device, part.removeprefix("equality-"), compiled)
     elif part == "kernels":
-        found = gpu_kernels.measure(device, tiny) if local == 0 else []
+        found = gpu_kernels.measure(device, tiny, compiled) if local == 0 else []
     else:
         batch = _batch(part, tiny, device, gpu_steps.Batch)
         found = gpu_steps.compare(part, batch, device, ranks, compiled)
+        _write(found, folder, part)
         if part == "1B":
             found += gpu_steps.predict(batch, device, ranks, min(PROFILE_DEGREES, 2) if tiny else PROFILE_DEGREES)
+    _write(found, folder, part)
+
+
+def _write(rows: list[dict[str, Any]], folder: Path, part: str) -> None:
+    """Writes the rows of rank 0, one in each line."""
     if int(os.environ.get("RANK", 0)) == 0:
-        (folder / f"{part}.json").write_text("\n".join(map(json.dumps, found)))
+        (folder / f"{part}.json").write_text("\n".join(map(json.dumps, rows)))
 
 
 def _batch(part: str, tiny: bool, device: torch.device, kind: type) -> Any:
@@ -175,7 +181,7 @@ def table(rows: list[dict[str, Any]]) -> str:
                     f"{part} {number:.1f}" for part, number in sorted(value.items(), key=lambda p: -p[1])
                 )
                 lines.append(f"\n{name}, {key}: {parts}")
-            elif isinstance(value, list) and value:
+            elif isinstance(value, list) and value and key != "longest kernels":
                 lines.append(f"\n{name}, {key}: {', '.join(value)}")
     return "\n".join(lines)
 

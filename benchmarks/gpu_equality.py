@@ -17,6 +17,7 @@ import torch.distributed as dist
 from gpu_models import RandomRows, arguments, build, collator, llama
 from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
+from transformers.utils import is_liger_kernel_available
 
 from galvatron_hf import GalvatronTrainer, GalvatronTrainingArguments, ParallelPlan
 
@@ -55,7 +56,10 @@ def plans(ranks: int, layers: int) -> dict[str, ParallelPlan]:
 
 
 def _arguments(folder: str, device: str, bf16: bool, rows: int, **more: Any) -> dict[str, Any]:
+    # torch_compile=True lets Trainer round products of fp32 to TF32, unless it is told not to.
+    exact = {"tf32": False} if device == "cuda" else {}
     return arguments(folder, device, rows, STEPS, bf16) | {
+        **exact,
         "learning_rate": 0.1,
         "optim": "sgd",
         "logging_strategy": "steps",
@@ -131,6 +135,8 @@ def compare(folder: Path, device: str, dtype: str, compiled: bool) -> list[dict[
         cases["zero3, compiled, packed"] = known["zero3"], {"packing": "static", "torch_compile": True}
         if "megatron_sp" in known:
             cases["megatron_sp, compiled"] = known["megatron_sp"], {"torch_compile": True}
+    if device == "cuda" and is_liger_kernel_available():
+        cases["zero3, Liger"] = known["zero3"], {"use_liger_kernel": True}
     cases["zero3, resumed"] = known["zero3"], {"resumed": True}
     found = []
     for name, (plan, more) in cases.items():

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from galvatron_hf.parallel.layers.varlen_attention import attention_by_document
-from galvatron_hf.parallel.layers.vocab_parallel_loss import linear_cross_entropy
+from galvatron_hf.parallel.layers.vocab_parallel_loss import linear_cross_entropy, loss_of_chunk
 
 
 HEADS, KEY_VALUE_HEADS, HEAD_DIM = 32, 8, 128
@@ -38,12 +38,12 @@ def median_ms(run: Callable[[], object], device: torch.device, repeats: int = 7)
     return statistics.median(times)
 
 
-def measure(device: torch.device, tiny: bool) -> list[dict[str, Any]]:
+def measure(device: torch.device, tiny: bool, compiled: bool) -> list[dict[str, Any]]:
     return [
         *_rates(device, tiny),
         *_attention_errors(device, tiny),
         *_attention_times(device, tiny),
-        *_head(device, tiny),
+        *_head(device, tiny, compiled),
     ]
 
 
@@ -102,6 +102,7 @@ def _attention_times(device: torch.device, tiny: bool) -> list[dict[str, Any]]:
         each = length // documents
         states = _states(device, length, torch.bfloat16)
         bounds = list(range(0, length + 1, each))
+        others = [0, *(bound - 8 for bound in bounds[1:-1]), length - 16, length]  # no lengths of rows
         rows = [part.detach().unflatten(2, (documents, each))[0].transpose(0, 1).requires_grad_() for part in states]
         gradient = torch.randn(1, length, HEADS, HEAD_DIM, device=device, dtype=torch.bfloat16)
         row_gradient = gradient.view(documents, each, HEADS, HEAD_DIM).transpose(1, 2)
@@ -110,20 +111,27 @@ def _attention_times(device: torch.device, tiny: bool) -> list[dict[str, Any]]:
             output = attention_by_document(*states, bounds, causal=True, scale=None)
             torch.autograd.grad(output, states, gradient)
 
+        def by_other_lengths(states=states, bounds=others, gradient=gradient) -> None:
+            output = attention_by_document(*states, bounds, causal=True, scale=None)
+            torch.autograd.grad(output, states, gradient)
+
         def sdpa(rows=rows, gradient=row_gradient) -> None:
             output = F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
             torch.autograd.grad(output, rows, gradient)
 
-        flops = (
-            3.5 * 2 * 2 * HEADS * HEAD_DIM * length * each / 2
-        )  # five products in the backward, half of them masked
-        for name, run in (("by document", by_document), ("SDPA on rows", sdpa)):
+        products = 2 + 5  # of the forward and the backward, each 2 FLOPs, half of them masked
+        flops = products * 2 * HEADS * HEAD_DIM * length * each / 2
+        for name, run in (
+            ("of rows", by_document),
+            ("of documents of about that length", by_other_lengths),
+            ("SDPA", sdpa),
+        ):
             ms = median_ms(run, device)
             found.append({"kernel": f"attention {name}, {documents} x {each}", "ms": ms, "TFLOP/s": 1e-9 * flops / ms})
     return found
 
 
-def _head(device: torch.device, tiny: bool) -> list[dict[str, Any]]:
+def _head(device: torch.device, tiny: bool, compiled: bool) -> list[dict[str, Any]]:
     """Times forward and backward of the head and its loss, by tokens of a chunk, and in plain transformers' way."""
     tokens, hidden_size, vocabulary = (64, 32, 128) if tiny else (16384, 4096, 128256)
     draw = torch.Generator(device).manual_seed(0)
@@ -131,10 +139,11 @@ def _head(device: torch.device, tiny: bool) -> list[dict[str, Any]]:
     weight = torch.randn(vocabulary, hidden_size, device=device, generator=draw).mul_(0.02).bfloat16().requires_grad_()
     targets = torch.randint(vocabulary, (tokens,), device=device, generator=draw)
     flops = 6 * tokens * hidden_size * vocabulary
-    found = []
+    found: list[dict[str, Any]] = []
+    compiled_loss = torch.compile(loss_of_chunk)
 
-    def chunked(chunk: int) -> None:
-        options = dict(start=0, group=None, vocab_size=vocabulary, chunk_tokens=chunk)
+    def chunked(chunk: int, chunk_loss=None) -> None:
+        options = dict(start=0, group=None, vocab_size=vocabulary, chunk_tokens=chunk, chunk_loss=chunk_loss)
         loss = linear_cross_entropy(hidden, weight, None, targets, **options)
         torch.autograd.grad(loss / tokens, (hidden, weight))
 
@@ -143,6 +152,10 @@ def _head(device: torch.device, tiny: bool) -> list[dict[str, Any]]:
         torch.autograd.grad(loss, (hidden, weight))
 
     runs = {f"head and loss, chunks of {chunk}": lambda chunk=chunk: chunked(chunk) for chunk in CHUNKS}
+    if compiled:
+        for chunk in CHUNKS[::2]:
+            name = f"head and loss, chunks of {chunk}, compiled"
+            runs[name] = lambda chunk=chunk: chunked(chunk, compiled_loss)
     for name, run in (runs | {"head and loss, plain": plain}).items():
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()

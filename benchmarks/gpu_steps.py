@@ -3,6 +3,7 @@
 """Times training steps of plain Trainer and GalvatronTrainer on the same rows in one process, and predicts them."""
 
 import gc
+import importlib.util
 import os
 import re
 import statistics
@@ -18,6 +19,7 @@ from gpu_models import PEAK_FLOPS, RandomRows, StepFlops, arguments, build, coll
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.utils import is_liger_kernel_available
 
 from galvatron_hf import GalvatronTrainer, GalvatronTrainingArguments, ParallelPlan
 from galvatron_hf.plan import Precision
@@ -27,7 +29,8 @@ from galvatron_hf.profiler.measure.hardware import profile_hardware
 from galvatron_hf.profiler.measure.model import profile_model
 
 
-WARM_UP, COUNTED = 4, 7  # steps; after them one in which waits are counted, and one that is profiled
+WARM_UP, COUNTED = 4, 6  # steps; after them one in which waits are counted, and one that is profiled
+LONGEST = 25  # kernels that are named
 GIB = 2**30
 
 
@@ -55,9 +58,22 @@ class Way:
     compiled: bool = False
     packing: str = "none"
     profiled: bool = False
+    float8: bool = False
+    liger: bool = False
 
     def plan(self, ranks: int, layers: int) -> ParallelPlan:
-        return ParallelPlan.uniform(ranks, layers, **(self.pipeline or {}), **(self.strategy or {}))
+        precision = Precision(compute="fp8") if self.float8 else None
+        return ParallelPlan.uniform(
+            ranks, layers, precision=precision, **(self.pipeline or {}), **(self.strategy or {})
+        )
+
+    def runs_here(self, device: torch.device, compiled: bool) -> bool:
+        """Returns whether the device and the installed packages can do it; `compiled` whether anything is compiled."""
+        if self.liger and not (device.type == "cuda" and is_liger_kernel_available()):
+            return False
+        if self.float8 and (importlib.util.find_spec("torchao") is None or device.type != "cuda"):
+            return False
+        return compiled or not self.compiled
 
 
 PLAIN = Way(name="plain Trainer", profiled=True)
@@ -90,6 +106,10 @@ def ways(kind: str, ranks: int) -> list[Way]:
             Way(name="zero3", strategy=zero3, profiled=True),
             Way(name="zero3, recompute", strategy={"recompute": "full"}),
         ]
+    if kind == "8B":
+        made.insert(1, Way(name="plain Trainer, compiled", compiled=True))
+        made.append(Way(name="zero3, Liger", strategy=zero3, liger=True))
+        made.append(Way(name="replicate, compiled, fp8", strategy=replicate, compiled=True, float8=True))
     if ranks % 2 == 0 and kind in ("1B", "8B"):
         made += [
             Way(name="tensor 2, Megatron-SP, compiled", strategy={"tensor": 2, "megatron_sp": True}, compiled=True),
@@ -108,6 +128,7 @@ class Watch(TrainerCallback):
         self.host: list[float] = []
         self.waits: list[str] = []
         self.kernels: dict[str, float] = {}
+        self.longest: list[str] = []
         self._caught: Any = None
         self._profile: Any = None
 
@@ -151,7 +172,7 @@ class Watch(TrainerCallback):
             torch.cuda.synchronize(self.device)
             taken = 1e3 * (time.perf_counter() - self._profile_began)
             self._profile.stop()
-            self.kernels = shares(self._profile, taken)
+            self.kernels, self.longest = shares(self._profile, taken)
             self._profile = None
 
     def milliseconds(self) -> list[float]:
@@ -180,20 +201,26 @@ KINDS = {
 }
 
 
-def shares(profiled: profile, wall_ms: float) -> dict[str, float]:
-    """Returns the milliseconds of a step by kind of kernel, and of the device's idle time."""
+def shares(profiled: profile, wall_ms: float) -> tuple[dict[str, float], list[str]]:
+    """Returns the milliseconds of a step by kind of kernel, and of the device's idle time; and the kernels that take
+    most.
+    """
     found: dict[str, float] = defaultdict(float)
+    by_name: dict[str, float] = defaultdict(float)
     spans = []
     for event in profiled.events():
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
             kind = next(kind for kind, pattern in KINDS.items() if re.search(pattern, event.name, re.IGNORECASE))
             found[kind] += 1e-3 * event.device_time_total
+            by_name[event.name] += 1e-3 * event.device_time_total
             spans.append((event.time_range.start, event.time_range.end))
     busy, last = 0.0, float("-inf")
     for start, end in sorted(spans):
         busy += max(0.0, end - max(start, last))
         last = max(last, end)
-    return {**found, "idle": max(0.0, wall_ms - 1e-3 * busy)}
+    longest = sorted(by_name.items(), key=lambda pair: -pair[1])[:LONGEST]
+    idle = max(0.0, wall_ms - 1e-3 * busy)
+    return {**found, "idle": idle}, [f"{ms:.1f} ms {name[:120]}" for name, ms in longest]
 
 
 def run(way: Way, batch: Batch, device: torch.device, ranks: int) -> dict[str, Any]:
@@ -204,7 +231,7 @@ def run(way: Way, batch: Batch, device: torch.device, ranks: int) -> dict[str, A
     data = RandomRows(count, batch.length, config.vocab_size, batch.shortest)
     with tempfile.TemporaryDirectory() as folder:
         common = arguments(folder, device.type, batch.rows, watch.steps, bf16=True, optim="adamw_torch_fused")
-        common |= {"torch_compile": way.compiled, "learning_rate": 1e-4}
+        common |= {"torch_compile": way.compiled, "learning_rate": 1e-4, "use_liger_kernel": way.liger}
         if way.strategy is None:
             trainer_class, args = Trainer, TrainingArguments(**common)
         else:
@@ -245,6 +272,7 @@ def _row(
         "host waits a step": len(watch.waits),
         "waits at": sorted(set(watch.waits)),
         "kernels, ms": watch.kernels,
+        "longest kernels": watch.longest,
     }
     if device.type == "cuda":
         row["peak GiB"] = watch.peak / GIB
@@ -265,7 +293,7 @@ def device_name(device: torch.device) -> str:
 def compare(kind: str, batch: Batch, device: torch.device, ranks: int, compiled: bool) -> list[dict[str, Any]]:
     """Trains in all ways of a section, one after the other, or in those that are not compiled."""
     found = []
-    for way in (way for way in ways(kind, ranks) if compiled or not way.compiled):
+    for way in (way for way in ways(kind, ranks) if way.runs_here(device, compiled)):
         try:
             found.append(run(way, batch, device, ranks))
         except torch.OutOfMemoryError as error:
