@@ -135,9 +135,9 @@ def compare(folder: Path, device: str, dtype: str, compiled: bool) -> list[dict[
         cases["zero3, compiled, packed"] = known["zero3"], {"packing": "static", "torch_compile": True}
         if "megatron_sp" in known:
             cases["megatron_sp, compiled"] = known["megatron_sp"], {"torch_compile": True}
-    if device == "cuda" and is_liger_kernel_available():
-        cases["zero3, Liger"] = known["zero3"], {"use_liger_kernel": True}
     cases["zero3, resumed"] = known["zero3"], {"resumed": True}
+    if device == "cuda" and is_liger_kernel_available():  # last, because it replaces classes of transformers
+        cases["zero3, Liger"] = known["zero3"], {"use_liger_kernel": True}
     found = []
     for name, (plan, more) in cases.items():
         found.append({"case": f"{name}, {dtype}"})

@@ -108,7 +108,6 @@ def ways(kind: str, ranks: int) -> list[Way]:
         ]
     if kind == "8B":
         made.insert(1, Way(name="plain Trainer, compiled", compiled=True))
-        made.append(Way(name="zero3, Liger", strategy=zero3, liger=True))
         made.append(Way(name="replicate, compiled, fp8", strategy=replicate, compiled=True, float8=True))
     if ranks % 2 == 0 and kind in ("1B", "8B"):
         made += [
@@ -116,7 +115,8 @@ def ways(kind: str, ranks: int) -> list[Way]:
             Way(name="Ulysses 2, compiled", strategy={"ulysses": 2}, compiled=True),
             Way(name="1F1B, 4 micro-batches", strategy=zero3, pipeline={"pipeline": 2, "micro_batches": 4}),
         ]
-    return [*made, AGAIN]
+    # Liger comes last: it replaces classes of transformers, and models that are made later have its modules.
+    return [*made, AGAIN, *([Way(name="zero3, Liger", strategy=zero3, liger=True)] if kind == "8B" else [])]
 
 
 class Watch(TrainerCallback):

@@ -78,7 +78,7 @@ CASES = {
         },
     ),
     "bf16": (
-        (4000, True, 1024),  # the head's working memory is counted for 1,024 tokens of a rank
+        (4000, True, 1024),  # tokens of a row; the head has fewer on a rank than in a chunk
         {
             "replicated, recompute": dict(sharding="replicate", recompute="full"),
             "replicated, twice": dict(sharding="replicate", micro_batches=2),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from galvatron_hf.plan import LayerStrategy
 
 
-HEAD_CHUNK_TOKENS = 1024  # the head computes the logits of this many tokens at a time
+HEAD_CHUNK_TOKENS = 2048  # the head computes the logits of this many tokens at a time
 
 
 @dataclass(frozen=True, kw_only=True)

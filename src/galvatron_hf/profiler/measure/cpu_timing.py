@@ -30,7 +30,7 @@ _FEW_PAGES = 8.0  # new pages per call that a measurement may use
 _PRODUCT_SIDE = {"cpu": 256, "cuda": 2048}
 _FILLER_MS = {"cpu": 2.0, "cuda": 0.5}  # computation before each call, on a device of its own
 _WARM_UP = 3
-_OCCUPIED_SIDE, _OCCUPIED_PRODUCTS = 4096, 4  # fp32 products that take a GPU 10 ms or more
+_OCCUPIED_SIDE, _OCCUPIED_MS = 4096, 1.0  # an fp32 product that takes a GPU 1 ms or more
 
 
 def window_ms(device: torch.device) -> float:
@@ -152,15 +152,15 @@ class DeviceClock:
         self._wall = self._cpu = 0.0
         self._matrix: torch.Tensor | None = None
 
-    def occupy(self) -> None:
-        """Keeps a GPU busy for at least 10 ms, during which the host queues the work that is timed next. A training
-        step queues its update so, while its backward runs.
+    def occupy(self, milliseconds: float) -> None:
+        """Keeps a GPU busy for at least so long, while the host queues the work that is timed next. A training step
+        queues its update so, while its backward runs.
         """
         if self.device.type != "cuda":
             return
         if self._matrix is None:
             self._matrix = random_matrix(_OCCUPIED_SIDE, self.device)
-        for _ in range(_OCCUPIED_PRODUCTS):
+        for _ in range(math.ceil(milliseconds / _OCCUPIED_MS)):
             self._matrix @ self._matrix
 
     def now(self) -> float:
