@@ -149,6 +149,24 @@ def test_a_step_of_other_plans_in_trainers_loop_waits_once(library):
         check_one_wait_in_a_step(*found[2 * index : 2 * index + 2])
 
 
+# ---- benchmarks/gpu.py ----
+
+# The ways of each section that are not compiled.
+WAYS = {
+    "8B": ["zero3"],
+    "1B": ["zero3", "zero3, recompute"],
+    "ragged": ["zero3, packed", "replicate, packed"],
+    "narrow": ["replicate", "zero3", "zero3, recompute"],
+}
+
+
+@pytest.mark.slow
+def test_the_script_for_gpus_takes_its_steps_at_their_size(library):
+    """Its loop is plain Trainer's and is tried on the CPU: `gpu.py --tiny --device cpu`."""
+    found = dry_run(library, [{"work": "gpu script", "section": section} for section in WAYS])
+    assert found == [dict.fromkeys(ways, []) for ways in WAYS.values()]
+
+
 # ---- What the profiler counts ----
 
 SIZES = {"vocab_size": 4096, "hidden_size": 2048, "intermediate_size": 256, "num_hidden_layers": 2}

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -39,7 +41,7 @@ from galvatron_hf.parallel.comm.meeting import Meetings  # noqa: E402
 from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer  # noqa: E402
 from galvatron_hf.parallel.model import ParallelModel  # noqa: E402
 from galvatron_hf.parallel.pipeline import trace  # noqa: E402
-from galvatron_hf.plan import LayerStrategy  # noqa: E402
+from galvatron_hf.plan import LayerStrategy, Precision  # noqa: E402
 from galvatron_hf.profiler.trace.isolated_layers import empty_model  # noqa: E402
 from galvatron_hf.profiler.trace.tracing import CountedModel  # noqa: E402
 from galvatron_hf.trainer import mixin  # noqa: E402
@@ -286,7 +288,39 @@ def count(case: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-WORKS = {"train": train, "count": count}
+# ---- benchmarks/gpu.py ----
+
+
+def step_of_gpu_script(case: dict[str, Any]) -> dict[str, Any]:
+    """Takes a step of a section of benchmarks/gpu.py, at the size that a GPU of 140 GiB gets, in each way that is not
+    compiled; returns the waits by way.
+    """
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    import gpu
+    import gpu_steps
+
+    found = {}
+    device = torch.device(devices.DEVICE, 0)
+    memory = mock.patch.object(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=150e9))
+    for way in gpu_steps.ways(case["section"], 1):
+        if way.strategy is None or way.compiled or way.liger or way.float8:
+            continue
+        with memory, devices.rank_with_gpu(0, 1) as seen, masks():
+            batch = gpu._batch(case["section"], False, device, gpu_steps.Batch)
+            plan = dataclasses.replace(way.plan(1, batch.layers), precision=Precision(compute="bf16"))
+            parallel = parallelize(gpu_steps.build(batch.config(), device), plan)
+            optimizer = torch.optim.AdamW(parallel.model.parameters(), fused=True)
+            ids = torch.ones(batch.rows, batch.length, dtype=torch.long, device=device)
+            rows: Any = {"input_ids": ids, "labels": ids}
+            seen.waits.clear()
+            parallel.forward_backward(packed(parallel) if way.packing == "static" else rows)
+            parallel.clip_grad_norm_(1.0)
+            optimizer.step()
+            found[way.name] = list(seen.waits)
+    return found
+
+
+WORKS = {"train": train, "count": count, "gpu script": step_of_gpu_script}
 
 if __name__ == "__main__":
     for line in sys.stdin:
