@@ -211,15 +211,17 @@ class LayerTimer:
 
     def _job(self, key: Key, part: Part, copies: int = 1, last: bool = False) -> _Job:
         def run() -> tuple[float, ...]:
-            began = self.clock.now()
+            clock = self.clock
+            began = clock.mark()
             output, marks = self._marked(part) if last else (part.run(), None)
-            between = self.clock.now()
+            between = clock.mark()
             gradient = torch.ones_like(output)
-            ready = self.clock.now()
+            ready = clock.mark()
             output.backward(gradient)
-            ended = self.clock.now()
+            ended = clock.mark()
+            clock.now()  # waits for a GPU
             part.forget_gradients()
-            times = (between - began) / copies, (ended - ready) / copies
+            times = clock.between(began, between) / copies, clock.between(ready, ended) / copies
             return times if marks is None else (*times, self.clock.between(*marks))
 
         return _Job(key=key, run=run)
