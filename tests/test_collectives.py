@@ -120,6 +120,16 @@ def test_ulysses_attention_equals_one_process():
     run_ranks(work, 4)
 
 
+def test_tensors_of_several_types_keep_their_own():
+    def work():
+        tensors = [torch.full((1, 2, 1), 1.0 + 2**-20, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+        found = collectives.exchange(tensors, 1, 2, dist.group.WORLD)
+        assert [x.dtype for x in found] == [x.dtype for x in tensors]
+        assert [x.unique().item() for x in found] == [1.0, 1.0 + 2**-20]
+
+    run_ranks(work, 2)
+
+
 def test_summed_gradients_are_summed_in_single_precision():
     def work():
         weight = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)

@@ -236,9 +236,14 @@ def exchange(
     """Splits `split_dim` of each tensor over the group and gathers `concat_dim` in rank order (DeepSpeed-Ulysses,
     arXiv:2309.14509), for all tensors by one all-to-all. Rank k keeps piece k of `split_dim`; n must divide its size.
     The backward is the inverse exchange. Before attention a tensor is `[B, S/n, heads, D]`, with `split_dim=2` and
-    `concat_dim=1`. Tensors have one type and as many dimensions as each other; their sizes may differ.
+    `concat_dim=1`. Tensors have as many dimensions as each other; their sizes may differ. Those of several types are
+    exchanged one by one.
     """
-    return tensors if is_trivial(group) else _Exchange.apply(split_dim, concat_dim, group, *tensors)
+    if is_trivial(group):
+        return tensors
+    if len({x.dtype for x in tensors}) > 1:
+        return [_Exchange.apply(split_dim, concat_dim, group, x)[0] for x in tensors]
+    return _Exchange.apply(split_dim, concat_dim, group, *tensors)
 
 
 def sum_gradient(weight: Tensor, group: ProcessGroup | None) -> Tensor:
