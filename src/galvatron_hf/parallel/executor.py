@@ -15,6 +15,7 @@ from transformers.utils import ModelOutput
 
 from galvatron_hf.models.losses import count_targets
 from galvatron_hf.parallel.activation.micro_batch import map_rows, split_rows
+from galvatron_hf.parallel.comm.objects import gather_objects
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.data_parallel.tied_weights import TiedWeights
 from galvatron_hf.parallel.model_runner import ModelRunner
@@ -141,13 +142,13 @@ class Executor:
         group, lists, device = pipeline.group, pipeline.shape.pipeline_ranks, self._device
         source = pipeline.shape.pipeline_rank_of_stage[-1]
         pieces = None
-        shape: list[Any] = [None]
+        shape = None
         if pipeline.has_last:
             by_share = [part.unflatten(0, (lists, -1)) for part in logits]
             pieces = list(torch.cat(by_share, dim=1).contiguous().unbind(0))
-            shape = [(tuple(pieces[0].shape), pieces[0].dtype)]
-        dist.broadcast_object_list(shape, group=group, group_src=source, device=device)
-        local = torch.empty(shape[0][0], dtype=shape[0][1], device=device)
+            shape = tuple(pieces[0].shape), pieces[0].dtype
+        size, dtype = next(one for one in gather_objects(shape) if one is not None)
+        local = torch.empty(size, dtype=dtype, device=device)
         dist.scatter(local, pieces, group=group, group_src=source)
         return local
 

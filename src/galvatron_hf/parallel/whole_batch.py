@@ -267,7 +267,7 @@ class WholeBatchForward:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns loss and logits [B, S, V] of all micro-batches on every rank. `outputs` are the last stage's."""
         mesh, device = self.runner.mesh, batches[0].input_ids.device
-        whole, shape = [torch.zeros((), device=device), None], [None]
+        whole, shape = [torch.zeros((), device=device), None], None
         if outputs:
             logits = []
             for batch, output in zip(batches, outputs, strict=True):
@@ -278,11 +278,11 @@ class WholeBatchForward:
                 if output.loss is not None:
                     whole[0] += output.loss.detach()
             whole[1] = torch.cat(logits)
-            shape = [(tuple(whole[1].shape), whole[1].dtype)]
+            shape = tuple(whole[1].shape), whole[1].dtype
         group, source = self.pipeline.group, self.pipeline.shape.pipeline_rank_of_stage[-1]
-        dist.broadcast_object_list(shape, group=group, group_src=source, device=device)
+        size, dtype = next(one for one in gather_objects(shape) if one is not None)
         if whole[1] is None:
-            whole[1] = torch.empty(shape[0][0], dtype=shape[0][1], device=device)
+            whole[1] = torch.empty(size, dtype=dtype, device=device)
         for tensor in whole:
             dist.broadcast(tensor, group=group, group_src=source)
         return whole[0], whole[1]
