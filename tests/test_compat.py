@@ -392,11 +392,13 @@ def test_masks_are_those_of_padded_rows_without_being_read(window):
     inputs = dict(config=config, inputs_embeds=torch.empty(2, 3, 1), past_key_values=None)
     wanted = create_masks_for_generate(attention_mask=mask, **inputs)
     full = torch.ones_like(mask)
-    with compat.masks_of_padded_rows():
+    with compat.masks_of_rows(padded=True):
         assert torch.equal(create_masks_for_generate(attention_mask=mask, **inputs), wanted)
         causal = create_masks_for_generate(attention_mask=full, **inputs)
     assert causal.shape == (2, 1, 3, 3)  # not left out, though the rows have no padding
     if window is None:
+        with compat.masks_of_rows(padded=False):
+            assert create_masks_for_generate(attention_mask=mask, **inputs) is None  # it is not read
         assert create_masks_for_generate(attention_mask=full, **inputs) is None
 
 

@@ -24,6 +24,7 @@ from galvatron_hf.plan.supported import unsupported
 from plans import pipelined, single_stage
 from ranks import run_ranks
 from tiny_models import BATCHES, FAMILIES
+from trainer_runs import trainer
 
 
 PRECISION = Precision(compute="fp8", master="fp32", reduce="fp32")
@@ -131,6 +132,27 @@ def test_layers_are_converted_and_ends_are_not():
 
     projections = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert run_ranks(work, 2) == [[projections, projections]] * 2
+
+
+@needs_torchao
+@pytest.mark.parametrize("tokens", [24, 1])
+def test_a_gpu_multiplies_any_number_of_tokens(tokens):
+    """On meta tensors, whose products have the conditions of a GPU's."""
+    with torch.device("meta"):
+        layer, hidden = nn.Sequential(nn.Linear(32, 48)).bfloat16(), torch.ones(tokens, 32, dtype=torch.bfloat16)
+    float8.make_float8(layer, 1, torch.device("cuda"))
+    layer(hidden.requires_grad_()).sum().backward()
+    assert layer[0].weight.grad.shape == (48, 32) and hidden.grad.shape == hidden.shape
+
+
+@needs_torchao
+def test_a_run_that_resumes_keeps_float8(tmp_path):
+    def work() -> str:
+        made = trainer(tmp_path, options=dict(bf16=True))
+        made._resumed_plan = in_float8(ParallelPlan.uniform(1, 4))
+        return made.plan_for(made.model).precision.compute
+
+    assert run_ranks(work, 1) == ["fp8"]
 
 
 # ---- Refusals ----

@@ -13,14 +13,15 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.integrations import liger as of_transformers
 
 from galvatron_hf.trainer import liger
 from galvatron_hf.trainer.arguments import check_arguments
 from oracle import Case, check_cases
 from plans import pipeline_plans, uniform
-from trainer_runs import arguments
+from tiny_models import FAMILIES
+from trainer_runs import arguments, on_ranks, trainer
 
 
 GIVEN: list[dict[str, bool]] = []
@@ -65,6 +66,32 @@ def test_kernels_run_under_plans_as_under_plain_trainer(package):
     check_cases(cases, world_size=2)
     alone = case(uniform(2))
     check_cases({"given": Case(**vars(alone) | {"after": _kernels_of_the_loss_are_left_out})}, world_size=2)
+
+
+class _Seen(TrainerCallback):
+    """Notes what user code sees of the arguments."""
+
+    def __init__(self):
+        self.given: list[bool] = []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.given.append(args.use_liger_kernel)
+
+
+def test_every_model_of_a_trainer_has_its_kernels_and_user_code_sees_the_argument(package, tmp_path):
+    def work() -> tuple[list[dict], list[bool]]:
+        GIVEN.clear()
+        seen = _Seen()
+        given = dict(model_init=lambda *unused: FAMILIES["llama"].build(), callbacks=[seen])
+        made = trainer(tmp_path, uniform(1), options=dict(max_steps=1, use_liger_kernel=True), **given)
+        for _ in range(3):
+            made.create_accelerator_and_postprocess()  # as a study does before a trial
+            made.train()
+        return GIVEN, seen.given
+
+    kernels, seen = on_ranks(work, 1)[0]
+    assert kernels == [dict.fromkeys(("cross_entropy", "fused_linear_cross_entropy"), False)] * 3
+    assert seen == [True] * 3
 
 
 @pytest.mark.slow

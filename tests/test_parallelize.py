@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import traceback
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ from equivalence import (
     whole,
     whole_gradients,
 )
-from galvatron_hf.parallel.activation.micro_batch import mask_on_device
+from galvatron_hf.parallel import model_runner
+from galvatron_hf.parallel.activation.micro_batch import has_padding, mask_on_device
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.data_parallel.replicated import ReplicatedUnit
 from galvatron_hf.parallel.parallelize import parallelize
@@ -352,12 +354,67 @@ def test_gradients_of_a_replicated_unit_of_one_weight_are_summed_where_they_are(
         assert found and all(len(set(after)) == 1 for units in found.values() for _, after in units)
 
 
-def test_a_mask_on_the_host_is_read_there_and_copied_only_if_it_hides_a_position():
+def test_a_mask_on_the_host_is_read_there():
     full, padded = torch.ones(2, 3, dtype=torch.long), torch.tensor([[0, 1, 1], [1, 1, 1]])
     elsewhere = torch.device("meta")
-    assert mask_on_device(full, elsewhere) == (None, False)
-    found, known = mask_on_device(padded, elsewhere)
-    assert known and found.device == elsewhere and found.shape == padded.shape
+    for mask in (full, padded):
+        found, hides = mask_on_device(mask, elsewhere)
+        assert found.device == elsewhere and found.shape == mask.shape and hides is (mask is padded)
     # A mask that is there already is not read, and neither are those of a model on the CPU.
     for mask, device in ((padded.to(elsewhere), elsewhere), (full, full.device), (padded, full.device)):
-        assert mask_on_device(mask, device)[0] is mask and not mask_on_device(mask, device)[1]
+        found, hides = mask_on_device(mask, device)
+        assert found is mask and hides is None
+
+
+def test_masks_that_the_host_reads_give_the_results_of_one_process():
+    """As on a GPU. A mask that hides nothing keeps rows whole whose position ids begin anew."""
+    batch, model = BATCHES["plain"](), FAMILIES["llama"].build()
+    ids = batch["input_ids"]
+    full = torch.ones_like(ids)
+    anew = torch.arange(ids.shape[1]).remainder(4).expand_as(ids)
+    some = full.clone()
+    some[0, -3:] = 0
+    batches = [batch | {"attention_mask": full, "position_ids": anew}, batch | {"attention_mask": some}]
+    oracles = [reference(copy.deepcopy(model), one) for one in batches]
+    assert oracles[0].loss != pytest.approx(reference(model, batch | {"position_ids": anew}).loss, rel=1e-3)
+
+    def work() -> None:
+        read = mock.patch.object(model_runner, "mask_on_device", lambda mask, device: (mask, has_padding(mask)))
+        for oracle in oracles:
+            for plan in (uniform(2), uniform(2, tensor=2)):
+                parallel = parallelize(copy.deepcopy(model), plan)
+                with read:
+                    loss = parallel.forward_backward(oracle.batch)
+                assert float(loss) == pytest.approx(oracle.loss, rel=1e-5)
+                assert_same_gradients(whole_gradients(parallel.model, model), oracle.gradients)
+
+    run_ranks(work, 2)
+
+
+def test_weights_that_a_failed_pass_has_gathered_are_forgotten():
+    model = FAMILIES["llama"].build()
+    batch = BATCHES["plain"]()
+
+    def fail(*unused) -> None:
+        raise MemoryError("in the first layer, after the second one's weights were asked for")
+
+    def work() -> tuple[float, float]:
+        losses = []
+        for fails in (True, False):
+            parallel = parallelize(copy.deepcopy(model), uniform(2))
+            parallel.forward_backward(batch)
+            parallel.model.zero_grad()
+            if fails:
+                hook = parallel.model.model.layers[0].self_attn.register_forward_pre_hook(fail)
+                with pytest.raises(MemoryError):
+                    parallel.forward_backward(batch)
+                hook.remove()
+            parallel.units.reshard()
+            with torch.no_grad():
+                for weight in parallel.model.parameters():
+                    weight.mul_(0.5)
+            losses.append(float(parallel.forward_backward(batch)))
+        return tuple(losses)
+
+    after, expected = run_ranks(work, 2)[0]
+    assert after == expected

@@ -510,6 +510,31 @@ def test_a_call_that_a_rank_does_not_make_names_it_after_the_timeout(call, tmp_p
     assert "call it on every rank" in message
 
 
+class _Repairing(GalvatronTrainer):
+    """Replaces bad gradients by none, and says so by the norm that it returns."""
+
+    def _clip_grad_norm(self, model):
+        if self.state.global_step == 0:
+            for weight in model.parameters():
+                weight.grad.fill_(float("nan"))
+        norm = super()._clip_grad_norm(model)
+        if norm.isfinite():
+            return norm
+        for weight in model.parameters():
+            weight.grad.zero_()
+        return torch.zeros(())
+
+
+def test_the_norm_that_a_clipping_of_ones_own_returns_is_the_one_that_is_checked(tmp_path):
+    def work() -> list[float]:
+        made = trainer(tmp_path, uniform(1), trainer_class=_Repairing, options=dict(max_steps=2))
+        made.train()
+        return [log["grad_norm"] for log in made.state.log_history if "grad_norm" in log]
+
+    first, second = on_ranks(work, 1)[0]
+    assert first == 0.0 and second > 0.0
+
+
 def test_a_second_trainer_of_a_script_names_missing_ranks_too(tmp_path):
     def work() -> str:
         trainer(tmp_path, PAIR, options=dict(max_steps=1)).train()

@@ -125,7 +125,7 @@ def _one_more_sum_on_rank_1():
 
 
 def _mask_read_on_the_device():
-    return mock.patch.object(model_runner, "mask_on_device", lambda mask, device: (mask.to(device), False))
+    return mock.patch.object(model_runner, "mask_on_device", lambda mask, device: (mask.to(device), None))
 
 
 def _objects_stay_on_the_device():

@@ -124,7 +124,7 @@ class ModelRunner:
             more = position_ids[:, -1:] + torch.arange(1, length - real_length + 1, device=position_ids.device)
             position_ids = torch.cat([position_ids, more.clamp(max=position_ids.max())], dim=1)
         pad = self.model.config.pad_token_id
-        attention_mask, padding_known = mask_on_device(attention_mask, input_ids.device)
+        attention_mask, padded = mask_on_device(attention_mask, input_ids.device)
         return MicroBatch(
             input_ids=add_rows(add_positions(input_ids, length, pad if pad is not None else 0), rows),
             attention_mask=add_rows(add_positions(attention_mask, length, 0), rows),
@@ -135,7 +135,7 @@ class ModelRunner:
             ends=self.resolved.end_layouts(rows),
             key=self.position.key(),
             options=options,
-            padding_known=padding_known,
+            padded=padded,
         )
 
     def _packed(

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments, trainer
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.utils import is_liger_kernel_available
 
@@ -40,7 +40,7 @@ def apply_kernels(model: PreTrainedModel, args: TrainingArguments) -> None:
 
 
 @contextlib.contextmanager
-def without_trainers_own(args: TrainingArguments) -> Iterator[None]:
-    """Keeps Trainer from applying the kernels itself while the body runs, the loss's too."""
-    with replaced(args, use_liger_kernel=False):
+def without_trainers_own() -> Iterator[None]:
+    """Keeps Trainer from applying the kernels itself, the loss's too, while the body runs."""
+    with replaced(trainer, apply_liger_kernel=lambda model, config: None):
         yield

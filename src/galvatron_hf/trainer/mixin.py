@@ -26,6 +26,7 @@ from transformers.utils import logging
 from galvatron_hf.data.loader import GlobalBatchLoader
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.comm.objects import gather_objects
+from galvatron_hf.parallel.layers.float8 import uses_float8
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import ParallelPlan
@@ -144,7 +145,6 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
     _step_state: StepState | None = None
     _resumed_plan: ParallelPlan | None = None
     _compile_options: dict[str, Any] | None = None
-    _uses_liger = False
     _source: ModelSource
 
     def _check_trainer(self) -> None:
@@ -161,7 +161,6 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         self._requested_plan = requested_plan(self.args)
         if self._runs_parallel():
             check_arguments(self.args, self._requested_plan)
-            self._uses_liger = self.args.use_liger_kernel
         super().create_accelerator_and_postprocess()
         if self._runs_parallel():
             self._batches.set_up(self.accelerator)
@@ -192,7 +191,7 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
     def plan_for(self, model: nn.Module) -> ParallelPlan:
         """Returns the plan to train `model` under: the given one, the checkpoint's, or a search's; collective."""
         plan = self._requested_plan or self._resumed_plan or self._planner.plan_for(model)
-        if plan is self._resumed_plan and self.args.bf16:
+        if plan is self._resumed_plan and self.args.bf16 and not uses_float8(plan):
             plan = replace(plan, precision=None)  # the arguments decide, as no plan was given to this run
         return with_precision(plan, self.args)
 
@@ -201,7 +200,7 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         if not self._runs_parallel() or (self.parallel is not None and self.parallel.model is self.model):
             return
         self._set_signature_columns_if_needed()
-        if self._uses_liger:
+        if self.args.use_liger_kernel:
             apply_kernels(self.model, self.args)
         with told_once():
             plan, weights = self.plan_for(self.model), self._source.weights(self.model)
@@ -248,7 +247,7 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
                 logger.warning(f"Training resumes from {checkpoint}.")
             self._resumed_plan = plan_of_checkpoint(checkpoint, self.args.world_size)
         run, searching = super().train, self.hp_search_backend is not None
-        kernels = without_trainers_own(self.args) if self._uses_liger else contextlib.nullcontext()
+        kernels = without_trainers_own() if self._runs_parallel() else contextlib.nullcontext()
         with kernels, self._source.resuming(resumes):
             return self._study.train(lambda: run(checkpoint, trial, *args, **kwargs), trial, searching)
 
@@ -479,7 +478,7 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         if self.parallel is None:
             return super()._get_grad_norm(model, grad_norm=grad_norm)
         norm = self._reduced_norm() if grad_norm is None or self._step_state.numbers is None else grad_norm
-        step, self._step_state = self._step_state, None
+        step, self._step_state = self._step_state.with_norm(norm), None
         norm_value, loss, votes = step.numbers.tolist()
         self._stop_signal.count_votes(votes, step.number + 1, self.args.process_index)
         # Trainer asks for it before it steps the learning rate; without gradients optimizers change nothing.

@@ -27,7 +27,9 @@ class StepState:
         batch ([`Batch`], *optional*): what is computed: one global batch of all batches, or packed micro-batches, or
             the batches that the Trainer's own methods have computed one by one.
         loss (`torch.Tensor`, *optional*): the loss of the step, an fp32 scalar.
-        numbers ([`HostCopy`], *optional*): gradient norm, loss, and the number of ranks that were asked to stop.
+        grad_norm (`torch.Tensor`, *optional*): the norm of all gradients, an fp32 scalar.
+        stop_votes (`torch.Tensor`, *optional*): the number of ranks that were asked to stop, fp64 [1].
+        numbers ([`HostCopy`], *optional*): gradient norm, loss and votes on the host.
     """
 
     number: int
@@ -37,6 +39,8 @@ class StepState:
     num_items: torch.Tensor | int | None = None
     batch: Batch | None = None
     loss: torch.Tensor | None = None
+    grad_norm: torch.Tensor | None = None
+    stop_votes: torch.Tensor | None = None
     numbers: HostCopy | None = None
 
     def with_batch(self, batch: dict[str, Any], num_items: torch.Tensor | int | None) -> StepState:
@@ -45,4 +49,10 @@ class StepState:
     def with_numbers(self, grad_norm: torch.Tensor, stop_votes: torch.Tensor) -> StepState:
         """Starts to copy the numbers of the step to the host: its gradient norm (a scalar), and its votes, [1]."""
         numbers = torch.stack([grad_norm, self.loss.to(grad_norm), stop_votes[0].to(grad_norm)])
-        return replace(self, numbers=HostCopy(numbers))
+        return replace(self, grad_norm=grad_norm, stop_votes=stop_votes, numbers=HostCopy(numbers))
+
+    def with_norm(self, grad_norm: torch.Tensor | float) -> StepState:
+        """Returns the state with another norm, which a subclass's own clipping has returned."""
+        if grad_norm is self.grad_norm:
+            return self
+        return self.with_numbers(torch.as_tensor(grad_norm).to(self.grad_norm), self.stop_votes)

@@ -161,6 +161,21 @@ def reset_sharded_parameters(module: FSDPModule) -> None:
             parameter.reset_sharded_param()
 
 
+def drop_gathered_weights(module: FSDPModule) -> None:
+    """Waits for weights that an FSDP2 module has begun to gather, and forgets them: a forward that failed has left
+    them behind, and the next one would use them. Expects `_all_gather_result`, its event and its work.
+    """
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        result = group._all_gather_result
+        if result is None:
+            continue
+        if result.all_gather_event is not None:
+            torch.accelerator.current_stream().wait_event(result.all_gather_event)
+        if isinstance(result.all_gather_work, dist.Work):
+            result.all_gather_work.wait()
+        group._all_gather_result = None
+
+
 def finish_fsdp_backward(modules: Sequence[FSDPModule]) -> None:
     """Reduces the gradients that FSDP2 modules have accumulated, and frees their weights. The modules have one root,
     the last of them. `torch.distributed.pipelining` does the same at the end of a schedule, because FSDP2's own hooks
@@ -299,12 +314,12 @@ def set_attention_implementation(config: PreTrainedConfig, name: str) -> None:
 
 
 @contextlib.contextmanager
-def masks_of_padded_rows() -> Iterator[None]:
-    """Has transformers make attention masks as for rows with padding while the body runs, without reading from the
-    device whether there is any. Expects that `masking_utils.fast_all` is what reads a causal mask.
+def masks_of_rows(*, padded: bool) -> Iterator[None]:
+    """Tells transformers whether rows have padding while the body makes their attention masks, so that it does not
+    read the mask from the device. Expects that `masking_utils.fast_all` is what reads a causal mask.
     """
     read = masking_utils.fast_all
-    masking_utils.fast_all = lambda mask: False
+    masking_utils.fast_all = lambda mask: not padded
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from transformers.masking_utils import create_masks_for_generate
 from galvatron_hf.parallel.activation.documents import Documents
 from galvatron_hf.plan.layout import Grid, PackedRow, Rectangle
 from galvatron_hf.plan.resolved import EndLayouts
-from galvatron_hf.utils.compat import masks_of_padded_rows
+from galvatron_hf.utils.compat import masks_of_rows
 from galvatron_hf.utils.device import to_device
 
 
@@ -50,7 +50,7 @@ class MicroBatch:
         real_rows, real_length (`int`): rows and positions that the caller gave.
         ends ([`EndLayouts`]): the layouts of the embedding's output, of the head's input and between two stages.
         key (`tuple[int, ...]`): (seed, step, micro-batch), the beginning of every random stream's key.
-        padding_known (`bool`): whether the mask is known to hide a position; only its values say so otherwise.
+        padded (`bool`, *optional*): whether the mask hides a position; None if only its values on the device say so.
         documents ([`Documents`], *optional*): the documents of a packed row, which do not attend to each other.
         masks (`dict`): attention masks made so far, by rows.
         final_hidden (`list[torch.Tensor]`): the last layer's output, set during the forward pass.
@@ -65,7 +65,7 @@ class MicroBatch:
     ends: EndLayouts
     key: tuple[int, ...]
     options: ForwardOptions
-    padding_known: bool = False
+    padded: bool | None = None
     documents: Documents | None = None
     masks: dict = field(default_factory=dict)
     final_hidden: list[torch.Tensor] = field(default_factory=list)
@@ -98,7 +98,7 @@ class MicroBatch:
         rows = rectangle.row_start, rectangle.row_stop
         if rows not in self.masks:
             shape = (rows[1] - rows[0], self.length, 1)
-            with masks_of_padded_rows() if self.padding_known else contextlib.nullcontext():
+            with contextlib.nullcontext() if self.padded is None else masks_of_rows(padded=self.padded):
                 masks = create_masks_for_generate(
                     config=config,
                     inputs_embeds=torch.empty((), dtype=dtype, device=self.input_ids.device).expand(shape),
@@ -123,13 +123,14 @@ class MicroBatch:
         return mask.masked_fill(added, float("-inf"))
 
 
-def mask_on_device(mask: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor | None, bool]:
-    """Returns a mask [B, S] on a device, and whether it is known to hide a position. The host reads a mask in its own
-    memory, without waiting for the device; one that hides nothing becomes None.
+def mask_on_device(mask: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor | None, bool | None]:
+    """Returns a mask [B, S] on a device, and whether it hides a position. The host reads a mask in its own memory,
+    without waiting for the device; None if it lies elsewhere. A mask that hides nothing stays: without one, position
+    ids that begin anew would mean packed documents.
     """
     if mask is None or mask.device.type != "cpu" or device.type == "cpu":
-        return mask, False
-    return (to_device(mask, device), True) if has_padding(mask) else (None, False)
+        return mask, None
+    return to_device(mask, device), has_padding(mask)
 
 
 def has_padding(mask: torch.Tensor) -> bool:

@@ -20,7 +20,12 @@ from galvatron_hf.models.shape import WeightShape
 from galvatron_hf.parallel.comm.mesh import WeightMesh
 from galvatron_hf.parallel.data_parallel.replicated import ReplicatedUnit
 from galvatron_hf.plan import Precision
-from galvatron_hf.utils.compat import call_after_backward, finish_fsdp_backward, reset_sharded_parameters
+from galvatron_hf.utils.compat import (
+    call_after_backward,
+    drop_gathered_weights,
+    finish_fsdp_backward,
+    reset_sharded_parameters,
+)
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -114,8 +119,11 @@ class ShardedUnits:
             self.add(module, mesh, kind, stage=stage, stay_gathered=stay_gathered)
 
     def reshard(self) -> None:
-        """Frees gathered weights, so that the model's parameters are the shards again."""
+        """Frees gathered weights, and those that a failed pass has begun to gather, so that the model's parameters are
+        the shards again.
+        """
         for unit in self.sharded:
+            drop_gathered_weights(unit.module)
             unit.module.reshard()
         for unit, _ in self.replicated:
             unit.reshard()

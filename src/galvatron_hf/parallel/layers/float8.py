@@ -71,6 +71,7 @@ def make_float8(layer: nn.Module, tensor: int, device: torch.device) -> None:
     fitting = set(_fitting(layer, tensor))
     convert_to_float8_training(
         layer,
-        config=Float8LinearConfig(emulate=device.type != "cuda"),
+        # The gradient of a weight is a sum over tokens, of which there may be any number.
+        config=Float8LinearConfig(emulate=device.type != "cuda", pad_inner_dim=True),
         module_filter_fn=lambda module, name: name in fitting,
     )
