@@ -23,13 +23,14 @@ BF16 := $(shell grep -qE 'amx_bf16|avx512_bf16' /proc/cpuinfo 2>/dev/null && ech
 # One thread per rank: the ranks of the tests and of the quickstart already fill the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install quickstart notebooks test test-slow test-all style quality clean
+.PHONY: help install quickstart notebooks test test-slow test-float8 test-all style quality clean
 
 help:
 	@echo "make quickstart   train a small Llama on the standard library's source with 4 CPU ranks"
 	@echo "make notebooks    execute the notebooks and save their outputs"
 	@echo "make test         the fast tests"
 	@echo "make test-slow    the slow tests"
+	@echo "make test-float8  the tests of float8, after installing torchao"
 	@echo "make test-all     the fast tests and the slow ones"
 	@echo "make style        format the code and fix what ruff can fix"
 	@echo "make quality      check formatting and lint, change nothing; report fast tests above 20 CPU seconds"
@@ -58,6 +59,11 @@ test: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	$(PYTEST) -m slow --cpu-seconds=$(CPU_SECONDS)/slow.txt $(PYTEST_ARGS)
+
+# Apart, because torchao says on every start on a machine without a GPU which of its libraries it cannot load.
+test-float8: $(INSTALLED)
+	$(BIN)/python -m pip install -e '.[float8]' -c constraints.txt
+	$(PYTEST) tests/test_float8.py $(PYTEST_ARGS)
 
 test-all: test test-slow
 

@@ -75,14 +75,12 @@ def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-def test_sections_run_on_cpu_ranks(tmp_path):
-    ended = run("--ranks", "2", "--sections", "equality", "1B", folder=tmp_path)
+def test_plans_are_compared_on_cpu_ranks(tmp_path):
+    ended = run("--ranks", "2", "--sections", "equality", folder=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = json.loads((tmp_path / "gpu.json").read_text())
     cases = {row["case"] for row in found["equality"] if row.get("equal")}
     assert {"1f1b, packed, fp32", "zero_bubble, bf16", "megatron_sp, fp32", "zero3, resumed, bf16"} <= cases
-    ways = [row["way"] for row in found["1B"] if "predicted ms" in row]
-    assert ways == ["zero3", "zero3, recompute"]
 
 
 def test_a_part_that_fails_is_a_row_with_its_error(tmp_path):

@@ -101,8 +101,8 @@ def test_make_installs_the_first_time_only(checkout, target):
 def test_ci_runs_the_fast_and_the_slow_tests_and_shows_skips():
     script = (ROOT / ".ci" / "run").read_text()
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
-    assert re.findall(r"^make (\S+)", script, re.M) == ["test", "quality", "test-slow"]
-    assert script.count('PYTEST_ARGS="-rs') == 2
+    assert re.findall(r"^make (\S+)", script, re.M) == ["test", "quality", "test-slow", "test-float8"]
+    assert script.count('PYTEST_ARGS="-rs') == 3
 
 
 @pytest.fixture
