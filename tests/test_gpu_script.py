@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,32 +58,20 @@ def test_tables_have_a_column_for_each_number():
     assert "a, places: x, y" in text and "b, parts: p 1.0" in text
 
 
-def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess:
-    script = [
-        sys.executable,
-        str(BENCHMARKS / "gpu.py"),
-        "--tiny",
-        "--device",
-        "cpu",
-        "--eager",
-        "--output",
-        str(folder),
-    ]
-    return subprocess.run([*script, *arguments], capture_output=True, text=True, timeout=300)
+def options(folder: Path) -> SimpleNamespace:
+    return SimpleNamespace(output=folder, device="cpu", tiny=True, eager=True)
 
 
 @pytest.mark.slow
 def test_plans_are_compared_on_cpu_ranks(tmp_path):
-    ended = run("--ranks", "2", "--sections", "equality", folder=tmp_path)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    cases = {row["case"] for row in found["equality"] if row.get("equal")}
-    assert {"1f1b, packed, fp32", "zero_bubble, bf16", "megatron_sp, fp32", "zero3, resumed, bf16"} <= cases
+    for part, ranks in (("reference", 1), ("equality-bf16", 2)):
+        rows = gpu._ended(gpu._start(part, str(tmp_path), options(tmp_path), ranks), 300)
+    assert {row["case"] for row in rows if row.get("equal")} == {row["case"] for row in rows}, rows
+    assert {"1f1b, packed, bf16", "zero_bubble, bf16", "zero3, resumed, bf16"} <= {row["case"] for row in rows}
 
 
 def test_a_part_that_fails_is_a_row_with_its_error(tmp_path):
     """Without the files of the reference there is nothing to compare with."""
-    options = SimpleNamespace(output=tmp_path, device="cpu", tiny=True, eager=True)
-    rows = gpu._ended(gpu._start("equality-fp32", str(tmp_path), options, 1), 100)
+    rows = gpu._ended(gpu._start("equality-fp32", str(tmp_path), options(tmp_path), 1), 100)
     assert [row["case"] for row in rows] == ["equality-fp32"]
     assert "exit code 1, FileNotFoundError" in rows[0]["error"]
