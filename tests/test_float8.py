@@ -95,7 +95,7 @@ def test_products_are_those_of_torchao():
 
 
 @needs_torchao
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["llama", "llama_biases", pytest.param("qwen2", marks=pytest.mark.slow)])
 def test_gradients_are_as_near_to_single_precision_as_those_of_torchao(family):
     """Float8 rounds to 3 bits: a difference of a bf16 rounding in attention becomes another rounding of all after it,
     so that gradients are compared with exact ones.
@@ -132,6 +132,24 @@ def test_layers_are_converted_and_ends_are_not():
 
     projections = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert run_ranks(work, 2) == [[projections, projections]] * 2
+
+
+@needs_torchao
+def test_layers_with_biases_compile_whole():
+    model = FAMILIES["llama_biases"].build(**SIZES)
+    plan = in_float8(single_stage((LayerStrategy(tensor=2, megatron_sp=True),) * 4, 2))
+
+    def work() -> list[float]:
+        losses = []
+        for compiles in (False, True):
+            parallel = parallelize(copy.deepcopy(model), plan)
+            if compiles:
+                parallel.compile(backend="eager", fullgraph=True)
+            losses.append(float(parallel.forward_backward(BATCHES["plain"]())))
+        return losses
+
+    eager, compiled = run_ranks(work, 2)[0]
+    assert eager == compiled
 
 
 @needs_torchao

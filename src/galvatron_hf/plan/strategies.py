@@ -232,6 +232,16 @@ class Precision:
         check_choice("master", self.master, MASTER_DTYPES)
         check_choice("reduce", self.reduce, DTYPES)
 
+    @property
+    def float8(self) -> bool:
+        """Returns whether products of layers are in float8."""
+        return self.compute == "fp8"
+
+    @property
+    def activations(self) -> str:
+        """Returns the format of activations, and of weights while they are used."""
+        return "bf16" if self.float8 else self.compute
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:

@@ -107,7 +107,7 @@ def _sequence_groups(plan: "ParallelPlan") -> list[str]:
 
 
 def _precision(plan: "ParallelPlan") -> list[str]:
-    if plan.precision is not None and plan.precision.compute == "fp8" and plan.schedule == "zero_bubble":
+    if plan.precision is not None and plan.precision.float8 and plan.schedule == "zero_bubble":
         return [
             "precision.compute is 'fp8', whose products schedule 'zero_bubble' cannot split into gradients of inputs "
             "and of weights: use 'bf16', or schedule '1f1b'"

@@ -127,7 +127,7 @@ def _check_supported(plan: ParallelPlan) -> None:
         degree = max(getattr(layer, name) for layer in plan.layers)
         if degree > 1:
             raise ValueError(f"The cost model has no formula for {name}={degree} yet; use {name}=1.")
-    if plan.precision is not None and plan.precision.compute == "fp8":
+    if plan.precision is not None and plan.precision.float8:
         raise ValueError('The cost model has no times of products in float8 yet; use precision.compute "bf16".')
     if plan.sequence_groups is not None:
         raise ValueError("The cost model has no formula for sequence_groups yet; leave them out.")

@@ -230,7 +230,7 @@ def packing_mode(args: TrainingArguments) -> str:
 
 def with_precision(plan: ParallelPlan, args: TrainingArguments) -> ParallelPlan:
     """Returns the plan with the precision of the arguments, if it has none; raises ValueError if the two differ."""
-    if args.bf16 and plan.precision is not None and plan.precision.compute not in ("bf16", "fp8"):
+    if args.bf16 and plan.precision is not None and plan.precision.activations != "bf16":
         raise ValueError(
             f'The plan computes in "{plan.precision.compute}" and the arguments say bf16=True; '
             'set the plan\'s precision.compute to "bf16" or bf16=False.'

@@ -23,7 +23,7 @@ def generate(parallel: ParallelModel, *args, **kwargs) -> torch.Tensor:
     if dist.get_rank() == 0:
         precision = parallel.plan.precision
         plain = plain_model(parallel, weights)
-        if precision is not None and precision.compute in ("bf16", "fp8"):
+        if precision is not None and precision.activations == "bf16":
             plain.bfloat16()
         with torch.no_grad():
             result = send_to_device(plain.generate(*args, **{"use_cache": True, **kwargs}), "cpu")

@@ -134,6 +134,7 @@ def mask_on_device(mask: torch.Tensor | None, device: torch.device) -> tuple[tor
 
 
 def has_padding(mask: torch.Tensor) -> bool:
+    """Returns whether a mask in the host's memory hides a position."""
     return not bool(mask.all())
 
 

@@ -28,12 +28,12 @@ from galvatron_hf.utils.compat import (
 )
 
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def mixed_precision(precision: Precision) -> MixedPrecisionPolicy:
     """Returns the FSDP2 policy of a precision: weights are cast on use, gradients reduced in `precision.reduce`."""
-    compute, reduce = DTYPES[precision.compute], DTYPES[precision.reduce]
+    compute, reduce = DTYPES[precision.activations], DTYPES[precision.reduce]
     if compute is DTYPES[precision.master] and reduce is compute:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
@@ -59,7 +59,7 @@ class ShardedUnits:
     """
 
     def __init__(self, precision: Precision, wait_at_end: bool = False):
-        self.compute, self.reduce = DTYPES[precision.compute], DTYPES[precision.reduce]
+        self.compute, self.reduce = DTYPES[precision.activations], DTYPES[precision.reduce]
         self.policy = mixed_precision(precision)
         self.sharded: list[_ShardedUnit] = []
         self.replicated: list[tuple[ReplicatedUnit, int]] = []

@@ -18,13 +18,13 @@ from galvatron_hf.models.adapter import ModelAdapter
 from galvatron_hf.plan import ParallelPlan
 
 
-COMPUTE = "fp8"  # in `Precision.compute`
 MULTIPLE = 16  # of which the sizes of a product are multiples
 LEAST_CAPABILITY = (8, 9)
 
 
 def uses_float8(plan: ParallelPlan) -> bool:
-    return plan.precision is not None and plan.precision.compute == COMPUTE
+    """Returns whether a plan says itself that products of layers are in float8; training arguments cannot."""
+    return plan.precision is not None and plan.precision.float8
 
 
 def check_float8(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPlan, device: torch.device) -> None:

@@ -133,9 +133,10 @@ def _sum_row_outputs(module: nn.Module, kind: LinearKind | None, group: dist.Pro
             return F.linear(hidden, module.weight.t() if inputs_first else module.weight)
         bias = module.bias
         set_parameter_tensor(module, "bias", None)
-        output = own(hidden)
-        set_parameter_tensor(module, "bias", bias)
-        return output
+        try:
+            return own(hidden)
+        finally:
+            set_parameter_tensor(module, "bias", bias)
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         output = reduce(product(hidden), group)

@@ -152,7 +152,7 @@ class Pipeline:
             group=world.joined(groups)[0],
             pairs=pairs,
             state_features=state_features,
-            dtype=DTYPES[resolved.precision.compute],
+            dtype=DTYPES[resolved.precision.activations],
             timeline=timeline,
         )
 
