@@ -66,7 +66,7 @@ def reference(model: PreTrainedModel, batch: Mapping[str, torch.Tensor], num_ite
     model.zero_grad()
     loss = model(**inputs).loss
     loss.backward()
-    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    gradients = {name: gradient_of(parameter).clone() for name, parameter in model.named_parameters()}
     model.eval()
     with torch.no_grad():
         output = model(**inputs)
@@ -150,9 +150,9 @@ def observe(parallel: ParallelModel, oracle: Reference, *, evaluation: bool = Tr
     model = parallel.model
     loss = parallel.forward_backward(oracle.batch, oracle.num_items)
     gradients, grad_norm = whole_gradients(model, oracle.model), parallel.grad_norm()
-    before = [local(parameter.grad).clone() for parameter in model.parameters()]
+    before = [local(gradient_of(parameter)).clone() for parameter in model.parameters()]
     parallel.clip_grad_norm_(oracle.grad_norm / 2)
-    after = [local(parameter.grad) for parameter in model.parameters()]
+    after = [local(gradient_of(parameter)) for parameter in model.parameters()]
     clipped_norm = total_norm(gradients) * clipping_scale(before, after, oracle.grad_norm / 2 / total_norm(gradients))
     model.zero_grad()
     return Observed(
@@ -265,6 +265,11 @@ def total_norm(tensors: Mapping[str, torch.Tensor]) -> float:
     return float(torch.stack([tensor.double().square().sum() for tensor in tensors.values()]).sum().sqrt())
 
 
+def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Returns the gradient of a parameter, zeros if the loss does not depend on it."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -277,7 +282,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def whole_gradients(model: PreTrainedModel, plain: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Returns all gradients under the plain model's names; collective."""
-    return _of_all_stages({name: whole(p.grad) for name, p in model.named_parameters()}, plain)
+    return _of_all_stages({name: whole(gradient_of(p)) for name, p in model.named_parameters()}, plain)
 
 
 @torch.no_grad()

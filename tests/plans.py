@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -191,3 +192,138 @@ def pipeline_plans_on_eight() -> dict[str, ParallelPlan]:
         "zero_bubble_of_four": pipelined(four, KEPT_LAYERS, "zero_bubble", ends=zero2),
         "zero_bubble_v": pipelined(two + two[::-1], kept, "zero_bubble", ends=zero2),
     }
+
+
+def expert_plans(*, dense: Sequence[int] = (), tensor: bool = True, sequence: bool = True) -> dict[str, ParallelPlan]:
+    """Returns plans on 4 ranks for a model with experts in all layers but `dense`. Without `tensor` no layer has a
+    tensor degree, without `sequence` none has pieces of a sequence.
+    """
+
+    def mixed(*strategies: LayerStrategy) -> tuple[LayerStrategy, ...]:
+        layers = [strategies[index % len(strategies)] for index in range(LAYERS)]
+        return tuple(replace(one, expert=1) if index in dense else one for index, one in enumerate(layers))
+
+    def strategy(**degrees) -> LayerStrategy:
+        if not sequence:
+            degrees.pop("ulysses", None)
+        return LayerStrategy(**degrees)
+
+    two = [(0, 1), (2, 3)]
+    plans = {
+        "expert_1": single_stage(mixed(strategy()), 4),
+        "expert_2": single_stage(mixed(strategy(expert=2)), 4),
+        "expert_4": single_stage(mixed(strategy(expert=4)), 4),
+        "shardings": single_stage(
+            mixed(
+                strategy(expert=2, sharding="zero2"),
+                strategy(expert=4, sharding="replicate"),
+                strategy(expert=2, sharding="replicate"),
+                strategy(expert=2, shard_degree=2),
+            ),
+            4,
+        ),
+        "recompute": single_stage(
+            mixed(
+                strategy(expert=2, recompute="full"),
+                strategy(expert=4, recompute="full"),
+                strategy(recompute="full"),
+                strategy(expert=2, sharding="replicate", recompute="full"),
+            ),
+            4,
+        ),
+        "micro_batches": single_stage(
+            mixed(strategy(expert=4), strategy(expert=2, ulysses=2, recompute="full")), 4, micro_batches=2
+        ),
+        "permuted": single_stage(
+            mixed(strategy(expert=2, ulysses=2), strategy(expert=4), strategy(), strategy(expert=2, sharding="zero2")),
+            4,
+            ranks=(2, 0, 3, 1),
+            micro_batches=2,
+        ),
+        "gpipe": pipelined(
+            two,
+            mixed(
+                strategy(expert=2),
+                strategy(expert=2, recompute="full"),
+                strategy(ulysses=2, expert=2),
+                strategy(expert=2, sharding="zero2"),
+            ),
+            "gpipe",
+            micro_batches=2,
+        ),
+        "1f1b": pipelined(
+            two,
+            mixed(
+                strategy(expert=2),
+                strategy(expert=2, recompute="full"),
+                strategy(ulysses=2, expert=2),
+                strategy(expert=2, sharding="replicate"),
+            ),
+            micro_batches=4,
+        ),
+        "interleaved": pipelined(
+            two * 2, mixed(strategy(expert=2), strategy(expert=1, recompute="full")), "interleaved", micro_batches=2
+        ),
+        "zero_bubble": pipelined(
+            two,
+            mixed(strategy(expert=2, sharding="zero2"), strategy(expert=2, sharding="replicate")),
+            "zero_bubble",
+            micro_batches=2,
+            ends=VocabularyStrategy(sharding="zero2"),
+        ),
+    }
+    if sequence:
+        plans["ulysses"] = single_stage(
+            mixed(
+                strategy(expert=2, ulysses=2),
+                strategy(expert=4, ulysses=4),
+                strategy(expert=4, ulysses=2, recompute="full"),
+                strategy(ulysses=2),
+            ),
+            4,
+        )
+    if tensor:
+        vocabulary = VocabularyStrategy(tensor=2)
+        ends = dict(embedding=vocabulary, head=vocabulary)
+        plans |= {
+            "tensor": single_stage(
+                mixed(
+                    strategy(tensor=2, expert=2),
+                    strategy(tensor=2, expert=4),
+                    strategy(tensor=2),
+                    strategy(tensor=4, expert=4),
+                ),
+                4,
+                **ends,
+            ),
+            "megatron_sp": single_stage(
+                mixed(
+                    strategy(tensor=2, expert=2, megatron_sp=True),
+                    strategy(tensor=2, megatron_sp=True, expert=4, recompute="full"),
+                    strategy(tensor=4, megatron_sp=True, expert=4),
+                    strategy(tensor=2, megatron_sp=True, ulysses=2, expert=4),
+                ),
+                4,
+                **ends,
+            ),
+            "all_kinds": single_stage(
+                mixed(
+                    strategy(tensor=2, expert=4, recompute="full"),
+                    strategy(expert=4, sharding="zero2"),
+                    strategy(tensor=2, megatron_sp=True, expert=2),
+                    strategy(ulysses=2, expert=2, sharding="replicate"),
+                ),
+                4,
+                micro_batches=2,
+                **ends,
+            ),
+            "tensor_1f1b": pipelined(
+                two,
+                mixed(
+                    strategy(tensor=2, expert=2),
+                    strategy(tensor=2, megatron_sp=True, expert=2, recompute="full"),
+                ),
+                micro_batches=2,
+            ),
+        }
+    return plans

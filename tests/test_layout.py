@@ -168,7 +168,9 @@ def test_every_ulysses_rank_gets_the_key_value_heads_of_its_queries(ulysses):
 
 def test_weights_that_tensor_ranks_have_cut_are_cut_once_more():
     assert second_cut((12, 5), 2, 3) == 0  # 12 rows in 2 x 3 even pieces
-    assert second_cut((12, 5), 2, 4) == 1  # not in 2 x 4, so columns
+    assert second_cut((12, 8), 2, 4) == 1  # not in 2 x 4, so columns
+    assert second_cut((12, 5), 2, 4) is None  # nor can 4 ranks share 5 columns evenly
+    assert second_cut((2, 5, 8), 2, 4) == 2
     assert second_cut((12,), 2, 3) == 0
     assert second_cut((12,), 2, 4) is None
 

@@ -16,7 +16,7 @@ from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy
 from plans import uniform
 from ranks import run_ranks
-from tiny_models import FAMILIES, LAYERS, Family
+from tiny_models import EXPERT_FAMILIES, FAMILIES, LAYERS, Family
 
 
 def t5():
@@ -25,18 +25,22 @@ def t5():
     )
 
 
-def mixtral():
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
+def jetmoe():
+    return transformers.JetMoeForCausalLM(
+        transformers.JetMoeConfig(
             vocab_size=97,
             hidden_size=32,
             intermediate_size=40,
             num_hidden_layers=LAYERS,
-            num_attention_heads=8,
             num_key_value_heads=2,
+            kv_channels=8,
             num_local_experts=4,
         )
     )
+
+
+def experts(family: str, **options):
+    return lambda: EXPERT_FAMILIES[family].build(**options)
 
 
 def bert():
@@ -99,7 +103,15 @@ VIRTUAL = tuple(Stage(ranks=(2 * (i % 2), 2 * (i % 2) + 1), layers=(i, i + 1)) f
 # Model, plan, and what the sentence must say.
 REFUSED: dict[str, tuple] = {
     "encoder-decoder": (t5, DATA, ["T5", "encoder-decoder", "decoder-only"]),
-    "experts": (mixtral, DATA, ["Mixtral", "expert", "dense"]),
+    "experts without a table": (jetmoe, DATA, ["JetMoe", "base_model_tp_plan"]),
+    "experts of a dense layer": (experts("deepseek_v3"), uniform(4, expert=2), ["Layer 0", "no experts", "expert 1"]),
+    "experts of a dense model": (llama(), uniform(4, expert=2), ["Layer 0", "Llama", "no experts", "expert 1"]),
+    "more ranks than experts": (
+        experts("mixtral", num_local_experts=2),
+        uniform(4, expert=4),
+        ["expert 4", "2 experts", "use expert 2"],
+    ),
+    "linear attention": (experts("minimax"), DATA, ["MiniMax", "kind", "attention"]),
     "no tensor-parallel plan": (bert, DATA, ["BertForMaskedLM", "base_model_tp_plan"]),
     "no head": (without_head, DATA, ["LlamaModel", "AutoModelForCausalLM"]),
     "tied and unequal": (
@@ -162,7 +174,6 @@ REFUSED: dict[str, tuple] = {
         ["ties", "use tensor=2 for head"],
     ),
     "context": (llama(), uniform(4, context=2), ["context=2", "ulysses=2"]),
-    "experts in the plan": (llama(), uniform(4, expert=2), ["expert=2", "expert=1"]),
     "fp16": (llama(), dataclasses.replace(DATA, precision=Precision(compute="fp16")), ["fp16", "bf16"]),
     "bf16 master weights": (
         llama(),
@@ -176,7 +187,7 @@ REFUSED: dict[str, tuple] = {
     "uneven pieces of pieces": (
         llama(intermediate_size=44, mlp_bias=True),
         uniform(8, tensor=2),
-        ["layer 0", "44 elements", "shard_degree 2"],
+        ["layer 0", "mlp.gate_proj.bias of shape (44,)", "shard_degree 2"],
     ),
 }
 

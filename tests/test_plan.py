@@ -118,7 +118,6 @@ def test_uniform_splits_ranks_and_layers_evenly():
     [
         ({"pipeline": 2, "schedule": "zero_bubble"}, "zero_bubble"),
         ({"context": 2}, "context parallelism"),
-        ({"expert": 2}, "expert parallelism"),
         ({"precision": Precision(compute="fp16")}, "loss scaling"),
     ],
 )

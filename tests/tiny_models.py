@@ -86,6 +86,9 @@ def _randomise(model: PreTrainedModel, seed: int) -> None:
             parameter.add_(0.1 * noise)
         else:
             parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # moves choices of experts
+            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
 
 
 FAMILIES: dict[str, Family] = {
@@ -124,6 +127,89 @@ FAMILIES: dict[str, Family] = {
     "gpt2": Family(prefix="GPT2", base=_GPT2_LIKE),
     "gpt2_untied": Family(prefix="GPT2", base=_GPT2_LIKE, options=dict(tie_word_embeddings=False)),
     "gpt2_eager": Family(prefix="GPT2", base=_GPT2_LIKE, options=dict(attn_implementation="eager")),
+}
+
+
+_DEEPSEEK = dict(
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    first_k_dense_replace=1,
+    num_key_value_heads=8,
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_rope_head_dim=4,
+    qk_nope_head_dim=4,
+    v_head_dim=8,
+    n_group=2,
+    topk_group=1,
+)
+# A large coefficient: with a small one, a wrong loss of the routers would hardly be seen.
+_ROUTER_LOSS = dict(output_router_logits=True, router_aux_loss_coef=0.5)
+_EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24)
+
+# Families with experts; those with a loss for their routers compute it.
+EXPERT_FAMILIES: dict[str, Family] = {
+    "mixtral": Family(prefix="Mixtral", options=dict(num_local_experts=8, **_ROUTER_LOSS)),
+    "qwen2_moe": Family(
+        prefix="Qwen2Moe",
+        options=dict(shared_expert_intermediate_size=24, mlp_only_layers=[1], **_EXPERTS, **_ROUTER_LOSS),
+    ),
+    "qwen3_moe": Family(prefix="Qwen3Moe", options=dict(head_dim=8, **_EXPERTS, **_ROUTER_LOSS)),
+    "olmoe": Family(prefix="Olmoe", options=_EXPERTS | _ROUTER_LOSS),
+    "phimoe": Family(
+        prefix="Phimoe",
+        options=dict(num_local_experts=8, router_jitter_noise=0.0, input_jitter_noise=0.0, **_ROUTER_LOSS),
+    ),
+    "granitemoe": Family(
+        prefix="GraniteMoe",
+        options=dict(num_local_experts=8, logits_scaling=4.0, attention_multiplier=0.3, **_ROUTER_LOSS),
+    ),
+    "granitemoeshared": Family(
+        prefix="GraniteMoeShared", options=dict(num_local_experts=8, shared_intermediate_size=24, **_ROUTER_LOSS)
+    ),
+    "deepseek_v2": Family(prefix="DeepseekV2", options=_DEEPSEEK | dict(topk_method="group_limited_greedy")),
+    "deepseek_v3": Family(prefix="DeepseekV3", options=_DEEPSEEK),
+    "glm4_moe": Family(
+        prefix="Glm4Moe", options=dict(head_dim=8, n_routed_experts=8, moe_intermediate_size=24, num_experts_per_tok=2)
+    ),
+    "ernie4_5_moe": Family(
+        prefix="Ernie4_5_Moe",
+        options=dict(moe_num_experts=8, moe_k=2, moe_intermediate_size=24, moe_num_shared_experts=1, **_ROUTER_LOSS),
+    ),
+    "dots1": Family(
+        prefix="Dots1",
+        options=dict(
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            n_shared_experts=1,
+            head_dim=8,
+            first_k_dense_replace=1,
+        ),
+    ),
+    "minimax_m2": Family(
+        prefix="MiniMaxM2", options=dict(num_local_experts=8, num_experts_per_tok=2, head_dim=8, **_ROUTER_LOSS)
+    ),
+    "gpt_oss": Family(
+        prefix="GptOss",
+        options=dict(
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            head_dim=8,
+            sliding_window=4,
+            attn_implementation="eager",
+            **_ROUTER_LOSS,
+        ),
+    ),
+    "hunyuan_v1_moe": Family(prefix="HunYuanMoEV1", options=dict(num_experts=8, moe_topk=2, head_dim=8)),
+    "llama4_text": Family(
+        prefix="Llama4",
+        options=dict(
+            num_local_experts=8, num_experts_per_tok=1, head_dim=8, intermediate_size_mlp=40, moe_layers=[1, 3]
+        ),
+    ),
+    "minimax": Family(prefix="MiniMax", options=dict(num_local_experts=8)),
 }
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from galvatron_hf.models.heads import Heads
-from galvatron_hf.models.losses import NEXT_TOKEN, LossKind
+from galvatron_hf.models.losses import NEXT_TOKEN, LossKind, RouterLossKind
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.resolved import ResolvedPlan, resolve
 from galvatron_hf.plan.strategies import DEFAULT_STACK
@@ -38,6 +38,22 @@ class Fused:
 
     parts: tuple[str, ...]
     sizes: Callable[[PreTrainedConfig], tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsAdapter:
+    """Describes the experts of a layer that has them; names are those of modules inside the layer.
+
+    Attributes:
+        module (`str`): the module whose weights [experts, ...] are those of all experts. It is called with hidden
+            states [tokens, features], and with the experts and the weights [tokens, top_k] of each token.
+        router (`str`): the module that chooses the experts.
+        logits (`int`): the index of its logits [tokens, experts] in its output.
+    """
+
+    module: str
+    router: str
+    logits: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +96,9 @@ class StackAdapter:
         layers, final_norm (`str`): the module list, and the norm after its last layer.
         positional (`tuple[str, ...]`): learned position embeddings.
         attention (`tuple[str, ...]`): the attention modules of a layer.
-        regions (`tuple[str, ...]`): modules of a layer whose input enters a tensor-parallel region.
+        regions (`tuple[str, ...]`): modules of a layer whose input enters a tensor-parallel region. Those that a layer
+            lacks, or that contain its experts, are none; the experts are not in a region.
+        experts ([`ExpertsAdapter`], *optional*): the experts of the layers that have them; other layers are dense.
         styles (`Mapping[str, Style]`): the style of each module; empty if the stack supports no tensor degree over 1,
             for the reason `unsupported`.
         fused (`Mapping[str, Fused]`): the parts of each fused module.
@@ -98,6 +116,7 @@ class StackAdapter:
     positional: tuple[str, ...] = ()
     attention: tuple[str, ...] = ("self_attn",)
     regions: tuple[str, ...] = ("self_attn", "mlp")
+    experts: ExpertsAdapter | None = None
     styles: Mapping[str, Style] = field(default_factory=dict)
     unsupported: str | None = None
     fused: Mapping[str, Fused] = field(default_factory=dict)
@@ -113,13 +132,36 @@ class StackAdapter:
         owner = name.rsplit(".", 1)[0]
         return self.styles.get(name) or (self.styles.get(owner) if owner in self.fused else None)
 
-    def in_region(self, name: str) -> bool:
+    def experts_of(self, layer: nn.Module) -> nn.Module | None:
+        """Returns the module with the weights of all experts of a layer; None for a dense layer."""
+        return None if self.experts is None else _submodule(layer, self.experts.module)
+
+    def is_expert(self, name: str, layer: nn.Module) -> bool:
+        """Tells whether a module of a layer is, or lies in, the module of its experts."""
+        return self.experts_of(layer) is not None and _within(name, self.experts.module)
+
+    def regions_of(self, layer: nn.Module) -> tuple[str, ...]:
+        """Returns the modules of one layer whose input enters a tensor-parallel region."""
+        found = [region for region in self.regions if _submodule(layer, region) is not None]
+        if self.experts_of(layer) is not None:
+            found = [region for region in found if not _within(self.experts.module, region)]
+        return tuple(found)
+
+    def in_region(self, name: str, layer: nn.Module) -> bool:
         """Tells whether a module of a layer lies in a tensor-parallel region."""
-        return any(name == region or name.startswith(f"{region}.") for region in self.regions)
+        return any(_within(name, region) for region in self.regions_of(layer))
 
     def types(self, config: PreTrainedConfig) -> list[str] | None:
         """Returns the type of each layer; None in families whose layers have one type."""
         return getattr(config, self.layer_types, None)
+
+
+def _submodule(layer: nn.Module, name: str) -> nn.Module | None:
+    return dict(layer.named_modules()).get(name)
+
+
+def _within(name: str, outer: str) -> bool:
+    return name == outer or name.startswith(f"{outer}.")
 
 
 def masks_by_type(config: PreTrainedConfig, mask: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
@@ -150,12 +192,14 @@ class LayerPlace:
 @dataclass(frozen=True, kw_only=True)
 class ModelAdapter:
     """Describes one model family: stacks of layers, in the order of the forward pass, between an embedding and a head.
-    `logit_transform` is what the family does after its head; `loss` is computed from labels and logits.
+    `logit_transform` is what the family does after its head; `loss` is computed from labels and logits. `router_loss`
+    returns what the family adds to it for its routers, None if nothing.
     """
 
     stacks: tuple[StackAdapter, ...] = (StackAdapter(),)
     logit_transform: Callable[[PreTrainedConfig], LogitTransform] = lambda config: LogitTransform()
     loss: LossKind = NEXT_TOKEN
+    router_loss: Callable[[PreTrainedModel], RouterLossKind | None] = lambda model: None
 
     def stack_sizes(self, model: PreTrainedModel) -> dict[str, int]:
         """Returns the number of layers of each stack, as a plan's `stacks` has them."""
@@ -202,7 +246,13 @@ class ModelAdapter:
     def resolve(self, model: PreTrainedModel, plan: ParallelPlan) -> ResolvedPlan:
         heads = [place.stack.heads(model.base_model.config) for place in self.places(model)]
         counts = [(one.query, one.key_value) for one in heads]
-        return resolve(plan, heads=counts, tied=self.ties_embeddings(model))
+        return resolve(plan, heads=counts, tied=self.ties_embeddings(model), experts=self.expert_counts(model))
+
+    def expert_counts(self, model: PreTrainedModel) -> list[int]:
+        """Returns the number of experts of each layer, 0 for a dense one."""
+        found = zip(self.places(model), self.layers(model), strict=True)
+        modules = [place.stack.experts_of(layer) for place, layer in found]
+        return [0 if module is None else next(module.parameters()).shape[0] for module in modules]
 
     def state_features(self, config: PreTrainedConfig) -> dict[str, int]:
         """Returns the features of each tensor that passes from layer to layer, and so between pipeline stages."""

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, MoeModelOutputWithPast
 
-from galvatron_hf.models.adapter import Fused, LogitTransform, ModelAdapter, StackAdapter, Style
+from galvatron_hf.models.adapter import ExpertsAdapter, Fused, LogitTransform, ModelAdapter, StackAdapter, Style
 from galvatron_hf.models.heads import Heads
-from galvatron_hf.utils.compat import has_peft_adapters
+from galvatron_hf.models.losses import RouterLossKind
+from galvatron_hf.utils.compat import has_peft_adapters, is_experts_module, router_output
 
+
+_EXPERTS = "experts"  # the word for the module of all experts in the families' tensor-parallel plans
 
 _STYLES = {
     "colwise": Style.COLUMN,
@@ -60,14 +63,21 @@ PHI3 = StackAdapter(
     },
 )
 
-_STACKS = {"gpt2": GPT2, "phi3": PHI3}
+GPT_OSS = StackAdapter(
+    experts=ExpertsAdapter(module="mlp.experts", router="mlp.router"),
+    unsupported="its attention has sinks, one for each head, which no adapter cuts yet",
+)
+
+_STACKS = {"gpt2": GPT2, "phi3": PHI3, "gpt_oss": GPT_OSS}
 
 _LOGIT_TRANSFORMS = {
     "gemma2": lambda config: LogitTransform(softcap=config.final_logit_softcapping),
     "gemma3_text": lambda config: LogitTransform(softcap=config.final_logit_softcapping),
-    "granite": lambda config: LogitTransform(scale=1.0 / config.logits_scaling),
-    "cohere": lambda config: LogitTransform(scale=config.logit_scale),
-    "cohere2": lambda config: LogitTransform(scale=config.logit_scale),
+    **dict.fromkeys(
+        ("granite", "granitemoe", "granitemoeshared"),
+        lambda config: LogitTransform(scale=1.0 / config.logits_scaling),
+    ),
+    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), lambda config: LogitTransform(scale=config.logit_scale)),
 }
 
 
@@ -86,9 +96,11 @@ def adapter_for(model: PreTrainedModel) -> ModelAdapter:
     adapter = ModelAdapter(
         stacks=(_STACKS.get(family) or _stack_from_tensor_plan(model),),
         logit_transform=_LOGIT_TRANSFORMS.get(family, lambda config: LogitTransform()),
+        router_loss=_router_loss,
     )
     _check_structure(model, adapter)
     _check_head(model, adapter)
+    _check_router_loss(model, adapter)
     return adapter
 
 
@@ -114,13 +126,45 @@ def _stack_from_tensor_plan(model: PreTrainedModel) -> StackAdapter:
         if not pattern.startswith("layers.*."):
             continue
         module = pattern.removeprefix("layers.*.")
+        if _EXPERTS in module.split("."):  # spread by `expert`, not cut by `tensor`
+            continue
         if style not in _STYLES:
             unsupported = f"its {module} has the style {style!r}, which is not supported"
             continue
         styles[module] = _STYLES[style]
-    if any("expert" in module for module in plan):
-        raise ValueError(f"{name} has expert layers, which are not supported yet; use a dense model.")
-    return StackAdapter(styles={} if unsupported else styles, unsupported=unsupported)
+    if not styles and unsupported is None:
+        unsupported = "the tensor-parallel plan that its family ships covers no module but experts"
+    experts = _find_experts(model) if any(_EXPERTS in pattern.split(".") for pattern in plan) else None
+    regions = StackAdapter().regions
+    if experts is not None:  # besides them, a layer may have MLPs that every token goes through
+        owners = [module.rpartition(".")[0] for module in styles if not module.startswith("self_attn.")]
+        regions = tuple(dict.fromkeys((*regions, *owners)))
+    return StackAdapter(
+        regions=regions,
+        experts=experts,
+        styles={} if unsupported else styles,
+        unsupported=unsupported,
+    )
+
+
+def _find_experts(model: PreTrainedModel) -> ExpertsAdapter:
+    """Reads off the first layer that has experts where they are, and which module chooses them."""
+    name = type(model).__name__
+    for layer in model.base_model.layers:
+        modules = dict(layer.named_modules())
+        for path, module in modules.items():
+            if is_experts_module(module):
+                block = path.rpartition(".")[0]
+                kind, index = router_output(model)
+                beside = dict(modules[block].named_children())
+                routers = [child for child, inner in beside.items() if kind is not None and isinstance(inner, kind)]
+                if len(routers) != 1:
+                    break
+                return ExpertsAdapter(module=path, router=f"{block}.{routers[0]}", logits=index)
+    raise ValueError(
+        f"{name} has experts that are no module with the weights of all, called with the choices of a router beside "
+        "it; train it with transformers.Trainer."
+    )
 
 
 def _check_kind(model: PreTrainedModel) -> None:
@@ -159,8 +203,47 @@ def _check_structure(model: PreTrainedModel, adapter: ModelAdapter) -> None:
             f"{name} computes {getattr(model.loss_function, '__name__', model.loss_function)!r}, not the causal LM "
             "loss; use an AutoModelForCausalLM class, or pass compute_loss_func."
         )
-    if getattr(model.config, "output_router_logits", False):
-        raise ValueError(f"{name} has output_router_logits=True, which is not supported yet; set it to False.")
+
+
+def _router_loss(model: PreTrainedModel) -> RouterLossKind | None:
+    """Returns what a family adds to its loss for its routers; its configuration says whether it does."""
+    names = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
+    if not getattr(model.config, "output_router_logits", False) or not all(hasattr(model, name) for name in names):
+        return None
+    return RouterLossKind(
+        coefficient=model.router_aux_loss_coef, experts=model.num_experts, top_k=model.num_experts_per_tok
+    )
+
+
+@torch.no_grad()
+def _check_router_loss(model: PreTrainedModel, adapter: ModelAdapter) -> None:
+    """Runs the family's own forward on given logits of two routers, and compares what it adds to the loss."""
+    if not getattr(model.config, "output_router_logits", False):
+        return
+    kind, name, base = adapter.router_loss(model), type(model).__name__, model.base_model
+    head, count = model.get_output_embeddings(), 4 if kind is None else kind.experts
+    logits = torch.linspace(-2.0, 3.0, 2 * 3 * count).sin().view(2, 3, count)
+    mask = torch.tensor([[1, 1, 0]])
+    hidden = torch.zeros(1, 3, 1)
+    base.forward = lambda *args, **kwargs: MoeModelOutputWithPast(
+        last_hidden_state=hidden, router_logits=tuple(logits)
+    )
+    head.forward = lambda states: torch.zeros(1, 3, model.config.vocab_size)
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    try:
+        without = model(input_ids=ids, attention_mask=mask, labels=ids, output_router_logits=False).loss
+        found = model(input_ids=ids, attention_mask=mask, labels=ids, output_router_logits=True).loss - without
+    finally:
+        del base.forward, head.forward
+    expected = torch.zeros(())
+    if kind is not None:
+        statistics = torch.stack([kind.statistics(of_layer, mask.flatten()) for of_layer in logits]).sum(0)
+        expected = kind.coefficient * kind.value(statistics)
+    if not torch.allclose(found, expected.to(found), rtol=1e-4, atol=1e-6):
+        raise ValueError(
+            f"{name} adds another loss of its routers than load_balancing_loss_func of transformers computes; set "
+            "model.config.output_router_logits to False."
+        )
 
 
 @torch.no_grad()
@@ -171,10 +254,13 @@ def _check_head(model: PreTrainedModel, adapter: ModelAdapter) -> None:
     hidden = torch.tensor([[[3.0], [5.0]]], device=device)
     raw = torch.linspace(-40.0, 60.0, 2 * 5, device=device).view(1, 2, 5)
     seen = []
-    base.forward = lambda *args, **kwargs: BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden)
+    has_experts = any(stack.experts is not None for stack in adapter.stacks)
+    output_class = MoeModelOutputWithPast if has_experts else BaseModelOutputWithPastAndCrossAttentions
+    options = {"output_router_logits": False} if has_experts else {}
+    base.forward = lambda *args, **kwargs: output_class(last_hidden_state=hidden)
     head.forward = lambda states: seen.append(states) or raw.clone()
     try:
-        logits = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device)).logits
+        logits = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), **options).logits
     except (AttributeError, TypeError) as error:
         raise ValueError(
             f"{type(model).__name__} needs more than hidden states after its decoder ({error}), "

@@ -57,6 +57,50 @@ def shift_targets(labels: torch.Tensor) -> torch.Tensor:
     return F.pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous()
 
 
+@dataclass(frozen=True, kw_only=True)
+class RouterLossKind:
+    """Describes the loss that balances the experts: `coefficient * experts * sum_e F_e P_e`. Over all layers and all
+    real tokens of a batch, `F_e` is the mean number of the token's `top_k` choices that are expert e, `P_e` the mean
+    probability of expert e, and both come from the softmax of the router's logits (arXiv 2101.03961, as
+    `load_balancing_loss_func` of transformers computes it).
+    """
+
+    coefficient: float
+    experts: int
+    top_k: int
+
+    def statistics(self, logits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Returns the sums over tokens from which the loss follows: how often each expert is chosen, the probabilities
+        of each, the number of tokens; fp64 [2 * experts + 1].
+
+        Args:
+            logits (`torch.Tensor`): [tokens, experts], those of one layer.
+            weights (`torch.Tensor`): [tokens], how often a token counts; 0 for padding.
+        """
+        probabilities, weights = torch.softmax(logits, -1), weights.double()
+        chosen = torch.topk(probabilities, self.top_k, -1).indices.flatten()
+        counts = torch.zeros(self.experts, dtype=torch.float64, device=logits.device)
+        counts.scatter_add_(0, chosen, weights.repeat_interleave(self.top_k))
+        return torch.cat([counts, weights @ probabilities.double(), weights.sum()[None]])
+
+    def value(self, statistics: torch.Tensor) -> torch.Tensor:
+        """Returns the loss, without its coefficient, of the statistics of all layers and tokens together."""
+        counts, probabilities, tokens = self._parts(statistics)
+        return self.experts * (counts * probabilities).sum() / tokens**2
+
+    def gradient(self, logits: torch.Tensor, weights: torch.Tensor, statistics: torch.Tensor) -> torch.Tensor:
+        """Returns the gradient of [`RouterLossKind.value`] for the logits of some tokens. Choices have none."""
+        counts, _, tokens = self._parts(statistics)
+        probabilities = torch.softmax(logits.float(), -1)
+        outer = (self.experts / tokens**2 * counts).float() * weights[:, None].float()
+        inner = (probabilities * outer).sum(-1, keepdim=True)
+        return (probabilities * (outer - inner)).to(logits.dtype)
+
+    def _parts(self, statistics: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        counts, probabilities, tokens = statistics.split([self.experts, self.experts, 1])
+        return counts, probabilities, tokens[0]
+
+
 NEXT_TOKEN = LossKind(function=ForCausalLMLoss, labels="labels", targets="shift_labels", make_targets=shift_targets)
 
 

@@ -18,6 +18,7 @@ from galvatron_hf.models.shape import WeightShape
 
 
 TENSOR = "tensor"  # the mesh axis of tensor ranks
+EXPERT = "expert"  # the mesh axis of the ranks over which whole experts are spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class ParameterSpec:
         output_dim (`int`): the dimension of the output features, along which parts of a fused parameter lie.
         heads (`int`, *optional*): key/value heads along the cut dimension. More tensor ranks than heads have copies.
         used_in_part (`bool`): whether each tensor rank uses the whole parameter for its own heads alone.
-        mesh (`str`): the mesh that holds it: "layer", "embedding" or "head", after the strategy that shapes the mesh.
+        mesh (`str`): the mesh that holds it: "layer", "experts", "embedding" or "head".
     """
 
     name: str
@@ -76,8 +77,14 @@ class ParameterSpec:
     @property
     def weight_shape(self) -> WeightShape:
         """Returns the shape with the cut of the tensor ranks, from which bytes are counted."""
-        cut = self.axes.index(TENSOR) if TENSOR in self.axes else None
-        return WeightShape(shape=self.shape, cut=cut, used_in_part=self.used_in_part, heads=self.heads)
+        cut = next((dim for dim, axis in enumerate(self.axes) if axis is not None), None)
+        return WeightShape(
+            shape=self.shape,
+            cut=cut,
+            used_in_part=self.used_in_part,
+            heads=self.heads,
+            of_experts=self.mesh == "experts",
+        )
 
     def used_features(self, tensor: int, index: int) -> tuple[int, int] | None:
         """Returns the range of output features that rank `index` uses of a copy; None if it uses what it holds."""
@@ -130,6 +137,10 @@ def _specs(
     name: str, shape: tuple[int, ...], layer: nn.Module, stack: StackAdapter, config: PreTrainedConfig
 ) -> Iterator[ParameterSpec]:
     owner, _, parameter = name.rpartition(".")
+    if stack.is_expert(owner, layer):
+        axes = (EXPERT, *(None for _ in shape[1:]))
+        yield ParameterSpec(name=name, family_name=name, shape=shape, axes=axes, mesh="experts")
+        return
     kind, style = linear_kind(layer.get_submodule(owner)), stack.style(owner)
     output_dim = kind.output_dim if kind is not None and parameter == "weight" else 0
     cut = {Style.COLUMN: output_dim, Style.ROW: 1 - output_dim if parameter == "weight" else None}.get(style)
@@ -147,7 +158,7 @@ def _specs(
             axes=tuple(TENSOR if dim == cut else None for dim in range(len(shape))),
             output_dim=output_dim,
             heads=stack.heads(config).key_value if part in stack.key_value else None,
-            used_in_part=style is Style.REPLICATED_PARTIAL_GRAD and stack.in_region(owner),
+            used_in_part=style is Style.REPLICATED_PARTIAL_GRAD and stack.in_region(owner, layer),
         )
 
 

@@ -20,12 +20,15 @@ class WeightShape:
             norm of queries or keys). Its gradient is then a share of a sum.
         heads (`int`, *optional*): key/value heads along `cut`. With more tensor ranks than heads the weight is whole
             on each of them and used in part.
+        of_experts (`bool`): whether the weight is that of all experts of a layer, one after the other along dimension
+            0. The ranks over which experts are spread are meant then, where this class speaks of tensor ranks.
     """
 
     shape: tuple[int, ...]
     cut: int | None = None
     used_in_part: bool = False
     heads: int | None = None
+    of_experts: bool = False
 
     def cut_dim(self, tensor: int) -> int | None:
         """Returns the dimension that `tensor` ranks cut; None if each of them holds the whole."""
@@ -47,13 +50,17 @@ class WeightShape:
 
     def sums_gradient(self, tensor: int, megatron_sp: bool) -> bool:
         """Tells whether the gradients of `tensor` ranks are shares of a sum, which an all-reduce makes."""
-        whole = tensor > 1 and self.cut_dim(tensor) is None
+        whole = tensor > 1 and self.cut_dim(tensor) is None and not self.of_experts
         return whole and (megatron_sp or self.used_in_part or self.is_copied(tensor))
 
     def shard_dim(self, tensor: int, shards: int) -> int | None:
         """Returns the dimension that `shards` ranks share of what `tensor` ranks hold; None if they can share none. It
-        is dimension 0, unless tensor ranks have cut that into pieces that `shards` does not divide evenly.
+        is dimension 0, unless tensor ranks have cut that into pieces that `shards` does not divide evenly. Few experts
+        would leave some of many ranks without a piece: then another dimension is shared.
         """
+        if self.of_experts:
+            dim = second_cut(self.shape, tensor, shards)
+            return 0 if dim is None and tensor == 1 else dim
         return second_cut(self.shape, tensor, shards) if self.cut_dim(tensor) == 0 else 0
 
     def can_be_sharded(self, tensor: int, shards: int) -> bool:

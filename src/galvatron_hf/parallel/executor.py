@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,9 @@ from galvatron_hf.parallel.data_parallel.tied_weights import TiedWeights
 from galvatron_hf.parallel.model_runner import ModelRunner
 from galvatron_hf.parallel.pipeline.runtime import Pipeline
 from galvatron_hf.parallel.pipeline.trace import Timeline
+from galvatron_hf.parallel.router_loss import RouterStatistics
 from galvatron_hf.plan import ParallelPlan
-from galvatron_hf.plan.schedule import Action, Work
+from galvatron_hf.plan.schedule import Action, Work, runs_forwards_first
 
 
 # A global batch [B, S], or its micro-batches if packing has chosen them.
@@ -45,23 +46,49 @@ class Executor:
         """Runs forward and backward of a global batch; returns its loss, the same on every rank."""
         if options.get("num_items_in_batch") is None:
             options["num_items_in_batch"] = count_targets(batch, self.runner.loss)
-        options |= {"return_logits": False, "whole_loss": False}
+        options |= {"return_logits": False, "whole_loss": False, "routers": self._router_statistics(options)}
         count = self.micro_batch_count(batch)
         parts = [dict(part) for part in (split_rows(batch, count) if isinstance(batch, Mapping) else batch)]
         if self.pipeline is None:
-            return self._train_in_turn(parts, options)
-        total = self._sum(self._train_in_pipeline(parts, options))
-        dist.all_reduce(total)
-        return total
+            total = self._train_in_turn(parts, options)
+        else:
+            total = self._sum(self._train_in_pipeline(parts, options))
+            dist.all_reduce(total)
+        return total + self._of_routers(options["routers"])
+
+    def _router_statistics(self, options: Mapping[str, Any]) -> RouterStatistics | None:
+        """Returns new counts for the routers' loss, which Hugging Face's trainer does not add to a smoothed loss."""
+        if options.get("label_smoothing"):
+            return None
+        statistics = self.runner.router_statistics(self._device)
+        if statistics is not None:
+            statistics.scale = statistics.kind.coefficient
+        return statistics
+
+    def _of_routers(self, statistics: RouterStatistics | None) -> torch.Tensor | float:
+        return 0.0 if statistics is None else statistics.kind.coefficient * statistics.value()
+
+    @torch.no_grad()
+    def _count_choices(self, statistics: RouterStatistics, forward: Callable[[], Any]) -> None:
+        """Runs a forward of all micro-batches for the counts of their routers alone; collective."""
+        statistics.counts_only = True
+        forward()
+        statistics.counts_only = False
+        self.units.reshard()
+        statistics.sum_over_ranks()
 
     def _train_in_turn(self, parts: list[dict[str, Any]], options: dict[str, Any]) -> torch.Tensor:
-        losses, last = [], len(parts) - 1
+        losses, last, routers = [], len(parts) - 1, options["routers"]
+        if routers is not None and last > 0:
+            self._count_choices(routers, lambda: self._forward_in_turn(parts, options))
         for index, part in enumerate(parts):
             self.runner.position.micro_batch = index
             self.units.begin_micro_batch(last=index == last)
             with self.timeline.span(Action(Work.FORWARD, 0, index)):
                 loss = self.runner(**part, **options).loss
             losses.append(loss.detach())
+            if routers is not None and not routers.complete:
+                routers.sum_over_ranks()
             if index == last:
                 total = self._sum(losses)
                 summed = dist.all_reduce(total, async_op=True)  # overlaps with the backward
@@ -71,13 +98,23 @@ class Executor:
         summed.wait()
         return total
 
+    def _forward_in_turn(self, parts: list[dict[str, Any]], options: dict[str, Any]) -> None:
+        for index, part in enumerate(parts):
+            self.runner.position.micro_batch = index
+            self.runner(**part, **options)
+
     def _train_in_pipeline(self, parts: list[dict[str, Any]], options: dict[str, Any]) -> list[torch.Tensor]:
         batches = []
         for index, part in enumerate(parts):
             self.runner.position.micro_batch = index
             batches.append(self.runner.micro_batch(**part, **options))
         earlier = self.tied.take_gradients() if self.tied is not None else []
-        losses = self.pipeline.train(batches)
+        routers, between = options["routers"], None
+        if routers is not None and runs_forwards_first(self.pipeline.shape, len(batches)):
+            between = routers.sum_over_ranks
+        elif routers is not None:
+            self._count_choices(routers, lambda: self.pipeline.evaluate(batches))
+        losses = self.pipeline.train(batches, between)
         if self.tied is not None:
             self.tied.sum_gradients(earlier)
         return losses
@@ -95,7 +132,8 @@ class Executor:
         logits = not packed and (not labelled if logits is None else logits)
         if labelled and options.get("num_items_in_batch") is None:
             options["num_items_in_batch"] = count_targets(batch, self.runner.loss)
-        options |= {"return_logits": logits, "whole_loss": False}
+        routers = self._router_statistics(options) if labelled else None
+        options |= {"return_logits": logits, "whole_loss": False, "routers": routers}
         parts = list(batch) if packed else list(self._evaluation_parts(batch, logits))
         if self.pipeline is None:
             outputs = [self.runner(**part, **options) for part in parts]
@@ -106,6 +144,9 @@ class Executor:
         if labelled:
             loss = self._sum([output.loss for output in outputs])
             dist.all_reduce(loss)
+        if routers is not None:
+            routers.sum_over_ranks()
+            loss = loss + self._of_routers(routers)
         found = self._share_logits([output.logits for output in outputs]) if logits else None
         return self.runner.loss.output(loss=loss, logits=found)
 

@@ -25,6 +25,7 @@ from galvatron_hf.parallel.activation.micro_batch import (
 from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch
 from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest
+from galvatron_hf.parallel.router_loss import RouterStatistics
 from galvatron_hf.parallel.stage_module import StageModule
 from galvatron_hf.plan.layout import Layout
 from galvatron_hf.plan.resolved import ResolvedPlan
@@ -59,6 +60,7 @@ class ModelRunner:
     ):
         self.model, self.resolved, self.mesh, self.current, self.stages = model, resolved, mesh, current, stages
         self.loss, self.position = stages[0].adapter.loss, StreamPosition()
+        self.router_loss = stages[0].adapter.router_loss(model)
 
     def __call__(self, input_ids: torch.Tensor, **inputs) -> ModelOutput:
         """Runs one micro-batch; arguments as for [`ModelRunner.micro_batch`]. Returns `loss` (fp32 scalar) and
@@ -76,6 +78,7 @@ class ModelRunner:
         return_logits: bool | None = None,
         whole_loss: bool = True,
         documents: Documents | None = None,
+        routers: RouterStatistics | None = None,
         **inputs,
     ) -> MicroBatch:
         """Makes the micro-batch of all ranks of all stages, padded to the rows and positions that layouts need.
@@ -91,6 +94,8 @@ class ModelRunner:
             whole_loss (`bool`): whether the loss is the sum over all ranks; False gives this rank's part of it.
             documents ([`Documents`], *optional*): documents of one packed row [1, S], in [`ResolvedPlan.packs`] packs,
                 each of a multiple of [`ResolvedPlan.pack_multiple`] positions. A packed row gives no logits.
+            routers ([`RouterStatistics`], *optional*): the counts of the batch that this is a part of, if a loss
+                balances its experts.
             inputs: the labels [B, S] of the loss, for example `labels`, or `shift_labels` that are targets already.
 
         Raises:
@@ -103,6 +108,7 @@ class ModelRunner:
             label_smoothing=label_smoothing,
             logits=targets is None if return_logits is None else return_logits,
             whole_loss=whole_loss,
+            routers=routers,
         )
         if documents is not None:
             return self._packed(input_ids, attention_mask, position_ids, targets, options, documents)
@@ -174,14 +180,23 @@ class ModelRunner:
             documents=documents,
         )
 
+    def router_statistics(self, device: torch.device) -> RouterStatistics | None:
+        """Returns counts of a new batch, for [`ModelRunner.micro_batch`]; None if no loss balances experts."""
+        return None if self.router_loss is None else RouterStatistics(self.router_loss, device)
+
     def run(
         self, stage: StageModule, batch: MicroBatch, received: LayerState | None = None
     ) -> LayerState | ModelOutput:
-        """Runs one stage and returns the state for the next one, or at the last stage the loss and the logits."""
+        """Runs one stage and returns the state for the next one, or at the last stage the loss and the logits; neither
+        if the forward is for the counts of routers alone.
+        """
+        counts_only = batch.options.routers is not None and batch.options.routers.counts_only
         with self.current.active(batch):
             if not stage.is_last:
                 return stage(received, None)
-            total, logits = stage(received, self._request(batch))
+            total, logits = stage(received, None if counts_only else self._request(batch))
+        if counts_only:
+            return self.loss.output(loss=None, logits=None)
         loss = None
         if total is not None:
             items = batch.options.num_items

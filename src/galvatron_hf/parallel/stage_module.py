@@ -79,9 +79,12 @@ class StageModule(nn.Module):
 
     def forward(self, received: LayerState | None, request: HeadRequest | None):
         """Runs the current micro-batch from this rank's part of the received state, None at the first stage. Returns
-        its part of the next state, or at the last stage the output of [`Head`] for `request`, which is None elsewhere.
+        its part of the next state, or at the last stage the output of [`Head`] for `request`. That is None elsewhere,
+        and where no output is wanted.
         """
         batch, states = self.current.value, self.states(received)
+        if self.is_last and request is None:
+            return None, None
         self.current.location = "head" if self.is_last else "exit"
         state = LayerState.in_layout(self.resolved.layers[-1].layout, {HIDDEN: states})
         state = self._move(state, batch.ends.head if self.is_last else batch.ends.boundary)
@@ -102,12 +105,16 @@ class StageModule(nn.Module):
         stream = random_stream(device, *batch.key, -1, part.row_start, part.position_start)
         # The layers bring the masks of their own rows; a prepared mask keeps the family from making one.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        # The layers keep what the routers' loss needs; the family would keep the logits of all layers.
+        has_experts = any(stack.experts is not None for stack in self.adapter.stacks)
+        options = {"output_router_logits": False} if has_experts else {}
         with stream, self._own_layers():
             self._model[0].base_model(
                 **inputs,
                 attention_mask=masks_by_type(self.current.config, mask),
                 position_ids=positions,
                 use_cache=False,
+                **options,
             )
         return batch.final_hidden.pop()
 

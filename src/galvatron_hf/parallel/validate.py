@@ -52,6 +52,7 @@ def check_model(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPla
             f"The plan has the stacks {dict(plan.stacks)} and {type(model).__name__} has {stacks}; give the plan the "
             "model's stacks."
         )
+    experts = adapter.expert_counts(model)
     _check_weights(model)
     _check_kernel(model)
     _check_outputs(model)
@@ -59,6 +60,7 @@ def check_model(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPla
         _check_attention(index, strategy, layers[index], model, places[index].stack)
         _check_strategy(index, strategy, model, places[index].stack, specs.layers[index])
         _check_regions(layers[index], strategy, places[index].stack, specs.layers[index])
+        _check_experts(index, strategy, experts[index], model)
     _check_vocabulary(model, adapter, plan)
     resolved = adapter.resolve(model, plan)
     _check_shards(specs, resolved)
@@ -112,6 +114,11 @@ def _check_attention(
                 f"Layer {index} of {name} is a {type(layer).__name__} without {attention!r}, and layers of other "
                 "kinds than attention are not supported yet; train it with transformers.Trainer."
             )
+        if not hasattr(modules[attention], "config"):
+            raise ValueError(
+                f"Layer {index} of {name} has a {type(modules[attention]).__name__}, and layers of other kinds than "
+                "attention are not supported yet; train it with transformers.Trainer."
+            )
         reason = _whole_sequence_need(modules[attention]) if strategy.ulysses > 1 else None
         if reason is not None:
             raise ValueError(
@@ -151,7 +158,7 @@ def _check_strategy(
             f"attention heads and {heads.key_value} key/value heads, which they do not share evenly; "
             f"use tensor {tensor} and ulysses {ulysses}."
         )
-    for spec in specs:
+    for spec in (one for one in specs if one.mesh == "layer"):
         _check_features(index, strategy.tensor, name, heads, spec)
 
 
@@ -172,11 +179,27 @@ def _check_regions(
 ) -> None:
     """Refuses tensor ranks for a layer with a weight whose cut the family does not declare."""
     for spec in specs:
-        if strategy.tensor > 1 and stack.in_region(spec.owner) and stack.style(spec.owner) is None:
+        if strategy.tensor > 1 and stack.in_region(spec.owner, layer) and stack.style(spec.owner) is None:
             raise ValueError(
                 f"{type(layer).__name__} has a weight {spec.name} that its family's tensor-parallel plan does not "
                 "cover; use tensor 1 (ulysses and sharding need no such plan)."
             )
+
+
+def _check_experts(index: int, strategy: LayerStrategy, count: int, model: PreTrainedModel) -> None:
+    """Refuses an expert degree for a dense layer, and one that does not share the experts evenly."""
+    if strategy.expert > 1 and not count:
+        raise ValueError(
+            f"Layer {index} has expert {strategy.expert}, but this layer of {type(model).__name__} has no experts; "
+            "use expert 1."
+        )
+    if count % strategy.expert:
+        degrees = range(1, strategy.expert)
+        fitting = max(d for d in degrees if count % d == 0 and (d == 1 or d % strategy.tensor == 0))
+        raise ValueError(
+            f"Layer {index} has expert {strategy.expert}, which does not divide the {count} experts of "
+            f"{type(model).__name__}; use expert {fitting}."
+        )
 
 
 def _check_vocabulary(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPlan) -> None:
@@ -192,13 +215,15 @@ def _check_shards(specs: ModelSpecs, plan: ResolvedPlan) -> None:
     owners = [("embedding", plan.embedding, specs.embedding), ("head", plan.head, specs.head)]
     owners += [(f"layer {one.index}", one, specs.layers[one.index]) for one in plan.layers]
     for owner, resolved, of_owner in owners:
-        tensor, degree = resolved.weights.tensor, resolved.weights.shard
-        for weight in (spec.weight_shape for spec in of_owner):
-            if not weight.can_be_sharded(tensor, degree):
-                fits = [d for d in range(1, degree) if degree % d == 0 and weight.shape[0] % (tensor * d) == 0]
+        for spec in of_owner:
+            weight, mesh = spec.weight_shape, resolved.experts if spec.mesh == "experts" else resolved.weights
+            if not weight.can_be_sharded(mesh.tensor, mesh.shard):
+                degrees = range(1, resolved.weights.shard)
+                fits = [d for d in degrees if mesh.shard % d == 0 and weight.can_be_sharded(mesh.tensor, d)]
+                degree = "expert" if spec.mesh == "experts" else "tensor"
                 raise ValueError(
-                    f"The {owner} has tensor {tensor} and {degree} sharding ranks, which cannot cut its bias "
-                    f"of {weight.shape[0]} elements into even pieces; use shard_degree {max(fits, default=1)}."
+                    f"The {owner} has {degree} {mesh.tensor} and {mesh.shard} sharding ranks, which cannot cut its "
+                    f"{spec.name} of shape {weight.shape} into even pieces; use shard_degree {max(fits, default=1)}."
                 )
 
 

@@ -25,6 +25,7 @@ from galvatron_hf.parallel.layers.per_token import per_token_output
 from galvatron_hf.parallel.model_runner import ModelRunner
 from galvatron_hf.parallel.pipeline.runtime import Pipeline
 from galvatron_hf.parallel.pipeline.trace import Timeline
+from galvatron_hf.parallel.router_loss import RouterStatistics
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.schedule import Action, Work
 
@@ -44,11 +45,13 @@ _OPTIONS: dict[str, tuple] = {
 
 @dataclass
 class WholeOutput(ModelOutput):
-    """Holds loss and logits [B, S, V] of a whole batch, the same on every rank. The logits are gathered when they are
+    """Holds loss and logits [B, S, V] of a whole batch, the same on every rank, and `aux_loss`, the routers' loss
+    without its coefficient, if a model has one. The logits are gathered when they are
     read, which is collective: a caller that reads the loss alone needs no memory for them.
     """
 
     loss: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
     logits: torch.Tensor | None = None
 
     def gathered_by(self, gather: Callable[[], torch.Tensor]) -> WholeOutput:
@@ -67,7 +70,7 @@ class WholeOutput(ModelOutput):
         return super().__getattribute__(name)
 
     def __getitem__(self, key: str | int | slice) -> Any:
-        if key != "loss":
+        if key not in ("loss", "aux_loss"):
             self._gathered()
         return super().__getitem__(key) if key != "loss" or self.loss is None else self.loss
 
@@ -211,9 +214,9 @@ class WholeBatchForward:
         if torch.is_grad_enabled():
             self.units.begin_micro_batch(last=self.ends_step)
         labels = {name: inputs.pop(name, None) for name in self._loss.names} if per_token else {}
-        items = inputs.get("num_items_in_batch")
+        items, routers = inputs.get("num_items_in_batch"), self.runner.router_statistics(inputs["input_ids"].device)
         with self.timeline.span(Action(Work.FORWARD, 0, self.batch)):
-            output = self.runner(**inputs, return_logits=True)
+            output = self.runner(**inputs, return_logits=True, routers=routers)
         rows = inputs["input_ids"].shape[0]
         parts = [self.runner.local_rows(rows, index) for index in range(self.runner.mesh.size)]
         own = parts[self.runner.mesh.index]
@@ -233,7 +236,19 @@ class WholeBatchForward:
                 items,
                 whole_rows=lambda tensor: gather_rows(tensor, parts, group),
             )
-        return WholeOutput(loss=output.loss).gathered_by(lambda: gather_rows(local, parts, group))
+        whole = self._with_routers(WholeOutput(loss=output.loss), local, routers)
+        return whole.gathered_by(lambda: gather_rows(local, parts, group))
+
+    def _with_routers(
+        self, output: WholeOutput, logits: torch.Tensor, routers: RouterStatistics | None
+    ) -> WholeOutput:
+        """Completes the counts of a batch, and adds its routers' loss to the output."""
+        if routers is not None:
+            routers.sum_over_ranks()
+            output.aux_loss = routers.added_to(logits if output.loss is None else output.loss)
+            if output.loss is not None:
+                output.loss = output.loss + routers.kind.coefficient * output.aux_loss
+        return output
 
     def _backward_begins(self, gradient: torch.Tensor) -> None:
         self.timeline.action = Action(Work.BACKWARD, 0, self.batch)
@@ -245,6 +260,7 @@ class WholeBatchForward:
         if self._loss.is_labelled(inputs) and inputs.get("num_items_in_batch") is None:
             inputs["num_items_in_batch"] = count_targets(inputs, self._loss)
         options = {"num_items_in_batch": inputs.pop("num_items_in_batch", None), "return_logits": True}
+        options["routers"] = routers = self.runner.router_statistics(inputs["input_ids"].device)
         parts = split_rows(inputs, min(self.plan.micro_batch_count, inputs["input_ids"].shape[0]))
         batches = []
         for part in parts:
@@ -256,7 +272,8 @@ class WholeBatchForward:
             loss, logits = _PipelineStep.apply(anchor, self, batches)
         else:
             loss, logits = self.whole_outputs(batches, self.pipeline.evaluate(batches))
-        return WholeOutput(loss=loss if batches[0].targets is not None else None, logits=logits)
+        output = WholeOutput(loss=loss if batches[0].targets is not None else None, logits=logits)
+        return self._with_routers(output, logits, routers)
 
     def rows_of(self, batch: MicroBatch) -> list[slice]:
         """Returns the rows of a micro-batch whose logits each rank of the last stage has."""

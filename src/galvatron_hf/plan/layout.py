@@ -289,6 +289,11 @@ def sent_tokens(src: Layout, dst: Layout, grid: Grid | PackedRow) -> tuple[int, 
     return tuple(sent)
 
 
+def even_parts(count: int, parts: int) -> list[tuple[int, int]]:
+    """Returns the bounds of `parts` consecutive parts of `count` items, whose sizes differ by one at most."""
+    return [(index * count // parts, (index + 1) * count // parts) for index in range(parts)]
+
+
 # ---- Attention heads and weights ----
 
 
@@ -320,12 +325,11 @@ class AttentionHeads:
 
 
 def second_cut(shape: Sequence[int], tensor: int, shards: int) -> int | None:
-    """Returns the dimension, 0 or 1, that `shards` ranks cut of a weight whose dimension 0 `tensor` ranks have cut.
-    `shape` is that of the whole weight. Returns None for a vector that cannot be cut into even pieces. Dimension 0 is
-    cut twice only if all pieces are even: uneven pieces of one dimension under two mesh axes have no placement that
-    DTensor can put together again.
+    """Returns the first dimension that `shards` ranks can cut into even pieces of a weight whose dimension 0 `tensor`
+    ranks have cut. `shape` is that of the whole weight. Returns None if there is no such dimension: uneven pieces of
+    dimension 0 under two mesh axes have no placement that DTensor can put together again, and FSDP2 cuts other
+    dimensions into even pieces alone.
     """
     if shape[0] % (tensor * shards) == 0:
         return 0
-    # A dimension that is cut once may have uneven pieces.
-    return 1 if len(shape) > 1 else None
+    return next((dim for dim in range(1, len(shape)) if shape[dim] % shards == 0), None)

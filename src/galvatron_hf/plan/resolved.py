@@ -42,7 +42,8 @@ class GroupKey:
 @dataclass(frozen=True, kw_only=True)
 class MeshShape:
     """Gives the axes over which weights are spread, tensor innermost: `replicate * shard * tensor` ranks. There are
-    `replicate` copies of the weights. `shard` ranks shard one copy, and `tensor` ranks cut each weight.
+    `replicate` copies of the weights. `shard` ranks shard one copy, and `tensor` ranks cut each weight; of the experts
+    of a layer, these are the ranks over which whole experts are spread.
     """
 
     replicate: int
@@ -53,6 +54,15 @@ class MeshShape:
     def from_strategy(cls, strategy: LayerStrategy | VocabularyStrategy, ranks: int) -> MeshShape:
         shard = strategy.resolved_shard_degree(ranks)
         return cls(replicate=ranks // (shard * strategy.tensor), shard=shard, tensor=strategy.tensor)
+
+    @classmethod
+    def of_experts(cls, strategy: LayerStrategy, ranks: int) -> MeshShape:
+        """Returns the mesh of a layer's experts. A copy of them spans the ranks of a copy of the layer, or as many as
+        `expert` says if they are more. The ranks that are left of a copy shard each expert.
+        """
+        copy = 1 if strategy.sharding == "replicate" else strategy.resolved_shard_degree(ranks) * strategy.tensor
+        shard = copy // strategy.expert if copy % strategy.expert == 0 else 1
+        return cls(replicate=ranks // (shard * strategy.expert), shard=shard, tensor=strategy.expert)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -83,6 +93,7 @@ class ResolvedLayer:
             then.
         pack_layout (`Layout`): whole packs of a packed row, to which the layer's sequence ranks attend together.
         weights ([`MeshShape`]): mesh of the weights.
+        experts ([`MeshShape`], *optional*): mesh of the weights of its experts; None for a dense layer.
         heads ([`AttentionHeads`]): heads of a rank.
     """
 
@@ -93,12 +104,23 @@ class ResolvedLayer:
     attention_layout: Layout
     pack_layout: Layout
     weights: MeshShape
+    experts: MeshShape | None
     heads: AttentionHeads
+
+    @property
+    def meshes(self) -> tuple[MeshShape, ...]:
+        """Returns the meshes of all its weights."""
+        return (self.weights,) if self.experts is None else (self.weights, self.experts)
 
     @property
     def ulysses(self) -> GroupKey:
         """Returns the ranks that exchange positions for heads."""
         return GroupKey(stride=self.strategy.tensor, size=self.strategy.ulysses)
+
+    @property
+    def token_copies(self) -> GroupKey:
+        """Returns the ranks that hold the same hidden states: tensor ranks without Megatron-SP."""
+        return GroupKey(stride=1, size=self.layout.replicas)
 
     @property
     def head_shards(self) -> int:
@@ -112,6 +134,10 @@ class ResolvedVocabulary:
 
     strategy: VocabularyStrategy
     weights: MeshShape
+
+    @property
+    def meshes(self) -> tuple[MeshShape, ...]:
+        return (self.weights,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,13 +276,13 @@ class ResolvedPlan:
         groups = []
         for stage in self.stages:
             ends = ([self.embedding] if stage.is_first else []) + ([self.head] if stage.is_last else [])
-            parts = (*stage.layers, *ends)
+            meshes = [mesh for part in (*stage.layers, *ends) for mesh in part.meshes]
             keys = [GroupKey(stride=1, size=size) for size in self._block_sizes(stage)]
-            keys += [layer.ulysses for layer in stage.layers] + [part.weights.tensor_key for part in parts]
+            keys += [layer.ulysses for layer in stage.layers] + [mesh.tensor_key for mesh in meshes]
             of_activations = [ranks for key in keys for ranks in key.groups(stage.ranks)]
             groups += [RankGroup(ranks=ranks) for ranks in of_activations]
             shared = {ranks for ranks in of_activations if len(ranks) > 1}
-            for key in (key for part in parts for key in part.weights.data_keys):
+            for key in (key for mesh in meshes for key in mesh.data_keys):
                 groups += [RankGroup(ranks=ranks, of_weights=ranks in shared) for ranks in key.groups(stage.ranks)]
         if self.is_pipeline:
             pipeline_ranks = self.plan.rank_groups
@@ -285,8 +311,12 @@ def _joined(lists: Iterable[Sequence[int]], copies: int = 1) -> list[RankGroup]:
     return [RankGroup(ranks=ranks, copies=copies, joins_stages=True) for ranks in zip(*lists, strict=True)]
 
 
-def resolve(plan: ParallelPlan, *, heads: Sequence[tuple[int, int]], tied: bool) -> ResolvedPlan:
-    """Compiles a plan for a model that it fits; `heads` are the attention and key/value heads of each layer."""
+def resolve(
+    plan: ParallelPlan, *, heads: Sequence[tuple[int, int]], tied: bool, experts: Sequence[int] | None = None
+) -> ResolvedPlan:
+    """Compiles a plan for a model that it fits. `heads` are the attention and key/value heads of each layer, `experts`
+    the experts of each layer, 0 for a dense one; by default all are dense.
+    """
     pipeline, stages = PipelineShape.from_plan(plan), []
     for index, stage in enumerate(plan.stages):
         layers: list[ResolvedLayer] = []
@@ -294,7 +324,10 @@ def resolve(plan: ParallelPlan, *, heads: Sequence[tuple[int, int]], tied: bool)
             layout = Layout.from_strategy(plan.layers[layer], len(stage.ranks))
             # The stage moves what it receives to the layout of its first layer.
             source = layers[-1].layout if layers else (layout if index > 0 else None)
-            layers.append(_resolve_layer(layer, plan.layers[layer], len(stage.ranks), source, heads[layer]))
+            has_experts = experts is not None and experts[layer] > 0
+            layers.append(
+                _resolve_layer(layer, plan.layers[layer], len(stage.ranks), source, heads[layer], has_experts)
+            )
         stages.append(
             ResolvedStage(
                 index=index,
@@ -313,7 +346,12 @@ def resolve(plan: ParallelPlan, *, heads: Sequence[tuple[int, int]], tied: bool)
 
 
 def _resolve_layer(
-    index: int, strategy: LayerStrategy, ranks: int, source: Layout | None, heads: tuple[int, int]
+    index: int,
+    strategy: LayerStrategy,
+    ranks: int,
+    source: Layout | None,
+    heads: tuple[int, int],
+    has_experts: bool,
 ) -> ResolvedLayer:
     layout = Layout.from_strategy(strategy, ranks)
     query, key_value = heads
@@ -325,6 +363,7 @@ def _resolve_layer(
         attention_layout=Layout(layout.data, strategy.ulysses * strategy.context, strategy.tensor),
         pack_layout=Layout(layout.data, 1, ranks // layout.data),
         weights=MeshShape.from_strategy(strategy, ranks),
+        experts=MeshShape.of_experts(strategy, ranks) if has_experts else None,
         heads=AttentionHeads.from_degrees(
             query=query, key_value=key_value, tensor=strategy.tensor, ulysses=strategy.ulysses
         ),

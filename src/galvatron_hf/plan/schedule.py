@@ -18,7 +18,7 @@ from galvatron_hf.plan.pipeline_shape import PipelineShape, can_order
 from galvatron_hf.utils.compat import pipeline_action, pipeline_orders, with_transfers
 
 
-__all__ = ["Action", "PipelineShape", "Work", "actions", "can_order", "most_in_flight"]
+__all__ = ["Action", "PipelineShape", "Work", "actions", "can_order", "most_in_flight", "runs_forwards_first"]
 
 
 class Work(str, Enum):
@@ -121,6 +121,16 @@ _KINDS = {
 
 def _own(action) -> Action:
     return Action(_KINDS[action.computation_type], action.stage_index, action.microbatch_index)
+
+
+FORWARD_WORKS = (Work.FORWARD, Work.SEND_FORWARD, Work.RECEIVE_FORWARD)
+
+
+@lru_cache(maxsize=256)
+def runs_forwards_first(shape: PipelineShape, micro_batches: int) -> bool:
+    """Returns whether every pipeline rank runs all its forwards before its first backward."""
+    orders = [[action.work in FORWARD_WORKS for action in order] for order in actions(shape, micro_batches)]
+    return all(order == sorted(order, reverse=True) for order in orders)
 
 
 def most_in_flight(order: Sequence[Action], stage: int) -> int:

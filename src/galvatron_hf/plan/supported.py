@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
 def unsupported(plan: "ParallelPlan") -> list[str]:
     """Returns one sentence for each part of `plan` that does not run in this release, with the nearest that does."""
-    return [
-        sentence for check in (_stages, _context, _expert, _sequence_groups, _precision) for sentence in check(plan)
-    ]
+    return [sentence for check in (_stages, _context, _sequence_groups, _precision) for sentence in check(plan)]
 
 
 def require_runnable(plan: "ParallelPlan", world_size: int) -> None:
@@ -87,16 +85,6 @@ def _context(plan: "ParallelPlan") -> list[str]:
         if layer.context > 1:
             fix = f"ulysses={layer.ulysses * layer.context} and context=1"
             return [f"layer {index} has context={layer.context}, and context parallelism does not run yet: use {fix}"]
-    return []
-
-
-def _expert(plan: "ParallelPlan") -> list[str]:
-    for index, layer in enumerate(plan.layers):
-        if layer.expert > 1:
-            return [
-                f"layer {index} has expert={layer.expert}, and expert parallelism does not run yet: use expert=1 with "
-                "sharding 'zero3'"
-            ]
     return []
 
 

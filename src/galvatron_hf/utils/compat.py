@@ -89,6 +89,24 @@ def assert_without_waiting(condition: torch.Tensor, message: str) -> None:
     torch._assert_async(condition, message)
 
 
+def is_experts_module(module: nn.Module) -> bool:
+    """Tells whether a module holds the weights of all experts of a layer, [experts, ...] each, and is called with
+    hidden states, and with the experts and weights of each token. Expects the attribute that
+    `use_experts_implementation` sets.
+    """
+    return hasattr(module, "_is_expert_parallel")
+
+
+def router_output(model: PreTrainedModel) -> tuple[type[nn.Module] | None, int]:
+    """Returns the class of a family's routers, and the index of the logits in their output; None if it declares none.
+    Expects one entry "router_logits" of `_can_record_outputs`.
+    """
+    recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    if recorder is None or isinstance(recorder, (list, tuple)):
+        return None, 0
+    return getattr(recorder, "target_class", recorder), getattr(recorder, "index", 1)
+
+
 # ---- Operators ----
 
 # What PyTorch's functional collectives (torch.distributed._functional_collectives) call, by group name.

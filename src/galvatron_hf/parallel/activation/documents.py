@@ -99,6 +99,14 @@ class Documents:
             self._within[part] = DocumentBounds(bound - part.position_start for bound in self.bounds[first:last])
         return self._within[part]
 
+    def real_tokens(self) -> torch.Tensor:
+        """Returns 1.0 for each position of a document, 0.0 for padding: [positions] on the host."""
+        real = torch.ones(self.bounds[-1], device="cpu")
+        for row, (start, stop) in zip(self.rows, pairwise(self.bounds), strict=True):
+            if row == PADDING:
+                real[start:stop] = 0.0
+        return real
+
     def rows_at(self, positions: Iterable[int]) -> list[int]:
         """Returns the sorted rows of the global batch to which positions of the packed row belong, without padding."""
         found = {self.rows[bisect.bisect_right(self.bounds, position) - 1] for position in positions}

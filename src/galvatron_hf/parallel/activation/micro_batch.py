@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import create_masks_for_generate
 
 from galvatron_hf.parallel.activation.documents import Documents
+from galvatron_hf.parallel.router_loss import RouterStatistics
 from galvatron_hf.plan.layout import Grid, PackedRow, Rectangle
 from galvatron_hf.plan.resolved import EndLayouts
 from galvatron_hf.utils.compat import masks_of_rows
@@ -30,12 +32,14 @@ class ForwardOptions:
         label_smoothing (`float`): as in [`transformers.trainer_pt_utils.LabelSmoother`].
         logits (`bool`): whether it returns full-vocabulary logits of the rank's own rows.
         whole_loss (`bool`): whether the loss is the sum over all ranks, not this rank's part.
+        routers ([`RouterStatistics`], *optional*): the counts of the batch, if a loss balances its experts.
     """
 
     num_items: torch.Tensor | int | None = None
     label_smoothing: float = 0.0
     logits: bool = False
     whole_loss: bool = True
+    routers: RouterStatistics | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,7 @@ class MicroBatch:
         padded (`bool`, *optional*): whether the mask hides a position; None if only its values on the device say so.
         documents ([`Documents`], *optional*): the documents of a packed row, which do not attend to each other.
         masks (`dict`): attention masks made so far, by rows.
+        routings (`dict`): where choices of experts went, by layer, for layers that are computed again.
         final_hidden (`list[torch.Tensor]`): the last layer's output, set during the forward pass.
     """
 
@@ -68,6 +73,7 @@ class MicroBatch:
     padded: bool | None = None
     documents: Documents | None = None
     masks: dict = field(default_factory=dict)
+    routings: dict = field(default_factory=dict)
     final_hidden: list[torch.Tensor] = field(default_factory=list)
 
     @property
@@ -88,6 +94,19 @@ class MicroBatch:
         if self.position_ids is not None:
             return self.position_ids
         return torch.arange(self.length, device=self.input_ids.device).clamp(max=self.real_length - 1)[None]
+
+    @cached_property
+    def real_tokens(self) -> torch.Tensor:
+        """Returns 1.0 [B, S] for the tokens that count for a loss of all tokens, 0.0 for padding, for what was added
+        to rows and for what fills packs.
+        """
+        if self.documents is not None:
+            return to_device(self.documents.real_tokens()[None], self.input_ids.device)
+        given = self.input_ids if self.attention_mask is None else self.attention_mask
+        real = torch.zeros_like(given, dtype=torch.float32)
+        inside = (slice(self.real_rows), slice(self.real_length))
+        real[inside] = 1.0 if self.attention_mask is None else self.attention_mask[inside].to(torch.float32)
+        return real
 
     def attention_masks(self, rectangle: Rectangle, config: PreTrainedConfig, dtype: torch.dtype):
         """Returns the family's own masks for the rows of a rectangle and all positions; None for packed documents. The

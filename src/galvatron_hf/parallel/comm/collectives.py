@@ -183,21 +183,56 @@ class _SumGradient(torch.autograd.Function):
         return all_reduce_sum(grad.to(wide), ctx.group).to(grad.dtype), None
 
 
+def _gather_parts(x: Tensor, parts: Sequence[slice], group: ProcessGroup) -> Tensor:
+    """Gathers rows of which rank k has `parts[k]`."""
+    counts = [part.stop - part.start for part in parts]
+    padded = x.new_zeros(max(counts), *x.shape[1:])
+    padded[: x.shape[0]] = x
+    pieces = all_gather_stacked(padded, group)
+    order = sorted(range(len(parts)), key=lambda rank: parts[rank].start)
+    return torch.cat([pieces[rank, : counts[rank]] for rank in order])
+
+
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, parts, group):
         ctx.own = parts[group.rank()]
-        counts = [part.stop - part.start for part in parts]
-        padded = x.new_zeros(max(counts), *x.shape[1:])
-        padded[: x.shape[0]] = x
-        pieces = all_gather_stacked(padded, group)
-        order = sorted(range(len(parts)), key=lambda rank: parts[rank].start)
-        return torch.cat([pieces[rank, : counts[rank]] for rank in order])
+        return _gather_parts(x, parts, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         return grad[ctx.own], None, None
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, parts, group):
+        ctx.parts, ctx.group = parts, group
+        return x[parts[group.rank()]].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return _gather_parts(grad, ctx.parts, ctx.group), None, None
+
+
+class _MoveRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, received, sent, group):
+        ctx.way_back = sent, received, group
+        return _move_rows(x, received, sent, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return _move_rows(grad, *ctx.way_back), None, None, None
+
+
+def _move_rows(x: Tensor, received: Sequence[int], sent: Sequence[int], group: ProcessGroup) -> Tensor:
+    width = x.shape[1]
+    flat = all_to_all_pieces(x.flatten(), [n * width for n in received], [n * width for n in sent], group)
+    return flat.view(-1, width)
 
 
 def copy_to_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -258,3 +293,18 @@ def gather_rows(x: Tensor, parts: Sequence[slice], group: ProcessGroup | None) -
     keeps the own rows of the gradient: every rank computes the same loss of the whole.
     """
     return x if is_trivial(group) else _GatherRows.apply(x, parts, group)
+
+
+def take_rows(x: Tensor, parts: Sequence[slice], group: ProcessGroup | None) -> Tensor:
+    """Returns this rank's rows, `parts[k]` for rank k, of a tensor that every rank of the group has. The backward
+    gathers: the gradient of the whole is full on every rank, as that of a replicated tensor is.
+    """
+    return x if is_trivial(group) else _TakeRows.apply(x, parts, group)
+
+
+def move_rows(x: Tensor, received: Sequence[int], sent: Sequence[int], group: ProcessGroup | None) -> Tensor:
+    """Sends rows of `[rows, features]` to the ranks of a group: the first `sent[0]` to rank 0, and so on. Returns the
+    rows that arrive, `received[k]` of them from rank k, in rank order. Counts may be zero. The backward is the way
+    back.
+    """
+    return x if is_trivial(group) else _MoveRows.apply(x, received, sent, group)

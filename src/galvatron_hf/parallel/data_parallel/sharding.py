@@ -8,7 +8,7 @@ summed, not averaged: the loss is already divided by the global number of target
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -76,6 +76,7 @@ class ShardedUnits:
         stage: int = 0,
         stay_gathered: bool = False,
         needed_in_backward: bool = True,
+        of_experts: bool = False,
     ) -> None:
         """Makes one unit of the parameters of `module` that are in no unit yet.
 
@@ -84,6 +85,7 @@ class ShardedUnits:
             stay_gathered (`bool`): whether weights under `zero3` stay gathered from the forward to the backward, which
                 follows at once.
             needed_in_backward (`bool`): whether the backward reads the weights; that of a lookup does not.
+            of_experts (`bool`): whether the weights are those of a layer's experts, and the mesh is theirs.
         """
         modules = module if isinstance(module, list) else [module]
         if sharding == "replicate":
@@ -97,8 +99,9 @@ class ShardedUnits:
             module,
             mesh=mesh.data,
             reshard_after_forward=sharding == "zero3" and not stay_gathered,
-            mp_policy=self.policy,
-            shard_placement_fn=lambda parameter: shard_placement(parameter, shard_degree),
+            # Hidden states are in the compute format already; the weights of choices keep their own.
+            mp_policy=replace(self.policy, cast_forward_inputs=False) if of_experts else self.policy,
+            shard_placement_fn=lambda parameter: shard_placement(parameter, shard_degree, of_experts),
             ignored_params={weight.sharded_param for unit, _ in self.replicated for weight in unit.weights},
         )
         unit = modules[0]
@@ -172,20 +175,22 @@ class ShardedUnits:
         finish_fsdp_backward([unit.module for unit in self._of_stage(stage)])  # the root was added last
         self._finish()
 
-    def prefetch_forward(self, layers: Sequence[nn.Module]) -> None:
-        """Makes the forward of each sharded layer gather the next one before it computes. FSDP2 alone gathers a layer
-        when the host reaches it, too late where the host is not ahead of the device.
+    def prefetch_forward(self, modules: Sequence[nn.Module]) -> None:
+        """Makes the forward of each sharded unit gather the next one before it computes; `modules` are in the order of
+        the forward. FSDP2 alone gathers a unit when the host reaches it, too late where the host is not ahead of the
+        device.
         """
-        for layer, following in pairwise(layers):
+        for layer, following in pairwise(modules):
             if isinstance(layer, FSDPModule) and isinstance(following, FSDPModule):
                 layer.set_modules_to_forward_prefetch([following])
 
-    def prefetch_backward(self, stage: nn.Module, layers: Sequence[nn.Module], embedding: nn.Module | None) -> None:
-        """Makes the backward of each sharded layer gather the layer before it, and that of the embedding nothing.
-        FSDP2 would gather the module whose forward ran before, which in a pipeline may be another micro-batch's. After
-        the embedding's backward it would be a layer whose weights then wait for the next micro-batch.
+    def prefetch_backward(self, stage: nn.Module, modules: Sequence[nn.Module], embedding: nn.Module | None) -> None:
+        """Makes the backward of each sharded unit gather the next one that it needs, and that of the embedding
+        nothing. `modules` are those of the stage's layers, the last of them first in the backward. FSDP2 would gather
+        the module whose forward ran before, which in a pipeline may be another micro-batch's. After the embedding's
+        backward it would be a layer whose weights then wait for the next micro-batch.
         """
-        sharded = [layer for layer in layers if isinstance(layer, FSDPModule)]
+        sharded = [layer for layer in modules if isinstance(layer, FSDPModule)]
         for before, layer in zip([*sharded[:1], *sharded], sharded, strict=False):
             layer.set_modules_to_backward_prefetch([before])
         if isinstance(embedding, FSDPModule) and isinstance(stage, FSDPModule):
@@ -229,12 +234,13 @@ class ShardedUnits:
         model.register_forward_hook(release)
 
 
-def shard_placement(parameter: nn.Parameter, shard_degree: int) -> Shard:
+def shard_placement(parameter: nn.Parameter, shard_degree: int, of_experts: bool = False) -> Shard:
     """Returns the placement with which FSDP2 shards a parameter that tensor ranks may have cut already."""
-    if not isinstance(parameter, DTensor):
-        return Shard(0)
-    (placement,), tensor = parameter.placements, parameter.device_mesh.size()
-    cut = placement.dim if placement.is_shard() else None
-    dim = WeightShape(shape=tuple(parameter.shape), cut=cut).shard_dim(tensor, shard_degree)
+    cut, tensor = None, 1
+    if isinstance(parameter, DTensor):
+        (placement,), tensor = parameter.placements, parameter.device_mesh.size()
+        cut = placement.dim if placement.is_shard() else None
+    weight = WeightShape(shape=tuple(parameter.shape), cut=cut, of_experts=of_experts)
+    dim = weight.shard_dim(tensor, shard_degree)
     assert dim is not None, "check_model lets no such plan through"
     return Shard(dim)

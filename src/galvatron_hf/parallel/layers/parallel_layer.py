@@ -8,7 +8,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,6 +24,10 @@ from galvatron_hf.parallel.layers.rng import random_stream
 from galvatron_hf.parallel.layers.tensor_parallel import LocalParameter, local_parameters
 from galvatron_hf.plan.layout import Rectangle
 from galvatron_hf.plan.resolved import ResolvedLayer
+
+
+if TYPE_CHECKING:
+    from galvatron_hf.parallel.layers.experts import ParallelExperts
 
 
 # Graphs of one class of layers, of all strategies together; PyTorch's own limit of 8 is for one function and shape.
@@ -75,6 +79,7 @@ class ParallelLayer:
     def __post_init__(self):
         self.attended = False
         self.bounds: DocumentBounds | None = None
+        self.experts: ParallelExperts | None = None  # set by who makes the layer, if it has experts
         self.name = f"layer {self.resolved.index}"
         self.signature = inspect.signature(self.original)
         self.hidden_name = next(iter(self.signature.parameters))
@@ -95,7 +100,7 @@ class ParallelLayer:
         ).redistribute(self.resolved.layout, grid=batch.grid, mesh=self.mesh)
         hidden = state.hidden
         arguments = self._inputs(batch, arguments, hidden.dtype) | {name: state.tensors[name] for name in names}
-        if self.resolved.strategy.recompute == "full" and torch.is_grad_enabled():
+        if self.recomputes:
             # Random streams are keyed, so that recompute needs no saved state of the generator.
             output = checkpoint(self._compute, batch, hidden, arguments, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -103,6 +108,11 @@ class ParallelLayer:
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(self._begin)
         return output
+
+    @property
+    def recomputes(self) -> bool:
+        """Tells whether the forward that runs now is computed again for the backward, or is that again."""
+        return self.resolved.strategy.recompute == "full" and torch.is_grad_enabled()
 
     def compile(self, **options: Any) -> None:
         """Compiles the family's forward of the layer by `torch.compile` with `options`; what the layer communicates
@@ -169,7 +179,9 @@ class ParallelLayer:
                 masks = batch.attention_masks(rectangle, self.current.config, dtype)
                 value = masks[self.layer_type] if isinstance(masks, dict) else masks
             elif name in self.inputs.split_with_positions:
-                value = tuple(_part(tensor, batch, rectangle, positions=True) for tensor in value)
+                whole = (value,) if isinstance(value, torch.Tensor) else value
+                parts = tuple(_part(tensor, batch, rectangle, positions=True) for tensor in whole)
+                value = parts[0] if isinstance(value, torch.Tensor) else parts
             elif name in self.inputs.whole_positions and isinstance(value, torch.Tensor):
                 if batch.documents is not None:
                     value = _part(value, batch, self.pack(batch), positions=value.ndim > 1)

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import functools
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from galvatron_hf.models.adapter import ModelAdapter
+from galvatron_hf.models.parameter_specs import layer_specs
 from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.layers.attention import attach_attention
+from galvatron_hf.parallel.layers.experts import attach_experts
 from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch, ParallelLayer
 from galvatron_hf.parallel.layers.tensor_parallel import cut_layer
 from galvatron_hf.plan.resolved import ResolvedStage
@@ -28,9 +31,8 @@ def parallelize_layers(
     layers, places, blocks = adapter.layers(model), adapter.places(model), []
     for resolved in stage.layers:
         layer, place = layers[resolved.index], places[resolved.index]
-        views = cut_layer(
-            layer, place.stack, resolved.strategy, {"layer": mesh.weights(resolved.weights)}, current.config
-        )
+        specs = layer_specs(layer, place.stack, current.config)
+        views = cut_layer(layer, place.stack, resolved.strategy, mesh.weights(resolved.weights), current.config)
         block = ParallelLayer(
             resolved=resolved,
             layer=layer,
@@ -44,13 +46,38 @@ def parallelize_layers(
         )
         for name in place.stack.attention:
             attach_attention(layer.get_submodule(name), resolved, mesh, block.dropout_stream, block.document_bounds)
+        if resolved.experts is not None:
+            block.experts = attach_experts(
+                layer,
+                place.stack.experts,
+                specs,
+                weights=mesh.weights(resolved.experts),
+                tensor_group=mesh.group(resolved.token_copies),
+                block=block,
+            )
         layer.forward = functools.partial(ParallelLayer.__call__, block)
         blocks.append(block)
     return blocks
 
 
 def add_layer_units(units: ShardedUnits, blocks: list[ParallelLayer], stage: int) -> None:
-    """Makes a unit of each layer, whose weights are gathered and whose gradients are reduced together."""
+    """Makes a unit of the experts of each layer, and one of the rest of it. The weights of a unit are gathered, and
+    their gradients reduced, together.
+    """
     for block in blocks:
-        mesh, sharding = block.mesh.weights(block.resolved.weights), block.resolved.strategy.sharding
-        units.add(block.layer, mesh, sharding, stage=stage)
+        sharding = block.resolved.strategy.sharding
+        if block.experts is not None:
+            mesh = block.mesh.weights(block.resolved.experts)
+            units.add(block.experts.module, mesh, sharding, stage=stage, of_experts=True)
+        units.add(block.layer, block.mesh.weights(block.resolved.weights), sharding, stage=stage)
+
+
+def units_in_order(blocks: list[ParallelLayer], *, backward: bool = False) -> list[nn.Module]:
+    """Returns the modules of the units of layers in the order of the forward pass: a layer, then its experts. Or that
+    of the backward pass, the last first: the backward too begins a layer before its experts.
+    """
+    found = []
+    for block in blocks:
+        of_layer = [block.layer] if block.experts is None else [block.layer, block.experts.module]
+        found += reversed(of_layer) if backward else of_layer
+    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,25 +76,26 @@ def cut_layer(
     layer: nn.Module,
     stack: StackAdapter,
     strategy: LayerStrategy,
-    meshes: Mapping[str, WeightMesh],
+    mesh: WeightMesh,
     config: PreTrainedConfig,
 ) -> list[LocalParameter]:
     """Cuts the weights of one layer over its tensor ranks, in place, and puts the collectives at its regions' borders.
-    The layer has whole weights and split projections. Returns the views of all its parameters. `meshes` has the mesh
-    that each parameter's spec names.
+    The layer has whole weights and split projections. Returns the views of all its parameters but those of experts.
     """
     if strategy.tensor == 1:
         return []
-    specs = layer_specs(layer, stack, config)
-    views = [cut_parameter(layer, spec, meshes[spec.mesh], strategy.megatron_sp) for spec in specs]
-    group = meshes["layer"].tensor_group
+    specs = [spec for spec in layer_specs(layer, stack, config) if spec.mesh == "layer"]
+    views = [cut_parameter(layer, spec, mesh, strategy.megatron_sp) for spec in specs]
+    group = mesh.tensor_group
     for name, module in layer.named_modules():
         kind, style = linear_kind(module), stack.style(name)
+        if stack.is_expert(name, layer):
+            continue
         if style is Style.ROW:
             _sum_row_outputs(module, kind, group, strategy.megatron_sp)
         elif style is Style.COLUMN and kind is not None:
             setattr(module, kind.output_size, local_tensor(module.weight).shape[kind.output_dim])
-    for region in stack.regions:
+    for region in stack.regions_of(layer):
         _gather_region_input(layer.get_submodule(region), group, strategy.megatron_sp)
     _set_local_attributes(layer, stack, stack.heads(config), strategy.tensor)
     return views
@@ -125,6 +126,7 @@ def set_key_value_groups(attention: nn.Module, query_heads: int, key_value_heads
 def _sum_row_outputs(module: nn.Module, kind: LinearKind | None, group: dist.ProcessGroup, megatron_sp: bool) -> None:
     """Makes a row-cut module sum its outputs over the ranks and add its bias once, afterwards."""
     reduce = scatter_sum_positions if megatron_sp else reduce_from_group
+    dim = {"dim": -2} if megatron_sp else {}  # an MLP beside experts may take [tokens, features]
     inputs_first = kind is not None and kind.output_dim == 1
     own = module.forward if isinstance(module, nn.Linear) and type(module) is not nn.Linear else None  # in float8
 
@@ -139,7 +141,7 @@ def _sum_row_outputs(module: nn.Module, kind: LinearKind | None, group: dist.Pro
             set_parameter_tensor(module, "bias", bias)
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        output = reduce(product(hidden), group)
+        output = reduce(product(hidden), group, **dim)
         return output if module.bias is None else output + module.bias
 
     module.forward = forward
@@ -150,7 +152,7 @@ def _gather_region_input(region: nn.Module, group: dist.ProcessGroup, megatron_s
 
     def enter(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         # Pieces of one position come out of the gather as a strided view, which some linear modules cannot flatten.
-        return gather_positions(hidden, group).contiguous() if megatron_sp else copy_to_group(hidden, group)
+        return gather_positions(hidden, group, dim=-2).contiguous() if megatron_sp else copy_to_group(hidden, group)
 
     def pre_hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if args:

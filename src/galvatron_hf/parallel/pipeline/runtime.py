@@ -24,11 +24,9 @@ from galvatron_hf.parallel.model_runner import ModelRunner
 from galvatron_hf.parallel.pipeline.trace import Timeline
 from galvatron_hf.parallel.stage_module import StageModule
 from galvatron_hf.plan.resolved import ResolvedPlan
-from galvatron_hf.plan.schedule import Action, PipelineShape, Work, actions
+from galvatron_hf.plan.schedule import FORWARD_WORKS, Action, PipelineShape, Work, actions
 from galvatron_hf.utils.compat import input_gradients, weight_gradients
 
-
-_FORWARD = (Work.FORWARD, Work.SEND_FORWARD, Work.RECEIVE_FORWARD)
 
 # Sends of gradients (in evaluation, of activations) that may run before a rank waits for the oldest of them.
 SENDS_UNDER_WAY = 2
@@ -161,12 +159,18 @@ class Pipeline:
         """Returns True on ranks of the last stage, which makes losses and logits."""
         return self.shape.stages - 1 in self.stages
 
-    def train(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+    def train(self, batches: Sequence[MicroBatch], between: Callable[[], None] | None = None) -> list[torch.Tensor]:
         """Runs forward and backward of a step's micro-batches, which are the same on all ranks but differ in shape;
-        collective. Returns this rank's parts of the losses, detached, on the last stage's ranks alone.
+        collective. Returns this rank's parts of the losses, detached, on the last stage's ranks alone. `between` is
+        called after the last forward, of a schedule that runs all forwards first.
         """
         step = self._step(batches, keeps_outputs=False)
-        self._run(step, step.order)
+        order = step.order
+        if between is not None:
+            self._run(step, [action for action in order if action.work in FORWARD_WORKS])
+            between()
+            order = [action for action in order if action.work not in FORWARD_WORKS]
+        self._run(step, order)
         self.units.finish_step()
         return step.losses
 
@@ -175,7 +179,7 @@ class Pipeline:
         micro-batches are in flight at once, whatever the schedule.
         """
         step = self._step(batches)
-        self._run(step, [action for action in step.order if action.work in _FORWARD])
+        self._run(step, [action for action in step.order if action.work in FORWARD_WORKS])
         return step
 
     def finish(self, step: PipelineStep, gradients: Mapping[int, Tensors]) -> None:
@@ -186,7 +190,7 @@ class Pipeline:
         for index, tensors in gradients.items():
             given = _Transfer(tensors=tensors, works=[])
             step.arriving[Work.RECEIVE_BACKWARD, self.shape.stages - 1, index] = given
-        left_out = {*_FORWARD, Work.BACKWARD_WEIGHT}
+        left_out = {*FORWARD_WORKS, Work.BACKWARD_WEIGHT}
         self._run(step, [action for action in step.order if action.work not in left_out], splits=False)
         self.units.finish_step()
 
@@ -194,7 +198,7 @@ class Pipeline:
     def evaluate(self, batches: Sequence[MicroBatch]) -> list[ModelOutput]:
         """Runs the forward of micro-batches; returns outputs on the last stage's ranks alone. Collective."""
         step = self._step(batches, has_backward=False)
-        self._run(step, [action for action in step.order if action.work in _FORWARD])
+        self._run(step, [action for action in step.order if action.work in FORWARD_WORKS])
         return step.ordered_outputs()
 
     def _step(self, batches: Sequence[MicroBatch], **options: bool) -> PipelineStep:
