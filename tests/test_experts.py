@@ -6,12 +6,31 @@ global batch with a coefficient of 0.5, packed rows, and a model's own forward.
 
 from __future__ import annotations
 
-import pytest
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from unittest.mock import patch
 
-from equivalence import Reference, reference
+import pytest
+import torch
+
+import oracle
+from custom_losses import calls_super, ignores_the_count, mean_of_logits, sum_of_losses
+from equivalence import Reference, assert_near, assert_same_gradients, reference, whole_gradients
 from galvatron_hf.models.families import adapter_for
+from galvatron_hf.parallel import executor
+from galvatron_hf.parallel.comm.mesh import WorldMesh
+from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
+from galvatron_hf.parallel.layers import experts
+from galvatron_hf.parallel.layers.experts import ParallelExperts
+from galvatron_hf.parallel.parallelize import parallelize
+from galvatron_hf.parallel.router_loss import RouterStatistics
 from galvatron_hf.plan import ParallelPlan
 from plans import expert_plans
+from ranks import run_ranks
+from test_mutations import complaint
+from test_packed_rows import check_packed, long_tailed
 from test_parallelize import check_cases
 from tiny_models import BATCHES, EXPERT_FAMILIES
 
@@ -74,3 +93,164 @@ def test_every_family_with_experts_under_every_plan(family):
         batch = list(oracles)[index % len(oracles)]
         cases[f"{name}, {batch}"] = oracles[batch], plan
     check_cases(4, cases)
+
+
+PLANS = expert_plans()
+
+
+def test_packed_rows_with_experts():
+    oracles = {name: reference(EXPERT_FAMILIES[name].build(), long_tailed()) for name in ("qwen3_moe", "deepseek_v3")}
+    cases = [("qwen3_moe", name) for name in ("all_kinds", "expert_4", "1f1b", "gpipe")]
+    plans = {name: plans_of(one) for name, one in oracles.items()}
+
+    def work() -> None:
+        world = WorldMesh("cpu")
+        for family, name in [*cases, ("deepseek_v3", "ulysses")]:
+            try:
+                check_packed(oracles[family], plans[family][name], world)
+            except AssertionError as error:
+                raise AssertionError(f"{family} {name}: {error}") from error
+
+    run_ranks(work, 4)
+
+
+def test_a_loss_of_ones_own_has_that_of_the_routers():
+    """Uses loss and aux_loss of the model's output in other proportions than the family does."""
+    wanted = oracle_of("mixtral")
+    model = copy.deepcopy(wanted.model)
+    output = model(**wanted.batch)
+    loss = 0.5 * output.loss + 0.25 * output.aux_loss + output.logits.square().mean()
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    def work() -> None:
+        world = WorldMesh("cpu")
+        for name in ("expert_4", "tensor", "micro_batches", "1f1b"):
+            parallel = parallelize(copy.deepcopy(wanted.model), PLANS[name], world)
+            seen = parallel.model(**wanted.batch)
+            assert_near("aux_loss", float(seen.aux_loss), float(output.aux_loss))
+            assert_near("loss", float(seen.loss), float(output.loss))
+            (0.5 * seen.loss + 0.25 * seen.aux_loss + seen.logits.square().mean()).backward()
+            parallel.units.finish_step()
+            assert_same_gradients(whole_gradients(parallel.model, model), gradients, where=name)
+
+    run_ranks(work, 4)
+
+
+def test_a_loss_of_logits_alone_leaves_the_routers_loss_out():
+    wanted = oracle_of("mixtral")
+    model = copy.deepcopy(wanted.model)
+    model(**wanted.batch).logits.square().mean().backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    def work() -> None:
+        parallel = parallelize(copy.deepcopy(wanted.model), PLANS["expert_2"])
+        parallel.model(**wanted.batch).logits.square().mean().backward()
+        parallel.units.finish_step()
+        assert_same_gradients(whole_gradients(parallel.model, model), gradients)
+
+    run_ranks(work, 4)
+
+
+def test_trainer_with_experts():
+    """Losses, updates, evaluation and subclasses of Trainer, with the routers' loss that plain Trainer has."""
+    evaluated = dict(eval_dataset=lambda: oracle.Rows(10, seed=2))
+    evaluation = dict(eval_strategy="steps", eval_steps=2)
+    oracle.check_cases(
+        {
+            "evaluated": oracle.Case(
+                plan=PLANS["all_kinds"], family="qwen3_moe", options=evaluation, trainer=evaluated
+            ),
+            "pipeline": oracle.Case(plan=PLANS["1f1b"], family="mixtral"),
+            "smoothed": oracle.Case(
+                plan=PLANS["micro_batches"], family="mixtral", options=dict(label_smoothing_factor=0.2)
+            ),
+        }
+    )
+
+
+@pytest.mark.slow
+def test_trainers_of_users_with_experts():
+    once = dict(gradient_accumulation_steps=1, per_device_train_batch_size=2)
+    case = oracle.Case(plan=PLANS["expert_2"], family="mixtral")
+    oracle.check_cases(
+        {
+            "calls super": replace(case, override=calls_super),
+            "its own model(...)": replace(case, override=ignores_the_count, options=once),
+            "of logits": replace(case, override=mean_of_logits, options=once),
+            "a function": replace(case, trainer=dict(compute_loss_func=lambda: sum_of_losses)),
+        }
+    )
+
+
+# ---- Errors that must be seen ----
+
+
+def replaced(owner: object, name: str, value: object) -> Callable[[], contextlib.AbstractContextManager]:
+    return lambda: patch.object(owner, name, value)
+
+
+def to_a_wrong_expert(choices: torch.Tensor, count: int, group: object) -> experts.Routing:
+    routing = ROUTE(choices, count, group)
+    wrong = routing.experts.clone()
+    if len(wrong):
+        wrong[0] = (wrong[0] + 1) % (count // group.size())
+    return replace(routing, experts=wrong)
+
+
+def with_weights_twice(self: ParallelExperts, hidden: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor):
+    return RUN(self, hidden, choices, weights * weights)
+
+
+def of_own_rank(self: RouterStatistics) -> None:
+    self.complete = True
+
+
+@contextlib.contextmanager
+def with_divided_expert_gradients() -> Iterator[None]:
+    add = ShardedUnits.add
+
+    def dividing(self, module, mesh, sharding, *, of_experts=False, **options):
+        add(self, module, mesh, sharding, of_experts=of_experts, **options)
+        if of_experts and sharding != "replicate":
+            module.set_gradient_divide_factor(2.0)
+
+    with patch.object(ShardedUnits, "add", dividing):
+        yield
+
+
+ROUTE, RUN = experts.route, ParallelExperts._run
+MUTATIONS = {
+    "a token at the wrong expert": (replaced(experts, "route", to_a_wrong_expert), "expert_2", "loss"),
+    "weights of choices twice": (replaced(ParallelExperts, "_run", with_weights_twice), "expert_4", "loss"),
+    "routers' loss of the first micro-batch": (
+        replaced(executor.Executor, "_count_choices", lambda self, statistics, forward: None),
+        "micro_batches",
+        "loss",
+    ),
+    "routers' loss of the own rank": (replaced(RouterStatistics, "sum_over_ranks", of_own_rank), "expert_2", "loss"),
+    "an expert's gradient divided": (with_divided_expert_gradients, "expert_2", "experts"),
+    "copies count in the routers' loss": (
+        replaced(RouterStatistics, "add", lambda self, logits, weights: ADD(self, logits, weights.sign())),
+        "tensor",
+        "loss",
+    ),
+}
+ADD = RouterStatistics.add
+
+
+def test_every_injected_error_is_seen():
+    wanted = oracle_of("mixtral")
+
+    def work() -> dict[str, str]:
+        found, world = {}, WorldMesh("cpu")
+        for name, (inject, plan, _) in MUTATIONS.items():
+            with inject():
+                found[name] = complaint(wanted, PLANS[plan], world)
+        return found
+
+    results = run_ranks(work, 4)
+    for name, (_, _, seen_in) in MUTATIONS.items():
+        complaints = {found[name] for found in results} - {""}
+        assert complaints, f"nothing was seen of: {name}"
+        assert any(seen_in in text for text in complaints), (name, complaints)

@@ -94,8 +94,8 @@ def without_gradient(original, forward: ModelRunner, stage, batch, received=None
     )
 
 
-def loss_on_every_stage(original, pipeline: Pipeline, batches) -> list[torch.Tensor]:
-    total = torch.stack([torch.zeros(()), *original(pipeline, batches)]).sum()
+def loss_on_every_stage(original, pipeline: Pipeline, batches, between) -> list[torch.Tensor]:
+    total = torch.stack([torch.zeros(()), *original(pipeline, batches, between)]).sum()
     dist.all_reduce(total)
     return [total / pipeline.runner.mesh.size]  # as if each rank's part were that of its own stage
 

@@ -213,6 +213,9 @@ EXPERT_FAMILIES: dict[str, Family] = {
 }
 
 
+ALL_FAMILIES = FAMILIES | EXPERT_FAMILIES
+
+
 def word_tokenizer() -> PreTrainedTokenizerFast:
     """Returns a tokenizer of the words w0, w1, ..., of which each model has a token."""
     model = WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")

@@ -41,7 +41,9 @@ def equal_share(batch: dict[str, Any], rank: int, world_size: int) -> dict[str, 
 
 
 def fill_rows(batch: dict[str, Any], rows: int) -> dict[str, Any]:
-    """Appends copies of the last row, without targets, until there are `rows` rows."""
+    """Appends copies of the last row, without targets, until there are `rows` rows. Then `added_rows` [rows] is true
+    for them.
+    """
     real = batch_rows(batch)
     if real >= rows:
         return batch
@@ -52,7 +54,7 @@ def fill_rows(batch: dict[str, Any], rows: int) -> dict[str, Any]:
             filled[name] = value[index.to(value.device)]
             if name in NEXT_TOKEN.names:
                 filled[name][real:] = IGNORED
-    return filled
+    return filled | {"added_rows": torch.arange(rows, device=batch["input_ids"].device) >= real}
 
 
 def join_batches(batches: list[dict[str, Any]], pad_token_id: int) -> dict[str, Any]:

@@ -79,6 +79,7 @@ class ModelRunner:
         whole_loss: bool = True,
         documents: Documents | None = None,
         routers: RouterStatistics | None = None,
+        added_rows: torch.Tensor | None = None,
         **inputs,
     ) -> MicroBatch:
         """Makes the micro-batch of all ranks of all stages, padded to the rows and positions that layouts need.
@@ -96,6 +97,7 @@ class ModelRunner:
                 each of a multiple of [`ResolvedPlan.pack_multiple`] positions. A packed row gives no logits.
             routers ([`RouterStatistics`], *optional*): the counts of the batch that this is a part of, if a loss
                 balances its experts.
+            added_rows (`torch.Tensor`, *optional*): [B], true for rows that no loss counts.
             inputs: the labels [B, S] of the loss, for example `labels`, or `shift_labels` that are targets already.
 
         Raises:
@@ -112,7 +114,7 @@ class ModelRunner:
         )
         if documents is not None:
             return self._packed(input_ids, attention_mask, position_ids, targets, options, documents)
-        return self._padded(input_ids, attention_mask, position_ids, targets, options)
+        return self._padded(input_ids, attention_mask, position_ids, targets, options, added_rows)
 
     def _padded(
         self,
@@ -121,6 +123,7 @@ class ModelRunner:
         position_ids: torch.Tensor | None,
         targets: torch.Tensor | None,
         options: ForwardOptions,
+        added_rows: torch.Tensor | None,
     ) -> MicroBatch:
         real_rows, real_length = input_ids.shape
         rows, length = self.resolved.padded(real_rows, real_length, logits=options.logits)
@@ -142,6 +145,7 @@ class ModelRunner:
             key=self.position.key(),
             options=options,
             padded=padded,
+            added_rows=added_rows,
         )
 
     def _packed(

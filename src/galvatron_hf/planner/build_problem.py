@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Stage, VocabularyStrategy
+from galvatron_hf.planner.cost.cost_model import strategy_of_kind
 from galvatron_hf.planner.cost.step_shape import StepShape
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.option_costs import OptionCosts, StepCosts, picoseconds
@@ -58,7 +60,10 @@ class PlanProblem:
             schedule=self.shape.schedule,
             precision=workload.precision,
             stages=stages,
-            layers=tuple(self.strategies[option] for option in solution.options) * virtual,
+            layers=tuple(
+                strategy_of_kind(self.strategies[option], model.kinds[kind])
+                for kind, option in zip(model.layers, itertools.chain(*[solution.options] * virtual), strict=True)
+            ),
             embedding=embedding,
             head=embedding if model.tied and len(stages) == 1 else head,
         )

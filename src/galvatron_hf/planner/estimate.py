@@ -123,10 +123,9 @@ def _check_supported(plan: ParallelPlan) -> None:
             f"The cost model has no formula for stages on the ranks {plan.rank_groups} yet; use consecutive ranks, "
             "from 0 on."
         )
-    for name in ("context", "expert"):
-        degree = max(getattr(layer, name) for layer in plan.layers)
-        if degree > 1:
-            raise ValueError(f"The cost model has no formula for {name}={degree} yet; use {name}=1.")
+    degree = max(layer.context for layer in plan.layers)
+    if degree > 1:
+        raise ValueError(f"The cost model has no formula for context={degree} yet; use context=1.")
     if plan.precision is not None and plan.precision.float8:
         raise ValueError('The cost model has no times of products in float8 yet; use precision.compute "bf16".')
     if plan.sequence_groups is not None:

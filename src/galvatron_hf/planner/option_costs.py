@@ -83,7 +83,8 @@ class StepCosts:
         """Returns columns of a layer in each of `virtual_stages`. One stage waits for none, so all its cost is F."""
         shape, one_stage = self.shape, self.shape.pipeline == 1
         count, layers = shape.micro_batches, len(self.costs.model.layers)
-        passed = picoseconds(costs.forward_ms + costs.backward_ms, shape.passes * layers)
+        counted = costs.forward_ms * (costs.part == "layer" and shape.counts_choices(self.costs.model))
+        passed = picoseconds(costs.forward_ms + costs.backward_ms + counted, shape.passes * layers)
         once = virtual_stages * (picoseconds(costs.sync_ms) + picoseconds(costs.total_update_ms(count)))
         rest = (virtual_stages * count - 1) * passed + once
         return {

@@ -163,7 +163,7 @@ def _problems(
                 strategies = [one for one, data in of_layers if data <= padded_rows]
                 if not strategies or (padded_rows > rows and all(data != padded_rows for _, data in of_layers)):
                     continue
-                orders = list(schedules(pipeline, counts, model.layers, limits))
+                orders = list(schedules(pipeline, counts, model.layers, limits, model.router_loss))
                 for ends in choices_of_ends:
                     options = OptionCosts(costs.with_rows(padded_rows), pipeline, strategies, ends, ends)
                     for schedule, virtual, count in orders:

@@ -2,14 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spans the search space: strategies of a layer, the embedding and the head on the ranks of one stage, and schedules.
 The strategies form a decision tree (Galvatron, arXiv 2211.13878, section 3): degrees of tensor, Ulysses and data
-parallelism, then Megatron sequence parallelism, then sharding, then recompute. Context and expert degrees stay 1.
-Tensor and Ulysses degrees are those of the model profile, powers of two. All other degrees divide their ranks.
-Pipelines use 1F1B, or the interleaved schedule with equal virtual stages and at least as many micro-batches as
-pipeline ranks. GPipe is never faster than 1F1B and keeps more activations. Zero-bubble schedules have no cost formula.
+parallelism, then Megatron sequence parallelism, then sharding, then the expert degree, then recompute. Context degrees
+stay 1. Tensor, Ulysses and expert degrees are those of the model profile, powers of two. All other degrees divide
+their ranks. Pipelines use 1F1B, or the interleaved schedule with equal virtual stages and at least as many
+micro-batches as pipeline ranks. GPipe is never faster than 1F1B and keeps more activations; but under it a loss of
+routers needs no forward of its own. Zero-bubble schedules have no cost formula.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from galvatron_hf.models.shape import WeightShape
 from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
 from galvatron_hf.plan.pipeline_shape import PipelineShape, can_order, in_a_round
+from galvatron_hf.plan.resolved import MeshShape
 from galvatron_hf.plan.validation import check_int, divisors
 from galvatron_hf.profiler.profiles.model import ModelProfile
 
@@ -36,6 +39,7 @@ class Limits:
         pipeline, micro_batches (`tuple[int, ...]`, *optional*): Degrees and numbers; None allows all.
         virtual_stages (`int`): Maximum number of stages on each pipeline rank; more than 1 are interleaved.
         uniform (`bool`): Whether all layers have the same strategy.
+        expert (`int`, *optional*): Maximum expert degree; None means no maximum.
     """
 
     tensor: int | None = None
@@ -47,9 +51,10 @@ class Limits:
     micro_batches: tuple[int, ...] | None = None
     virtual_stages: int = 4
     uniform: bool = False
+    expert: int | None = None
 
     def __post_init__(self):
-        given = {"tensor": (self.tensor,), "virtual_stages": (self.virtual_stages,)}
+        given = {"tensor": (self.tensor,), "expert": (self.expert,), "virtual_stages": (self.virtual_stages,)}
         given |= {"pipeline": self.pipeline or (None,), "micro_batches": self.micro_batches or (None,)}
         for name, values in given.items():
             for value in values:
@@ -69,7 +74,7 @@ def micro_batch_sizes(rows: int) -> list[tuple[int, range]]:
 
 
 def schedules(
-    pipeline: int, counts: Sequence[int], layers: Sequence[int], limits: Limits
+    pipeline: int, counts: Sequence[int], layers: Sequence[int], limits: Limits, router_loss: bool = False
 ) -> Iterator[tuple[str, int, int]]:
     """Yields (schedule, stages on each pipeline rank, number of micro-batches) that may be better than all others.
     At a fixed micro-batch size, whose `counts` rise, more micro-batches take longer and need no less memory, with two
@@ -79,6 +84,8 @@ def schedules(
     enough = [count for count in counts if count >= pipeline]
     for count in sorted({counts[0], *enough[:1]}):
         yield "1f1b", 1, count
+        if router_loss and pipeline > 1:
+            yield "gpipe", 1, count
     most = min(limits.virtual_stages, len(layers) // pipeline)
     for virtual in range(2, 1 + most) if pipeline > 1 else ():
         uniform = tuple(layers[: len(layers) // virtual]) * virtual == tuple(layers)
@@ -94,6 +101,7 @@ def layer_strategies(ranks: int, model: ModelProfile, limits: Limits) -> list[tu
     """Returns all strategies of a layer that the model profile has figures for, each with its data degree."""
     found = []
     weights = {weight for kind in model.kinds for weight in kind.weights}
+    of_experts, dense = ([weight for weight in weights if weight.of_experts is one] for one in (True, False))
     profiled = set.intersection(*(set(kind.saved_bytes) for kind in model.kinds))
     for tensor, megatron_sp, ulysses in sorted(profiled):
         sequence = {"megatron"} if megatron_sp else {"none"} if tensor > 1 else set()
@@ -101,18 +109,31 @@ def layer_strategies(ranks: int, model: ModelProfile, limits: Limits) -> list[tu
             continue
         if ranks % (tensor * ulysses) or tensor > (limits.tensor or ranks):
             continue
-        for sharding, shard_degree in _shardings(ranks // tensor, limits, tensor, weights):
-            for recompute in limits.recompute:
+        for sharding, shard_degree in _shardings(ranks // tensor, limits, tensor, dense):
+            for expert, recompute in itertools.product(
+                _expert_degrees(ranks, tensor, model, limits), limits.recompute
+            ):
                 strategy = LayerStrategy(
                     tensor=tensor,
                     megatron_sp=megatron_sp,
                     ulysses=ulysses,
                     sharding=sharding,
                     shard_degree=shard_degree,
+                    expert=expert,
                     recompute=recompute,
                 )
-                found.append((strategy, ranks // (tensor * ulysses)))
+                mesh = MeshShape.of_experts(strategy, ranks)
+                if all(weight.can_be_sharded(mesh.tensor, mesh.shard) for weight in of_experts):
+                    found.append((strategy, ranks // (tensor * ulysses)))
     return found
+
+
+def _expert_degrees(ranks: int, tensor: int, model: ModelProfile, limits: Limits) -> list[int]:
+    """Returns the expert degrees that the model profile has figures for; 1 for a dense model."""
+    profiled = [set(kind.experts.degrees) for kind in model.kinds if kind.experts is not None]
+    found = set.intersection(*profiled) if profiled else {1}
+    most = limits.expert or ranks
+    return sorted(e for e in found if e == 1 or (e <= most and e % tensor == 0 and ranks % e == 0))
 
 
 def vocabulary_strategies(ranks: int, model: ModelProfile, limits: Limits) -> list[VocabularyStrategy]:

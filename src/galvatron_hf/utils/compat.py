@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: F4
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401  `__torch_dispatch__` sees every operator
 from torch.utils._pytree import tree_leaves  # noqa: F401  flattens nested tuples, lists and dicts
 from transformers import masking_utils
+from transformers.integrations import moe
 
 
 if TYPE_CHECKING:
@@ -97,6 +98,19 @@ def is_experts_module(module: nn.Module) -> bool:
     return hasattr(module, "_is_expert_parallel")
 
 
+@contextlib.contextmanager
+def experts_on_shapes() -> Iterator[None]:
+    """Lets the grouped matrix products of experts run on fake tensors of every format while the body runs: PyTorch's
+    own have no shapes but for bf16. Expects that transformers asks `_can_use_grouped_mm` before each.
+    """
+    original = moe._can_use_grouped_mm
+    moe._can_use_grouped_mm = lambda *unused: False
+    try:
+        yield
+    finally:
+        moe._can_use_grouped_mm = original
+
+
 def router_output(model: PreTrainedModel) -> tuple[type[nn.Module] | None, int]:
     """Returns the class of a family's routers, and the index of the logits in their output; None if it declares none.
     Expects one entry "router_logits" of `_can_record_outputs`.
@@ -115,6 +129,11 @@ functional_collectives = torch.ops._c10d_functional
 # The CPU's attention kernel and its backward, for which `torch.utils.flop_counter` has no formula.
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+# What takes the place of grouped matrix products under `experts_on_shapes`, and its backward.
+GROUPED_MM = torch.ops.transformers.grouped_mm_fallback
+GROUPED_MM_BACKWARD = torch.ops.transformers.grouped_mm_fallback_backward
 
 
 def written_arguments(operation: OpOverload) -> tuple[bool, ...]:

@@ -55,6 +55,7 @@ class MicroBatch:
         ends ([`EndLayouts`]): the layouts of the embedding's output, of the head's input and between two stages.
         key (`tuple[int, ...]`): (seed, step, micro-batch), the beginning of every random stream's key.
         padded (`bool`, *optional*): whether the mask hides a position; None if only its values on the device say so.
+        added_rows (`torch.Tensor`, *optional*): [real_rows], true for rows that no loss counts.
         documents ([`Documents`], *optional*): the documents of a packed row, which do not attend to each other.
         masks (`dict`): attention masks made so far, by rows.
         routings (`dict`): where choices of experts went, by layer, for layers that are computed again.
@@ -71,6 +72,7 @@ class MicroBatch:
     key: tuple[int, ...]
     options: ForwardOptions
     padded: bool | None = None
+    added_rows: torch.Tensor | None = None
     documents: Documents | None = None
     masks: dict = field(default_factory=dict)
     routings: dict = field(default_factory=dict)
@@ -106,6 +108,8 @@ class MicroBatch:
         real = torch.zeros_like(given, dtype=torch.float32)
         inside = (slice(self.real_rows), slice(self.real_length))
         real[inside] = 1.0 if self.attention_mask is None else self.attention_mask[inside].to(torch.float32)
+        if self.added_rows is not None:
+            real[: self.real_rows].masked_fill_(self.added_rows[:, None], 0.0)
         return real
 
     def attention_masks(self, rectangle: Rectangle, config: PreTrainedConfig, dtype: torch.dtype):

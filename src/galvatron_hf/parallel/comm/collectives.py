@@ -249,18 +249,19 @@ def reduce_from_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return x if is_trivial(group) else _ReduceFromGroup.apply(x, group)
 
 
-def gather_positions(x: Tensor, group: ProcessGroup | None, dim: int = 1) -> Tensor:
+def gather_positions(x: Tensor, group: ProcessGroup | None, dim: int = -2) -> Tensor:
     """Enters a tensor-parallel region whose input is split by position (Megatron-SP, arXiv:2205.05198). The forward
-    gathers `[B, S/n, ...]` along `dim` into `[B, S, ...]`. The backward reduce-scatters, because the consumer's
+    gathers `[B, S/n, H]`, or `[S/n, H]`, along `dim` into `[B, S, H]`. The backward reduce-scatters, because the consumer's
     gradient is partial on each rank. If the consumer's gradient is full, use
     [`galvatron_hf.parallel.activation.redistribute.redistribute`] instead.
     """
     return x if is_trivial(group) else _GatherPositions.apply(x, group, dim)
 
 
-def scatter_sum_positions(x: Tensor, group: ProcessGroup | None, dim: int = 1) -> Tensor:
+def scatter_sum_positions(x: Tensor, group: ProcessGroup | None, dim: int = -2) -> Tensor:
     """Leaves a tensor-parallel region whose output is split by position (Megatron-SP, arXiv:2205.05198). The forward
-    sums partial results `[B, S, ...]`; rank k gets piece k along `dim`, `[B, S/n, ...]`. The backward gathers.
+    sums partial results `[B, S, H]`, or `[S, H]`; rank k gets piece k along `dim`, `[B, S/n, H]`. The backward
+    gathers.
     """
     return x if is_trivial(group) else _ScatterSumPositions.apply(x, group, dim)
 

@@ -12,10 +12,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class FakeProcessGroup:
-    """Stands for a process group in profiling, where only its first rank exists."""
+    """Stands for a process group in profiling, where only its first rank exists. In an uneven all-to-all `received`
+    times as much arrives as leaves.
+    """
 
     ranks: int
     group_name: str = "fake"
+    received: int = 1
 
     def size(self) -> int:
         return self.ranks

@@ -23,8 +23,8 @@ from torch.distributed import ProcessGroup
 
 from galvatron_hf.models.adapter import ExpertsAdapter
 from galvatron_hf.models.parameter_specs import ParameterSpec
-from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.parallel.comm.collectives import all_to_all_pieces, gather_rows, is_trivial, move_rows, take_rows
+from galvatron_hf.parallel.comm.fake_process_group import FakeProcessGroup
 from galvatron_hf.parallel.comm.mesh import WeightMesh
 from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer
 from galvatron_hf.parallel.layers.tensor_parallel import LocalParameter, cut_parameter, local_parameters
@@ -104,8 +104,7 @@ class ParallelExperts:
     def _run(self, hidden: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if is_trivial(self.group):
             return self._compute(hidden, choices, weights)
-        batch, top_k = self.block.current.value, choices.shape[1]
-        routing = self._routing(batch, choices)
+        top_k, routing = choices.shape[1], self._routing(choices)
         rows = move_rows(hidden[routing.order // top_k], routing.received, routing.sent, self.group)
         ones = rows.new_ones(rows.shape[0], 1)
         done = self._compute(rows, routing.experts[:, None], ones)
@@ -122,15 +121,15 @@ class ParallelExperts:
 
     # ---- Routing ----
 
-    def _routing(self, batch: MicroBatch, choices: torch.Tensor) -> Routing:
+    def _routing(self, choices: torch.Tensor) -> Routing:
         """Returns where choices go. A recompute goes where the first pass went: other ranks expect those rows."""
-        index = self.block.resolved.index
-        first = batch.routings.get(index)
+        if not self.block.recomputes:
+            return route(choices, self.count, self.group)
+        index, routings = self.block.resolved.index, self.block.current.value.routings
+        first = routings.get(index)
         if first is None:
-            routing = route(choices, self.count, self.group)
-            if self.block.recomputes:
-                batch.routings[index] = routing
-            return routing
+            routings[index] = route(choices, self.count, self.group)
+            return routings[index]
         if choices.device.type == "cpu" and not torch.equal(first.choices, choices):
             raise RuntimeError(
                 f"The router of layer {index} chooses other experts in the recompute than in the forward; take what "
@@ -158,19 +157,22 @@ def route(choices: torch.Tensor, count: int, group: ProcessGroup) -> Routing:
     size, flat = group.size(), choices.flatten()
     order = torch.argsort(flat, stable=True)
     if isinstance(choices, FakeTensor):
-        return _even_routing(choices, order, count, size)
+        return _even_routing(choices, order, count, group)
     counts = flat.new_zeros(count).scatter_add_(0, flat, torch.ones_like(flat))
     arriving = all_to_all_pieces(counts, [count // size] * size, [count // size] * size, group)
+    if isinstance(group, FakeProcessGroup):
+        arriving = arriving * group.received
     sent, received = torch.stack([of.view(size, -1).sum(1) for of in (counts, arriving)]).tolist()
     experts = torch.arange(count // size, device=flat.device).repeat(size)
     experts = experts.repeat_interleave(arriving, output_size=sum(received))
     return Routing(choices=choices, order=order, sent=sent, received=received, experts=experts)
 
 
-def _even_routing(choices: torch.Tensor, order: torch.Tensor, count: int, size: int) -> Routing:
+def _even_routing(choices: torch.Tensor, order: torch.Tensor, count: int, group: FakeProcessGroup) -> Routing:
     """Stands for a routing where there are no numbers, in a trace of memory and work: as even as may be."""
+    size = group.size()
     sent = [stop - start for start, stop in even_parts(choices.numel(), size)]
-    received = [sent[0]] * size
+    received = [sent[0] * group.received] * size
     experts = torch.arange(sum(received), device=choices.device) % (count // size)
     return Routing(choices=choices, order=order, sent=sent, received=received, experts=experts)
 

@@ -126,7 +126,6 @@ def set_key_value_groups(attention: nn.Module, query_heads: int, key_value_heads
 def _sum_row_outputs(module: nn.Module, kind: LinearKind | None, group: dist.ProcessGroup, megatron_sp: bool) -> None:
     """Makes a row-cut module sum its outputs over the ranks and add its bias once, afterwards."""
     reduce = scatter_sum_positions if megatron_sp else reduce_from_group
-    dim = {"dim": -2} if megatron_sp else {}  # an MLP beside experts may take [tokens, features]
     inputs_first = kind is not None and kind.output_dim == 1
     own = module.forward if isinstance(module, nn.Linear) and type(module) is not nn.Linear else None  # in float8
 
@@ -141,7 +140,7 @@ def _sum_row_outputs(module: nn.Module, kind: LinearKind | None, group: dist.Pro
             set_parameter_tensor(module, "bias", bias)
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        output = reduce(product(hidden), group, **dim)
+        output = reduce(product(hidden), group)
         return output if module.bias is None else output + module.bias
 
     module.forward = forward
@@ -152,7 +151,7 @@ def _gather_region_input(region: nn.Module, group: dist.ProcessGroup, megatron_s
 
     def enter(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         # Pieces of one position come out of the gather as a strided view, which some linear modules cannot flatten.
-        return gather_positions(hidden, group, dim=-2).contiguous() if megatron_sp else copy_to_group(hidden, group)
+        return gather_positions(hidden, group).contiguous() if megatron_sp else copy_to_group(hidden, group)
 
     def pre_hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if args:

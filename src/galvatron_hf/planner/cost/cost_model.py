@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -23,7 +24,7 @@ from galvatron_hf.planner.cost.strategy_costs import Distinct, PassCosts, Strate
 from galvatron_hf.planner.cost.weight_costs import GRADIENT_BYTES, WeightCosts, weight_costs
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
-from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile, Times
+from galvatron_hf.profiler.profiles.layers import EndProfile, ExpertTimes, LayerProfile, Times
 from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
 
 
@@ -31,7 +32,7 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def _weights_key(strategy: LayerStrategy | VocabularyStrategy) -> tuple:
-    return strategy.tensor, strategy.sharding, strategy.shard_degree
+    return strategy.tensor, strategy.sharding, strategy.shard_degree, getattr(strategy, "expert", 1)
 
 
 class CostModel:
@@ -77,9 +78,10 @@ class CostModel:
     # ---- Layers ----
 
     def layer(self, kind: int, strategies: Sequence[LayerStrategy]) -> StrategyCosts:
+        """Returns the costs of one kind of layer; of a dense one, as [`strategy_of_kind`] changes the strategies."""
         layer, passes, weights = self.model.kinds[kind], Distinct(), Distinct()
-        for strategy in strategies:
-            key = (strategy.tensor, strategy.megatron_sp, strategy.ulysses, strategy.recompute)
+        for strategy in (strategy_of_kind(one, layer) for one in strategies):
+            key = (strategy.tensor, strategy.megatron_sp, strategy.ulysses, strategy.recompute, strategy.expert)
             passes.add(key, self._pass, layer, strategy)
             weights.add(_weights_key(strategy), self._weights, layer, strategy)
         return self._units(passes.arrays(), weights.arrays(), strategies, "layer")
@@ -134,8 +136,10 @@ class CostModel:
             gradient_bytes=gradient,
             gathered_bytes=weights.gathered_bytes,
             activation_bytes=passed.saved_bytes,
-            working_bytes=passed.working_bytes + weights.transient_bytes * (2 * is_layer + is_head - tied),
-            next_bytes=weights.transient_bytes * is_layer,
+            working_bytes=passed.working_bytes
+            + weights.next_bytes * is_layer
+            + weights.transient_bytes * (is_layer + is_head - tied),
+            next_bytes=weights.next_bytes * is_layer,
             recomputed_bytes=passed.recomputed_bytes + weights.message_bytes * is_head,
             released_bytes=passed.released_bytes,
             new_gradient_bytes=none if is_head else weights.new_gradient_bytes,
@@ -143,7 +147,7 @@ class CostModel:
             bucket_bytes=weights.bucket_bytes,
             reduce_input_bytes=reduced,
             reduce_output_bytes=np.where(reduced > 0, gradient, 0.0) * (is_layer or part == "head"),
-            reducing_bytes=unsharded + reduced + weights.transient_bytes * is_layer,
+            reducing_bytes=unsharded + reduced + weights.next_bytes * is_layer,
             message_bytes=weights.message_bytes,
             previous_message_bytes=previous,
             first_previous_message_bytes=none if is_head else previous,
@@ -168,8 +172,47 @@ class CostModel:
         forward, backward = (
             factor * (fit.ms(region, squares) - outside * (region - between)) for fit, outside in pairs
         )
+        experts = self._experts(layer, strategy, self.workload.computed_length)
+        if experts is not None:
+            own, imbalance, under_degree, alone = experts
+            pairs = zip(under_degree.times(own, imbalance), alone.times(own, 1.0), strict=True)
+            more = [factor * (there - here) for there, here in pairs]
+            forward, backward = max(0.0, forward + more[0]), max(0.0, backward + more[1])
         if strategy.recompute == "full":
             backward += forward + factor * (times.recompute_fixed - times.forward_after_last_saved * region)
+        return forward, backward
+
+    def _experts(
+        self, layer: LayerProfile, strategy: LayerStrategy, length: int
+    ) -> tuple[int, float, ExpertTimes, ExpertTimes] | None:
+        """Returns the tokens that a rank brings to the experts, the imbalance of what arrives, and the costs of
+        experts under the strategy's degree and under degree 1; None for a dense layer.
+        """
+        if layer.experts is None:
+            return None
+        _, region, _ = self._tokens(strategy, length)
+        degrees = layer.experts.degrees
+        found = _at(degrees, strategy.expert)
+        return -(-region // strategy.tensor), self.model.imbalance(strategy.expert), found, degrees[1]
+
+    def _dispatch(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
+        """Returns the time of the messages of experts in forward and backward. Choices go to the experts' ranks and
+        come back, each way as many as arrive at the fullest rank. Tensor ranks with the same tokens take a part each
+        and gather the results, and in the backward the gradients.
+        """
+        experts, forward, backward = self._experts(layer, strategy, self.workload.computed_length), 0.0, 0.0
+        if experts is None:
+            return forward, backward
+        (own, imbalance, _, _), again = experts, strategy.recompute == "full"
+        row = self.model.hidden * self.element
+        if strategy.tensor > 1 and not strategy.megatron_sp:
+            gathered = self._ms("all_gather", strategy.tensor, 1, own * row)
+            forward, backward = gathered, gathered * (1 + again)
+        if strategy.expert > 1:
+            size = imbalance * own * layer.experts.top_k * row
+            moved = 2 * self._ms("all_to_all", strategy.expert, 1, size)
+            counted = self._ms("all_to_all", strategy.expert, 1, 8 * layer.experts.count)
+            forward, backward = forward + moved + counted, backward + moved * (1 + again)
         return forward, backward
 
     def _regions(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
@@ -191,7 +234,7 @@ class CostModel:
                 forward += count * reduce
                 backward += (count + left_again) * reduce
             for weight in layer.weights:
-                if weight.sums_gradient(tensor, strategy.megatron_sp):
+                if not weight.of_experts and weight.sums_gradient(tensor, strategy.megatron_sp):
                     backward += self._ms("all_reduce", tensor, 1, 4 * math.prod(weight.shape))
         if strategy.ulysses > 1:
             model = self.model
@@ -205,13 +248,19 @@ class CostModel:
             )
             forward += exchange
             backward += exchange * (1 + again)
-        return forward, backward
+        dispatch_forward, dispatch_backward = self._dispatch(layer, strategy)
+        return forward + dispatch_forward, backward + dispatch_backward
 
     def _activations(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float, float]:
         """Returns the bytes of one micro-batch that are saved, temporary, and recomputed."""
         shared, _, between = self._tokens(strategy, self.workload.length)
         key = (strategy.tensor, strategy.megatron_sp, strategy.ulysses)
         saved, working = shared * _at(layer.saved_bytes, key), shared * layer.working_bytes.get(key, 0.0)
+        experts = self._experts(layer, strategy, self.workload.length)
+        if experts is not None:
+            own, imbalance, under_degree, alone = experts
+            (more_saved, most), (less_saved, least) = under_degree.bytes(own, imbalance), alone.bytes(own, 1.0)
+            saved, working = max(0.0, saved + more_saved - less_saved), max(working, working + most - least)
         if strategy.recompute == "none":
             return saved, working, 0.0
         kept = layer.recompute_bytes.get(key)
@@ -335,6 +384,11 @@ class CostModel:
         strides = self.ranks, max(self.ranks, hardware.devices_per_node)
         inside, between = (self._ms("send", 2, stride, size, "sending") for stride in strides)
         return (counts * np.where(crosses, between, inside)).sum(axis=1)
+
+
+def strategy_of_kind(strategy: LayerStrategy, layer: LayerProfile) -> LayerStrategy:
+    """Returns a strategy as a layer of one kind has it: a dense layer has no expert degree."""
+    return strategy if layer.experts is not None or strategy.expert == 1 else replace(strategy, expert=1)
 
 
 def _at(table: dict, key: object) -> Times | float:

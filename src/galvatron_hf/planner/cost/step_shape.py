@@ -11,6 +11,7 @@ import numpy as np
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.pipeline_shape import in_a_round
 from galvatron_hf.planner.cost.workload import Workload
+from galvatron_hf.profiler.profiles.model import ModelProfile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,12 @@ class StepShape:
         virtual = len(plan.stages) // pipeline
         schedule = "1f1b" if plan.schedule == "interleaved" and virtual == 1 else plan.schedule
         return cls(pipeline=pipeline, micro_batches=count, schedule=schedule, rows=rows, virtual_stages=virtual)
+
+    def counts_choices(self, model: ModelProfile) -> bool:
+        """Returns whether a step begins with a forward for the counts of routers alone: their loss needs the choices
+        of all micro-batches before the first backward.
+        """
+        return model.router_loss and self.micro_batches > 1 and self.schedule != "gpipe"
 
     @property
     def passes(self) -> int:

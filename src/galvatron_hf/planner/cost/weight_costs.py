@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from galvatron_hf.models.shape import WeightShape
 from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
+from galvatron_hf.plan.resolved import MeshShape
 
 
 STATE_BYTES = 12  # of an element: fp32 master weight and two moments of AdamW
@@ -29,7 +30,8 @@ class WeightCosts:
             unit's reduction immediately.
         state_bytes, gathered_bytes, reduce_input_bytes, unsharded_gradient_bytes, new_gradient_bytes, bucket_bytes
             (`int`): as in [`~planner.cost.strategy_costs.StrategyCosts`].
-        transient_bytes (`int`): weights that are gathered for each use.
+        transient_bytes, next_bytes (`int`): weights that are gathered for each use, and those that are gathered ahead
+            while the layer before runs.
         message_bytes (`int`): message that gathers sharded weights; 0 on one rank, which copies its own.
         largest_bytes (`int`): largest weight.
     """
@@ -48,8 +50,27 @@ class WeightCosts:
     new_gradient_bytes: int
     bucket_bytes: int
     transient_bytes: int
+    next_bytes: int
     message_bytes: int
     largest_bytes: int
+
+    def with_experts(self, experts: WeightCosts) -> WeightCosts:
+        """Returns the costs of a layer's unit together with that of its experts, which is gathered after the layer's,
+        and before the next layer's.
+        """
+        largest = (
+            "reduce_input_bytes",
+            "unsharded_gradient_bytes",
+            "new_gradient_bytes",
+            "bucket_bytes",
+            "message_bytes",
+            "largest_bytes",
+        )
+        values = {}
+        for name in self.__dataclass_fields__:
+            own, other = getattr(self, name), getattr(experts, name)
+            values[name] = max(own, other) if name in largest else own + other
+        return WeightCosts(**values | {"next_bytes": self.next_bytes})
 
 
 def weight_costs(
@@ -61,28 +82,46 @@ def weight_costs(
     reduced: int,
     ms: Callable[[str, int, int, float, str], float],
 ) -> WeightCosts:
-    """Computes the costs of a unit on a stage of `ranks` ranks.
+    """Computes the costs of a layer or an end on a stage of `ranks` ranks.
 
     Args:
         element, reduced (`int`): Bytes of an element in compute, and in gradient reductions.
         ms (`Callable`): Milliseconds of a collective, from kind, ranks, stride, bytes and calibration factor.
     """
-    tensor, shards = strategy.tensor, strategy.resolved_shard_degree(ranks)
-    replicas = ranks // tensor // shards
+    of_experts = [weight for weight in weights if weight.of_experts]
+    others = [weight for weight in weights if not weight.of_experts]
+    options = dict(sharding=strategy.sharding, element=element, reduced=reduced, ms=ms)
+    costs = _unit_costs(others, MeshShape.from_strategy(strategy, ranks), **options)
+    if not of_experts:
+        return costs
+    return costs.with_experts(_unit_costs(of_experts, MeshShape.of_experts(strategy, ranks), **options))
+
+
+def _unit_costs(
+    weights: Sequence[WeightShape],
+    mesh: MeshShape,
+    *,
+    sharding: str,
+    element: int,
+    reduced: int,
+    ms: Callable[[str, int, int, float, str], float],
+) -> WeightCosts:
+    """Computes the costs of one FSDP unit."""
+    replicas, shards, tensor = mesh.sizes
     elements = sum(weight.shard_elements(tensor, 0, shards) for weight in weights)
     gather = ms("all_gather", shards, tensor, elements * element, "weights")
     reduce = ms("reduce_scatter", shards, tensor, shards * elements * reduced, "weights")
-    unsharded, casts, replicated = shards * elements, element < 4, strategy.sharding == "replicate"
+    unsharded, casts, replicated = shards * elements, element < 4, sharding == "replicate"
     factor = "synchronization" if shards == 1 else "weights"
     all_reduce = ms("all_reduce", replicas, tensor * shards, elements * reduced, factor)
-    kept = {"replicate": unsharded if casts else 0, "zero2": unsharded, "zero3": 0}[strategy.sharding]
+    kept = {"replicate": unsharded if casts else 0, "zero2": unsharded, "zero3": 0}[sharding]
     largest = max((weight.shard_elements(tensor, 0, 1) for weight in weights), default=0)
     return WeightCosts(
         count=len(weights),
         elements=elements,
-        gather_ms=gather if strategy.sharding == "zero3" else 0.0,
+        gather_ms=gather if sharding == "zero3" else 0.0,
         reduce_ms=0.0 if replicated else reduce,
-        gather_once_ms=gather if strategy.sharding == "zero2" else 0.0,
+        gather_once_ms=gather if sharding == "zero2" else 0.0,
         replica_reduce_ms=all_reduce if shards == 1 else 0.0,
         shard_reduce_ms=0.0 if shards == 1 else all_reduce,
         state_bytes=elements * (STATE_BYTES + GRADIENT_BYTES) + kept * element,
@@ -92,7 +131,8 @@ def weight_costs(
         # A gradient that is unsharded at rest is cast before it joins the others.
         new_gradient_bytes=largest * (element + (reduced if replicated and casts else 0)),
         bucket_bytes=unsharded * reduced if shards == 1 < replicas and len(weights) > 1 else 0,
-        transient_bytes=unsharded * element if strategy.sharding == "zero3" else 0,
+        transient_bytes=unsharded * element if sharding == "zero3" else 0,
+        next_bytes=unsharded * element if sharding == "zero3" else 0,
         message_bytes=0 if replicated or shards == 1 else unsharded * element,
         largest_bytes=largest * element,
     )

@@ -72,6 +72,8 @@ class LayerTimer:
         self.counted, self.device, self.clock = counted, device, DeviceClock(device)
         self.accuracy = accuracy
         self.degrees, self.end_degrees = counted.tensor_degrees(max_degree), counted.end_degrees(max_degree)
+        self.expert_degrees = counted.expert_degrees(max_degree)
+        self.top_k = counted.top_k() if self.expert_degrees else []
         self.tokens, self.length = tokens, length
         self._mesh: DeviceMesh | None = None
         self.copies = _copies(counted.small, layer_kinds(model))
@@ -157,6 +159,8 @@ class LayerTimer:
                 jobs += self._layer_jobs(parts, tensor, tokens, length)
             if tensor == 1:
                 jobs += [*self._outside_jobs(parts), *self._recompute_jobs()]
+        for degree in self.expert_degrees:
+            jobs += self._expert_jobs(self._parts(LayerStrategy(expert=degree)), degree)
         for tensor in self.end_degrees:
             parts = self._parts(LayerStrategy(), tensor)
             for tokens in dict.fromkeys(tokens for tokens, _ in self.points()):
@@ -177,6 +181,24 @@ class LayerTimer:
         keys = (("layer", kind, tensor, tokens, length) for kind in range(len(layers)))
         last = (tokens, length) == self.points()[0]
         return [self._job(key, part, self.copies, last) for key, part in zip(keys, layers, strict=True)]
+
+    def _expert_jobs(self, parts: IsolatedLayers, degree: int) -> list[_Job]:
+        """Returns the jobs of experts alone under one expert degree, of the largest and the smallest micro-batch. With
+        the largest, twice as many choices arrive in another job.
+        """
+        jobs, sizes = [], [tokens for tokens, _ in self.points()]
+        cases = [(max(sizes), 1), (min(sizes), 1), *([(max(sizes), 2)] if degree > 1 else [])]
+        for kind, top_k in enumerate(self.top_k):
+            for tokens, received in dict.fromkeys(cases) if top_k else ():
+                part = parts.experts(kind, tokens, top_k)
+                job = self._job(("experts", kind, degree, tokens, received), part)
+
+                def run(inner=job.run, kind=kind, received=received) -> tuple[float, ...]:
+                    parts.receive(kind, received)
+                    return inner()
+
+                jobs.append(_Job(key=job.key, run=run))
+        return jobs
 
     def _outside_jobs(self, parts: IsolatedLayers) -> list[_Job]:
         jobs = []

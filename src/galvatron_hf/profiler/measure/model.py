@@ -8,7 +8,7 @@ import datetime
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from galvatron_hf.profiler.measure.layer_timing import Key, LayerTimer, adding_m
 from galvatron_hf.profiler.measure.rounds import WANTED_ERROR
 from galvatron_hf.profiler.profiles.layers import TimeFit, Times
 from galvatron_hf.profiler.profiles.model import ModelProfile
-from galvatron_hf.profiler.trace.tracing import CountedModel, PartTimes, describe, positions, profile_of
+from galvatron_hf.profiler.trace.tracing import CountedModel, ExpertPasses, PartTimes, describe, positions, profile_of
 from galvatron_hf.utils.allocator import keep_freed_memory
 
 
@@ -180,7 +180,35 @@ def _part_times(found: dict[Key, tuple[float, ...]], counted: CountedModel, time
         points = {(key[2], 0): times for key, times in found.items() if key[:2] == (name, tensor)}
         forward, backward = (_fit(list(points), [ms[way] for ms in points.values()]) for way in (0, 1))
         ends[name][tensor] = Times(forward=forward, backward=backward)
-    return PartTimes(layers=layers, **ends)
+    experts = counted.expert_profiles(max(timer.expert_degrees, default=1), _expert_passes(found, timer))
+    return PartTimes(layers=layers, experts=experts, **ends)
+
+
+def _expert_passes(found: dict[Key, tuple[float, ...]], timer: LayerTimer) -> Callable[[int, int, int], ExpertPasses]:
+    """Returns the function of [`CountedModel.expert_profiles`] for measured times."""
+
+    def passes(kind: int, degree: int, top_k: int) -> ExpertPasses:
+        points = {
+            key[3]: times for key, times in found.items() if key[:3] == ("experts", kind, degree) and key[4] == 1
+        }
+        most = max(points)
+        fits = [_straight({tokens: times[way] for tokens, times in points.items()}) for way in (0, 1)]
+        more = found.get(("experts", kind, degree, most, 2), points[most])
+        received = [max(0.0, more[way] - points[most][way]) / most for way in (0, 1)]
+        return ExpertPasses(
+            forward=fits[0], backward=fits[1], received_forward=received[0], received_backward=received[1]
+        )
+
+    return passes
+
+
+def _straight(points: Mapping[int, float]) -> TimeFit:
+    """Returns the straight line through the times of the fewest and of the most tokens."""
+    few, most = min(points), max(points)
+    if few == most:
+        return TimeFit(per_token=points[most] / most)
+    slope = max(0.0, (points[most] - points[few]) / (most - few))
+    return TimeFit(per_token=slope, fixed=max(0.0, points[few] - slope * few))
 
 
 def _recompute_fixed(found: dict[Key, tuple[float, ...]], kind: int, timer: LayerTimer) -> float:

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 from galvatron_hf.models.shape import WeightShape
 from galvatron_hf.plan.validation import check_bool, check_fields, check_int, check_number, show
-from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile, TimeFit, Times
+from galvatron_hf.profiler.profiles.layers import EndProfile, ExpertsProfile, ExpertTimes, LayerProfile, TimeFit, Times
 
 
 T = TypeVar("T")
 
 MAX_SIZE = 1 << 40
-_WEIGHT = ("shape", "cut", "used_in_part", "heads")
+_WEIGHT = ("shape", "cut", "used_in_part", "heads", "of_experts")
 _STRATEGY = ("tensor", "megatron_sp", "ulysses")
 _LAYER_BYTES = ("saved_bytes", "working_bytes", "recompute_bytes")
 _END_BYTES = ("saved_bytes", "saved_fixed_bytes", "working_bytes", "working_fixed_bytes")
@@ -34,7 +34,13 @@ def layer_values(kind: LayerProfile) -> dict[str, Any]:
         ],
         "regions": kind.regions,
         "saves_after_last_region": kind.saves_after_last_region,
+        **({} if kind.experts is None else {"experts": _expert_values(kind.experts)}),
     }
+
+
+def _expert_values(experts: ExpertsProfile) -> dict[str, Any]:
+    degrees = [{"expert": degree} | asdict(times) for degree, times in experts.degrees.items()]
+    return {"count": experts.count, "top_k": experts.top_k, "degrees": degrees}
 
 
 def end_values(end: EndProfile) -> dict[str, Any]:
@@ -64,7 +70,7 @@ def read_each(name: str, value: Any, read: Callable[[str, Any], T]) -> tuple[T, 
 def read_layer(where: str, given: Any) -> LayerProfile:
     """Reads what [`layer_values`] returned; `where` names it in errors."""
     names = ("weights", "times", "bytes", "regions", "saves_after_last_region")
-    check_fields(where, given, names, required=names)
+    check_fields(where, given, (*names, "experts"), required=names)
     check_int(f"{where}.regions", given["regions"], high=1024)
     check_bool(f"{where}.saves_after_last_region", given["saves_after_last_region"])
     found: dict[str, dict] = {name: {} for name in _LAYER_BYTES}
@@ -79,8 +85,28 @@ def read_layer(where: str, given: Any) -> LayerProfile:
         times=_read_times(f"{where}.times", given["times"]),
         regions=given["regions"],
         saves_after_last_region=given["saves_after_last_region"],
+        experts=_read_experts(f"{where}.experts", given["experts"]) if given.get("experts") is not None else None,
         **found,
     )
+
+
+def _read_experts(where: str, given: Any) -> ExpertsProfile:
+    names, fits = ("count", "top_k", "degrees"), ("forward", "backward")
+    check_fields(where, given, names, required=names)
+    for name in names[:2]:
+        check_int(f"{where}.{name}", given[name], high=MAX_SIZE)
+    numbers = [field.name for field in fields(ExpertTimes) if field.name not in fits]
+    degrees = {}
+    for place, entry in read_each(f"{where}.degrees", given["degrees"], lambda place, entry: (place, entry)):
+        check_fields(place, entry, ("expert", *fits, *numbers), ("expert", *fits, "saved_bytes", "working_bytes"))
+        check_int(f"{place}.expert", entry["expert"], high=MAX_SIZE)
+        for name in numbers:
+            check_number(f"{place}.{name}", entry.get(name, 0.0))
+        read = {name: _read_fit(f"{place}.{name}", entry[name]) for name in fits}
+        degrees[entry["expert"]] = ExpertTimes(**read, **{name: entry[name] for name in numbers if name in entry})
+    if 1 not in degrees:
+        raise ValueError(f"{where}.degrees has no expert=1, with which the others are compared: add it")
+    return ExpertsProfile(count=given["count"], top_k=given["top_k"], degrees=degrees)
 
 
 def read_end(where: str, given: Any) -> EndProfile:
@@ -113,7 +139,8 @@ def _read_weight(where: str, given: Any) -> WeightShape:
     )
     if given.get("cut") is not None:
         check_int(f"{where}.cut", given["cut"], low=0, high=len(shape) - 1)
-    check_bool(f"{where}.used_in_part", given.get("used_in_part", False))
+    for name in ("used_in_part", "of_experts"):
+        check_bool(f"{where}.{name}", given.get(name, False))
     if given.get("heads") is not None:
         check_int(f"{where}.heads", given["heads"], high=MAX_SIZE)
     return WeightShape(**given | {"shape": shape})

@@ -48,6 +48,54 @@ class Times:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertTimes:
+    """Holds the cost of a layer's experts under one expert degree, with choosing ranks' permutations and without
+    messages, for each token that a rank brings. The attributes that begin with `received` are the part that grows with
+    the choices that arrive at a rank: for each token, if as many arrive as the rank sends.
+
+    Attributes:
+        forward, backward ([`TimeFit`]): times with experts that are chosen equally often.
+        saved_bytes, working_bytes (`float`): as in [`LayerProfile`].
+    """
+
+    forward: TimeFit
+    backward: TimeFit
+    saved_bytes: float
+    working_bytes: float
+    received_forward: float = 0.0
+    received_backward: float = 0.0
+    received_saved_bytes: float = 0.0
+    received_working_bytes: float = 0.0
+
+    def times(self, tokens: float, imbalance: float) -> tuple[float, float]:
+        """Returns forward and backward in ms on the rank at which `imbalance` times the mean of choices arrives."""
+        more = (imbalance - 1.0) * tokens
+        return (
+            self.forward.ms(tokens, 0.0) + more * self.received_forward,
+            self.backward.ms(tokens, 0.0) + more * self.received_backward,
+        )
+
+    def bytes(self, tokens: float, imbalance: float) -> tuple[float, float]:
+        """Returns saved and working bytes on such a rank."""
+        more = (imbalance - 1.0) * tokens
+        return (
+            self.saved_bytes * tokens + self.received_saved_bytes * more,
+            self.working_bytes * tokens + self.received_working_bytes * more,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsProfile:
+    """Holds the number of experts of a layer, of the choices of a token, and the costs by expert degree; degree 1 is
+    included, and is a part of the layer's own costs.
+    """
+
+    count: int
+    top_k: int
+    degrees: Mapping[int, ExpertTimes]
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerProfile:
     """Holds the cost of one kind of layer.
     The bytes are for each token that the layer's tensor and Ulysses ranks share, on one of these ranks. Their keys are
@@ -62,6 +110,8 @@ class LayerProfile:
         recompute_bytes (`Mapping`): Activations kept under full recompute. A missing strategy keeps the layer's input.
         regions (`int`): Tensor-parallel regions of the layer, each entered and left once.
         saves_after_last_region (`bool`): As in [`ModelShape`].
+        experts ([`ExpertsProfile`], *optional*): Costs of its experts under other expert degrees than 1, which the
+            other figures are for; None for a dense layer.
     """
 
     weights: tuple[WeightShape, ...]
@@ -71,6 +121,7 @@ class LayerProfile:
     recompute_bytes: Mapping[tuple[int, bool, int], float] = field(default_factory=dict)
     regions: int = 2
     saves_after_last_region: bool = False
+    experts: ExpertsProfile | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

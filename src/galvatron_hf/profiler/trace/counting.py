@@ -15,6 +15,8 @@ from galvatron_hf.profiler.trace.isolated_layers import Part
 from galvatron_hf.utils.compat import (
     CPU_ATTENTION,
     CPU_ATTENTION_BACKWARD,
+    GROUPED_MM,
+    GROUPED_MM_BACKWARD,
     TorchDispatchMode,
     storage_key,
     tree_leaves,
@@ -37,11 +39,21 @@ def _flash_backward(grad, query, key, value, out, lse, dropout_p, is_causal, **u
     return int(_causal_share(is_causal) * sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
 
 
+def _grouped_forward(rows, weight, offsets, out_val=None, **unused) -> int:
+    return 2 * rows.shape[0] * weight.shape[1] * weight.shape[2]
+
+
+def _grouped_backward(rows, weight, offsets, grad, out_val=None, **unused) -> int:
+    return 2 * _grouped_forward(rows, weight, offsets)
+
+
 # PyTorch has no formula for the CPU kernel, and its other formulas ignore the causal mask.
 _FORMULAS = {
     **flop_registry,
     CPU_ATTENTION: _flash_forward,
     CPU_ATTENTION_BACKWARD: _flash_backward,
+    GROUPED_MM: _grouped_forward,
+    GROUPED_MM_BACKWARD: _grouped_backward,
 }
 
 

@@ -143,13 +143,14 @@ class IsolatedLayers:
         copies: int = 1,
     ) -> IsolatedLayers:
         """Cuts a copy of a model of [`one_of_each`]; the copy stays on the meta device. All layers have `strategy`,
-        and `vocabulary` is the tensor degree of embedding and head. The stage has max(tensor * ulysses, vocabulary)
-        ranks. Raises `ValueError` if the strategy does not fit the model.
+        dense ones with expert degree 1, and `vocabulary` is the tensor degree of embedding and head. The stage has
+        max(tensor * ulysses, expert, vocabulary) ranks. Raises `ValueError` if the strategy does not fit the model.
         """
-        ranks = max(strategy.tensor * strategy.ulysses, vocabulary)
+        ranks = max(strategy.tensor * strategy.ulysses, strategy.expert, vocabulary)
         ends = VocabularyStrategy(tensor=vocabulary)
-        stacks = adapter_for(small).stack_sizes(small)
-        layers = (strategy,) * sum(stacks.values())
+        adapter = adapter_for(small)
+        stacks = adapter.stack_sizes(small)
+        layers = tuple(strategy if count else replace(strategy, expert=1) for count in adapter.expert_counts(small))
         plan = ParallelPlan(world_size=ranks, stacks=stacks, layers=layers, embedding=ends, head=ends)
         return cls(rank=single_rank(copy.deepcopy(small), plan), packed=packed, copies=copies)
 
@@ -233,6 +234,46 @@ class IsolatedLayers:
 
         return Part(run=run, input=hidden, modules=tuple(block.layer for block in blocks), shared=shared)
 
+    def top_k(self, batch: MicroBatch) -> list[int]:
+        """Returns for each kind of layer how many experts a token chooses, 0 for a dense one."""
+        found = [0] * (len(self.rank.blocks) // self.copies)
+        for kind, part in enumerate(self.layers(batch)):
+            experts = self.rank.blocks[kind * self.copies].experts
+            if experts is not None:
+
+                def keep(hidden: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor, kind=kind):
+                    found[kind] = choices.shape[1]
+                    return hidden
+
+                experts.module.forward = keep
+                try:
+                    with torch.no_grad():
+                        part.run()
+                finally:
+                    experts.module.forward = experts
+        return found
+
+    def experts(self, kind: int, tokens: int, top_k: int, received: int = 1) -> Part:
+        """Returns the part of the experts of one kind of layer, with permutations, for `tokens` tokens of the rank
+        that choose all experts equally often. `received` times as many choices arrive as the rank sends.
+        """
+        experts = self.rank.blocks[kind * self.copies].experts
+        self.receive(kind, received)
+        hidden = self._states((tokens,))
+        choices = torch.arange(tokens * top_k, device=self.device).remainder(experts.count).view(tokens, top_k)
+        weights = torch.full((tokens, top_k), 1 / top_k, dtype=self.dtype, device=self.device, requires_grad=True)
+
+        def run() -> torch.Tensor:
+            return experts.module(hidden, choices, weights)
+
+        return Part(run=run, input=hidden, modules=(experts.module,), shared=(choices, weights))
+
+    def receive(self, kind: int, received: int) -> None:
+        """Lets `received` times as many choices arrive at the experts of a kind as the rank sends."""
+        experts = self.rank.blocks[kind * self.copies].experts
+        if experts.group is not None:
+            experts.group = replace(experts.group, received=received)
+
     def embedding(self, batch: MicroBatch) -> Part:
         """Returns the part from token ids to the input of the first layer, with the inputs shared by all layers."""
         rank, stage = self.rank, self.rank.stage
@@ -265,22 +306,32 @@ class IsolatedLayers:
 
     @contextlib.contextmanager
     def without_regions(self):
-        """Makes the tensor-parallel regions return their input while the body runs; norms and residuals remain."""
+        """Makes the tensor-parallel regions and the experts return their input while the body runs; norms, routers and
+        residuals remain.
+        """
         places = self.rank.stage.adapter.places(self.rank.model)
         with contextlib.ExitStack() as changes:
             for block in self.rank.blocks:
                 stack = places[block.resolved.index].stack
-                for name in stack.regions:
+                if block.experts is not None:
+                    changes.callback(setattr, block.experts.module, "forward", block.experts.module.forward)
+                    block.experts.module.forward = _skip_experts
+                for name in stack.regions_of(block.layer):
                     region = block.layer.get_submodule(name)
                     changes.enter_context(without_forward_pre_hooks(region))
                     changes.callback(setattr, region, "forward", region.forward)
                     region.forward = functools.partial(_give_back, block if name in stack.attention else None)
             yield
 
-    def _states(self, shape: tuple[int, int]) -> torch.Tensor:
+    def _states(self, shape: tuple[int, ...]) -> torch.Tensor:
         adapter, config = self.rank.stage.adapter, self.rank.model.base_model.config
         size = adapter.state_features(config)[HIDDEN]
         return torch.randn(*shape, size, device=self.device).to(self.dtype).requires_grad_()
+
+
+def _skip_experts(hidden: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Replaces the forward of experts; the router still has gradients."""
+    return hidden * weights.sum(-1, keepdim=True)
 
 
 def _give_back(attention_of: ParallelLayer | None, hidden_states: torch.Tensor, *args, **kwargs):

@@ -15,7 +15,7 @@ from galvatron_hf.models.parameter_specs import ParameterSpec, model_specs
 from galvatron_hf.models.shape import ModelShape, WeightShape
 from galvatron_hf.plan import LayerStrategy
 from galvatron_hf.profiler.trace.isolated_layers import IsolatedLayers, layer_kinds, one_of_each
-from galvatron_hf.utils.compat import FakeTensorMode
+from galvatron_hf.utils.compat import FakeTensorMode, experts_on_shapes
 
 
 def model_shape_from_model(model: PreTrainedModel, small: PreTrainedModel | None = None) -> ModelShape:
@@ -36,9 +36,17 @@ def model_shape_from_model(model: PreTrainedModel, small: PreTrainedModel | None
         final_norm=_shapes(specs.final_norm),
         head=() if tied else _shapes(specs.head),
         tied=tied,
-        regions=len(stack.regions),
+        regions=max(regions_of_kinds(model)),
         saves_after_last_region=saves_after_last_region(small or one_of_each(model)),
     )
+
+
+def regions_of_kinds(model: PreTrainedModel) -> list[int]:
+    """Returns the number of tensor-parallel regions of each kind of layer."""
+    adapter, kinds = adapter_for(model), layer_kinds(model)
+    layers, places = adapter.layers(model), adapter.places(model)
+    first = [kinds.index(kind) for kind in range(max(kinds) + 1)]
+    return [len(places[index].stack.regions_of(layers[index])) for index in first]
 
 
 def _shapes(specs: Iterable[ParameterSpec]) -> tuple[WeightShape, ...]:
@@ -50,13 +58,15 @@ def saves_after_last_region(small: PreTrainedModel) -> bool:
     parts = IsolatedLayers.from_model(small, LayerStrategy())
     seen: list[str] = []
     layer, place = parts.rank.blocks[0].layer, parts.rank.stage.adapter.places(small)[0]
-    regions = place.stack.regions
+    regions = place.stack.regions_of(layer)
     hooks = [
         module.register_forward_hook(lambda *unused, name=name: seen.append(name))
         for name, module in layer.named_children()
         if name in regions or list(module.parameters())
     ]
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    if parts.rank.blocks[0].experts is not None:
+        parts.rank.model.set_experts_implementation("grouped_mm")  # others ask for values, which fakes have not
+    with FakeTensorMode(allow_non_fake_inputs=True), experts_on_shapes(), torch.no_grad():
         parts.give_memory(torch.device("cpu"), torch.float32)
         parts.layers(parts.micro_batch(8, 8))[0].run()
     for hook in hooks:

@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,12 +20,19 @@ from galvatron_hf.parallel.data_parallel.sharding import DTYPES
 from galvatron_hf.plan import LayerStrategy
 from galvatron_hf.plan.layout import HEAD_CHUNK_TOKENS
 from galvatron_hf.profiler.profiles.hardware import DEVICES, HardwareProfile
-from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile, TimeFit, Times
+from galvatron_hf.profiler.profiles.layers import (
+    EndProfile,
+    ExpertsProfile,
+    ExpertTimes,
+    LayerProfile,
+    TimeFit,
+    Times,
+)
 from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.profiler.trace.counting import Counts, OperationCount, count
 from galvatron_hf.profiler.trace.isolated_layers import IsolatedLayers, empty_model, layer_kinds, one_of_each
-from galvatron_hf.profiler.trace.shapes import model_shape_from_model
-from galvatron_hf.utils.compat import FakeTensorMode
+from galvatron_hf.profiler.trace.shapes import model_shape_from_model, regions_of_kinds
+from galvatron_hf.utils.compat import FakeTensorMode, experts_on_shapes
 
 
 # FLOP/s of a layer over those of a large matrix product.
@@ -34,6 +42,9 @@ BANDWIDTHS = {"a100": 2.04e12, "h100": 3.35e12, "h200": 4.8e12, "4090": 1.01e12}
 # FLOPs per byte of other devices: GPUs, and one CPU core.
 FLOPS_PER_BYTE = {"gpu": 200.0, "cpu": 20.0}
 CPU_FLOPS = 1e13  # FLOP/s that no CPU core reaches
+IMBALANCE_TEXT = (
+    "most choices at a rank over their mean as in trained routers of 8 experts; not measured for this model"
+)
 ADAM_BYTES = 7 * 4  # AdamW reads a weight, its gradient and two moments, and writes all but the gradient, in fp32
 ADDING_BYTES = 3 * 4  # bytes moved per element by a sum of two gradients in fp32
 
@@ -142,12 +153,25 @@ def read_config(source: PreTrainedConfig | str | os.PathLike) -> PreTrainedConfi
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertPasses:
+    """Holds the times of [`ExpertTimes`]."""
+
+    forward: TimeFit
+    backward: TimeFit
+    received_forward: float
+    received_backward: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class PartTimes:
-    """Holds times by tensor degree: of each kind of layer, the embedding and the head."""
+    """Holds times by tensor degree: of each kind of layer, the embedding and the head; and the costs of experts of
+    each kind of layer by expert degree.
+    """
 
     layers: list[dict[int, Times]]
     embedding: dict[int, Times]
     head: dict[int, Times]
+    experts: list[ExpertsProfile | None]
 
 
 def profile_of(
@@ -166,6 +190,7 @@ def profile_of(
     for each element and for each weight; `adding_ms` is the time of adding gradients for each element.
     """
     shape, kinds = model_shape_from_model(model, counts.small), layer_kinds(model)
+    regions, has_experts = regions_of_kinds(model), any(experts is not None for experts in times.experts)
     bytes_of = counts.layer_bytes(max_degree)
     ends = counts.end_bytes(sorted(times.embedding))
     return ModelProfile(
@@ -181,8 +206,9 @@ def profile_of(
                 times=times.layers[kind],
                 saved_bytes={strategy: found[kind][0] for strategy, found in bytes_of.items()},
                 working_bytes={strategy: found[kind][1] for strategy, found in bytes_of.items()},
-                regions=shape.regions,
+                regions=regions[kind],
                 saves_after_last_region=shape.saves_after_last_region,
+                experts=times.experts[kind],
             )
             for kind in range(max(kinds) + 1)
         ),
@@ -195,7 +221,8 @@ def profile_of(
         optimizer_ms_per_element=optimizer_ms[0],
         optimizer_ms_per_weight=optimizer_ms[1],
         adding_ms_per_element=adding_ms,
-        assumed=assumed,
+        router_loss=adapter_for(model).router_loss(model) is not None,
+        assumed=assumed | ({"expert imbalance": IMBALANCE_TEXT} if has_experts else {}),
         made=made,
     )
 
@@ -217,6 +244,8 @@ class CountedModel:
         self.small, self.dtype, self.packed = one_of_each(model), dtype, packed
         self.device = torch.device(device)
         self.length = -(-length // 128) * 128  # what sequence ranks can share evenly
+        if any(self.expert_counts()):
+            self.small.set_experts_implementation("grouped_mm")  # others ask for values, which fakes have not
         self._parts: dict[tuple, IsolatedLayers] = {}
         self._layers: dict[tuple, list[Counts]] = {}
         self._ends: dict[tuple, dict[str, Counts]] = {}
@@ -232,24 +261,101 @@ class CountedModel:
             self._parts = {key: parts}  # one at a time
         return self._parts[key]
 
+    def expert_counts(self) -> list[int]:
+        """Returns the number of experts of each kind of layer, 0 for a dense one."""
+        return adapter_for(self.small).expert_counts(self.small)
+
+    def expert_degrees(self, max_degree: int) -> list[int]:
+        """Returns the expert degrees, powers of two, that share the experts of all layers that have some."""
+        counts = [count for count in self.expert_counts() if count]
+        degrees = (2**power for power in range(max_degree.bit_length()))
+        return [degree for degree in degrees if counts and not any(count % degree for count in counts)]
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Lets operators run on shapes alone while the body runs; [`CountedModel.parts`] was called before."""
+        with self.mode, experts_on_shapes():
+            yield
+
+    def top_k(self) -> list[int]:
+        """Returns for each kind of layer how many experts a token chooses, 0 for a dense one."""
+        parts = self.parts(LayerStrategy())
+        with self.tracing():
+            return parts.top_k(parts.micro_batch(self.length, self.length))
+
+    def experts(self, degree: int, kind: int, top_k: int, received: int = 1) -> Counts:
+        """Returns the counts of the experts of one kind of layer; see [`IsolatedLayers.experts`]."""
+        parts = self.parts(LayerStrategy(expert=degree))
+        with self.tracing():
+            return count(parts.experts(kind, self.length, top_k, received))
+
+    def expert_profiles(
+        self, max_degree: int, times: Callable[[int, int, int], ExpertPasses]
+    ) -> list[ExpertsProfile | None]:
+        """Returns the costs of experts of each kind of layer. `times` gives those of a kind, a degree and a number of
+        choices of a token.
+        """
+        degrees = self.expert_degrees(max_degree)
+        if not degrees:
+            return [None] * len(self.expert_counts())
+        found: list[ExpertsProfile | None] = []
+        for kind, (count_of_kind, top_k) in enumerate(zip(self.expert_counts(), self.top_k(), strict=True)):
+            by_degree = {degree: self._expert_times(degree, kind, top_k, times) for degree in degrees if count_of_kind}
+            experts = ExpertsProfile(count=count_of_kind, top_k=top_k, degrees=by_degree) if count_of_kind else None
+            found.append(experts)
+        return found
+
+    def _expert_times(
+        self, degree: int, kind: int, top_k: int, times: Callable[[int, int, int], ExpertPasses]
+    ) -> ExpertTimes:
+        even, passes = self.experts(degree, kind, top_k), times(kind, degree, top_k)
+        more = self.experts(degree, kind, top_k, received=2) if degree > 1 else even
+        return ExpertTimes(
+            forward=passes.forward,
+            backward=passes.backward,
+            saved_bytes=even.saved_bytes / self.length,
+            working_bytes=max(0, even.working_bytes) / self.length,
+            received_forward=passes.received_forward,
+            received_backward=passes.received_backward,
+            received_saved_bytes=max(0, more.saved_bytes - even.saved_bytes) / self.length,
+            received_working_bytes=max(0, more.working_bytes - even.working_bytes) / self.length,
+        )
+
+    def counted_expert_times(self, speed: Speed) -> Callable[[int, int, int], ExpertPasses]:
+        """Returns the function of [`CountedModel.expert_profiles`] for counted operations at a speed."""
+
+        def times(kind: int, degree: int, top_k: int) -> ExpertPasses:
+            even = self.experts(degree, kind, top_k)
+            more = self.experts(degree, kind, top_k, received=2) if degree > 1 else even
+            forward, backward = (speed.ms(getattr(even, way)) / self.length for way in ("forward", "backward"))
+            again = [speed.ms(getattr(more, way)) / self.length for way in ("forward", "backward")]
+            return ExpertPasses(
+                forward=TimeFit(per_token=forward),
+                backward=TimeFit(per_token=backward),
+                received_forward=max(0.0, again[0] - forward),
+                received_backward=max(0.0, again[1] - backward),
+            )
+
+        return times
+
     def layers(self, strategy: LayerStrategy, tokens: int, length: int) -> list[Counts]:
         key = strategy, tokens, length
         if key not in self._layers:
             parts = self.parts(strategy)
-            with self.mode:
+            with self.tracing():
                 self._layers[key] = [count(part) for part in parts.layers(parts.micro_batch(tokens, length))]
         return self._layers[key]
 
     def outside(self, strategy: LayerStrategy) -> list[Counts]:
         """Returns the counts of each kind of layer without its tensor-parallel regions."""
         parts = self.parts(strategy)
-        with self.mode, parts.without_regions():
+        with self.tracing(), parts.without_regions():
             return [count(part) for part in parts.layers(parts.micro_batch(self.length, self.length))]
 
     def ends(self, tensor: int, tokens: int) -> dict[str, Counts]:
         if (tensor, tokens) not in self._ends:
             parts = self.parts(LayerStrategy(), tensor)
-            with self.mode:
+            with self.tracing():
                 batch = parts.micro_batch(tokens, tokens // tensor)
                 found = {"embedding": count(parts.embedding(batch)), "head": count(parts.head(batch))}
             self._ends[tensor, tokens] = found
@@ -306,6 +412,7 @@ class CountedModel:
             layers=layers,
             embedding={tensor: found["embedding"] for tensor, found in ends.items()},
             head={tensor: found["head"] for tensor, found in ends.items()},
+            experts=self.expert_profiles(max_degree, self.counted_expert_times(speed)),
         )
 
     def end_degrees(self, max_degree: int) -> list[int]:
