@@ -8,12 +8,15 @@ so reached from one rank, and the gradient of an expert is a sum over the tokens
 family wrote it, and the weights of its choices are applied on the rank that sent the token. The family's own experts
 compute on rows of one choice each.
 
+With `compression`, choices of one expert whose tokens are alike travel as one row (lsh.py).
+
 The host waits for the device once for each layer and micro-batch, to learn how many rows arrive; the backward and a
 recompute use the numbers of the forward.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +29,16 @@ from galvatron_hf.models.parameter_specs import ParameterSpec
 from galvatron_hf.parallel.comm.collectives import all_to_all_pieces, gather_rows, is_trivial, move_rows, take_rows
 from galvatron_hf.parallel.comm.fake_process_group import FakeProcessGroup
 from galvatron_hf.parallel.comm.mesh import WeightMesh
+from galvatron_hf.parallel.layers.lsh import (
+    Clusters,
+    DispatchStatistics,
+    LshDispatch,
+    buckets,
+    centroids,
+    clusters,
+    expand,
+    projections,
+)
 from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer
 from galvatron_hf.parallel.layers.tensor_parallel import LocalParameter, cut_parameter, local_parameters
 from galvatron_hf.parallel.router_loss import with_router_gradient
@@ -40,8 +53,10 @@ class Routing:
     Attributes:
         choices (`torch.Tensor`): [tokens, top_k], the experts of each token.
         order (`torch.Tensor`): [tokens * top_k], the choices in the order of their experts.
-        sent, received (`list[int]`): choices to and from each rank.
-        experts (`torch.Tensor`): [sum(received)], this rank's own expert, from 0, of each choice that arrives.
+        sent, received (`list[int]`): rows to and from each rank: choices, or clusters of them.
+        experts (`torch.Tensor`): [sum(received)], this rank's own expert, from 0, of each row that arrives.
+        clusters (`torch.Tensor`, *optional*): [tokens * top_k], the row sent for each choice, in the order of `order`;
+            None if each choice is a row.
     """
 
     choices: torch.Tensor
@@ -49,6 +64,7 @@ class Routing:
     sent: list[int]
     received: list[int]
     experts: torch.Tensor
+    clusters: torch.Tensor | None = None
 
 
 class ParallelExperts:
@@ -61,6 +77,8 @@ class ParallelExperts:
         tensor_group (`ProcessGroup`, *optional*): the ranks that come with the same tokens.
         views (`list[LocalParameter]`): local views of the weights.
         block ([`ParallelLayer`]): the layer.
+        compression ([`LshDispatch`], *optional*): which choices travel to the experts of other ranks as one row; None
+            if each is a row.
     """
 
     def __init__(
@@ -71,11 +89,14 @@ class ParallelExperts:
         tensor_group: ProcessGroup | None,
         views: list[LocalParameter],
         block: ParallelLayer,
+        compression: LshDispatch | None = None,
     ):
         self.module, self.count, self.group, self.tensor_group = module, count, group, tensor_group
-        self.views, self.block = views, block
+        self.views, self.block, self.compression = views, block, compression
         self.compute: Callable = module.forward
         self._logits: torch.Tensor | None = None
+        self._statistics = DispatchStatistics()
+        self._projections: torch.Tensor | None = None
 
     def keep_logits(self, index: int) -> Callable:
         """Returns a forward hook of the router, which keeps its logits for the routers' loss of this layer."""
@@ -104,13 +125,22 @@ class ParallelExperts:
     def _run(self, hidden: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if is_trivial(self.group):
             return self._compute(hidden, choices, weights)
-        top_k, routing = choices.shape[1], self._routing(choices)
-        rows = move_rows(hidden[routing.order // top_k], routing.received, routing.sent, self.group)
-        ones = rows.new_ones(rows.shape[0], 1)
-        done = self._compute(rows, routing.experts[:, None], ones)
-        back = move_rows(done, routing.sent, routing.received, self.group)
-        placed = back[torch.argsort(routing.order)].unflatten(0, (-1, top_k))
+        routing = self._routing(choices, hidden)
+        rows = hidden[routing.order // choices.shape[1]]
+        if routing.clusters is None:
+            back = self._there_and_back(rows, routing)
+        else:
+            means = centroids(rows, routing.clusters, sum(routing.sent))
+            self._statistics.add(rows, means, routing.clusters)
+            back = expand(self._there_and_back(means, routing), rows, means, routing.clusters)
+        placed = back[torch.argsort(routing.order)].unflatten(0, choices.shape)
         return (placed * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+
+    def _there_and_back(self, rows: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """Returns what the experts, on whatever ranks, make of this rank's rows."""
+        arrived = move_rows(rows, routing.received, routing.sent, self.group)
+        done = self._compute(arrived, routing.experts[:, None], arrived.new_ones(arrived.shape[0], 1))
+        return move_rows(done, routing.sent, routing.received, self.group)
 
     def _compute(self, rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Runs the family's experts. Without rows it runs a row of zeros, as all ranks need gradients of weights."""
@@ -119,16 +149,21 @@ class ParallelExperts:
         row, expert = rows.new_zeros(1, rows.shape[1]), experts.new_zeros(1, experts.shape[1])
         return self.compute(row, expert, weights.new_ones(1, experts.shape[1]))[:0] + rows
 
+    def take_statistics(self) -> DispatchStatistics:
+        """Returns what compression saved since this was last called. The host waits for nothing."""
+        taken, self._statistics = self._statistics, DispatchStatistics()
+        return taken
+
     # ---- Routing ----
 
-    def _routing(self, choices: torch.Tensor) -> Routing:
+    def _routing(self, choices: torch.Tensor, hidden: torch.Tensor) -> Routing:
         """Returns where choices go. A recompute goes where the first pass went: other ranks expect those rows."""
         if not self.block.recomputes:
-            return route(choices, self.count, self.group)
+            return self._new_routing(choices, hidden)
         index, routings = self.block.resolved.index, self.block.current.value.routings
         first = routings.get(index)
         if first is None:
-            routings[index] = route(choices, self.count, self.group)
+            routings[index] = self._new_routing(choices, hidden)
             return routings[index]
         if choices.device.type == "cpu" and not torch.equal(first.choices, choices):
             raise RuntimeError(
@@ -136,6 +171,19 @@ class ParallelExperts:
                 'is random out of it, or use recompute "none".'
             )
         return first
+
+    def _clusters(self, choices: torch.Tensor, hidden: torch.Tensor, order: torch.Tensor) -> Clusters:
+        """Returns the clusters of the choices in `order`. Hashes the tokens, of which each has several choices."""
+        if self._projections is None or self._projections.device != hidden.device:
+            layer, features = self.block.resolved.index, hidden.shape[1]
+            self._projections = projections(self.compression, features, layer, hidden.device)
+        token, hidden = order // choices.shape[1], hidden.detach()
+        hashed = buckets(hidden, self._projections)[token]
+        return clusters(hidden[token], choices.flatten()[order], hashed, self.compression, self.count)
+
+    def _new_routing(self, choices: torch.Tensor, hidden: torch.Tensor) -> Routing:
+        compress = None if self.compression is None else functools.partial(self._clusters, choices, hidden)
+        return route(choices, self.count, self.group, compress)
 
     def _with_router_gradient(self, output: torch.Tensor) -> torch.Tensor:
         logits, self._logits = self._logits, None
@@ -150,31 +198,44 @@ class ParallelExperts:
         return with_router_gradient(output, logits, weights, statistics)
 
 
-def route(choices: torch.Tensor, count: int, group: ProcessGroup) -> Routing:
+def route(
+    choices: torch.Tensor,
+    count: int,
+    group: ProcessGroup,
+    compress: Callable[[torch.Tensor], Clusters] | None = None,
+) -> Routing:
     """Finds where the choices [tokens, top_k] of this rank's tokens among `count` experts go; collective over a group
-    whose ranks have `count / size` experts each, in order.
+    whose ranks have `count / size` experts each, in order. `compress` returns the clusters of the choices in an order
+    [tokens * top_k], that of their experts; without it each choice is a row.
     """
     size, flat = group.size(), choices.flatten()
     order = torch.argsort(flat, stable=True)
     if isinstance(choices, FakeTensor):
-        return _even_routing(choices, order, count, group)
-    counts = flat.new_zeros(count).scatter_add_(0, flat, torch.ones_like(flat))
+        return _even_routing(choices, order, count, group, compressed=compress is not None)
+    found = None if compress is None else compress(order)
+    counts = flat.new_zeros(count).scatter_add_(0, flat, torch.ones_like(flat)) if found is None else found.counts
     arriving = all_to_all_pieces(counts, [count // size] * size, [count // size] * size, group)
     if isinstance(group, FakeProcessGroup):
         arriving = arriving * group.received
     sent, received = torch.stack([of.view(size, -1).sum(1) for of in (counts, arriving)]).tolist()
     experts = torch.arange(count // size, device=flat.device).repeat(size)
     experts = experts.repeat_interleave(arriving, output_size=sum(received))
-    return Routing(choices=choices, order=order, sent=sent, received=received, experts=experts)
+    of_row = None if found is None else found.of_row
+    return Routing(choices=choices, order=order, sent=sent, received=received, experts=experts, clusters=of_row)
 
 
-def _even_routing(choices: torch.Tensor, order: torch.Tensor, count: int, group: FakeProcessGroup) -> Routing:
-    """Stands for a routing where there are no numbers, in a trace of memory and work: as even as may be."""
+def _even_routing(
+    choices: torch.Tensor, order: torch.Tensor, count: int, group: FakeProcessGroup, *, compressed: bool
+) -> Routing:
+    """Stands for a routing where there are no numbers, in a trace of memory and work: as even as may be, and without
+    two choices that are alike.
+    """
     size = group.size()
     sent = [stop - start for start, stop in even_parts(choices.numel(), size)]
     received = [sent[0] * group.received] * size
     experts = torch.arange(sum(received), device=choices.device) % (count // size)
-    return Routing(choices=choices, order=order, sent=sent, received=received, experts=experts)
+    of_row = torch.arange(choices.numel(), device=choices.device) if compressed else None
+    return Routing(choices=choices, order=order, sent=sent, received=received, experts=experts, clusters=of_row)
 
 
 def attach_experts(
@@ -184,9 +245,11 @@ def attach_experts(
     weights: WeightMesh,
     tensor_group: ProcessGroup | None,
     block: ParallelLayer,
+    compression: LshDispatch | None = None,
 ) -> ParallelExperts:
     """Spreads the experts of a layer over the ranks of their mesh, in place. `specs` are those of the layer's
-    parameters; `tensor_group` has the ranks that come with the same tokens.
+    parameters; `tensor_group` has the ranks that come with the same tokens; `compression` says which choices travel as
+    one row, by default none.
     """
     module, of_experts = layer.get_submodule(adapter.module), [spec for spec in specs if spec.mesh == "experts"]
     count, degree, views = of_experts[0].shape[0], weights.tensor_degree, []
@@ -200,6 +263,7 @@ def attach_experts(
         tensor_group=tensor_group,
         views=views,
         block=block,
+        compression=compression,
     )
     layer.get_submodule(adapter.router).register_forward_hook(experts.keep_logits(adapter.logits))
     module.forward = experts
