@@ -12,6 +12,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -23,7 +24,7 @@ from galvatron_hf.parallel.comm.collective_log import observe_collectives
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.layers import experts as experts_module
 from galvatron_hf.parallel.layers import stage_layers
-from galvatron_hf.parallel.layers.experts import ParallelExperts
+from galvatron_hf.parallel.layers.experts import ParallelExperts, route
 from galvatron_hf.parallel.layers.lsh import (
     DispatchStatistics,
     LshDispatch,
@@ -37,6 +38,7 @@ from galvatron_hf.parallel.layers.lsh import (
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.utils.compat import FakeTensorMode
 from plans import expert_plans
 from ranks import run_ranks
 from tiny_models import BATCHES, EXPERT_FAMILIES
@@ -189,6 +191,16 @@ def test_no_rows_make_no_clusters():
     means = centroids(rows, found.of_row, 0)
     expand(means, rows, means, found.of_row).sum().backward()
     assert means.shape == rows.grad.shape == (0, 4)
+
+
+def test_a_trace_without_numbers_takes_every_row_for_a_cluster():
+    group = SimpleNamespace(size=lambda: 4)
+    with FakeTensorMode():
+        choices = torch.zeros(6, 2, dtype=torch.long)
+        routing = route(choices, 8, group, compress=pytest.fail)
+        plain = route(choices, 8, group)
+    assert routing.clusters.shape == (12,) and sum(routing.sent) == 12
+    assert plain.clusters is None and plain.sent == routing.sent
 
 
 # ---- Gradients ----
