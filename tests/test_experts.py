@@ -169,13 +169,25 @@ def test_trainer_with_experts():
     )
 
 
+def test_batches_of_a_step_one_by_one_have_no_loss_of_routers():
+    case = oracle.Case(plan=PLANS["expert_2"], family="mixtral", override=ignores_the_count)
+
+    def work() -> str:
+        with pytest.raises(ValueError) as refused:
+            oracle.run_case(case)
+        return str(refused.value)
+
+    sentences = set(run_ranks(work, 4))
+    assert len(sentences) == 1 and "gradient_accumulation_steps=1" in sentences.pop()
+
+
 @pytest.mark.slow
 def test_trainers_of_users_with_experts():
     once = dict(gradient_accumulation_steps=1, per_device_train_batch_size=2)
     case = oracle.Case(plan=PLANS["expert_2"], family="mixtral")
     oracle.check_cases(
         {
-            "calls super": replace(case, override=calls_super),
+            "calls super": replace(case, override=calls_super, options=once),
             "its own model(...)": replace(case, override=ignores_the_count, options=once),
             "of logits": replace(case, override=mean_of_logits, options=once),
             "a function": replace(case, trainer=dict(compute_loss_func=lambda: sum_of_losses)),

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -21,6 +20,7 @@ from torch import nn
 
 from equivalence import Reference, compare, observe, reference, unequal_tensors
 from galvatron_hf.parallel.comm.collective_log import observe_collectives
+from galvatron_hf.parallel.comm.fake_process_group import FakeProcessGroup
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.layers import experts as experts_module
 from galvatron_hf.parallel.layers import stage_layers
@@ -194,7 +194,7 @@ def test_no_rows_make_no_clusters():
 
 
 def test_a_trace_without_numbers_takes_every_row_for_a_cluster():
-    group = SimpleNamespace(size=lambda: 4)
+    group = FakeProcessGroup(4)
     with FakeTensorMode():
         choices = torch.zeros(6, 2, dtype=torch.long)
         routing = route(choices, 8, group, compress=pytest.fail)

@@ -59,7 +59,23 @@ def check_trainer(trainer: Trainer, given: ParallelPlan | None, planner: AutoPla
         _warn_of_whole_batches(given, trainer.args)
     plan = with_precision(given or planner.plan_without_search(trainer.model), trainer.args)
     check_plan(plan)
-    check_model(trainer.model, adapter_for(trainer.model), plan)
+    adapter = adapter_for(trainer.model)
+    check_model(trainer.model, adapter, plan)
+    if adapter.router_loss(trainer.model) is not None:
+        _check_router_loss(trainer)
+
+
+def _check_router_loss(trainer: Trainer) -> None:
+    """Refuses a loss of routers where Trainer's own step computes the batches of a step one after the other: that loss
+    is no sum over batches.
+    """
+    batches = trainer.args.gradient_accumulation_steps
+    if computes_batches(trainer) and trainer.compute_loss_func is None and batches > 1:
+        raise ValueError(
+            f"{type(trainer).__name__} computes {batches} batches in a step one by one, and the loss of the routers "
+            f"(output_router_logits=True of {type(trainer.model).__name__}) is that of all tokens of a step; use "
+            "gradient_accumulation_steps=1 with more rows in a batch."
+        )
 
 
 def _warn_of_whole_batches(plan: ParallelPlan, args: TrainingArguments) -> None:

@@ -251,8 +251,8 @@ def reduce_from_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 def gather_positions(x: Tensor, group: ProcessGroup | None, dim: int = -2) -> Tensor:
     """Enters a tensor-parallel region whose input is split by position (Megatron-SP, arXiv:2205.05198). The forward
-    gathers `[B, S/n, H]`, or `[S/n, H]`, along `dim` into `[B, S, H]`. The backward reduce-scatters, because the consumer's
-    gradient is partial on each rank. If the consumer's gradient is full, use
+    gathers `[B, S/n, H]`, or `[S/n, H]`, along `dim` into `[B, S, H]`. The backward reduce-scatters, because the
+    consumer's gradient is partial on each rank. If the consumer's gradient is full, use
     [`galvatron_hf.parallel.activation.redistribute.redistribute`] instead.
     """
     return x if is_trivial(group) else _GatherPositions.apply(x, group, dim)
