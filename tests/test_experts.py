@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from unittest.mock import patch
@@ -179,6 +180,41 @@ def test_batches_of_a_step_one_by_one_have_no_loss_of_routers():
 
     sentences = set(run_ranks(work, 4))
     assert len(sentences) == 1 and "gradient_accumulation_steps=1" in sentences.pop()
+
+
+def test_trainer_sends_centroids_and_says_what_it_saved():
+    options = dict(expert_dispatch="lsh", lsh_hashes=2, lsh_width=4, lsh_max_residual=2.0)
+    case = oracle.Case(plan=PLANS["expert_4"], family="qwen3_moe", own_options=options, options=dict(max_steps=2))
+    auto = replace(case, own_options=options | dict(expert_dispatch="auto"))
+
+    def work() -> list:
+        found, decided = oracle.run_case(case), oracle.run_case(auto)
+        return [log for log in found.logs if "loss" in log], [log for log in decided.logs if "loss" in log]
+
+    for logs, of_auto in run_ranks(work, 4):
+        for log in logs:
+            assert 0 < log["expert_rows_sent"] < 1 and log["expert_bytes_saved"] > 0
+            assert 0 < log["expert_residual"] <= 2.0 and 0 < log["expert_cosine"] <= 1
+        assert [log["loss"] for log in of_auto][0] != [log["loss"] for log in logs][0]  # its first step is plain
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        (dict(expert_dispatch="mean"), "expert_dispatch 'mean' is not one of plain, lsh, auto"),
+        (dict(lsh_hashes=0), "lsh_.*hashes is 0"),
+        (dict(lsh_max_residual=-1.0), "lsh_.*max_residual is -1.0"),
+    ],
+)
+def test_a_dispatch_that_cannot_be_is_refused(options, sentence):
+    case = oracle.Case(plan=PLANS["expert_4"], family="qwen3_moe", own_options=options)
+
+    def work() -> str:
+        with pytest.raises(ValueError) as refused:
+            oracle.run_case(case)
+        return str(refused.value)
+
+    assert all(re.search(sentence, text) for text in run_ranks(work, 1))
 
 
 @pytest.mark.slow

@@ -305,10 +305,13 @@ def test_rows_that_travel_by_themselves_under_every_plan():
     check_like_plain_layers({name: (oracle, plan) for name, plan in expert_plans().items() if name != "expert_1"})
 
 
-def looped_experts(compute: Callable, options: LshDispatch, layer: int, ranks: int) -> Callable:
-    """Returns a forward of experts that makes the clusters of each rank's tokens, in loops."""
+def looped_experts(experts: nn.Module, options: LshDispatch, layer: int, ranks: int) -> Callable:
+    """Returns a forward of experts that makes the clusters of each rank's tokens, in loops; in training alone."""
+    compute = experts.forward
 
     def forward(hidden: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if not experts.training:
+            return compute(hidden, choices, weights)
         by = projections(options, hidden.shape[1], layer, hidden.device)
         outputs = []
         for rows, of_rows, shares in zip(hidden.chunk(ranks), choices.chunk(ranks), weights.chunk(ranks), strict=True):
@@ -317,8 +320,8 @@ def looped_experts(compute: Callable, options: LshDispatch, layer: int, ranks: i
             pairs = rows.repeat_interleave(top_k, 0)
             found = looped_clusters(pairs.detach(), of_rows.flatten().tolist(), codes, options.max_residual)
             means = torch.stack([pairs[members].mean(0) for members in found.values()])
-            experts = torch.tensor([key[0] for key in found])[:, None]
-            done, parts = compute(means, experts, torch.ones_like(means[:, :1])), [None] * len(pairs)
+            of_means = torch.tensor([key[0] for key in found])[:, None]
+            done, parts = compute(means, of_means, torch.ones_like(means[:, :1])), [None] * len(pairs)
             for number, members in enumerate(found.values()):
                 for index in members:
                     parts[index] = done[number] + pairs[index] - means[number]
@@ -334,7 +337,7 @@ def looped_oracle(options: LshDispatch, plan: ParallelPlan) -> Reference:
     looped = copy.deepcopy(plain)
     for index, (layer, strategy) in enumerate(zip(looped.model.layers, plan.layers, strict=True)):
         if strategy.expert > 1:
-            layer.mlp.experts.forward = looped_experts(layer.mlp.experts.forward, options, index, 4)
+            layer.mlp.experts.forward = looped_experts(layer.mlp.experts, options, index, 4)
     return dataclasses.replace(reference(looped, BATCHES["plain"]()), model=plain)
 
 

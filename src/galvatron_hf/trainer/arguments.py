@@ -22,6 +22,7 @@ from galvatron_hf.plan import ParallelPlan, Precision
 from galvatron_hf.plan.supported import require_compilable
 from galvatron_hf.profiler.measure.rounds import WANTED_ERROR
 from galvatron_hf.trainer.argument_table import unknown_arguments
+from galvatron_hf.trainer.expert_dispatch import DISPATCHES, dispatch_refusals
 from galvatron_hf.trainer.liger import refused_kernels
 
 
@@ -163,6 +164,28 @@ class GalvatronTrainingArguments(TrainingArguments):
             '"karmarkar_karp" is one of them, "exact" solves small cases optimally. If it fails, a step keeps the '
             "sampler's order.",
             "choices": list(PLANNERS),
+        },
+    )
+    expert_dispatch: str = field(
+        default="plain",
+        metadata={
+            "help": 'How rows travel to experts of other ranks: "plain" sends each, "lsh" sends the mean of rows that '
+            'are alike (LSH-MoE), "auto" measures again and again which takes less time. The mean changes what '
+            "training computes; evaluation sends each row.",
+            "choices": list(DISPATCHES),
+        },
+    )
+    lsh_hashes: int = field(
+        default=8,
+        metadata={"help": "Hashes that rows have in common to be alike; more of them leave less to save."},
+    )
+    lsh_width: int = field(default=32, metadata={"help": "Numbers that a hash projects a row to."})
+    lsh_seed: int = field(default=0, metadata={"help": "Seed of the hashes."})
+    lsh_max_residual: float | None = field(
+        default=None,
+        metadata={
+            "help": "Most that a row may differ from the mean that is sent for it, as a part of its norm; rows of "
+            "which one differs by more are sent each (default: no limit)."
         },
     )
     model_init_kwargs: dict[str, Any] | str | None = field(
@@ -328,6 +351,7 @@ def _refusals(args: TrainingArguments) -> Iterator[str]:
             "a number that is not finite is traced to its layer anyway, see nonfinite_policy."
         )
     yield from refused_kernels(args)
+    yield from dispatch_refusals(args)
 
 
 def _galvatron_refusals(args: TrainingArguments) -> Iterator[str]:

@@ -21,9 +21,11 @@ from galvatron_hf.trainer.data.dataset_rows import DatasetRows
 from galvatron_hf.trainer.data.packing_rules import PackingRules, is_padding_collator
 from galvatron_hf.trainer.data.step_packer import StepPacker
 from galvatron_hf.trainer.evaluation import Evaluator
+from galvatron_hf.trainer.expert_dispatch import ExpertDispatch, dispatch_mode, lsh_options
 from galvatron_hf.trainer.fault.nonfinite_guard import NonfiniteGuard
 from galvatron_hf.trainer.overrides import computes_batches, has_custom_step, overrides, replaced
 from galvatron_hf.trainer.planning.auto_planner import AutoPlanner
+from galvatron_hf.utils.progress import tell
 
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class Components:
     guard: NonfiniteGuard
     evaluator: Evaluator
     checkpointer: Checkpointer
+    dispatch: ExpertDispatch
 
     @classmethod
     def from_trainer(cls, trainer: GalvatronMixin) -> Components:
@@ -99,7 +102,13 @@ class Components:
             random_state=packer.random_state,
             save_more=packer.save,
         )
-        return cls(packer=packer, guard=guard, evaluator=evaluator, checkpointer=checkpointer)
+        dispatch = ExpertDispatch(
+            parallel=parallel,
+            options=lsh_options(args),
+            mode=dispatch_mode(args),
+            tell=lambda text: tell(text, trainer.is_world_process_zero() and not args.disable_tqdm, result=True),
+        )
+        return cls(packer=packer, guard=guard, evaluator=evaluator, checkpointer=checkpointer, dispatch=dispatch)
 
 
 def auto_planner(trainer: GalvatronMixin) -> AutoPlanner:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -67,6 +67,40 @@ class Routing:
     clusters: torch.Tensor | None = None
 
 
+@dataclass(kw_only=True)
+class DispatchLoads:
+    """Sums over the forwards of one layer on this rank in training, recomputed ones too.
+
+    Attributes:
+        forwards, rows, received (`int`): forwards, choices of this rank's tokens, and rows that arrived.
+    """
+
+    forwards: int = 0
+    rows: int = 0
+    received: int = 0
+    _clusters: torch.Tensor | None = field(default=None, init=False)
+    _probed: int = field(default=0, init=False)
+    _last: int = field(default=0, init=False)
+
+    def add(self, rows: int, received: int) -> None:
+        self.forwards, self.rows, self.received = self.forwards + 1, self.rows + rows, self.received + received
+        self._last = rows
+
+    def add_clusters(self, counts: torch.Tensor) -> None:
+        """Adds the clusters [experts] of the forward that was added last."""
+        total = counts.sum()
+        self._clusters = total if self._clusters is None else self._clusters + total
+        self._probed += self._last
+
+    @property
+    def rows_of_a_forward(self) -> int:
+        return round(self.rows / self.forwards) if self.forwards else 0
+
+    def cluster_rate(self) -> float | None:
+        """Returns clusters for each row of the probed forwards; waits for the device. None if none was probed."""
+        return float(self._clusters) / self._probed if self._probed else None
+
+
 class ParallelExperts:
     """Runs the experts of one layer under its strategy; replaces the forward of their module.
 
@@ -77,8 +111,12 @@ class ParallelExperts:
         tensor_group (`ProcessGroup`, *optional*): the ranks that come with the same tokens.
         views (`list[LocalParameter]`): local views of the weights.
         block ([`ParallelLayer`]): the layer.
-        compression ([`LshDispatch`], *optional*): which choices travel to the experts of other ranks as one row; None
-            if each is a row.
+        compression ([`LshDispatch`], *optional*): which choices travel to the experts of other ranks as one row in
+            training; None if each is a row.
+
+    Attributes:
+        probed ([`LshDispatch`], *optional*): whose clusters are counted while each choice is a row.
+        features (`int`): of hidden states, known after the first forward.
     """
 
     def __init__(
@@ -97,6 +135,9 @@ class ParallelExperts:
         self._logits: torch.Tensor | None = None
         self._statistics = DispatchStatistics()
         self._projections: torch.Tensor | None = None
+        self.probed: LshDispatch | None = None
+        self.features = 0
+        self._loads = DispatchLoads()
 
     def keep_logits(self, index: int) -> Callable:
         """Returns a forward hook of the router, which keeps its logits for the routers' loss of this layer."""
@@ -127,6 +168,11 @@ class ParallelExperts:
             return self._compute(hidden, choices, weights)
         routing = self._routing(choices, hidden)
         rows = hidden[routing.order // choices.shape[1]]
+        self.features = hidden.shape[1]
+        if self.module.training:
+            self._loads.add(len(rows), sum(routing.received))
+            if self.probed is not None:
+                self._loads.add_clusters(self._clusters(choices, hidden, routing.order, self.probed).counts)
         if routing.clusters is None:
             back = self._there_and_back(rows, routing)
         else:
@@ -154,6 +200,11 @@ class ParallelExperts:
         taken, self._statistics = self._statistics, DispatchStatistics()
         return taken
 
+    def take_loads(self) -> DispatchLoads:
+        """Returns the rows of training since this was last called."""
+        taken, self._loads = self._loads, DispatchLoads()
+        return taken
+
     # ---- Routing ----
 
     def _routing(self, choices: torch.Tensor, hidden: torch.Tensor) -> Routing:
@@ -172,17 +223,21 @@ class ParallelExperts:
             )
         return first
 
-    def _clusters(self, choices: torch.Tensor, hidden: torch.Tensor, order: torch.Tensor) -> Clusters:
+    def _clusters(
+        self, choices: torch.Tensor, hidden: torch.Tensor, order: torch.Tensor, options: LshDispatch
+    ) -> Clusters:
         """Returns the clusters of the choices in `order`. Hashes the tokens, of which each has several choices."""
         if self._projections is None or self._projections.device != hidden.device:
             layer, features = self.block.resolved.index, hidden.shape[1]
-            self._projections = projections(self.compression, features, layer, hidden.device)
+            self._projections = projections(options, features, layer, hidden.device)
         token, hidden = order // choices.shape[1], hidden.detach()
         hashed = buckets(hidden, self._projections)[token]
-        return clusters(hidden[token], choices.flatten()[order], hashed, self.compression, self.count)
+        return clusters(hidden[token], choices.flatten()[order], hashed, options, self.count)
 
     def _new_routing(self, choices: torch.Tensor, hidden: torch.Tensor) -> Routing:
-        compress = None if self.compression is None else functools.partial(self._clusters, choices, hidden)
+        options, compress = self.compression if self.module.training else None, None
+        if options is not None:
+            compress = functools.partial(self._clusters, choices, hidden, options=options)
         return route(choices, self.count, self.group, compress)
 
     def _with_router_gradient(self, output: torch.Tensor) -> torch.Tensor:

@@ -86,6 +86,7 @@ class DispatchStatistics:
     sent_bytes: int = 0
     plain_bytes: int = 0
     _residuals: torch.Tensor | None = field(default=None, init=False)
+    _cosines: torch.Tensor | None = field(default=None, init=False)
 
     @property
     def mean_residual(self) -> torch.Tensor | None:
@@ -93,6 +94,11 @@ class DispatchStatistics:
         if no row came.
         """
         return None if self._residuals is None else self._residuals / self.pairs
+
+    @property
+    def mean_cosine(self) -> torch.Tensor | None:
+        """Returns the mean cosine of a row and its centroid; a scalar on the device, None if no row came."""
+        return None if self._cosines is None else self._cosines / self.pairs
 
     @torch.no_grad()
     def add(self, rows: torch.Tensor, means: torch.Tensor, of_row: torch.Tensor) -> None:
@@ -105,6 +111,8 @@ class DispatchStatistics:
         self.plain_bytes += rows.numel() * rows.element_size()
         total = residuals(rows, means, of_row).sum(dtype=torch.float64)
         self._residuals = total if self._residuals is None else self._residuals + total
+        alike = torch.cosine_similarity(_wide(rows), _wide(means)[of_row], dim=1).sum(dtype=torch.float64)
+        self._cosines = alike if self._cosines is None else self._cosines + alike
 
 
 def projections(options: LshDispatch, features: int, layer: int, device: torch.device) -> torch.Tensor:
