@@ -24,6 +24,7 @@ from galvatron_hf import LayerStrategy, parallelize
 from galvatron_hf.parallel.comm.dtensor import local_tensor
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.comm.objects import on_every_rank
+from galvatron_hf.parallel.weights import joined_tensors
 from galvatron_hf.parallel.weights import safetensors as weight_files
 from galvatron_hf.parallel.weights.pretrained import pretrained_on_meta
 from galvatron_hf.parallel.weights.safetensors import WeightFiles
@@ -122,7 +123,7 @@ def test_each_rank_reads_its_own_pieces_alone(tmp_path):
 
     def work() -> tuple[set[str], int, int]:
         reads: list[tuple[str, int]] = []
-        opened = weight_files.safe_open
+        opened = joined_tensors.safe_open
 
         class Slice:
             def __init__(self, key, inner):
@@ -149,7 +150,7 @@ def test_each_rank_reads_its_own_pieces_alone(tmp_path):
             def get_slice(self, key):
                 return Slice(key, self.file.get_slice(key))
 
-        weight_files.safe_open = File
+        joined_tensors.safe_open = File
         model = parallelize(meta_model(plain), plan, weights=tmp_path).model
         own = {id(p): local_tensor(p.detach()).numel() for p in model.parameters()}
         return {key for key, _ in reads}, sum(size for _, size in reads), sum(own.values())

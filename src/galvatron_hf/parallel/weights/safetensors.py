@@ -1,11 +1,13 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Loads weights from safetensors files: each rank reads its pieces, one tensor at a time."""
+"""Loads weights from safetensors files: each rank reads its pieces, one tensor at a time. A weight may be joined from
+several tensors, such as those of a layer's experts.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,40 +15,21 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.modeling_utils import str_to_torch_dtype
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 from transformers.utils.hub import get_checkpoint_shard_files
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from galvatron_hf.parallel.comm.objects import is_rank_0, on_every_rank
+from galvatron_hf.parallel.weights.converters import join, missing_keys, unsupported
 from galvatron_hf.parallel.weights.deferred_init import Template
+from galvatron_hf.parallel.weights.joined_tensors import JoinedTensor, StoredTensor
 from galvatron_hf.parallel.weights.sources import WeightPiece, fill_with_initial_values
 from galvatron_hf.utils.compat import drop_harmless_keys
 
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoredTensor:
-    """Locates a tensor of a safetensors file."""
-
-    file: str
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
-
-    def read_into(self, target: torch.Tensor, region: tuple[slice, ...], dtype: torch.dtype | None = None) -> None:
-        """Reads the region into `target`, rounding to `dtype` first. The file is opened for this tensor alone, because
-        mapped pages count as memory of the process until it is closed.
-        """
-        if target.numel():
-            with safe_open(self.file, framework="pt") as file:
-                stored = file.get_slice(self.key)[region] if self.shape else file.get_tensor(self.key)
-                rounded = dtype not in (None, target.dtype) and stored.is_floating_point()
-                target.copy_(stored.to(dtype) if rounded else stored)
-                del stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,32 +71,37 @@ class WeightFiles:
         if fresh:
             fill_with_initial_values(template, pieces, only=fresh)
 
-    def _read(self, sources: Mapping[str, StoredTensor], pieces: list[WeightPiece]) -> None:
+    def _read(self, sources: Mapping[str, StoredTensor | JoinedTensor], pieces: list[WeightPiece]) -> None:
         found = [(sources[piece.name], piece) for piece in pieces if piece.name in sources]
-        for stored, piece in sorted(found, key=lambda pair: (pair[0].file, pair[0].key)):
-            stored.read_into(piece.tensor, piece.region, self.dtype)
+        for source, piece in sorted(found, key=lambda pair: (pair[0].file, pair[0].key)):
+            source.read_into(piece.tensor, piece.region, self.dtype)
 
-    def _sources(self, template: Template) -> dict[str, StoredTensor]:
-        """Returns the stored tensor of every weight and persistent buffer, under each of its names. A weight that the
-        family allows to be missing has none, and neither has a head if the files are a base model's. Such weights are
-        initialised.
+    def _sources(self, template: Template) -> dict[str, StoredTensor | JoinedTensor]:
+        """Returns where every weight and persistent buffer is stored, under each of its names. A weight that the
+        family allows to be missing has no place, and neither has a head if the files are a base model's. Such weights
+        are initialised.
 
         Raises:
-            ValueError: if a weight of the base model is missing, has another shape, or needs a conversion.
+            ValueError: if a weight of the base model is missing, has another shape, or needs a conversion that does
+                more than join and transpose tensors.
         """
-        model, expected, stored = template.model, template.model.state_dict(), self.stored()
-        found: dict[str, StoredTensor] = {}
+        model, expected = template.model, template.model.state_dict()
+        found: dict[str, StoredTensor | JoinedTensor] = {}
         unexpected = set()
-        for key, name in self._renamed(model, expected, stored).items():
+        for name, source in self._named(model, expected):
             if name not in expected:
                 unexpected.add(name)
-            elif stored[key].shape != tuple(expected[name].shape):
+            elif source.shape != tuple(expected[name].shape):
                 raise ValueError(
-                    f"{key} in {self.name} has shape {stored[key].shape}, and {type(model).__name__} has "
+                    f"{source.key} in {self.name} has shape {source.shape}, and {type(model).__name__} has "
                     f"{tuple(expected[name].shape)}; load a folder of the same configuration."
                 )
+            elif isinstance(found.get(name, source), JoinedTensor) is not isinstance(source, JoinedTensor):
+                raise ValueError(
+                    f"{self.name} has {name} as a whole and in parts such as {source.key}; remove one of the two."
+                )
             else:
-                found[name] = stored[key]
+                found[name] = source
         for name in expected:
             there = [found[tied] for tied in template.tied_to(name) if tied in found]
             if there and name not in found:
@@ -122,24 +110,63 @@ class WeightFiles:
         _check_tied(self.name, template, found)
         return found
 
+    def _named(
+        self, model: PreTrainedModel, expected: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, StoredTensor | JoinedTensor]]:
+        """Yields the tensors of the files under the names that this version of the family gives them, with those in
+        one that its converters join.
+        """
+        stored, joined = self.stored(), {}
+        for key, (name, pattern, converter) in self._renamed(model, expected, stored).items():
+            if converter is None or name not in expected:
+                yield name, stored[key]
+            elif (what := unsupported(converter)) is not None:
+                raise ValueError(
+                    f"{key} in {self.name} is converted by {what}, not only joined or renamed, where "
+                    f"{type(model).__name__} is loaded, which is not possible for a piece of a tensor; load it by "
+                    "from_pretrained and pass the model."
+                )
+            else:
+                _, found = joined.setdefault(name, (converter, {}))
+                found.setdefault(pattern, []).append(stored[key])
+        for name, (converter, found) in joined.items():
+            yield name, self._joined(name, converter, found, tuple(expected[name].shape))
+
+    def _joined(
+        self, name: str, converter: WeightConverter, found: Mapping[str, list[StoredTensor]], shape: tuple[int, ...]
+    ) -> JoinedTensor:
+        missing = missing_keys(converter, found)
+        if not missing:
+            try:
+                source = join(converter, found, shape)
+            except ValueError as error:
+                raise ValueError(
+                    f"{name} cannot be joined from {self.name} ({error}); load a folder of the same configuration."
+                ) from error
+            stacked = [size for size, dim in zip(shape, source.parts[0].dims, strict=False) if dim is None]
+            missing = missing_keys(converter, found, *stacked[:1])
+        if missing:
+            raise ValueError(
+                f"{self.name} lacks {_some(missing)}, from which {name} is joined; give a complete folder."
+            )
+        return source
+
     def _renamed(
         self, model: PreTrainedModel, expected: Mapping[str, torch.Tensor], keys: Iterable[str]
-    ) -> dict[str, str]:
-        """Returns the name that this version of the family gives to each key of the files."""
+    ) -> dict[str, tuple[str, str | None, WeightConverter | None]]:
+        """Returns, for each key of the files in the order of their numbers, the name that this version of the family
+        gives to it, and the converter with that of its patterns which matches.
+        """
         mapping = get_model_conversion_mapping(model, dict(self.key_mapping) if self.key_mapping else None)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         names = {}
-        for key in keys:
-            name, converter = rename_source_key(key, renamings, converters, model.base_model_prefix, expected)
+        for key in sorted(keys, key=dot_natural_key):
+            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, expected)
             if name not in expected and key in expected:
-                name, converter = rename_source_key(key, [], [], model.base_model_prefix, expected)
-            if converter is not None:
-                raise ValueError(
-                    f"{key} in {self.name} is converted, not only renamed, where {type(model).__name__} is loaded, "
-                    "which is not possible for a piece of a tensor; load it by from_pretrained and pass the model."
-                )
-            names[key] = name
+                name, pattern = rename_source_key(key, [], [], model.base_model_prefix, expected)
+            names[key] = name, pattern, by_pattern.get(pattern)
         return names
 
     def _report(self, model: PreTrainedModel, missing: set[str], unexpected: set[str]) -> None:
@@ -192,12 +219,12 @@ def find_files(name: str, variant: str | None, options: dict[str, Any]) -> tuple
     return tuple(files)
 
 
-def _check_tied(where: str, template: Template, found: Mapping[str, StoredTensor]) -> None:
+def _check_tied(where: str, template: Template, found: Mapping[str, StoredTensor | JoinedTensor]) -> None:
     """Refuses a tied weight that is stored under two names with different values."""
     if not is_rank_0():
         return
     for names in template.names.values():
-        copies = list({(found[name].file, found[name].key): found[name] for name in names if name in found}.values())
+        copies = list(dict.fromkeys(found[name] for name in names if name in found))
         for copy in copies[1:]:
             if not _equal(copies[0], copy):
                 raise ValueError(
@@ -206,7 +233,7 @@ def _check_tied(where: str, template: Template, found: Mapping[str, StoredTensor
                 )
 
 
-def _equal(first: StoredTensor, second: StoredTensor, rows: int = 1024) -> bool:
+def _equal(first: StoredTensor | JoinedTensor, second: StoredTensor | JoinedTensor, rows: int = 1024) -> bool:
     for start in range(0, first.shape[0], rows):
         region = (slice(start, min(start + rows, first.shape[0])),)
         parts = [torch.empty(region[0].stop - start, *first.shape[1:]) for _ in range(2)]
