@@ -11,16 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from galvatron_hf.utils.compat import unsaved_keys
+from galvatron_hf.utils.compat import storage_key, unsaved_keys
 
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
@@ -39,12 +37,11 @@ def weights_in(folder: str | os.PathLike) -> list[Path]:
     return sorted(path for path in Path(folder).glob("model*.safetensors*") if _WEIGHTS.fullmatch(path.name))
 
 
-def weight_files(model: PreTrainedModel, max_shard_size: int | str) -> dict[str, list[str]]:
-    """Returns the names of the weights in each file of a model, which may be on the meta device. `max_shard_size` is
-    the bytes of a file, such as "5GB"; a larger weight has a file of its own.
-    """
-    state = remove_tied_weights_from_state_dict(_saved(model), model)
-    return _split(state, max_shard_size)
+def saved_weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Returns the weights and buffers, by the model's own names, that `save_pretrained` writes: a tied weight once."""
+    ignored = unsaved_keys(model)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
+    return remove_tied_weights_from_state_dict(state, model)
 
 
 def write_pretrained(
@@ -55,8 +52,9 @@ def write_pretrained(
     max_shard_size: int | str,
     writes: bool = True,
 ) -> None:
-    """Writes weights like `save_pretrained`, with the weights of one file in memory at a time. A family whose files
-    have other weights than the model (`WeightConverter` of transformers) is held whole.
+    """Writes weights like `save_pretrained`, with the weights of one file in memory at a time, and what it lacks of
+    its last weight: the experts of a layer are one weight of the model, and one each in the files. A family that joins
+    weights in its files (a `WeightConverter` of transformers that splits on loading) is held whole.
 
     Args:
         model ([`PreTrainedModel`]): result of [`meta_model`].
@@ -69,7 +67,7 @@ def write_pretrained(
     Raises:
         OSError: if a file cannot be written; raised after the last `gather`, so that no other rank waits.
     """
-    written: dict[str, tuple[int, int]] = {}
+    total_size = 0
     places: dict[str, str] = {}
     failed: Exception | None = None
     for name, tensors in _files(model, gather, max_shard_size, writes):
@@ -79,15 +77,12 @@ def write_pretrained(
             _write_file(Path(folder) / name, tensors)
         except Exception as error:  # safetensors has exceptions of its own
             failed = error
-        written |= {weight: (tensor.numel(), tensor.nbytes) for weight, tensor in tensors.items()}
+        total_size += sum(tensor.nbytes for tensor in tensors.values())
         places |= dict.fromkeys(tensors, name)
     if failed is not None:
         raise OSError(f"The weights could not be written to {os.fspath(folder)}: {failed}") from failed
     if writes and len(set(places.values())) > 1:
-        totals = {
-            "total_parameters": sum(numbers for numbers, _ in written.values()),
-            "total_size": sum(size for _, size in written.values()),
-        }
+        totals = {"total_parameters": model.num_parameters(), "total_size": total_size}
         text = json.dumps({"metadata": totals, "weight_map": places}, indent=2, sort_keys=True) + "\n"
         (Path(folder) / SAFE_WEIGHTS_INDEX_NAME).write_text(text)
 
@@ -95,33 +90,52 @@ def write_pretrained(
 def _files(
     model: PreTrainedModel, gather: Callable, max_shard_size: int | str, writes: bool
 ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    files = weight_files(model, max_shard_size)
-    if not _is_converted(model):
-        for name, weights in files.items():
-            yield name, gather(weights)
-        return
-    state = gather([weight for weights in files.values() for weight in weights])
-    if writes:
-        state = revert_weight_conversion(model, state)
-        for name, weights in _split(state, max_shard_size).items():
-            yield name, {weight: state[weight] for weight in weights}
+    """Yields the files' names and tensors; gathers each weight once, for the first file that has some of it."""
+    state = saved_weights(model)
+    origins, gathered, left = _origins(model, state), set(), {}
+    for file, names in _split(revert_weight_conversion(model, state), max_shard_size).items():
+        wanted = dict.fromkeys(weight for name in names for weight in origins[name])
+        wanted = [weight for weight in wanted if weight not in gathered]
+        gathered.update(wanted)
+        weights = gather(wanted) if wanted else {}
+        if writes:
+            left |= revert_weight_conversion(model, weights)
+            del weights
+        yield file, {name: left.pop(name) for name in names} if writes else {}
+
+
+def _origins(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str, tuple[str, ...]]:
+    """Returns, for each tensor of the files, the weights that it is made of: one, or all if any is made of several.
+    `state` is on the meta device.
+    """
+    wanted = revert_weight_conversion(model, state)
+    found: dict[str, tuple[str, ...]] = {}
+    for weight, tensor in state.items():
+        try:
+            made = revert_weight_conversion(model, {weight: tensor})
+        except ValueError:  # a conversion that needs several weights
+            made = {}
+        if not made or any(name in found or name not in wanted for name in made):
+            break
+        if any(wanted[name].shape != part.shape for name, part in made.items()):
+            break
+        found |= dict.fromkeys(made, (weight,))
+    return found if found.keys() == wanted.keys() else dict.fromkeys(wanted, tuple(state))
 
 
 def _write_file(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
-def _saved(model: nn.Module) -> dict[str, torch.Tensor]:
-    ignored = unsaved_keys(model)
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
-
-
 def _split(state: dict[str, torch.Tensor], max_shard_size: int | str) -> dict[str, list[str]]:
-    pattern = SAFE_WEIGHTS_NAME.replace(".safetensors", "{suffix}.safetensors")
-    split = split_torch_state_dict_into_shards(state, filename_pattern=pattern, max_shard_size=max_shard_size)
+    """Returns the names in each file. `state` is on the meta device; tensors that share memory share a file, as
+    those of `save_pretrained` do: the experts of a layer are views of one tensor.
+    """
+    split = split_state_dict_into_shards_factory(
+        state,
+        get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
+        get_storage_id=storage_key,
+        filename_pattern=SAFE_WEIGHTS_NAME.replace(".safetensors", "{suffix}.safetensors"),
+        max_shard_size=max_shard_size,
+    )
     return split.filename_to_tensors
-
-
-def _is_converted(model: PreTrainedModel) -> bool:
-    found = get_model_conversion_mapping(model, add_legacy=False)
-    return any(not isinstance(conversion, PrefixChange) for conversion in found)

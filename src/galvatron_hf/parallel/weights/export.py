@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig
 
 from galvatron_hf.checkpoint.folder import STATE_FOLDER, problems
-from galvatron_hf.checkpoint.hugging_face import meta_model, weight_files, write_pretrained
+from galvatron_hf.checkpoint.hugging_face import meta_model, saved_weights, write_pretrained
 from galvatron_hf.checkpoint.manifest import MANIFEST_NAME, Manifest
 from galvatron_hf.checkpoint.storage import StateReader
 from galvatron_hf.models.families import adapter_for, count_layers
@@ -99,15 +99,13 @@ def _check_fit(
     stored: Mapping[str, TensorStorageMetadata],
 ) -> None:
     parts = fused.split(model.state_dict())
-    for names in weight_files(model, "5GB").values():
-        for name in fused.part_names(names):
-            there = tuple(stored[f"model.{name}"].size) if f"model.{name}" in stored else None
-            if there != tuple(parts[name].shape):
-                found = "does not have it" if there is None else f"has it with shape {there}"
-                raise ValueError(
-                    f"config.json makes {name} of shape {tuple(parts[name].shape)}, and {checkpoint} {found}: "
-                    "correct it"
-                )
+    for name in fused.part_names(saved_weights(model)):
+        there = tuple(stored[f"model.{name}"].size) if f"model.{name}" in stored else None
+        if there != tuple(parts[name].shape):
+            found = "does not have it" if there is None else f"has it with shape {there}"
+            raise ValueError(
+                f"config.json makes {name} of shape {tuple(parts[name].shape)}, and {checkpoint} {found}: correct it"
+            )
 
 
 def _family(architectures: list[str] | None) -> type[transformers.PreTrainedModel]:
