@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from equivalence import compare, observe, reference, single_stage, whole_weights
+from file_reads import recorded_reads
 from galvatron_hf import LayerStrategy, parallelize
 from galvatron_hf.parallel.comm.dtensor import local_tensor
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.comm.objects import on_every_rank
-from galvatron_hf.parallel.weights import joined_tensors
 from galvatron_hf.parallel.weights import safetensors as weight_files
 from galvatron_hf.parallel.weights.pretrained import pretrained_on_meta
 from galvatron_hf.parallel.weights.safetensors import WeightFiles
@@ -122,36 +122,8 @@ def test_each_rank_reads_its_own_pieces_alone(tmp_path):
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
 
     def work() -> tuple[set[str], int, int]:
-        reads: list[tuple[str, int]] = []
-        opened = joined_tensors.safe_open
-
-        class Slice:
-            def __init__(self, key, inner):
-                self.key, self.inner = key, inner
-                self.get_shape, self.get_dtype = inner.get_shape, inner.get_dtype
-
-            def __getitem__(self, region):
-                piece = self.inner[region]
-                reads.append((self.key, piece.numel()))
-                return piece
-
-        class File:
-            def __init__(self, *args, **kwargs):
-                self.inner = opened(*args, **kwargs)
-
-            def __enter__(self):
-                self.file = self.inner.__enter__()
-                self.keys = self.file.keys
-                return self
-
-            def __exit__(self, *error):
-                return self.inner.__exit__(*error)
-
-            def get_slice(self, key):
-                return Slice(key, self.file.get_slice(key))
-
-        joined_tensors.safe_open = File
-        model = parallelize(meta_model(plain), plan, weights=tmp_path).model
+        with recorded_reads() as reads:
+            model = parallelize(meta_model(plain), plan, weights=tmp_path).model
         own = {id(p): local_tensor(p.detach()).numel() for p in model.parameters()}
         return {key for key, _ in reads}, sum(size for _, size in reads), sum(own.values())
 

@@ -18,7 +18,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from galvatron_hf.utils.compat import storage_key, unsaved_keys
+from galvatron_hf.utils.compat import kept_in_float32, storage_key, unsaved_keys
 
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
@@ -29,7 +29,19 @@ def meta_model(family: type[PreTrainedModel], config: PreTrainedConfig, dtype: t
     with torch.device("meta"):
         model = family(config)
     model.tie_weights()
-    return model.to(dtype)
+    model.to(dtype)
+    keep_float32(model, dtype)
+    return model
+
+
+def keep_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Gives the weights and buffers that `from_pretrained` keeps in fp32, such as a bias of a router's choices, this
+    format in a model on the meta device that else has the format `dtype`.
+    """
+    kept = kept_in_float32(model, dtype)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in kept:
+            tensor.data = tensor.data.float()
 
 
 def weights_in(folder: str | os.PathLike) -> list[Path]:

@@ -9,6 +9,7 @@ of them, stay in `galvatron_hf.trainer`.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -376,6 +377,17 @@ def has_peft_adapters(model: PreTrainedModel) -> bool:
 def unsaved_keys(model: PreTrainedModel) -> set[str]:
     """Returns the names of weights that `save_pretrained` leaves out, such as a tied head's."""
     return set(model._keys_to_ignore_on_save or ())
+
+
+def kept_in_float32(model: PreTrainedModel, dtype: torch.dtype | None) -> set[str]:
+    """Returns the names of weights and buffers that `from_pretrained` keeps in fp32 in a model of another format."""
+    kept = set()
+    if dtype in (torch.bfloat16, torch.float16):
+        kept |= set(model._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        kept |= set(model._keep_in_fp32_modules or ())
+    pattern = re.compile("|".join(name.replace("*", ".*") for name in sorted(kept)))
+    return {name for name in model.state_dict() if kept and pattern.search(name)}
 
 
 def drop_harmless_keys(model: PreTrainedModel, report: Any) -> None:

@@ -59,13 +59,14 @@ def export(
     model = _model(checkpoint, getattr(torch, dtype), most_layers=len(stored))
     config, fused = model.config, FusedNames.from_model(model, adapter_for(model))
     _check_fit(checkpoint, model, fused, stored)
+    formats = {name: tensor.dtype for name, tensor in saved_weights(model).items()}
 
     def gather(names: list[str]) -> dict[str, torch.Tensor]:
         parts = fused.part_names(names)
         tensors = {f"model.{part}": torch.empty(stored[f"model.{part}"].size) for part in parts}
         dcp.load(tensors, storage_reader=StateReader(state), no_dist=True)
         weights = fused.join({name.removeprefix("model."): tensor for name, tensor in tensors.items()})
-        return {name: weights[name].to(model.dtype) for name in names}
+        return {name: weights[name].to(formats[name]) for name in names}
 
     output.mkdir(parents=True, exist_ok=True)
     for name in Manifest.read(checkpoint).files:

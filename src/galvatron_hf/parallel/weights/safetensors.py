@@ -26,7 +26,7 @@ from galvatron_hf.parallel.weights.converters import join, missing_keys, unsuppo
 from galvatron_hf.parallel.weights.deferred_init import Template
 from galvatron_hf.parallel.weights.joined_tensors import JoinedTensor, StoredTensor
 from galvatron_hf.parallel.weights.sources import WeightPiece, fill_with_initial_values
-from galvatron_hf.utils.compat import drop_harmless_keys
+from galvatron_hf.utils.compat import drop_harmless_keys, kept_in_float32
 
 
 logger = logging.get_logger(__name__)
@@ -66,15 +66,18 @@ class WeightFiles:
 
     def fill(self, template: Template, pieces: list[WeightPiece]) -> None:
         sources = on_every_rank(lambda: self._sources(template))
-        on_every_rank(lambda: self._read(sources, pieces))
+        exact = kept_in_float32(template.model, self.dtype)
+        on_every_rank(lambda: self._read(sources, pieces, exact))
         fresh = template.model.state_dict().keys() - sources.keys()
         if fresh:
             fill_with_initial_values(template, pieces, only=fresh)
 
-    def _read(self, sources: Mapping[str, StoredTensor | JoinedTensor], pieces: list[WeightPiece]) -> None:
+    def _read(
+        self, sources: Mapping[str, StoredTensor | JoinedTensor], pieces: list[WeightPiece], exact: set[str]
+    ) -> None:
         found = [(sources[piece.name], piece) for piece in pieces if piece.name in sources]
         for source, piece in sorted(found, key=lambda pair: (pair[0].file, pair[0].key)):
-            source.read_into(piece.tensor, piece.region, self.dtype)
+            source.read_into(piece.tensor, piece.region, None if piece.name in exact else self.dtype)
 
     def _sources(self, template: Template) -> dict[str, StoredTensor | JoinedTensor]:
         """Returns where every weight and persistent buffer is stored, under each of its names. A weight that the
