@@ -425,6 +425,20 @@ def test_keys_that_are_not_saved_are_those_that_the_class_names():
     assert compat.unsaved_keys(Leaves(model.config)) == {"lm_head.weight"}
 
 
+def test_weights_that_stay_in_fp32_are_those_that_from_pretrained_keeps(tmp_path):
+    class Keeps(LlamaForCausalLM):
+        _keep_in_fp32_modules_strict = {"input_layernorm", "up_*.weight"}
+        _keep_in_fp32_modules = {"lm_head"}
+
+    model = Keeps(tiny_llama().config)
+    model.save_pretrained(tmp_path)
+    for dtype, count in ((torch.float32, 0), (torch.bfloat16, 2), (torch.float16, 3)):
+        kept = compat.kept_in_float32(model, dtype)
+        loaded = Keeps.from_pretrained(tmp_path, dtype=dtype).state_dict()
+        assert len(kept) == count
+        assert {name for name in loaded if loaded[name].dtype != dtype} == kept
+
+
 def test_keys_that_the_family_ignores_are_dropped_from_a_report():
     class Forgiving(LlamaForCausalLM):
         _keys_to_ignore_on_load_unexpected = [r"rotary"]

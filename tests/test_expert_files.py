@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
 from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter, dot_natural_key
 
 from equivalence import reference, whole, whole_weights
@@ -25,6 +25,7 @@ from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.weights.converters import join
 from galvatron_hf.parallel.weights.distributed_state import WholeWeights, load_state, save_state
+from galvatron_hf.parallel.weights.export import export
 from galvatron_hf.parallel.weights.joined_tensors import StoredTensor
 from galvatron_hf.parallel.weights.materialize import load_pretrained_weights
 from galvatron_hf.parallel.weights.pretrained import pretrained_on_meta
@@ -32,6 +33,7 @@ from ranks import run_ranks
 from test_experts import FAMILIES, plans_of
 from test_loading import different, message_of
 from tiny_models import BATCHES, EXPERT_FAMILIES
+from trainer_runs import Run, assert_equal_weights, assert_same_steps, on_ranks, run
 
 
 SMALL = "30KB"  # of a file: the experts of a layer are in several
@@ -326,3 +328,46 @@ def test_checkpoint_resumes_under_another_expert_degree(tmp_path, family):
     plain.save_pretrained(tmp_path / "plain")
     for wrong in run_ranks(work, 4):
         assert wrong == dict.fromkeys(("expert_1", "expert_4", "shardings", "1f1b"), [])
+
+
+# ---- Training
+
+
+def same_tensors(folder: Path, plain: Path) -> bool:
+    """Returns whether two folders with one file of weights each have the same keys, formats and values."""
+    seen, wanted = (load_file(path / "model.safetensors") for path in (folder, plain))
+    same = all(seen[key].dtype == wanted[key].dtype and torch.equal(seen[key], wanted[key]) for key in wanted)
+    return seen.keys() == wanted.keys() and same
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("mixtral", marks=pytest.mark.slow)])
+def test_training_saves_what_transformers_saves_and_resumes_under_other_degrees(tmp_path, family):
+    build = EXPERT_FAMILIES[family].build
+    plans, options = family_plans(build()), dict(max_steps=4)
+    saving, checkpoint = options | dict(save_strategy="steps", save_steps=2), tmp_path / "whole" / "checkpoint-2"
+
+    def work() -> dict[str, Run]:
+        def saved(made: Trainer) -> None:
+            made.save_model(str(tmp_path / "saved"))
+
+        runs = {"whole": run(tmp_path / "whole", plans["expert_2"], model=build(), options=saving, then=saved)}
+        for name in ("expert_4", "expert_1"):
+            runs[name] = run(tmp_path / name, plans[name], model=build(seed=4), options=options, resume=checkpoint)
+        return runs
+
+    runs = on_ranks(work)[0]
+    whole = runs.pop("whole")
+    runs["one process"] = run(
+        tmp_path / "one", model=build(seed=4), options=options | dict(gradient_accumulation_steps=1), resume=checkpoint
+    )
+    for resumed in runs.values():
+        assert_same_steps(resumed, whole, after=2)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert_equal_weights(dict(opened.named_parameters()), whole.weights)
+    opened.save_pretrained(tmp_path / "plain")
+    assert same_tensors(tmp_path / "saved", tmp_path / "plain")
+    for name in ("float32", "bfloat16"):
+        export(checkpoint, tmp_path / name, dtype=name)
+        again = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, name))
+        again.save_pretrained(tmp_path / f"plain {name}")
+        assert same_tensors(tmp_path / name, tmp_path / f"plain {name}")
