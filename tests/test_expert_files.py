@@ -6,7 +6,9 @@ and what is saved under a plan is what transformers writes.
 
 from __future__ import annotations
 
+import copy
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -197,8 +199,10 @@ def test_every_region_of_a_joined_weight_is_that_of_transformers(tmp_path, name)
         bounds = [sorted(torch.randint(0, size + 1, (2,), generator=generator).tolist()) for size in wanted.shape]
         region = tuple(slice(*pair) for pair in bounds)
         seen = torch.full_like(wanted[region], float("nan"))
-        joined.read_into(seen, region)
+        with recorded_reads() as reads:
+            joined.read_into(seen, region)
         assert torch.equal(seen, wanted[region])
+        assert sum(size for _, size in reads) == seen.numel()  # nothing else was read
 
 
 def test_a_bias_of_choices_keeps_its_format_in_a_model_of_another(tmp_path):
@@ -209,8 +213,13 @@ def test_a_bias_of_choices_keeps_its_format_in_a_model_of_another(tmp_path):
     def work() -> list[str]:
         model, files = pretrained_on_meta(tmp_path, dtype=torch.bfloat16)
         parallel = parallelize(model, plan, weights=files)
-        return different(parallel.model, wanted) + unequal_buffers(parallel.model, wanted)
+        wrong = different(parallel.model, wanted) + unequal_buffers(parallel.model, wanted)
+        model, files = pretrained_on_meta(tmp_path, dtype=torch.bfloat16)
+        # As Trainer does: weights in fp32 with the values of the model in bf16.
+        parallel = parallelize(model.float(), plan, weights=replace(files, dtype=torch.bfloat16))
+        return wrong + different(parallel.model, in_fp32) + unequal_buffers(parallel.model, in_fp32)
 
+    in_fp32 = copy.deepcopy(wanted).float()
     assert run_ranks(work, 4) == [[]] * 4
     assert {buffer.dtype for name, buffer in wanted.named_buffers() if "correction" in name} == {torch.float32}
 
