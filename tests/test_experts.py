@@ -19,6 +19,7 @@ import torch
 import oracle
 from custom_losses import calls_super, ignores_the_count, mean_of_logits, sum_of_losses
 from equivalence import Reference, assert_near, assert_same_gradients, reference, whole_gradients
+from galvatron_hf.models.adapter import base_model
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.parallel import executor
 from galvatron_hf.parallel.comm.mesh import WorldMesh
@@ -37,7 +38,7 @@ from tiny_models import BATCHES, EXPERT_FAMILIES
 
 
 # Families in which layers of other kinds than attention are refused.
-REFUSED = ("minimax", "llama4_text")
+REFUSED = ("minimax",)
 FAMILIES = [name for name in EXPERT_FAMILIES if name not in REFUSED]
 # With few of their plans in the fast tests: each kind of plan occurs.
 FAST = {
@@ -56,6 +57,7 @@ FAST = {
     "minimax_m2": ["expert_2"],
     "gpt_oss": ["recompute"],
     "hunyuan_v1_moe": ["1f1b"],
+    "llama4_text": ["expert_2"],
 }
 
 
@@ -63,7 +65,7 @@ def plans_of(oracle: Reference) -> dict[str, ParallelPlan]:
     """Returns the plans that a family's layers fit."""
     adapter = adapter_for(oracle.model)
     (stack,), counts = adapter.stacks, adapter.expert_counts(oracle.model)
-    attention = oracle.model.base_model.layers[0].self_attn
+    attention = base_model(oracle.model).layers[0].self_attn
     return expert_plans(
         dense=[index for index, count in enumerate(counts) if not count],
         tensor=stack.unsupported is None and stack.style("self_attn.q_proj") is not None,
@@ -238,8 +240,8 @@ def replaced(owner: object, name: str, value: object) -> Callable[[], contextlib
     return lambda: patch.object(owner, name, value)
 
 
-def to_a_wrong_expert(choices: torch.Tensor, count: int, group: object) -> experts.Routing:
-    routing = ROUTE(choices, count, group)
+def to_a_wrong_expert(choices: torch.Tensor, count: int, group: object, compress: object) -> experts.Routing:
+    routing = ROUTE(choices, count, group, compress)
     wrong = routing.experts.clone()
     if len(wrong):
         wrong[0] = (wrong[0] + 1) % (count // group.size())

@@ -111,6 +111,11 @@ REFUSED: dict[str, tuple] = {
         uniform(4, expert=4),
         ["expert 4", "2 experts", "use expert 2"],
     ),
+    "positions counted in a row": (
+        experts("llama4_text", attn_temperature_tuning=True),
+        uniform(4, ulysses=2),
+        ["Layer 3", "ulysses 2", "positions", "use ulysses 1"],
+    ),
     "linear attention": (experts("minimax"), DATA, ["MiniMax", "kind", "attention"]),
     "no tensor-parallel plan": (bert, DATA, ["BertForMaskedLM", "base_model_tp_plan"]),
     "no head": (without_head, DATA, ["LlamaModel", "AutoModelForCausalLM"]),

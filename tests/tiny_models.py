@@ -206,7 +206,12 @@ EXPERT_FAMILIES: dict[str, Family] = {
     "llama4_text": Family(
         prefix="Llama4",
         options=dict(
-            num_local_experts=8, num_experts_per_tok=1, head_dim=8, intermediate_size_mlp=40, moe_layers=[1, 3]
+            num_local_experts=8,
+            num_experts_per_tok=1,
+            head_dim=8,
+            intermediate_size_mlp=40,
+            moe_layers=[1, 3],
+            attn_temperature_tuning=False,
         ),
     ),
     "minimax": Family(prefix="MiniMax", options=dict(num_local_experts=8)),

@@ -108,6 +108,8 @@ class StackAdapter:
         layer_count, layer_types (`str`): the configuration's attributes with the number of layers and, in some
             families, the type of each.
         inputs ([`LayerInputs`]): the tensors that its layers take after the hidden states.
+        prepare (`Callable`, *optional*): changes the forward of a layer, in place, before it is cut; it computes the
+            same.
     """
 
     name: str = DEFAULT_STACK
@@ -126,6 +128,7 @@ class StackAdapter:
     layer_count: str = "num_hidden_layers"
     layer_types: str = "layer_types"
     inputs: LayerInputs = field(default_factory=LayerInputs)
+    prepare: Callable[[nn.Module], None] | None = None
 
     def style(self, name: str) -> Style | None:
         """Returns the style of a module of a layer; the parts of a fused projection have the style of the whole."""
@@ -170,6 +173,14 @@ def masks_by_type(config: PreTrainedConfig, mask: torch.Tensor) -> torch.Tensor 
     return mask if types is None else dict.fromkeys(types, mask)
 
 
+def base_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Returns the part of a causal language model below its head. Some families of models with images call it "model"
+    whatever their `base_model_prefix`.
+    """
+    base = model.base_model
+    return model.model if base is model and isinstance(getattr(model, "model", None), PreTrainedModel) else base
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerPlace:
     """Locates a layer in its model: `index` counts on from stack to stack, `local_index` within the layer's stack."""
@@ -203,7 +214,7 @@ class ModelAdapter:
 
     def stack_sizes(self, model: PreTrainedModel) -> dict[str, int]:
         """Returns the number of layers of each stack, as a plan's `stacks` has them."""
-        return {stack.name: len(model.base_model.get_submodule(stack.layers)) for stack in self.stacks}
+        return {stack.name: len(base_model(model).get_submodule(stack.layers)) for stack in self.stacks}
 
     def places(self, model: PreTrainedModel) -> list[LayerPlace]:
         """Returns the place of every layer in the order of global indices."""
@@ -213,11 +224,17 @@ class ModelAdapter:
 
     def layers(self, model: PreTrainedModel) -> list[nn.Module]:
         """Returns the layers of all stacks in the order of global indices."""
-        return [layer for stack in self.stacks for layer in model.base_model.get_submodule(stack.layers)]
+        return [layer for stack in self.stacks for layer in base_model(model).get_submodule(stack.layers)]
+
+    def prepare_layers(self, model: PreTrainedModel) -> None:
+        """Changes the forwards of layers whose stack says so."""
+        for place, layer in zip(self.places(model), self.layers(model), strict=True):
+            if place.stack.prepare is not None:
+                place.stack.prepare(layer)
 
     def keep_layers(self, model: PreTrainedModel, stack: StackAdapter, local_indices: list[int]) -> None:
         """Drops all other layers of a stack, from the model and from its configuration."""
-        base = model.base_model
+        base = base_model(model)
         whole = base.get_submodule(stack.layers)
         base.set_submodule(stack.layers, nn.ModuleList([whole[index] for index in local_indices]))
         for config in {id(config): config for config in (model.config, base.config)}.values():
@@ -229,11 +246,11 @@ class ModelAdapter:
     def embeddings(self, model: PreTrainedModel) -> list[nn.Module]:
         """Returns the token embedding, then the learned position embeddings."""
         names = [name for stack in self.stacks for name in stack.positional]
-        return [model.get_input_embeddings(), *(model.base_model.get_submodule(name) for name in names)]
+        return [model.get_input_embeddings(), *(base_model(model).get_submodule(name) for name in names)]
 
     def final_norm(self, model: PreTrainedModel) -> nn.Module:
         """Returns the norm between the last layer and the head."""
-        return model.base_model.get_submodule(self.stacks[-1].final_norm)
+        return base_model(model).get_submodule(self.stacks[-1].final_norm)
 
     def head(self, model: PreTrainedModel) -> nn.Module:
         """Returns the module that makes logits from hidden states."""
@@ -244,7 +261,7 @@ class ModelAdapter:
         return self.head(model).weight is self.embeddings(model)[0].weight
 
     def resolve(self, model: PreTrainedModel, plan: ParallelPlan) -> ResolvedPlan:
-        heads = [place.stack.heads(model.base_model.config) for place in self.places(model)]
+        heads = [place.stack.heads(base_model(model).config) for place in self.places(model)]
         counts = [(one.query, one.key_value) for one in heads]
         return resolve(plan, heads=counts, tied=self.ties_embeddings(model), experts=self.expert_counts(model))
 

@@ -8,8 +8,17 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, MoeModelOutputWithPast
 
-from galvatron_hf.models.adapter import ExpertsAdapter, Fused, LogitTransform, ModelAdapter, StackAdapter, Style
+from galvatron_hf.models.adapter import (
+    ExpertsAdapter,
+    Fused,
+    LogitTransform,
+    ModelAdapter,
+    StackAdapter,
+    Style,
+    base_model,
+)
 from galvatron_hf.models.heads import Heads
+from galvatron_hf.models.llama4 import choose_experts
 from galvatron_hf.models.losses import RouterLossKind
 from galvatron_hf.utils.compat import has_peft_adapters, is_experts_module, router_output
 
@@ -68,7 +77,22 @@ GPT_OSS = StackAdapter(
     unsupported="its attention has sinks, one for each head, which no adapter cuts yet",
 )
 
-_STACKS = {"gpt2": GPT2, "phi3": PHI3, "gpt_oss": GPT_OSS}
+LLAMA4 = StackAdapter(
+    regions=("self_attn", "feed_forward", "feed_forward.shared_expert"),
+    experts=ExpertsAdapter(module="feed_forward.experts", router="feed_forward.router", logits=1),
+    styles={
+        **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), Style.COLUMN),
+        "self_attn.o_proj": Style.ROW,
+        **{
+            f"{mlp}.{name}": style
+            for mlp in ("feed_forward", "feed_forward.shared_expert")
+            for name, style in (("gate_proj", Style.COLUMN), ("up_proj", Style.COLUMN), ("down_proj", Style.ROW))
+        },
+    },
+    prepare=choose_experts,
+)
+
+_STACKS = {"gpt2": GPT2, "phi3": PHI3, "gpt_oss": GPT_OSS, "llama4_text": LLAMA4}
 
 _LOGIT_TRANSFORMS = {
     "gemma2": lambda config: LogitTransform(softcap=config.final_logit_softcapping),
@@ -150,7 +174,7 @@ def _stack_from_tensor_plan(model: PreTrainedModel) -> StackAdapter:
 def _find_experts(model: PreTrainedModel) -> ExpertsAdapter:
     """Reads off the first layer that has experts where they are, and which module chooses them."""
     name = type(model).__name__
-    for layer in model.base_model.layers:
+    for layer in base_model(model).layers:
         modules = dict(layer.named_modules())
         for path, module in modules.items():
             if is_experts_module(module):
@@ -186,7 +210,7 @@ def _check_kind(model: PreTrainedModel) -> None:
 
 
 def _check_structure(model: PreTrainedModel, adapter: ModelAdapter) -> None:
-    name, base = type(model).__name__, model.base_model
+    name, base = type(model).__name__, base_model(model)
     if base is model or model.get_output_embeddings() is None:
         raise ValueError(
             f"{name} has no language-model head, so its loss cannot be placed; use an AutoModelForCausalLM class."
@@ -220,7 +244,7 @@ def _check_router_loss(model: PreTrainedModel, adapter: ModelAdapter) -> None:
     """Runs the family's own forward on given logits of two routers, and compares what it adds to the loss."""
     if not getattr(model.config, "output_router_logits", False):
         return
-    kind, name, base = adapter.router_loss(model), type(model).__name__, model.base_model
+    kind, name, base = adapter.router_loss(model), type(model).__name__, base_model(model)
     head, count = model.get_output_embeddings(), 4 if kind is None else kind.experts
     logits = torch.linspace(-2.0, 3.0, 2 * 3 * count).sin().view(2, 3, count)
     mask = torch.tensor([[1, 1, 0]])
@@ -249,7 +273,7 @@ def _check_router_loss(model: PreTrainedModel, adapter: ModelAdapter) -> None:
 @torch.no_grad()
 def _check_head(model: PreTrainedModel, adapter: ModelAdapter) -> None:
     """Runs the family's own forward on given hidden states and logits, and compares what follows the head."""
-    base, head = model.base_model, model.get_output_embeddings()
+    base, head = base_model(model), model.get_output_embeddings()
     device = head.weight.device if head.weight.device.type != "meta" else torch.device("cpu")
     hidden = torch.tensor([[[3.0], [5.0]]], device=device)
     raw = torch.linspace(-40.0, 60.0, 2 * 5, device=device).view(1, 2, 5)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from galvatron_hf.models.adapter import ModelAdapter, StackAdapter
+from galvatron_hf.models.adapter import ModelAdapter, StackAdapter, base_model
 from galvatron_hf.models.parameter_specs import ParameterSpec, linear_kind, model_specs
 
 
@@ -39,7 +39,7 @@ class FusedNames:
     @classmethod
     def from_model(cls, model: PreTrainedModel, adapter: ModelAdapter) -> FusedNames:
         """Reads the fused weights off a model, parallelised or not."""
-        base = next(name for name, module in model.named_modules() if module is model.base_model)
+        base = next(name for name, module in model.named_modules() if module is base_model(model))
         places, specs = adapter.places(model), model_specs(model, adapter).layers
         found = []
         for place, of_layer in zip(places, specs, strict=True):
@@ -125,7 +125,7 @@ class FusedProjection(nn.Module):
 def split_fused_projections(model: PreTrainedModel, adapter: ModelAdapter) -> None:
     """Replaces each fused projection of each layer by its parts, so that every part can have plain shards."""
     for layer, place in zip(adapter.layers(model), adapter.places(model), strict=True):
-        split_fused_projections_of_layer(layer, place.stack, model.base_model.config)
+        split_fused_projections_of_layer(layer, place.stack, base_model(model).config)
 
 
 def split_fused_projections_of_layer(layer: nn.Module, stack: StackAdapter, config: PreTrainedConfig) -> None:

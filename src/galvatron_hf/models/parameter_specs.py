@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from galvatron_hf.models.adapter import ModelAdapter, StackAdapter, Style
+from galvatron_hf.models.adapter import ModelAdapter, StackAdapter, Style, base_model
 from galvatron_hf.models.shape import WeightShape
 
 
@@ -109,7 +109,7 @@ class ModelSpecs:
 
 def model_specs(model: PreTrainedModel, adapter: ModelAdapter) -> ModelSpecs:
     """Returns the table of a model, whose fused projections may be split already, and whose weights may be cut."""
-    config, layers = model.base_model.config, adapter.layers(model)
+    config, layers = base_model(model).config, adapter.layers(model)
     tokens, *positions = adapter.embeddings(model)
     return ModelSpecs(
         layers=tuple(

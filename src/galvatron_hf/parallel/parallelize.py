@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from galvatron_hf.models.adapter import base_model
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.fused_weights import FusedNames, split_fused_projections
 from galvatron_hf.parallel.comm.mesh import WorldMesh
@@ -94,12 +95,13 @@ def parallelize(
     mesh = world.stage(stages[0].ranks)
 
     broadcast_weights(model)
+    adapter.prepare_layers(model)
     split_fused_projections(model, adapter)
     names, count_parameters = FusedNames.from_model(model, adapter), whole_parameter_counts(model)
     tied = TiedWeights.separate(model, adapter, resolved, world)
     prune_other_stages(model, adapter, stages)
 
-    current = CurrentMicroBatch(model.base_model.config)
+    current = CurrentMicroBatch(base_model(model).config)
     units = ShardedUnits(resolved.precision, wait_at_end=resolved.is_pipeline)
     ends = EmbeddingAndHead.cut(model, adapter, resolved, mesh)
     modules, all_blocks = {}, []
@@ -127,7 +129,7 @@ def parallelize(
     )
     if resolved.is_pipeline:
         model.num_parameters = count_parameters
-        features = adapter.state_features(model.base_model.config)
+        features = adapter.state_features(base_model(model).config)
         pipeline = Pipeline.from_plan(resolved, world, modules, units, runner, features, timeline)
     model.forward = WholeBatchForward(
         runner,

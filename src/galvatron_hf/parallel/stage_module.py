@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
-from galvatron_hf.models.adapter import HIDDEN, ModelAdapter, masks_by_type
+from galvatron_hf.models.adapter import HIDDEN, ModelAdapter, base_model, masks_by_type
 from galvatron_hf.parallel.activation.layer_state import LayerState
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.parallel.comm.mesh import StageMesh
@@ -61,7 +61,7 @@ class StageModule(nn.Module):
         if self.is_last:
             ends += [adapter.final_norm(model), adapter.head(model)]
         self.ends = nn.ModuleList([model] if alone else ends)
-        whole = [model.base_model.get_submodule(stack.layers) for stack in adapter.stacks]
+        whole = [base_model(model).get_submodule(stack.layers) for stack in adapter.stacks]
         self.stacks = nn.ModuleList(whole if alone else self._own_stacks(model, resolved.span))
         norm = adapter.final_norm(model)
         self.norm = getattr(norm.forward, "original", norm.forward)
@@ -109,7 +109,7 @@ class StageModule(nn.Module):
         has_experts = any(stack.experts is not None for stack in self.adapter.stacks)
         options = {"output_router_logits": False} if has_experts else {}
         with stream, self._own_layers():
-            self._model[0].base_model(
+            base_model(self._model[0])(
                 **inputs,
                 attention_mask=masks_by_type(self.current.config, mask),
                 position_ids=positions,
@@ -143,7 +143,7 @@ class StageModule(nn.Module):
 
     @contextlib.contextmanager
     def _own_layers(self) -> Iterator[None]:
-        base, names = self._model[0].base_model, [stack.layers for stack in self.adapter.stacks]
+        base, names = base_model(self._model[0]), [stack.layers for stack in self.adapter.stacks]
         whole = [base.get_submodule(name) for name in names]
         for name, layers in zip(names, self.stacks, strict=True):
             base.set_submodule(name, layers)

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from galvatron_hf.models.adapter import ModelAdapter, StackAdapter
+from galvatron_hf.models.adapter import ModelAdapter, StackAdapter, base_model
 from galvatron_hf.models.heads import Heads
+from galvatron_hf.models.llama4 import counts_positions
 from galvatron_hf.models.parameter_specs import ModelSpecs, ParameterSpec, model_specs
 from galvatron_hf.plan import LayerStrategy, ParallelPlan
 from galvatron_hf.plan.resolved import ResolvedPlan
@@ -134,6 +135,8 @@ def _whole_sequence_need(attention: nn.Module) -> str | None:
         return f"has a weight {own[0]} for all heads"
     if "position_ids" in inspect.signature(attention.forward).parameters:
         return "looks at the position_ids of the whole sequence"
+    if counts_positions(attention):
+        return "counts the positions of a row from its first"
     return None
 
 
@@ -145,7 +148,7 @@ def _check_strategy(
     specs: tuple[ParameterSpec, ...],
 ) -> None:
     """Refuses degrees that the stack's heads and features cannot share."""
-    name, heads = type(model).__name__, stack.heads(model.base_model.config)
+    name, heads = type(model).__name__, stack.heads(base_model(model).config)
     if strategy.tensor > 1 and not stack.styles:
         raise ValueError(
             f"Layer {index} has tensor {strategy.tensor}, but {name} cannot be cut by tensor: {stack.unsupported}; "

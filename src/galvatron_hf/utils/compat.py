@@ -9,6 +9,7 @@ of them, stay in `galvatron_hf.trainer`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -97,6 +98,16 @@ def is_experts_module(module: nn.Module) -> bool:
     `use_experts_implementation` sets.
     """
     return hasattr(module, "_is_expert_parallel")
+
+
+def make_experts_module(module: nn.Module, *, is_transposed: bool) -> None:
+    """Gives a module with the weights `gate_up_proj` and `down_proj` of all experts the form of [`is_experts_module`],
+    with grouped matrix products. Expects the attributes that `use_experts_implementation` sets.
+    """
+    module.has_gate, module.has_bias, module.has_post_expert_norm = True, False, False
+    module.is_concatenated, module.is_transposed, module._is_expert_parallel = True, is_transposed, False
+    module._apply_gate = functools.partial(moe._default_apply_gate, module)
+    module.forward = functools.partial(moe.grouped_mm_experts_forward, module)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from galvatron_hf.models.llama4 import counts_positions, cuts_chunks
 from galvatron_hf.parallel.activation.documents import DocumentBounds
 from galvatron_hf.parallel.comm.collectives import exchange
 from galvatron_hf.parallel.comm.mesh import StageMesh
@@ -156,6 +157,11 @@ def _document_options(module: nn.Module, given: dict[str, Any]) -> dict[str, Any
         raise ValueError(
             f"{type(module).__name__} gives its attention {unknown[0]!r}, which attention by document does not "
             "support; train with packing='none'."
+        )
+    if counts_positions(module) or cuts_chunks(module):
+        raise ValueError(
+            f"{type(module).__name__} counts the positions of a row from its first, which attention by document does "
+            "not support; train with packing='none'."
         )
     causal = given.get("is_causal")
     return {

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
-from galvatron_hf.models.adapter import masks_by_type
+from galvatron_hf.models.adapter import base_model, masks_by_type
 from galvatron_hf.parallel.layers.attention import POSITIONS
 from galvatron_hf.utils.compat import set_attention_implementation
 
@@ -33,7 +33,7 @@ def attention_obstacle(family: type[PreTrainedModel], config: PreTrainedConfig) 
             ids = torch.zeros(1, 2, dtype=torch.long)
             mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)  # prepared, so that the family makes none
             masks = masks_by_type(config, mask)
-            model.base_model(input_ids=ids, position_ids=ids, attention_mask=masks, use_cache=False)
+            base_model(model)(input_ids=ids, position_ids=ids, attention_mask=masks, use_cache=False)
     except _Found as found:
         (names,) = found.args
         return f"{family.__name__} gives its attention {names[0]!r}" if names else None

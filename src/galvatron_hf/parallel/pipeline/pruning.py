@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
-from galvatron_hf.models.adapter import ModelAdapter
+from galvatron_hf.models.adapter import ModelAdapter, base_model
 from galvatron_hf.plan.resolved import ResolvedStage
 
 
@@ -28,7 +28,7 @@ def prune_other_stages(model: PreTrainedModel, adapter: ModelAdapter, own: Seque
     kept = {index for stage in own for index in stage.span}
     for place in adapter.places(model):
         if place.index not in kept:
-            model.base_model.set_submodule(place.name, PipelineIdentityLayer())
+            base_model(model).set_submodule(place.name, PipelineIdentityLayer())
     names, gone = {id(module): name for name, module in model.named_modules()}, []
     if not any(stage.is_first for stage in own):
         gone += adapter.embeddings(model)

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from accelerate import init_empty_weights
-from galvatron_hf.models.adapter import HIDDEN
+from galvatron_hf.models.adapter import HIDDEN, base_model
 from galvatron_hf.models.families import AUTO_MODEL, adapter_for
 from galvatron_hf.parallel.activation.documents import Documents
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
@@ -57,7 +57,7 @@ def empty_model(config: PreTrainedConfig, family: type[PreTrainedModel] | None =
 def layer_kinds(model: PreTrainedModel) -> tuple[int, ...]:
     """Returns the kind of each layer, numbered from 0. Layers of one kind have equal shapes and settings."""
     adapter = adapter_for(model)
-    config = model.base_model.config
+    config = base_model(model).config
     seen: dict[tuple, int] = {}
     kinds = []
     for place, layer in zip(adapter.places(model), adapter.layers(model), strict=True):
@@ -324,7 +324,7 @@ class IsolatedLayers:
             yield
 
     def _states(self, shape: tuple[int, ...]) -> torch.Tensor:
-        adapter, config = self.rank.stage.adapter, self.rank.model.base_model.config
+        adapter, config = self.rank.stage.adapter, base_model(self.rank.model).config
         size = adapter.state_features(config)[HIDDEN]
         return torch.randn(*shape, size, device=self.device).to(self.dtype).requires_grad_()
 

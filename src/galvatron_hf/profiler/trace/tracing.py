@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from galvatron_hf.models.adapter import base_model
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.shape import ModelShape
 from galvatron_hf.parallel.data_parallel.sharding import DTYPES
@@ -473,5 +474,5 @@ def _fit(whole: float, halves: float, length: int) -> TimeFit:
 
 def positions(model: PreTrainedModel) -> int | None:
     """Returns the number of positions of the model; None if it is unlimited."""
-    config = model.base_model.config
+    config = base_model(model).config
     return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
