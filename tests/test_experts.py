@@ -22,6 +22,7 @@ from equivalence import Reference, assert_near, assert_same_gradients, reference
 from galvatron_hf.models.adapter import base_model
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.parallel import executor
+from galvatron_hf.parallel.comm import collectives
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.layers import experts
@@ -231,6 +232,38 @@ def test_trainers_of_users_with_experts():
             "a function": replace(case, trainer=dict(compute_loss_func=lambda: sum_of_losses)),
         }
     )
+
+
+def test_shared_experts_run_while_rows_are_on_their_way():
+    """Follows the order of messages and of the shared experts of one layer, forward and backward."""
+    wanted = oracle_of("deepseek_v3")
+
+    def work() -> list[str]:
+        parallel = parallelize(copy.deepcopy(wanted.model), plans_of(wanted)["expert_4"])
+        parallel.forward_backward(wanted.batch)  # tells that they follow the experts
+        events, shared = [], [layer.mlp.shared_experts for layer in parallel.layers[1:]]
+
+        def noted(name: str, run: Callable) -> Callable:
+            def noting(*args):
+                events.append(name)
+                return run(*args)
+
+            return noting
+
+        for module in shared:
+            module.forward.original = noted("shared", module.forward.original)
+            module.down_proj.register_full_backward_hook(lambda *unused: events.append("shared back"))
+        with (
+            patch.object(collectives, "_start_rows", noted("start", collectives._start_rows)),
+            patch.object(collectives, "_wait", noted("wait", collectives._wait)),
+        ):
+            parallel.forward_backward(wanted.batch)
+        return events
+
+    for events in run_ranks(work, 4):
+        for name in ("shared", "shared back"):
+            around = [events[at - 1 : at + 2] for at, event in enumerate(events) if event == name]
+            assert around == [["start", name, "wait"]] * 3, events
 
 
 # ---- Errors that must be seen ----

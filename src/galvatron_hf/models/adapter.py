@@ -49,11 +49,13 @@ class ExpertsAdapter:
             states [tokens, features], and with the experts and the weights [tokens, top_k] of each token.
         router (`str`): the module that chooses the experts.
         logits (`int`): the index of its logits [tokens, experts] in its output.
+        shared (`str`, *optional*): an MLP beside the experts that every token goes through, in layers that have it.
     """
 
     module: str
     router: str
     logits: int = 0
+    shared: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

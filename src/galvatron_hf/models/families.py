@@ -23,6 +23,7 @@ from galvatron_hf.models.losses import RouterLossKind
 from galvatron_hf.utils.compat import has_peft_adapters, is_experts_module, router_output
 
 
+_SHARED = ("shared_experts", "shared_expert")  # names of an MLP beside the experts
 _EXPERTS = "experts"  # the word for the module of all experts in the families' tensor-parallel plans
 
 _STYLES = {
@@ -184,7 +185,10 @@ def _find_experts(model: PreTrainedModel) -> ExpertsAdapter:
                 routers = [child for child, inner in beside.items() if kind is not None and isinstance(inner, kind)]
                 if len(routers) != 1:
                     break
-                return ExpertsAdapter(module=path, router=f"{block}.{routers[0]}", logits=index)
+                shared = [f"{block}.{child}" for child in beside if child in _SHARED]
+                return ExpertsAdapter(
+                    module=path, router=f"{block}.{routers[0]}", logits=index, shared=next(iter(shared), None)
+                )
     raise ValueError(
         f"{name} has experts that are no module with the weights of all, called with the choices of a router beside "
         "it; train it with transformers.Trainer."

@@ -58,7 +58,8 @@ class MicroBatch:
         added_rows (`torch.Tensor`, *optional*): [real_rows], true for rows that no loss counts.
         documents ([`Documents`], *optional*): the documents of a packed row, which do not attend to each other.
         masks (`dict`): attention masks made so far, by rows.
-        routings (`dict`): where choices of experts went, by layer, for layers that are computed again.
+        routings (`dict`): where choices of experts went, by layer, and whether shared experts ran meanwhile, for
+            layers that are computed again.
         final_hidden (`list[torch.Tensor]`): the last layer's output, set during the forward pass.
     """
 

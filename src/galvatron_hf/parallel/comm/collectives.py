@@ -56,17 +56,26 @@ def all_to_all_pieces(
     """
     if is_trivial(group):
         return pieces
+    return _wait(_start_all_to_all(pieces, received, sent, group), group)
+
+
+def _start_all_to_all(pieces: Tensor, received: Sequence[int], sent: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Starts what [`all_to_all_pieces`] does; nothing reads the result before [`_wait`]."""
     record("all_to_all", pieces, group)
-    # Sends bytes, because not every backend supports every type.
     width = pieces.element_size()
-    operations = _operations(group)
-    moved = operations.all_to_all_single(
-        pieces.contiguous().view(torch.uint8),
+    moved = _operations(group).all_to_all_single(
+        pieces.contiguous().view(torch.uint8),  # bytes, because not every backend supports every type
         [count * width for count in received],
         [count * width for count in sent],
         group.group_name,
     )
-    return operations.wait_tensor(moved).view(pieces.dtype)
+    return moved.view(pieces.dtype)
+
+
+def _wait(moved: Tensor, group: ProcessGroup) -> Tensor:
+    """Waits for the result of a collective, on the device's stream if it has one."""
+    _operations(group).wait_tensor(moved.detach())
+    return moved
 
 
 def _gather_along(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -217,22 +226,60 @@ class _TakeRows(torch.autograd.Function):
         return _gather_parts(grad, ctx.parts, ctx.group), None, None
 
 
-class _MoveRows(torch.autograd.Function):
+def _start_rows(x: Tensor, received: Sequence[int], sent: Sequence[int], group: ProcessGroup) -> Tensor:
+    width = x.shape[1]
+    counts = [[rows * width for rows in each] for each in (received, sent)]
+    return _start_all_to_all(x.flatten(), *counts, group).view(-1, width)
+
+
+class MovingRows:
+    """Moves rows to other ranks while something else is computed: [`MovingRows.start`], then [`MovingRows.finish`]. In
+    the backward the rows' gradients move in the same way, while that of what was computed in between runs.
+
+    Args:
+        received, sent (`Sequence[int]`): rows from and to each rank of `group`, in rank order; they may be zero.
+    """
+
+    def __init__(self, received: Sequence[int], sent: Sequence[int], group: ProcessGroup):
+        self.received, self.sent, self.group = received, sent, group
+        self.gradient: Tensor | None = None  # on its way
+
+    def start(self, x: Tensor) -> Tensor:
+        """Starts to send rows of `[rows, features]`: the first `sent[0]` to rank 0, and so on. Nothing may read the
+        result before [`MovingRows.finish`].
+        """
+        return _StartRows.apply(x, self)
+
+    def finish(self, moving: Tensor) -> Tensor:
+        """Returns the rows that arrive, `received[k]` of them from rank k, in rank order."""
+        return _FinishRows.apply(moving, self)
+
+
+class _StartRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, received, sent, group):
-        ctx.way_back = sent, received, group
-        return _move_rows(x, received, sent, group)
+    def forward(ctx, x, moving):
+        ctx.moving = moving
+        return _start_rows(x, moving.received, moving.sent, moving.group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return _move_rows(grad, *ctx.way_back), None, None, None
+        gradient, ctx.moving.gradient = ctx.moving.gradient, None
+        return _wait(gradient, ctx.moving.group), None
 
 
-def _move_rows(x: Tensor, received: Sequence[int], sent: Sequence[int], group: ProcessGroup) -> Tensor:
-    width = x.shape[1]
-    flat = all_to_all_pieces(x.flatten(), [n * width for n in received], [n * width for n in sent], group)
-    return flat.view(-1, width)
+class _FinishRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, moving):
+        ctx.moving = moving
+        return _wait(x, moving.group).view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        moving = ctx.moving
+        moving.gradient = _start_rows(grad, moving.sent, moving.received, moving.group)
+        return grad, None  # stands for the gradient that moves, which has as many rows as were sent
 
 
 def copy_to_group(x: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -308,4 +355,7 @@ def move_rows(x: Tensor, received: Sequence[int], sent: Sequence[int], group: Pr
     rows that arrive, `received[k]` of them from rank k, in rank order. Counts may be zero. The backward is the way
     back.
     """
-    return x if is_trivial(group) else _MoveRows.apply(x, received, sent, group)
+    if is_trivial(group):
+        return x
+    moving = MovingRows(received, sent, group)
+    return moving.finish(moving.start(x))

@@ -26,7 +26,14 @@ from torch.distributed import ProcessGroup
 
 from galvatron_hf.models.adapter import ExpertsAdapter
 from galvatron_hf.models.parameter_specs import ParameterSpec
-from galvatron_hf.parallel.comm.collectives import all_to_all_pieces, gather_rows, is_trivial, move_rows, take_rows
+from galvatron_hf.parallel.comm.collectives import (
+    MovingRows,
+    all_to_all_pieces,
+    gather_rows,
+    is_trivial,
+    move_rows,
+    take_rows,
+)
 from galvatron_hf.parallel.comm.fake_process_group import FakeProcessGroup
 from galvatron_hf.parallel.comm.mesh import WeightMesh
 from galvatron_hf.parallel.layers.lsh import (
@@ -43,7 +50,7 @@ from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer
 from galvatron_hf.parallel.layers.tensor_parallel import LocalParameter, cut_parameter, local_parameters
 from galvatron_hf.parallel.router_loss import with_router_gradient
 from galvatron_hf.plan.layout import even_parts
-from galvatron_hf.utils.compat import FakeTensor
+from galvatron_hf.utils.compat import FakeTensor, storage_key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +108,42 @@ class DispatchLoads:
         return float(self._clusters) / self._probed if self._probed else None
 
 
+class SharedExperts:
+    """Runs the MLP of a layer that every token goes through; replaces its forward. If the family runs it after the
+    experts, on the same hidden states, it is computed while rows are on their way to them: the first forward tells.
+
+    Attributes:
+        follows (`bool`): whether the family runs it after the experts, on what they got.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.module, self.original, self.follows = module, module.forward, False
+        self._result: torch.Tensor | None = None
+        self._of_experts: torch.Tensor | None = None
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        result, self._result = self._result, None
+        if result is not None:
+            return result.view(hidden_states.shape)
+        given, self._of_experts = self._of_experts, None
+        same = given is not None and storage_key(given) == storage_key(hidden_states)
+        self.follows = self.follows or (same and given.numel() == hidden_states.numel())
+        return self.original(hidden_states)
+
+    @property
+    def is_computed(self) -> bool:
+        """Tells whether the result of the next call exists already."""
+        return self._result is not None
+
+    def compute_ahead(self, hidden_states: torch.Tensor) -> None:
+        """Computes the result of the next call, for the same hidden states in another shape."""
+        self._result = self.module(hidden_states)
+
+    def note_experts(self, hidden_states: torch.Tensor | None) -> None:
+        """Notes that the experts have run on these hidden states, or that the layer has ended."""
+        self._of_experts = None if self.follows else hidden_states
+
+
 class ParallelExperts:
     """Runs the experts of one layer under its strategy; replaces the forward of their module.
 
@@ -138,6 +181,8 @@ class ParallelExperts:
         self.probed: LshDispatch | None = None
         self.features = 0
         self._loads = DispatchLoads()
+        self.shared: SharedExperts | None = None
+        self._given: torch.Tensor | None = None
 
     def keep_logits(self, index: int) -> Callable:
         """Returns a forward hook of the router, which keeps its logits for the routers' loss of this layer."""
@@ -155,6 +200,16 @@ class ParallelExperts:
         """Maps hidden states [tokens, features] to those after the experts; the experts and the weights of each token
         are [tokens, top_k].
         """
+        self._given = hidden_states
+        output = self._of_own_tokens(hidden_states, top_k_index, top_k_weights)
+        self._given = None
+        if self.shared is not None:
+            self.shared.note_experts(hidden_states)
+        return output
+
+    def _of_own_tokens(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
         group, count = self.tensor_group, hidden_states.shape[0]
         parts = [slice(*bounds) for bounds in even_parts(count, 1 if group is None else group.size())]
         own = parts[0 if group is None else group.rank()]
@@ -183,10 +238,22 @@ class ParallelExperts:
         return (placed * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
     def _there_and_back(self, rows: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """Returns what the experts, on whatever ranks, make of this rank's rows."""
-        arrived = move_rows(rows, routing.received, routing.sent, self.group)
+        """Returns what the experts, on whatever ranks, make of this rank's rows. What every token goes through besides
+        is computed while the rows are on their way.
+        """
+        there = MovingRows(routing.received, routing.sent, self.group)
+        moving = there.start(rows)
+        if self._computes_shared_ahead():
+            self.shared.compute_ahead(self._given)
+        arrived = there.finish(moving)
         done = self._compute(arrived, routing.experts[:, None], arrived.new_ones(arrived.shape[0], 1))
         return move_rows(done, routing.sent, routing.received, self.group)
+
+    def _computes_shared_ahead(self) -> bool:
+        """Tells whether the shared experts run now; in a recompute if they did in the forward."""
+        if self.shared is None or not self.block.recomputes:
+            return self.shared is not None and self.shared.follows
+        return self.block.current.value.routings.setdefault(("shared", self.block.resolved.index), self.shared.follows)
 
     def _compute(self, rows: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Runs the family's experts. Without rows it runs a row of zeros, as all ranks need gradients of weights."""
@@ -194,6 +261,11 @@ class ParallelExperts:
             return self.compute(rows, experts, weights)
         row, expert = rows.new_zeros(1, rows.shape[1]), experts.new_zeros(1, experts.shape[1])
         return self.compute(row, expert, weights.new_ones(1, experts.shape[1]))[:0] + rows
+
+    def end_layer(self) -> None:
+        """Forgets what the layer's forward has left."""
+        if self.shared is not None:
+            self.shared.note_experts(None)
 
     def take_statistics(self) -> DispatchStatistics:
         """Returns what compression saved since this was last called. The host waits for nothing."""
@@ -322,4 +394,7 @@ def attach_experts(
     )
     layer.get_submodule(adapter.router).register_forward_hook(experts.keep_logits(adapter.logits))
     module.forward = experts
+    shared = None if adapter.shared is None else dict(layer.named_modules()).get(adapter.shared)
+    if shared is not None and experts.group is not None:
+        shared.forward = experts.shared = SharedExperts(shared)
     return experts

@@ -150,6 +150,8 @@ class ParallelLayer:
             self.bounds.on(hidden.device)  # a compiled layer finds the copy
         with self.current.active(batch), stream, local_parameters(self.views):
             output = self.original(hidden, **arguments)
+        if self.experts is not None:
+            self.experts.end_layer()
         if batch.documents is not None and not self.attended:
             raise ValueError(
                 f"The attention of {type(self.layer).__name__} does not call the registered attention function, so "

@@ -154,6 +154,8 @@ def _gather_region_input(region: nn.Module, group: dist.ProcessGroup, megatron_s
         return gather_positions(hidden, group).contiguous() if megatron_sp else copy_to_group(hidden, group)
 
     def pre_hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if getattr(vars(module).get("forward"), "is_computed", False):
+            return args, kwargs  # its result exists already
         if args:
             return (enter(args[0], group), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": enter(kwargs["hidden_states"], group)}
