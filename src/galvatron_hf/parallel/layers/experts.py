@@ -139,9 +139,12 @@ class SharedExperts:
         """Computes the result of the next call, for the same hidden states in another shape."""
         self._result = self.module(hidden_states)
 
-    def note_experts(self, hidden_states: torch.Tensor | None) -> None:
-        """Notes that the experts have run on these hidden states, or that the layer has ended."""
+    def note_experts(self, hidden_states: torch.Tensor) -> None:
+        """Notes that the experts have run on these hidden states."""
         self._of_experts = None if self.follows else hidden_states
+
+    def forget(self) -> None:
+        self._result = self._of_experts = None
 
 
 class ParallelExperts:
@@ -262,10 +265,11 @@ class ParallelExperts:
         row, expert = rows.new_zeros(1, rows.shape[1]), experts.new_zeros(1, experts.shape[1])
         return self.compute(row, expert, weights.new_ones(1, experts.shape[1]))[:0] + rows
 
-    def end_layer(self) -> None:
-        """Forgets what the layer's forward has left."""
+    def forget(self) -> None:
+        """Forgets what the layer's forward has left, or an earlier one that did not end, as a recompute need not."""
+        self._logits = self._given = None
         if self.shared is not None:
-            self.shared.note_experts(None)
+            self.shared.forget()
 
     def take_statistics(self) -> DispatchStatistics:
         """Returns what compression saved since this was last called. The host waits for nothing."""

@@ -148,10 +148,10 @@ class ParallelLayer:
         if batch.documents is not None:
             self.bounds = batch.documents.bounds_within(self.pack(batch))
             self.bounds.on(hidden.device)  # a compiled layer finds the copy
+        self._forget()
         with self.current.active(batch), stream, local_parameters(self.views):
             output = self.original(hidden, **arguments)
-        if self.experts is not None:
-            self.experts.end_layer()
+        self._forget()
         if batch.documents is not None and not self.attended:
             raise ValueError(
                 f"The attention of {type(self.layer).__name__} does not call the registered attention function, so "
@@ -163,6 +163,10 @@ class ParallelLayer:
                 "stages only between layers that return their hidden states; use one stage."
             )
         return output
+
+    def _forget(self) -> None:
+        if self.experts is not None:
+            self.experts.forget()
 
     def dropout_stream(self):
         """Returns the stream of attention dropout: each rank drops the weights of its own rows (or pack) and heads."""
