@@ -165,14 +165,17 @@ def get_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTr
     return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype))
 
 
-def main() -> None:
-    model_args, data_args, training_args = parse_arguments(sys.argv[1:])
-    set_seed(training_args.seed)
-    if model_args.model_name_or_path is not None:
-        options = {"dtype": model_args.dtype, **(model_args.config_overrides or {})}
-        training_args.model_init_kwargs = options | (training_args.model_init_kwargs or {})
-    cache = Path(training_args.output_dir) / "cache"
+def empty_model(name: str) -> PreTrainedModel:
+    """Returns a model without memory for its weights, from which a plan may be read."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name))
 
+
+def prepare(
+    model_args: ModelArguments, data_args: DataArguments, training_args: GalvatronTrainingArguments
+) -> tuple[PreTrainedTokenizerBase, DatasetDict]:
+    """Returns the tokenizer and the rows; rank 0 makes them for all."""
+    cache = Path(training_args.output_dir) / "cache"
     with training_args.main_process_first(desc="tokenizer and rows"):
         documents = load_documents(
             data_args.dataset_name,
@@ -183,7 +186,29 @@ def main() -> None:
             data_args.max_documents,
         )
         tokenizer = get_tokenizer(model_args, documents, data_args.text_column, cache)
-        rows = get_rows(data_args, documents, tokenizer, cache)
+        return tokenizer, get_rows(data_args, documents, tokenizer, cache)
+
+
+def run(trainer: GalvatronTrainer) -> None:
+    """Trains, saves the model and the metrics, and evaluates if asked to."""
+    result = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    trainer.save_model()
+    trainer.log_metrics("train", result.metrics)
+    trainer.save_metrics("train", result.metrics)
+    trainer.save_state()
+    if trainer.args.do_eval:
+        metrics = trainer.evaluate()
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
+
+
+def main() -> None:
+    model_args, data_args, training_args = parse_arguments(sys.argv[1:])
+    set_seed(training_args.seed)
+    if model_args.model_name_or_path is not None:
+        options = {"dtype": model_args.dtype, **(model_args.config_overrides or {})}
+        training_args.model_init_kwargs = options | (training_args.model_init_kwargs or {})
+    tokenizer, rows = prepare(model_args, data_args, training_args)
 
     trainer = GalvatronTrainer(
         model=get_model(model_args, tokenizer),
@@ -196,16 +221,7 @@ def main() -> None:
     if not training_args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(ThroughputCallback)
-
-    result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-    trainer.save_model()
-    trainer.log_metrics("train", result.metrics)
-    trainer.save_metrics("train", result.metrics)
-    trainer.save_state()
-    if training_args.do_eval:
-        metrics = trainer.evaluate()
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
+    run(trainer)
 
 
 if __name__ == "__main__":

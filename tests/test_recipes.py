@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
 
 from galvatron_hf import ParallelPlan
 from galvatron_hf.plan.supported import unsupported
+from tiny_models import EXPERT_FAMILIES
 
 
 ROOT = Path(__file__).parent.parent
@@ -24,6 +25,7 @@ RECIPES = ROOT / "recipes"
 sys.path.insert(0, str(RECIPES))
 
 import generate  # noqa: E402
+import moe  # noqa: E402
 import progress  # noqa: E402
 import train_clm  # noqa: E402
 from data import python_stdlib, text  # noqa: E402
@@ -331,6 +333,42 @@ def test_one_process_trains_saves_and_generates(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", [*argv, f"--output_dir={tmp_path / 'run'}"])
     train_clm.main()
     _check_run(tmp_path / "run", steps=20)
+
+
+EXPERTS_RUN = [
+    *SMALL_RUN,
+    '--config_overrides={"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16, '
+    '"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, '
+    '"output_router_logits": true}',
+]
+
+
+def test_a_model_with_experts_is_trained_saved_and_loaded(tmp_path, monkeypatch):
+    argv = ["moe.py", str(RECIPES / "moe.yaml"), "--expert_degree=1", "--dataset_name", _corpus(tmp_path / "corpus")]
+    argv += [*EXPERTS_RUN, "--max_steps=10", "--eval_steps=10", "--save_steps=10", f"--output_dir={tmp_path / 'run'}"]
+    monkeypatch.setattr(sys, "argv", argv)
+    moe.main()
+    _check_run(tmp_path / "run", steps=10)
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "run").state_dict()
+    assert all(torch.isfinite(weight).all() for weight in weights.values())
+
+
+def test_experts_are_spread_over_ranks_in_layers_that_have_them():
+    plan = moe.spread_experts(EXPERT_FAMILIES["deepseek_v3"].build(), 4, 8)
+    assert [layer.expert for layer in plan.layers] == [1, 4, 4, 4] and plan.world_size == 8
+
+
+@pytest.mark.slow
+def test_four_launched_ranks_train_with_experts(tmp_path):
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/accelerate/cpu4.yaml"]
+    command += ["--main_process_port", "0", "recipes/moe.py", "recipes/moe.yaml", *EXPERTS_RUN, "--expert_degree=4"]
+    command += ["--max_steps=10", "--eval_steps=10", "--save_steps=10", f"--output_dir={tmp_path / 'run'}"]
+    command += ["--dataset_name", _corpus(tmp_path / "corpus")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path / "hf-cache")}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr[-4000:]
+    _check_run(tmp_path / "run", steps=10)
+    assert "most rows at a rank over their mean" in run.stdout + run.stderr
 
 
 @pytest.mark.slow
