@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from accelerate import init_empty_weights
+from galvatron_hf.utils.allocator import WithoutLargeMemory
 from galvatron_hf.utils.compat import (
     OpOverload,
     TorchDispatchMode,
@@ -114,7 +115,8 @@ class Template:
     def from_config(cls, family: type[PreTrainedModel], config, dtype: torch.dtype) -> Template:
         """Constructs the family's model as `from_config` does, without memory for weights."""
         recorder = _Recorder()
-        with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False), recorder:
+        without_memory = init_empty_weights(include_buffers=False)
+        with torch.random.fork_rng(devices=[]), without_memory, WithoutLargeMemory(), recorder:
             model = model_from_config(family, copy.deepcopy(config), dtype)
         names: dict[int, tuple[str, ...]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):

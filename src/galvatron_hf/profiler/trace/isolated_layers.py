@@ -24,6 +24,7 @@ from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer
 from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest
 from galvatron_hf.parallel.single_rank import SingleRank, single_rank
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
+from galvatron_hf.utils.allocator import WithoutLargeMemory
 from galvatron_hf.utils.compat import model_from_config, without_forward_pre_hooks
 
 
@@ -32,7 +33,8 @@ def empty_model(config: PreTrainedConfig, family: type[PreTrainedModel] | None =
     `ValueError` if transformers has no causal language model for it, or one with an empty weight.
     """
     config = copy.deepcopy(config)
-    with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False), no_init_weights():
+    without_memory = init_empty_weights(include_buffers=False)
+    with torch.random.fork_rng(devices=[]), without_memory, no_init_weights(), WithoutLargeMemory():
         if family is not None:
             model = model_from_config(family, config, torch.float32)
         else:
