@@ -72,12 +72,12 @@ class Family:
         torch.manual_seed(seed)
         model_class = getattr(transformers, f"{self.prefix}ForCausalLM", None)
         model = (model_class or transformers.GPT2LMHeadModel)(config)
-        _randomise(model, seed)
+        randomise(model, seed)
         return model.train()
 
 
 @torch.no_grad()
-def _randomise(model: PreTrainedModel, seed: int) -> None:
+def randomise(model: PreTrainedModel, seed: int) -> None:
     """Gives weights random values: zero biases, unit norms and nearly uniform attention would hide errors."""
     generator = torch.Generator().manual_seed(seed + 1)
     for parameter in model.parameters():

@@ -162,7 +162,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     """
     plan = ParallelPlan.from_json(json.dumps(case["plan"]))
     with devices.rank_with_gpu(case["rank"], plan.world_size) as seen, masks(), FAULTS[case.get("fault", "none")]():
-        with torch.device(devices.DEVICE), mock.patch.object(tiny_models, "_randomise"):
+        with torch.device(devices.DEVICE), mock.patch.object(tiny_models, "randomise"):
             model = tiny_models.FAMILIES[case["family"]].build(**WIDER.get(case["family"], {"head_dim": 8}))
         parallel = parallelize(model, plan)
         parallel.model.train()
@@ -250,7 +250,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         seen = stack.enter_context(devices.rank_with_gpu(0, plan.world_size))
         stack.enter_context(alone_and_with_true_data())
         stack.enter_context(masks())
-        with torch.device(devices.DEVICE), mock.patch.object(tiny_models, "_randomise"):
+        with torch.device(devices.DEVICE), mock.patch.object(tiny_models, "randomise"):
             model = tiny_models.FAMILIES[case["family"]].build(**WIDER.get(case["family"], {"head_dim": 8}))
         arguments = OnTheDevice(
             output_dir=stack.enter_context(tempfile.TemporaryDirectory()),
