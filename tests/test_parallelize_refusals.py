@@ -16,6 +16,7 @@ from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy
 from plans import uniform
 from ranks import run_ranks
+from tiny_configurations import tiny_model
 from tiny_models import EXPERT_FAMILIES, FAMILIES, LAYERS, Family
 
 
@@ -162,6 +163,17 @@ REFUSED: dict[str, tuple] = {
         DATA,
         ["without 'self_attn'", "transformers.Trainer"],
     ),
+    "positions masked by an index": (
+        lambda: tiny_model("deepseek_v32"),
+        DATA,
+        ["DeepseekV32ForCausalLM", "index", "transformers.Trainer"],
+    ),
+    "heads of a layer type": (
+        lambda: tiny_model("mimo_v2_flash"),
+        DATA,
+        ["layer 1", "1 query heads", "4 to 2", "transformers.Trainer"],
+    ),
+    "no base model": (lambda: tiny_model("llama4_text"), DATA, ["Llama4", "'language_model'", "transformers.Trainer"]),
     "queries scaled by position": (
         llama_like("Ministral3", head_dim=8),
         uniform(4, ulysses=2),

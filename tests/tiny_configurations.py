@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny model of any causal language model type that the installed transformers knows.
 
-One rule shrinks every configuration: an attribute of a known name gets a small size, dropout becomes 0, and a list with
-an entry for each layer gets as many entries as there are layers. Types that need more are in [`EXCEPTIONS`].
+One rule shrinks every configuration: an attribute of a known name gets a small size, dropout becomes 0, and a list
+with an entry for each layer gets as many entries as there are layers. Types that need more are in [`EXCEPTIONS`].
 """
 
 from __future__ import annotations
@@ -129,14 +129,17 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         },
     ),
     "dbrx": dict(attn_config=dict(kv_n_heads=2, rope_theta=10000.0), ffn_config=dict(ffn_hidden_size=40)),
-    "dots1": dict(n_routed_experts=8, n_shared_experts=1),
+    "deepseek_v2": dict(n_group=2, topk_group=1, num_experts_per_tok=2),
+    "dots1": dict(n_routed_experts=8, n_shared_experts=1, num_experts_per_tok=2),
+    "flex_olmo": dict(num_experts=8),
     "gemma3n_text": dict(num_kv_shared_layers=2, intermediate_size=[40] * LAYERS),
     "gemma4_assistant": dict(
         text_config=dict(num_kv_shared_layers=LAYERS, hidden_size_per_layer_input=0, vocab_size_per_layer_input=0)
     ),
     "gemma4_unified_assistant": dict(text_config=dict(num_kv_shared_layers=LAYERS)),
     "hunyuan_v1_dense": dict(head_dim=8),
-    "hunyuan_v1_moe": dict(head_dim=8),
+    "hunyuan_v1_moe": dict(head_dim=8, num_experts=8, moe_topk=2),
+    "laguna": dict(num_attention_heads_per_layer=[4] * LAYERS),
     "lfm2_moe": dict(layer_types=["conv", "full_attention"] * 2),
     "longcat_flash": dict(num_layers=LAYERS),
     "mamba2": dict(num_heads=8),
@@ -201,7 +204,7 @@ def _options(default: PreTrainedConfig, exceptions: dict[str, Any]) -> dict[str,
         known["num_key_value_heads"] = known["num_attention_heads"]
     if values.get("head_dim") and values["head_dim"] == values.get("qk_rope_head_dim"):
         known["head_dim"] = known["qk_rope_head_dim"]
-    options = {name: size for name, size in known.items() if values.get(name)}
+    options = {name: _smaller(values[name], size) for name, size in known.items() if values.get(name)}
     options |= {
         name: 0.0
         for name, value in values.items()
@@ -213,6 +216,10 @@ def _options(default: PreTrainedConfig, exceptions: dict[str, Any]) -> dict[str,
         if isinstance(part, PreTrainedConfig):
             options[name] = _options(part, exceptions.get(name, {}))
     return options | {name: value for name, value in exceptions.items() if name not in default.sub_configs}
+
+
+def _smaller(value: Any, size: Any) -> Any:
+    return min(value, size) if isinstance(value, int) else size
 
 
 def _of_layers(values: dict[str, Any], layers: int | None, known: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from galvatron_hf.models.parameter_specs import ModelSpecs, ParameterSpec, model
 from galvatron_hf.plan import LayerStrategy, ParallelPlan
 from galvatron_hf.plan.resolved import ResolvedPlan
 from galvatron_hf.plan.supported import require_runnable
-from galvatron_hf.utils.compat import attention_implementation
+from galvatron_hf.utils.compat import attention_implementation, masks_by_implementation
 
 
 def check_plan(plan: ParallelPlan) -> None:
@@ -120,12 +120,31 @@ def _check_attention(
                 f"Layer {index} of {name} has a {type(modules[attention]).__name__}, and layers of other kinds than "
                 "attention are not supported yet; train it with transformers.Trainer."
             )
+        reason = _unknown_attention(modules[attention], stack.heads(model.base_model.config))
+        if reason is not None:
+            raise ValueError(f"The attention of layer {index} of {name} {reason}; train it with transformers.Trainer.")
         reason = _whole_sequence_need(modules[attention]) if strategy.ulysses > 1 else None
         if reason is not None:
             raise ValueError(
                 f"Layer {index} has ulysses {strategy.ulysses}, but the attention of {name} {reason}, which pieces of "
                 "a sequence do not support yet; use ulysses 1."
             )
+
+
+def _unknown_attention(attention: nn.Module, heads: Heads) -> str | None:
+    """Says why an attention module would compute something else under any plan; None if it would not."""
+    if masks_by_implementation(attention):
+        return (
+            "masks positions by an index of its own only for attention functions that it knows by name, and a plan's "
+            "function is not among them"
+        )
+    groups = getattr(attention, "num_key_value_groups", None)
+    if groups is not None and groups * heads.key_value != heads.query:
+        return (
+            f"has {groups} query heads to a key/value head where its configuration has {heads.query} to "
+            f"{heads.key_value}, and heads that differ from layer to layer are not supported yet"
+        )
+    return None
 
 
 def _whole_sequence_need(attention: nn.Module) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -360,6 +361,17 @@ def attention_implementation(config: PreTrainedConfig) -> str:
 def set_attention_implementation(config: PreTrainedConfig, name: str) -> None:
     """Makes the modules that have this configuration call another registered attention function."""
     config._attn_implementation = name
+
+
+def masks_by_implementation(attention: nn.Module) -> bool:
+    """Tells whether an attention module changes its mask only for attention functions of some names, as attention with
+    an index of positions does. Expects `if self.config._attn_implementation in (...)` in its forward.
+    """
+    try:
+        source = inspect.getsource(type(attention).forward)
+    except OSError:  # a class that was typed in
+        return False
+    return re.search(r"_attn_implementation in \(", source) is not None
 
 
 @contextlib.contextmanager
