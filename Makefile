@@ -12,7 +12,7 @@ QUICKSTART_DIR ?= output/quickstart
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-CHECKED_DIRS := src tests recipes benchmarks notebooks
+CHECKED_DIRS := src tests recipes benchmarks notebooks docs
 # Where `make test` and `make test-slow` write the CPU seconds of every test. With a space after the option, pytest would
 # take a file that exists for one with tests, and look for its options there.
 CPU_SECONDS := output/cpu_seconds
@@ -23,11 +23,12 @@ BF16 := $(shell grep -qE 'amx_bf16|avx512_bf16' /proc/cpuinfo 2>/dev/null && ech
 # One thread per rank: the ranks of the tests and of the quickstart already fill the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install quickstart notebooks test test-slow test-float8 test-all style quality clean
+.PHONY: help install quickstart notebooks families test test-slow test-float8 test-all style quality clean
 
 help:
 	@echo "make quickstart   train a small Llama on the standard library's source with 4 CPU ranks"
 	@echo "make notebooks    execute the notebooks and save their outputs"
+	@echo "make families     try every causal language model of transformers, write docs/families.md"
 	@echo "make test         the fast tests"
 	@echo "make test-slow    the slow tests"
 	@echo "make test-float8  the tests of float8, after installing torchao"
@@ -53,6 +54,9 @@ quickstart: $(INSTALLED)
 
 notebooks: $(INSTALLED)
 	$(BIN)/python notebooks/execute.py
+
+families: $(INSTALLED)
+	$(BIN)/python docs/make_families.py
 
 test: $(INSTALLED)
 	$(PYTEST) -m "not slow" --cpu-seconds=$(CPU_SECONDS)/fast.txt $(PYTEST_ARGS)

@@ -19,7 +19,9 @@ from cpu_seconds import above_limit
 ROOT = Path(__file__).parent.parent
 HEADER = "# Copyright 2026 The galvatron-hf team.\n# SPDX-License-Identifier: Apache-2.0\n"
 SOURCES = sorted(
-    path for folder in ("src", "tests", "recipes", "benchmarks", "notebooks") for path in (ROOT / folder).rglob("*.py")
+    path
+    for folder in ("src", "tests", "recipes", "benchmarks", "notebooks", "docs")
+    for path in (ROOT / folder).rglob("*.py")
 )
 
 

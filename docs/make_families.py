@@ -1,0 +1,192 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""
+Tries every causal language model type of the installed transformers, and writes `docs/families.md`; `make families`
+runs it, in about three minutes on two cores.
+
+    python docs/make_families.py [--only llama mixtral ...]
+
+With `--only` the rows are printed, and the page stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # ranks are forks, in which a GPU of this process cannot be used
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+
+from family_runs import CRASHED, KINDS, REFUSED, RIGHT, WRONG, Family, run_family  # noqa: E402
+from galvatron_hf.utils.compat import DTENSOR_LOGGER  # noqa: E402
+from tiny_configurations import MODEL_TYPES  # noqa: E402
+from tiny_models import LAYERS  # noqa: E402
+
+
+PAGE = ROOT / "docs" / "families.md"
+# Names of classes, which differ between model types that are refused for one reason.
+CLASS = re.compile(r"\b(?!AutoModel|PreTrained)(?:FSDP)?\w*[a-z]\w*[A-Z]\w*(?<!Error)\b")
+
+INTRODUCTION = """# Model families
+
+<!-- `make families` writes this page: change docs/make_families.py instead. -->
+
+Which causal language models of transformers run under a plan, which are refused, and how far gradients are from those
+of one process. `make families` (`docs/make_families.py`) has made this page with torch {torch} and transformers
+{transformers}, from all {count} model types that `AutoModelForCausalLM` knows.
+
+Each type is tried with a tiny configuration of {layers} layers and random weights. Two CPU ranks compute one training
+step in fp32 on a padded batch under one plan of each kind. Loss, gradients and clipped norm are compared with those of
+plain transformers on one process:
+
+| kind | plan of two ranks |
+|---|---|
+| data | ZeRO-3, ZeRO-2, replicated layers, recompute, mixed |
+| tensor | two tensor ranks, with and without Megatron-SP, recompute; vocabulary-parallel embedding and head |
+| ulysses | two Ulysses ranks, recompute, ZeRO-2 |
+| pipeline | two stages (1F1B) with two micro-batches, recompute |
+| expert | two expert ranks in the layers with experts, recompute, ZeRO-2 |
+
+A number in the table is the largest error of a gradient's entry, relative to the largest entry of its tensor or, if
+that is more, to a hundredth of the norm of all gradients; over 1e-5 is wrong. A type that runs here may still be
+refused with other options of its configuration, or with packed rows.
+"""
+
+
+def make_page(families: Sequence[Family]) -> str:
+    """Returns the page in Markdown."""
+    families = sorted(families, key=lambda family: family.model_type)
+    running = [family for family in families if not family.unbuilt and not family.refusal]
+    refused = [family for family in families if family.refusal]
+    unbuilt = [family for family in families if family.unbuilt]
+    introduction = INTRODUCTION.format(
+        torch=torch.__version__.split("+")[0],
+        transformers=transformers.__version__,
+        count=len(families),
+        layers=LAYERS,
+    )
+    parts = [
+        introduction,
+        _summary(running, refused, unbuilt),
+        "## Families that run\n",
+        *_running_table(running),
+        "## Families that are refused\n",
+        _grouped(refused, lambda family: family.refusal),
+        "## Families without a tiny model\n",
+        "transformers cannot make these models from a configuration here, so they were not tried.\n",
+        _grouped(unbuilt, lambda family: family.unbuilt),
+    ]
+    return "\n".join(parts)
+
+
+def page_row(family: Family, sentences: list[str]) -> str:
+    """Returns the row of a type that runs. Sentences of refusals are numbered; new ones are added to `sentences`."""
+    cells = [f"`{family.model_type}`", f"`{family.model_class}`"]
+    for kind in KINDS:
+        outcome = family.plans.get(kind)
+        if outcome is None:
+            cells.append("")
+        elif outcome.kind == RIGHT:
+            cells.append(f"{outcome.error:.0e}".replace("e-0", "e-"))
+        else:
+            sentence = general(outcome.sentence)
+            if sentence not in sentences:
+                sentences.append(sentence)
+            cells.append(f"{outcome.kind} ({sentences.index(sentence) + 1})")
+    return f"| {' | '.join(cells)} |"
+
+
+def general(sentence: str) -> str:
+    """Returns a sentence without what differs between model types: names of classes and numbers of layers."""
+    return re.sub(r"\b([Ll]ayer) \d+", r"\1 N", CLASS.sub("X", sentence))
+
+
+def _summary(running: Sequence[Family], refused: Sequence[Family], unbuilt: Sequence[Family]) -> str:
+    rows = [
+        ("run under some plan", len(running)),
+        *((f"... of them right under {kind}", sum(_is(family, kind, RIGHT) for family in running)) for kind in KINDS),
+        ("refused under every plan", len(refused)),
+        ("without a tiny model", len(unbuilt)),
+    ]
+    broken = [family for family in running if family.defects]
+    if broken:
+        rows.append((f"with a plan that computes other numbers ({WRONG}) or fails ({CRASHED})", len(broken)))
+    lines = ["## Counts\n", "| model types | |", "|---|---:|", *(f"| {name} | {count} |" for name, count in rows)]
+    with_experts = sum("expert" in family.plans for family in running)
+    lines += ["", f"{with_experts} of those that run have experts; for the others the table's last cell is empty.\n"]
+    return "\n".join(lines)
+
+
+def _is(family: Family, kind: str, wanted: str) -> bool:
+    return kind in family.plans and family.plans[kind].kind == wanted
+
+
+def _running_table(running: Sequence[Family]) -> list[str]:
+    sentences: list[str] = []
+    lines = ["| model type | class | " + " | ".join(KINDS) + " |", "|---|---|" + "---|" * len(KINDS)]
+    lines += [page_row(family, sentences) for family in running]
+    if sentences:
+        lines += ["", "X is a class, N a number.\n"]
+        lines += [f"{number}. {_escaped(sentence)}" for number, sentence in enumerate(sentences, 1)]
+    return [*lines, ""]
+
+
+def _grouped(families: Sequence[Family], sentence_of: Callable[[Family], str]) -> str:
+    """Lists the types under each sentence, the sentence with most types first."""
+    groups: dict[str, list[str]] = {}
+    for family in families:
+        groups.setdefault(general(sentence_of(family)), []).append(f"`{family.model_type}`")
+    ordered = sorted(groups.items(), key=lambda group: (-len(group[1]), group[0]))
+    return "\n".join(f"- {_escaped(sentence)}\n  {', '.join(types)}\n" for sentence, types in ordered)
+
+
+def _escaped(sentence: str) -> str:
+    return re.sub(r"([*_<])", r"\\\1", sentence)
+
+
+def plain(page: str) -> str:
+    """Returns Markdown without the escapes of sentences."""
+    return re.sub(r"\\([*_<])", r"\1", page)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Tries every causal language model type of transformers.")
+    parser.add_argument("--only", nargs="+", metavar="TYPE", choices=MODEL_TYPES, help="print the outcomes of these")
+    only = parser.parse_args(arguments).only
+    prepare()
+    families = []
+    for model_type in only or MODEL_TYPES:
+        family = run_family(model_type)
+        families.append(family)
+        for kind, outcome in family.defects.items():
+            print(f"{model_type}, {kind}: {outcome.kind}: {outcome.sentence}")
+        if only:
+            print(family.unbuilt or family.refusal or page_row(family, []))
+            for kind, outcome in family.plans.items():
+                if outcome.kind == REFUSED and not family.refusal:
+                    print(f"  {kind}: {outcome.sentence}")
+    if not only:
+        PAGE.write_text(make_page(families))
+        print(f"{PAGE.relative_to(ROOT)}: {len(families)} model types")
+
+
+def prepare() -> None:
+    """Quiets transformers, and makes this process fit to be forked."""
+    transformers.logging.set_verbosity_error()
+    logging.getLogger(DTENSOR_LOGGER).setLevel(logging.ERROR)  # the tests gather weights in several steps
+    torch.set_num_threads(1)
+    torch.ones((), requires_grad=True).backward()  # starts the threads of the backward, none for forks to miss
+
+
+if __name__ == "__main__":
+    main()
