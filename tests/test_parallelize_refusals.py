@@ -173,7 +173,6 @@ REFUSED: dict[str, tuple] = {
         DATA,
         ["layer 1", "1 query heads", "4 to 2", "transformers.Trainer"],
     ),
-    "no base model": (lambda: tiny_model("llama4_text"), DATA, ["Llama4", "'language_model'", "transformers.Trainer"]),
     "queries scaled by position": (
         llama_like("Ministral3", head_dim=8),
         uniform(4, ulysses=2),

@@ -146,7 +146,7 @@ def _stack_from_tensor_plan(model: PreTrainedModel) -> StackAdapter:
             f"{name} ships no base_model_tp_plan and has no adapter of its own; "
             "train it with transformers.Trainer, or add an adapter in galvatron_hf/models/families.py."
         )
-    if model.base_model is model and model.get_output_embeddings() is not None:
+    if base_model(model) is model and model.get_output_embeddings() is not None:
         raise ValueError(
             f"{name} has no module {model.base_model_prefix!r} that holds its decoder, so its layers no plan covers "
             "yet; train it with transformers.Trainer."

@@ -120,7 +120,7 @@ def _check_attention(
                 f"Layer {index} of {name} has a {type(modules[attention]).__name__}, and layers of other kinds than "
                 "attention are not supported yet; train it with transformers.Trainer."
             )
-        reason = _unknown_attention(modules[attention], stack.heads(model.base_model.config))
+        reason = _unknown_attention(modules[attention], stack.heads(base_model(model).config))
         if reason is not None:
             raise ValueError(f"The attention of layer {index} of {name} {reason}; train it with transformers.Trainer.")
         reason = _whole_sequence_need(modules[attention]) if strategy.ulysses > 1 else None
