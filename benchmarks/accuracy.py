@@ -22,7 +22,8 @@ turn waits for quiet cores, and steps on a core that was slower than usual do no
 three times as many, until half of the steps count. The drift is the slowdown of the cores in the counted steps
 relative to the profile; the errors are also printed with predictions multiplied by it.
 
-A shape is HIDDENxLAYERSxHEADSxKV_HEADSxINTERMEDIATExVOCABULARYxLENGTHxROWS; rows are those of a step.
+A shape is HIDDENxLAYERSxHEADSxKV_HEADSxINTERMEDIATExVOCABULARYxLENGTHxROWS; rows are those of a step. With
+xEXPERTSxTOP_K it is a Qwen3-MoE; predictions then know how uneven the choices of its routers are for the first rows.
 
 Evidence tier: measured on devices emulated by CPU quotas (gloo).
 """

@@ -4,6 +4,7 @@
 
     OMP_NUM_THREADS=1 torchrun --nproc_per_node 1 benchmarks/overhead.py
     OMP_NUM_THREADS=1 torchrun --nproc_per_node 4 benchmarks/overhead.py
+    ... --experts 8 --expert_degree 4
 
 Both trainers run in the same processes in turns of a few steps, in alternating order. The script prints the median
 ratio over the pairs, its 95% bootstrap interval, and the same for plain Trainer against itself (A/A), the spread of
@@ -25,7 +26,16 @@ from collective_recorder import CollectiveRecorder
 from communication import comparison, mixed_plan, traffic_table
 from step_traffic import step_traffic
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from galvatron_hf import GalvatronTrainer, GalvatronTrainingArguments, ParallelPlan
 from galvatron_hf.models.shape import ModelShape
@@ -73,18 +83,23 @@ class FirstStep(TrainerCallback):
             self.recorder.__exit__(None, None, None)
 
 
-def build(options: argparse.Namespace) -> LlamaForCausalLM:
+def build(options: argparse.Namespace) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = LlamaConfig(
+    intermediate = options.hidden_size * 8 // 3 // 32 * 32
+    sizes = dict(
         vocab_size=options.vocab_size,
         hidden_size=options.hidden_size,
-        intermediate_size=options.hidden_size * 8 // 3 // 32 * 32,
         num_hidden_layers=options.layers,
         num_attention_heads=8,
         num_key_value_heads=4,
         max_position_embeddings=options.length,
     )
-    return LlamaForCausalLM(config)
+    if not options.experts:
+        return LlamaForCausalLM(LlamaConfig(intermediate_size=intermediate, **sizes))
+    experts = dict(num_experts=options.experts, num_experts_per_tok=2, moe_intermediate_size=intermediate // 2)
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(head_dim=options.hidden_size // 8, norm_topk_prob=True, **experts, **sizes)
+    )
 
 
 def arguments(options: argparse.Namespace, folder: str, steps: int) -> dict:
@@ -106,7 +121,7 @@ def make_trainer(kind: str, options: argparse.Namespace, folder: str) -> tuple[T
     common = arguments(options, os.path.join(folder, kind), options.steps + 1)
     data = RandomTokens(4 * options.rows * world_size * (options.steps + 1), options.length, options.vocab_size)
     if kind == "galvatron":
-        plan = ParallelPlan.uniform(world_size, options.layers, sharding="replicate")
+        plan = ParallelPlan.uniform(world_size, options.layers, sharding="replicate", expert=options.expert_degree)
         args = GalvatronTrainingArguments(**common, parallel_plan=plan)
         return GalvatronTrainer(build(options), args, train_dataset=data, callbacks=[times]), times
     return Trainer(build(options), TrainingArguments(**common), train_dataset=data, callbacks=[times]), times
@@ -190,12 +205,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden_size", type=int, default=320)
     parser.add_argument("--vocab_size", type=int, default=4096)
+    parser.add_argument("--experts", type=int, default=0, help="of a Qwen3-MoE, 2 for a token; 0: a Llama")
+    parser.add_argument("--expert_degree", type=int, default=1, help="ranks over which they are spread")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     with tempfile.TemporaryDirectory() as folder:
         if options.pairs:
             compare_trainers(options, folder)
-        count_collectives(options, folder)
+        if not options.experts:
+            count_collectives(options, folder)
     dist.destroy_process_group()
 
 

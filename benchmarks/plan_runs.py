@@ -4,6 +4,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import os
 import statistics
@@ -88,6 +89,7 @@ def _profiles(shape: Shape, watch: CoreWatch) -> tuple[str, str]:
     watch.wait_for_quiet()
     dist.barrier()
     model = calibrated(model, whole, hardware, device=cpu, seconds=CALIBRATION_SECONDS, **steps)
+    model = dataclasses.replace(model, expert_imbalance=shape.imbalance(Rows(shape, shape.rows).ids))
     return hardware.to_json(), model.to_json()
 
 

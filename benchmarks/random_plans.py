@@ -1,12 +1,12 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Llamas by their sizes, and random plans for them from the search space."""
+"""Llamas and mixtures of experts by their sizes, and random plans for them from the search space."""
 
 import random
 from dataclasses import asdict, dataclass
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from galvatron_hf import ParallelPlan
 from galvatron_hf.plan import Precision, Stage
@@ -17,7 +17,7 @@ from galvatron_hf.profiler.profiles.model import ModelProfile
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A Llama and the rows of a step."""
+    """A Llama, or a Qwen3-MoE if there are `experts` of which a token chooses `top_k`, and the rows of a step."""
 
     hidden: int
     layers: int
@@ -27,27 +27,59 @@ class Shape:
     vocabulary: int
     length: int
     rows: int
+    experts: int = 0
+    top_k: int = 0
 
     @classmethod
     def parse(cls, text: str) -> "Shape":
-        return cls(**dict(zip(cls.__annotations__, map(int, text.split("x")), strict=True)))
+        values = list(map(int, text.split("x")))
+        return cls(**dict(zip(list(cls.__annotations__)[: len(values)], values, strict=True)))
 
     def __str__(self) -> str:
-        return "x".join(str(value) for value in asdict(self).values())
+        return "x".join(str(value) for value in list(asdict(self).values())[: 10 if self.experts else 8])
 
-    def model(self) -> LlamaForCausalLM:
+    def model(self) -> PreTrainedModel:
         torch.manual_seed(0)
-        config = LlamaConfig(
+        sizes = dict(
             vocab_size=self.vocabulary,
             hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads,
             max_position_embeddings=self.length,
             use_cache=False,
         )
-        return LlamaForCausalLM(config)
+        if not self.experts:
+            return LlamaForCausalLM(LlamaConfig(intermediate_size=self.intermediate, **sizes))
+        return Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                head_dim=self.hidden // self.heads,
+                moe_intermediate_size=self.intermediate,
+                num_experts=self.experts,
+                num_experts_per_tok=self.top_k,
+                norm_topk_prob=True,
+                **sizes,
+            )
+        )
+
+    @torch.no_grad()
+    def imbalance(self, ids: torch.Tensor) -> dict[int, float]:
+        """Returns the most choices of experts at a rank over their mean, by expert degree, on average over layers, if
+        each rank brings the same share of the tokens [rows, length]. Empty without experts.
+        """
+        if not self.experts:
+            return {}
+        logits = self.model()(ids, output_router_logits=True).router_logits
+        counts = [
+            torch.bincount(layer.topk(self.top_k).indices.flatten(), minlength=self.experts).double()
+            for layer in logits
+        ]
+        found = {}
+        for degree in (2, 4, 8):
+            if self.experts % degree == 0:
+                loads = [each.view(degree, -1).sum(1) for each in counts]
+                found[degree] = float(torch.stack([load.max() / load.mean() for load in loads]).mean())
+        return found
 
     def workload(self) -> Workload:
         return Workload(rows=self.rows, length=self.length, precision=Precision(compute="fp32"))
@@ -109,4 +141,6 @@ def brief(plan: ParallelPlan) -> str:
 def describe(strategy) -> str:
     megatron, ulysses = getattr(strategy, "megatron_sp", False), getattr(strategy, "ulysses", 1)
     sharding = {"replicate": "dp", "zero2": "z2", "zero3": "z3"}[strategy.sharding] + str(strategy.shard_degree or "")
-    return f"t{strategy.tensor}{'s' if megatron else ''}{f'u{ulysses}' if ulysses > 1 else ''}{sharding}"
+    expert = getattr(strategy, "expert", 1)
+    degrees = f"t{strategy.tensor}{'s' if megatron else ''}{f'u{ulysses}' if ulysses > 1 else ''}"
+    return f"{degrees}{f'x{expert}' if expert > 1 else ''}{sharding}"
