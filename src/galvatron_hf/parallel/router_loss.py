@@ -66,10 +66,10 @@ class _Value(torch.autograd.Function):
 
 class _AddGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, logits, weights, statistics):
+    def forward(ctx, chosen, logits, weights, statistics):
         ctx.save_for_backward(logits, weights)
         ctx.statistics = statistics
-        return hidden.view_as(hidden)
+        return chosen.view_as(chosen)
 
     @staticmethod
     @once_differentiable
@@ -85,13 +85,16 @@ class _AddGradient(torch.autograd.Function):
 
 
 def with_router_gradient(
-    hidden: torch.Tensor, logits: torch.Tensor, weights: torch.Tensor, statistics: RouterStatistics
+    chosen: torch.Tensor, logits: torch.Tensor, weights: torch.Tensor, statistics: RouterStatistics
 ) -> torch.Tensor:
-    """Returns hidden states unchanged, whose backward also starts that of the routers' loss of these tokens.
+    """Returns the weights of the tokens' choices unchanged, whose backward also starts that of the routers' loss.
+
+    What the experts return is left as it is: FSDP2 gathers their weights in its backward, and a view of it that is
+    changed in place would lose that.
 
     Args:
-        hidden (`torch.Tensor`): what comes after the router; its backward runs before the router's.
+        chosen (`torch.Tensor`): [tokens, top_k], what the router made of the logits; its backward runs before theirs.
         logits (`torch.Tensor`): [tokens, experts].
         weights (`torch.Tensor`): [tokens], 0 for padding, else 1.
     """
-    return _AddGradient.apply(hidden, logits, weights, statistics)
+    return _AddGradient.apply(chosen, logits, weights, statistics)

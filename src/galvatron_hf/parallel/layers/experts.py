@@ -51,6 +51,7 @@ from galvatron_hf.parallel.layers.tensor_parallel import LocalParameter, cut_par
 from galvatron_hf.parallel.router_loss import with_router_gradient
 from galvatron_hf.plan.layout import even_parts
 from galvatron_hf.utils.compat import FakeTensor, storage_key
+from galvatron_hf.utils.device import HostCopy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +204,7 @@ class ParallelExperts:
         """Maps hidden states [tokens, features] to those after the experts; the experts and the weights of each token
         are [tokens, top_k].
         """
+        top_k_weights = self._with_router_gradient(top_k_weights)
         self._given = hidden_states
         output = self._of_own_tokens(hidden_states, top_k_index, top_k_weights)
         self._given = None
@@ -219,7 +221,7 @@ class ParallelExperts:
         hidden, weights = (take_rows(x, parts, group) for x in (hidden_states, top_k_weights))
         with local_parameters(self.views):
             output = self._run(hidden, top_k_index[own], weights)
-        return self._with_router_gradient(gather_rows(output, parts, group))
+        return gather_rows(output, parts, group)
 
     def _run(self, hidden: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if is_trivial(self.group):
@@ -316,17 +318,18 @@ class ParallelExperts:
             compress = functools.partial(self._clusters, choices, hidden, options=options)
         return route(choices, self.count, self.group, compress)
 
-    def _with_router_gradient(self, output: torch.Tensor) -> torch.Tensor:
+    def _with_router_gradient(self, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """Returns the weights of choices, whose backward also starts that of the routers' loss of these tokens."""
         logits, self._logits = self._logits, None
         if logits is None:
-            return output
+            return top_k_weights
         batch, block = self.block.current.value, self.block
         statistics, rectangle = batch.options.routers, block.rectangle(batch)
         weights = batch.real_tokens[
             rectangle.row_start : rectangle.row_stop, rectangle.position_start : rectangle.position_stop
         ].flatten()
         statistics.add(logits, weights / block.resolved.layout.replicas)
-        return with_router_gradient(output, logits, weights, statistics)
+        return with_router_gradient(top_k_weights, logits, weights, statistics)
 
 
 def route(
@@ -348,7 +351,7 @@ def route(
     arriving = all_to_all_pieces(counts, [count // size] * size, [count // size] * size, group)
     if isinstance(group, FakeProcessGroup):
         arriving = arriving * group.received
-    sent, received = torch.stack([of.view(size, -1).sum(1) for of in (counts, arriving)]).tolist()
+    sent, received = HostCopy(torch.stack([of.view(size, -1).sum(1) for of in (counts, arriving)])).tolist()
     experts = torch.arange(count // size, device=flat.device).repeat(size)
     experts = experts.repeat_interleave(arriving, output_size=sum(received))
     of_row = None if found is None else found.of_row
