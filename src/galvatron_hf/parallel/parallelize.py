@@ -20,7 +20,7 @@ from galvatron_hf.parallel.data_parallel.tied_weights import TiedWeights
 from galvatron_hf.parallel.layers.embedding_and_head import EmbeddingAndHead
 from galvatron_hf.parallel.layers.float8 import check_float8, make_float8, uses_float8
 from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch
-from galvatron_hf.parallel.layers.stage_layers import add_layer_units, parallelize_layers, units_in_order
+from galvatron_hf.parallel.layers.stage_layers import add_layer_units, parallelize_layers, units_of_layers
 from galvatron_hf.parallel.model import ParallelModel, broadcast_weights
 from galvatron_hf.parallel.model_runner import ModelRunner
 from galvatron_hf.parallel.pipeline.pruning import prune_other_stages, whole_parameter_counts
@@ -114,10 +114,10 @@ def parallelize(
         module = modules[stage.index] = StageModule(model, adapter, mesh, current, stage)
         add_layer_units(units, blocks, stage.index)
         ends.add_units(units, stage, module)
-        units.prefetch_forward(units_in_order(blocks))
+        units.prefetch_forward(units_of_layers(blocks))
         if resolved.is_pipeline:
             first = ends.embedding[0] if stage.is_first else None
-            units.prefetch_backward(module, units_in_order(blocks, backward=True), first)
+            units.prefetch_backward(module, units_of_layers(blocks), first)
     if empty is not None:
         empty.fill(model, units, names)
     units.release_after_evaluation(model)

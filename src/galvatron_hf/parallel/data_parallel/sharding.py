@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch import nn
@@ -175,24 +174,28 @@ class ShardedUnits:
         finish_fsdp_backward([unit.module for unit in self._of_stage(stage)])  # the root was added last
         self._finish()
 
-    def prefetch_forward(self, modules: Sequence[nn.Module]) -> None:
-        """Makes the forward of each sharded unit gather the next one before it computes; `modules` are in the order of
-        the forward. FSDP2 alone gathers a unit when the host reaches it, too late where the host is not ahead of the
-        device.
+    def prefetch_forward(self, layers: Sequence[Sequence[nn.Module]]) -> None:
+        """Makes the forward of each sharded layer gather its experts, and then the next layer, before it computes;
+        `layers` are in order, each with its experts if it has them. FSDP2 alone gathers a unit when the host reaches
+        it, too late where the host is not ahead of the device. Experts gather nothing ahead: a recompute may run their
+        forward before FSDP2 knows of their backward, and would gather the next layer, whose backward is over.
         """
-        for layer, following in pairwise(modules):
-            if isinstance(layer, FSDPModule) and isinstance(following, FSDPModule):
-                layer.set_modules_to_forward_prefetch([following])
+        for (layer, *experts), following in zip(layers, [*layers[1:], ()], strict=True):
+            ahead = [module for module in (*experts, *following[:1]) if isinstance(module, FSDPModule)]
+            if isinstance(layer, FSDPModule) and ahead:
+                layer.set_modules_to_forward_prefetch(ahead)
 
-    def prefetch_backward(self, stage: nn.Module, modules: Sequence[nn.Module], embedding: nn.Module | None) -> None:
+    def prefetch_backward(
+        self, stage: nn.Module, layers: Sequence[Sequence[nn.Module]], embedding: nn.Module | None
+    ) -> None:
         """Makes the backward of each sharded unit gather the next one that it needs, and that of the embedding
-        nothing. `modules` are those of the stage's layers, the last of them first in the backward. FSDP2 would gather
-        the module whose forward ran before, which in a pipeline may be another micro-batch's. After the embedding's
-        backward it would be a layer whose weights then wait for the next micro-batch.
+        nothing. `layers` are those of the stage in the order of the forward, each with its experts if it has them.
+        FSDP2 would gather the module whose forward ran before, which in a pipeline may be another micro-batch's. After
+        the embedding's backward it would be a layer whose weights then wait for the next micro-batch.
         """
-        sharded = [layer for layer in modules if isinstance(layer, FSDPModule)]
-        for before, layer in zip([*sharded[:1], *sharded], sharded, strict=False):
-            layer.set_modules_to_backward_prefetch([before])
+        sharded = [unit for units in reversed(layers) for unit in units if isinstance(unit, FSDPModule)]
+        for unit, following in zip(sharded, [*sharded[1:], *sharded[-1:]], strict=True):
+            unit.set_modules_to_backward_prefetch([following])
         if isinstance(embedding, FSDPModule) and isinstance(stage, FSDPModule):
             embedding.set_modules_to_backward_prefetch([stage])  # the root, which has no weights in the first stage
 

@@ -72,12 +72,8 @@ def add_layer_units(units: ShardedUnits, blocks: list[ParallelLayer], stage: int
         units.add(block.layer, block.mesh.weights(block.resolved.weights), sharding, stage=stage)
 
 
-def units_in_order(blocks: list[ParallelLayer], *, backward: bool = False) -> list[nn.Module]:
-    """Returns the modules of the units of layers in the order of the forward pass: a layer, then its experts. Or that
-    of the backward pass, the last first: the backward too begins a layer before its experts.
+def units_of_layers(blocks: list[ParallelLayer]) -> list[list[nn.Module]]:
+    """Returns the modules of the units of each layer: the layer, then its experts if it has them. Both passes begin a
+    layer before its experts.
     """
-    found = []
-    for block in blocks:
-        of_layer = [block.layer] if block.experts is None else [block.layer, block.experts.module]
-        found += reversed(of_layer) if backward else of_layer
-    return found
+    return [[block.layer] + ([] if block.experts is None else [block.experts.module]) for block in blocks]
