@@ -1,6 +1,7 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Plays the actions of a pipeline on devices with NCCL's rules, without ranks or devices.
+"""Plays the actions of a pipeline, or the collectives that ranks have issued, on devices with NCCL's rules, without
+ranks or devices.
 
 - The host of a rank runs ahead of its device: it puts operations on streams, whose operations run in order.
 - A message is an operation on the stream of its communicator, on both ranks. It begins when it is the next one of both
@@ -16,8 +17,9 @@ Source of the rules: NVIDIA's NCCL documentation, "Using multiple NCCL communica
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from galvatron_hf.parallel.pipeline.runtime import SENDS_UNDER_WAY
@@ -195,3 +197,63 @@ class Simulation:
         message = device.put(stream, device.streams[COMPUTE][-1:])
         self.messages[channel][rank].append(message)
         return message
+
+
+def play_collectives(
+    issued: Sequence[Sequence[str]],
+    members: Mapping[str, Sequence[int]],
+    *,
+    streams: int | None = None,
+    slow: Sequence[int] = (),
+    seed: int = 0,
+) -> list[str]:
+    """Plays what each rank has issued in a step, and returns where each stands that never goes on; nothing if all end.
+
+    A collective begins when it is the next one of its stream on all members, and then ends on all. In between the
+    hosts run ahead, in turns that are drawn at random, but for those of `slow` ranks, which move when no other can.
+
+    Args:
+        issued (`Sequence[Sequence[str]]`): of each rank, the communicators of its collectives as it issued them; ""
+            is a wait of the host for all of them.
+        members (`Mapping[str, Sequence[int]]`): the ranks of each communicator.
+        streams (`int`, *optional*): streams that all communicators of a device share; None is one each.
+        slow (`Sequence[int]`): ranks whose hosts are late.
+        seed (`int`): of the turns.
+    """
+    draw, at = random.Random(seed), [0] * len(issued)
+    queues: list[dict[object, list[str]]] = [defaultdict(list) for _ in issued]
+    numbers: list[dict[str, int]] = [{} for _ in issued]
+
+    def host_moves(rank: int) -> bool:
+        if at[rank] == len(issued[rank]):
+            return False
+        name = issued[rank][at[rank]]
+        if not name and any(queues[rank].values()):
+            return False
+        at[rank] += 1
+        if name:
+            number = numbers[rank].setdefault(name, len(numbers[rank]))
+            queues[rank][name if streams is None else number % streams].append(name)
+        return True
+
+    def devices_move() -> bool:
+        ended = False
+        for name, ranks in members.items():
+            heads = [next((queue for queue in queues[rank].values() if queue[:1] == [name]), None) for rank in ranks]
+            if all(heads):
+                ended = True
+                for queue in heads:
+                    queue.pop(0)
+        return ended
+
+    while True:
+        fast = [rank for rank in range(len(issued)) if rank not in slow]
+        draw.shuffle(fast)
+        if not any([host_moves(rank) for rank in fast if draw.random() < 0.7]):
+            if not (devices_move() or any([host_moves(rank) for rank in (*fast, *slow)])):
+                break
+    return [
+        f"rank {rank} at {index} of {len(issued[rank])}, before {sum(map(len, queues[rank].values()))} collectives"
+        for rank, index in enumerate(at)
+        if index < len(issued[rank]) or any(queues[rank].values())
+    ]

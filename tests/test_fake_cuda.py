@@ -6,6 +6,7 @@ a communicator do the same in the same order.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -19,13 +20,20 @@ from typing import Any
 import pytest
 import torch
 
+from galvatron_hf.models.families import adapter_for
 from galvatron_hf.plan import ParallelPlan
-from plans import mixed_plans, pipeline_plans, uniform_plans
+from galvatron_hf.plan.schedule import PipelineShape, runs_forwards_first
+from nccl_simulator import play_collectives
+from plans import expert_plans, mixed_plans, pipeline_plans, uniform_plans
+from tiny_models import EXPERT_FAMILIES
 
 
 FOLDER = Path(__file__).parent / "fake_cuda"
 WORLD_SIZE = 4
 PLANS = uniform_plans(WORLD_SIZE) | mixed_plans() | pipeline_plans() | {"pair": uniform_plans(2)["zero3"]}
+DENSE = list(PLANS)
+PLANS |= {f"experts, {name}": plan for name, plan in expert_plans().items()}
+PLANS |= {f"experts, first dense, {name}": plan for name, plan in expert_plans(dense=[0]).items()}
 BF16 = {"compute": "bf16", "master": "fp32", "reduce": "fp32"}
 
 pytestmark = [
@@ -47,7 +55,7 @@ def library(tmp_path_factory) -> Path:
 def case(plan: str, batch: str = "padded", family: str = "llama", rank: int = 0, **more: Any) -> dict[str, Any]:
     fields = json.loads(PLANS[plan].to_json()) | {"precision": BF16}
     ParallelPlan.from_json(json.dumps(fields))
-    return {"plan": fields, "batch": batch, "family": family, "rank": rank, "steps": 1, **more}
+    return {"name": plan, "plan": fields, "batch": batch, "family": family, "rank": rank, "steps": 1, **more}
 
 
 def dry_run(library: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -82,13 +90,25 @@ FAST = [
     case("zero_bubble", "padded", rank=1, steps=2),
     case("mixed_a", "packed", "gemma2", rank=2, steps=2),
 ]
-ORDERED = {"1f1b_mixed": of_all_ranks("1f1b_mixed", "packed")}
+ORDERED = {
+    "1f1b_mixed": of_all_ranks("1f1b_mixed", "packed"),
+    "experts, tensor_1f1b": of_all_ranks("experts, tensor_1f1b", "packed", "qwen3_moe"),
+}
+# The degrees of experts are 1, 2 and 4; those of tensor ranks, Megatron-SP, recompute and packed rows are among them.
+EXPERTS = [
+    case("experts, all_kinds", "masked", "mixtral", rank=1, steps=2),
+    case("experts, gpipe", "packed", "qwen3_moe", rank=3),
+    case("experts, first dense, micro_batches", "padded", "deepseek_v3", rank=2),
+]
+READ_ROWS = "Event.synchronize at utils/device.py in tolist"
 FAULTS = {
     "offsets for each layer": case("zero3_recompute", "packed"),
     "norm from the host": case("zero3"),
     "spans that wait": case("1f1b", traced=True),
     "gradient read in each layer": case("zero3"),
     "mask read on the device": case("zero3", "masked"),
+    "counts read again in the recompute": case("experts, recompute", "packed", "mixtral"),
+    "choices counted on the host": case("experts, expert_2", "packed", "mixtral"),
     "objects stay on the device": case("zero3"),
 }
 SLOW_FAMILIES = ("qwen3", "mistral", "gemma2", "phi3", "gpt2")
@@ -98,7 +118,8 @@ SLOW_FAMILIES = ("qwen3", "mistral", "gemma2", "phi3", "gpt2")
 def fast(library) -> dict[str, list[dict[str, Any]]]:
     """Returns what the fast cases have done, all from one process: importing transformers takes longer than a case."""
     faults = [one | {"fault": name} for name, one in FAULTS.items()]
-    cases = {"waits": FAST, **ORDERED, "faults": faults, "one more sum": of_all_ranks("pair", fault="one more sum")}
+    cases = {"waits": FAST, "experts": EXPERTS, **ORDERED, "faults": faults}
+    cases |= {"one more sum": of_all_ranks("pair", fault="one more sum")}
     cases |= {"trainer": in_trainer("zero3", "packed"), "counted": [COUNTED]}
     found = iter(dry_run(library, [one for group in cases.values() for one in group]))
     return {name: [next(found) for _ in group] for name, group in cases.items()}
@@ -120,10 +141,56 @@ def test_a_step_waits_for_no_device(fast):
 @pytest.mark.parametrize("batch", ["padded", "masked", "packed"])
 def test_a_step_of_every_plan_waits_for_no_device(library, batch):
     cases = []
-    for index, (name, plan) in enumerate(PLANS.items()):
+    for index, (name, plan) in enumerate((name, PLANS[name]) for name in DENSE):
         family = family_of(name, SLOW_FAMILIES[index % len(SLOW_FAMILIES)], "llama_biases")
         cases.append(case(name, batch, family, rank=plan.world_size - 1, traced=True, steps=2))
     check_waits_and_devices(dry_run(library, cases), cases)
+
+
+def reads_of_rows(one: dict[str, Any]) -> int:
+    """Returns how often the host of a case waits for the number of rows that arrive at experts: once in each forward
+    of a layer that sends rows, but not in a recompute. A loss of routers whose counts no forward of the step completes
+    in time has a forward of all micro-batches before.
+    """
+    plan, (model, counts) = PLANS[one["name"]], with_experts(one["family"])
+    layers = [layer for stage in plan.stages if one["rank"] in stage.ranks for layer in range(*stage.layers)]
+    sending = sum(counts[layer] > 0 and plan.layers[layer].expert > 1 for layer in layers)
+    shape, parts, forwards = PipelineShape.from_plan(plan), plan.micro_batch_count, 1
+    complete = parts == 1 if len(plan.stages) == 1 else runs_forwards_first(shape, parts)
+    if adapter_for(model).router_loss(model) is not None and not complete:
+        forwards = 2
+    return sending * parts * forwards
+
+
+@functools.cache
+def with_experts(family: str):
+    """Returns a model and the experts of its layers."""
+    with torch.device("meta"):
+        model = EXPERT_FAMILIES[family].build()
+    return model, adapter_for(model).expert_counts(model)
+
+
+def check_reads_of_rows(found: list[dict[str, Any]], cases: list[dict[str, Any]]) -> None:
+    """Asserts that the host waits for numbers of rows as often as said, and for nothing else."""
+    for one, given in zip(found, cases, strict=True):
+        assert Counter(one["waits"]) == +Counter({READ_ROWS: reads_of_rows(given)}), given["name"]
+        assert one["elsewhere"] == [] and one["pickled"] == "cpu", given["name"]
+
+
+def test_layers_with_experts_wait_once_for_the_number_of_rows(fast):
+    check_reads_of_rows(fast["experts"], EXPERTS)
+    assert [reads_of_rows(one) for one in EXPERTS] == [16, 4, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_layers_with_experts_wait_as_often_as_said_under_every_plan(library, family):
+    batches, dense = itertools.cycle(["packed", "masked", "padded"]), "first dense, " * (family == "deepseek_v3")
+    names = [f"experts, {dense}{name}" for name in expert_plans()]
+    if dense:  # the attention of this family has no tensor degree
+        names = [name for name in names if all(layer.tensor == 1 for layer in PLANS[name].layers)]
+    cases = [case(name, next(batches), family, rank=index % 4, steps=2) for index, name in enumerate(names)]
+    check_reads_of_rows(dry_run(library, cases), cases)
 
 
 def in_trainer(plan: str, batch: str, family: str = "llama") -> list[dict[str, Any]]:
@@ -217,20 +284,45 @@ def _meet(calls: list[list]) -> bool:
     return all(sent[i][j] == expected[j][i] for i in ranks for j in ranks if sent[i] and expected[j])
 
 
+def where_ranks_hang(ranks: list[dict[str, Any]]) -> list[str]:
+    """Plays what all ranks have issued, with hosts of different speeds; returns where they stand that never go on."""
+    members = {name: one for rank in ranks for name, one in rank["members"].items()}
+    issued, hanging = [rank["issued"] for rank in ranks], []
+    for streams, slow in ((None, ()), (2, (0,)), (1, ()), (1, (1, 3))):
+        late = [rank for rank in slow if rank < len(ranks)]
+        hanging += play_collectives(issued, members, streams=streams, slow=late)
+    return hanging
+
+
 @pytest.mark.parametrize("plan", ORDERED)
 def test_all_ranks_of_a_communicator_do_the_same(fast, plan):
     assert unequal_orders(fast[plan]) == []
+    assert where_ranks_hang(fast[plan]) == []
+
+
+def check_order_under(library: Path, cases: dict[str, list[dict[str, Any]]]) -> None:
+    found = iter(dry_run(library, [one for ranks in cases.values() for one in ranks]))
+    for plan, ranks in cases.items():
+        seen = [next(found) for _ in ranks]
+        assert unequal_orders(seen) == [] and where_ranks_hang(seen) == [], plan
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [0, 1])
 def test_all_ranks_of_a_communicator_do_the_same_under_every_plan(library, part):
     batches = itertools.cycle(["padded", "packed", "masked"])
-    plans = {name: next(batches) for name in list(PLANS)[part::2]}
-    cases = {plan: of_all_ranks(plan, batch, family_of(plan, "llama_tied", "llama")) for plan, batch in plans.items()}
-    found = iter(dry_run(library, [one for ranks in cases.values() for one in ranks]))
-    for plan, ranks in cases.items():
-        assert unequal_orders([next(found) for _ in ranks]) == [], plan
+    plans = {name: next(batches) for name in DENSE[part::2]}
+    families = {plan: family_of(plan, "llama_tied", "llama") for plan in plans}
+    check_order_under(library, {plan: of_all_ranks(plan, batch, families[plan]) for plan, batch in plans.items()})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [0, 1])
+def test_all_ranks_do_the_same_under_every_plan_with_experts(library, part):
+    batches = itertools.cycle(["padded", "packed", "masked"])
+    plans = {f"experts, {name}": next(batches) for name in list(expert_plans())[part::2]}
+    families = ("mixtral", "qwen3_moe")
+    check_order_under(library, {plan: of_all_ranks(plan, batch, families[part]) for plan, batch in plans.items()})
 
 
 # ---- The checks can fail ----
@@ -243,5 +335,8 @@ def test_faults_are_seen(fast):
     assert counts["offsets for each layer"] == 4 * layers
     assert counts["norm from the host"] == 1 and counts["gradient read in each layer"] == layers
     assert counts["spans that wait"] > 2 and counts["mask read on the device"] == 3
+    sending = sum(layer.expert > 1 for layer in PLANS["experts, recompute"].layers)
+    assert counts["counts read again in the recompute"] == 2 * sending
+    assert counts["choices counted on the host"] == 2 * layers
     assert fast["faults"][-1]["pickled"] == "cuda"
-    assert unequal_orders(fast["one more sum"])
+    assert unequal_orders(fast["one more sum"]) and where_ranks_hang(fast["one more sum"])

@@ -59,14 +59,22 @@ class Seen:
         waits (`list[str]`): the kind and the place of each wait of the host.
         order (`dict[str, list]`): the collectives of each communicator of several ranks, by the communicator's name.
         members (`dict[str, list[int]]`): its ranks.
+        issued (`list[str]`): the communicators of the collectives as they came, and "" for each wait of the host.
     """
 
     waits: list[str] = field(default_factory=list)
     order: dict[str, list] = field(default_factory=lambda: defaultdict(list))
     members: dict[str, list[int]] = field(default_factory=dict)
+    issued: list[str] = field(default_factory=list)
 
     def wait(self, kind: str) -> None:
         self.waits.append(f"{kind} at {_place()}")
+        self.issued.append("")
+
+    def clear(self) -> None:
+        self.waits.clear()
+        self.order.clear()
+        self.issued.clear()
 
 
 def _place() -> str:
@@ -207,6 +215,7 @@ class _Watch(TorchDispatchMode):
         sizes = [[str(one.dtype), one.numel()] for one in tensors]
         splits = {name: list(value) for name, value in given.items() if "split_sizes" in name and value is not None}
         self.seen.order[group.group_name].append([kind, sizes, splits])
+        self.seen.issued.append(group.group_name)
         self.seen.members[group.group_name] = dist.get_process_group_ranks(group)
 
 

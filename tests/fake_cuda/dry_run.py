@@ -38,19 +38,23 @@ from galvatron_hf.parallel.activation import micro_batch  # noqa: E402
 from galvatron_hf.parallel.activation.documents import DocumentBounds, Documents  # noqa: E402
 from galvatron_hf.parallel.comm import objects  # noqa: E402
 from galvatron_hf.parallel.comm.meeting import Meetings  # noqa: E402
+from galvatron_hf.parallel.layers import experts  # noqa: E402
 from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer  # noqa: E402
 from galvatron_hf.parallel.model import ParallelModel  # noqa: E402
 from galvatron_hf.parallel.pipeline import trace  # noqa: E402
+from galvatron_hf.parallel.router_loss import RouterStatistics  # noqa: E402
 from galvatron_hf.plan import LayerStrategy, Precision  # noqa: E402
 from galvatron_hf.profiler.trace.isolated_layers import empty_model  # noqa: E402
 from galvatron_hf.profiler.trace.tracing import CountedModel  # noqa: E402
 from galvatron_hf.trainer import mixin  # noqa: E402
 from galvatron_hf.trainer.data import step_packer  # noqa: E402
+from galvatron_hf.utils.device import HostCopy  # noqa: E402
 from tiny_models import word_tokenizer  # noqa: E402
 
 
 ROWS, LENGTH = 8, 32
-WIDER = {"gpt2": {"n_head": 4}}  # heads of eight, as the kernel of packed attention needs them; others by `head_dim`
+# Heads of eight, as the kernel of packed attention needs them; by `head_dim` in other families.
+WIDER = {"gpt2": {"n_head": 4}, "deepseek_v3": {}}
 
 
 def batch_of(kind: str, parallel) -> Any:
@@ -132,6 +136,20 @@ def _objects_stay_on_the_device():
     return mock.patch.object(objects, "_on_host", lambda value: value)
 
 
+def _counts_read_again_in_the_recompute():
+    return mock.patch.object(experts.ParallelExperts, "_routing", experts.ParallelExperts._new_routing)
+
+
+def _choices_counted_on_the_host():
+    original = RouterStatistics.add
+
+    def add(self, logits, weights):
+        original(self, logits, weights)
+        self.sums[-1].item()
+
+    return mock.patch.object(RouterStatistics, "add", add)
+
+
 # Faults that a dry run has to see, most of them how the code once was.
 FAULTS = {
     "none": contextlib.nullcontext,
@@ -142,6 +160,8 @@ FAULTS = {
     "one more sum": _one_more_sum_on_rank_1,
     "mask read on the device": _mask_read_on_the_device,
     "objects stay on the device": _objects_stay_on_the_device,
+    "counts read again in the recompute": _counts_read_again_in_the_recompute,
+    "choices counted on the host": _choices_counted_on_the_host,
 }
 
 
@@ -153,25 +173,60 @@ def masks() -> Iterator[None]:
             yield
 
 
+def rows_of(pairs: int, ranks: int) -> list[int]:
+    """Returns how many of `pairs` choices go to each of `ranks` ranks: half of them to all alike, others to rank 0."""
+    alike = pairs // (2 * ranks)
+    return [pairs - alike * (ranks - 1)] + [alike] * (ranks - 1)
+
+
+@contextlib.contextmanager
+def routed_rows() -> Iterator[None]:
+    """Has tensors without memory routed as true ones are, and gives the host the numbers for which it waits: to each
+    rank come as many rows from every rank.
+    """
+    route = experts.route
+
+    def routed(choices, count, group, compress=None):
+        class Numbers(HostCopy):
+            def tolist(self) -> list:
+                super().tolist()
+                sent = rows_of(choices.numel(), group.size())
+                return [sent, [sent[group.rank()]] * group.size()]
+
+        with mock.patch.object(experts, "HostCopy", Numbers):
+            return route(choices, count, group, compress)
+
+    with mock.patch.object(experts, "route", routed), mock.patch.object(experts, "FakeTensor", ()):
+        yield
+
+
+def build(case: dict[str, Any]):
+    """Returns the model of a case on the device."""
+    family = tiny_models.ALL_FAMILIES[case["family"]]
+    options = WIDER.get(case["family"], {"head_dim": 8}) | case.get("options", {})
+    with torch.device(devices.DEVICE), mock.patch.object(tiny_models, "randomise"):
+        return family.build(**options)
+
+
 def run(case: dict[str, Any]) -> dict[str, Any]:
     """Trains steps of a plan as one rank of it, and returns what the last one has done.
 
     Args:
-        case (`dict`): `plan` (JSON), `rank`, `family` of tiny_models.py, `batch` ("padded", "masked" or "packed"),
-            `steps`, `traced`, whether the timeline is on, and `fault`, one of `FAULTS`.
+        case (`dict`): `plan` (JSON), `rank`, `family` of tiny_models.py with `options`, `batch` ("padded", "masked"
+            or "packed"), `steps`, `traced`, whether the timeline is on, and `fault`, one of `FAULTS`.
     """
     plan = ParallelPlan.from_json(json.dumps(case["plan"]))
-    with devices.rank_with_gpu(case["rank"], plan.world_size) as seen, masks(), FAULTS[case.get("fault", "none")]():
-        with torch.device(devices.DEVICE), mock.patch.object(tiny_models, "randomise"):
-            model = tiny_models.FAMILIES[case["family"]].build(**WIDER.get(case["family"], {"head_dim": 8}))
-        parallel = parallelize(model, plan)
+    with contextlib.ExitStack() as stack:
+        seen = stack.enter_context(devices.rank_with_gpu(case["rank"], plan.world_size))
+        for context in (masks, routed_rows, FAULTS[case.get("fault", "none")]):
+            stack.enter_context(context())
+        parallel = parallelize(build(case), plan)
         parallel.model.train()
         parallel.timeline.on = case.get("traced", False)
         optimizer = torch.optim.AdamW(parallel.model.parameters(), lr=1e-4, fused=True)
         for _ in range(case["steps"]):
             batch = batch_of(case["batch"], parallel)
-            seen.waits.clear()
-            seen.order.clear()
+            seen.clear()
             loss = parallel.forward_backward(batch)
             parallel.clip_grad_norm_(1.0)
             optimizer.step()
@@ -181,6 +236,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
             "waits": list(seen.waits),
             "order": seen.order,
             "members": seen.members,
+            "issued": list(seen.issued),
             "elsewhere": elsewhere + ([] if loss.device.type == devices.DEVICE else ["loss"]),
             "pickled": objects._on_host({"losses": [loss]})["losses"][0].device.type,
         }
@@ -250,8 +306,8 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         seen = stack.enter_context(devices.rank_with_gpu(0, plan.world_size))
         stack.enter_context(alone_and_with_true_data())
         stack.enter_context(masks())
-        with torch.device(devices.DEVICE), mock.patch.object(tiny_models, "randomise"):
-            model = tiny_models.FAMILIES[case["family"]].build(**WIDER.get(case["family"], {"head_dim": 8}))
+        stack.enter_context(routed_rows())
+        model = build(case)
         arguments = OnTheDevice(
             output_dir=stack.enter_context(tempfile.TemporaryDirectory()),
             use_cpu=True,  # accelerate looks for no GPU
