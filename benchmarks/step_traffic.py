@@ -151,6 +151,8 @@ def step_traffic(plan: ParallelPlan, model: ModelShape, *, rows: int, length: in
             f"The plan has {plan.num_layers} layers and the model has {len(model.layers)}; make a plan for "
             f"{len(model.layers)} layers."
         )
+    if any(weight.of_experts for weights in model.layers for weight in weights):
+        raise ValueError("The model has experts, and only its router knows how many rows travel; give a dense model.")
     precision = plan.precision or Precision()
     resolved = resolve(plan, heads=[(model.heads, model.kv_heads)] * plan.num_layers, tied=model.tied)
     ranks = resolved.stage_size

@@ -1,12 +1,15 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that one rank holds, in closed form: weights, gradients, optimizer state, activations over a schedule."""
+"""Bytes that one rank holds, in closed form: weights, gradients, optimizer state, activations over a schedule. For a
+layer with experts also the bytes that it sends.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from galvatron_hf.plan import LayerStrategy
 from galvatron_hf.plan.schedule import Action, Work
@@ -100,6 +103,155 @@ def saved_activation_bytes(shape: LayerShape, strategy: LayerStrategy, tokens: i
     mlp = 4 * region * shape.intermediate // tensor
     log_sum = 4 * tokens * shape.heads // (tensor * ulysses)
     return element_bytes * (norms + inputs + heads + exchanged + mlp) + log_sum
+
+
+# ---- Experts ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertShape:
+    """Holds the sizes of the experts of one layer.
+
+    Attributes:
+        hidden (`int`): H, features between layers.
+        intermediate (`int`): I, features between the two projections of one gated expert.
+        experts (`int`): E, on all ranks together.
+        top_k (`int`): k, experts of a token.
+    """
+
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+
+    @property
+    def elements(self) -> int:
+        """Returns the elements of the weights of all experts, `3 E I H`."""
+        return 3 * self.experts * self.intermediate * self.hidden
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutedRows:
+    """Says how many rows a rank sends to the experts of a layer, its tokens times k, and how many arrive there. Those
+    that stay on the rank are in both.
+    """
+
+    sent: int
+    received: int
+
+
+def expert_shards(strategy: LayerStrategy, ranks: int) -> int:
+    """Returns s, the ranks that shard each expert. A copy of a layer has `d t` ranks: d shards, t tensor ranks. Of
+    these x ranks have different experts, and the ranks that are left, `s = d t / x`, share them. It is 1 under
+    "replicate" and where x is no divisor.
+    """
+    copy = 1 if strategy.sharding == "replicate" else strategy.resolved_shard_degree(ranks) * strategy.tensor
+    return copy // strategy.expert if copy % strategy.expert == 0 else 1
+
+
+def expert_elements(shape: ExpertShape, strategy: LayerStrategy, ranks: int) -> int:
+    """Returns the elements of experts' weights on one rank, `3 E I H / (x s)`; for degrees that divide E, I and H."""
+    return shape.elements // (strategy.expert * expert_shards(strategy, ranks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertCollectives:
+    """Holds the collectives of one layer's experts on one rank, counted by (kind, ranks, bytes of this rank's input):
+    those of `activations` in one micro-batch, and those of `weights` in a step.
+    """
+
+    activations: Counter
+    weights: Counter
+
+
+def expert_collectives(
+    shape: ExpertShape,
+    strategy: LayerStrategy,
+    ranks: int,
+    *,
+    tokens: int,
+    rows: RoutedRows | None = None,
+    micro_batches: int = 1,
+    element_bytes: int = 4,
+) -> ExpertCollectives:
+    """Returns what the experts of one layer send. With x expert ranks, t ranks that have the same tokens, and e bytes of
+    an element:
+
+    - numbers of rows, one all-to-all of `8 E` bytes, in the first forward alone;
+    - rows to the experts, `sent H e`, and back, `received H e`; in the forward, in the backward and in a recompute;
+    - where t ranks come with the same tokens, each with its part of `ceil(tokens / t)`: a gather of the results,
+      `part H e`, in the forward, and in the backward gathers of the gradients of hidden states and of the weights of
+      choices, `part k 4`;
+    - weights, `W = 3 E I H / (x s)` elements on a rank: under zero3 two gathers a micro-batch of `W e` over s ranks,
+      under zero2 one a step; one reduce-scatter a micro-batch, of `s W 4`; one sum a step over the
+      `ranks / (x s)` copies, of `W 4`.
+
+    Args:
+        tokens (`int`): tokens that come to the experts of this rank, those of its tensor ranks.
+        rows ([`RoutedRows`], *optional*): needed where x > 1.
+    """
+    expert, shards = strategy.expert, expert_shards(strategy, ranks)
+    copies = 1 if strategy.megatron_sp else strategy.tensor
+    activations, weights, row = Counter(), Counter(), shape.hidden * element_bytes
+    if expert > 1:
+        passes = 3 if strategy.recompute == "full" else 2
+        activations["all_to_all", expert, 8 * shape.experts] += 1
+        activations["all_to_all", expert, rows.sent * row] += passes
+        activations["all_to_all", expert, rows.received * row] += passes
+    if copies > 1:
+        part = -(-tokens // copies)
+        activations["all_gather", copies, part * row] += 2
+        activations["all_gather", copies, part * shape.top_k * 4] += 1
+    piece_elements, replicas = expert_elements(shape, strategy, ranks), ranks // (expert * shards)
+    if shards > 1:
+        gathers = 2 * micro_batches if strategy.sharding == "zero3" else 1
+        weights["all_gather", shards, piece_elements * element_bytes] += gathers
+        weights["reduce_scatter", shards, shards * piece_elements * 4] += micro_batches
+    if replicas > 1:
+        weights["all_reduce", replicas, piece_elements * 4] += 1
+    return ExpertCollectives(activations=activations, weights=weights)
+
+
+def saved_expert_layer_bytes(
+    layer: LayerShape,
+    shape: ExpertShape,
+    strategy: LayerStrategy,
+    tokens: int,
+    rows: RoutedRows | None = None,
+    element_bytes: int = 4,
+) -> int:
+    """Returns the bytes that a layer with experts in the place of its MLP keeps from its forward for its backward.
+
+    With the symbols of [`saved_activation_bytes`], n tokens between the regions, of which the rank takes `m = n / t` to
+    the experts where t ranks have the same ones, p = m k choices, and q rows that arrive:
+
+    - attention as in a dense layer; the input of the router is not gathered: `n H`;
+    - the router: probabilities, their sum over the choices, and the weights of choices, `n (E + 1 + k)` in fp32; the
+      experts of each token, `n k` of 8 bytes;
+    - the experts: their input, both halves of their first projection, its activation, and their product,
+      `q (H + 4 I)`; the weight of each row, `q`; the order of rows and its inverse, 16 bytes a row; where each of the
+      E / x experts begins, 4 bytes each;
+    - with x > 1 ranks: what came back for each choice, `p H`; the weights of choices, `p` in fp32; where each choice
+      comes from and goes back to, 16 bytes each;
+    - with x = 1 all p choices are rows: q = p. The result of each choice is kept, `p H`, and 8 bytes for its weight's
+      place.
+
+    With full recompute only the layer's input stays: `n H`.
+    """
+    attention = saved_activation_bytes(replace(layer, intermediate=0), strategy, tokens, element_bytes)
+    if strategy.recompute == "full":
+        return attention
+    region = tokens // strategy.ulysses
+    copies = 1 if strategy.megatron_sp else strategy.tensor
+    between = region // (strategy.tensor // copies)
+    attention -= element_bytes * (region - between) * shape.hidden
+    router = 4 * between * (shape.experts + 1 + shape.top_k) + 8 * between * shape.top_k
+    choices = between // copies * shape.top_k
+    arrived = choices if strategy.expert == 1 else rows.received
+    inside = arrived * (element_bytes * (shape.hidden + 4 * shape.intermediate + 1) + 16)
+    inside += 4 * shape.experts // strategy.expert
+    results = choices * (element_bytes * shape.hidden + (8 if strategy.expert == 1 else 4 + 16))
+    return attention + router + inside + results
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,12 +112,13 @@ def measure_saved(parallel, layer: int, batch: dict) -> int:
             found[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
             return tensor
 
-        shared = [*kwargs["position_embeddings"]]
-        for part in module.modules():
-            shared += [local_tensor(p) for p in part._parameters.values() if p is not None]
+        def weights():  # those of zero2 are gathered in the forward
+            return [local_tensor(p) for part in module.modules() for p in part._parameters.values() if p is not None]
+
+        shared = [*kwargs["position_embeddings"], *weights()]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output = inner(*args, **kwargs)
-        for tensor in shared:
+        for tensor in (*shared, *weights()):
             found.pop(tensor.untyped_storage()._cdata, None)
         return output
 

@@ -22,7 +22,7 @@ from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, Voc
 from galvatron_hf.profiler.trace.shapes import model_shape_from_model
 from plans import mixed_plans, uniform, uniform_plans, untied_plans
 from ranks import run_ranks
-from tiny_models import BATCHES, FAMILIES
+from tiny_models import BATCHES, EXPERT_FAMILIES, FAMILIES
 
 
 ROOT = Path(__file__).parent.parent
@@ -198,6 +198,9 @@ def test_plans_that_do_not_run_and_other_models_are_refused():
         step_traffic(ParallelPlan.uniform(2, 3), shape, rows=4, length=8)
     with pytest.raises(ValueError, match="2 pipeline stages, whose traffic has no formula yet"):
         step_traffic(ParallelPlan.uniform(2, 2, pipeline=2), shape, rows=4, length=8)
+    shape = model_shape_from_model(EXPERT_FAMILIES["mixtral"].build())
+    with pytest.raises(ValueError, match="The model has experts"):
+        step_traffic(ParallelPlan.uniform(2, 4), shape, rows=4, length=8)
 
 
 def test_a_rank_is_counted_by_its_place_in_the_stage():
