@@ -174,8 +174,8 @@ def expert_collectives(
     micro_batches: int = 1,
     element_bytes: int = 4,
 ) -> ExpertCollectives:
-    """Returns what the experts of one layer send. With x expert ranks, t ranks that have the same tokens, and e bytes of
-    an element:
+    """Returns what the experts of one layer send. With x expert ranks, t ranks that have the same tokens, and e bytes
+    of an element:
 
     - numbers of rows, one all-to-all of `8 E` bytes, in the first forward alone;
     - rows to the experts, `sent H e`, and back, `received H e`; in the forward, in the backward and in a recompute;
@@ -222,8 +222,8 @@ def saved_expert_layer_bytes(
 ) -> int:
     """Returns the bytes that a layer with experts in the place of its MLP keeps from its forward for its backward.
 
-    With the symbols of [`saved_activation_bytes`], n tokens between the regions, of which the rank takes `m = n / t` to
-    the experts where t ranks have the same ones, p = m k choices, and q rows that arrive:
+    With the symbols of [`saved_activation_bytes`], n tokens between the regions, of which the rank takes m to the
+    experts (n / t where t ranks have the same ones), p = m k choices, and q rows that arrive:
 
     - attention as in a dense layer; the input of the router is not gathered: `n H`;
     - the router: probabilities, their sum over the choices, and the weights of choices, `n (E + 1 + k)` in fp32; the
