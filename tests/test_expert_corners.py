@@ -1,0 +1,158 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Experts at the edges: ranks to which no row comes, fewer tokens than ranks, each implementation of experts, bf16,
+and compiled layers to which another number of rows comes in every step.
+"""
+
+from __future__ import annotations
+
+import copy
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from equivalence import Reference, assert_near, assert_same_gradients, check_equivalence, reference, whole_gradients
+from equivalence import single_stage as plan_of
+from galvatron_hf.parallel.comm.mesh import WorldMesh
+from galvatron_hf.parallel.layers.experts import ParallelExperts
+from galvatron_hf.parallel.parallelize import parallelize
+from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, VocabularyStrategy
+from ranks import run_ranks
+from test_compile import compiled
+from test_expert_costs import routings
+from tiny_models import BATCHES, EXPERT_FAMILIES
+
+
+S, V = LayerStrategy, VocabularyStrategy
+IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
+
+
+def check(cases: dict[str, tuple[Reference, ParallelPlan]], received: dict[str, set[int]] | None = None) -> None:
+    """Compares cases on 4 ranks with one process. `received` are the numbers of rows that arrived, of all ranks."""
+
+    def work() -> dict[str, list[int]]:
+        world, found = WorldMesh("cpu"), {}
+        for name, (oracle, plan) in cases.items():
+            try:
+                with routings() as seen:
+                    check_equivalence(oracle, plan, world, evaluation=False)
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from error
+            found[name] = [sum(one.received) for one in seen]
+        return found
+
+    ranks = run_ranks(work, 4)
+    for name, wanted in (received or {}).items():
+        assert {number for found in ranks for number in found[name]} == wanted, name
+
+
+# ---- No rows, few tokens ----
+
+
+def all_at_the_first_experts(implementation: str) -> Reference:
+    """Returns a model of a dense layer and one with experts, whose tokens all choose experts 0 and 1 of 8."""
+    model = EXPERT_FAMILIES["deepseek_v3"].build(num_hidden_layers=2, experts_implementation=implementation)
+    bias = dict(model.named_buffers())["model.layers.1.mlp.gate.e_score_correction_bias"]
+    bias.copy_(torch.tensor([20.0, 10.0, *[0.0] * 6]))
+    return reference(model, BATCHES["plain"]())
+
+
+def test_ranks_to_which_no_row_comes():
+    cases, received = {}, {}
+    for implementation in IMPLEMENTATIONS:
+        oracle, pairs = all_at_the_first_experts(implementation), 2 * 64
+        for sharding in ("zero3", "zero2", "replicate"):
+            for expert in (2, 4):
+                strategy = S(expert=expert, sharding=sharding, recompute="full" if sharding == "zero3" else "none")
+                name = f"{implementation}, {sharding}, {expert} expert ranks"
+                cases[name] = oracle, plan_of((S(), strategy), 4)
+                received[name] = {0, pairs * expert // 4}
+    check(cases, received)
+
+
+def test_fewer_tokens_than_tensor_ranks():
+    """One row of three tokens, and of two: with four tensor ranks, some take no token to the experts."""
+    cases = {}
+    for implementation in IMPLEMENTATIONS:
+        model = EXPERT_FAMILIES["mixtral"].build(num_hidden_layers=2, experts_implementation=implementation)
+        for length in (2, 3):
+            ids = torch.arange(11, 11 + length)[None]
+            oracle = reference(copy.deepcopy(model), dict(input_ids=ids, labels=ids))
+            for sharding in ("zero3", "zero2", "replicate"):
+                layers = (S(tensor=4, expert=4, sharding=sharding), S(tensor=4, recompute="full", expert=4))
+                ends = dict(embedding=V(tensor=4), head=V(tensor=4))
+                cases[f"{implementation}, {sharding}, {length} tokens"] = oracle, plan_of(layers, 4, **ends)
+    check(cases)
+
+
+# ---- bf16 ----
+
+
+def losses_in_bf16(model, plans: dict[str, ParallelPlan], batch: dict) -> list[dict]:
+    """Returns the loss and the gradients of each plan in bf16, and the types of what its experts compute on."""
+
+    def work() -> dict:
+        world, found = WorldMesh("cpu"), {}
+        for name, plan in plans.items():
+            types, call = set(), ParallelExperts.__call__
+
+            def noted(self, hidden, choices, weights, call=call, types=types) -> torch.Tensor:
+                output = call(self, hidden, choices, weights)
+                types.add((hidden.dtype, weights.dtype, output.dtype))
+                return output
+
+            with patch.object(ParallelExperts, "__call__", noted):
+                parallel = parallelize(copy.deepcopy(model), plan, world)
+                loss = float(parallel.forward_backward(batch))
+            found[name] = loss, whole_gradients(parallel.model, model), types
+        return found
+
+    return run_ranks(work, 4)
+
+
+def test_experts_in_bf16():
+    """The loss is within one rounding of bf16, 2^-8, of that of fp32, and so are the gradients of experts on other
+    ranks of those on their own. Mixtral computes the weights of choices in fp32, which get to the experts as they are.
+    """
+    model, batch = EXPERT_FAMILIES["mixtral"].build(num_hidden_layers=2), BATCHES["right"]()
+    oracle = reference(copy.deepcopy(model), batch)
+    strategies = {"1": S(), "4": S(expert=4), "replicate": S(expert=4, sharding="replicate")}
+    plans = {name: plan_of((one,) * 2, 4, precision=Precision(compute="bf16")) for name, one in strategies.items()}
+    for found in losses_in_bf16(model, plans, batch):
+        loss, gradients, _ = found["1"]
+        assert abs(loss - oracle.loss) < 2**-8 * oracle.loss
+        for other, seen, types in found.values():
+            assert types == {(torch.bfloat16, torch.float32, torch.bfloat16)}
+            assert abs(other - loss) < 1e-5 * loss  # experts compute on the same rows, in the same type
+            for name, gradient in gradients.items():
+                assert float((seen[name] - gradient).norm()) < 2**-8 * float(gradient.norm()), name
+
+
+# ---- torch.compile ----
+
+
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen2_moe", marks=pytest.mark.slow)])
+def test_compiled_layers_are_not_compiled_again_for_other_numbers_of_rows(family):
+    model, oracles = EXPERT_FAMILIES[family].build(num_hidden_layers=3), []
+    for seed in range(4):
+        ids = torch.randint(0, 97, (4, 12), generator=torch.Generator().manual_seed(seed))
+        oracles.append(reference(copy.deepcopy(model), dict(input_ids=ids, labels=ids)))
+    dense = S(tensor=2) if family == "qwen2_moe" else S(tensor=2, expert=2)  # its second layer has no experts
+    plan = plan_of((S(expert=2), dense, S(expert=2, recompute="full")), 2)
+
+    def work() -> tuple[list[int], set[int]]:
+        parallel, counter = compiled(oracles[0], plan, WorldMesh("cpu"))
+        graphs, received = [], set()
+        for oracle in oracles:
+            with routings() as found:
+                loss = parallel.forward_backward(oracle.batch)
+            assert_near("loss", float(loss), oracle.loss)
+            assert_same_gradients(whole_gradients(parallel.model, oracle.model), oracle.gradients)
+            parallel.model.zero_grad()
+            graphs.append(counter.frame_count)
+            received.add(sum(found[0].received))
+        return graphs, received
+
+    for graphs, received in run_ranks(work, 2):
+        assert len(received) > 1 and graphs[-1] == graphs[0], (graphs, received)
