@@ -71,6 +71,34 @@ def test_ranks_to_which_no_row_comes():
     check(cases, received)
 
 
+@torch.no_grad()
+def each_half_at_other_experts(implementation: str) -> Reference:
+    """Returns a model in which even tokens choose among experts 0 to 3, odd ones among 4 to 7; and a batch whose first
+    half of rows is even, and the second odd.
+    """
+    model = EXPERT_FAMILIES["mixtral"].build(num_hidden_layers=1, experts_implementation=implementation)
+    embedding, router = model.base_model.embed_tokens.weight, model.base_model.layers[0].mlp.gate.weight
+    embedding[::2, 0], embedding[1::2, 0] = 8.0, -8.0
+    router[:4, 0], router[4:, 0] = 8.0, -8.0
+    batch = BATCHES["plain"]()
+    ids = batch["input_ids"].clamp(max=95) // 2 * 2
+    ids[4:] += 1
+    with torch.enable_grad():
+        return reference(model, dict(input_ids=ids, labels=ids))
+
+
+def test_ranks_that_share_experts_to_one_of_which_no_row_comes():
+    """Both take part in the sums of gradients."""
+    cases, received = {}, {}
+    for implementation in IMPLEMENTATIONS:
+        oracle = each_half_at_other_experts(implementation)
+        for sharding in ("zero3", "zero2", "replicate"):
+            name = f"{implementation}, {sharding}"
+            cases[name] = oracle, plan_of((S(expert=2, sharding=sharding),), 4)
+            received[name] = {0, 64}
+    check(cases, received)
+
+
 def test_fewer_tokens_than_tensor_ranks():
     """One row of three tokens, and of two: with four tensor ranks, some take no token to the experts."""
     cases = {}
