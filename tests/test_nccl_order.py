@@ -188,14 +188,15 @@ class _Watch(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def issued_by_all_ranks(plans: dict[str, ParallelPlan]) -> dict[str, list[Issued]]:
-    """Returns what each rank issues in a step of each plan, with rows that go where the routers say."""
-    model, read = EXPERT_FAMILIES["mixtral"].build(), HostCopy.tolist
+def issued_by_all_ranks(cases: dict[str, tuple[str, ParallelPlan]]) -> dict[str, list[Issued]]:
+    """Returns what each rank issues in a step of each family and plan, with rows that go where the routers say."""
+    models = {family: EXPERT_FAMILIES[family].build() for family, _ in cases.values()}
+    read = HostCopy.tolist
 
     def work() -> dict[str, Issued]:
         world, found = WorldMesh("cpu"), {}
-        for name, plan in plans.items():
-            parallel, issued = parallelize(copy.deepcopy(model), plan, world), Issued()
+        for name, (family, plan) in cases.items():
+            parallel, issued = parallelize(copy.deepcopy(models[family]), plan, world), Issued()
 
             def wait(self, issued=issued) -> list:
                 issued.calls.append(("", "wait", 0))
@@ -207,10 +208,14 @@ def issued_by_all_ranks(plans: dict[str, ParallelPlan]) -> dict[str, list[Issued
         return found
 
     ranks = run_ranks(work, 4)
-    return {name: [found[name] for found in ranks] for name in plans}
+    return {name: [found[name] for found in ranks] for name in cases}
 
 
-EXPERT_ORDERS = {name: expert_plans()[name] for name in ("expert_4", "recompute", "all_kinds", "gpipe", "tensor_1f1b")}
+EXPERT_ORDERS = {
+    name: ("mixtral", expert_plans()[name]) for name in ("expert_4", "recompute", "all_kinds", "gpipe", "tensor_1f1b")
+}
+# These compute shared experts, which tensor ranks have cut, while rows are on their way. Their second layer is dense.
+EXPERT_ORDERS["shared"] = "qwen2_moe", expert_plans(dense=[1])["all_kinds"]
 
 
 @pytest.fixture(scope="module")
