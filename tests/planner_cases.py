@@ -4,12 +4,14 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from galvatron_hf.models.shape import WeightShape
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy
 from galvatron_hf.planner.build_problem import PlanProblem, UnsolvedProblem
+from galvatron_hf.planner.cost.cost_model import strategy_of_kind
 from galvatron_hf.planner.cost.step_shape import StepShape
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.estimate import Estimate, estimate_solution, priced_shape, stage_costs
@@ -17,7 +19,7 @@ from galvatron_hf.planner.option_costs import OptionCosts
 from galvatron_hf.planner.solver.problem import Solution
 from galvatron_hf.planner.space import Limits, layer_strategies, vocabulary_strategies
 from galvatron_hf.profiler.profiles.hardware import KINDS, HardwareProfile, Link
-from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile, TimeFit, Times
+from galvatron_hf.profiler.profiles.layers import EndProfile, ExpertsProfile, ExpertTimes, LayerProfile, TimeFit, Times
 from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
 
 
@@ -78,8 +80,12 @@ def random_times(draw: np.random.Generator, degrees: Sequence[int], scale: float
     return found
 
 
-def random_model(seed: int, *, layers: int, kinds: int = 1, tied: bool = False, degree: int = 2) -> ModelProfile:
-    """Returns a profile of a model with 8 features, for tensor and Ulysses degrees up to `degree`."""
+def random_model(
+    seed: int, *, layers: int, kinds: int = 1, tied: bool = False, degree: int = 2, experts: bool = False
+) -> ModelProfile:
+    """Returns a profile of a model with 8 features, for tensor and Ulysses degrees up to `degree`. With `experts` the
+    last kind of layer has four, for expert degrees up to 4, and their routers a loss.
+    """
     draw = np.random.default_rng(seed)
     degrees = powers(degree)
     strategies = [
@@ -107,6 +113,9 @@ def random_model(seed: int, *, layers: int, kinds: int = 1, tied: bool = False, 
         )
         for _ in range(kinds)
     ]
+    if experts:
+        weights = (*profiles[-1].weights, WeightShape(shape=(4, 16, 8), cut=0, of_experts=True))
+        profiles[-1] = replace(profiles[-1], weights=weights, experts=random_experts(draw))
     return ModelProfile(
         name="random",
         hidden=8,
@@ -128,7 +137,28 @@ def random_model(seed: int, *, layers: int, kinds: int = 1, tied: bool = False, 
         if seed % 2
         else {},
         collective_launch_ms=float(draw.uniform(0, 0.1)) if seed % 2 else 0.0,
+        router_loss=experts,
+        expert_imbalance={2: 1.25} if experts and seed % 2 else {},
     )
+
+
+def random_experts(draw: np.random.Generator) -> ExpertsProfile:
+    """Returns costs of four experts under degrees 1, 2 and 4."""
+
+    def times() -> ExpertTimes:
+        fits = (TimeFit(per_token=float(draw.uniform(0.1, 0.5)), fixed=float(draw.uniform(0, 0.2))) for _ in range(2))
+        saved, working = (float(draw.integers(10, 60)) for _ in range(2))
+        return ExpertTimes(
+            **dict(zip(("forward", "backward"), fits, strict=True)),
+            saved_bytes=saved,
+            working_bytes=working,
+            received_forward=float(draw.uniform(0, 0.1)),
+            received_backward=float(draw.uniform(0, 0.2)),
+            received_saved_bytes=saved / 2,
+            received_working_bytes=working / 2,
+        )
+
+    return ExpertsProfile(count=4, top_k=2, degrees={degree: times() for degree in (1, 2, 4)})
 
 
 def workload(rows: int, length: int = 8) -> Workload:
@@ -165,17 +195,23 @@ def every_plan(hardware: HardwareProfile, model: ModelProfile, rows: int, limits
                     continue
                 if virtual > 1 and (count < pipeline or count % (count // pipeline)):
                     continue  # rounds would have unequal numbers of micro-batches
-                yield ParallelPlan(
+                plan = ParallelPlan(
                     world_size=world,
                     stacks={"decoder": layers},
                     micro_batches=count,
                     schedule="interleaved" if virtual > 1 else "1f1b",
                     stages=stages,
-                    layers=of_layers * virtual,
+                    layers=tuple(
+                        strategy_of_kind(one, model.kinds[kind])
+                        for one, kind in zip(of_layers * virtual, model.layers, strict=True)
+                    ),
                     embedding=embedding,
                     head=head,
                     precision=Precision(),
                 )
+                yield plan
+                if model.router_loss and pipeline > 1 and virtual == 1:
+                    yield replace(plan, schedule="gpipe")
 
 
 def every_estimate(

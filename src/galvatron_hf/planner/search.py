@@ -164,17 +164,24 @@ def _problems(
                 if not strategies or (padded_rows > rows and all(data != padded_rows for _, data in of_layers)):
                     continue
                 orders = list(schedules(pipeline, counts, model.layers, limits, model.router_loss))
+                shapes = [
+                    StepShape(
+                        pipeline=pipeline,
+                        micro_batches=count,
+                        schedule=schedule,
+                        rows=padded_rows,
+                        virtual_stages=virtual,
+                    )
+                    for schedule, virtual, count in orders
+                ]
                 for ends in choices_of_ends:
-                    options = OptionCosts(costs.with_rows(padded_rows), pipeline, strategies, ends, ends)
-                    for schedule, virtual, count in orders:
-                        shape = StepShape(
-                            pipeline=pipeline,
-                            micro_batches=count,
-                            schedule=schedule,
-                            rows=padded_rows,
-                            virtual_stages=virtual,
-                        )
-                        problem = UnsolvedProblem(options, shape, padded=padded_rows > rows)
+                    options: dict[bool, OptionCosts] = {}
+                    for shape in shapes:
+                        again = shape.recompute_logits_in_backward
+                        if again not in options:
+                            of_rows = costs.with_rows(padded_rows, recompute_logits_in_backward=again)
+                            options[again] = OptionCosts(of_rows, pipeline, strategies, ends, ends)
+                        problem = UnsolvedProblem(options[again], shape, padded=padded_rows > rows)
                         yield from problem.uniform() if limits.uniform else [problem]
 
 

@@ -62,7 +62,7 @@ class CostModel:
         sizes = [sum(math.prod(one.shape) for one in owner.weights) for owner in (*model.kinds, model.head)]
         self._messages = self.reduced * max(sizes[:-1]), self.reduced * sizes[-1]
 
-    def with_rows(self, rows: int) -> CostModel:
+    def with_rows(self, rows: int, *, recompute_logits_in_backward: bool = False) -> CostModel:
         """Returns the model for micro-batches of other sizes; both share the costs that do not depend on the size."""
         other = CostModel(
             self.hardware,
@@ -70,7 +70,7 @@ class CostModel:
             self.workload,
             self.ranks,
             rows,
-            recompute_logits_in_backward=self.recompute_logits_in_backward,
+            recompute_logits_in_backward=recompute_logits_in_backward,
         )
         other._known_weights = self._known_weights
         return other
