@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
 
 from galvatron_hf import ParallelPlan
 from galvatron_hf.plan.supported import unsupported
+from ranks import run_ranks
 from tiny_models import EXPERT_FAMILIES
 
 
@@ -347,7 +348,7 @@ def test_a_model_with_experts_is_trained_saved_and_loaded(tmp_path, monkeypatch)
     argv = ["moe.py", str(RECIPES / "moe.yaml"), "--expert_degree=1", "--dataset_name", _corpus(tmp_path / "corpus")]
     argv += [*EXPERTS_RUN, "--max_steps=10", "--eval_steps=10", "--save_steps=10", f"--output_dir={tmp_path / 'run'}"]
     monkeypatch.setattr(sys, "argv", argv)
-    moe.main()
+    run_ranks(moe.main, 1)
     _check_run(tmp_path / "run", steps=10)
     weights = AutoModelForCausalLM.from_pretrained(tmp_path / "run").state_dict()
     assert all(torch.isfinite(weight).all() for weight in weights.values())

@@ -139,7 +139,7 @@ def _unknown_attention(attention: nn.Module, heads: Heads) -> str | None:
             "function is not among them"
         )
     groups = getattr(attention, "num_key_value_groups", None)
-    if groups is not None and groups * heads.key_value != heads.query:
+    if groups is not None and heads.query % heads.key_value == 0 and groups * heads.key_value != heads.query:
         return (
             f"has {groups} query heads to a key/value head where its configuration has {heads.query} to "
             f"{heads.key_value}, and heads that differ from layer to layer are not supported yet"
