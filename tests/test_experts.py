@@ -141,6 +141,24 @@ def test_a_loss_of_ones_own_has_that_of_the_routers():
     run_ranks(work, 4)
 
 
+def test_losses_of_tokens_have_no_loss_of_the_routers():
+    wanted = oracle_of("mixtral")
+    model = copy.deepcopy(wanted.model)
+    inputs = {name: value for name, value in wanted.batch.items() if name != "labels"}
+    logits = model(**inputs).logits[:, :-1].flatten(0, 1)
+    torch.nn.functional.cross_entropy(logits, wanted.batch["labels"][:, 1:].flatten(), reduction="sum").backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    def work() -> None:
+        parallel = parallelize(copy.deepcopy(wanted.model), PLANS["expert_2"])
+        output = parallel.model(**wanted.batch, fused_lm_head=True)
+        (output.loss * (wanted.batch["labels"][:, 1:] != -100).sum()).backward()
+        parallel.units.finish_step()
+        assert_same_gradients(whole_gradients(parallel.model, model), gradients)
+
+    run_ranks(work, 4)
+
+
 def test_a_loss_of_logits_alone_leaves_the_routers_loss_out():
     wanted = oracle_of("mixtral")
     model = copy.deepcopy(wanted.model)

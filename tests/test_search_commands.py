@@ -156,6 +156,9 @@ def test_the_tables_name_what_was_assumed(capsys):
         (["--global-batch", "0", "--seq-length", "128"], "count from 1"),
         ([*FLAGS, "--rounds", "0"], "--rounds 0 is not a number of stages: give 1 or more."),
         ([*FLAGS, "--max-tensor", "0"], "tensor is 0, which is outside"),
+        ([*FLAGS, "--max-expert", "0"], "expert is 0, which is outside"),
+        ([*FLAGS, "--expert-imbalance", "4:1.3"], "--expert-imbalance 4:1.3 is not DEGREE=X"),
+        ([*FLAGS, "--expert-imbalance", "4=0.5"], "expert_imbalance of 4 is 0.5"),
         (
             [*FLAGS, "--pipeline", "3"],
             "pipeline=(3,): 8 devices and 32 layers allow only the pipeline degrees 1, 2, 4, 8",

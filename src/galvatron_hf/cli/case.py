@@ -10,7 +10,7 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from galvatron_hf.interop.galvatron.hardware import read_galvatron_hardware
@@ -23,7 +23,7 @@ from galvatron_hf.planner.estimate import Estimate
 from galvatron_hf.planner.report.alternatives import Alternative
 from galvatron_hf.planner.space import Limits
 from galvatron_hf.profiler.profiles.hardware import DEVICES, HardwareProfile
-from galvatron_hf.profiler.profiles.model import ModelProfile
+from galvatron_hf.profiler.profiles.model import EXPERT_IMBALANCE, ModelProfile, read_imbalance
 from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.utils.progress import at_work
 from galvatron_hf.utils.units import GIB
@@ -66,6 +66,12 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("bf16", "fp32"),
         help="number format of gradient sums (default: fp32, or bf16 with --galvatron-profiles)",
     )
+    work.add_argument(
+        "--expert-imbalance",
+        nargs="+",
+        metavar="DEGREE=X",
+        help="most rows at a rank over their mean, by expert degree, as a training run has measured: 4=1.3 8=1.6",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
@@ -99,6 +105,8 @@ def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile,
     if given.memory_gib is not None and not 1 / GIB <= given.memory_gib < 2**20:
         raise ValueError(f"--memory-gib {given.memory_gib} is not the memory of a device: give GiB, such as 80.")
     hardware, model = _galvatron(given) if given.galvatron_profiles is not None else _profiles(given)
+    if given.expert_imbalance is not None:
+        model = _with_imbalance(model, given.expert_imbalance)
     if given.reduce_dtype == "bf16" and model.dtype != "bf16":
         raise ValueError(f"--reduce-dtype is bf16, but layers compute in {model.dtype}: leave it out, or use bf16.")
     reduce_dtype = given.reduce_dtype or ("bf16" if given.galvatron_profiles is not None else "fp32")
@@ -113,6 +121,17 @@ def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile,
         )
     budget = hardware.memory_bytes if given.memory_gib is None else int(given.memory_gib * GIB)
     return hardware, model, workload, budget
+
+
+def _with_imbalance(model: ModelProfile, given: list[str]) -> ModelProfile:
+    """Returns the profile with the imbalance of experts that arguments such as "4=1.3" give."""
+    pairs = [one.partition("=") for one in given]
+    try:
+        found = {int(degree): float(ratio) for degree, _, ratio in pairs}
+    except ValueError:
+        raise ValueError(f"--expert-imbalance {' '.join(given)} is not DEGREE=X: give such as 4=1.3.") from None
+    assumed = {name: text for name, text in model.assumed.items() if name != EXPERT_IMBALANCE}
+    return replace(model, expert_imbalance=read_imbalance(found), assumed=assumed)
 
 
 def virtual_stages_of(given: argparse.Namespace) -> int:

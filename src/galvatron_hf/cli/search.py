@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_case_arguments(parser)
     parser.add_argument("--output", type=output_file, metavar="FILE", help="write the plan to this file, as JSON")
     parser.add_argument("--max-tensor", type=int, metavar="N", help="largest tensor degree (default: any)")
+    parser.add_argument("--max-expert", type=int, metavar="N", help="largest expert degree (default: any)")
     parser.add_argument(
         "--pipeline", type=int, nargs="+", metavar="N", help="pipeline degrees to search (default: all)"
     )
@@ -55,6 +56,7 @@ def run(given: argparse.Namespace) -> int:
     hardware, model, workload, budget = read_case(given)
     limits = Limits(
         tensor=given.max_tensor,
+        expert=given.max_expert,
         recompute=("none",) if given.no_recompute else ("none", "full"),
         pipeline=None if given.pipeline is None else tuple(given.pipeline),
         micro_batches=None if given.micro_batches is None else tuple(given.micro_batches),

@@ -214,7 +214,8 @@ class WholeBatchForward:
         if torch.is_grad_enabled():
             self.units.begin_micro_batch(last=self.ends_step)
         labels = {name: inputs.pop(name, None) for name in self._loss.names} if per_token else {}
-        items, routers = inputs.get("num_items_in_batch"), self.runner.router_statistics(inputs["input_ids"].device)
+        items, device = inputs.get("num_items_in_batch"), inputs["input_ids"].device
+        routers = None if per_token else self.runner.router_statistics(device)
         with self.timeline.span(Action(Work.FORWARD, 0, self.batch)):
             output = self.runner(**inputs, return_logits=True, routers=routers)
         rows = inputs["input_ids"].shape[0]

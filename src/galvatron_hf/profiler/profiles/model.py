@@ -32,6 +32,7 @@ from galvatron_hf.profiler.profiles.layer_json import (
 from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile
 
 
+EXPERT_IMBALANCE = "expert imbalance"  # the name of this assumption
 # Most choices that arrive at a rank over their mean, by expert degree: the middle of what trained routers of 8 experts
 # showed, 1.1-1.7, 1.5-2.8 and 2.4-3.2. Other models and data differ.
 ASSUMED_IMBALANCE = {2: 1.4, 4: 2.1, 8: 2.8}
@@ -133,7 +134,7 @@ class ModelProfile:
                 "layer the number of its kind, counted from 0"
             )
         ends = {name: read_end(name, given[name]) for name in ("embedding", "head")}
-        imbalance = _read_imbalance(given.get("expert_imbalance", {}))
+        imbalance = read_imbalance(given.get("expert_imbalance", {}))
         return cls(**given | ends | {"kinds": kinds, "layers": layers, "expert_imbalance": imbalance})
 
     def to_json(self, path: str | os.PathLike | None = None) -> str:
@@ -179,8 +180,8 @@ def _check_plain(given: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is {show(value)}, which is no object of texts: write {{}}")
 
 
-def _read_imbalance(given: Any) -> dict[int, float]:
-    """Reads figures by degree; JSON has the degrees as texts."""
+def read_imbalance(given: Any) -> dict[int, float]:
+    """Reads `expert_imbalance`; JSON has the degrees as texts. Raises `ValueError` for what is none."""
     if not isinstance(given, dict) or not all(str(degree).isdecimal() and int(degree) > 0 for degree in given):
         raise ValueError(
             f'expert_imbalance is {show(given)}, which is no object of figures by degree: write {{"2": 1.4}}'

@@ -29,7 +29,7 @@ from galvatron_hf.profiler.profiles.layers import (
     TimeFit,
     Times,
 )
-from galvatron_hf.profiler.profiles.model import ModelProfile
+from galvatron_hf.profiler.profiles.model import EXPERT_IMBALANCE, ModelProfile
 from galvatron_hf.profiler.trace.counting import Counts, OperationCount, count
 from galvatron_hf.profiler.trace.isolated_layers import IsolatedLayers, empty_model, layer_kinds, one_of_each
 from galvatron_hf.profiler.trace.shapes import model_shape_from_model, regions_of_kinds
@@ -223,7 +223,7 @@ def profile_of(
         optimizer_ms_per_weight=optimizer_ms[1],
         adding_ms_per_element=adding_ms,
         router_loss=adapter_for(model).router_loss(model) is not None,
-        assumed=assumed | ({"expert imbalance": IMBALANCE_TEXT} if has_experts else {}),
+        assumed=assumed | ({EXPERT_IMBALANCE: IMBALANCE_TEXT} if has_experts else {}),
         made=made,
     )
 
