@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from galvatron_hf import ParallelPlan
+from galvatron_hf import LayerStrategy, ParallelPlan
 from galvatron_hf.plan import Precision, Stage
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.space import Limits, layer_strategies, schedules, vocabulary_strategies
@@ -108,7 +108,7 @@ def draw_plans(world: int, model: ModelProfile, shape: Shape, count: int, seed: 
             for number in range(rounds)
             for index, layers in enumerate(zip((0, *cuts), (*cuts, share), strict=True))
         )
-        kinds = [drawn.choice(allowed) for _ in range(drawn.choice((1, 1, 2, 3)))]
+        kinds = [_drawn_strategy(allowed, drawn) for _ in range(drawn.choice((1, 1, 2, 3)))]
         plan = ParallelPlan(
             world_size=world,
             stacks={"decoder": shape.layers},
@@ -122,6 +122,12 @@ def draw_plans(world: int, model: ModelProfile, shape: Shape, count: int, seed: 
         )
         plans[plan.to_json()] = plan
     return list(plans.values())
+
+
+def _drawn_strategy(allowed: list[LayerStrategy], drawn: random.Random) -> LayerStrategy:
+    """Draws an expert degree first: few strategies have one above 1."""
+    degree = drawn.choice(sorted({one.expert for one in allowed}))
+    return drawn.choice([one for one in allowed if one.expert == degree])
 
 
 def brief(plan: ParallelPlan) -> str:

@@ -100,6 +100,8 @@ def test_uneven_choices_cost_time_and_memory():
     )
     assert uneven.step_ms > even.step_ms and max(uneven.memory_bytes) > max(even.memory_bytes)
     assert [model.imbalance(degree) for degree in (1, 2, 4, 8, 16)] == [1.0, 1.4, 2.1, 2.8, 2.8]
+    measured = replace(model, expert_imbalance={4: 1.3})
+    assert [measured.imbalance(degree) for degree in (1, 2, 4, 8)] == [1.0, 1.4, 1.3, 2.8]
 
 
 def test_the_loss_of_routers_costs_a_forward_where_it_needs_one():
@@ -150,6 +152,8 @@ def test_a_profile_of_experts_is_counted_and_kept_in_json(profile):
     "change, sentence",
     [
         (lambda experts: experts.update(count=0), "count is 0"),
+        (lambda experts: experts.update(top_k=9), "top_k=9.*do not fit together"),
+        (lambda experts: experts.update(count=16), "weights of .8. experts and 16"),
         (lambda experts: experts.update(degrees=[]), "degrees is \\[\\]"),
         (lambda experts: experts["degrees"].pop(0), "no expert=1"),
         (lambda experts: experts["degrees"][0].update(saved_bytes=-1), "saved_bytes is -1"),
@@ -164,7 +168,7 @@ def test_what_is_no_profile_of_experts_is_refused(profile, change, sentence):
 
 
 def test_an_imbalance_that_cannot_be_is_refused(profile):
-    for value in ({"2": 0.5}, {"two": 1.0}, [1.4]):
+    for value in ({"2": 0.5}, {"two": 1.0}, [1.4], {"4": 4.5}):
         with pytest.raises(ValueError, match="expert_imbalance"):
             ModelProfile.from_json(json.loads(profile.to_json()) | {"expert_imbalance": value})
 

@@ -30,6 +30,8 @@ from galvatron_hf.parallel.layers.experts import ParallelExperts
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.parallel.router_loss import RouterStatistics
 from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.trainer import expert_dispatch
+from galvatron_hf.trainer.expert_dispatch import DispatchTimes, ExpertDispatch, measured_imbalance
 from plans import expert_plans
 from ranks import run_ranks
 from test_mutations import complaint
@@ -141,22 +143,67 @@ def test_a_loss_of_ones_own_has_that_of_the_routers():
     run_ranks(work, 4)
 
 
-def test_losses_of_tokens_have_no_loss_of_the_routers():
+def test_losses_of_tokens_have_the_loss_of_the_routers():
+    """The output of `fused_lm_head=True`, an option of TRL's trainers, under a plan with and without stages."""
     wanted = oracle_of("mixtral")
-    model = copy.deepcopy(wanted.model)
-    inputs = {name: value for name, value in wanted.batch.items() if name != "labels"}
-    logits = model(**inputs).logits[:, :-1].flatten(0, 1)
-    torch.nn.functional.cross_entropy(logits, wanted.batch["labels"][:, 1:].flatten(), reduction="sum").backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    aux_loss = float(wanted.model(**wanted.batch).aux_loss)
 
     def work() -> None:
-        parallel = parallelize(copy.deepcopy(wanted.model), PLANS["expert_2"])
-        output = parallel.model(**wanted.batch, fused_lm_head=True)
-        (output.loss * (wanted.batch["labels"][:, 1:] != -100).sum()).backward()
-        parallel.units.finish_step()
-        assert_same_gradients(whole_gradients(parallel.model, model), gradients)
+        world = WorldMesh("cpu")
+        for name in ("expert_2", "1f1b"):
+            parallel = parallelize(copy.deepcopy(wanted.model), PLANS[name], world)
+            output = parallel.model(**wanted.batch, fused_lm_head=True)
+            assert_near("loss", float(output.loss), wanted.loss)
+            assert_near("aux_loss", float(output.aux_loss), aux_loss)
+            output.loss.backward()
+            parallel.units.finish_step()
+            assert_same_gradients(whole_gradients(parallel.model, wanted.model), wanted.gradients, where=name)
 
     run_ranks(work, 4)
+
+
+@pytest.mark.parametrize("configured", [True, False])
+def test_a_call_may_ask_for_the_loss_of_the_routers_or_not(configured):
+    plain = EXPERT_FAMILIES["mixtral"].build(output_router_logits=configured)
+    batch, found = BATCHES["right"](), {}
+    for asked in (None, True, False):
+        output = plain(**batch, use_cache=False, output_router_logits=asked)
+        found[asked] = float(output.loss), [name for name in output if name != "router_logits"]
+
+    def work() -> None:
+        world = WorldMesh("cpu")
+        for name in ("expert_2", "1f1b"):
+            parallel = parallelize(copy.deepcopy(plain), PLANS[name], world)
+            for asked, (loss, names) in found.items():
+                output = parallel.model(**batch, output_router_logits=asked)
+                assert_near(f"loss, {asked}", float(output.loss), loss)
+                assert list(output) == names and float(output[0]) == float(output.loss)
+            parallel.model.config.output_router_logits = not configured
+            assert_near("loss, changed", float(parallel.model(**batch).loss), found[not configured][0])
+            with pytest.raises(AttributeError, match="no rank keeps the router_logits"):
+                output.router_logits  # noqa: B018
+
+    run_ranks(work, 4)
+
+
+def test_predictions_without_what_routers_put_out():
+    """Those of plain Trainer with the same keys ignored; without them they are refused."""
+    ignored = ["aux_loss", "router_logits"]
+    evaluated = dict(eval_dataset=lambda: oracle.Rows(10, seed=2))
+    case = oracle.Case(plan=PLANS["expert_2"], family="mixtral", train=None, trainer=evaluated)
+
+    def predict(trainer) -> list:
+        prediction = trainer.predict(trainer.eval_dataset, ignore_keys=ignored)
+        return [prediction.predictions, prediction.metrics["test_loss"]]
+
+    oracle.check_cases({"ignored": replace(case, after=predict)})
+
+    def work() -> str:
+        with pytest.raises(ValueError) as refused:
+            oracle.run_case(replace(case, after=lambda trainer: trainer.predict(trainer.eval_dataset)))
+        return str(refused.value)
+
+    assert all("aux_loss" in text and "ignore_keys=" in text for text in run_ranks(work, 4))
 
 
 def test_a_loss_of_logits_alone_leaves_the_routers_loss_out():
@@ -217,6 +264,51 @@ def test_trainer_sends_centroids_and_says_what_it_saved():
             assert 0 < log["expert_rows_sent"] < 1 and log["expert_bytes_saved"] > 0
             assert 0 < log["expert_residual"] <= 2.0 and 0 < log["expert_cosine"] <= 1
         assert [log["loss"] for log in of_auto][0] != [log["loss"] for log in logs][0]  # its first step is plain
+
+
+def test_auto_measures_and_decides_and_leaves_the_logs_alone(monkeypatch):
+    """Decides after steps 1 and 3 for what is said to be faster; counts clusters in no other step of plain rows."""
+    monkeypatch.setattr(expert_dispatch, "AUTO_EVERY", 2)
+    options = dict(expert_dispatch="auto", lsh_hashes=2, lsh_width=4)
+    case = oracle.Case(plan=PLANS["expert_4"], family="qwen3_moe", own_options=options, options=dict(max_steps=4))
+
+    def work(faster: str) -> tuple[list, list, dict]:
+        probed, measured = [], ExpertDispatch._measured
+        ms = dict(plain_ms=1.0, lsh_ms=0.5) if faster == "lsh" else dict(plain_ms=0.5, lsh_ms=1.0)
+
+        def decided(self, *args) -> DispatchTimes:
+            assert measured(self, *args).plain_ms > 0
+            return DispatchTimes(**ms)
+
+        def noted(self, *args, **kwargs):
+            probed.append(self.block.current.value.key[1])
+            return CLUSTERS(self, *args, **kwargs)
+
+        with (
+            patch.object(ExpertDispatch, "_measured", decided),
+            patch.object(ParallelExperts, "_clusters", noted),
+        ):
+            outcome = oracle.run_case(replace(case, after=lambda trainer: [trainer.expert_imbalance[4]]))
+        sent = [log.get("expert_rows_sent") for log in outcome.logs if "loss" in log]
+        return sent, sorted(set(probed)), outcome.results["after"]
+
+    for faster, steps in (("lsh", [0, 1, 2, 3]), ("plain", [0, 2])):
+        for sent, probed, (imbalance,) in run_ranks(work, 4, faster):
+            assert [one is not None for one in sent] == [faster == "lsh" and step > 0 for step in range(4)]
+            assert probed == steps and 1.0 <= imbalance <= 4.0
+
+
+def test_imbalance_is_that_of_forwards_not_of_their_sum():
+    """Two ranks get all rows in turn: their sums are even, and each forward is as uneven as can be."""
+
+    def work() -> dict[int, float]:
+        parallel = parallelize(EXPERT_FAMILIES["mixtral"].build(), expert_plans()["expert_4"])
+        for block in parallel.blocks:
+            rank = block.experts.group.rank()
+            block.experts._received.extend([64 * (rank == turn % 4) for turn in range(8)])
+        return measured_imbalance(parallel)
+
+    assert run_ranks(work, 4) == [{4: 4.0}] * 4
 
 
 @pytest.mark.parametrize(
@@ -320,7 +412,7 @@ def with_divided_expert_gradients() -> Iterator[None]:
         yield
 
 
-ROUTE, RUN = experts.route, ParallelExperts._run
+ROUTE, RUN, CLUSTERS = experts.route, ParallelExperts._run, ParallelExperts._clusters
 MUTATIONS = {
     "a token at the wrong expert": (replaced(experts, "route", to_a_wrong_expert), "expert_2", "loss"),
     "weights of choices twice": (replaced(ParallelExperts, "_run", with_weights_twice), "expert_4", "loss"),

@@ -23,7 +23,7 @@ from galvatron_hf.planner.estimate import Estimate
 from galvatron_hf.planner.report.alternatives import Alternative
 from galvatron_hf.planner.space import Limits
 from galvatron_hf.profiler.profiles.hardware import DEVICES, HardwareProfile
-from galvatron_hf.profiler.profiles.model import EXPERT_IMBALANCE, ModelProfile, read_imbalance
+from galvatron_hf.profiler.profiles.model import ModelProfile, read_imbalance
 from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.utils.progress import at_work
 from galvatron_hf.utils.units import GIB
@@ -130,8 +130,7 @@ def _with_imbalance(model: ModelProfile, given: list[str]) -> ModelProfile:
         found = {int(degree): float(ratio) for degree, _, ratio in pairs}
     except ValueError:
         raise ValueError(f"--expert-imbalance {' '.join(given)} is not DEGREE=X: give such as 4=1.3.") from None
-    assumed = {name: text for name, text in model.assumed.items() if name != EXPERT_IMBALANCE}
-    return replace(model, expert_imbalance=read_imbalance(found), assumed=assumed)
+    return replace(model, expert_imbalance=read_imbalance(found))
 
 
 def virtual_stages_of(given: argparse.Namespace) -> int:

@@ -206,7 +206,7 @@ class LayerPlace:
 class ModelAdapter:
     """Describes one model family: stacks of layers, in the order of the forward pass, between an embedding and a head.
     `logit_transform` is what the family does after its head; `loss` is computed from labels and logits. `router_loss`
-    returns what the family adds to it for its routers, None if nothing.
+    returns what the family adds to it for its routers if it is asked to, None if nothing.
     """
 
     stacks: tuple[StackAdapter, ...] = (StackAdapter(),)
@@ -266,6 +266,10 @@ class ModelAdapter:
         heads = [place.stack.heads(base_model(model).config) for place in self.places(model)]
         counts = [(one.query, one.key_value) for one in heads]
         return resolve(plan, heads=counts, tied=self.ties_embeddings(model), experts=self.expert_counts(model))
+
+    def adds_router_loss(self, model: PreTrainedModel) -> bool:
+        """Tells whether the model's configuration asks for the loss of its routers, and the family has one."""
+        return getattr(model.config, "output_router_logits", False) and self.router_loss(model) is not None
 
     def expert_counts(self, model: PreTrainedModel) -> list[int]:
         """Returns the number of experts of each layer, 0 for a dense one."""

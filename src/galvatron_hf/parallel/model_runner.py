@@ -184,8 +184,18 @@ class ModelRunner:
             documents=documents,
         )
 
-    def router_statistics(self, device: torch.device) -> RouterStatistics | None:
-        """Returns counts of a new batch, for [`ModelRunner.micro_batch`]; None if no loss balances experts."""
+    def router_statistics(self, device: torch.device, asked: bool | None = None) -> RouterStatistics | None:
+        """Returns counts of a new batch, for [`ModelRunner.micro_batch`]; None if no loss balances experts. `asked` is
+        `output_router_logits` of the call; by default the configuration says whether the family adds the loss.
+        """
+        asked = getattr(self.model.config, "output_router_logits", False) if asked is None else asked
+        if not asked:
+            return None
+        if self.router_loss is None and hasattr(self.model, "router_aux_loss_coef"):
+            raise ValueError(
+                f"The model was called with output_router_logits=True, and {type(self.model).__name__} has a loss of "
+                "its routers that no adapter covers; leave it out of the call."
+            )
         return None if self.router_loss is None else RouterStatistics(self.router_loss, device)
 
     def run(

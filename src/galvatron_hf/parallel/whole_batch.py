@@ -35,7 +35,6 @@ _OPTIONS: dict[str, tuple] = {
     "use_cache": (None, False),
     "output_attentions": (None, False),
     "output_hidden_states": (None, False),
-    "output_router_logits": (None, False),
     "logits_to_keep": (None, 0),
     "cache_position": (None,),
     "past_key_values": (None,),
@@ -58,6 +57,14 @@ class WholeOutput(ModelOutput):
         """Returns this output, whose logits `gather` makes when they are read."""
         self.__dict__["_gather"] = gather
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "router_logits":
+            raise AttributeError(
+                "Under a parallel plan no rank keeps the router_logits of all layers; read aux_loss, the loss that "
+                "they have together."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _gathered(self) -> None:
         gather = self.__dict__.pop("_gather", None)
@@ -128,16 +135,17 @@ class WholeBatchForward:
         """
         inputs = self._arguments(args, kwargs)
         per_token, as_dict = inputs.pop("fused_lm_head", False), inputs.pop("return_dict", None)
+        routers = self.runner.router_statistics(inputs["input_ids"].device, inputs.pop("output_router_logits", None))
         as_dict = self.runner.model.config.return_dict if as_dict is None else as_dict
         self._check_same(inputs["input_ids"])
         self.runner.position.micro_batch = self.call
         if self.pipeline is None:
             self.call += 1
-            output = self._run(inputs, per_token)
+            output = self._run(inputs, per_token, routers)
         else:
-            output = self._run_in_pipeline(inputs)
+            output = self._run_in_pipeline(inputs, routers)
             if per_token:
-                output = self._per_token(output.logits, inputs)
+                output = self._per_token(output, inputs, routers)
         return output if as_dict else output.to_tuple()
 
     @contextlib.contextmanager
@@ -210,12 +218,11 @@ class WholeBatchForward:
 
     # ---- Without a pipeline ----
 
-    def _run(self, inputs: dict[str, Any], per_token: bool) -> ModelOutput:
+    def _run(self, inputs: dict[str, Any], per_token: bool, routers: RouterStatistics | None) -> ModelOutput:
         if torch.is_grad_enabled():
             self.units.begin_micro_batch(last=self.ends_step)
         labels = {name: inputs.pop(name, None) for name in self._loss.names} if per_token else {}
-        items, device = inputs.get("num_items_in_batch"), inputs["input_ids"].device
-        routers = None if per_token else self.runner.router_statistics(device)
+        items = inputs.get("num_items_in_batch")
         with self.timeline.span(Action(Work.FORWARD, 0, self.batch)):
             output = self.runner(**inputs, return_logits=True, routers=routers)
         rows = inputs["input_ids"].shape[0]
@@ -230,38 +237,36 @@ class WholeBatchForward:
         group = self.runner.mesh.block(self.runner.mesh.size)
         if per_token:
             labels = {name: None if value is None else value[own] for name, value in labels.items()}
-            return per_token_output(
+            output = per_token_output(
                 local,
                 labels[self._loss.labels],
                 labels[self._loss.targets],
                 items,
                 whole_rows=lambda tensor: gather_rows(tensor, parts, group),
             )
-        whole = self._with_routers(WholeOutput(loss=output.loss), local, routers)
+            return _with_router_loss(output, self._of_routers(routers, output.loss), routers)
+        aux_loss = self._of_routers(routers, local if output.loss is None else output.loss)
+        whole = _with_router_loss(WholeOutput(loss=output.loss), aux_loss, routers)
         return whole.gathered_by(lambda: gather_rows(local, parts, group))
 
-    def _with_routers(
-        self, output: WholeOutput, logits: torch.Tensor, routers: RouterStatistics | None
-    ) -> WholeOutput:
-        """Completes the counts of a batch, and adds its routers' loss to the output."""
-        if routers is not None:
-            routers.sum_over_ranks()
-            output.aux_loss = routers.added_to(logits if output.loss is None else output.loss)
-            if output.loss is not None:
-                output.loss = output.loss + routers.kind.coefficient * output.aux_loss
-        return output
+    def _of_routers(self, routers: RouterStatistics | None, anchor: torch.Tensor) -> torch.Tensor | None:
+        """Completes the counts of a batch; returns its routers' loss, see [`RouterStatistics.added_to`]."""
+        if routers is None:
+            return None
+        routers.sum_over_ranks()
+        return routers.added_to(anchor)
 
     def _backward_begins(self, gradient: torch.Tensor) -> None:
         self.timeline.action = Action(Work.BACKWARD, 0, self.batch)
 
     # ---- With a pipeline ----
 
-    def _run_in_pipeline(self, inputs: dict[str, Any]) -> WholeOutput:
+    def _run_in_pipeline(self, inputs: dict[str, Any], routers: RouterStatistics | None) -> WholeOutput:
         """Runs the forward of all micro-batches, and has the backward of all follow when the caller's begins."""
         if self._loss.is_labelled(inputs) and inputs.get("num_items_in_batch") is None:
             inputs["num_items_in_batch"] = count_targets(inputs, self._loss)
         options = {"num_items_in_batch": inputs.pop("num_items_in_batch", None), "return_logits": True}
-        options["routers"] = routers = self.runner.router_statistics(inputs["input_ids"].device)
+        options["routers"] = routers
         parts = split_rows(inputs, min(self.plan.micro_batch_count, inputs["input_ids"].shape[0]))
         batches = []
         for part in parts:
@@ -273,8 +278,9 @@ class WholeBatchForward:
             loss, logits = _PipelineStep.apply(anchor, self, batches)
         else:
             loss, logits = self.whole_outputs(batches, self.pipeline.evaluate(batches))
-        output = WholeOutput(loss=loss if batches[0].targets is not None else None, logits=logits)
-        return self._with_routers(output, logits, routers)
+        loss = loss if batches[0].targets is not None else None
+        aux_loss = self._of_routers(routers, logits if loss is None else loss)
+        return _with_router_loss(WholeOutput(loss=loss), aux_loss, routers, logits=logits)
 
     def rows_of(self, batch: MicroBatch) -> list[slice]:
         """Returns the rows of a micro-batch whose logits each rank of the last stage has."""
@@ -311,9 +317,26 @@ class WholeBatchForward:
     def _loss(self) -> LossKind:
         return self.runner.loss
 
-    def _per_token(self, logits: torch.Tensor, inputs: dict[str, Any]) -> ModelOutput:
+    def _per_token(self, output: WholeOutput, inputs: dict[str, Any], routers: RouterStatistics | None) -> ModelOutput:
         labels = [inputs.get(name) for name in (self._loss.labels, self._loss.targets)]
-        return per_token_output(logits, *labels, inputs.get("num_items_in_batch"))
+        made = per_token_output(output.logits, *labels, inputs.get("num_items_in_batch"))
+        return _with_router_loss(made, output.aux_loss, routers)
+
+
+def _with_router_loss(
+    output: ModelOutput,
+    aux_loss: torch.Tensor | None,
+    routers: RouterStatistics | None,
+    logits: torch.Tensor | None = None,
+) -> ModelOutput:
+    """Returns an output with the routers' loss in its loss and beside it, in the order of the families' outputs."""
+    loss = output.loss
+    if routers is not None and loss is not None:
+        loss = loss + routers.kind.coefficient * aux_loss
+    others = {name: value for name, value in output.items() if name != "loss"}
+    if logits is not None:
+        others["logits"] = logits
+    return type(output)(loss=loss, aux_loss=aux_loss, **others)
 
 
 class _PipelineStep(torch.autograd.Function):

@@ -54,6 +54,8 @@ class Evaluator:
         """Returns loss, logits and labels of a global batch, the last two None if `loss_only`; collective. Loss and
         labels are None if the batch lacks one of the label names. Logits are an empty tuple if they are `ignored`.
         """
+        if not loss_only:
+            self._check_router_outputs(ignored)
         batch = self.prepare(dict(whole))
         labels = self._labels(batch)
         self._begin(batch, whole=False, has_loss=labels is not None)
@@ -71,6 +73,16 @@ class Evaluator:
             labels = tuple(self.share(labels).values())
             labels = labels[0] if len(labels) == 1 else labels
         return outputs.loss, () if "logits" in ignored else outputs.logits, labels
+
+    def _check_router_outputs(self, ignored: Collection[str]) -> None:
+        """Refuses predictions in which plain Trainer would have what routers put out."""
+        names, model = ("aux_loss", "router_logits"), self.parallel.model
+        if self.parallel.adapter.adds_router_loss(model) and not {*names} <= {*ignored}:
+            raise ValueError(
+                f"The predictions of {type(model).__name__} with output_router_logits=True would have aux_loss and "
+                "the router_logits of all layers, which no rank keeps; give evaluate and predict "
+                f"ignore_keys={list(names)}, or set model.config.keys_to_ignore_at_inference to them."
+            )
 
     def generate(
         self,

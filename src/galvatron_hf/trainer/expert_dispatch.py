@@ -84,10 +84,9 @@ class ExpertDispatch(TrainerCallback):
     times: DispatchTimes | None = None
 
     def __post_init__(self):
+        self._steps = 0  # of this run
         if self.mode == "lsh":
             self._use(self.options)
-        elif self.mode == "auto":
-            self._probe(True)
 
     @property
     def experts(self) -> list[ParallelExperts]:
@@ -109,13 +108,28 @@ class ExpertDispatch(TrainerCallback):
             logs["expert_residual"] = sum(float(one.mean_residual) * one.pairs for one in taken if one.pairs) / rows
             logs["expert_cosine"] = sum(float(one.mean_cosine) * one.pairs for one in taken if one.pairs) / rows
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._steps = 0
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Has the clusters counted that there would be, in a step of plain rows after which "auto" decides."""
+        if self._decides:
+            self._probe(self.options)
+
     def on_step_end(self, args, state, control, **kwargs):
-        """Decides again under "auto", after the first step and then every `AUTO_EVERY`; collective."""
-        if self.mode == "auto" and state.global_step % AUTO_EVERY == 1:
+        """Decides under "auto" after the first step of a run, and then after every `AUTO_EVERY`; collective."""
+        if self._decides:
             self.decide()
+        self._steps += 1
+
+    @property
+    def _decides(self) -> bool:
+        """Tells whether "auto" decides after the present step."""
+        return self.mode == "auto" and self._steps % AUTO_EVERY == 0
 
     def decide(self) -> None:
         """Measures what a layer's rows cost in both ways and takes the faster way on all ranks; collective."""
+        self._probe(None)
         # The ranks of a message agree on its size; each stage measures its first layer with experts.
         found = [one for one in gather_objects(self._rows_and_rate()) if one is not None]
         if not found:
@@ -127,7 +141,6 @@ class ExpertDispatch(TrainerCallback):
             plain_ms=max(times.plain_ms for times in ranks), lsh_ms=max(times.lsh_ms for times in ranks)
         )
         self._use(self.options if self.times.pays else None)
-        self._probe(not self.times.pays)
         way = "as centroids" if self.times.pays else "one by one"
         self.tell(
             f"Rows travel to experts {way}: {self.times.plain_ms:.2f} ms a layer one by one, "
@@ -138,19 +151,15 @@ class ExpertDispatch(TrainerCallback):
         for experts in self.experts:
             experts.compression = options
 
-    def _probe(self, probes: bool) -> None:
+    def _probe(self, options: LshDispatch | None) -> None:
         """Lets plain dispatch count the clusters that there would be."""
         for experts in self.experts:
-            experts.probed = self.options if probes else None
+            experts.probed = options
 
     def _rows_and_rate(self) -> tuple[int, float] | None:
         """Returns the rows of a layer's forward on this rank, and centroids for each, on average over its layers."""
-        found = []
-        for experts in self.experts:
-            loads, sent = experts.take_loads(), experts.take_statistics()
-            rate = sent.centroids / sent.pairs if sent.pairs else loads.cluster_rate()
-            if rate is not None and loads.rows_of_a_forward:
-                found.append((loads.rows_of_a_forward, rate))
+        last = [experts.last for experts in self.experts]
+        found = [(one.rows, float(one.clusters) / one.rows) for one in last if one.rows and one.clusters is not None]
         return (max(rows for rows, _ in found), statistics.fmean(rate for _, rate in found)) if found else None
 
     def _measured(self, experts: ParallelExperts, rows: int, rate: float) -> DispatchTimes:
@@ -192,22 +201,20 @@ def _median_ms(clock: DeviceClock, run: Callable[[], object]) -> float:
 
 
 def measured_imbalance(parallel: ParallelModel) -> dict[int, float]:
-    """Returns, by expert degree, the most choices that arrived at a rank over their mean, on average over layers and
-    since this was last called; collective. Empty without experts on several ranks.
+    """Returns, by expert degree, the most rows that arrived at a rank in a forward over their mean, on average over
+    layers and the last forwards of training; collective. Empty without experts on several ranks.
     """
     own = {}
     for block in parallel.blocks:
         if block.experts is not None and block.experts.group is not None:
-            degree = block.resolved.strategy.expert
-            own[block.resolved.index] = degree, block.experts.take_loads().received
-    ranks = gather_objects(own)
-    layers: dict[int, list[tuple[int, int]]] = {}
-    for rank in ranks:
+            own[block.resolved.index] = block.resolved.strategy.expert, block.experts.take_received()
+    layers: dict[int, list[tuple[int, list[int]]]] = {}
+    for rank in gather_objects(own):
         for index, found in rank.items():
             layers.setdefault(index, []).append(found)
     ratios: dict[int, list[float]] = {}
     for found in layers.values():
-        counts = [count for _, count in found]
-        if sum(counts):
-            ratios.setdefault(found[0][0], []).append(max(counts) * len(counts) / sum(counts))
+        for counts in zip(*(received for _, received in found), strict=True):  # of all ranks in one forward
+            if sum(counts):
+                ratios.setdefault(found[0][0], []).append(max(counts) * len(counts) / sum(counts))
     return {degree: statistics.fmean(found) for degree, found in sorted(ratios.items())}

@@ -61,7 +61,7 @@ def check_trainer(trainer: Trainer, given: ParallelPlan | None, planner: AutoPla
     check_plan(plan)
     adapter = adapter_for(trainer.model)
     check_model(trainer.model, adapter, plan)
-    if adapter.router_loss(trainer.model) is not None:
+    if adapter.adds_router_loss(trainer.model):
         _check_router_loss(trainer)
 
 

@@ -17,8 +17,9 @@ recompute use the numbers of the forward. The `eager` experts of transformers wa
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -75,38 +76,17 @@ class Routing:
     clusters: torch.Tensor | None = None
 
 
-@dataclass(kw_only=True)
-class DispatchLoads:
-    """Sums over the forwards of one layer on this rank in training, recomputed ones too.
+FORWARDS_KEPT = 1000  # of which the numbers of rows are kept for [`ParallelExperts.take_received`]
 
-    Attributes:
-        forwards, rows, received (`int`): forwards, choices of this rank's tokens, and rows that arrived.
+
+@dataclass(kw_only=True)
+class LastForward:
+    """Holds the rows that the last forward of a layer in training brought on this rank, and the clusters that they
+    were or would have been; None if nothing was clustered.
     """
 
-    forwards: int = 0
     rows: int = 0
-    received: int = 0
-    _clusters: torch.Tensor | None = field(default=None, init=False)
-    _probed: int = field(default=0, init=False)
-    _last: int = field(default=0, init=False)
-
-    def add(self, rows: int, received: int) -> None:
-        self.forwards, self.rows, self.received = self.forwards + 1, self.rows + rows, self.received + received
-        self._last = rows
-
-    def add_clusters(self, counts: torch.Tensor) -> None:
-        """Adds the clusters [experts] of the forward that was added last."""
-        total = counts.sum()
-        self._clusters = total if self._clusters is None else self._clusters + total
-        self._probed += self._last
-
-    @property
-    def rows_of_a_forward(self) -> int:
-        return round(self.rows / self.forwards) if self.forwards else 0
-
-    def cluster_rate(self) -> float | None:
-        """Returns clusters for each row of the probed forwards; waits for the device. None if none was probed."""
-        return float(self._clusters) / self._probed if self._probed else None
+    clusters: torch.Tensor | int | None = None
 
 
 class SharedExperts:
@@ -164,6 +144,7 @@ class ParallelExperts:
     Attributes:
         probed ([`LshDispatch`], *optional*): whose clusters are counted while each choice is a row.
         features (`int`): of hidden states, known after the first forward.
+        last ([`LastForward`]): the last forward in training.
     """
 
     def __init__(
@@ -181,10 +162,11 @@ class ParallelExperts:
         self.compute: Callable = module.forward
         self._logits: torch.Tensor | None = None
         self._statistics = DispatchStatistics()
-        self._projections: torch.Tensor | None = None
+        self._projections: dict[tuple, torch.Tensor] = {}
         self.probed: LshDispatch | None = None
         self.features = 0
-        self._loads = DispatchLoads()
+        self.last = LastForward()
+        self._received: deque[int] = deque(maxlen=FORWARDS_KEPT)
         self.shared: SharedExperts | None = None
         self._given: torch.Tensor | None = None
 
@@ -230,9 +212,12 @@ class ParallelExperts:
         rows = hidden[routing.order // choices.shape[1]]
         self.features = hidden.shape[1]
         if self.module.training:
-            self._loads.add(len(rows), sum(routing.received))
-            if self.probed is not None:
-                self._loads.add_clusters(self._clusters(choices, hidden, routing.order, self.probed).counts)
+            self._received.append(sum(routing.received))
+            self.last = LastForward(rows=len(rows))
+            if routing.clusters is not None:
+                self.last.clusters = sum(routing.sent)
+            elif self.probed is not None:
+                self.last.clusters = self._clusters(choices, hidden, routing.order, self.probed).counts.sum()
         if routing.clusters is None:
             back = self._there_and_back(rows, routing)
         else:
@@ -278,9 +263,12 @@ class ParallelExperts:
         taken, self._statistics = self._statistics, DispatchStatistics()
         return taken
 
-    def take_loads(self) -> DispatchLoads:
-        """Returns the rows of training since this was last called."""
-        taken, self._loads = self._loads, DispatchLoads()
+    def take_received(self) -> list[int]:
+        """Returns the rows that arrived in each forward of training since this was last called, those of a recompute
+        and of a forward for counts too; the last `FORWARDS_KEPT` of them.
+        """
+        taken = list(self._received)
+        self._received.clear()
         return taken
 
     # ---- Routing ----
@@ -305,11 +293,11 @@ class ParallelExperts:
         self, choices: torch.Tensor, hidden: torch.Tensor, order: torch.Tensor, options: LshDispatch
     ) -> Clusters:
         """Returns the clusters of the choices in `order`. Hashes the tokens, of which each has several choices."""
-        if self._projections is None or self._projections.device != hidden.device:
-            layer, features = self.block.resolved.index, hidden.shape[1]
-            self._projections = projections(options, features, layer, hidden.device)
+        key = options, hidden.shape[1], self.block.resolved.index, hidden.device
+        if key not in self._projections:
+            self._projections = {key: projections(*key)}
         token, hidden = order // choices.shape[1], hidden.detach()
-        hashed = buckets(hidden, self._projections)[token]
+        hashed = buckets(hidden, self._projections[key])[token]
         return clusters(hidden[token], choices.flatten()[order], hashed, options, self.count)
 
     def _new_routing(self, choices: torch.Tensor, hidden: torch.Tensor) -> Routing:

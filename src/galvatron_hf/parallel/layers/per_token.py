@@ -18,7 +18,9 @@ class PerTokenOutput(ModelOutput):
     """Holds values [B, S - 1] of the next-token targets, zero without a target; [B, S] for shifted labels.
 
     Attributes:
-        loss (`torch.Tensor`): minus the sum of `log_probs`, divided by the items of the batch.
+        loss (`torch.Tensor`): minus the sum of `log_probs`, divided by the items of the batch, and what the family
+            adds for its routers.
+        aux_loss (`torch.Tensor`, *optional*): the routers' loss without its coefficient.
         log_probs (`torch.Tensor`): log-probability of each target.
         entropy (`torch.Tensor`): entropy of the distribution over the vocabulary, without gradient.
         log_sum_sq_probs (`torch.Tensor`): logarithm of the sum of squared probabilities, without gradient.
@@ -28,6 +30,7 @@ class PerTokenOutput(ModelOutput):
     """
 
     loss: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
     log_probs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     log_sum_sq_probs: torch.Tensor | None = None

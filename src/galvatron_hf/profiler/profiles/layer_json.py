@@ -80,12 +80,20 @@ def read_layer(where: str, given: Any) -> LayerProfile:
         check_bool(f"{place}.megatron_sp", entry["megatron_sp"])
         check_int(f"{place}.ulysses", entry["ulysses"], high=MAX_SIZE)
         _read_bytes(place, entry, tuple(entry[name] for name in _STRATEGY), found)
+    weights = read_each(f"{where}.weights", given["weights"], _read_weight)
+    experts = _read_experts(f"{where}.experts", given["experts"]) if given.get("experts") is not None else None
+    counts = {weight.shape[0] for weight in weights if weight.of_experts}
+    if counts != ({experts.count} if experts is not None else set()):
+        raise ValueError(
+            f"{where} has weights of {sorted(counts)} experts and {experts and experts.count} in experts: make them "
+            "agree"
+        )
     return LayerProfile(
-        weights=read_each(f"{where}.weights", given["weights"], _read_weight),
+        weights=weights,
         times=_read_times(f"{where}.times", given["times"]),
         regions=given["regions"],
         saves_after_last_region=given["saves_after_last_region"],
-        experts=_read_experts(f"{where}.experts", given["experts"]) if given.get("experts") is not None else None,
+        experts=experts,
         **found,
     )
 
@@ -104,6 +112,12 @@ def _read_experts(where: str, given: Any) -> ExpertsProfile:
             check_number(f"{place}.{name}", entry.get(name, 0.0))
         read = {name: _read_fit(f"{place}.{name}", entry[name]) for name in fits}
         degrees[entry["expert"]] = ExpertTimes(**read, **{name: entry[name] for name in numbers if name in entry})
+    for degree in degrees:
+        if given["count"] % degree or given["top_k"] > given["count"]:
+            raise ValueError(
+                f"{where} has count={given['count']}, top_k={given['top_k']} and expert={degree}, which do not fit "
+                "together: a token chooses different experts, and ranks have equally many"
+            )
     if 1 not in degrees:
         raise ValueError(f"{where}.degrees has no expert=1, with which the others are compared: add it")
     return ExpertsProfile(count=given["count"], top_k=given["top_k"], degrees=degrees)

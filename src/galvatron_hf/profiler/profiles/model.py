@@ -66,7 +66,7 @@ class ModelProfile:
             weights; 0 if not calibrated.
         router_loss (`bool`): Whether the model adds a loss of its routers.
         expert_imbalance (`Mapping[int, float]`): Most choices of experts that arrive at a rank over their mean, by
-            expert degree; empty if nothing was measured.
+            expert degree, where it was measured.
         stacks (`Mapping[str, int]`): Number of layers of each stack, as in [`ParallelPlan`]; empty for one stack.
         assumed, made (`Mapping[str, str]`): As in [`HardwareProfile`].
     """
@@ -109,10 +109,10 @@ class ModelProfile:
         return any(kind.experts is not None for kind in self.kinds)
 
     def imbalance(self, degree: int) -> float:
-        """Returns the most choices that arrive at a rank over their mean. Between two known degrees it is that of the
-        lower one, and above them that of the highest.
+        """Returns the most choices that arrive at a rank over their mean: `expert_imbalance` where it has a figure,
+        else the assumed one. Between two known degrees it is that of the lower one, above them that of the highest.
         """
-        known = {1: 1.0} | dict(self.expert_imbalance or ASSUMED_IMBALANCE)
+        known = {1: 1.0} | ASSUMED_IMBALANCE | dict(self.expert_imbalance)
         return known[max(each for each in known if each <= degree)]
 
     @classmethod
@@ -188,6 +188,8 @@ def read_imbalance(given: Any) -> dict[int, float]:
         )
     for degree, value in given.items():
         check_number(f"expert_imbalance of {degree}", value, low=1.0)
+        if value > int(degree):
+            raise ValueError(f"expert_imbalance of {degree} is {show(value)}, but all rows at one rank are {degree}")
     return {int(degree): value for degree, value in given.items()}
 
 

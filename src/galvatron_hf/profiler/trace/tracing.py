@@ -44,7 +44,7 @@ BANDWIDTHS = {"a100": 2.04e12, "h100": 3.35e12, "h200": 4.8e12, "4090": 1.01e12}
 FLOPS_PER_BYTE = {"gpu": 200.0, "cpu": 20.0}
 CPU_FLOPS = 1e13  # FLOP/s that no CPU core reaches
 IMBALANCE_TEXT = (
-    "most choices at a rank over their mean as in trained routers of 8 experts; not measured for this model"
+    "most rows at a rank over their mean as in trained routers of 8 experts, for degrees that expert_imbalance lacks"
 )
 ADAM_BYTES = 7 * 4  # AdamW reads a weight, its gradient and two moments, and writes all but the gradient, in fp32
 ADDING_BYTES = 3 * 4  # bytes moved per element by a sum of two gradients in fp32
@@ -222,7 +222,7 @@ def profile_of(
         optimizer_ms_per_element=optimizer_ms[0],
         optimizer_ms_per_weight=optimizer_ms[1],
         adding_ms_per_element=adding_ms,
-        router_loss=adapter_for(model).router_loss(model) is not None,
+        router_loss=adapter_for(model).adds_router_loss(model),
         assumed=assumed | ({EXPERT_IMBALANCE: IMBALANCE_TEXT} if has_experts else {}),
         made=made,
     )
