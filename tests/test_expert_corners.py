@@ -7,6 +7,7 @@ and compiled layers to which another number of rows comes in every step.
 from __future__ import annotations
 
 import copy
+import weakref
 from unittest.mock import patch
 
 import pytest
@@ -155,6 +156,35 @@ def test_experts_in_bf16():
             assert abs(other - loss) < 1e-5 * loss  # experts compute on the same rows, in the same type
             for name, gradient in gradients.items():
                 assert float((seen[name] - gradient).norm()) < 2**-8 * float(gradient.norm()), name
+
+
+# ---- Recompute ----
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("expert", [1, 2])
+def test_a_recompute_leaves_nothing_behind(family, expert):
+    """Hidden states that outlive the backward of their layer hold its recomputed activations."""
+    model, batch = EXPERT_FAMILIES[family].build(num_hidden_layers=3), BATCHES["plain"]()
+    with_experts = S(expert=expert, recompute="full")
+    second = S(recompute="full") if family == "qwen2_moe" else with_experts  # it is dense
+    plan = plan_of((with_experts, second, with_experts), 2)
+
+    def work() -> tuple[int, list[int]]:
+        parallel, given, alive = parallelize(model, plan), [], []
+        layers = [block for block in parallel.blocks if block.experts is not None]
+        for block in layers:
+            block.experts.module.register_forward_pre_hook(lambda module, args: given.append(weakref.ref(args[0])))
+        first = parallel.blocks[0].layer.get_parameter("input_layernorm.weight")
+        first.register_post_accumulate_grad_hook(
+            lambda weight: alive.append(sum(tensor() is not None for tensor in given))
+        )
+        parallel.forward_backward(batch)
+        alive.append(sum(tensor() is not None for tensor in given))
+        return len(given) - 2 * len(layers), alive
+
+    for calls, alive in run_ranks(work, 2):
+        assert calls == 0 and not any(alive), alive
 
 
 # ---- torch.compile ----

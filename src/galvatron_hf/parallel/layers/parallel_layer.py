@@ -149,9 +149,11 @@ class ParallelLayer:
             self.bounds = batch.documents.bounds_within(self.pack(batch))
             self.bounds.on(hidden.device)  # a compiled layer finds the copy
         self._forget()
-        with self.current.active(batch), stream, local_parameters(self.views):
-            output = self.original(hidden, **arguments)
-        self._forget()
+        try:
+            with self.current.active(batch), stream, local_parameters(self.views):
+                output = self.original(hidden, **arguments)
+        finally:
+            self._forget()  # a recompute stops at the last tensor that the backward needs, by an exception
         if batch.documents is not None and not self.attended:
             raise ValueError(
                 f"The attention of {type(self.layer).__name__} does not call the registered attention function, so "
