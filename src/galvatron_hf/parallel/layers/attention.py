@@ -43,6 +43,8 @@ class ParallelAttention:
         dropout_stream (`Callable[[], ContextManager]`): the stream for attention dropout, one per shard of heads.
         document_bounds (`Callable[[], DocumentBounds | None]`): returns the bounds of packed documents, None for rows
             that are not packed; called once for each call of the attention.
+        counts_from_row (`bool`): whether the module counts positions from the first of a row, so that documents may
+            not be packed. It is found once: a compiled layer that looked would be compiled for each layer.
     """
 
     kernel: Callable
@@ -51,6 +53,7 @@ class ParallelAttention:
     key_value_copies: int
     dropout_stream: Callable[[], contextlib.AbstractContextManager]
     document_bounds: Callable[[], DocumentBounds | None]
+    counts_from_row: bool
 
 
 def configured_kernel(module: nn.Module, implementation: str) -> Callable:
@@ -77,6 +80,7 @@ def attach_attention(
         key_value_copies=resolved.heads.copies,
         dropout_stream=dropout_stream,
         document_bounds=document_bounds,
+        counts_from_row=counts_positions(module) or cuts_chunks(module),
     )
     module.config = copy.copy(module.config)
     set_attention_implementation(module.config, IMPLEMENTATION)
@@ -158,7 +162,7 @@ def _document_options(module: nn.Module, given: dict[str, Any]) -> dict[str, Any
             f"{type(module).__name__} gives its attention {unknown[0]!r}, which attention by document does not "
             "support; train with packing='none'."
         )
-    if counts_positions(module) or cuts_chunks(module):
+    if module.parallel_attention.counts_from_row:
         raise ValueError(
             f"{type(module).__name__} counts the positions of a row from its first, which attention by document does "
             "not support; train with packing='none'."
