@@ -22,6 +22,7 @@ from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Vocabulary
 from ranks import run_ranks
 from test_compile import compiled
 from test_expert_costs import routings
+from test_packed_rows import long_tailed, packed
 from tiny_models import BATCHES, EXPERT_FAMILIES
 
 
@@ -185,6 +186,24 @@ def test_a_recompute_leaves_nothing_behind(family, expert):
 
     for calls, alive in run_ranks(work, 2):
         assert calls == 0 and not any(alive), alive
+
+
+# ---- Packed rows ----
+
+
+@pytest.mark.parametrize(
+    "options", [dict(attn_temperature_tuning=True), dict(layer_types=["chunked_attention", "full_attention"])]
+)
+def test_attention_that_counts_from_the_first_position_of_a_row_refuses_packed_rows(options):
+    """Llama 4 scales queries by their position in the row, and attends within chunks of it."""
+    model = EXPERT_FAMILIES["llama4_text"].build(num_hidden_layers=2, no_rope_layers=[1, 0], **options)
+
+    def work() -> None:
+        parallel = parallelize(model, plan_of((S(),) * 2, 1))
+        with pytest.raises(ValueError, match="Llama4TextAttention counts the positions of a row.*packing='none'"):
+            parallel.forward_backward(packed(parallel, long_tailed(), 1))
+
+    run_ranks(work, 1)
 
 
 # ---- torch.compile ----
