@@ -25,19 +25,13 @@ import torch.distributed as dist
 from cpu_quota import QuotaError
 from hosts import HostError, one_host, two_hosts
 from interleaved_worlds import on_ranks
-from lsh_rate import batch_of, build, options_of
+from lsh_rate import add_model_arguments, batch_of, build, corpus_of_bytes, options_of
 from overhead import interval
 from plan_runs import devices
 from transformers import AutoModelForCausalLM
 
-from data.python_stdlib import load_python_stdlib
 from galvatron_hf import LayerStrategy, ParallelPlan, parallelize
 from galvatron_hf.parallel.model import ParallelModel
-
-
-def corpus_of_bytes() -> torch.Tensor:
-    text = "".join(load_python_stdlib()["text"]).encode()
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
 
 def train(options: argparse.Namespace) -> None:
@@ -122,11 +116,7 @@ def main() -> None:
     parser.add_argument("--train_steps", type=int, default=1600)
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--turn_steps", type=int, default=3)
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--hidden", type=int, default=96)
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--learning_rate", type=float, default=2e-3)
+    add_model_arguments(parser)
     options = parser.parse_args()
     train(options)
     corpus = corpus_of_bytes()

@@ -172,21 +172,30 @@ def train(corpus: torch.Tensor, way: str, options: argparse.Namespace, seed: int
     )
 
 
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the model and of how it is trained."""
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=96)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--learning_rate", type=float, default=2e-3)
+
+
+def corpus_of_bytes() -> torch.Tensor:
+    text = "".join(load_python_stdlib()["text"]).encode()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), help="plain, HASHESxWIDTH or HASHESxWIDTH:BOUND")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--hidden", type=int, default=96)
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--learning_rate", type=float, default=2e-3)
+    add_model_arguments(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    text = "".join(load_python_stdlib()["text"]).encode()
-    corpus = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    corpus = corpus_of_bytes()
     print("| way | loss | range | sent first | sent last | residual | cosine |\n|---|--:|--:|--:|--:|--:|--:|")
     for way in options.ways:
         results = [train(corpus, way, options, seed) for seed in options.seeds]

@@ -7,10 +7,9 @@
 
 Bytes are counted, not timed, so neither quotas nor an idle machine are needed. Four ranks train two steps under simple
 plans: each sharding with and without recompute, tensor and Ulysses ranks, and pipelines of two stages with two to
-eight micro-batches. They also train under plans drawn from the search space, about half of them pipelines. The table
-has the
-prediction of each stage and the peak of its ranks. The model profile is counted too (`profile_from_config`). A shape
-is as in accuracy.py.
+eight micro-batches; a model with experts also under full recompute with tensor, Ulysses and expert ranks. They also
+train under plans drawn from the search space, about half of them pipelines. The table has the prediction of each stage
+and the peak of its ranks. The model profile is counted too (`profile_from_config`). A shape is as in accuracy.py.
 
 Evidence tier: measured (CPU allocator; every allocation of a step, from PyTorch's profiler).
 """
@@ -46,9 +45,9 @@ class AnySeat:
         pass
 
 
-def simple_plans(layers: int) -> list[ParallelPlan]:
+def simple_plans(shape: Shape) -> list[ParallelPlan]:
     """Returns uniform plans."""
-    make = functools.partial(ParallelPlan.uniform, RANKS, layers, precision=Precision(compute="fp32"))
+    make = functools.partial(ParallelPlan.uniform, RANKS, shape.layers, precision=Precision(compute="fp32"))
     shardings = ("replicate", "zero2", "zero3")
     plans = []
     for micro_batches in (1, 2):
@@ -58,6 +57,12 @@ def simple_plans(layers: int) -> list[ParallelPlan]:
         plans.append(make(tensor=4, sharding="replicate", micro_batches=micro_batches))
         plans.append(make(tensor=2, megatron_sp=True, sharding="zero3", micro_batches=micro_batches))
         plans.append(make(ulysses=4, sharding="zero2", micro_batches=micro_batches))
+    if shape.experts:
+        plans += [make(expert=4, sharding="zero3", recompute=recompute) for recompute in ("none", "full")]
+        plans += [make(tensor=4, sharding=sharding, recompute="full") for sharding in ("replicate", "zero3")]
+        plans.append(make(tensor=4, megatron_sp=True, sharding="zero3", recompute="full"))
+        plans.append(make(ulysses=4, sharding="zero3", recompute="full"))
+        plans.append(make(tensor=4, expert=4, sharding="zero3", recompute="full"))
     return plans + [make(pipeline=2, sharding=s, micro_batches=m) for m in (2, 4, 8) for s in shardings]
 
 
@@ -109,7 +114,7 @@ def main() -> None:
     profile = profile_from_config(
         shape.model().config, hardware, "fp32", length=shape.length, packed=False, max_degree=RANKS
     )
-    compare("simple plans", simple_plans(shape.layers), shape, profile)
+    compare("simple plans", simple_plans(shape), shape, profile)
     compare("drawn plans", draw_plans(RANKS, profile, shape, options.plans, options.seed), shape, profile)
 
 

@@ -22,18 +22,11 @@ each step; `gpipe` and one micro-batch do not.
 import sys
 from dataclasses import dataclass, field
 
-from transformers import (
-    DataCollatorForLanguageModeling,
-    HfArgumentParser,
-    PreTrainedModel,
-    ProgressCallback,
-    set_seed,
-)
+from transformers import HfArgumentParser, PreTrainedModel
 
 import train_clm
-from galvatron_hf import GalvatronTrainer, LayerStrategy, ParallelPlan
+from galvatron_hf import LayerStrategy, ParallelPlan
 from galvatron_hf.models.families import adapter_for
-from progress import ThroughputCallback
 
 
 @dataclass
@@ -69,28 +62,13 @@ def spread_experts(model: PreTrainedModel, degree: int, world_size: int) -> Para
 
 def main() -> None:
     expert_args, model_args, data_args, training_args = parse_arguments(sys.argv[1:])
-    set_seed(training_args.seed)
-    if model_args.model_name_or_path is not None:
-        options = {"dtype": model_args.dtype, **(model_args.config_overrides or {})}
-        training_args.model_init_kwargs = options | (training_args.model_init_kwargs or {})
+    train_clm.start(model_args, training_args)
     tokenizer, rows = train_clm.prepare(model_args, data_args, training_args)
     model = train_clm.get_model(model_args, tokenizer)
     if expert_args.expert_degree is not None:
         shape = model if isinstance(model, PreTrainedModel) else train_clm.empty_model(model)
         training_args.parallel_plan = spread_experts(shape, expert_args.expert_degree, training_args.world_size)
-
-    trainer = GalvatronTrainer(
-        model=model,
-        args=training_args,
-        train_dataset=rows["train"],
-        eval_dataset=rows["validation"],
-        processing_class=tokenizer,
-        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False, pad_to_multiple_of=8),
-    )
-    if not training_args.disable_tqdm:
-        trainer.remove_callback(ProgressCallback)
-        trainer.add_callback(ThroughputCallback)
-    train_clm.run(trainer)
+    train_clm.train(model, tokenizer, rows, training_args)
 
 
 if __name__ == "__main__":

@@ -189,29 +189,23 @@ def prepare(
         return tokenizer, get_rows(data_args, documents, tokenizer, cache)
 
 
-def run(trainer: GalvatronTrainer) -> None:
-    """Trains, saves the model and the metrics, and evaluates if asked to."""
-    result = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
-    trainer.save_model()
-    trainer.log_metrics("train", result.metrics)
-    trainer.save_metrics("train", result.metrics)
-    trainer.save_state()
-    if trainer.args.do_eval:
-        metrics = trainer.evaluate()
-        trainer.log_metrics("eval", metrics)
-        trainer.save_metrics("eval", metrics)
-
-
-def main() -> None:
-    model_args, data_args, training_args = parse_arguments(sys.argv[1:])
+def start(model_args: ModelArguments, training_args: GalvatronTrainingArguments) -> None:
+    """Sets the seed, and how the Trainer loads a pretrained model."""
     set_seed(training_args.seed)
     if model_args.model_name_or_path is not None:
         options = {"dtype": model_args.dtype, **(model_args.config_overrides or {})}
         training_args.model_init_kwargs = options | (training_args.model_init_kwargs or {})
-    tokenizer, rows = prepare(model_args, data_args, training_args)
 
+
+def train(
+    model: PreTrainedModel | str,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: DatasetDict,
+    training_args: GalvatronTrainingArguments,
+) -> None:
+    """Trains, saves the model and the metrics, and evaluates if asked to."""
     trainer = GalvatronTrainer(
-        model=get_model(model_args, tokenizer),
+        model=model,
         args=training_args,
         train_dataset=rows["train"],
         eval_dataset=rows["validation"],
@@ -221,7 +215,22 @@ def main() -> None:
     if not training_args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(ThroughputCallback)
-    run(trainer)
+    result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    trainer.save_model()
+    trainer.log_metrics("train", result.metrics)
+    trainer.save_metrics("train", result.metrics)
+    trainer.save_state()
+    if training_args.do_eval:
+        metrics = trainer.evaluate()
+        trainer.log_metrics("eval", metrics)
+        trainer.save_metrics("eval", metrics)
+
+
+def main() -> None:
+    model_args, data_args, training_args = parse_arguments(sys.argv[1:])
+    start(model_args, training_args)
+    tokenizer, rows = prepare(model_args, data_args, training_args)
+    train(get_model(model_args, tokenizer), tokenizer, rows, training_args)
 
 
 if __name__ == "__main__":

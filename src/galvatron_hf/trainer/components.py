@@ -106,7 +106,7 @@ class Components:
             parallel=parallel,
             options=lsh_options(args),
             mode=dispatch_mode(args),
-            tell=lambda text: tell(text, trainer.is_world_process_zero() and not args.disable_tqdm, result=True),
+            tell=lambda text: trainer.is_world_process_zero() and tell(text, not args.disable_tqdm, result=True),
         )
         return cls(packer=packer, guard=guard, evaluator=evaluator, checkpointer=checkpointer, dispatch=dispatch)
 

@@ -1,14 +1,14 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""How rows travel to experts of other ranks: one by one, or as centroids where that takes less time (LSH-MoE).
-Centroids change what a model computes in training; evaluation always sends row by row.
+"""How rows travel to experts of other ranks: one by one, or as centroids where that takes less time (LSH-MoE), and how
+evenly they arrive. Centroids change what a model computes in training; evaluation always sends row by row.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from transformers import TrainerCallback, TrainingArguments
@@ -73,15 +73,18 @@ class ExpertDispatch(TrainerCallback):
     Attributes:
         options ([`LshDispatch`]): which rows are alike.
         mode (`str`): "plain", "lsh" or "auto".
-        tell (`Callable`): shows a line to the user.
+        tell (`Callable`): shows a line to the user; called on all ranks.
         times ([`DispatchTimes`], *optional*): of the last decision of "auto".
+        imbalance (`Mapping[int, float]`): most rows at a rank over their mean in the last run, by expert degree; empty
+            if no experts are spread over ranks.
     """
 
     parallel: ParallelModel
     options: LshDispatch
     mode: str
-    tell: Callable[[str], None]
+    tell: Callable[[str], object]
     times: DispatchTimes | None = None
+    imbalance: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self):
         self._steps = 0  # of this run
@@ -109,7 +112,7 @@ class ExpertDispatch(TrainerCallback):
             logs["expert_cosine"] = sum(float(one.mean_cosine) * one.pairs for one in taken if one.pairs) / rows
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._steps = 0
+        self._steps, self.imbalance = 0, {}
 
     def on_step_begin(self, args, state, control, **kwargs):
         """Has the clusters counted that there would be, in a step of plain rows after which "auto" decides."""
@@ -121,6 +124,13 @@ class ExpertDispatch(TrainerCallback):
         if self._decides:
             self.decide()
         self._steps += 1
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Measures how evenly rows arrived in the run, and says so; collective."""
+        self.imbalance = measured_imbalance(self.parallel)
+        if self.imbalance:
+            found = ", ".join(f"{ratio:.2f} at degree {degree}" for degree, ratio in self.imbalance.items())
+            self.tell(f"Experts: most rows at a rank over their mean, measured: {found}.")
 
     @property
     def _decides(self) -> bool:

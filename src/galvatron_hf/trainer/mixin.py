@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property, partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -58,7 +57,6 @@ from galvatron_hf.trainer.checkpoint.restart import checkpoint_of_restart
 from galvatron_hf.trainer.components import Components, added_callback, auto_planner
 from galvatron_hf.trainer.data.global_batches import GlobalBatches, SharedIterator, as_one_process
 from galvatron_hf.trainer.evaluation import Prediction
-from galvatron_hf.trainer.expert_dispatch import measured_imbalance
 from galvatron_hf.trainer.fault.stop_signal import StopSignal
 from galvatron_hf.trainer.fault.watchdog import position_in_step, watched
 from galvatron_hf.trainer.generation import generate
@@ -131,8 +129,6 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         parallel ([`ParallelModel`], *optional*): the model under the plan, once the plan has been applied.
         plan_outcome ([`Outcome`], *optional*): predicted and measured step time and memory of the last training run
             under a plan that a search has made.
-        expert_imbalance (`Mapping[int, float]`): most rows at a rank over their mean in the last training run, by
-            expert degree; empty if no experts are spread over ranks.
 
     Example:
 
@@ -145,7 +141,6 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
 
     parallel: ParallelModel | None = None
     plan_outcome: Outcome | None = None
-    expert_imbalance: Mapping[int, float] = MappingProxyType({})
     _components: Components | None = None
     _step_state: StepState | None = None
     _resumed_plan: ParallelPlan | None = None
@@ -285,6 +280,7 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         trace_dir = os.environ.get("GALVATRON_TRACE") or getattr(args, "trace_dir", None)
         self._stop_signal = StopSignal()
         with contextlib.ExitStack() as run:
+            run.enter_context(added_callback(self.callback_handler, parts.dispatch))
             run.enter_context(self._measured())
             run.enter_context(parts.checkpointer.settled())
             run.enter_context(traced(self.parallel.timeline, trace_dir))
@@ -313,16 +309,6 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
     @contextlib.contextmanager
     def _measured(self) -> Iterator[None]:
         """Measures a run under a plan that a search has made for this batch; prints the outcome; collective."""
-        with added_callback(self.callback_handler, self._components.dispatch), self._compared_with_prediction():
-            yield
-        self.expert_imbalance = measured_imbalance(self.parallel)
-        if self.expert_imbalance and self.is_world_process_zero():
-            found = ", ".join(f"{ratio:.2f} at degree {degree}" for degree, ratio in self.expert_imbalance.items())
-            text = f"Experts: most rows at a rank over their mean, measured: {found}."
-            tell(text, not self.args.disable_tqdm, result=True)
-
-    @contextlib.contextmanager
-    def _compared_with_prediction(self) -> Iterator[None]:
         self.plan_outcome, plan = None, self.parallel.plan
         if not is_predicted(plan, self._planner.rows_of_step):
             if self.is_world_process_zero() and prediction(plan) is not None:
@@ -732,6 +718,13 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
     def search_result(self) -> SearchResult | None:
         """Returns the result of the last search for a plan, on rank 0."""
         return self._planner.search_result
+
+    @property
+    def expert_imbalance(self) -> Mapping[int, float]:
+        """Returns most rows at a rank over their mean in the last training run, by expert degree; empty if no experts
+        are spread over ranks.
+        """
+        return {} if self._components is None else self._components.dispatch.imbalance
 
     @property
     def failed_saves(self) -> int:

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from accelerate import init_empty_weights
-from galvatron_hf.utils.allocator import WithoutLargeMemory
 from galvatron_hf.utils.compat import (
     OpOverload,
     TorchDispatchMode,
@@ -24,6 +22,7 @@ from galvatron_hf.utils.compat import (
     storage_key,
     written_arguments,
 )
+from galvatron_hf.utils.empty_weights import without_weights
 
 
 # Operators whose result does not depend on the former content; random ones are recognised by their tag.
@@ -115,8 +114,7 @@ class Template:
     def from_config(cls, family: type[PreTrainedModel], config, dtype: torch.dtype) -> Template:
         """Constructs the family's model as `from_config` does, without memory for weights."""
         recorder = _Recorder()
-        without_memory = init_empty_weights(include_buffers=False)
-        with torch.random.fork_rng(devices=[]), without_memory, WithoutLargeMemory(), recorder:
+        with torch.random.fork_rng(devices=[]), without_weights(), recorder:
             model = model_from_config(family, copy.deepcopy(config), dtype)
         names: dict[int, tuple[str, ...]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -234,7 +234,7 @@ class CostModel:
                 forward += count * reduce
                 backward += (count + left_again) * reduce
             for weight in layer.weights:
-                if not weight.of_experts and weight.sums_gradient(tensor, strategy.megatron_sp):
+                if weight.sums_gradient(tensor, strategy.megatron_sp):
                     backward += self._ms("all_reduce", tensor, 1, 4 * math.prod(weight.shape))
         if strategy.ulysses > 1:
             model = self.model

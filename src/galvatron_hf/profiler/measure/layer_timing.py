@@ -23,8 +23,8 @@ from galvatron_hf.parallel.comm.objects import gather_objects, is_rank_0
 from galvatron_hf.plan import LayerStrategy
 from galvatron_hf.profiler.measure.cpu_timing import DeviceClock
 from galvatron_hf.profiler.measure.rounds import median_error, phase
+from galvatron_hf.profiler.trace.counted_model import CountedModel
 from galvatron_hf.profiler.trace.isolated_layers import IsolatedLayers, Part, layer_kinds, one_of_each
-from galvatron_hf.profiler.trace.tracing import CountedModel
 from galvatron_hf.utils.compat import tensor_norms
 from galvatron_hf.utils.progress import progress_bar
 

@@ -27,7 +27,8 @@ from galvatron_hf.profiler.measure.layer_timing import Key, LayerTimer, adding_m
 from galvatron_hf.profiler.measure.rounds import WANTED_ERROR
 from galvatron_hf.profiler.profiles.layers import TimeFit, Times
 from galvatron_hf.profiler.profiles.model import ModelProfile
-from galvatron_hf.profiler.trace.tracing import CountedModel, ExpertPasses, PartTimes, describe, positions, profile_of
+from galvatron_hf.profiler.trace.counted_model import CountedModel, ExpertPasses, PartTimes
+from galvatron_hf.profiler.trace.tracing import describe, positions, profile_of
 from galvatron_hf.utils.allocator import keep_freed_memory
 
 

@@ -15,7 +15,6 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from accelerate import init_empty_weights
 from galvatron_hf.models.adapter import HIDDEN, base_model
 from galvatron_hf.models.families import AUTO_MODEL, adapter_for
 from galvatron_hf.parallel.activation.documents import Documents
@@ -24,8 +23,8 @@ from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer
 from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest
 from galvatron_hf.parallel.single_rank import SingleRank, single_rank
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
-from galvatron_hf.utils.allocator import WithoutLargeMemory
 from galvatron_hf.utils.compat import model_from_config, without_forward_pre_hooks
+from galvatron_hf.utils.empty_weights import without_weights
 
 
 def empty_model(config: PreTrainedConfig, family: type[PreTrainedModel] | None = None) -> PreTrainedModel:
@@ -33,8 +32,7 @@ def empty_model(config: PreTrainedConfig, family: type[PreTrainedModel] | None =
     `ValueError` if transformers has no causal language model for it, or one with an empty weight.
     """
     config = copy.deepcopy(config)
-    without_memory = init_empty_weights(include_buffers=False)
-    with torch.random.fork_rng(devices=[]), without_memory, no_init_weights(), WithoutLargeMemory():
+    with torch.random.fork_rng(devices=[]), without_weights(), no_init_weights():
         if family is not None:
             model = model_from_config(family, config, torch.float32)
         else:
@@ -52,7 +50,7 @@ def empty_model(config: PreTrainedConfig, family: type[PreTrainedModel] | None =
                 f"The weight {name} has no elements, but the shape {tuple(weight.shape)}; give a configuration whose "
                 "sizes are 1 or more."
             )
-    model.tie_weights()  # init_empty_weights separates tied parameters
+    model.tie_weights()  # accelerate separates tied parameters
     return model.train()
 
 

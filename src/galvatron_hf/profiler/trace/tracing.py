@@ -1,15 +1,11 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the cost of a model from its configuration, by running one layer of each kind on fake tensors."""
+"""Makes a model's profile: from its configuration alone, by counting, or from counts and measured times."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -18,22 +14,12 @@ from galvatron_hf.models.adapter import base_model
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.shape import ModelShape
 from galvatron_hf.parallel.data_parallel.sharding import DTYPES
-from galvatron_hf.plan import LayerStrategy
-from galvatron_hf.plan.layout import HEAD_CHUNK_TOKENS
 from galvatron_hf.profiler.profiles.hardware import DEVICES, HardwareProfile
-from galvatron_hf.profiler.profiles.layers import (
-    EndProfile,
-    ExpertsProfile,
-    ExpertTimes,
-    LayerProfile,
-    TimeFit,
-    Times,
-)
+from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile
 from galvatron_hf.profiler.profiles.model import EXPERT_IMBALANCE, ModelProfile
-from galvatron_hf.profiler.trace.counting import Counts, OperationCount, count
-from galvatron_hf.profiler.trace.isolated_layers import IsolatedLayers, empty_model, layer_kinds, one_of_each
+from galvatron_hf.profiler.trace.counted_model import CountedModel, PartTimes, Speed
+from galvatron_hf.profiler.trace.isolated_layers import empty_model, layer_kinds
 from galvatron_hf.profiler.trace.shapes import model_shape_from_model, regions_of_kinds
-from galvatron_hf.utils.compat import FakeTensorMode, experts_on_shapes
 
 
 # FLOP/s of a layer over those of a large matrix product.
@@ -48,21 +34,6 @@ IMBALANCE_TEXT = (
 )
 ADAM_BYTES = 7 * 4  # AdamW reads a weight, its gradient and two moments, and writes all but the gradient, in fp32
 ADDING_BYTES = 3 * 4  # bytes moved per element by a sum of two gradients in fp32
-
-END_TOKENS = (HEAD_CHUNK_TOKENS, 2 * HEAD_CHUNK_TOKENS)  # tokens in the traces of embedding and head
-
-Strategy = tuple[int, bool, int]  # tensor, megatron_sp, ulysses
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speed:
-    """Holds the assumed rate of matrix products and attention, and the memory bandwidth of the other operations."""
-
-    flops_per_ms: float
-    bytes_per_ms: float
-
-    def ms(self, work: OperationCount) -> float:
-        return work.flops / self.flops_per_ms + work.moved_bytes / self.bytes_per_ms
 
 
 def profile_from_config(
@@ -153,28 +124,6 @@ def read_config(source: PreTrainedConfig | str | os.PathLike) -> PreTrainedConfi
         ) from None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertPasses:
-    """Holds the times of [`ExpertTimes`]."""
-
-    forward: TimeFit
-    backward: TimeFit
-    received_forward: float
-    received_backward: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartTimes:
-    """Holds times by tensor degree: of each kind of layer, the embedding and the head; and the costs of experts of
-    each kind of layer by expert degree.
-    """
-
-    layers: list[dict[int, Times]]
-    embedding: dict[int, Times]
-    head: dict[int, Times]
-    experts: list[ExpertsProfile | None]
-
-
 def profile_of(
     model: PreTrainedModel,
     dtype: str,
@@ -233,243 +182,9 @@ def _head_weights(shape: ModelShape) -> tuple:
     return (*shape.final_norm, *(shape.embedding[:1] if shape.tied else ()), *shape.head)
 
 
-class CountedModel:
-    """Counts the operations and bytes of a model's parts on one rank under any strategy. `model` may be on the meta
-    device and is not changed. Traced documents have `length` tokens, rounded up to a multiple of 128. `device` chooses
-    the operators: those of a GPU can be traced where PyTorch finds one.
-    """
-
-    def __init__(
-        self, model: PreTrainedModel, dtype: torch.dtype, length: int, packed: bool, device: torch.device | str = "cpu"
-    ):
-        self.small, self.dtype, self.packed = one_of_each(model), dtype, packed
-        self.device = torch.device(device)
-        self.length = -(-length // 128) * 128  # what sequence ranks can share evenly
-        if any(self.expert_counts()):
-            self.small.set_experts_implementation("grouped_mm")  # others ask for values, which fakes have not
-        self._parts: dict[tuple, IsolatedLayers] = {}
-        self._layers: dict[tuple, list[Counts]] = {}
-        self._ends: dict[tuple, dict[str, Counts]] = {}
-
-    def parts(self, strategy: LayerStrategy, vocabulary: int = 1) -> IsolatedLayers:
-        """Returns the parts on fake tensors; raises `ValueError` if the strategy does not fit the model."""
-        key = strategy, vocabulary
-        if key not in self._parts:
-            parts = IsolatedLayers.from_model(self.small, strategy, vocabulary, self.packed)
-            self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-            with self.mode:
-                parts.give_memory(self.device, self.dtype)
-            self._parts = {key: parts}  # one at a time
-        return self._parts[key]
-
-    def expert_counts(self) -> list[int]:
-        """Returns the number of experts of each kind of layer, 0 for a dense one."""
-        return adapter_for(self.small).expert_counts(self.small)
-
-    def expert_degrees(self, max_degree: int) -> list[int]:
-        """Returns the expert degrees, powers of two, that share the experts of all layers that have some."""
-        counts = [count for count in self.expert_counts() if count]
-        degrees = (2**power for power in range(max_degree.bit_length()))
-        return [degree for degree in degrees if counts and not any(count % degree for count in counts)]
-
-    @contextlib.contextmanager
-    def tracing(self) -> Iterator[None]:
-        """Lets operators run on shapes alone while the body runs; [`CountedModel.parts`] was called before."""
-        with self.mode, experts_on_shapes():
-            yield
-
-    def top_k(self) -> list[int]:
-        """Returns for each kind of layer how many experts a token chooses, 0 for a dense one."""
-        parts = self.parts(LayerStrategy())
-        with self.tracing():
-            return parts.top_k(parts.micro_batch(self.length, self.length))
-
-    def experts(self, degree: int, kind: int, top_k: int, received: int = 1) -> Counts:
-        """Returns the counts of the experts of one kind of layer; see [`IsolatedLayers.experts`]."""
-        parts = self.parts(LayerStrategy(expert=degree))
-        with self.tracing():
-            return count(parts.experts(kind, self.length, top_k, received))
-
-    def expert_profiles(
-        self, max_degree: int, times: Callable[[int, int, int], ExpertPasses]
-    ) -> list[ExpertsProfile | None]:
-        """Returns the costs of experts of each kind of layer. `times` gives those of a kind, a degree and a number of
-        choices of a token.
-        """
-        degrees = self.expert_degrees(max_degree)
-        if not degrees:
-            return [None] * len(self.expert_counts())
-        found: list[ExpertsProfile | None] = []
-        for kind, (count_of_kind, top_k) in enumerate(zip(self.expert_counts(), self.top_k(), strict=True)):
-            by_degree = {degree: self._expert_times(degree, kind, top_k, times) for degree in degrees if count_of_kind}
-            experts = ExpertsProfile(count=count_of_kind, top_k=top_k, degrees=by_degree) if count_of_kind else None
-            found.append(experts)
-        return found
-
-    def _expert_times(
-        self, degree: int, kind: int, top_k: int, times: Callable[[int, int, int], ExpertPasses]
-    ) -> ExpertTimes:
-        even, passes = self.experts(degree, kind, top_k), times(kind, degree, top_k)
-        more = self.experts(degree, kind, top_k, received=2) if degree > 1 else even
-        return ExpertTimes(
-            forward=passes.forward,
-            backward=passes.backward,
-            saved_bytes=even.saved_bytes / self.length,
-            working_bytes=max(0, even.working_bytes) / self.length,
-            received_forward=passes.received_forward,
-            received_backward=passes.received_backward,
-            received_saved_bytes=max(0, more.saved_bytes - even.saved_bytes) / self.length,
-            received_working_bytes=max(0, more.working_bytes - even.working_bytes) / self.length,
-        )
-
-    def counted_expert_times(self, speed: Speed) -> Callable[[int, int, int], ExpertPasses]:
-        """Returns the function of [`CountedModel.expert_profiles`] for counted operations at a speed."""
-
-        def times(kind: int, degree: int, top_k: int) -> ExpertPasses:
-            even = self.experts(degree, kind, top_k)
-            more = self.experts(degree, kind, top_k, received=2) if degree > 1 else even
-            forward, backward = (speed.ms(getattr(even, way)) / self.length for way in ("forward", "backward"))
-            again = [speed.ms(getattr(more, way)) / self.length for way in ("forward", "backward")]
-            return ExpertPasses(
-                forward=TimeFit(per_token=forward),
-                backward=TimeFit(per_token=backward),
-                received_forward=max(0.0, again[0] - forward),
-                received_backward=max(0.0, again[1] - backward),
-            )
-
-        return times
-
-    def layers(self, strategy: LayerStrategy, tokens: int, length: int) -> list[Counts]:
-        key = strategy, tokens, length
-        if key not in self._layers:
-            parts = self.parts(strategy)
-            with self.tracing():
-                self._layers[key] = [count(part) for part in parts.layers(parts.micro_batch(tokens, length))]
-        return self._layers[key]
-
-    def outside(self, strategy: LayerStrategy) -> list[Counts]:
-        """Returns the counts of each kind of layer without its tensor-parallel regions."""
-        parts = self.parts(strategy)
-        with self.tracing(), parts.without_regions():
-            return [count(part) for part in parts.layers(parts.micro_batch(self.length, self.length))]
-
-    def ends(self, tensor: int, tokens: int) -> dict[str, Counts]:
-        if (tensor, tokens) not in self._ends:
-            parts = self.parts(LayerStrategy(), tensor)
-            with self.tracing():
-                batch = parts.micro_batch(tokens, tokens // tensor)
-                found = {"embedding": count(parts.embedding(batch)), "head": count(parts.head(batch))}
-            self._ends[tensor, tokens] = found
-        return self._ends[tensor, tokens]
-
-    def layer_bytes(self, max_degree: int) -> dict[Strategy, list[tuple[float, float]]]:
-        """Returns (saved, working) bytes per token of each kind of layer, by strategy."""
-        found = {}
-        for strategy in self.strategies(max_degree):
-            counts = self.layers(strategy, self.length, self.length)
-            found[strategy.tensor, strategy.megatron_sp, strategy.ulysses] = [
-                (each.saved_bytes / self.length, each.working_bytes / self.length) for each in counts
-            ]
-        return found
-
-    def strategies(self, max_degree: int) -> Iterator[LayerStrategy]:
-        """Yields the strategies with power-of-two degrees that fit the model."""
-        degrees = [2**power for power in range(max_degree.bit_length())]
-        for tensor, megatron_sp, ulysses in itertools.product(degrees, (False, True), degrees):
-            ranks = tensor * ulysses
-            if ranks > max_degree or self.length % ranks or (megatron_sp and tensor == 1):
-                continue
-            strategy = LayerStrategy(tensor=tensor, megatron_sp=megatron_sp, ulysses=ulysses)
-            try:
-                self.parts(strategy)
-            except ValueError:
-                continue
-            yield strategy
-
-    def tensor_degrees(self, max_degree: int) -> list[int]:
-        return [each.tensor for each in self.strategies(max_degree) if not each.megatron_sp and each.ulysses == 1]
-
-    def times(self, max_degree: int, speed: Speed) -> PartTimes:
-        kinds = range(len(adapter_for(self.small).layers(self.small)))
-        layers: list[dict[int, Times]] = [{} for _ in kinds]
-        for tensor in self.tensor_degrees(max_degree):
-            strategy = LayerStrategy(tensor=tensor)
-            whole = self.layers(strategy, self.length, self.length)
-            halves = self.layers(strategy, self.length, self.length // 2)
-            for kind, outside in zip(kinds, self.outside(strategy), strict=True):
-                forward, backward = (
-                    _fit(speed.ms(getattr(whole[kind], name)), speed.ms(getattr(halves[kind], name)), self.length)
-                    for name in ("forward", "backward")
-                )
-                layers[kind][tensor] = Times(
-                    forward=forward,
-                    backward=backward,
-                    forward_outside_tp=speed.ms(outside.forward) / self.length,
-                    backward_outside_tp=speed.ms(outside.backward) / self.length,
-                    forward_after_last_saved=speed.ms(whole[kind].forward_after_last_saved) / self.length,
-                )
-        ends = {tensor: self._end_times(tensor, speed) for tensor in self.end_degrees(max_degree)}
-        return PartTimes(
-            layers=layers,
-            embedding={tensor: found["embedding"] for tensor, found in ends.items()},
-            head={tensor: found["head"] for tensor, found in ends.items()},
-            experts=self.expert_profiles(max_degree, self.counted_expert_times(speed)),
-        )
-
-    def end_degrees(self, max_degree: int) -> list[int]:
-        """Returns the tensor degrees of embedding and head, up to one token of the vocabulary per rank."""
-        degrees = (2**power for power in range(max_degree.bit_length()))
-        return [
-            degree for degree in degrees if degree <= adapter_for(self.small).embeddings(self.small)[0].weight.shape[0]
-        ]
-
-    def _end_times(self, tensor: int, speed: Speed) -> dict[str, Times]:
-        first, second = END_TOKENS
-        few, many = self.ends(tensor, first), self.ends(tensor, second)
-        found = {}
-        for name in ("embedding", "head"):
-            fits = []
-            for direction in ("forward", "backward"):
-                short, long = (speed.ms(getattr(counts[name], direction)) for counts in (few, many))
-                slope, rest = _line(short, long, first, second)
-                fits.append(TimeFit(per_token=slope, fixed=rest))
-            found[name] = Times(forward=fits[0], backward=fits[1])
-        return found
-
-    def end_bytes(self, degrees: Sequence[int]) -> dict[str, dict[str, dict[int, float]]]:
-        """Returns the bytes of [`EndProfile`] by field and tensor degree, for embedding and head."""
-        fields = ("saved_bytes", "saved_fixed_bytes", "working_bytes", "working_fixed_bytes")
-        found = {name: {field: {} for field in fields} for name in ("embedding", "head")}
-        for tensor in degrees:
-            first, second = END_TOKENS
-            few, many = self.ends(tensor, first), self.ends(tensor, second)
-            for name, values in found.items():
-                short, long = few[name], many[name]
-                saved = _line(short.saved_bytes, long.saved_bytes, first, second)
-                # The forward needs the larger of a chunk's and all tokens' bytes, the backward all tokens'.
-                chunk = short.forward_peak_bytes - short.saved_bytes
-                growth = (long.forward_peak_bytes - long.saved_bytes - chunk) / (second - first)
-                each = max(growth, (long.backward_peak_bytes - long.saved_bytes) / second)
-                for field, value in zip(fields, (*saved, each, chunk), strict=True):
-                    values[field][tensor] = value
-        return found
-
-
 def describe(length: int, packed: bool) -> dict[str, str]:
     """Returns document length and kind of micro-batches for a profile's `made`."""
     return {"longest document": f"{length} tokens", "micro-batches": "packed" if packed else "rows"}
-
-
-def _line(short: float, long: float, few: int, many: int) -> tuple[float, float]:
-    """Returns slope and intercept of the line through two points, each at least 0."""
-    slope = max(0.0, (long - short) / (many - few))
-    return slope, max(0.0, short - slope * few)
-
-
-def _fit(whole: float, halves: float, length: int) -> TimeFit:
-    """Fits times of one document of `length` and of two documents of half of it, in tokens and squared lengths."""
-    per_square = max(0.0, (whole - halves) / (length * length / 2))
-    return TimeFit(per_token=(whole - per_square * length * length) / length, per_square=per_square)
 
 
 def positions(model: PreTrainedModel) -> int | None:
