@@ -125,8 +125,10 @@ class ExpertDispatch(TrainerCallback):
             self.decide()
         self._steps += 1
 
-    def on_train_end(self, args, state, control, **kwargs):
-        """Measures how evenly rows arrived in the run, and says so; collective."""
+    def measure_imbalance(self) -> None:
+        """Measures how evenly rows arrived in a run that has ended, and says so; collective. It is no `on_train_end`:
+        that of a trial that a hyperparameter search prunes is called on rank 0 alone.
+        """
         self.imbalance = measured_imbalance(self.parallel)
         if self.imbalance:
             found = ", ".join(f"{ratio:.2f} at degree {degree}" for degree, ratio in self.imbalance.items())

@@ -258,7 +258,9 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
             return super()._inner_training_loop(*args, **kwargs)
         self._prepare_run(kwargs.get("resume_from_checkpoint"))
         with self._accompanied():
-            return super()._inner_training_loop(*args, **kwargs)
+            result = super()._inner_training_loop(*args, **kwargs)
+            self._components.dispatch.measure_imbalance()
+            return result
 
     def _prepare_run(self, checkpoint: str | None) -> None:
         """Brings model and components into the state in which a training run begins; collective."""
