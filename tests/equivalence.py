@@ -199,7 +199,8 @@ def _compare_evaluation(seen: Evaluation, oracle: Reference) -> None:
     wanted, scale = oracle.logits[seen.rows], float(oracle.logits.abs().max())
     assert seen.logits.shape == wanted.shape
     # A padding position may attend to nothing, and its logits then have no meaning.
-    real = oracle.batch.get("attention_mask", torch.ones(oracle.logits.shape[:2]))[seen.rows].bool()
+    mask = "decoder_attention_mask" if oracle.model.config.is_encoder_decoder else "attention_mask"
+    real = oracle.batch.get(mask, torch.ones(oracle.logits.shape[:2]))[seen.rows].bool()
     error = float((seen.logits - wanted)[real].abs().max()) if len(wanted) else 0.0
     if not error <= RELATIVE * scale:
         raise AssertionError(f"the logits of rows {seen.rows} are off by {error / scale:.2e} of the largest")
@@ -296,11 +297,14 @@ def _of_all_stages(own: dict[str, torch.Tensor], plain: PreTrainedModel) -> dict
     if not all(name in own or _parts_of(name, own) for name, _ in plain.named_parameters()):
         gathered: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(gathered, own)
-        own = {name: tensor for part in gathered for name, tensor in part.items()}
-        names = {id(module): f"{name}.weight" for name, module in plain.named_modules()}
-        embedding, head = plain.get_input_embeddings(), plain.get_output_embeddings()
-        if embedding.weight is head.weight:
-            torch.testing.assert_close(own.pop(names[id(head)]), own[names[id(embedding)]], rtol=0, atol=0)
+        own = {}
+        saved = {id(parameter): name for name, parameter in plain.named_parameters()}
+        names = {name: saved[id(one)] for name, one in plain.named_parameters(remove_duplicate=False)}
+        for name, tensor in (item for part in gathered for item in part.items()):
+            name = names.get(name, name)
+            torch.testing.assert_close(
+                tensor, own.setdefault(name, tensor), rtol=0, atol=0, msg=f"copies of {name} differ"
+            )
     return join_parts(own, plain)
 
 

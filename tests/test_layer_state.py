@@ -45,7 +45,8 @@ def test_each_tensor_comes_from_its_own_layout():
     def work():
         index, mesh = dist.get_rank(), stage_mesh(range(4), (2, 4))
         leaves = {name: part(wanted[name], start[name], index).clone().requires_grad_() for name in start}
-        where = dict(grid=Grid(ROWS, LENGTH), mesh=mesh)
+        grids = {"hidden": Grid(ROWS, LENGTH), "encoder": Grid(ROWS, LENGTH)}
+        where = dict(streams={name: SimpleNamespace(grid=grid) for name, grid in grids.items()}, mesh=mesh)
         with count_collectives() as log:
             moved = LayerState(leaves, start).redistribute(target, **where)
         assert log.count() == 2 and list(moved.tensors) == ["hidden", "encoder"]
@@ -68,10 +69,10 @@ class Runner:
 
     def run(self, stage, batch, received):
         if received is None:
-            tensors = {"hidden": batch.input_ids * self.weights[0], "extra": batch.input_ids[..., :2] * 3.0}
+            tensors = {"hidden": batch.inputs * self.weights[0], "extra": batch.inputs[..., :2] * 3.0}
             return LayerState.in_layout(batch.ends.boundary, tensors)
         if not stage.is_last:
-            tensors = {"hidden": received.hidden * self.weights[1], "extra": received.tensors["extra"]}
+            tensors = {"hidden": received.tensors["hidden"] * self.weights[1], "extra": received.tensors["extra"]}
             return LayerState.in_layout(batch.ends.boundary, tensors)
         states = received.tensors
         loss = (states["hidden"].sum(-1) * states["extra"].prod(-1)).sum() * self.weights[2]
@@ -98,7 +99,8 @@ def test_every_tensor_crosses_the_boundary_with_its_gradient(schedule):
                 if rank in (other, other + 1):
                     pairs.setdefault(2 * other + 1 - rank, [None, None])[direction] = group
         own = [weight.detach().clone().requires_grad_() for weight in weights]
-        stage = SimpleNamespace(is_last=rank == 2, parameters=lambda: [own[rank]])
+        passed = SimpleNamespace(receives=("hidden", "extra"), sends=("hidden", "extra"))
+        stage = SimpleNamespace(is_last=rank == 2, parameters=lambda: [own[rank]], resolved=passed)
         ignore = lambda *args, **kwargs: None  # noqa: E731
         pipeline = Pipeline(
             shape,
@@ -115,7 +117,12 @@ def test_every_tensor_crosses_the_boundary_with_its_gradient(schedule):
             timeline=Timeline(torch.device("cpu")),
         )
         batches = [
-            SimpleNamespace(input_ids=x, ends=SimpleNamespace(boundary=Layout(1)), grid=Grid(1, LENGTH))
+            SimpleNamespace(
+                inputs=x,
+                device=x.device,
+                ends=SimpleNamespace(boundary=Layout(1)),
+                streams=dict.fromkeys(passed.sends, SimpleNamespace(grid=Grid(1, LENGTH))),
+            )
             for x in inputs
         ]
         found = pipeline.train(batches)

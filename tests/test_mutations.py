@@ -135,7 +135,8 @@ def with_targets_of_added_rows() -> contextlib.AbstractContextManager:
 
 
 def forward_rectangle(batch) -> Rectangle:
-    return Rectangle(row_start=0, row_stop=batch.rows, position_start=0, position_stop=batch.length)
+    rows, length = batch.last.rows, batch.last.length
+    return Rectangle(row_start=0, row_stop=rows, position_start=0, position_stop=length)
 
 
 def with_ignored_targets() -> contextlib.AbstractContextManager:
@@ -145,7 +146,7 @@ def with_ignored_targets() -> contextlib.AbstractContextManager:
     def shifted(forward: ModelRunner, *args, **inputs):
         batch = original(forward, *args, **inputs)
         if forward.mesh.index == 1 and batch.targets is not None:
-            part = batch.grid.rectangle(batch.ends.head, 1)
+            part = batch.last.grid.rectangle(batch.ends.head, 1)
             own = view(batch.targets, part, forward_rectangle(batch))
             own[own == -100] = 5
         return batch
@@ -193,13 +194,13 @@ def averaged_by_fsdp() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_padding_row() -> Iterator[None]:
-    original = embedding_and_head.parallel_embedding
+    original = embedding_and_head.parallel_embeddings
 
-    def wrong(embedding, mesh):
-        original(embedding, mesh)
-        embedding.padding_idx = None
+    def wrong(embeddings, mesh):
+        original(embeddings, mesh)
+        embeddings[0].padding_idx = None
 
-    with patch.object(embedding_and_head, "parallel_embedding", wrong):
+    with patch.object(embedding_and_head, "parallel_embeddings", wrong):
         yield
 
 

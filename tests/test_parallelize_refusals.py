@@ -20,9 +20,11 @@ from tiny_configurations import tiny_model
 from tiny_models import EXPERT_FAMILIES, FAMILIES, LAYERS, Family
 
 
-def t5():
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(vocab_size=97, d_model=32, d_ff=40, num_layers=LAYERS, num_heads=8, d_kv=4)
+def longt5() -> transformers.PreTrainedModel:
+    return transformers.LongT5ForConditionalGeneration(
+        transformers.LongT5Config(
+            vocab_size=97, d_model=32, d_kv=4, d_ff=40, num_layers=2, num_decoder_layers=2, num_heads=8
+        )
     )
 
 
@@ -103,7 +105,7 @@ UNEQUAL_STAGES = (Stage(ranks=(0, 1, 2), layers=(0, 2)), Stage(ranks=(3,), layer
 VIRTUAL = tuple(Stage(ranks=(2 * (i % 2), 2 * (i % 2) + 1), layers=(i, i + 1)) for i in range(4))
 # Model, plan, and what the sentence must say.
 REFUSED: dict[str, tuple] = {
-    "encoder-decoder": (t5, DATA, ["T5", "encoder-decoder", "decoder-only"]),
+    "encoder-decoder": (longt5, DATA, ["LongT5", "encoder-decoder", "without an adapter", "bart"]),
     "experts without a table": (jetmoe, DATA, ["JetMoe", "base_model_tp_plan"]),
     "experts of a dense layer": (experts("deepseek_v3"), uniform(4, expert=2), ["Layer 0", "no experts", "expert 1"]),
     "experts of a dense model": (llama(), uniform(4, expert=2), ["Layer 0", "Llama", "no experts", "expert 1"]),

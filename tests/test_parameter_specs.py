@@ -36,7 +36,7 @@ def named_specs(model) -> dict[str, ParameterSpec]:
     tokens, *positions = adapter.embeddings(model)
     for module, spec in zip([tokens, *positions], specs.embedding, strict=True):
         found[f"{names[id(module)]}.{spec.name}"] = spec
-    found |= {f"{names[id(adapter.final_norm(model))]}.{spec.name}": spec for spec in specs.final_norm}
+    found |= {f"{names[id(adapter.final_norms(model)[0])]}.{spec.name}": spec for spec in specs.final_norm}
     if not adapter.ties_embeddings(model):
         found |= {f"{names[id(adapter.head(model))]}.{spec.name}": spec for spec in specs.head}
     return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -90,7 +91,10 @@ def activations_of_the_micro_batch_before() -> contextlib.AbstractContextManager
 
 def without_gradient(original, forward: ModelRunner, stage, batch, received=None):
     return original(
-        forward, stage, batch, received and received.replace(tensor.detach() for tensor in received.tensors.values())
+        forward,
+        stage,
+        batch,
+        received and replace(received, tensors={k: v.detach() for k, v in received.tensors.items()}),
     )
 
 
@@ -125,10 +129,12 @@ def clipped_by_the_norm_of_one_stage() -> Iterator[None]:
 
 def summed_on_one_stage(original, tied: TiedWeights, *earlier) -> None:
     """Leaves the head's copy with its own gradient."""
-    own = None if tied.head is None else local_tensor(tied.head.weight.grad).clone()
+    (copies,) = tied.weights
+    head = copies.modules[-1]
+    own = None if head is None else local_tensor(head.weight.grad).clone()
     original(tied, *earlier)
     if own is not None:
-        local_tensor(tied.head.weight.grad).copy_(own)
+        local_tensor(head.weight.grad).copy_(own)
 
 
 def summed_twice(original, tied: TiedWeights, *earlier) -> None:

@@ -96,7 +96,7 @@ class EmbeddingNoise(TrainerCallback):
 
         def look(module, inputs, hidden):
             batch = self.trainer.parallel.runner.current.value
-            self.seen.append((batch.real_length, (hidden - table[inputs[0]]).detach()))
+            self.seen.append((batch.first.real_length, (hidden - table[inputs[0]]).detach()))
 
         self.handle = embedding.register_forward_hook(look)
 

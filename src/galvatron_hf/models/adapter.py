@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +18,7 @@ from galvatron_hf.models.losses import NEXT_TOKEN, LossKind, RouterLossKind
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.resolved import ResolvedPlan, resolve
 from galvatron_hf.plan.strategies import DEFAULT_STACK
-
-
-HIDDEN = "hidden"  # the name of the hidden states among the tensors that pass from layer to layer
+from galvatron_hf.utils.compat import decoder_ids_of_labels
 
 
 class Style(Enum):
@@ -73,30 +72,83 @@ class LogitTransform:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerInputs:
-    """Names the tensors that the base model passes to a layer after its hidden states.
+class RelativeBias:
+    """Describes a bias that all layers of a stack add to the scores of their self-attention: one number for each head
+    and each bucket of distances between positions. It belongs to no layer: every rank holds it whole, and uses it for
+    the heads that it computes.
 
     Attributes:
+        table (`str`): the embedding [buckets, heads], inside the base model.
+        attention (`str`): the module of a layer whose scores it is added to.
+        buckets (`Callable[[nn.Module, int, torch.device], torch.Tensor]`): returns the buckets [S, S] of `S`
+            positions, from a layer's attention module.
+    """
+
+    table: str
+    attention: str
+    buckets: Callable[[nn.Module, int, torch.device], torch.Tensor]
+
+    def inside_layer(self, layers: str) -> str:
+        """Returns the name of the table inside the layer that has it, of the module list `layers`."""
+        return self.table.removeprefix(f"{layers}.").partition(".")[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerInputs:
+    """Names the tensors that a stack passes to a layer after its hidden states.
+
+    Attributes:
+        mask (`str`): the mask of its self-attention.
+        read (`str`, *optional*): the output of the stack that it reads; `read_mask` is the mask of that attention.
+        bias (`str`, *optional*): the bias of the scores of its self-attention, [1, heads, S, S].
+        no_bias (`str`, *optional*): a bias that adds nothing.
         states (`tuple[str, ...]`): tensors in the layout of the hidden states, which are moved with them.
         split_with_positions (`frozenset[str]`): tensors, or tuples of them, [1 or B, S, ...]: a rank takes its rows
             and positions.
         whole_positions (`frozenset[str]`): tensors [1 or B, S]: attention takes a rank's rows and all their positions.
     """
 
+    mask: str = "attention_mask"
+    read: str | None = None
+    read_mask: str | None = None
+    bias: str | None = None
+    no_bias: str | None = None
     states: tuple[str, ...] = ()
     split_with_positions: frozenset[str] = frozenset({"position_embeddings"})
     whole_positions: frozenset[str] = frozenset({"position_ids", "cache_position"})
 
 
 @dataclass(frozen=True, kw_only=True)
+class StackInputs:
+    """Names the entries of a batch that are those of one stack: tokens, their mask, and their positions if the stack
+    takes any.
+    """
+
+    ids: str = "input_ids"
+    mask: str = "attention_mask"
+    positions: str | None = "position_ids"
+
+
+@dataclass(frozen=True, kw_only=True)
 class StackAdapter:
-    """Describes one stack of layers of a model. Module names are those inside the base model (`layers`, `final_norm`,
-    `positional`), or inside a layer.
+    """Describes one stack of layers of a model. Module names are those inside the base model (`module`, `layers`,
+    `after`, `embedding`, `positional`, `before`), or inside a layer.
 
     Attributes:
         name (`str`): its name in a plan's `stacks`.
-        layers, final_norm (`str`): the module list, and the norm after its last layer.
+        module (`str`): the module whose forward runs the layers; empty if it is the base model itself.
+        layers (`str`): the module list.
+        after (`tuple[str, ...]`): the modules that it applies after its last layer, in order.
+        embedding (`str`, *optional*): the module that looks up its tokens, if it is another one than the model's
+            `get_input_embeddings()`.
         positional (`tuple[str, ...]`): learned position embeddings.
+        before (`tuple[str, ...]`): other modules with weights between the token embedding and the first layer.
+        tokens ([`StackInputs`]): the names of its inputs in a batch.
+        reads (`str`, *optional*): the stack whose output its layers read, through the attention modules `cross`.
+        causal (`bool`): whether tokens attend to earlier ones alone.
+        outputs (`int`, *optional*): the length of the tuple that a layer returns, whose first entry is the hidden
+            states; None if it returns these alone. The stack does without the other entries.
+        bias ([`RelativeBias`], *optional*): a bias that all layers share.
         attention (`tuple[str, ...]`): the attention modules of a layer.
         regions (`tuple[str, ...]`): modules of a layer whose input enters a tensor-parallel region. Those that a layer
             lacks, or that contain its experts, are none; the experts are not in a region.
@@ -107,6 +159,8 @@ class StackAdapter:
         key_value (`tuple[str, ...]`): the modules that compute keys and values, cut by key/value heads.
         local_attributes (`Mapping[str, str]`): maps "module.attribute", which counts heads or features, to the heads
             whose cut divides it: "heads" or "key_value_heads".
+        inner_dropout (`Mapping[str, str]`): for modules with cut input features, the attribute of the layer with the
+            probability of the dropout of these features. Tensor ranks draw from streams of their own then.
         layer_count, layer_types (`str`): the configuration's attributes with the number of layers and, in some
             families, the type of each.
         inputs ([`LayerInputs`]): the tensors that its layers take after the hidden states.
@@ -115,9 +169,18 @@ class StackAdapter:
     """
 
     name: str = DEFAULT_STACK
+    module: str = ""
     layers: str = "layers"
-    final_norm: str = "norm"
+    after: tuple[str, ...] = ("norm",)
+    embedding: str | None = None
     positional: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+    tokens: StackInputs = field(default_factory=StackInputs)
+    reads: str | None = None
+    cross: tuple[str, ...] = ()
+    causal: bool = True
+    outputs: int | None = None
+    bias: RelativeBias | None = None
     attention: tuple[str, ...] = ("self_attn",)
     regions: tuple[str, ...] = ("self_attn", "mlp")
     experts: ExpertsAdapter | None = None
@@ -126,11 +189,24 @@ class StackAdapter:
     fused: Mapping[str, Fused] = field(default_factory=dict)
     key_value: tuple[str, ...] = ("self_attn.k_proj", "self_attn.v_proj")
     local_attributes: Mapping[str, str] = field(default_factory=dict)
+    inner_dropout: Mapping[str, str] = field(default_factory=dict)
     heads: Callable[[PreTrainedConfig], Heads] = Heads.from_config
     layer_count: str = "num_hidden_layers"
     layer_types: str = "layer_types"
     inputs: LayerInputs = field(default_factory=LayerInputs)
     prepare: Callable[[nn.Module], None] | None = None
+
+    @property
+    def module_names(self) -> tuple[str, ...]:
+        """Returns the names of the modules inside the base model that the stack declares."""
+        named = [self.layers, *self.after, *self.positional, *self.before]
+        named += [] if self.embedding is None else [self.embedding]
+        return (*named, *([] if self.bias is None else [self.bias.table]))
+
+    def config(self, model: PreTrainedModel) -> PreTrainedConfig:
+        """Returns the configuration of the stack."""
+        base = base_model(model)
+        return base.get_submodule(self.module).config if self.module else base.config
 
     def style(self, name: str) -> Style | None:
         """Returns the style of a module of a layer; the parts of a fused projection have the style of the whole."""
@@ -183,6 +259,13 @@ def base_model(model: PreTrainedModel) -> PreTrainedModel:
     return model.model if base is model and isinstance(getattr(model, "model", None), PreTrainedModel) else base
 
 
+def embedding_names(model: PreTrainedModel) -> list[str]:
+    """Returns the names of the embeddings that share the weight of the model's token embedding, itself included."""
+    weight = model.get_input_embeddings().weight
+    modules = model.named_modules(remove_duplicate=False)
+    return [name for name, module in modules if isinstance(module, nn.Embedding) and module.weight is weight]
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerPlace:
     """Locates a layer in its model: `index` counts on from stack to stack, `local_index` within the layer's stack."""
@@ -196,21 +279,23 @@ class LayerPlace:
         """Returns the name of the layer inside the base model."""
         return f"{self.stack.layers}.{self.local_index}"
 
-    def type(self, config: PreTrainedConfig) -> str | None:
+    def type(self, model: PreTrainedModel) -> str | None:
         """Returns the type of the layer; None in families whose layers have one type."""
-        types = self.stack.types(config)
+        types = self.stack.types(self.stack.config(model))
         return None if types is None else types[self.local_index]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelAdapter:
     """Describes one model family: stacks of layers, in the order of the forward pass, between an embedding and a head.
-    `logit_transform` is what the family does after its head; `loss` is computed from labels and logits. `router_loss`
+    `logit_transform` is what the family does after its head, `logit_bias` names a buffer [1, V] that it adds to the
+    logits; `loss` is computed from labels and logits. `router_loss`
     returns what the family adds to it for its routers if it is asked to, None if nothing.
     """
 
     stacks: tuple[StackAdapter, ...] = (StackAdapter(),)
     logit_transform: Callable[[PreTrainedConfig], LogitTransform] = lambda config: LogitTransform()
+    logit_bias: str | None = None
     loss: LossKind = NEXT_TOKEN
     router_loss: Callable[[PreTrainedModel], RouterLossKind | None] = lambda model: None
 
@@ -239,20 +324,67 @@ class ModelAdapter:
         base = base_model(model)
         whole = base.get_submodule(stack.layers)
         base.set_submodule(stack.layers, nn.ModuleList([whole[index] for index in local_indices]))
-        for config in {id(config): config for config in (model.config, base.config)}.values():
+        configs = (model.config, base.config, stack.config(model))
+        for config in {id(config): config for config in configs}.values():
             types = stack.types(config)
             if types is not None:
                 setattr(config, stack.layer_types, [types[index] for index in local_indices])
             setattr(config, stack.layer_count, len(local_indices))
 
-    def embeddings(self, model: PreTrainedModel) -> list[nn.Module]:
-        """Returns the token embedding, then the learned position embeddings."""
-        names = [name for stack in self.stacks for name in stack.positional]
-        return [model.get_input_embeddings(), *(base_model(model).get_submodule(name) for name in names)]
+    def with_tokens_of_all(self, model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a batch with the tokens of every stack; what it lacks is made of its labels, as the family does."""
+        batch = dict(batch)
+        for name in (stack.tokens.ids for stack in self.stacks if batch.get(stack.tokens.ids) is None):
+            labels = batch.get(self.loss.labels)
+            if labels is None:
+                raise ValueError(f"The batch has neither {name} nor {self.loss.labels} to make them of; add one.")
+            batch[name] = decoder_ids_of_labels(model, labels)
+        return batch
 
-    def final_norm(self, model: PreTrainedModel) -> nn.Module:
-        """Returns the norm between the last layer and the head."""
-        return base_model(model).get_submodule(self.stacks[-1].final_norm)
+    def stack(self, name: str) -> StackAdapter:
+        return next(stack for stack in self.stacks if stack.name == name)
+
+    def lookups(self, model: PreTrainedModel, stacks: Collection[str] | None = None) -> list[nn.Module]:
+        """Returns the modules that look up tokens, of all stacks or of those with the given names. They share one
+        weight; the first has the name under which it is saved.
+        """
+        found = [model.get_input_embeddings()] if stacks is None or self.stacks[0].name in stacks else []
+        for stack in self.stacks:
+            if stack.embedding is not None and (stacks is None or stack.name in stacks):
+                found.append(base_model(model).get_submodule(stack.embedding))
+        return list({id(module): module for module in found}.values())
+
+    def join_lookups(self, model: PreTrainedModel) -> None:
+        """Makes one module of the embeddings that share a weight: that with the name under which it is saved."""
+        names = embedding_names(model)
+        for name in names[1:]:
+            model.set_submodule(name, model.get_submodule(names[0]))
+
+    def beside_lookups(self, model: PreTrainedModel, stacks: Collection[str] | None = None) -> list[nn.Module]:
+        """Returns learned position embeddings and other modules before the first layer, of all stacks or of some."""
+        chosen = [stack for stack in self.stacks if stacks is None or stack.name in stacks]
+        names = [name for stack in chosen for name in (*stack.positional, *stack.before)]
+        return [base_model(model).get_submodule(name) for name in names]
+
+    def embeddings(self, model: PreTrainedModel, stacks: Collection[str] | None = None) -> list[nn.Module]:
+        """Returns the token embedding, then what else is before the first layer, of all stacks or of some."""
+        return [*self.lookups(model, stacks), *self.beside_lookups(model, stacks)]
+
+    def after_layers(self, model: PreTrainedModel, stack: StackAdapter) -> list[nn.Module]:
+        """Returns the modules that a stack applies after its last layer, in order."""
+        return [base_model(model).get_submodule(name) for name in stack.after]
+
+    def final_norms(self, model: PreTrainedModel) -> list[nn.Module]:
+        """Returns the modules between the last layer and the head."""
+        return self.after_layers(model, self.stacks[-1])
+
+    def whole_modules(self, model: PreTrainedModel) -> dict[str, nn.Module]:
+        """Returns by name the modules that no end and no layer owns: every rank of a stage that uses them holds them
+        whole, for its own tokens or heads.
+        """
+        names = [name for stack in self.stacks[:-1] for name in stack.after]
+        names += [stack.bias.table for stack in self.stacks if stack.bias is not None]
+        return {name: base_model(model).get_submodule(name) for name in names}
 
     def head(self, model: PreTrainedModel) -> nn.Module:
         """Returns the module that makes logits from hidden states."""
@@ -263,9 +395,16 @@ class ModelAdapter:
         return self.head(model).weight is self.embeddings(model)[0].weight
 
     def resolve(self, model: PreTrainedModel, plan: ParallelPlan) -> ResolvedPlan:
-        heads = [place.stack.heads(base_model(model).config) for place in self.places(model)]
-        counts = [(one.query, one.key_value) for one in heads]
-        return resolve(plan, heads=counts, tied=self.ties_embeddings(model), experts=self.expert_counts(model))
+        heads = [place.stack.heads(place.stack.config(model)) for place in self.places(model)]
+        return resolve(
+            plan,
+            heads=[(one.query, one.key_value) for one in heads],
+            tied=self.ties_embeddings(model),
+            experts=self.expert_counts(model),
+            reads={stack.name: stack.reads for stack in self.stacks if stack.reads is not None},
+            has_whole_weights=bool(self.whole_modules(model)),
+            biased=[stack.name for stack in self.stacks if stack.bias is not None],
+        )
 
     def adds_router_loss(self, model: PreTrainedModel) -> bool:
         """Tells whether the model's configuration asks for the loss of its routers, and the family has one."""
@@ -277,6 +416,8 @@ class ModelAdapter:
         modules = [place.stack.experts_of(layer) for place, layer in found]
         return [0 if module is None else next(module.parameters()).shape[0] for module in modules]
 
-    def state_features(self, config: PreTrainedConfig) -> dict[str, int]:
-        """Returns the features of each tensor that passes from layer to layer, and so between pipeline stages."""
-        return {HIDDEN: config.hidden_size}
+    def state_features(self, model: PreTrainedModel) -> dict[str, int]:
+        """Returns the features of the hidden states of each stack, which pass from layer to layer and between pipeline
+        stages.
+        """
+        return {stack.name: stack.config(model).hidden_size for stack in self.stacks}

@@ -19,6 +19,8 @@ from galvatron_hf.models.adapter import (
     Style,
     base_model,
 )
+from galvatron_hf.models.encoder_decoders import count_layers_of_both, encoder_decoder_adapter
+from galvatron_hf.models.family_checks import check_end_of_encoder_decoder
 from galvatron_hf.models.heads import Heads
 from galvatron_hf.models.llama4 import choose_experts
 from galvatron_hf.models.losses import RouterLossKind
@@ -42,7 +44,7 @@ def _qkv_sizes(config: PreTrainedConfig) -> tuple[int, ...]:
 
 GPT2 = StackAdapter(
     layers="h",
-    final_norm="ln_f",
+    after=("ln_f",),
     attention=("attn",),
     regions=("attn", "mlp"),
     styles={
@@ -120,6 +122,11 @@ def adapter_for(model: PreTrainedModel) -> ModelAdapter:
     """
     _check_kind(model)
     family = model.config.model_type
+    if model.config.is_encoder_decoder:
+        adapter = encoder_decoder_adapter(model)
+        _check_structure(model, adapter)
+        check_end_of_encoder_decoder(model, adapter)
+        return adapter
     adapter = ModelAdapter(
         stacks=(_STACKS.get(family) or _stack_from_tensor_plan(model),),
         logit_transform=_LOGIT_TRANSFORMS.get(family, lambda config: LogitTransform()),
@@ -132,6 +139,8 @@ def adapter_for(model: PreTrainedModel) -> ModelAdapter:
 
 def count_layers(config: PreTrainedConfig) -> int:
     """Returns the number of layers of all stacks that a configuration asks for, without a model."""
+    if config.is_encoder_decoder:
+        return count_layers_of_both(config)
     stacks = (_STACKS.get(config.model_type) or StackAdapter(),)
     return sum(getattr(config, stack.layer_count) for stack in stacks)
 
@@ -139,8 +148,6 @@ def count_layers(config: PreTrainedConfig) -> int:
 def _stack_from_tensor_plan(model: PreTrainedModel) -> StackAdapter:
     """Reads the styles of a layer's modules off `base_model_tp_plan`, which the family ships."""
     name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} is an encoder-decoder, which no adapter covers yet; use a decoder-only causal LM.")
     plan = model.config.base_model_tp_plan
     if not plan:
         raise ValueError(
@@ -221,18 +228,19 @@ def _check_kind(model: PreTrainedModel) -> None:
 
 def _check_structure(model: PreTrainedModel, adapter: ModelAdapter) -> None:
     name, base = type(model).__name__, base_model(model)
-    if base is model or model.get_output_embeddings() is None:
+    runs_itself = any(not stack.module for stack in adapter.stacks)
+    if (base is model and runs_itself) or model.get_output_embeddings() is None:
         raise ValueError(
             f"{name} has no language-model head, so its loss cannot be placed; use an AutoModelForCausalLM class."
         )
-    named = [name for stack in adapter.stacks for name in (stack.layers, stack.final_norm, *stack.positional)]
-    for attribute in named:
-        if attribute not in dict(base.named_children()):
+    modules = {name for name, _ in base.named_modules(remove_duplicate=False)}
+    for attribute in (name for stack in adapter.stacks for name in stack.module_names):
+        if attribute not in modules:
             raise ValueError(
                 f"{type(base).__name__} has no module {attribute!r}, which its adapter names; "
                 "use a family whose decoder is built like Llama's, or add an adapter."
             )
-    if model.loss_function is not adapter.loss.function:
+    if adapter.loss.function is not None and model.loss_function is not adapter.loss.function:
         raise ValueError(
             f"{name} computes {getattr(model.loss_function, '__name__', model.loss_function)!r}, not the causal LM "
             "loss; use an AutoModelForCausalLM class, or pass compute_loss_func."

@@ -125,7 +125,7 @@ class FusedProjection(nn.Module):
 def split_fused_projections(model: PreTrainedModel, adapter: ModelAdapter) -> None:
     """Replaces each fused projection of each layer by its parts, so that every part can have plain shards."""
     for layer, place in zip(adapter.layers(model), adapter.places(model), strict=True):
-        split_fused_projections_of_layer(layer, place.stack, base_model(model).config)
+        split_fused_projections_of_layer(layer, place.stack, place.stack.config(model))
 
 
 def split_fused_projections_of_layer(layer: nn.Module, stack: StackAdapter, config: PreTrainedConfig) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_outputs import CausalLMOutput
+from transformers.modeling_outputs import CausalLMOutput, Seq2SeqLMOutput
 from transformers.utils import ModelOutput
 
 
@@ -23,30 +23,32 @@ class LossKind:
     """Describes a loss that is summed over targets.
 
     Attributes:
-        function (`Callable`): the family's own function, by which the loss is recognised.
+        function (`Callable`, *optional*): the family's own function, by which the loss is recognised; None if the
+            families compute it in their forward.
         labels (`str`): the batch's labels [B, S], as the family takes them.
-        targets (`str`): labels [B, S] that are targets already: position `i` holds what position `i` predicts.
+        targets (`str`, *optional*): labels [B, S] that are targets already: position `i` holds what position `i`
+            predicts; None if the family takes no such labels beside `labels`.
         make_targets (`Callable[[torch.Tensor], torch.Tensor]`): makes targets [B, S] of labels [B, S].
         output (`type`): the class of the forward's output, which has `loss` and `logits`.
     """
 
-    function: Callable
+    function: Callable | None
     labels: str
-    targets: str
+    targets: str | None
     make_targets: Callable[[torch.Tensor], torch.Tensor]
     output: type[ModelOutput] = CausalLMOutput
 
     @property
-    def names(self) -> tuple[str, str]:
+    def names(self) -> tuple[str, ...]:
         """Returns the names under which a batch may have labels; the first that it has counts."""
-        return self.targets, self.labels
+        return (self.labels,) if self.targets is None else (self.targets, self.labels)
 
     def is_labelled(self, batch: Mapping[str, Any]) -> bool:
         return any(batch.get(name) is not None for name in self.names)
 
     def targets_of(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
         """Returns the targets [B, S] of a batch; None if it has no labels."""
-        if batch.get(self.targets) is not None:
+        if self.targets is not None and batch.get(self.targets) is not None:
             return batch[self.targets]
         labels = batch.get(self.labels)
         return None if labels is None else self.make_targets(labels)
@@ -101,6 +103,11 @@ class RouterLossKind:
         return counts, probabilities, tokens[0]
 
 
+def _same(labels: torch.Tensor) -> torch.Tensor:
+    return labels
+
+
+SAME_POSITION = LossKind(function=None, labels="labels", targets=None, make_targets=_same, output=Seq2SeqLMOutput)
 NEXT_TOKEN = LossKind(function=ForCausalLMLoss, labels="labels", targets="shift_labels", make_targets=shift_targets)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from galvatron_hf.models.adapter import ModelAdapter, StackAdapter, Style, base_model
+from galvatron_hf.models.adapter import ModelAdapter, StackAdapter, Style
 from galvatron_hf.models.shape import WeightShape
 
 
@@ -57,7 +57,8 @@ class ParameterSpec:
         output_dim (`int`): the dimension of the output features, along which parts of a fused parameter lie.
         heads (`int`, *optional*): key/value heads along the cut dimension. More tensor ranks than heads have copies.
         used_in_part (`bool`): whether each tensor rank uses the whole parameter for its own heads alone.
-        mesh (`str`): the mesh that holds it: "layer", "experts", "embedding" or "head".
+        mesh (`str`): the mesh that holds it: "layer", "experts", "embedding", "head", or "whole" for a weight that
+            every rank of a stage holds whole.
     """
 
     name: str
@@ -109,17 +110,16 @@ class ModelSpecs:
 
 def model_specs(model: PreTrainedModel, adapter: ModelAdapter) -> ModelSpecs:
     """Returns the table of a model, whose fused projections may be split already, and whose weights may be cut."""
-    config, layers = base_model(model).config, adapter.layers(model)
-    tokens, *positions = adapter.embeddings(model)
     return ModelSpecs(
         layers=tuple(
-            layer_specs(layer, place.stack, config) for layer, place in zip(layers, adapter.places(model), strict=True)
+            layer_specs(layer, place.stack, place.stack.config(model))
+            for layer, place in zip(adapter.layers(model), adapter.places(model), strict=True)
         ),
         embedding=(
-            *vocabulary_specs(tokens, "embedding"),
-            *(spec for module in positions for spec in whole_specs(module, "embedding")),
+            *vocabulary_specs(adapter.lookups(model)[0], "embedding"),
+            *(spec for module in adapter.beside_lookups(model) for spec in whole_specs(module, "embedding")),
         ),
-        final_norm=whole_specs(adapter.final_norm(model), "head"),
+        final_norm=tuple(spec for module in adapter.final_norms(model) for spec in whole_specs(module, "head")),
         head=vocabulary_specs(adapter.head(model), "head"),
     )
 
@@ -140,6 +140,9 @@ def _specs(
     if stack.is_expert(owner, layer):
         axes = (EXPERT, *(None for _ in shape[1:]))
         yield ParameterSpec(name=name, family_name=name, shape=shape, axes=axes, mesh="experts")
+        return
+    if stack.bias is not None and owner == stack.bias.inside_layer(stack.layers):
+        yield ParameterSpec(name=name, family_name=name, shape=shape, axes=(None,) * len(shape), mesh="whole")
         return
     kind, style = linear_kind(layer.get_submodule(owner)), stack.style(owner)
     output_dim = kind.output_dim if kind is not None and parameter == "weight" else 0

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 from transformers.utils import ModelOutput
 
@@ -85,6 +85,11 @@ class ParallelModel:
         return self.model.forward
 
     @property
+    def config(self) -> PreTrainedConfig:
+        """Returns the configuration of the last stack."""
+        return self.adapter.stacks[-1].config(self.model)
+
+    @property
     def streams(self) -> StreamPosition:
         """Returns the position of the random streams; a training loop sets `seed` once and `step` before each step."""
         return self.runner.position
@@ -126,8 +131,8 @@ class ParallelModel:
         self.units.reshard()
         names: dict[int, str] = {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
-            copy = self.tied is not None and self.tied.is_copy(tensor)
-            names.setdefault(id(tensor), self.tied.names[0] if copy else name)
+            saved = None if self.tied is None else self.tied.name_of(tensor)
+            names.setdefault(id(tensor), saved or name)
         return names
 
     def forward_backward(

@@ -4,20 +4,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from galvatron_hf.models.adapter import StackAdapter
 from galvatron_hf.models.losses import IGNORED, without_labels
 from galvatron_hf.parallel.activation.documents import Documents
 from galvatron_hf.parallel.activation.layer_state import LayerState
 from galvatron_hf.parallel.activation.micro_batch import (
     ForwardOptions,
     MicroBatch,
+    TokenStream,
     add_positions,
     add_rows,
     mask_on_device,
@@ -59,8 +63,8 @@ class ModelRunner:
         stages: list[StageModule],
     ):
         self.model, self.resolved, self.mesh, self.current, self.stages = model, resolved, mesh, current, stages
-        self.loss, self.position = stages[0].adapter.loss, StreamPosition()
-        self.router_loss = stages[0].adapter.router_loss(model)
+        self.adapter, self.position = stages[0].adapter, StreamPosition()
+        self.loss, self.router_loss = self.adapter.loss, self.adapter.router_loss(model)
 
     def __call__(self, input_ids: torch.Tensor, **inputs) -> ModelOutput:
         """Runs one micro-batch; arguments as for [`ModelRunner.micro_batch`]. Returns `loss` (fp32 scalar) and
@@ -71,13 +75,11 @@ class ModelRunner:
     def micro_batch(
         self,
         input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         label_smoothing: float = 0.0,
         return_logits: bool | None = None,
         whole_loss: bool = True,
-        documents: Documents | None = None,
+        documents: Documents | Mapping[str, Documents] | None = None,
         routers: RouterStatistics | None = None,
         added_rows: torch.Tensor | None = None,
         **inputs,
@@ -86,25 +88,28 @@ class ModelRunner:
 
         Args:
             input_ids (`torch.Tensor`): [B, S], the whole micro-batch, the same on every rank.
-            attention_mask (`torch.Tensor`, *optional*): [B, S], 1 for real tokens. One in the host's memory is copied
-                to a GPU; transformers waits for the GPU to read one that is there.
-            position_ids (`torch.Tensor`, *optional*): [B, S].
             num_items_in_batch (`torch.Tensor` or `int`, *optional*): the divisor of the sum of losses.
             label_smoothing (`float`): as in [`transformers.trainer_pt_utils.LabelSmoother`].
             return_logits (`bool`, *optional*): whether to compute logits; by default if there are no labels.
             whole_loss (`bool`): whether the loss is the sum over all ranks; False gives this rank's part of it.
-            documents ([`Documents`], *optional*): documents of one packed row [1, S], in [`ResolvedPlan.packs`] packs,
-                each of a multiple of [`ResolvedPlan.pack_multiple`] positions. A packed row gives no logits.
+            documents ([`Documents`] or a `Mapping`, *optional*): documents of one packed row [1, S], of each stack if
+                there are several, in [`ResolvedPlan.packs`] packs, each of a multiple of
+                [`ResolvedPlan.pack_multiple`] positions. A packed row gives no logits.
             routers ([`RouterStatistics`], *optional*): the counts of the batch that this is a part of, if a loss
                 balances its experts.
             added_rows (`torch.Tensor`, *optional*): [B], true for rows that no loss counts.
-            inputs: the labels [B, S] of the loss, for example `labels`, or `shift_labels` that are targets already.
+            inputs: tokens, masks and position ids [B, S] of the stacks, as their [`StackInputs`] name them. A mask is
+                1 for real tokens; one in the host's memory is copied to a GPU, which transformers would wait for. And
+                the labels [B, S] of the loss, for example `labels`, or `shift_labels` that are targets already.
 
         Raises:
             ValueError: for inputs without a layout.
         """
-        _refuse_inputs(without_labels(inputs, self.loss), attention_mask)
+        inputs["input_ids"] = input_ids
         targets = self.loss.targets_of(inputs)
+        inputs = without_labels(self.adapter.with_tokens_of_all(self.model, inputs), self.loss)
+        of_stacks = {stack.name: self._inputs_of(stack, inputs) for stack in self.adapter.stacks}
+        _refuse_inputs(inputs)
         options = ForwardOptions(
             num_items=num_items_in_batch,
             label_smoothing=label_smoothing,
@@ -113,74 +118,84 @@ class ModelRunner:
             routers=routers,
         )
         if documents is not None:
-            return self._packed(input_ids, attention_mask, position_ids, targets, options, documents)
-        return self._padded(input_ids, attention_mask, position_ids, targets, options, added_rows)
+            documents = documents if isinstance(documents, Mapping) else {self.adapter.stacks[0].name: documents}
+            streams = {name: self._packed(documents[name], options, **given) for name, given in of_stacks.items()}
+            ends = self.resolved.pack_end_layouts
+        else:
+            streams = {name: self._padded(added_rows, options, **given) for name, given in of_stacks.items()}
+            rows, length = next(reversed(streams.values())).input_ids.shape
+            targets = add_rows(add_positions(targets, length, IGNORED), rows, IGNORED)
+            ends = self.resolved.end_layouts(rows)
+        return MicroBatch(streams=streams, targets=targets, ends=ends, key=self.position.key(), options=options)
+
+    def _inputs_of(self, stack: StackAdapter, inputs: dict) -> dict:
+        """Takes the inputs of one stack out of a batch."""
+        names = dict(ids=stack.tokens.ids, mask=stack.tokens.mask, positions=stack.tokens.positions)
+        found = {key: None if name is None else inputs.pop(name, None) for key, name in names.items()}
+        return {**found, "causal": stack.causal}
 
     def _padded(
         self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        targets: torch.Tensor | None,
-        options: ForwardOptions,
         added_rows: torch.Tensor | None,
-    ) -> MicroBatch:
-        real_rows, real_length = input_ids.shape
+        options: ForwardOptions,
+        ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        causal: bool,
+    ) -> TokenStream:
+        _refuse_mask(mask)
+        real_rows, real_length = ids.shape
         rows, length = self.resolved.padded(real_rows, real_length, logits=options.logits)
-        if position_ids is not None and length > real_length:
+        if positions is not None and length > real_length:
             # Counting on keeps the added positions in the last document of a row that the caller has packed. They stay
             # below the largest position: rotary embeddings may depend on it, and learned ones have a last.
-            more = position_ids[:, -1:] + torch.arange(1, length - real_length + 1, device=position_ids.device)
-            position_ids = torch.cat([position_ids, more.clamp(max=position_ids.max())], dim=1)
+            more = positions[:, -1:] + torch.arange(1, length - real_length + 1, device=positions.device)
+            positions = torch.cat([positions, more.clamp(max=positions.max())], dim=1)
         pad = self.model.config.pad_token_id
-        attention_mask, padded = mask_on_device(attention_mask, input_ids.device)
-        return MicroBatch(
-            input_ids=add_rows(add_positions(input_ids, length, pad if pad is not None else 0), rows),
-            attention_mask=add_rows(add_positions(attention_mask, length, 0), rows),
-            position_ids=add_rows(position_ids, rows),
-            targets=add_rows(add_positions(targets, length, IGNORED), rows, IGNORED),
+        if mask is None and length > real_length and not causal:
+            mask = torch.ones(real_rows, real_length, dtype=torch.long, device=ids.device)
+        mask, padded = mask_on_device(mask, ids.device)
+        return TokenStream(
+            input_ids=add_rows(add_positions(ids, length, pad if pad is not None else 0), rows),
+            attention_mask=add_rows(add_positions(mask, length, 0), rows),
+            position_ids=add_rows(positions, rows),
             real_rows=real_rows,
             real_length=real_length,
-            ends=self.resolved.end_layouts(rows),
-            key=self.position.key(),
-            options=options,
-            padded=padded,
+            causal=causal,
+            padded=None if padded is None else padded or (length > real_length and not causal),
             added_rows=added_rows,
         )
 
     def _packed(
         self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        targets: torch.Tensor | None,
-        options: ForwardOptions,
         documents: Documents,
-    ) -> MicroBatch:
+        options: ForwardOptions,
+        ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        causal: bool,
+    ) -> TokenStream:
         lengths = {stop - start for start, stop in pairwise(documents.cuts)}
         packs, multiple = self.resolved.packs, self.resolved.pack_multiple
         fits = len(documents.cuts) == packs + 1 and not any(length % multiple for length in lengths)
-        if input_ids.shape != (1, documents.bounds[-1]) or not fits or 0 in lengths:
+        if ids.shape != (1, documents.bounds[-1]) or not fits or 0 in lengths:
             raise ValueError(
-                f"A packed row of shape {tuple(input_ids.shape)} with {len(documents.cuts) - 1} packs of "
+                f"A packed row of shape {tuple(ids.shape)} with {len(documents.cuts) - 1} packs of "
                 f"{sorted(lengths)[:4]} positions does not fit the plan; pack {packs} of a multiple of "
                 f"{multiple} positions."
             )
-        if attention_mask is not None or position_ids is None or options.logits:
+        if mask is not None or positions is None or options.logits:
             raise ValueError(
                 "A packed row has position_ids that begin anew with each document, no attention_mask, and gives a "
                 "loss, no logits; pass the rows unpacked for anything else."
             )
-        return MicroBatch(
-            input_ids=input_ids,
+        return TokenStream(
+            input_ids=ids,
             attention_mask=None,
-            position_ids=position_ids,
-            targets=targets,
+            position_ids=positions,
             real_rows=1,
-            real_length=input_ids.shape[1],
-            ends=self.resolved.pack_end_layouts,
-            key=self.position.key(),
-            options=options,
+            real_length=ids.shape[1],
+            causal=causal,
             documents=documents,
         )
 
@@ -216,14 +231,14 @@ class ModelRunner:
             items = batch.options.num_items
             items = (batch.targets != IGNORED).sum() if items is None else items
             loss = self._scaled_loss(total, items, batch.ends.head.replicas, batch.options.whole_loss)
-        if logits is not None and batch.real_length < batch.length:
-            logits = logits[:, : batch.real_length].clone()  # a split backward detaches them, which a view forbids
+        if logits is not None and batch.last.real_length < batch.last.length:
+            logits = logits[:, : batch.last.real_length].clone()  # a split backward detaches them, no view may be
         return self.loss.output(loss=loss, logits=logits)
 
     def _request(self, batch: MicroBatch) -> HeadRequest:
         targets = None
         if batch.targets is not None:
-            own = batch.grid.rectangle(batch.ends.head, self.mesh.index)
+            own = batch.last.grid.rectangle(batch.ends.head, self.mesh.index)
             targets = batch.targets[own.row_start : own.row_stop, own.position_start : own.position_stop].flatten()
         return HeadRequest(targets=targets, logits=batch.options.logits, label_smoothing=batch.options.label_smoothing)
 
@@ -254,14 +269,17 @@ class ModelRunner:
         return local + (value - local.detach())
 
 
-def _refuse_inputs(unused: dict, attention_mask: torch.Tensor | None) -> None:
+def _refuse_inputs(unused: Mapping[str, Any]) -> None:
     for name, value in unused.items():
         if isinstance(value, torch.Tensor):
             raise ValueError(
                 f"The model was called with {name!r}, which has no layout under a parallel plan; leave it out of the "
                 "call and of the batch."
             )
-    if attention_mask is not None and attention_mask.ndim != 2:
+
+
+def _refuse_mask(mask: torch.Tensor | None) -> None:
+    if mask is not None and mask.ndim != 2:
         raise ValueError(
-            f"An attention_mask of {attention_mask.ndim} dimensions cannot be split over ranks; pass one of [B, S]."
+            f"An attention_mask of {mask.ndim} dimensions cannot be split over ranks; pass one of [B, S]."
         )

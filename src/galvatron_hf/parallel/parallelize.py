@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from galvatron_hf.models.adapter import base_model
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.fused_weights import FusedNames, split_fused_projections
 from galvatron_hf.parallel.comm.mesh import WorldMesh
@@ -96,14 +95,18 @@ def parallelize(
 
     broadcast_weights(model)
     adapter.prepare_layers(model)
+    adapter.join_lookups(model)
     split_fused_projections(model, adapter)
     names, count_parameters = FusedNames.from_model(model, adapter), whole_parameter_counts(model)
     tied = TiedWeights.separate(model, adapter, resolved, world)
     prune_other_stages(model, adapter, stages)
 
-    current = CurrentMicroBatch(base_model(model).config)
+    current = CurrentMicroBatch()
     units = ShardedUnits(resolved.precision, wait_at_end=resolved.is_pipeline)
     ends = EmbeddingAndHead.cut(model, adapter, resolved, mesh)
+    if ends.whole:
+        first, *later = (stage.index for stage in stages)
+        units.add(ends.whole, mesh.weights(resolved.whole_weights), "replicate", stage=first, later_stages=later)
     modules, all_blocks = {}, []
     for stage in stages:
         if uses_float8(plan):
@@ -116,7 +119,7 @@ def parallelize(
         ends.add_units(units, stage, module)
         units.prefetch_forward(units_of_layers(blocks))
         if resolved.is_pipeline:
-            first = ends.embedding[0] if stage.is_first else None
+            first = next(iter(ends.embedding_of(stage)), None)
             units.prefetch_backward(module, units_of_layers(blocks), first)
     if empty is not None:
         empty.fill(model, units, names)
@@ -129,7 +132,7 @@ def parallelize(
     )
     if resolved.is_pipeline:
         model.num_parameters = count_parameters
-        features = adapter.state_features(base_model(model).config)
+        features = adapter.state_features(model)
         pipeline = Pipeline.from_plan(resolved, world, modules, units, runner, features, timeline)
     model.forward = WholeBatchForward(
         runner,

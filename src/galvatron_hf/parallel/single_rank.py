@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from galvatron_hf.models.adapter import base_model
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.fused_weights import split_fused_projections
 from galvatron_hf.parallel.comm.fake_process_group import FakeProcessGroup
@@ -80,8 +79,9 @@ def single_rank(model: PreTrainedModel, plan: ParallelPlan) -> SingleRank:
     adapter = adapter_for(model)
     resolved = check_model(model, adapter, plan)
     adapter.prepare_layers(model)
+    adapter.join_lookups(model)
     split_fused_projections(model, adapter)
-    mesh, current = SingleRankStage(plan.world_size), CurrentMicroBatch(base_model(model).config)
+    mesh, current = SingleRankStage(plan.world_size), CurrentMicroBatch()
     EmbeddingAndHead.cut(model, adapter, resolved, mesh)
     (stage,) = resolved.stages
     blocks = parallelize_layers(model, adapter, stage, mesh, current)

@@ -1,44 +1,109 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""One stage, of a pipeline or the only one: the family's own forward, from tokens or a received state to the head or
-the next stage.
+"""One stage, of a pipeline or the only one: the family's own forward of its stacks, from tokens or a received state to
+the head or the next stage.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
-from galvatron_hf.models.adapter import HIDDEN, ModelAdapter, base_model, masks_by_type
+from galvatron_hf.models.adapter import ModelAdapter, StackAdapter, base_model, masks_by_type
 from galvatron_hf.parallel.activation.layer_state import LayerState
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
+from galvatron_hf.parallel.activation.redistribute import redistribute
 from galvatron_hf.parallel.comm.mesh import StageMesh
-from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch
+from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch, hidden_of, layer_output
+from galvatron_hf.parallel.layers.position_embeddings import count_from_own_position
 from galvatron_hf.parallel.layers.rng import random_stream
 from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest
 from galvatron_hf.plan.layout import Layout
-from galvatron_hf.plan.resolved import ResolvedStage
+from galvatron_hf.plan.resolved import ResolvedStage, StackPart
 
 
-class StageInput(nn.Module):
+class _LayersEnd(Exception):
+    """Ends a stack's forward after the stage's last layer, with its hidden states."""
+
+
+class _OtherLayer(nn.Module):
+    """Replaces a layer of another stage: returns the hidden states that it is given, in a layer's form."""
+
+    def __init__(self, stack: StackAdapter):
+        super().__init__()
+        self.stack = stack
+
+    def forward(self, *args, **kwargs) -> torch.Tensor | tuple:
+        hidden = args[0] if args else next(iter(kwargs.values()))
+        return layer_output(self.stack, hidden)
+
+
+class _Before(nn.Module):
+    """Replaces the first layer where a stack shall not go on."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+
+    def forward(self, *args, **kwargs) -> None:
+        raise _LayersEnd(args[0] if args else next(iter(kwargs.values())))
+
+
+class _StageInput(nn.Module):
     """Replaces the layer before the first one of a stage: returns the received hidden states."""
 
-    def __init__(self, enter: Callable[[], torch.Tensor]):
+    def __init__(self, stack: StackAdapter, enter: Callable[[], torch.Tensor]):
         super().__init__()
-        self.enter = enter
+        self.stack, self.enter = stack, enter
 
-    def forward(self, *args, **kwargs) -> torch.Tensor:
-        return self.enter()
+    def forward(self, *args, **kwargs) -> torch.Tensor | tuple:
+        return layer_output(self.stack, self.enter())
+
+
+class _LastLayer(nn.Module):
+    """Runs the last layer of a stack on this stage, and ends the stack's forward. A stack reads attributes of its
+    layers.
+    """
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+    def forward(self, *args, **kwargs) -> None:
+        raise _LayersEnd(hidden_of(self.layer(*args, **kwargs)))
+
+
+@dataclass(kw_only=True)
+class StackRun:
+    """Runs the layers that a stage has of one stack.
+
+    Attributes:
+        layers (`nn.ModuleList`): what takes the place of the stack's list of layers.
+        after (`tuple[nn.Module, ...]`): what the stack applies after its last layer.
+        received (`torch.Tensor`, *optional*): the hidden states before the first layer, on their way there.
+    """
+
+    part: StackPart
+    stack: StackAdapter
+    layers: nn.ModuleList
+    after: tuple[nn.Module, ...]
+    received: torch.Tensor | None = None
 
 
 class StageModule(nn.Module):
-    """Runs a stage's layers inside the family's own base model; the root of the stage's FSDP2 units. Identities
-    replace the layers of other stages, because a family may count its layers.
+    """Runs a stage's layers inside the family's own stacks; the root of the stage's FSDP2 units. Identities replace
+    the layers of other stages, because a family may count its layers.
     """
 
     def __init__(
@@ -54,114 +119,165 @@ class StageModule(nn.Module):
         self.is_first, self.is_last = resolved.is_first, resolved.is_last
         self.adapter, self.mesh, self.current = adapter, mesh, current
         self._model = (model,)  # in a tuple, so that it is no submodule
-        self._received: LayerState | None = None
-        alone, ends = self.is_first and self.is_last, []
-        if self.is_first:
-            ends += adapter.embeddings(model)
-        if self.is_last:
-            ends += [adapter.final_norm(model), adapter.head(model)]
-        self.ends = nn.ModuleList([model] if alone else ends)
-        whole = [base_model(model).get_submodule(stack.layers) for stack in adapter.stacks]
-        self.stacks = nn.ModuleList(whole if alone else self._own_stacks(model, resolved.span))
-        norm = adapter.final_norm(model)
-        self.norm = getattr(norm.forward, "original", norm.forward)
-        norm.forward = FinalNormHook(current, mesh, self.norm)
+        self.runs = tuple(self._run_of(model, part) for part in resolved.parts)
+        for run in self.runs:
+            if run.part.is_first and run.stack.tokens.positions is None:
+                self._count_positions(run)
+        if self.is_first and self.is_last:
+            owned = [model]
+        else:
+            owned = adapter.embeddings(model, [part.stack for part in resolved.parts if part.is_first])
+            owned += [adapter.layers(model)[index] for index in resolved.span]
+            owned += [*adapter.final_norms(model), adapter.head(model)] if self.is_last else []
+        self.owned = nn.ModuleList(owned)
 
-    def _own_stacks(self, model: PreTrainedModel, layers: range) -> list[nn.ModuleList]:
-        """Makes the lists of layers of all stacks, with identities in the place of other stages' layers."""
-        places = self.adapter.places(model)
-        kept = self.adapter.layers(model)
-        kept = [layer if index in layers else PipelineIdentityLayer() for index, layer in enumerate(kept)]
-        if not self.is_first:
-            kept[layers.start - 1] = StageInput(self._enter)
-        of_stack = [[place.index for place in places if place.stack is stack] for stack in self.adapter.stacks]
-        return [nn.ModuleList([kept[index] for index in indices]) for indices in of_stack]
+    def _run_of(self, model: PreTrainedModel, part: StackPart) -> StackRun:
+        stack = self.adapter.stack(part.stack)
+        after = tuple(self.adapter.after_layers(model, stack))
+        run = StackRun(part=part, stack=stack, layers=nn.ModuleList(), after=after)
+        places = [place for place in self.adapter.places(model) if place.stack is stack]
+        layers, span = self.adapter.layers(model), range(part.layers[0].index, part.layers[-1].index + 1)
+        for place in places:
+            if place.index == span[-1]:
+                slot = _LastLayer(layers[place.index])
+            elif place.index in span:
+                slot = layers[place.index]
+            elif place.index == span.start - 1:
+                slot = _StageInput(stack, lambda: self._enter(run))
+            else:
+                slot = _OtherLayer(stack)
+            run.layers.append(slot)
+        return run
+
+    def _count_positions(self, run: StackRun) -> None:
+        """Makes a stack that is given no positions count from this rank's first."""
+        for name in run.stack.positional:
+            count_from_own_position(
+                base_model(self._model[0]).get_submodule(name),
+                self.current,
+                run.stack.name,
+                lambda: self._embedding_rectangle(run, self.current.value),
+            )
 
     def forward(self, received: LayerState | None, request: HeadRequest | None):
         """Runs the current micro-batch from this rank's part of the received state, None at the first stage. Returns
         its part of the next state, or at the last stage the output of [`Head`] for `request`. That is None elsewhere,
         and where no output is wanted.
         """
-        batch, states = self.current.value, self.states(received)
-        if self.is_last and request is None:
+        batch = self.current.value
+        states = {} if received is None else dict(received.tensors)
+        try:
+            for run in self.runs:
+                states[run.part.stack] = self._run(run, states, leaves=request is not None or not run.part.is_end)
+        finally:
+            batch.shared.clear()
+        if not self.is_last:
+            return LayerState.in_layout(batch.ends.boundary, {name: states[name] for name in self.resolved.sends})
+        if request is None:
             return None, None
-        self.current.location = "head" if self.is_last else "exit"
-        state = LayerState.in_layout(self.resolved.layers[-1].layout, {HIDDEN: states})
-        state = self._move(state, batch.ends.head if self.is_last else batch.ends.boundary)
-        if self.is_last:
-            return self.adapter.head(self._model[0])(self.norm(state.hidden), request)
-        # The other tensors have the layout of the boundary already, and go on to the next stage.
-        passed = {} if received is None else received.tensors
-        return LayerState.in_layout(batch.ends.boundary, {**passed, **state.tensors})
+        self.current.location = "head"
+        return self.adapter.head(self._model[0])(states[self.runs[-1].part.stack], request)
 
     def states(self, received: LayerState | None) -> torch.Tensor:
         """Returns the hidden states that the stage's last layer leaves of the current micro-batch, in its layout."""
-        batch = self.current.value
-        self.current.location = "embedding" if self.is_first else "entry"
-        self._received = received
-        inputs, positions = self._inputs(batch)
-        device = batch.input_ids.device
-        part = batch.grid.rectangle(batch.ends.embedding, self.mesh.index)
-        stream = random_stream(device, *batch.key, -1, part.row_start, part.position_start)
+        states, last = {} if received is None else dict(received.tensors), self.runs[-1]
+        try:
+            for run in self.runs:
+                states[run.part.stack] = self._run(run, states, leaves=run is not last)
+        finally:
+            self.current.value.shared.clear()
+        return states[last.part.stack]
+
+    def embedded(self) -> torch.Tensor:
+        """Returns the hidden states before the first layer of the stage's first stack."""
+        run = self.runs[0]
+        layers, run.layers = run.layers, nn.ModuleList([_Before(layer) for layer in run.layers])
+        try:
+            return self._run(run, {}, leaves=False)
+        finally:
+            run.layers = layers
+
+    def _run(self, run: StackRun, states: dict[str, torch.Tensor], leaves: bool) -> torch.Tensor:
+        """Runs one stack, from what it receives to its last layer on this stage. If hidden states leave the layers,
+        they are the stack's output, or what goes on to the next stage, in the layout of the head's input or of the
+        boundary.
+        """
+        batch, stack = self.current.value, run.stack
+        self.current.location = "embedding" if run.part.is_first else "entry"
+        run.received = states.get(stack.name)
+        part = self._embedding_rectangle(run, batch)
+        number = self.adapter.stacks.index(stack)
+        module = base_model(self._model[0])
+        module = module.get_submodule(stack.module) if stack.module else module
+        stream = random_stream(batch.device, *batch.key, -1 - 2 * number, part.row_start, part.position_start)
+        try:
+            with stream, self._own_layers(run):
+                module(**self._inputs(run, batch, states))
+        except _LayersEnd as end:
+            (hidden,) = end.args
+        return self._left(run, batch, hidden) if leaves else hidden
+
+    def _left(self, run: StackRun, batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Moves hidden states out of the last layer's layout, and applies what comes after the stack's last layer."""
+        self.current.location = "head" if run.part.is_end else "exit"
+        layout = batch.ends.head if run.part.is_end else batch.ends.boundary
+        hidden = self._redistribute(run, hidden, run.part.layers[-1].layout, layout)
+        if run.part.is_last and run.after:
+            part = batch.streams[run.stack.name].grid.rectangle(layout, self.mesh.index)
+            number = self.adapter.stacks.index(run.stack)
+            with random_stream(batch.device, *batch.key, -2 - 2 * number, part.row_start, part.position_start):
+                for module in run.after:
+                    hidden = module(hidden)
+        return hidden
+
+    def _embedding_rectangle(self, run: StackRun, batch: MicroBatch):
+        return batch.streams[run.stack.name].grid.rectangle(batch.ends.embedding, self.mesh.index)
+
+    def _inputs(self, run: StackRun, batch: MicroBatch, states: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Returns the arguments of a stack's forward."""
+        stack, stream = run.stack, batch.streams[run.stack.name]
         # The layers bring the masks of their own rows; a prepared mask keeps the family from making one.
-        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-        # The layers keep what the routers' loss needs; the family would keep the logits of all layers.
-        has_experts = any(stack.experts is not None for stack in self.adapter.stacks)
-        options = {"output_router_logits": False} if has_experts else {}
-        with stream, self._own_layers():
-            base_model(self._model[0])(
-                **inputs,
-                attention_mask=masks_by_type(self.current.config, mask),
-                position_ids=positions,
-                use_cache=False,
-                **options,
-            )
-        return batch.final_hidden.pop()
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.device)
+        inputs = {"attention_mask": masks_by_type(stack.config(self._model[0]), mask)}
+        part = self._embedding_rectangle(run, batch)
+        if run.part.is_first:
+            inputs["input_ids"] = stream.input_ids[
+                part.row_start : part.row_stop, part.position_start : part.position_stop
+            ]
+        else:
+            # An earlier stage has applied what the family does to embeddings: here one zero stands for each token.
+            inputs["inputs_embeds"] = states[stack.name].new_zeros(*part.shape, 1)
+        if stack.tokens.positions is not None:
+            positions = stream.positions()
+            if stack.positional:
+                rows = slice(part.row_start, part.row_stop) if positions.shape[0] > 1 else slice(None)
+                positions = positions[rows, part.position_start : part.position_stop]
+            inputs["position_ids"] = positions
+        if stack.reads is not None:
+            inputs |= {"encoder_hidden_states": states[stack.reads], "encoder_attention_mask": mask}
+        if stack.causal:
+            inputs["use_cache"] = False
+        if any(one.experts is not None for one in self.adapter.stacks):
+            # The layers keep what the routers' loss needs; the family would keep the logits of all layers.
+            inputs["output_router_logits"] = False
+        return inputs
 
-    def _inputs(self, batch: MicroBatch) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Returns the base model's tokens, or stand-ins for their embeddings, and the position ids."""
-        part = batch.grid.rectangle(batch.ends.embedding, self.mesh.index)
-        positions = batch.positions()
-        if any(stack.positional for stack in self.adapter.stacks):
-            rows = slice(part.row_start, part.row_stop) if positions.shape[0] > 1 else slice(None)
-            positions = positions[rows, part.position_start : part.position_stop]
-        if self._received is None:
-            ids = batch.input_ids[part.row_start : part.row_stop, part.position_start : part.position_stop]
-            return {"input_ids": ids}, positions
-        # The first stage has applied what the family does to embeddings: here one zero stands for each token.
-        return {"inputs_embeds": self._received.hidden.new_zeros(*part.shape, 1)}, positions
-
-    def _enter(self) -> torch.Tensor:
+    def _enter(self, run: StackRun) -> torch.Tensor:
         """Returns the received hidden states in the layout of the first layer."""
-        received, self._received = self._received, None
-        hidden = LayerState.in_layout(received.layouts[HIDDEN], {HIDDEN: received.hidden})
-        return self._move(hidden, self.resolved.layers[0].layout).hidden
+        received, run.received = run.received, None
+        first = run.part.layers[0].layout
+        return self._redistribute(run, received, self.current.value.ends.boundary, first)
 
-    def _move(self, state: LayerState, layout: Layout) -> LayerState:
-        grid = self.current.value.grid
-        return state.redistribute(layout, grid=grid, mesh=self.mesh)
+    def _redistribute(self, run: StackRun, hidden: torch.Tensor, source: Layout, layout: Layout) -> torch.Tensor:
+        grid = self.current.value.streams[run.stack.name].grid
+        return redistribute(hidden, source, layout, grid=grid, mesh=self.mesh)
 
     @contextlib.contextmanager
-    def _own_layers(self) -> Iterator[None]:
-        base, names = base_model(self._model[0]), [stack.layers for stack in self.adapter.stacks]
-        whole = [base.get_submodule(name) for name in names]
-        for name, layers in zip(names, self.stacks, strict=True):
-            base.set_submodule(name, layers)
+    def _own_layers(self, run: StackRun) -> Iterator[None]:
+        base = base_model(self._model[0])
+        whole = base.get_submodule(run.stack.layers)
+        base.set_submodule(run.stack.layers, run.layers)
         try:
             yield
         finally:
-            for name, layers in zip(names, whole, strict=True):
-                base.set_submodule(name, layers)
-
-
-class FinalNormHook:
-    """Replaces the final norm's forward: keeps the hidden states, and returns a tensor without memory."""
-
-    def __init__(self, current: CurrentMicroBatch, mesh: StageMesh, original: Callable):
-        self.current, self.mesh, self.original = current, mesh, original
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        batch = self.current.value
-        batch.final_hidden.append(hidden)
-        part = batch.grid.rectangle(batch.ends.embedding, self.mesh.index)
-        return torch.empty(*part.shape, hidden.shape[-1], device="meta")
+            base.set_submodule(run.stack.layers, whole)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from galvatron_hf.models.adapter import ModelAdapter, StackAdapter, base_model
+from galvatron_hf.models.adapter import ModelAdapter, StackAdapter
 from galvatron_hf.models.heads import Heads
 from galvatron_hf.models.llama4 import counts_positions
 from galvatron_hf.models.parameter_specs import ModelSpecs, ParameterSpec, model_specs
@@ -67,6 +67,7 @@ def check_model(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPla
     _check_shards(specs, resolved)
     if len(plan.stages) > 1:
         _check_owners(model, adapter)
+        _check_split_backward(model, adapter, plan)
     return resolved
 
 
@@ -120,7 +121,7 @@ def _check_attention(
                 f"Layer {index} of {name} has a {type(modules[attention]).__name__}, and layers of other kinds than "
                 "attention are not supported yet; train it with transformers.Trainer."
             )
-        reason = _unknown_attention(modules[attention], stack.heads(base_model(model).config))
+        reason = _unknown_attention(modules[attention], stack.heads(stack.config(model)))
         if reason is not None:
             raise ValueError(f"The attention of layer {index} of {name} {reason}; train it with transformers.Trainer.")
         reason = _whole_sequence_need(modules[attention]) if strategy.ulysses > 1 else None
@@ -167,7 +168,7 @@ def _check_strategy(
     specs: tuple[ParameterSpec, ...],
 ) -> None:
     """Refuses degrees that the stack's heads and features cannot share."""
-    name, heads = type(model).__name__, stack.heads(base_model(model).config)
+    name, heads = type(model).__name__, stack.heads(stack.config(model))
     if strategy.tensor > 1 and not stack.styles:
         raise ValueError(
             f"Layer {index} has tensor {strategy.tensor}, but {name} cannot be cut by tensor: {stack.unsupported}; "
@@ -201,7 +202,8 @@ def _check_regions(
 ) -> None:
     """Refuses tensor ranks for a layer with a weight whose cut the family does not declare."""
     for spec in specs:
-        if strategy.tensor > 1 and stack.in_region(spec.owner, layer) and stack.style(spec.owner) is None:
+        inside = spec.mesh != "whole" and stack.in_region(spec.owner, layer)
+        if strategy.tensor > 1 and inside and stack.style(spec.owner) is None:
             raise ValueError(
                 f"{type(layer).__name__} has a weight {spec.name} that its family's tensor-parallel plan does not "
                 "cover; use tensor 1 (ulysses and sharding need no such plan)."
@@ -249,9 +251,19 @@ def _check_shards(specs: ModelSpecs, plan: ResolvedPlan) -> None:
                 )
 
 
+def _check_split_backward(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPlan) -> None:
+    """Refuses zero-bubble schedules for layers that share a bias, whose graph a split backward would run twice."""
+    if plan.schedule == "zero_bubble" and any(stack.bias is not None for stack in adapter.stacks):
+        raise ValueError(
+            f"schedule 'zero_bubble' splits the backward of a layer, and the layers of {type(model).__name__} share a "
+            "bias of scores; use schedule '1f1b'."
+        )
+
+
 def _check_owners(model: PreTrainedModel, adapter: ModelAdapter) -> None:
     """Refuses a pipeline for a model with a weight that belongs to no layer and no end."""
-    owners = [*adapter.embeddings(model), *adapter.layers(model), adapter.final_norm(model), adapter.head(model)]
+    owners = [*adapter.embeddings(model), *adapter.layers(model), *adapter.final_norms(model), adapter.head(model)]
+    owners += adapter.whole_modules(model).values()
     owned = {id(parameter) for owner in owners for parameter in owner.parameters()}
     for name, parameter in model.named_parameters():
         if id(parameter) not in owned:

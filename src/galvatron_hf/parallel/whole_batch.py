@@ -284,13 +284,13 @@ class WholeBatchForward:
 
     def rows_of(self, batch: MicroBatch) -> list[slice]:
         """Returns the rows of a micro-batch whose logits each rank of the last stage has."""
-        return [self.runner.local_rows(batch.real_rows, index) for index in range(self.runner.mesh.size)]
+        return [self.runner.local_rows(batch.first.real_rows, index) for index in range(self.runner.mesh.size)]
 
     def whole_outputs(
         self, batches: list[MicroBatch], outputs: list[ModelOutput]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns loss and logits [B, S, V] of all micro-batches on every rank. `outputs` are the last stage's."""
-        mesh, device = self.runner.mesh, batches[0].input_ids.device
+        mesh, device = self.runner.mesh, batches[0].device
         whole, shape = [torch.zeros((), device=device), None], None
         if outputs:
             logits = []
@@ -360,7 +360,7 @@ class _PipelineStep(torch.autograd.Function):
                 own = forward.rows_of(batch)[forward.runner.mesh.index]
                 rows = slice(begun + own.start, begun + own.stop)
                 seeds[index] = _seeds(step.outputs[index], of_loss, None if of_logits is None else of_logits[rows])
-            begun += batch.real_rows
+            begun += batch.first.real_rows
         earlier = forward.tied.take_gradients() if forward.tied is not None else []
         with torch.enable_grad():  # a split backward looks at graphs as a forward does
             forward.pipeline.finish(step, seeds)

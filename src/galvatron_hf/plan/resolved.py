@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from galvatron_hf.plan.layout import AttentionHeads, Layout, block_sizes, vocabulary_layouts
@@ -86,6 +86,7 @@ class ResolvedLayer:
 
     Attributes:
         index (`int`): global index.
+        stack (`str`): the name of its stack.
         source (`Layout`, *optional*): layout in which hidden states enter; None if they come from the embedding,
             because its layout depends on the number of rows.
         layout (`Layout`): layout in which the layer computes and returns hidden states.
@@ -98,6 +99,7 @@ class ResolvedLayer:
     """
 
     index: int
+    stack: str
     strategy: LayerStrategy
     source: Layout | None
     layout: Layout
@@ -141,17 +143,55 @@ class ResolvedVocabulary:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StackPart:
+    """Describes the layers of one stack on one stage.
+
+    Attributes:
+        stack (`str`): the name of the stack.
+        reads (`str`, *optional*): the stack whose output the layers read.
+        is_first, is_last (`bool`): whether the stack begins, or ends, on the stage.
+        is_end (`bool`): whether the head follows.
+    """
+
+    stack: str
+    reads: str | None
+    layers: tuple[ResolvedLayer, ...]
+    is_first: bool
+    is_last: bool
+    is_end: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class ResolvedStage:
-    """Describes one stage, with its global ranks in the plan's order. The first stage (`is_first`) has the embedding,
-    and the last stage has the head.
+    """Describes one stage, with its global ranks in the plan's order and its stacks in the order of the forward. The
+    first stage (`is_first`) has the embedding, and the last stage has the head. `sends` are the stacks whose hidden
+    states, or output, go on to the next stage.
     """
 
     index: int
     ranks: tuple[int, ...]
     pipeline_rank: int
-    layers: tuple[ResolvedLayer, ...]
+    parts: tuple[StackPart, ...]
     is_first: bool
     is_last: bool
+    sends: tuple[str, ...] = ()
+
+    @property
+    def layers(self) -> tuple[ResolvedLayer, ...]:
+        return tuple(layer for part in self.parts for layer in part.layers)
+
+    @property
+    def has_embedding(self) -> bool:
+        """Tells whether a stack begins here, and so whether tokens are looked up."""
+        return any(part.is_first for part in self.parts)
+
+    @property
+    def receives(self) -> tuple[str, ...]:
+        """Returns the stacks whose hidden states, or output, come from the stage before; empty at the first stage."""
+        if self.is_first:
+            return ()
+        first = self.parts[0]
+        return tuple(name for name in (first.reads, None if first.is_first else first.stack) if name is not None)
 
     @property
     def span(self) -> range:
@@ -183,7 +223,13 @@ class EndLayouts:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedPlan:
-    """Holds a plan with everything that follows from it for one model; its stages are in execution order."""
+    """Holds a plan with everything that follows from it for one model; its stages are in execution order.
+
+    Attributes:
+        tied (`bool`): whether embedding and head share a weight.
+        has_whole_weights (`bool`): whether the model has weights on [`ResolvedPlan.whole_weights`].
+        biased (`tuple[str, ...]`): the stacks whose layers share a bias of scores.
+    """
 
     plan: ParallelPlan
     pipeline: PipelineShape
@@ -191,6 +237,8 @@ class ResolvedPlan:
     embedding: ResolvedVocabulary
     head: ResolvedVocabulary
     tied: bool
+    has_whole_weights: bool = False
+    biased: tuple[str, ...] = ()
 
     @property
     def layers(self) -> tuple[ResolvedLayer, ...]:
@@ -204,6 +252,11 @@ class ResolvedPlan:
     @property
     def stage_size(self) -> int:
         return len(self.stages[0].ranks)
+
+    @property
+    def whole_weights(self) -> MeshShape:
+        """Returns the mesh of weights that every rank of a stage holds whole and uses for its own tokens or heads."""
+        return MeshShape(replicate=self.stage_size, shard=1, tensor=1)
 
     @property
     def is_pipeline(self) -> bool:
@@ -275,8 +328,9 @@ class ResolvedPlan:
         """Returns all process groups in the order in which every rank of the world makes them."""
         groups = []
         for stage in self.stages:
-            ends = ([self.embedding] if stage.is_first else []) + ([self.head] if stage.is_last else [])
+            ends = ([self.embedding] if stage.has_embedding else []) + ([self.head] if stage.is_last else [])
             meshes = [mesh for part in (*stage.layers, *ends) for mesh in part.meshes]
+            meshes += [self.whole_weights] if self.has_whole_weights else []
             keys = [GroupKey(stride=1, size=size) for size in self._block_sizes(stage)]
             keys += [layer.ulysses for layer in stage.layers] + [mesh.tensor_key for mesh in meshes]
             of_activations = [ranks for key in keys for ranks in key.groups(stage.ranks)]
@@ -289,19 +343,38 @@ class ResolvedPlan:
             groups += _joined(pipeline_ranks)
             for pair in self.neighbours:
                 groups += _joined([pipeline_ranks[index] for index in pair], copies=2)
-            first, last = self.stages[0].ranks, self.stages[-1].ranks
-            if self.tied and first != last:
-                groups += _joined([first, last])
+            for lists in self._copied_over():
+                groups += _joined(lists)
         return tuple(dict.fromkeys(groups))
+
+    @property
+    def vocabulary_stages(self) -> tuple[ResolvedStage, ...]:
+        """Returns the stages with a copy of the embedding's weight, one for each copy."""
+        looking_up = [stage for stage in self.stages for part in stage.parts if part.is_first]
+        once = [stage for index, stage in enumerate(looking_up) if stage not in looking_up[:index]]
+        return (*once, *([self.stages[-1]] if self.tied and self.is_pipeline else []))
+
+    def stages_of_stack(self, name: str) -> tuple[ResolvedStage, ...]:
+        return tuple(stage for stage in self.stages if any(part.stack == name for part in stage.parts))
+
+    def _copied_over(self) -> list[list[tuple[int, ...]]]:
+        """Returns for each weight of which several stages hold a copy the different rank lists of these stages."""
+        holders = [self.vocabulary_stages, *(self.stages_of_stack(name) for name in self.biased)]
+        lists = [list(dict.fromkeys(stage.ranks for stage in stages)) for stages in holders]
+        return [one for one in lists if len(one) > 1]
 
     def _block_sizes(self, stage: ResolvedStage) -> list[int]:
         """Returns the sizes of the aligned blocks in which hidden states are redistributed, and the stage's size."""
-        size, layouts = len(stage.ranks), [layer.layout for layer in stage.layers]
-        before = self.embedding.strategy.tensor if stage.is_first else 1
-        after = self.head.strategy.tensor if stage.is_last else 1
-        chains = [layouts]
-        chains += [[start, layouts[0]] for start in vocabulary_layouts(before, size)]
-        chains += [[layouts[-1], stop] for stop in vocabulary_layouts(after, size)]
+        size, chains = len(stage.ranks), []
+        for part in stage.parts:
+            layouts = [layer.layout for layer in part.layers]
+            before = self.embedding.strategy.tensor if part.is_first else 1
+            after = self.head.strategy.tensor if part.is_end else 1
+            chains.append(layouts)
+            chains += [[start, layouts[0]] for start in vocabulary_layouts(before, size)]
+            chains += [[layouts[-1], stop] for stop in vocabulary_layouts(after, size)]
+            if part.reads is not None:
+                chains += [[start, layout] for start in vocabulary_layouts(1, size) for layout in set(layouts)]
         sizes = {size, *(block for chain in chains for block in block_sizes(chain))}
         return sorted(sizes - {1})
 
@@ -312,41 +385,83 @@ def _joined(lists: Iterable[Sequence[int]], copies: int = 1) -> list[RankGroup]:
 
 
 def resolve(
-    plan: ParallelPlan, *, heads: Sequence[tuple[int, int]], tied: bool, experts: Sequence[int] | None = None
+    plan: ParallelPlan,
+    *,
+    heads: Sequence[tuple[int, int]],
+    tied: bool,
+    experts: Sequence[int] | None = None,
+    reads: Mapping[str, str] | None = None,
+    has_whole_weights: bool = False,
+    biased: Sequence[str] = (),
 ) -> ResolvedPlan:
     """Compiles a plan for a model that it fits. `heads` are the attention and key/value heads of each layer, `experts`
-    the experts of each layer, 0 for a dense one; by default all are dense.
+    the experts of each layer, 0 for a dense one; by default all are dense. `reads` names for a stack the one whose
+    output its layers read.
     """
     pipeline, stages = PipelineShape.from_plan(plan), []
     for index, stage in enumerate(plan.stages):
-        layers: list[ResolvedLayer] = []
-        for layer in range(*stage.layers):
-            layout = Layout.from_strategy(plan.layers[layer], len(stage.ranks))
-            # The stage moves what it receives to the layout of its first layer.
-            source = layers[-1].layout if layers else (layout if index > 0 else None)
-            has_experts = experts is not None and experts[layer] > 0
-            layers.append(
-                _resolve_layer(layer, plan.layers[layer], len(stage.ranks), source, heads[layer], has_experts)
+        parts = []
+        for name, first, stop in _stack_spans(plan):
+            span = range(max(first, stage.layers[0]), min(stop, stage.layers[1]))
+            if not span:
+                continue
+            layers: list[ResolvedLayer] = []
+            for layer in span:
+                layout = Layout.from_strategy(plan.layers[layer], len(stage.ranks))
+                # The stage moves what it receives to the layout of its first layer.
+                source = layers[-1].layout if layers else (layout if layer > first else None)
+                has_experts = experts is not None and experts[layer] > 0
+                layers.append(
+                    _resolve_layer(
+                        layer, name, plan.layers[layer], len(stage.ranks), source, heads[layer], has_experts
+                    )
+                )
+            part = StackPart(
+                stack=name,
+                reads=(reads or {}).get(name),
+                layers=tuple(layers),
+                is_first=span.start == first,
+                is_last=span.stop == stop,
+                is_end=span.stop == plan.num_layers,
             )
+            parts.append(part)
         stages.append(
             ResolvedStage(
                 index=index,
                 ranks=stage.ranks,
                 pipeline_rank=pipeline.pipeline_rank_of_stage[index],
-                layers=tuple(layers),
+                parts=tuple(parts),
                 is_first=index == 0,
                 is_last=index == len(plan.stages) - 1,
             )
         )
+    for index, following in enumerate(stages[1:]):
+        stages[index] = replace(stages[index], sends=following.receives)
     embedding, head = (
         ResolvedVocabulary(strategy=strategy, weights=MeshShape.from_strategy(strategy, len(stage.ranks)))
         for strategy, stage in ((plan.embedding, plan.stages[0]), (plan.head, plan.stages[-1]))
     )
-    return ResolvedPlan(plan=plan, pipeline=pipeline, stages=tuple(stages), embedding=embedding, head=head, tied=tied)
+    return ResolvedPlan(
+        plan=plan,
+        pipeline=pipeline,
+        stages=tuple(stages),
+        embedding=embedding,
+        head=head,
+        tied=tied,
+        has_whole_weights=has_whole_weights,
+        biased=tuple(biased),
+    )
+
+
+def _stack_spans(plan: ParallelPlan) -> list[tuple[str, int, int]]:
+    """Returns the name of each stack with the global index of its first layer, and the index after its last."""
+    stops = itertools.accumulate(plan.stacks.values())
+    return [(name, stop - plan.stacks[name], stop) for name, stop in zip(plan.stacks, stops, strict=True)]
 
 
 def _resolve_layer(
     index: int,
+    stack: str,
     strategy: LayerStrategy,
     ranks: int,
     source: Layout | None,
@@ -357,6 +472,7 @@ def _resolve_layer(
     query, key_value = heads
     return ResolvedLayer(
         index=index,
+        stack=stack,
         strategy=strategy,
         source=source,
         layout=layout,

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -448,3 +449,22 @@ def row_indices(dataset: datasets.Dataset) -> Any | None:
     Expects that `select`, `shuffle` and `sort` keep them in the first column of `_indices`.
     """
     return None if dataset._indices is None else dataset._indices.column(0).to_numpy()
+
+
+def relative_position_buckets(attention: nn.Module, length: int, device: torch.device) -> torch.Tensor:
+    """Returns the buckets [S, S] of the distances from each position to each other one, as T5's attention counts."""
+    positions = torch.arange(length, device=device)
+    return attention._relative_position_bucket(
+        positions[None] - positions[:, None],
+        bidirectional=not attention.is_decoder,
+        num_buckets=attention.relative_attention_num_buckets,
+        max_distance=attention.relative_attention_max_distance,
+    )
+
+
+def decoder_ids_of_labels(model: PreTrainedModel, labels: torch.Tensor) -> torch.Tensor:
+    """Returns the decoder's tokens [B, S] that a family's forward makes of labels [B, S]."""
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        return model.prepare_decoder_input_ids_from_labels(labels)
+    shift = vars(sys.modules[type(model).forward.__module__])["shift_tokens_right"]
+    return shift(labels, model.config.pad_token_id, model.config.decoder_start_token_id)

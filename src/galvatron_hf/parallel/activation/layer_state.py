@@ -1,24 +1,24 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors that pass from layer to layer, each with its layout."""
+"""The hidden states that pass from layer to layer and from stage to stage, each with its layout."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from galvatron_hf.models.adapter import HIDDEN
+from galvatron_hf.parallel.activation.micro_batch import TokenStream
 from galvatron_hf.parallel.activation.redistribute import redistribute
 from galvatron_hf.parallel.comm.mesh import StageMesh
-from galvatron_hf.plan.layout import Grid, Layout, PackedRow
+from galvatron_hf.plan.layout import Layout
 
 
 @dataclass(frozen=True)
 class LayerState:
-    """Holds this rank's hidden states (name "hidden") and the tensors that travel with them, such as an encoder's
-    output. Tensors have the shape [rows, positions, ...].
+    """Holds this rank's hidden states by the name of the stack that makes them: those of the stack whose layers run,
+    and the output of a stack that they read. Tensors have the shape [rows, positions, ...].
     """
 
     tensors: Mapping[str, Tensor]
@@ -28,20 +28,12 @@ class LayerState:
     def in_layout(cls, layout: Layout, tensors: Mapping[str, Tensor]) -> LayerState:
         return cls(dict(tensors), dict.fromkeys(tensors, layout))
 
-    @property
-    def hidden(self) -> Tensor:
-        return self.tensors[HIDDEN]
-
-    def replace(self, tensors: Iterable[Tensor]) -> LayerState:
-        """Returns the same state with other tensors, in the order of the names."""
-        return LayerState(dict(zip(self.tensors, tensors, strict=True)), self.layouts)
-
-    def redistribute(self, layout: Layout, *, grid: Grid | PackedRow, mesh: StageMesh) -> LayerState:
+    def redistribute(self, layout: Layout, *, streams: Mapping[str, TokenStream], mesh: StageMesh) -> LayerState:
         """Moves every tensor to `layout`, one after the other in the order of the names; collective."""
         return LayerState.in_layout(
             layout,
             {
-                name: redistribute(tensor, self.layouts[name], layout, grid=grid, mesh=mesh)
+                name: redistribute(tensor, self.layouts[name], layout, grid=streams[name].grid, mesh=mesh)
                 for name, tensor in self.tensors.items()
             },
         )

@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""One micro-batch on the ranks of a stage: small inputs are whole on each, hidden states follow layouts."""
+"""One micro-batch on the ranks of a stage: tokens are whole on each, hidden states follow layouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedConfig
-from transformers.masking_utils import create_masks_for_generate
+from transformers.masking_utils import create_bidirectional_mask, create_masks_for_generate
 
 from galvatron_hf.parallel.activation.documents import Documents
 from galvatron_hf.parallel.router_loss import RouterStatistics
@@ -43,41 +43,31 @@ class ForwardOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """Holds the inputs of one forward pass, whole on every rank of the stage. Packed documents are one row without
-    padding. Other micro-batches are padded so that every rank has tokens in every layout. Added rows repeat the last
-    one, added positions come after the real ones; neither has a target.
+class TokenStream:
+    """Holds the tokens of one stack of layers, whole on every rank of the stage. Packed documents are one row without
+    padding. Other streams are padded so that every rank has tokens in every layout. Added rows repeat the last one,
+    added positions come after the real ones; neither has a target.
 
     Attributes:
-        input_ids, attention_mask, position_ids, targets (`torch.Tensor`): [B, S]; the mask is 1 for real tokens, a
-            target is the token to predict at its position, -100 to ignore.
+        input_ids, attention_mask, position_ids (`torch.Tensor`): [B, S]; the mask is 1 for real tokens.
         real_rows, real_length (`int`): rows and positions that the caller gave.
-        ends ([`EndLayouts`]): the layouts of the embedding's output, of the head's input and between two stages.
-        key (`tuple[int, ...]`): (seed, step, micro-batch), the beginning of every random stream's key.
+        causal (`bool`): whether tokens attend to earlier ones alone.
         padded (`bool`, *optional*): whether the mask hides a position; None if only its values on the device say so.
         added_rows (`torch.Tensor`, *optional*): [real_rows], true for rows that no loss counts.
         documents ([`Documents`], *optional*): the documents of a packed row, which do not attend to each other.
-        masks (`dict`): attention masks made so far, by rows.
-        routings (`dict`): where choices of experts went, by layer, and whether shared experts ran meanwhile, for
-            layers that are computed again.
-        final_hidden (`list[torch.Tensor]`): the last layer's output, set during the forward pass.
+        masks (`dict`): attention masks made so far.
     """
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor | None
     position_ids: torch.Tensor | None
-    targets: torch.Tensor | None
     real_rows: int
     real_length: int
-    ends: EndLayouts
-    key: tuple[int, ...]
-    options: ForwardOptions
+    causal: bool = True
     padded: bool | None = None
     added_rows: torch.Tensor | None = None
     documents: Documents | None = None
     masks: dict = field(default_factory=dict)
-    routings: dict = field(default_factory=dict)
-    final_hidden: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def rows(self) -> int:
@@ -120,21 +110,48 @@ class MicroBatch:
         if self.documents is not None:
             return None
         rows = rectangle.row_start, rectangle.row_stop
+        make = create_masks_for_generate if self.causal else create_bidirectional_mask
         if rows not in self.masks:
-            shape = (rows[1] - rows[0], self.length, 1)
-            with contextlib.nullcontext() if self.padded is None else masks_of_rows(padded=self.padded):
-                masks = create_masks_for_generate(
-                    config=config,
-                    inputs_embeds=torch.empty((), dtype=dtype, device=self.input_ids.device).expand(shape),
-                    attention_mask=_rows(self.attention_mask, *rows),
-                    past_key_values=None,
-                    position_ids=_rows(self.position_ids, *rows),
-                )
-            if isinstance(masks, dict):
-                self.masks[rows] = {kind: self._hide_added_positions(mask) for kind, mask in masks.items()}
-            else:
-                self.masks[rows] = self._hide_added_positions(masks)
+            options = dict(past_key_values=None, position_ids=_rows(self.position_ids, *rows)) if self.causal else {}
+            self.masks[rows] = self._made(make, rows, self.length, config, dtype, options)
         return self.masks[rows]
+
+    def masks_for_readers(self, length: int, rectangle: Rectangle, config: PreTrainedConfig, dtype: torch.dtype):
+        """Returns the mask with which `length` positions of another stack attend to all positions of this one, for the
+        rows of a rectangle of the other's; None for packed documents.
+        """
+        if self.documents is not None:
+            return None
+        rows = rectangle.row_start, rectangle.row_stop
+        if (rows, length) not in self.masks:
+            states = self._shape_only(rows, self.length, dtype)
+            options = dict(encoder_hidden_states=states)
+            self.masks[rows, length] = self._made(create_bidirectional_mask, rows, length, config, dtype, options)
+        return self.masks[rows, length]
+
+    def _made(
+        self,
+        make: Callable,
+        rows: tuple[int, int],
+        length: int,
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        options: dict[str, Any],
+    ) -> torch.Tensor | dict[str, torch.Tensor | None] | None:
+        with contextlib.nullcontext() if self.padded is None else masks_of_rows(padded=self.padded):
+            masks = make(
+                config=config,
+                inputs_embeds=self._shape_only(rows, length, dtype),
+                attention_mask=_rows(self.attention_mask, *rows),
+                **options,
+            )
+        if isinstance(masks, dict):
+            return {kind: self._hide_added_positions(mask) for kind, mask in masks.items()}
+        return self._hide_added_positions(masks)
+
+    def _shape_only(self, rows: tuple[int, int], length: int, dtype: torch.dtype) -> torch.Tensor:
+        shape = (rows[1] - rows[0], length, 1)
+        return torch.empty((), dtype=dtype, device=self.input_ids.device).expand(shape)
 
     def _hide_added_positions(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """Sets added positions of additive masks [B, 1, S, S] to minus infinity. The masks' lowest finite number hides
@@ -145,6 +162,43 @@ class MicroBatch:
             return mask
         added = torch.arange(self.length, device=mask.device) >= self.real_length
         return mask.masked_fill(added, float("-inf"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Holds the inputs of one forward pass, whole on every rank of the stage.
+
+    Attributes:
+        streams (`Mapping[str, TokenStream]`): the tokens of each stack, in the order of the forward.
+        targets (`torch.Tensor`, *optional*): [B, S] of the last stack; the token to predict at each position, -100 to
+            ignore.
+        ends ([`EndLayouts`]): the layouts of the embedding's output, of the head's input and between two stages.
+        key (`tuple[int, ...]`): (seed, step, micro-batch), the beginning of every random stream's key.
+        routings (`dict`): where choices of experts went, by layer, and whether shared experts ran meanwhile, for
+            layers that are computed again.
+        shared (`dict`): what several layers of the stage that runs now take: states in a layout, biases of scores.
+    """
+
+    streams: Mapping[str, TokenStream]
+    targets: torch.Tensor | None
+    ends: EndLayouts
+    key: tuple[int, ...]
+    options: ForwardOptions
+    routings: dict = field(default_factory=dict)
+    shared: dict = field(default_factory=dict)
+
+    @property
+    def first(self) -> TokenStream:
+        return next(iter(self.streams.values()))
+
+    @property
+    def last(self) -> TokenStream:
+        """Returns the stream of the stack that the head follows."""
+        return next(reversed(self.streams.values()))
+
+    @property
+    def device(self) -> torch.device:
+        return self.first.input_ids.device
 
 
 def mask_on_device(mask: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor | None, bool | None]:

@@ -61,7 +61,7 @@ class ShardedUnits:
         self.compute, self.reduce = DTYPES[precision.activations], DTYPES[precision.reduce]
         self.policy = mixed_precision(precision)
         self.sharded: list[_ShardedUnit] = []
-        self.replicated: list[tuple[ReplicatedUnit, int]] = []
+        self.replicated: list[tuple[ReplicatedUnit, tuple[int, ...]]] = []
         self._taken: set[int] = set()
         self.wait_at_end = wait_at_end
         self._ending = False
@@ -73,6 +73,7 @@ class ShardedUnits:
         sharding: str,
         *,
         stage: int = 0,
+        later_stages: Sequence[int] = (),
         stay_gathered: bool = False,
         needed_in_backward: bool = True,
         of_experts: bool = False,
@@ -81,6 +82,8 @@ class ShardedUnits:
 
         Args:
             sharding (`str`): "replicate", "zero2" or "zero3".
+            later_stages (`Sequence[int]`): later stages of this rank that use replicated weights too: the backward of
+                `stage` ends after theirs.
             stay_gathered (`bool`): whether weights under `zero3` stay gathered from the forward to the backward, which
                 follows at once.
             needed_in_backward (`bool`): whether the backward reads the weights; that of a lookup does not.
@@ -91,7 +94,7 @@ class ShardedUnits:
             unit = ReplicatedUnit(modules, self._taken, mesh, self.compute, self.reduce, self._backward_runs)
             for part in modules:
                 part.register_forward_pre_hook(lambda *unused: unit.unshard(), prepend=True)
-            self.replicated.append((unit, stage))
+            self.replicated.append((unit, (stage, *later_stages)))
             return
         shard_degree = mesh.data.size(-1)
         fully_shard(
@@ -155,15 +158,15 @@ class ShardedUnits:
             unit.module.set_requires_all_reduce(last, recurse=False)
             freed = (last or unit.sharding == "zero3") and not keep_gradients
             unit.module.set_reshard_after_backward(freed, recurse=False)
-        for unit, place in self.replicated:
-            if place == stage:
-                unit.begin(last)
+        for unit, stages in self.replicated:
+            if stage in stages:
+                unit.begin(last and stage == stages[0])
         self._ending = False
 
     def collect(self, stage: int) -> None:
         """Collects replicated weights' gradients that a split backward made, for which no hooks ran."""
-        for unit, place in self.replicated:
-            if place == stage:
+        for unit, stages in self.replicated:
+            if stage in stages:
                 unit.collect()
 
     def reduce_kept_gradients(self, stage: int) -> None:

@@ -79,11 +79,11 @@ class _Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        for index, (name, module, layout_of) in enumerate(self._modules_in_order()):
+        for index, (name, module, stack, layout_of) in enumerate(self._modules_in_order()):
             if isinstance(module, (PipelineIdentityLayer, MissingModule)):
                 continue  # on another stage
-            self.handles.append(module.register_forward_pre_hook(self._entered(index, name, layout_of)))
-            self.handles.append(module.register_forward_hook(self._left(index, name, layout_of)))
+            self.handles.append(module.register_forward_pre_hook(self._entered(index, name, stack, layout_of)))
+            self.handles.append(module.register_forward_hook(self._left(index, name, stack, layout_of)))
         for stage in self.parallel.runner.stages:
             self.handles.append(stage.register_forward_pre_hook(lambda *unused: self._watch_weights()))
         try:
@@ -93,24 +93,30 @@ class _Watch:
             for handle in self.handles:
                 handle.remove()
 
-    def _modules_in_order(self) -> list[tuple[str, nn.Module, Callable[[MicroBatch], Layout]]]:
-        """Returns embedding, layers and head in the order of the forward, each with the layout of its output."""
+    def _modules_in_order(self) -> list[tuple[str, nn.Module, str, Callable[[MicroBatch], Layout]]]:
+        """Returns embedding, layers and head in the order of the forward, each with its stack and the layout of its
+        output.
+        """
         model, adapter = self.parallel.model, self.parallel.adapter
-        modules = [("the embedding", adapter.embeddings(model)[0], lambda batch: batch.ends.embedding)]
+        stacks = [stack.name for stack in adapter.stacks]
+        modules = [
+            ("the embedding", module, stacks[0], lambda batch: batch.ends.embedding)
+            for module in adapter.lookups(model)
+        ]
         for layer, plan in zip(adapter.layers(model), self.parallel.resolved.layers, strict=True):
-            modules.append((f"layer {plan.index}", layer, lambda batch, layout=plan.layout: layout))
-        return [*modules, ("the head", adapter.head(model), lambda batch: batch.ends.head)]
+            modules.append((f"layer {plan.index}", layer, plan.stack, lambda batch, layout=plan.layout: layout))
+        return [*modules, ("the head", adapter.head(model), stacks[-1], lambda batch: batch.ends.head)]
 
-    def _entered(self, index: int, name: str, layout_of: Callable[[MicroBatch], Layout]):
+    def _entered(self, index: int, name: str, stack: str, layout_of: Callable[[MicroBatch], Layout]):
         def enter(*unused) -> None:
-            self._go(index, name, self._rectangle(layout_of))
+            self._go(index, name, self._rectangle(stack, layout_of))
             self._watch_weights()
 
         return enter
 
-    def _left(self, index: int, name: str, layout_of: Callable[[MicroBatch], Layout]):
+    def _left(self, index: int, name: str, stack: str, layout_of: Callable[[MicroBatch], Layout]):
         def leave(module: nn.Module, inputs, output) -> None:
-            rectangle = self._rectangle(layout_of)
+            rectangle = self._rectangle(stack, layout_of)
             for tensor in output if isinstance(output, tuple) else (output,):
                 if tensor is None:
                     continue
@@ -127,9 +133,9 @@ class _Watch:
     def _go(self, index: int, name: str, rectangle: Rectangle) -> None:
         self.module_index, self.check, self.name, self.rectangle = index, 0, name, rectangle
 
-    def _rectangle(self, layout_of: Callable[[MicroBatch], Layout]) -> Rectangle:
+    def _rectangle(self, stack: str, layout_of: Callable[[MicroBatch], Layout]) -> Rectangle:
         batch = self.parallel.runner.current.value
-        return batch.grid.rectangle(layout_of(batch), self.parallel.mesh.index)
+        return batch.streams[stack].grid.rectangle(layout_of(batch), self.parallel.mesh.index)
 
     def _watch_weights(self) -> None:
         """Checks the gradients of the weights in use before they are summed over ranks."""

@@ -45,6 +45,7 @@ class ParallelAttention:
             that are not packed; called once for each call of the attention.
         counts_from_row (`bool`): whether the module counts positions from the first of a row, so that documents may
             not be packed. It is found once: a compiled layer that looked would be compiled for each layer.
+        crosses (`bool`): whether its keys are those of another stack, without a bias of scores.
     """
 
     kernel: Callable
@@ -54,6 +55,7 @@ class ParallelAttention:
     dropout_stream: Callable[[], contextlib.AbstractContextManager]
     document_bounds: Callable[[], DocumentBounds | None]
     counts_from_row: bool
+    crosses: bool = False
 
 
 def configured_kernel(module: nn.Module, implementation: str) -> Callable:
@@ -68,9 +70,10 @@ def attach_attention(
     mesh: StageMesh,
     dropout_stream: Callable[[], contextlib.AbstractContextManager],
     document_bounds: Callable[[], DocumentBounds | None],
+    crosses: bool = False,
 ) -> None:
     """Makes an attention module call [`galvatron_attention`], which calls the module's configured kernel. The module
-    is changed in place; `dropout_stream` and `document_bounds` are those of [`ParallelAttention`].
+    is changed in place; `dropout_stream`, `document_bounds` and `crosses` are those of [`ParallelAttention`].
     """
     set_key_value_groups(module, resolved.heads.query, resolved.heads.sent_key_value)
     module.parallel_attention = ParallelAttention(
@@ -81,6 +84,7 @@ def attach_attention(
         dropout_stream=dropout_stream,
         document_bounds=document_bounds,
         counts_from_row=counts_positions(module) or cuts_chunks(module),
+        crosses=crosses,
     )
     module.config = copy.copy(module.config)
     set_attention_implementation(module.config, IMPLEMENTATION)
@@ -115,6 +119,8 @@ def galvatron_attention(
     """
     parallel: ParallelAttention = module.parallel_attention
     group, degree = parallel.ulysses_group, parallel.ulysses_degree
+    if parallel.crosses:
+        kwargs.pop("position_bias", None)
     if degree > 1:
         if parallel.key_value_copies > 1:
             key, value = (states.repeat_interleave(parallel.key_value_copies, dim=1) for states in (key, value))

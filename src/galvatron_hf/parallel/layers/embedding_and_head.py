@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 from galvatron_hf.models.adapter import ModelAdapter
 from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
-from galvatron_hf.parallel.layers.vocab_parallel import Head, parallel_embedding, whole_module
+from galvatron_hf.parallel.layers.vocab_parallel import Head, parallel_embeddings, whole_module
 from galvatron_hf.parallel.pipeline.pruning import MissingModule
 from galvatron_hf.plan.resolved import ResolvedPlan, ResolvedStage
 from galvatron_hf.plan.schedule import actions, most_in_flight
@@ -23,13 +24,16 @@ class EmbeddingAndHead:
     """Holds the ends of the model that this rank has.
 
     Attributes:
-        embedding (`list[nn.Module]`): the token embedding and learned positions; empty if the rank has none.
+        embedding (`dict[str, list[nn.Module]]`): for each stack whose first layer the rank has, the token embedding
+            and what else is before the layer.
         head (`nn.Module`, *optional*): None if the rank has none.
+        whole (`list[nn.Module]`): modules that the rank holds whole, see [`ModelAdapter.whole_modules`].
         tied (`bool`): whether the rank has both ends with one weight, which then belongs to the stage's own unit.
     """
 
-    embedding: list[nn.Module]
+    embedding: dict[str, list[nn.Module]]
     head: nn.Module | None
+    whole: list[nn.Module]
     resolved: ResolvedPlan
     mesh: StageMesh
     tied: bool
@@ -39,41 +43,51 @@ class EmbeddingAndHead:
         cls, model: PreTrainedModel, adapter: ModelAdapter, resolved: ResolvedPlan, mesh: StageMesh
     ) -> EmbeddingAndHead:
         """Cuts the ends over the vocabulary; must come before other code replaces their forwards."""
-        (embedding, *positional), head = adapter.embeddings(model), adapter.head(model)
-        first, last = not isinstance(embedding, MissingModule), not isinstance(head, MissingModule)
-        tied = first and last and adapter.ties_embeddings(model)
-        if first and resolved.embedding.weights.tensor > 1:
+        lookups, head = _present(adapter.lookups(model)), adapter.head(model)
+        last = not isinstance(head, MissingModule)
+        tied = bool(lookups) and last and lookups[0].weight is head.weight
+        if lookups and resolved.embedding.weights.tensor > 1:
             embedding_mesh = mesh.weights(resolved.embedding.weights)
-            parallel_embedding(embedding, embedding_mesh)
-            for module in positional:
+            for shared in {id(module.weight): module.weight for module in lookups}.values():
+                parallel_embeddings([module for module in lookups if module.weight is shared], embedding_mesh)
+            for module in _present(adapter.beside_lookups(model)):
                 whole_module(module, embedding_mesh, "embedding")
             if tied:
-                head.weight = embedding.weight
+                head.weight = lookups[0].weight
         if last:
             head_mesh = mesh.weights(resolved.head.weights)
             if resolved.head.weights.tensor > 1:
-                whole_module(adapter.final_norm(model), head_mesh, "head")
+                for module in adapter.final_norms(model):
+                    whole_module(module, head_mesh, "head")
             Head(
                 head,
                 head_mesh,
                 adapter.logit_transform(model.config),
                 tied,
                 recompute_logits_in_backward=_several_in_flight(resolved),
+                logit_bias=None if adapter.logit_bias is None else lambda: getattr(model, adapter.logit_bias),
             )
         return cls(
-            embedding=[embedding, *positional] if first else [],
+            embedding={stack.name: _present(adapter.embeddings(model, [stack.name])) for stack in adapter.stacks},
             head=head if last else None,
+            whole=_present(adapter.whole_modules(model).values()),
             resolved=resolved,
             mesh=mesh,
             tied=tied,
         )
 
+    def embedding_of(self, stage: ResolvedStage) -> list[nn.Module]:
+        """Returns what a stage has before the first layers of stacks."""
+        found = [module for part in stage.parts if part.is_first for module in self.embedding[part.stack]]
+        return list({id(module): module for module in found}.values())
+
     def add_units(self, units: ShardedUnits, stage: ResolvedStage, root: nn.Module) -> None:
         """Makes the units of a stage's ends, and its root unit, which orders the units of its layers."""
         alone = stage.is_first and stage.is_last
         # One stage begins its backward right after its forward; in a pipeline other micro-batches may come between.
+        embedding = self.embedding_of(stage)
         for module, end, options in (
-            (self.embedding if stage.is_first else [], self.resolved.embedding, dict(needed_in_backward=False)),
+            (embedding, self.resolved.embedding, dict(needed_in_backward=not all(map(_is_lookup, embedding)))),
             ([self.head] if stage.is_last else [], self.resolved.head, dict(stay_gathered=alone)),
         ):
             if module and not self.tied:
@@ -83,6 +97,16 @@ class EmbeddingAndHead:
         owner = self.resolved.head if stage.is_last else stage.layers[0]
         mesh, sharding = self.mesh.weights(owner.weights), owner.strategy.sharding
         units.add_root(root, mesh, sharding, stage=stage.index, stay_gathered=alone)
+
+
+def _is_lookup(module: nn.Module) -> bool:
+    """Tells whether a module's backward does without its weight."""
+    return isinstance(module, nn.Embedding)
+
+
+def _present(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Returns the modules that this rank has."""
+    return [module for module in modules if not isinstance(module, MissingModule)]
 
 
 def _several_in_flight(resolved: ResolvedPlan) -> bool:

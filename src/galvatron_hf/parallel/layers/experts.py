@@ -313,9 +313,11 @@ class ParallelExperts:
             return top_k_weights
         batch, block = self.block.current.value, self.block
         statistics, rectangle = batch.options.routers, block.rectangle(batch)
-        weights = batch.real_tokens[
-            rectangle.row_start : rectangle.row_stop, rectangle.position_start : rectangle.position_stop
-        ].flatten()
+        weights = (
+            batch.streams[block.resolved.stack]
+            .real_tokens[rectangle.row_start : rectangle.row_stop, rectangle.position_start : rectangle.position_stop]
+            .flatten()
+        )
         statistics.add(logits, weights / block.resolved.layout.replicas)
         return with_router_gradient(top_k_weights, logits, weights, statistics)
 

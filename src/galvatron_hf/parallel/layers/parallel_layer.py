@@ -11,27 +11,39 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
-from galvatron_hf.models.adapter import HIDDEN, LayerInputs
+from galvatron_hf.models.adapter import LayerInputs, StackAdapter
 from galvatron_hf.parallel.activation.documents import DocumentBounds
-from galvatron_hf.parallel.activation.layer_state import LayerState
-from galvatron_hf.parallel.activation.micro_batch import MicroBatch
+from galvatron_hf.parallel.activation.micro_batch import MicroBatch, TokenStream
+from galvatron_hf.parallel.activation.redistribute import redistribute
 from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.layers.rng import random_stream
 from galvatron_hf.parallel.layers.tensor_parallel import LocalParameter, local_parameters
-from galvatron_hf.plan.layout import Rectangle
+from galvatron_hf.plan.layout import Layout, Rectangle
 from galvatron_hf.plan.resolved import ResolvedLayer
 
 
 if TYPE_CHECKING:
     from galvatron_hf.parallel.layers.experts import ParallelExperts
+    from galvatron_hf.parallel.layers.relative_bias import SharedBias
 
 
 # Graphs of one class of layers, of all strategies together; PyTorch's own limit of 8 is for one function and shape.
 RECOMPILE_LIMIT = 64
+
+
+def hidden_of(output: torch.Tensor | tuple) -> torch.Tensor:
+    """Returns the hidden states of what a layer returns."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def layer_output(stack: StackAdapter, hidden: torch.Tensor) -> torch.Tensor | tuple:
+    """Returns hidden states in the form in which a layer of a stack returns them."""
+    return hidden if stack.outputs is None else (hidden, *[None] * (stack.outputs - 1))
 
 
 class CurrentMicroBatch:
@@ -39,8 +51,7 @@ class CurrentMicroBatch:
     names the part that computes, such as "layer 3", for reports of hanging ranks.
     """
 
-    def __init__(self, config: PreTrainedConfig):
-        self.config = config
+    def __init__(self):
         self.value: MicroBatch | None = None
         self.location = "embedding"
 
@@ -58,22 +69,25 @@ class ParallelLayer:
     """Runs one layer under its strategy; replaces the layer's `forward`.
 
     Attributes:
+        stack ([`StackAdapter`]): the layer's stack, and `config` its configuration.
         layer_type (`str`, *optional*): key of its mask, in families with several.
-        inputs ([`LayerInputs`]): the tensors that it takes after the hidden states.
         views (`list[LocalParameter]`): local views of its parameters.
         current ([`CurrentMicroBatch`]): shared by all layers of the model.
         original (`Callable`): the family's `forward` of the layer.
+        bias ([`SharedBias`], *optional*): makes the bias of its scores, if the stack has one.
         alone (`bool`): whether the plan has one stage.
     """
 
     resolved: ResolvedLayer
     layer: nn.Module
+    stack: StackAdapter
+    config: PreTrainedConfig
     layer_type: str | None
-    inputs: LayerInputs
     mesh: StageMesh
     views: list[LocalParameter]
     current: CurrentMicroBatch
     original: Callable
+    bias: SharedBias | None = None
     alone: bool = True
 
     def __post_init__(self):
@@ -85,7 +99,15 @@ class ParallelLayer:
         self.hidden_name = next(iter(self.signature.parameters))
         self.layer.gradient_checkpointing = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    @property
+    def inputs(self) -> LayerInputs:
+        return self.stack.inputs
+
+    def stream(self, batch: MicroBatch) -> TokenStream:
+        """Returns the tokens of the layer's stack."""
+        return batch.streams[self.stack.name]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor | tuple:
         batch = self.current.value
         self._begin()
         bound = self.signature.bind_partial(*args, **kwargs)
@@ -93,21 +115,32 @@ class ParallelLayer:
         for name, parameter in self.signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
                 arguments |= arguments.pop(name, {})
-        names = [name for name in self.inputs.states if name in arguments]
-        state = LayerState.in_layout(
-            self.resolved.source or batch.ends.embedding,
-            {HIDDEN: arguments.pop(self.hidden_name), **{name: arguments.pop(name) for name in names}},
-        ).redistribute(self.resolved.layout, grid=batch.grid, mesh=self.mesh)
-        hidden = state.hidden
-        arguments = self._inputs(batch, arguments, hidden.dtype) | {name: state.tensors[name] for name in names}
+        source = self.resolved.source or batch.ends.embedding
+        hidden = self._moved(batch, arguments.pop(self.hidden_name), source)
+        states = {name: arguments.pop(name) for name in self.inputs.states if name in arguments}
+        arguments = self._inputs(batch, arguments, hidden.dtype)
+        arguments |= {name: self._moved(batch, tensor, source) for name, tensor in states.items()}
         if self.recomputes:
             # Random streams are keyed, so that recompute needs no saved state of the generator.
             output = checkpoint(self._compute, batch, hidden, arguments, use_reentrant=False, preserve_rng_state=False)
         else:
             output = self._compute(batch, hidden, arguments)
-        if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(self._begin)
-        return output
+        hidden = hidden_of(output)
+        if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+            hidden.register_hook(self._begin)
+        return output if self.stack.outputs is None else layer_output(self.stack, hidden)
+
+    def _moved(self, batch: MicroBatch, tensor: torch.Tensor, source: Layout) -> torch.Tensor:
+        return redistribute(tensor, source, self.resolved.layout, grid=self.stream(batch).grid, mesh=self.mesh)
+
+    def _read(self, batch: MicroBatch, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the output of the stack that the layer reads, in a layout that layers share."""
+        name, layout = self.stack.reads, self.resolved.layout
+        if (name, layout) not in batch.shared:
+            batch.shared[name, layout] = redistribute(
+                tensor, batch.ends.boundary, layout, grid=batch.streams[name].grid, mesh=self.mesh
+            )
+        return batch.shared[name, layout]
 
     @property
     def recomputes(self) -> bool:
@@ -125,15 +158,15 @@ class ParallelLayer:
 
     def rectangle(self, batch: MicroBatch) -> Rectangle:
         """Returns the rows and positions of this rank in this layer."""
-        return batch.grid.rectangle(self.resolved.layout, self.mesh.index)
+        return self.stream(batch).grid.rectangle(self.resolved.layout, self.mesh.index)
 
     def attention_rectangle(self, batch: MicroBatch) -> Rectangle:
         """Returns the rows and positions that enter the attention module, after Megatron-SP has gathered positions."""
-        return batch.grid.rectangle(self.resolved.attention_layout, self.mesh.index)
+        return self.stream(batch).grid.rectangle(self.resolved.attention_layout, self.mesh.index)
 
     def pack(self, batch: MicroBatch) -> Rectangle:
         """Returns the packs of a packed row that this rank and the other sequence ranks attend to together."""
-        return batch.grid.rectangle(self.resolved.pack_layout, self.mesh.index)
+        return self.stream(batch).grid.rectangle(self.resolved.pack_layout, self.mesh.index)
 
     def document_bounds(self) -> DocumentBounds | None:
         """Returns the bounds of the documents in attention, None for rows that are not packed; records the call."""
@@ -144,9 +177,9 @@ class ParallelLayer:
         rectangle = self.rectangle(batch)
         key = (*batch.key, self.resolved.index, rectangle.row_start, rectangle.position_start)
         stream = random_stream(hidden.device, *key) if self.layer.training else contextlib.nullcontext()
-        self.attended, self.bounds = False, None
-        if batch.documents is not None:
-            self.bounds = batch.documents.bounds_within(self.pack(batch))
+        self.attended, self.bounds, documents = False, None, self.stream(batch).documents
+        if documents is not None:
+            self.bounds = documents.bounds_within(self.pack(batch))
             self.bounds.on(hidden.device)  # a compiled layer finds the copy
         self._forget()
         try:
@@ -154,12 +187,12 @@ class ParallelLayer:
                 output = self.original(hidden, **arguments)
         finally:
             self._forget()  # a recompute stops at the last tensor that the backward needs, by an exception
-        if batch.documents is not None and not self.attended:
+        if documents is not None and not self.attended:
             raise ValueError(
                 f"The attention of {type(self.layer).__name__} does not call the registered attention function, so "
                 "packed documents would attend to each other; train with packing='none'."
             )
-        if not isinstance(output, torch.Tensor) and not self.alone:
+        if not isinstance(output, torch.Tensor) and not self.alone and self.stack.outputs is None:
             raise ValueError(
                 f"{type(self.layer).__name__} returns a {type(output).__name__}, and a model is cut into pipeline "
                 "stages only between layers that return their hidden states; use one stage."
@@ -173,28 +206,44 @@ class ParallelLayer:
     def dropout_stream(self):
         """Returns the stream of attention dropout: each rank drops the weights of its own rows (or pack) and heads."""
         batch = self.current.value
-        packed = batch.documents is not None
+        packed = self.stream(batch).documents is not None
         first = self.pack(batch).position_start if packed else self.attention_rectangle(batch).row_start
         heads = self.mesh.index % self.resolved.head_shards
-        device = batch.input_ids.device
-        return random_stream(device, *batch.key, self.resolved.index, first, heads, 1)
+        return random_stream(batch.device, *batch.key, self.resolved.index, first, heads, 1)
+
+    def inner_stream(self, number: int):
+        """Returns a stream for a dropout of cut features: each rank drops those of its own tokens and channels."""
+        batch, index = self.current.value, self.mesh.index
+        part = self.attention_rectangle(batch)
+        shard = index % self.resolved.strategy.tensor
+        key = (self.resolved.index, part.row_start, part.position_start, shard, number)
+        return random_stream(batch.device, *batch.key, *key)
 
     def _inputs(self, batch: MicroBatch, arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-        rectangle = self.attention_rectangle(batch)
+        rectangle, stream, inputs = self.attention_rectangle(batch), self.stream(batch), self.inputs
         prepared = {}
         for name, value in arguments.items():
-            if name == "attention_mask":
-                masks = batch.attention_masks(rectangle, self.current.config, dtype)
+            if name == inputs.mask:
+                masks = stream.attention_masks(rectangle, self.config, dtype)
                 value = masks[self.layer_type] if isinstance(masks, dict) else masks
-            elif name in self.inputs.split_with_positions:
+            elif name == inputs.read:
+                value = self._read(batch, value)
+            elif name == inputs.read_mask:
+                read = batch.streams[self.stack.reads]
+                value = read.masks_for_readers(stream.length, rectangle, self.config, dtype)
+            elif name == inputs.bias:
+                value = self.bias.of_heads(batch, self.layer, self.resolved, self.mesh.index)
+            elif name == inputs.no_bias:
+                value = torch.zeros(1, 1, 1, 1, dtype=dtype, device=batch.device)
+            elif name in inputs.split_with_positions:
                 whole = (value,) if isinstance(value, torch.Tensor) else value
-                parts = tuple(_part(tensor, batch, rectangle, positions=True) for tensor in whole)
+                parts = tuple(_part(tensor, stream, rectangle, positions=True) for tensor in whole)
                 value = parts[0] if isinstance(value, torch.Tensor) else parts
-            elif name in self.inputs.whole_positions and isinstance(value, torch.Tensor):
-                if batch.documents is not None:
-                    value = _part(value, batch, self.pack(batch), positions=value.ndim > 1)
+            elif name in inputs.whole_positions and isinstance(value, torch.Tensor):
+                if stream.documents is not None:
+                    value = _part(value, stream, self.pack(batch), positions=value.ndim > 1)
                 else:
-                    value = _part(value, batch, rectangle, positions=False)
+                    value = _part(value, stream, rectangle, positions=False)
             elif isinstance(value, torch.Tensor):
                 raise ValueError(
                     f"{type(self.layer).__name__} gets a tensor {name!r}, which its adapter has no layout for; leave "
@@ -204,8 +253,35 @@ class ParallelLayer:
         return prepared
 
 
-def _part(tensor: torch.Tensor, batch: MicroBatch, rectangle: Rectangle, positions: bool) -> torch.Tensor:
+def draw_inner_dropout(block: ParallelLayer) -> None:
+    """Takes the dropout of cut features out of a layer: each tensor rank drops its own, from a stream of its own."""
+    for index, (name, attribute) in enumerate(block.stack.inner_dropout.items()):
+        owner_name, _, last = attribute.rpartition(".")
+        owner, module = block.layer.get_submodule(owner_name), block.layer.get_submodule(name)
+        probability = getattr(owner, last)
+        setattr(owner, last, 0.0)
+        if probability > 0.0:
+            module.register_forward_pre_hook(_Dropout(block, 2 + index, probability))
+
+
+@dataclass(frozen=True)
+class _Dropout:
+    """Drops entries of a module's input, as a hook before its forward."""
+
+    block: ParallelLayer
+    stream: int
+    probability: float
+
+    @torch.compiler.disable(reason="a keyed random stream sets the state of a generator")
+    def __call__(self, module: nn.Module, inputs: tuple) -> tuple:
+        if not module.training:
+            return inputs
+        with self.block.inner_stream(self.stream):
+            return (F.dropout(inputs[0], self.probability), *inputs[1:])
+
+
+def _part(tensor: torch.Tensor, stream: TokenStream, rectangle: Rectangle, positions: bool) -> torch.Tensor:
     """Returns the rectangle's rows of [1 or B, S, ...], and if `positions` only its positions."""
-    if tensor.shape[0] == batch.rows and batch.rows > 1:
+    if tensor.shape[0] == stream.rows and stream.rows > 1:
         tensor = tensor[rectangle.row_start : rectangle.row_stop]
     return tensor[:, rectangle.position_start : rectangle.position_stop] if positions else tensor

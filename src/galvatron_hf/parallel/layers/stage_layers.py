@@ -9,13 +9,14 @@ import functools
 from torch import nn
 from transformers import PreTrainedModel
 
-from galvatron_hf.models.adapter import ModelAdapter
+from galvatron_hf.models.adapter import ModelAdapter, base_model
 from galvatron_hf.models.parameter_specs import layer_specs
 from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.layers.attention import attach_attention
 from galvatron_hf.parallel.layers.experts import attach_experts
-from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch, ParallelLayer
+from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch, ParallelLayer, draw_inner_dropout
+from galvatron_hf.parallel.layers.relative_bias import SharedBias
 from galvatron_hf.parallel.layers.tensor_parallel import cut_layer
 from galvatron_hf.plan.resolved import ResolvedStage
 
@@ -28,28 +29,43 @@ def parallelize_layers(
     current: CurrentMicroBatch,
 ) -> list[ParallelLayer]:
     """Cuts the layers of one stage and puts a [`ParallelLayer`] around each."""
-    layers, places, blocks = adapter.layers(model), adapter.places(model), []
+    layers, places, blocks, biases = adapter.layers(model), adapter.places(model), [], {}
     for resolved in stage.layers:
         layer, place = layers[resolved.index], places[resolved.index]
-        specs = layer_specs(layer, place.stack, current.config)
-        views = cut_layer(layer, place.stack, resolved.strategy, mesh.weights(resolved.weights), current.config)
+        stack, config = place.stack, place.stack.config(model)
+        specs = layer_specs(layer, stack, config)
+        views = cut_layer(layer, stack, resolved.strategy, mesh.weights(resolved.weights), config)
+        if stack.bias is not None and stack.name not in biases:
+            table = base_model(model).get_submodule(stack.bias.table)
+            biases[stack.name] = SharedBias(kind=stack.bias, table=table)
         block = ParallelLayer(
             resolved=resolved,
             layer=layer,
-            layer_type=place.type(current.config),
-            inputs=place.stack.inputs,
+            stack=stack,
+            config=config,
+            layer_type=place.type(model),
             mesh=mesh,
             views=views,
             current=current,
             original=layer.forward,
+            bias=biases.get(stack.name),
             alone=stage.is_first and stage.is_last,
         )
-        for name in place.stack.attention:
-            attach_attention(layer.get_submodule(name), resolved, mesh, block.dropout_stream, block.document_bounds)
+        for name in stack.attention:
+            attach_attention(
+                layer.get_submodule(name),
+                resolved,
+                mesh,
+                block.dropout_stream,
+                block.document_bounds,
+                crosses=name in stack.cross,
+            )
+        if resolved.strategy.tensor > 1:
+            draw_inner_dropout(block)
         if resolved.experts is not None:
             block.experts = attach_experts(
                 layer,
-                place.stack.experts,
+                stack.experts,
                 specs,
                 weights=mesh.weights(resolved.experts),
                 tensor_group=mesh.group(resolved.token_copies),

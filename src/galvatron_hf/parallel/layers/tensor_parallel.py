@@ -156,6 +156,8 @@ def _gather_region_input(region: nn.Module, group: dist.ProcessGroup, megatron_s
     def pre_hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if getattr(vars(module).get("forward"), "is_computed", False):
             return args, kwargs  # its result exists already
+        if kwargs.get("key_value_states") is not None:
+            kwargs = {**kwargs, "key_value_states": enter(kwargs["key_value_states"], group)}
         if args:
             return (enter(args[0], group), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": enter(kwargs["hidden_states"], group)}

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +29,21 @@ from galvatron_hf.parallel.layers.vocab_parallel_loss import (
 from galvatron_hf.plan.layout import HEAD_CHUNK_TOKENS
 
 
-def parallel_embedding(embedding: nn.Embedding, mesh: WeightMesh) -> None:
-    """Cuts an embedding over the vocabulary; its forward looks up this rank's rows and sums over the ranks."""
-    size = embedding.num_embeddings
-    start, stop = vocabulary_range(size, mesh.tensor_degree, mesh.tensor_index)
-    views = [cut_parameter(embedding, spec, mesh) for spec in vocabulary_specs(embedding, "embedding")]
+def parallel_embeddings(modules: Sequence[nn.Embedding], mesh: WeightMesh) -> None:
+    """Cuts the weight that several embeddings share over the vocabulary."""
+    first, *others = modules
+    specs = vocabulary_specs(first, "embedding")
+    views = [cut_parameter(first, spec, mesh) for spec in specs]
+    _look_up_in_part(first, mesh, views)
+    for module in others:
+        for spec in specs:
+            setattr(module, spec.name, getattr(first, spec.name))
+        _look_up_in_part(module, mesh, [LocalParameter(module=module, name=spec.name) for spec in specs])
+
+
+def _look_up_in_part(embedding: nn.Embedding, mesh: WeightMesh, views: list[LocalParameter]) -> None:
+    """Makes the forward of a cut embedding look up this rank's rows and sum over the ranks."""
+    start, stop = vocabulary_range(embedding.num_embeddings, mesh.tensor_degree, mesh.tensor_index)
     if embedding.padding_idx is not None:
         inside = start <= embedding.padding_idx < stop
         embedding.padding_idx = embedding.padding_idx - start if inside else None
@@ -50,9 +61,9 @@ def whole_module(module: nn.Module, mesh: WeightMesh, mesh_name: str) -> None:
     views = [cut_parameter(module, spec, mesh) for spec in whole_specs(module, mesh_name)]
     original = module.forward
 
-    def forward(*args: torch.Tensor) -> torch.Tensor:
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         with local_parameters(views):
-            return original(*args)
+            return original(*args, **kwargs)
 
     module.forward = forward
 
@@ -75,7 +86,7 @@ class HeadRequest:
 class Head:
     """Runs the language-model head on this rank's part of the vocabulary; takes the place of its module's forward. The
     head's weight is cut here unless it is `tied` to the embedding's and cut already. `recompute_logits_in_backward` is
-    that of [`linear_cross_entropy`].
+    that of [`linear_cross_entropy`]. `logit_bias` returns a buffer [1, V] that is added to the logits.
     """
 
     def __init__(
@@ -85,7 +96,9 @@ class Head:
         transform: LogitTransform,
         tied: bool,
         recompute_logits_in_backward: bool = False,
+        logit_bias: Callable[[], torch.Tensor] | None = None,
     ):
+        self.logit_bias = logit_bias
         self.module, self.mesh, self.transform = module, mesh, transform
         self.size = module.weight.shape[0]
         self.recompute_logits_in_backward = recompute_logits_in_backward
@@ -99,6 +112,13 @@ class Head:
                 view = LocalParameter(module=module, name=spec.name)
                 self.views.append(view if cut_already else cut_parameter(module, spec, mesh))
         module.forward = self
+
+    def _bias(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """Returns what is added to this rank's logits before their transform: the head's bias and the buffer."""
+        if self.logit_bias is None:
+            return self.module.bias
+        added = self.logit_bias()[0, self.start : self.start + weight.shape[0]].to(weight.dtype)
+        return added if self.module.bias is None else added + self.module.bias
 
     def compile(self, **options: Any) -> None:
         """Compiles the head's product and loss of a chunk by `torch.compile` with `options`: logits are then read and
@@ -114,7 +134,7 @@ class Head:
                 the family's transform (*optional*).
         """
         with local_parameters(self.views) if self.views else contextlib.nullcontext():
-            weight, bias = self.module.weight, self.module.bias
+            weight, bias = self.module.weight, self._bias(self.module.weight)
             loss = logits = None
             if request.targets is not None:
                 loss = linear_cross_entropy(

@@ -26,16 +26,44 @@ class MissingModule(nn.Module):
 def prune_other_stages(model: PreTrainedModel, adapter: ModelAdapter, own: Sequence[ResolvedStage]) -> None:
     """Keeps the modules of this rank's stages, under their names, and replaces all others."""
     kept = {index for stage in own for index in stage.span}
+    stacks = {part.stack for stage in own for part in stage.parts}
+    biases = {
+        stack.bias.table: base_model(model).get_submodule(stack.bias.table)
+        if stack.name in stacks
+        else MissingModule()
+        for stack in adapter.stacks
+        if stack.bias is not None
+    }
     for place in adapter.places(model):
         if place.index not in kept:
             base_model(model).set_submodule(place.name, PipelineIdentityLayer())
-    names, gone = {id(module): name for name, module in model.named_modules()}, []
-    if not any(stage.is_first for stage in own):
-        gone += adapter.embeddings(model)
+    for table, module in biases.items():
+        _keep_under_name(base_model(model), table, module)
+    gone: list[nn.Module] = []
+    begun = [part.stack for stage in own for part in stage.parts if part.is_first]
+    ended = [part.stack for stage in own for part in stage.parts if part.is_last]
+    here = {id(module) for module in adapter.embeddings(model, begun)}
+    gone += [module for module in adapter.embeddings(model) if id(module) not in here]
+    for stack in adapter.stacks:
+        if stack.name not in ended:  # a dropout may have another place too
+            gone += [module for module in adapter.after_layers(model, stack) if list(module.parameters())]
     if not any(stage.is_last for stage in own):
-        gone += [adapter.final_norm(model), adapter.head(model)]
-    for module in gone:
-        model.set_submodule(names[id(module)], MissingModule())
+        gone.append(adapter.head(model))
+    missing = {id(module): MissingModule() for module in gone}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if id(module) in missing:
+            model.set_submodule(name, missing[id(module)])
+
+
+def _keep_under_name(owner: nn.Module, name: str, module: nn.Module) -> None:
+    """Gives `module` a name inside of `owner`, some of whose modules on the way may be gone."""
+    *path, last = name.split(".")
+    for part in path:
+        children = dict(owner.named_children())
+        if part not in children:
+            owner.add_module(part, nn.Module())
+        owner = owner.get_submodule(part)
+    owner.add_module(last, module)
 
 
 def whole_parameter_counts(model: PreTrainedModel) -> Callable[..., int]:

@@ -100,7 +100,7 @@ class Pipeline:
         pairs (`dict[int, Sequence[ProcessGroup]]`): for each pipeline rank that this one talks to, the two ranks with
             this rank's index. One group is for activations, one for gradients. No transfer waits for another pair or
             direction: one communicator of a GPU runs its transfers in turn, and some schedules would stand still.
-        state_features (`Mapping[str, int]`): the features of each tensor of the state between two stages.
+        state_features (`Mapping[str, int]`): the features of the hidden states of each stack.
         dtype (`torch.dtype`): the format of these tensors.
     """
 
@@ -228,11 +228,12 @@ class Pipeline:
         stage, received, state = self.stages[action.stage], self._awaited(step, Work.RECEIVE_FORWARD, action), None
         if received is not None:
             received = tuple(tensor.requires_grad_(torch.is_grad_enabled()) for tensor in received)
-            state = LayerState.in_layout(batch.ends.boundary, dict(zip(self.state_features, received, strict=True)))
+            names = stage.resolved.receives
+            state = LayerState.in_layout(batch.ends.boundary, dict(zip(names, received, strict=True)))
         with self.timeline.span(action):
             output = self.runner.run(stage, batch, state)
             if not stage.is_last:
-                result = tuple(output.tensors[name].to(self.dtype) for name in self.state_features)
+                result = tuple(output.tensors[name].to(self.dtype) for name in stage.resolved.sends)
             else:
                 roots = (output.loss, output.logits) if step.keeps_outputs else (output.loss,)
                 result = tuple(tensor for tensor in roots if tensor is not None)
@@ -315,13 +316,12 @@ class Pipeline:
     # ---- Transfers ----
 
     def _receive(self, step: PipelineStep, action: Action) -> None:
-        batch = step.batches[action.micro_batch]
-        part = batch.grid.rectangle(batch.ends.boundary, self.runner.mesh.index)
-        tensors = tuple(
-            torch.empty(*part.shape, features, dtype=self.dtype, device=batch.input_ids.device)
-            for features in self.state_features.values()
-        )
-        forward = action.work is Work.RECEIVE_FORWARD
+        batch, stage = step.batches[action.micro_batch], self.stages[action.stage].resolved
+        forward, tensors = action.work is Work.RECEIVE_FORWARD, []
+        for name in stage.receives if forward else stage.sends:
+            part = batch.streams[name].grid.rectangle(batch.ends.boundary, self.runner.mesh.index)
+            shape = (*part.shape, self.state_features[name])
+            tensors.append(torch.empty(shape, dtype=self.dtype, device=batch.device))
         peer = self.shape.pipeline_rank_of_stage[action.stage + (-1 if forward else 1)]
         transfer = self._transfer(dist.irecv, tensors, 0 if forward else 1, peer)
         step.arriving[action.work, action.stage, action.micro_batch] = transfer

@@ -57,8 +57,8 @@ def save_state(
         CheckpointException: on every rank, if writing failed on one.
     """
     tensors = _model_tensors(parallel)
-    if parallel.tied is not None and parallel.tied.embedding is None:
-        tensors.pop(f"model.{parallel.tied.names[0]}", None)  # the stage of the embedding saves it
+    for name in [] if parallel.tied is None else parallel.tied.saved_elsewhere:
+        tensors.pop(f"model.{name}", None)  # another stage saves it
     if optimizer is not None:
         state = NamedOptimizerState.from_optimizer(optimizer, parallel.parameter_names(), parallel.fused)
         state = _of_all_stages(parallel, state)
@@ -182,9 +182,9 @@ def _of_all_stages(parallel: ParallelModel, state: NamedOptimizerState) -> Named
     if parallel.pipeline is None:
         return state
     tensors = {kind: dict(by_name) for kind, by_name in state.tensors.items()}
-    if parallel.tied is not None and parallel.tied.embedding is None:
+    for name in [] if parallel.tied is None else parallel.tied.saved_elsewhere:
         for by_name in tensors.values():
-            by_name.pop(parallel.tied.names[0], None)
+            by_name.pop(name, None)
     options, numbers = {}, {}
     for other_options, other_numbers in gather_objects((state.options, state.numbers)):
         options |= other_options
@@ -342,13 +342,13 @@ def plain_model(
 
 def _named_state(parallel: ParallelModel) -> dict[str, torch.Tensor]:
     """Returns weights and persistent buffers of this rank's stages, named as in the whole model's `state_dict`. Tied
-    weights appear under each of their names. A head's copy on a stage without the embedding has the embedding's name.
+    weights appear under each of their names. A copy on a stage without the saved one has that one's name.
     """
     # After a forward without a backward some weights are still gathered, and cast to the compute dtype.
     parallel.units.reshard()
     state = dict(parallel.model.state_dict(keep_vars=True))
-    if parallel.tied is not None and parallel.tied.head is not None:
-        embedding, head = parallel.tied.names
-        copy = state.pop(head)
-        state.setdefault(embedding, copy)
+    for copies in () if parallel.tied is None else parallel.tied.weights:
+        for name, module in zip(copies.names[1:], copies.modules[1:], strict=True):
+            if module is not None and name in state and name != copies.names[0]:
+                state.setdefault(copies.names[0], state.pop(name))
     return state

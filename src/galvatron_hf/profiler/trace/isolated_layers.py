@@ -15,7 +15,6 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from galvatron_hf.models.adapter import HIDDEN, base_model
 from galvatron_hf.models.families import AUTO_MODEL, adapter_for
 from galvatron_hf.parallel.activation.documents import Documents
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
@@ -57,11 +56,10 @@ def empty_model(config: PreTrainedConfig, family: type[PreTrainedModel] | None =
 def layer_kinds(model: PreTrainedModel) -> tuple[int, ...]:
     """Returns the kind of each layer, numbered from 0. Layers of one kind have equal shapes and settings."""
     adapter = adapter_for(model)
-    config = base_model(model).config
     seen: dict[tuple, int] = {}
     kinds = []
     for place, layer in zip(adapter.places(model), adapter.layers(model), strict=True):
-        key = (place.stack.name, place.type(config), *_settings(layer))
+        key = (place.stack.name, place.type(model), *_settings(layer))
         kinds.append(seen.setdefault(key, len(seen)))
     if not kinds:
         raise ValueError("The model has no layers, and there is nothing to plan; give it some.")
@@ -278,31 +276,29 @@ class IsolatedLayers:
         """Returns the part from token ids to the input of the first layer, with the inputs shared by all layers."""
         rank, stage = self.rank, self.rank.stage
         modules = stage.adapter.embeddings(rank.model)
-        empty = nn.ModuleList([nn.ModuleList() for _ in stage.stacks])
 
         def run() -> torch.Tensor:
-            stacks, stage.stacks = stage.stacks, empty
-            try:
-                with rank.current.active(batch):
-                    return stage.states(None)
-            finally:
-                stage.stacks = stacks
+            with rank.current.active(batch):
+                return stage.embedded()
 
-        return Part(run=run, input=None, modules=tuple(modules), shared=(batch.input_ids,))
+        return Part(run=run, input=None, modules=tuple(modules), shared=(batch.first.input_ids,))
 
     def head(self, batch: MicroBatch) -> Part:
         """Returns the part from the output of the last layer to the loss."""
-        own = batch.grid.rectangle(batch.ends.head, 0)
+        own = batch.last.grid.rectangle(batch.ends.head, 0)
         hidden = self._states(own.shape)
         targets = batch.targets[own.row_start : own.row_stop, own.position_start : own.position_stop].flatten()
         request, stage = HeadRequest(targets=targets), self.rank.stage
-        head, norm = stage.adapter.head(self.rank.model), stage.adapter.final_norm(self.rank.model)
+        head, norms = stage.adapter.head(self.rank.model), stage.adapter.final_norms(self.rank.model)
 
         def run() -> torch.Tensor:
             with self.rank.current.active(batch):
-                return head(stage.norm(hidden), request)[0]
+                states = hidden
+                for norm in norms:
+                    states = norm(states)
+                return head(states, request)[0]
 
-        return Part(run=run, input=hidden, modules=(norm, head), shared=(targets,))
+        return Part(run=run, input=hidden, modules=(*norms, head), shared=(targets,))
 
     @contextlib.contextmanager
     def without_regions(self):
@@ -324,8 +320,7 @@ class IsolatedLayers:
             yield
 
     def _states(self, shape: tuple[int, ...]) -> torch.Tensor:
-        adapter, config = self.rank.stage.adapter, base_model(self.rank.model).config
-        size = adapter.state_features(config)[HIDDEN]
+        size = max(self.rank.stage.adapter.state_features(self.rank.model).values())
         return torch.randn(*shape, size, device=self.device).to(self.dtype).requires_grad_()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from transformers import PreTrainedModel
 
-from galvatron_hf.models.adapter import HIDDEN, base_model
+from galvatron_hf.models.adapter import base_model
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.parameter_specs import ParameterSpec, model_specs
 from galvatron_hf.models.shape import ModelShape, WeightShape
@@ -27,7 +27,7 @@ def model_shape_from_model(model: PreTrainedModel, small: PreTrainedModel | None
     heads, tied = stack.heads(base_model(model).config), adapter.ties_embeddings(model)
     weights = [_shapes(specs.layers[kinds.index(kind)]) for kind in range(max(kinds) + 1)]
     return ModelShape(
-        hidden=adapter.state_features(base_model(model).config)[HIDDEN],
+        hidden=adapter.state_features(model)[stack.name],
         heads=heads.query,
         kv_heads=heads.key_value,
         head_dim=heads.dim,

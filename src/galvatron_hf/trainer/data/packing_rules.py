@@ -74,7 +74,7 @@ class PackingRules:
         found = self.obstacle()
         if found is not None:
             return found
-        config = self.parallel.runner.current.config
+        config = self.parallel.config
         rope = rope_of_the_batch(config)
         if rope is not None:
             return f"{rope!r} rotary embeddings depend on the longest row of the batch"

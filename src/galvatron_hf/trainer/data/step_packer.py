@@ -177,7 +177,7 @@ class StepPacker:
     # ---- The cost of documents ----
 
     def _estimated_cost(self) -> StepCost:
-        return estimated_cost(self.parallel.runner.current.config, self.parallel.plan.num_layers)
+        return estimated_cost(self.parallel.config, self.parallel.plan.num_layers)
 
     def _find_cost(self, batches: Iterator, count: int) -> None:
         """Measures the cost of documents, unless nothing of the first step can be packed; collective."""
