@@ -24,6 +24,7 @@ from accelerate.state import AcceleratorState, GradientState
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 import equivalence
+from encoder_decoder_models import ENCODER_DECODERS
 from galvatron_hf import GalvatronTrainer, GalvatronTrainingArguments, ParallelPlan
 from ranks import run_ranks
 from tiny_models import ALL_FAMILIES, VOCABULARY
@@ -114,7 +115,7 @@ class Case:
 
     Attributes:
         plan ([`ParallelPlan`] or `str`): the plan of the ranks.
-        family (`str`): of `FAMILIES` or `EXPERT_FAMILIES`.
+        family (`str`): of `FAMILIES`, `EXPERT_FAMILIES` or `ENCODER_DECODERS`.
         train (`Callable`): makes the training set; None does not train.
         options (`dict`): training arguments beside the defaults below.
         own_options (`dict`): training arguments of the ranks alone, which plain Trainer does not know.
@@ -202,7 +203,7 @@ def run_case(case: Case) -> Outcome:
 
 def _run(case: Case, trainer_class: type[Trainer], args: TrainingArguments) -> Outcome:
     GradientState._reset_state()
-    model, plain = (ALL_FAMILIES[case.family].build() for _ in range(2))
+    model, plain = ((ALL_FAMILIES | ENCODER_DECODERS)[case.family].build() for _ in range(2))
     recorder = Recorder(plain)
     options = {"data_collator": collate} | {name: make() for name, make in case.trainer.items()}
     trainer = case.override(trainer_class)(

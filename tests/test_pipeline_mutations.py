@@ -147,10 +147,13 @@ MUTATIONS = {
         inject=replaced(TiedWeights, "sum_gradients", lambda *unused: None),
         plan=MIXED,
         batch=TIED,
-        seen_in="not equal",
+        seen_in="copies of model.embed_tokens.weight differ",
     ),
     "tied gradients summed on one stage": Mutation(
-        inject=around(TiedWeights, "sum_gradients", summed_on_one_stage), plan=MIXED, batch=TIED, seen_in="not equal"
+        inject=around(TiedWeights, "sum_gradients", summed_on_one_stage),
+        plan=MIXED,
+        batch=TIED,
+        seen_in="copies of model.embed_tokens.weight differ",
     ),
     "tied gradients summed twice": Mutation(
         inject=around(TiedWeights, "sum_gradients", summed_twice), plan=MIXED, batch=TIED, seen_in="embed_tokens"

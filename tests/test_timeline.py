@@ -82,7 +82,8 @@ def slow_down(parallel) -> None:
     def slow(*args):
         result = run(*args)
         if isinstance(result, LayerState):
-            return result.replace(Slow.apply(tensor) for tensor in result.tensors.values())
+            slowed = {name: Slow.apply(tensor) for name, tensor in result.tensors.items()}
+            return replace(result, tensors=slowed)
         return replace(result, loss=Slow.apply(result.loss))
 
     parallel.runner.run = slow

@@ -23,6 +23,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from equivalence import whole
 from galvatron_hf.data.cost import SequenceCost
+from galvatron_hf.models.families import adapter_for
 from galvatron_hf.parallel.comm import mesh
 from galvatron_hf.parallel.debug.blocked_collective import stack_of, waiting_in
 from galvatron_hf.parallel.model import ParallelModel
@@ -121,9 +122,7 @@ def test_a_step_is_packed_and_gives_the_loss_of_its_padded_batch(tmp_path):
 )
 def test_packing_rules_decide_by_mode_collator_and_obstacle(mode, only_pads, obstacle, packs):
     model = FAMILIES["llama"].build()
-    parallel = SimpleNamespace(
-        family=type(model), runner=SimpleNamespace(current=SimpleNamespace(config=model.config))
-    )
+    parallel = SimpleNamespace(family=type(model), config=model.config, adapter=adapter_for(model))
     rules = PackingRules(parallel=parallel, mode=lambda: mode, only_pads=lambda: only_pads, obstacle=lambda: obstacle)
     assert rules.packs() is packs
 

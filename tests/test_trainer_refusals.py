@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
 from peft import LoraConfig, get_peft_model
-from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers import LongT5Config, LongT5ForConditionalGeneration, PreTrainedModel
 
 from equivalence import single_stage
 from galvatron_hf import GalvatronTrainer
@@ -91,8 +91,8 @@ def quantised() -> PreTrainedModel:
 
 
 def encoder_decoder() -> PreTrainedModel:
-    config = T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=40, num_layers=2, num_heads=4, decoder_start_token_id=0)
-    return T5ForConditionalGeneration(config)
+    config = LongT5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=40, num_layers=2, num_heads=4)
+    return LongT5ForConditionalGeneration(config)
 
 
 def given_optimizers(model: PreTrainedModel) -> dict[str, Any]:
@@ -181,7 +181,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "peft_injected": (dict(build=lambda: with_lora(True)), ("has PEFT adapters", "transformers.Trainer")),
     "quantised": (dict(build=quantised), ("is quantised", "cannot be sharded", "load it in bf16 or fp32")),
-    "encoder_decoder": (dict(build=encoder_decoder), ("is an encoder-decoder", "decoder-only")),
+    "encoder_decoder": (dict(build=encoder_decoder), ("is an encoder-decoder", "without an adapter")),
     "labels": (
         dict(rows=lambda: Rows(8, labels=False)),
         ("no labels", "DataCollatorForLanguageModeling"),

@@ -341,6 +341,11 @@ class ModelAdapter:
             batch[name] = decoder_ids_of_labels(model, labels)
         return batch
 
+    @property
+    def readers(self) -> tuple[StackAdapter, ...]:
+        """Returns the stacks whose layers read the output of another."""
+        return tuple(stack for stack in self.stacks if stack.reads is not None)
+
     def stack(self, name: str) -> StackAdapter:
         return next(stack for stack in self.stacks if stack.name == name)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, MoeModelOutputWithPast
 
 from galvatron_hf.models.adapter import (
@@ -110,7 +110,9 @@ _LOGIT_TRANSFORMS = {
 }
 
 
-AUTO_MODEL = AutoModelForCausalLM  # makes a model of any known family from a configuration
+def auto_model(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoModelForSeq2SeqLM]:
+    """Returns the class that makes a model with a language-model head of any known family from a configuration."""
+    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
 def adapter_for(model: PreTrainedModel) -> ModelAdapter:

@@ -147,8 +147,11 @@ class Executor:
         if routers is not None:
             routers.sum_over_ranks()
             loss = loss + self._of_routers(routers)
-        found = self._share_logits([output.logits for output in outputs]) if logits else None
-        return self.runner.loss.output(loss=loss, logits=found)
+        found = {"logits": None}
+        if logits:
+            names = ["logits", *(f"{stack.reads}_last_hidden_state" for stack in self.runner.adapter.readers)]
+            found = {name: self._share([output[name] for output in outputs]) for name in names}
+        return self.runner.loss.output(loss=loss, **found)
 
     def micro_batch_count(self, batch: Batch) -> int:
         """Returns the number of micro-batches of a global batch: the plan's, or fewer if it has fewer rows."""
@@ -175,17 +178,19 @@ class Executor:
             part = slice(index * share // count, (index + 1) * share // count)
             yield map_rows(batch, lambda value, part=part: value.unflatten(0, (shares, share))[:, part].flatten(0, 1))
 
-    def _share_logits(self, logits: list[torch.Tensor]) -> torch.Tensor:
-        """Gives each rank its share of the logits; under a pipeline the last stage has them all."""
+    def _share(self, found: list[torch.Tensor]) -> torch.Tensor:
+        """Gives each rank its share of the logits, or of another output [B, S, ...] of all micro-batches; under a
+        pipeline the last stage has them all.
+        """
         if self.pipeline is None:
-            return logits[0]
+            return found[0]
         pipeline = self.pipeline
         group, lists, device = pipeline.group, pipeline.shape.pipeline_ranks, self._device
         source = pipeline.shape.pipeline_rank_of_stage[-1]
         pieces = None
         shape = None
         if pipeline.has_last:
-            by_share = [part.unflatten(0, (lists, -1)) for part in logits]
+            by_share = [part.unflatten(0, (lists, -1)) for part in found]
             pieces = list(torch.cat(by_share, dim=1).contiguous().unbind(0))
             shape = tuple(pieces[0].shape), pieces[0].dtype
         size, dtype = next(one for one in gather_objects(shape) if one is not None)

@@ -233,7 +233,7 @@ class ModelRunner:
             loss = self._scaled_loss(total, items, batch.ends.head.replicas, batch.options.whole_loss)
         if logits is not None and batch.last.real_length < batch.last.length:
             logits = logits[:, : batch.last.real_length].clone()  # a split backward detaches them, no view may be
-        return self.loss.output(loss=loss, logits=logits)
+        return self.loss.output(loss=loss, logits=logits, **batch.read)
 
     def _request(self, batch: MicroBatch) -> HeadRequest:
         targets = None

@@ -175,6 +175,10 @@ class StageModule(nn.Module):
             return LayerState.in_layout(batch.ends.boundary, {name: states[name] for name in self.resolved.sends})
         if request is None:
             return None, None
+        if request.logits and not torch.is_grad_enabled():
+            for stack in (run.stack for run in self.runs if run.stack.reads is not None):
+                own = states[stack.reads][:, : batch.streams[stack.reads].real_length]
+                batch.read[f"{stack.reads}_last_hidden_state"] = own
         self.current.location = "head"
         return self.adapter.head(self._model[0])(states[self.runs[-1].part.stack], request)
 

@@ -72,7 +72,8 @@ class Evaluator:
         if labels is not None:
             labels = tuple(self.share(labels).values())
             labels = labels[0] if len(labels) == 1 else labels
-        return outputs.loss, () if "logits" in ignored else outputs.logits, labels
+        found = tuple(value for name, value in outputs.items() if name not in ("loss", *ignored))
+        return outputs.loss, found[0] if len(found) == 1 else found, labels
 
     def _check_router_outputs(self, ignored: Collection[str]) -> None:
         """Refuses predictions in which plain Trainer would have what routers put out."""
@@ -99,6 +100,8 @@ class Evaluator:
         labels = batch.get(self.parallel.runner.loss.labels)
         self._begin(batch, whole=False, has_loss=labels is not None)
         prompts = {name: value for name, value in batch.items() if name in ("input_ids", "attention_mask")}
+        if labels is None:  # else the decoder's tokens may be the labels, and all is to be generated
+            prompts |= {name: batch[name] for name in ("decoder_input_ids", "decoder_attention_mask") if name in batch}
         options = {name: value for name, value in options.items() if value is not None}
         tokens, loss = generate(**prompts, **options).to(self.args.device), None
         if labels is not None:

@@ -177,6 +177,8 @@ class MicroBatch:
         routings (`dict`): where choices of experts went, by layer, and whether shared experts ran meanwhile, for
             layers that are computed again.
         shared (`dict`): what several layers of the stage that runs now take: states in a layout, biases of scores.
+        read (`dict[str, torch.Tensor]`): the outputs [own rows, S, H] of stacks that others read, by the name under
+            which the family returns them; set by the last stage in an evaluation that wants logits.
     """
 
     streams: Mapping[str, TokenStream]
@@ -186,6 +188,7 @@ class MicroBatch:
     options: ForwardOptions
     routings: dict = field(default_factory=dict)
     shared: dict = field(default_factory=dict)
+    read: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def first(self) -> TokenStream:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import resolve_revision
 
 from galvatron_hf.checkpoint.hugging_face import keep_float32
-from galvatron_hf.models.families import AUTO_MODEL
+from galvatron_hf.models.families import auto_model
 from galvatron_hf.parallel.comm.objects import on_every_rank
 from galvatron_hf.parallel.weights.safetensors import WeightFiles, find_files
 
@@ -77,7 +77,7 @@ def _build(name: str, options: dict[str, Any]) -> tuple[PreTrainedModel, WeightF
     files = WeightFiles(name=name, files=find_files(name, variant, hub), key_mapping=key_mapping)
     dtype = _dtype(dtype, config, files)
     with torch.device("meta"):
-        model = AUTO_MODEL.from_config(config, dtype=dtype, trust_remote_code=trust, **attention)
+        model = auto_model(config).from_config(config, dtype=dtype, trust_remote_code=trust, **attention)
     keep_float32(model, dtype)
     whole = dict.fromkeys(_HUB_OPTIONS) | {"force_download": False, "local_files_only": False, "subfolder": ""} | hub
     model.adjust_generation_fn(generation, True, None, name, trust_remote_code=trust, **whole)

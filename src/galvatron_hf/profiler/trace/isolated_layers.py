@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from galvatron_hf.models.families import AUTO_MODEL, adapter_for
+from galvatron_hf.models.families import adapter_for, auto_model
 from galvatron_hf.parallel.activation.documents import Documents
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer
@@ -28,7 +28,7 @@ from galvatron_hf.utils.empty_weights import without_weights
 
 def empty_model(config: PreTrainedConfig, family: type[PreTrainedModel] | None = None) -> PreTrainedModel:
     """Returns the model of a configuration with parameters on the meta device and buffers on the CPU. Raises
-    `ValueError` if transformers has no causal language model for it, or one with an empty weight.
+    `ValueError` if transformers has no language model for it, or one with an empty weight.
     """
     config = copy.deepcopy(config)
     with torch.random.fork_rng(devices=[]), without_weights(), no_init_weights():
@@ -36,11 +36,11 @@ def empty_model(config: PreTrainedConfig, family: type[PreTrainedModel] | None =
             model = model_from_config(family, config, torch.float32)
         else:
             try:
-                model = AUTO_MODEL.from_config(config, dtype=torch.float32)
+                model = auto_model(config).from_config(config, dtype=torch.float32)
             except Exception as error:  # families raise various errors for odd sizes
                 problem = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
                 raise ValueError(
-                    f"transformers has no causal language model for a {type(config).__name__} "
+                    f"transformers has no language model for a {type(config).__name__} "
                     f"({' '.join(problem.split())[:80]}); give the configuration of one."
                 ) from None
     for name, weight in model.named_parameters():

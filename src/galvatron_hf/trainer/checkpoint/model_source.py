@@ -11,14 +11,26 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import AutoConfig, PreTrainedModel, TrainingArguments
 
-from galvatron_hf.models.families import AUTO_MODEL
+from galvatron_hf.models.families import auto_model
 from galvatron_hf.parallel.weights.materialize import on_meta
 from galvatron_hf.parallel.weights.pretrained import pretrained_on_meta
 from galvatron_hf.parallel.weights.safetensors import WeightFiles
 from galvatron_hf.parallel.weights.sources import FamilyWeights, LaterWeights, WeightSource
 from galvatron_hf.trainer.arguments import requested_plan
+
+
+# Options of `from_pretrained` with which a configuration is found.
+_CONFIG_OPTIONS = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "revision",
+    "subfolder",
+    "token",
+    "trust_remote_code",
+)
 
 
 class ModelSource:
@@ -46,7 +58,8 @@ class ModelSource:
             return given
         options = getattr(args, "model_init_kwargs", None) or {}
         if args.world_size == 1 and requested_plan(args) is None:
-            return AUTO_MODEL.from_pretrained(given, **options)
+            where = {name: options[name] for name in _CONFIG_OPTIONS if name in options}
+            return auto_model(AutoConfig.from_pretrained(given, **where)).from_pretrained(given, **options)
         model, files = pretrained_on_meta(given, **options)
         self._named = model, files
         return model

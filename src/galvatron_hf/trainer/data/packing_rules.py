@@ -75,6 +75,8 @@ class PackingRules:
         if found is not None:
             return found
         config = self.parallel.config
+        if len(self.parallel.adapter.stacks) > 1:
+            return f"{self.parallel.family.__name__} has two stacks, whose documents are not packed together yet"
         rope = rope_of_the_batch(config)
         if rope is not None:
             return f"{rope!r} rotary embeddings depend on the longest row of the batch"
