@@ -16,6 +16,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
 from galvatron_hf.models.families import adapter_for
+from galvatron_hf.models.lora import unwrapped
 from galvatron_hf.models.losses import LossKind
 from galvatron_hf.parallel.executor import Batch
 from galvatron_hf.parallel.model import ParallelModel
@@ -57,11 +58,11 @@ def check_trainer(trainer: Trainer, given: ParallelPlan | None, planner: AutoPla
         check_elementwise(*trainer.optimizer_cls_and_kwargs)
     if given is not None and computes_batches(trainer):
         _warn_of_whole_batches(given, trainer.args)
-    plan = with_precision(given or planner.plan_without_search(trainer.model), trainer.args)
+    adapter, model = adapter_for(trainer.model), unwrapped(trainer.model)
+    plan = with_precision(given or planner.plan_without_search(model), trainer.args)
     check_plan(plan)
-    adapter = adapter_for(trainer.model)
-    check_model(trainer.model, adapter, plan)
-    if adapter.adds_router_loss(trainer.model):
+    check_model(model, adapter, plan)
+    if adapter.adds_router_loss(model):
         _check_router_loss(trainer)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from galvatron_hf.models.adapter import ModelAdapter
+from galvatron_hf.models.lora import copies
 from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.layers.vocab_parallel import Head, parallel_embedding, whole_module
@@ -44,7 +45,8 @@ class EmbeddingAndHead:
         tied = first and last and adapter.ties_embeddings(model)
         if first and resolved.embedding.weights.tensor > 1:
             embedding_mesh = mesh.weights(resolved.embedding.weights)
-            parallel_embedding(embedding, embedding_mesh)
+            for module in copies(embedding):
+                parallel_embedding(module, embedding_mesh)
             for module in positional:
                 whole_module(module, embedding_mesh, "embedding")
             if tied:
@@ -53,13 +55,14 @@ class EmbeddingAndHead:
             head_mesh = mesh.weights(resolved.head.weights)
             if resolved.head.weights.tensor > 1:
                 whole_module(adapter.final_norm(model), head_mesh, "head")
-            Head(
-                head,
-                head_mesh,
-                adapter.logit_transform(model.config),
-                tied,
-                recompute_logits_in_backward=_several_in_flight(resolved),
-            )
+            for module in copies(head):
+                Head(
+                    module,
+                    head_mesh,
+                    adapter.logit_transform(model.config),
+                    tied,
+                    recompute_logits_in_backward=_several_in_flight(resolved),
+                )
         return cls(
             embedding=[embedding, *positional] if first else [],
             head=head if last else None,
@@ -78,11 +81,18 @@ class EmbeddingAndHead:
         ):
             if module and not self.tied:
                 mesh, sharding = self.mesh.weights(end.weights), end.strategy.sharding
+                for unused in _unused(module):
+                    units.add(unused, mesh, sharding, stage=stage.index, **options)
                 units.add(module, mesh, sharding, stage=stage.index, **options)
         # A stage before the last has no weights left for the root.
         owner = self.resolved.head if stage.is_last else stage.layers[0]
         mesh, sharding = self.mesh.weights(owner.weights), owner.strategy.sharding
         units.add_root(root, mesh, sharding, stage=stage.index, stay_gathered=alone)
+
+
+def _unused(modules: list[nn.Module]) -> list[nn.Module]:
+    """Returns the modules in whose place a trained copy of PEFT computes: they are gathered only if they run."""
+    return [one for module in modules for one in copies(module)[:-1]]
 
 
 def _several_in_flight(resolved: ResolvedPlan) -> bool:

@@ -15,6 +15,7 @@ from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.layers.attention import attach_attention
 from galvatron_hf.parallel.layers.experts import attach_experts
+from galvatron_hf.parallel.layers.lora import key_adapter_dropout
 from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch, ParallelLayer
 from galvatron_hf.parallel.layers.tensor_parallel import cut_layer
 from galvatron_hf.plan.resolved import ResolvedStage
@@ -46,6 +47,7 @@ def parallelize_layers(
         )
         for name in place.stack.attention:
             attach_attention(layer.get_submodule(name), resolved, mesh, block.dropout_stream, block.document_bounds)
+        key_adapter_dropout(block, place.stack)
         if resolved.experts is not None:
             block.experts = attach_experts(
                 layer,
