@@ -21,7 +21,7 @@ from galvatron_hf.models.adapter import (
 )
 from galvatron_hf.models.heads import Heads
 from galvatron_hf.models.llama4 import choose_experts
-from galvatron_hf.models.lora import check_adapters, unwrapped
+from galvatron_hf.models.lora import check_adapters, inner_model
 from galvatron_hf.models.losses import RouterLossKind
 from galvatron_hf.utils.compat import is_experts_module, router_output
 
@@ -120,7 +120,7 @@ def adapter_for(model: PreTrainedModel) -> ModelAdapter:
             follows its head.
     """
     check_adapters(model)
-    model = unwrapped(model)
+    model = inner_model(model)
     _check_kind(model)
     family = model.config.model_type
     adapter = ModelAdapter(

@@ -62,7 +62,7 @@ def is_added(name: str) -> bool:
     return re.search(rf"\.(?:{_DOWN}|{_UP}|modules_to_save\.[^.]+)\.", name) is not None
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def inner_model(model: nn.Module) -> nn.Module:
     """Returns the model inside a PeftModel; any other model as it is."""
     return model.get_base_model() if is_peft_model(model) else model
 
@@ -84,7 +84,7 @@ def lora_layers(module: nn.Module) -> dict[str, nn.Module]:
     return {name: inner for name, inner in module.named_modules() if isinstance(inner, _peft().tuners.lora.Linear)}
 
 
-def copies(module: nn.Module) -> list[nn.Module]:
+def module_copies(module: nn.Module) -> list[nn.Module]:
     """Returns the modules of the family's class of which one computes: a module itself, or the original and PEFT's
     trained copies of a module in `modules_to_save`, the active one last.
     """
@@ -102,7 +102,7 @@ def check_adapters(model: nn.Module) -> None:
     name, kinds = type(model).__name__, sys.modules["peft"].PeftType
     if isinstance(model, sys.modules["peft"].PeftMixedModel):
         raise ValueError(f"{name} mixes adapters of several types, which no plan covers; use get_peft_model.")
-    inner = unwrapped(model)
+    inner = inner_model(model)
     configured = is_peft_model(model) or (isinstance(inner, PreTrainedModel) and has_peft_adapters(inner))
     for adapter, config in model.peft_config.items() if configured else ():
         if config.peft_type is not kinds.LORA:
@@ -134,7 +134,7 @@ def _check_modules(model: nn.Module) -> None:
             f"{kind} is on the meta device, where its adapters have no values; build it outside of "
             "torch.device('meta')."
         )
-    first, last = (copies(end) for end in (model.get_input_embeddings(), model.get_output_embeddings()))
+    first, last = (module_copies(end) for end in (model.get_input_embeddings(), model.get_output_embeddings()))
     for name, module in model.named_modules():
         if isinstance(module, _peft().tuners.tuners_utils.BaseTunerLayer):
             _check_layer(name, module, any(module is end for end in (*first, *last)))

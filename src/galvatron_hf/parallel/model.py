@@ -17,7 +17,7 @@ from transformers.utils import ModelOutput
 
 from galvatron_hf.models.adapter import ModelAdapter
 from galvatron_hf.models.fused_weights import FusedNames
-from galvatron_hf.models.lora import copies
+from galvatron_hf.models.lora import module_copies
 from galvatron_hf.parallel.comm.dtensor import local_tensor, replicas
 from galvatron_hf.parallel.comm.mesh import StageMesh, WorldMesh
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
@@ -113,7 +113,7 @@ class ParallelModel:
         for block in self.blocks:
             block.compile(backend=backend, mode=mode, **options)
         head = self.adapter.head(self.model)
-        for module in () if isinstance(head, MissingModule) else copies(head):
+        for module in () if isinstance(head, MissingModule) else module_copies(head):
             module.forward.compile(backend=backend, mode=mode, **options)
 
     def tied_names(self) -> list[str]:

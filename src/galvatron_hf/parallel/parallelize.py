@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from galvatron_hf.models.adapter import base_model
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.fused_weights import FusedNames, split_fused_projections
-from galvatron_hf.models.lora import unwrapped
+from galvatron_hf.models.lora import inner_model
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.data_parallel.tied_weights import TiedWeights
@@ -82,7 +82,7 @@ def parallelize(
         optimizer.zero_grad()
     ```
     """
-    adapter, adapted, model = adapter_for(model), AdaptedModel.from_model(model), unwrapped(model)
+    adapter, adapted, model = adapter_for(model), AdaptedModel.from_model(model), inner_model(model)
     check_plan(plan)
     resolved = check_model(model, adapter, plan)
 

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
 from galvatron_hf.models.families import adapter_for
-from galvatron_hf.models.lora import unwrapped
+from galvatron_hf.models.lora import inner_model
 from galvatron_hf.models.losses import LossKind
 from galvatron_hf.parallel.executor import Batch
 from galvatron_hf.parallel.model import ParallelModel
@@ -58,7 +58,7 @@ def check_trainer(trainer: Trainer, given: ParallelPlan | None, planner: AutoPla
         check_elementwise(*trainer.optimizer_cls_and_kwargs)
     if given is not None and computes_batches(trainer):
         _warn_of_whole_batches(given, trainer.args)
-    adapter, model = adapter_for(trainer.model), unwrapped(trainer.model)
+    adapter, model = adapter_for(trainer.model), inner_model(trainer.model)
     plan = with_precision(given or planner.plan_without_search(model), trainer.args)
     check_plan(plan)
     check_model(model, adapter, plan)

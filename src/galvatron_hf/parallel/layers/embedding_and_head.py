@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from galvatron_hf.models.adapter import ModelAdapter
-from galvatron_hf.models.lora import copies
+from galvatron_hf.models.lora import module_copies
 from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.layers.vocab_parallel import Head, parallel_embedding, whole_module
@@ -45,7 +45,7 @@ class EmbeddingAndHead:
         tied = first and last and adapter.ties_embeddings(model)
         if first and resolved.embedding.weights.tensor > 1:
             embedding_mesh = mesh.weights(resolved.embedding.weights)
-            for module in copies(embedding):
+            for module in module_copies(embedding):
                 parallel_embedding(module, embedding_mesh)
             for module in positional:
                 whole_module(module, embedding_mesh, "embedding")
@@ -55,7 +55,7 @@ class EmbeddingAndHead:
             head_mesh = mesh.weights(resolved.head.weights)
             if resolved.head.weights.tensor > 1:
                 whole_module(adapter.final_norm(model), head_mesh, "head")
-            for module in copies(head):
+            for module in module_copies(head):
                 Head(
                     module,
                     head_mesh,
@@ -92,7 +92,7 @@ class EmbeddingAndHead:
 
 def _unused(modules: list[nn.Module]) -> list[nn.Module]:
     """Returns the modules in whose place a trained copy of PEFT computes: they are gathered only if they run."""
-    return [one for module in modules for one in copies(module)[:-1]]
+    return [one for module in modules for one in module_copies(module)[:-1]]
 
 
 def _several_in_flight(resolved: ResolvedPlan) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from galvatron_hf.models.lora import has_adapters, is_added, is_peft_model, unwrapped
+from galvatron_hf.models.lora import has_adapters, inner_model, is_added, is_peft_model
 
 
 _PREFIX = "base_model.model."  # of the names in a PeftModel, and in PEFT's files
@@ -41,7 +41,7 @@ class AdaptedModel:
             id(weight): nn.Parameter(torch.empty_like(weight, device="meta"), requires_grad=weight.requires_grad)
             for weight in model.parameters()
         }
-        made, weights = copy.deepcopy(model, dict(empty)), unwrapped(model).named_parameters()
+        made, weights = copy.deepcopy(model, dict(empty)), inner_model(model).named_parameters()
         return cls(model=made, names=tuple(name for name, one in weights if is_added(name) or one.requires_grad))
 
     def copy_with(self, weights: Mapping[str, torch.Tensor]) -> nn.Module:
@@ -49,7 +49,7 @@ class AdaptedModel:
         meta device.
         """
         made = copy.deepcopy(self.model)
-        inner = unwrapped(made)
+        inner = inner_model(made)
         inner.load_state_dict(dict(weights), strict=False, assign=True)
         inner.tie_weights()
         return made
@@ -68,7 +68,9 @@ class AdaptedModel:
         from peft import load_peft_weights, set_peft_model_state_dict
         from peft.utils import CONFIG_NAME
 
-        made = copy.deepcopy(self.model)
+        weights = dict(inner_model(self.model).named_parameters())
+        added = {name: torch.empty_like(weights[name], device="cpu") for name in self.names}
+        made, missing = self.copy_with(added), set()
         for adapter in made.peft_config:
             path = Path(folder) / adapter
             path = path if (path / CONFIG_NAME).is_file() else Path(folder)
@@ -77,9 +79,15 @@ class AdaptedModel:
             found = load_peft_weights(str(path), device="cpu")
             if not is_peft_model(made):
                 found = {name.removeprefix(_PREFIX): tensor for name, tensor in found.items()}
-            set_peft_model_state_dict(made, found, adapter_name=adapter, low_cpu_mem_usage=True)
-        values = {name: one.detach() for name, one in unwrapped(made).named_parameters() if not one.is_meta}
-        missing = [name for name in self.names if is_added(name) and name not in values]
+            own = [name for name in self.names if f".{adapter}." in name]
+            try:
+                lacks = set(set_peft_model_state_dict(made, found, adapter_name=adapter).missing_keys)
+            except (KeyError, RuntimeError) as error:
+                raise ValueError(
+                    f"{path} has another adapter ({' '.join(str(error).split())[:200]}); load adapters of the same "
+                    "configuration."
+                ) from error
+            missing |= self.outer_names(dict.fromkeys(own)).keys() & lacks
         if missing:
-            raise ValueError(f"{folder} does not have {missing[0]}; load adapters of the same configuration.")
-        return values
+            raise ValueError(f"{folder} does not have {min(missing)}; load adapters of the same configuration.")
+        return {name: inner_model(made).get_parameter(name).detach() for name in self.names if is_added(name)}

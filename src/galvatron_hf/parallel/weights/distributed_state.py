@@ -23,7 +23,7 @@ from galvatron_hf.checkpoint.manifest import FileEntry
 from galvatron_hf.checkpoint.storage import MAX_FILE_BYTES, StateReader, StateWriter
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.fused_weights import FusedNames
-from galvatron_hf.models.lora import has_adapters, is_added, unwrapped
+from galvatron_hf.models.lora import has_adapters, inner_model, is_added
 from galvatron_hf.parallel.comm.dtensor import assign, full_tensor
 from galvatron_hf.parallel.comm.objects import broadcast_object, gather_objects, on_every_rank
 from galvatron_hf.parallel.model import ParallelModel
@@ -133,7 +133,7 @@ def load_plain_state(
     """Loads [`save_state`]'s files into a plain model and its optimizer without a process group; see
     [`load_state`].
     """
-    adapter, model = adapter_for(model), unwrapped(model)
+    adapter, model = adapter_for(model), inner_model(model)
     fused = FusedNames.from_model(model, adapter)
     stored = stored_tensors(folder)
     parts = fused.split({name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()})
@@ -348,7 +348,7 @@ def plain_model(
         model.load_state_dict(weights, strict=False)
         model.tie_weights()
     if parallel.model.generation_config is not None:
-        unwrapped(model).generation_config = parallel.model.generation_config
+        inner_model(model).generation_config = parallel.model.generation_config
     return model.to(device or next(parallel.model.parameters()).device).eval()
 
 

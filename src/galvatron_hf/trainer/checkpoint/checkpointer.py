@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from galvatron_hf.checkpoint.folder import STATE_FOLDER
 from galvatron_hf.checkpoint.hugging_face import meta_model, weights_in, write_pretrained
-from galvatron_hf.models.lora import unwrapped
+from galvatron_hf.models.lora import inner_model
 from galvatron_hf.parallel.comm.objects import gather_objects
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.weights.distributed_state import (
@@ -283,9 +283,9 @@ class Checkpointer:
         if self.parallel.pipeline is not None:
             trained = {name: grad for one in gather_objects(trained) for name, grad in one.items()}
         trained = {self.parallel.fused.family_name(name): grad for name, grad in trained.items()}
-        for name, parameter in unwrapped(plain).named_parameters():
+        for name, parameter in inner_model(plain).named_parameters():
             parameter.requires_grad_(trained[name])
-        names = parameter_names(unwrapped(plain))
+        names = parameter_names(inner_model(plain))
         groups = self.make_optimizer(plain).param_groups
         return [[names[id(parameter)] for parameter in group["params"]] for group in groups]
 
