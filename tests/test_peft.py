@@ -27,7 +27,7 @@ from galvatron_hf.models.lora import inner_model
 from galvatron_hf.models.parameter_specs import _cut
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.layers import lora as lora_layer
-from galvatron_hf.parallel.layers import tensor_parallel
+from galvatron_hf.parallel.layers import stage_layers, tensor_parallel
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import ParallelPlan
 from plan_inputs import drawn
@@ -226,10 +226,17 @@ def test_tensor_ranks_drop_the_same_inputs():
     (wanted,) = run_ranks(lambda: [step(uniform(1)), step(uniform(1), 1)], 1)
     assert wanted[0][0] != wanted[1][0]
     plans = [uniform(2, tensor=2), uniform(2, tensor=2, megatron_sp=True, recompute="full")]
-    for found in run_ranks(lambda: [step(plan) for plan in plans], 2):
+
+    def work() -> list[tuple[float, dict[str, torch.Tensor]]]:
+        found = [step(plan) for plan in plans]
+        with patch.object(stage_layers, "key_adapter_dropout", lambda *unused: None):
+            return [*found, step(plans[1])]
+
+    for *found, unkeyed in run_ranks(work, 2):
         for loss, gradients in found:
             assert_near("loss", loss, wanted[0][0])
             assert_same_gradients(gradients, wanted[0][1])
+        assert abs(unkeyed[0] - wanted[0][0]) > 1e-3
 
 
 def test_masks_of_adapters_differ_by_module_rank_and_step_and_are_replayed():
@@ -363,9 +370,7 @@ REFUSED = {
         ("'default' of the type IA3", "use LoraConfig"),
     ),
     "prompts": (
-        lambda: get_peft_model(
-            FAMILIES["llama"].build(), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
-        ),
+        lambda: adapted(config=PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")),
         ("of the type PROMPT_TUNING", "use LoraConfig"),
     ),
     "DoRA": (lambda: adapted(use_dora=True), ("is a DoraLinearVariant", "use plain LoRA")),
