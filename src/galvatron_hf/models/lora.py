@@ -12,6 +12,7 @@ from enum import Enum
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -84,6 +85,23 @@ def lora_layers(module: nn.Module) -> dict[str, nn.Module]:
     return {name: inner for name, inner in module.named_modules() if isinstance(inner, _peft().tuners.lora.Linear)}
 
 
+def computes_in_bf16(model: nn.Module) -> bool:
+    """Tells whether a model was loaded in bf16: all of it, or all but adapters, which PEFT makes in fp32 then."""
+    added = has_adapters(model)
+    formats = {
+        parameter.dtype
+        for name, parameter in model.named_parameters()
+        if not (added and is_added(name) and parameter.dtype is torch.float32)
+    }
+    return formats == {torch.bfloat16}
+
+
+def convert_trained_weights(model: nn.Module) -> None:
+    """Gives the trained weights of a model that computes in bf16 fp32, and leaves frozen ones in bf16."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data.bfloat16()
+
+
 def module_copies(module: nn.Module) -> list[nn.Module]:
     """Returns the modules of the family's class of which one computes: a module itself, or the original and PEFT's
     trained copies of a module in `modules_to_save`, the active one last.
@@ -115,6 +133,15 @@ def check_adapters(model: nn.Module) -> None:
         _check_modules(inner)
 
 
+def check_has_values(model: nn.Module) -> None:
+    """Refuses a model with adapters whose weights a plan would have to make or read."""
+    if has_adapters(model) and any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} is on the meta device, where its adapters have no values; build it outside of "
+            "torch.device('meta')."
+        )
+
+
 def _check_options(name: str, adapter: str, config: Any) -> None:
     for option, (reason, fix) in _OPTIONS.items():
         if getattr(config, option):
@@ -128,11 +155,6 @@ def _check_modules(model: nn.Module) -> None:
     if getattr(model, "is_quantized", False):
         raise ValueError(
             f"{kind} is quantised (QLoRA), and quantised weights cannot be sharded; load it in bf16 or fp32."
-        )
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError(
-            f"{kind} is on the meta device, where its adapters have no values; build it outside of "
-            "torch.device('meta')."
         )
     first, last = (module_copies(end) for end in (model.get_input_embeddings(), model.get_output_embeddings()))
     for name, module in model.named_modules():

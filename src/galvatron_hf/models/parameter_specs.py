@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from galvatron_hf.models.adapter import ModelAdapter, StackAdapter, Style, base_model
-from galvatron_hf.models.lora import Role, family_name, role
+from galvatron_hf.models.lora import Role, family_name, is_added, role
 from galvatron_hf.models.shape import WeightShape
 
 
@@ -59,6 +60,8 @@ class ParameterSpec:
         heads (`int`, *optional*): key/value heads along the cut dimension. More tensor ranks than heads have copies.
         used_in_part (`bool`): whether each tensor rank uses the whole parameter for its own heads alone.
         mesh (`str`): the mesh that holds it: "layer", "experts", "embedding" or "head".
+        trained (`bool`): whether it is trained, as far as is known: a frozen one has no gradient.
+        stored_bytes (`int`): bytes of an element at rest.
     """
 
     name: str
@@ -69,6 +72,8 @@ class ParameterSpec:
     heads: int | None = None
     used_in_part: bool = False
     mesh: str = "layer"
+    trained: bool = True
+    stored_bytes: int = 4
 
     @property
     def owner(self) -> str:
@@ -85,6 +90,8 @@ class ParameterSpec:
             used_in_part=self.used_in_part,
             heads=self.heads,
             of_experts=self.mesh == "experts",
+            trained=self.trained,
+            stored_bytes=self.stored_bytes,
         )
 
     def used_features(self, tensor: int, index: int) -> tuple[int, int] | None:
@@ -130,17 +137,17 @@ def layer_specs(layer: nn.Module, stack: StackAdapter, config: PreTrainedConfig)
     return tuple(
         spec
         for name, parameter in layer.named_parameters(remove_duplicate=False)
-        for spec in _specs(name, tuple(parameter.shape), layer, stack, config)
+        for spec in _specs(name, parameter, layer, stack, config)
     )
 
 
 def _specs(
-    name: str, shape: tuple[int, ...], layer: nn.Module, stack: StackAdapter, config: PreTrainedConfig
+    name: str, weight: nn.Parameter, layer: nn.Module, stack: StackAdapter, config: PreTrainedConfig
 ) -> Iterator[ParameterSpec]:
-    owner, _, parameter = name.rpartition(".")
+    (owner, _, parameter), shape, kept = name.rpartition("."), tuple(weight.shape), _kept(weight, layer)
     if stack.is_expert(owner, layer):
         axes = (EXPERT, *(None for _ in shape[1:]))
-        yield ParameterSpec(name=name, family_name=name, shape=shape, axes=axes, mesh="experts")
+        yield ParameterSpec(name=name, family_name=name, shape=shape, axes=axes, mesh="experts", **kept)
         return
     kind, style, target = linear_kind(layer.get_submodule(owner)), stack.style(owner), family_name(owner)
     output_dim = kind.output_dim if kind is not None and parameter == "weight" else 0
@@ -161,7 +168,16 @@ def _specs(
             output_dim=output_dim,
             heads=stack.heads(config).key_value if of_heads else None,
             used_in_part=used_in_part and stack.in_region(owner, layer),
+            **kept,
         )
+
+
+def _kept(weight: nn.Parameter, owner: nn.Module) -> dict[str, Any]:
+    """Returns whether a weight is trained, and the bytes of an element at rest: those of the fp32 master weights, or
+    of the frozen weights beside adapters.
+    """
+    frozen = not weight.requires_grad and any(is_added(name) for name, _ in owner.named_parameters())
+    return {"trained": weight.requires_grad, "stored_bytes": min(4, weight.itemsize) if frozen else 4}
 
 
 def _cut(style: Style | None, of: Role, output_dim: int, parameter: str) -> tuple[int | None, bool]:
@@ -196,6 +212,7 @@ def _end_specs(module: nn.Module, mesh: str, first_axis: str | None) -> tuple[Pa
             shape=tuple(parameter.shape),
             axes=(first_axis, *(None for _ in parameter.shape[1:])),
             mesh=mesh,
+            trained=parameter.requires_grad,
         )
         for name, parameter in module.named_parameters()
     )

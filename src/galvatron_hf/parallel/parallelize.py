@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from galvatron_hf.models.adapter import base_model
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.fused_weights import FusedNames, split_fused_projections
-from galvatron_hf.models.lora import inner_model
+from galvatron_hf.models.lora import check_has_values, computes_in_bf16, convert_trained_weights, inner_model
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.data_parallel.tied_weights import TiedWeights
@@ -82,9 +82,12 @@ def parallelize(
         optimizer.zero_grad()
     ```
     """
+    check_has_values(model)
     adapter, adapted, model = adapter_for(model), AdaptedModel.from_model(model), inner_model(model)
     check_plan(plan)
     resolved = check_model(model, adapter, plan)
+    if adapted is not None and resolved.precision.activations == "bf16" and computes_in_bf16(model):
+        convert_trained_weights(model)
 
     family, empty = type(model), EmptyModel.from_model(model, weights, device)
     device = empty.device if empty is not None else next(model.parameters()).device

@@ -59,7 +59,9 @@ class CostModel:
         self._known_weights: dict[tuple, WeightCosts] = {}
         self.calibration_factors = dict.fromkeys(CALIBRATION_FACTORS, 1.0) | dict(model.calibration_factors)
         # Bytes of the gradient messages of the largest kind of layer and of the head.
-        sizes = [sum(math.prod(one.shape) for one in owner.weights) for owner in (*model.kinds, model.head)]
+        sizes = [
+            sum(math.prod(one.shape) for one in owner.weights if one.trained) for owner in (*model.kinds, model.head)
+        ]
         self._messages = self.reduced * max(sizes[:-1]), self.reduced * sizes[-1]
 
     def with_rows(self, rows: int, *, recompute_logits_in_backward: bool = False) -> CostModel:
@@ -234,7 +236,7 @@ class CostModel:
                 forward += count * reduce
                 backward += (count + left_again) * reduce
             for weight in layer.weights:
-                if weight.sums_gradient(tensor, strategy.megatron_sp):
+                if weight.trained and weight.sums_gradient(tensor, strategy.megatron_sp):
                     backward += self._ms("all_reduce", tensor, 1, 4 * math.prod(weight.shape))
         if strategy.ulysses > 1:
             model = self.model
