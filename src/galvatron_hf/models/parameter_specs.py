@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from galvatron_hf.models.adapter import ModelAdapter, StackAdapter, Style, base_model
-from galvatron_hf.models.lora import Role, family_name, is_added, role
+from galvatron_hf.models.lora import Role, family_name, role
 from galvatron_hf.models.shape import WeightShape
 
 
@@ -60,8 +60,8 @@ class ParameterSpec:
         heads (`int`, *optional*): key/value heads along the cut dimension. More tensor ranks than heads have copies.
         used_in_part (`bool`): whether each tensor rank uses the whole parameter for its own heads alone.
         mesh (`str`): the mesh that holds it: "layer", "experts", "embedding" or "head".
-        trained (`bool`): whether it is trained, as far as is known: a frozen one has no gradient.
-        stored_bytes (`int`): bytes of an element at rest.
+        trained (`bool`): whether it requires gradients.
+        stored_bytes (`int`): bytes of an element.
     """
 
     name: str
@@ -144,7 +144,7 @@ def layer_specs(layer: nn.Module, stack: StackAdapter, config: PreTrainedConfig)
 def _specs(
     name: str, weight: nn.Parameter, layer: nn.Module, stack: StackAdapter, config: PreTrainedConfig
 ) -> Iterator[ParameterSpec]:
-    (owner, _, parameter), shape, kept = name.rpartition("."), tuple(weight.shape), _kept(weight, layer)
+    (owner, _, parameter), shape, kept = name.rpartition("."), tuple(weight.shape), _kept(weight)
     if stack.is_expert(owner, layer):
         axes = (EXPERT, *(None for _ in shape[1:]))
         yield ParameterSpec(name=name, family_name=name, shape=shape, axes=axes, mesh="experts", **kept)
@@ -172,12 +172,8 @@ def _specs(
         )
 
 
-def _kept(weight: nn.Parameter, owner: nn.Module) -> dict[str, Any]:
-    """Returns whether a weight is trained, and the bytes of an element at rest: those of the fp32 master weights, or
-    of the frozen weights beside adapters.
-    """
-    frozen = not weight.requires_grad and any(is_added(name) for name, _ in owner.named_parameters())
-    return {"trained": weight.requires_grad, "stored_bytes": min(4, weight.itemsize) if frozen else 4}
+def _kept(weight: nn.Parameter) -> dict[str, Any]:
+    return {"trained": weight.requires_grad, "stored_bytes": weight.itemsize}
 
 
 def _cut(style: Style | None, of: Role, output_dim: int, parameter: str) -> tuple[int | None, bool]:
@@ -212,7 +208,7 @@ def _end_specs(module: nn.Module, mesh: str, first_axis: str | None) -> tuple[Pa
             shape=tuple(parameter.shape),
             axes=(first_axis, *(None for _ in parameter.shape[1:])),
             mesh=mesh,
-            trained=parameter.requires_grad,
+            **_kept(parameter),
         )
         for name, parameter in module.named_parameters()
     )

@@ -202,7 +202,7 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
             return
         self._set_signature_columns_if_needed()
         if self.args.use_liger_kernel:
-            apply_kernels(inner_model(self.model), self.args)
+            apply_kernels(self.model, self.args)
         with told_once():
             plan, weights = self.plan_for(self.model), self._source.weights(self.model)
             plan, device = with_fp32_weights(self.model, plan), self.args.device

@@ -122,7 +122,10 @@ class CostModel:
         unsharded, reduced = weights.unsharded_gradient_bytes, weights.reduce_input_bytes
         tensor, none = np.array([strategy.tensor for strategy in strategies]), np.zeros(len(strategies))
         layer, head = (np.where(reduced > 0, size / tensor, 0.0) for size in self._messages)
-        previous = layer if part == "embedding" else reduced
+        # The message that reduces gradients is as large as the one that gathers weights, unless some are frozen: then
+        # the last gather's message, which stays until the next, is the larger one.
+        gathered = np.where(weights.next_bytes > 0, weights.message_bytes, 0.0)
+        previous = layer if part == "embedding" else np.maximum(reduced, gathered)
         gradient = weights.elements * GRADIENT_BYTES
         return StrategyCosts(
             forward_ms=forward,
