@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, get_peft_model
 from transformers import LongT5Config, LongT5ForConditionalGeneration, PreTrainedModel
 
 from equivalence import single_stage
@@ -75,12 +75,8 @@ def setting(name: str, value: Any) -> Callable[[Any], None]:
     return lambda args: setattr(args, name, value)
 
 
-def with_lora(inject: bool) -> PreTrainedModel:
-    model, config = FAMILIES["llama"].build(), LoraConfig(r=2, target_modules=["q_proj"])
-    if inject:
-        model.add_adapter(config)
-        return model
-    return get_peft_model(model, config)
+def with_adapter(config: PeftConfig) -> PeftModel:
+    return get_peft_model(FAMILIES["llama"].build(), config)
 
 
 def quantised() -> PreTrainedModel:
@@ -175,11 +171,14 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ),
         ("Layer 0 has tensor 2", "1 attention heads", "use tensor 1"),
     ),
-    "peft": (
-        dict(build=lambda: with_lora(False)),
-        ("PeftModel", "is a PEFT model", "train all weights of the model without adapters"),
+    "peft_type": (
+        dict(build=lambda: with_adapter(IA3Config(target_modules=["k_proj"], feedforward_modules=[]))),
+        ("of the type IA3", "plans cover LoRA alone", "use LoraConfig"),
     ),
-    "peft_injected": (dict(build=lambda: with_lora(True)), ("has PEFT adapters", "transformers.Trainer")),
+    "peft_head": (
+        dict(build=lambda: with_adapter(LoraConfig(target_modules=["lm_head"]))),
+        ("lm_head has a LoRA adapter", "modules_to_save=['lm_head']"),
+    ),
     "quantised": (dict(build=quantised), ("is quantised", "cannot be sharded", "load it in bf16 or fp32")),
     "encoder_decoder": (dict(build=encoder_decoder), ("is an encoder-decoder", "without an adapter")),
     "labels": (

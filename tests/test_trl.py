@@ -10,12 +10,14 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from peft import PeftConfig
 from transformers import LlamaForSequenceClassification, PreTrainedModel
 
+from adapted_models import lora, randomise_adapters
 from galvatron_hf import GalvatronMixin
 from galvatron_hf.plan import ParallelPlan
 from oracle import Rows
-from plans import light_plan, pipeline_plans
+from plans import light_plan, pipeline_plans, uniform
 from test_trainer_features import word_tokenizer
 from tiny_models import FAMILIES
 from trainer_runs import Logs, on_ranks
@@ -59,7 +61,9 @@ def reference() -> PreTrainedModel:
     return model
 
 
-def logs_of(name: str, folder: Path, plan: ParallelPlan | None = None, **options: Any) -> list[dict[str, Any]]:
+def logs_of(
+    name: str, folder: Path, plan: ParallelPlan | None = None, peft_config: PeftConfig | None = None, **options: Any
+) -> list[dict[str, Any]]:
     """Trains three steps with an evaluation; returns the logs without times."""
     defaults = dict(
         output_dir=str(folder),
@@ -87,7 +91,9 @@ def logs_of(name: str, folder: Path, plan: ParallelPlan | None = None, **options
         args.per_device_eval_batch_size = ROWS // plan.world_size
         kind = type(f"Galvatron{name}Trainer", (GalvatronMixin, kind), {})
     model, more = FAMILIES["llama"].build(), {}
-    if name in ("DPO", "KTO"):
+    if peft_config is not None:
+        more["peft_config"] = peft_config
+    elif name in ("DPO", "KTO"):
         more["ref_model"] = reference()
     if name == "Reward":
         model.config.num_labels = 1
@@ -102,6 +108,8 @@ def logs_of(name: str, folder: Path, plan: ParallelPlan | None = None, **options
         callbacks=[logs],
         **more,
     )
+    if peft_config is not None:
+        randomise_adapters(made.model)
     made.train()
     return [{key: value for key, value in log.items() if not any(word in key for word in _TIMES)} for log in logs.all]
 
@@ -121,6 +129,29 @@ def check(folder: Path, plan: ParallelPlan, **options: Any) -> None:
 
 def test_preferences_and_completions_are_trained_as_on_one_process(tmp_path):
     check(tmp_path, light_plan(2))
+
+
+@pytest.mark.parametrize(
+    "plan, names",
+    [
+        (uniform(2, tensor=2, megatron_sp=True), ("SFT", "DPO")),
+        pytest.param(pipeline_plans()["1f1b_mixed"], NAMES, marks=pytest.mark.slow),
+    ],
+    ids=["tensor", "1f1b_mixed"],
+)
+def test_adapters_are_trained_as_on_one_process(plan, names, tmp_path):
+    """The reference of preferences is the model with its adapters disabled."""
+    options = dict(peft_config=lora(), gradient_accumulation_steps=2 if len(plan.stages) > 1 else 1)
+    wanted = {name: logs_of(name, tmp_path / "plain" / name, **options) for name in names}
+
+    def work() -> dict[str, list[dict[str, Any]]]:
+        return {name: logs_of(name, tmp_path / "ranks" / name, plan, **options) for name in names}
+
+    for found in on_ranks(work, plan.world_size):
+        for name in names:
+            assert len(found[name]) == len(wanted[name]) > 3
+            for own, other in zip(found[name], wanted[name], strict=True):
+                assert own == pytest.approx(other, rel=2e-5, abs=1e-6), name
 
 
 @pytest.mark.slow

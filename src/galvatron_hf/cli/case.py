@@ -36,6 +36,9 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that name the model, the cluster and the workload."""
     profiles = parser.add_argument_group("model and cluster")
     profiles.add_argument("--model", metavar="PATH", help="a folder with a config.json, or such a file")
+    profiles.add_argument(
+        "--adapter", metavar="DIR", help="a folder with PEFT's adapter_config.json: LoRA on the frozen --model"
+    )
     profiles.add_argument("--cluster", metavar="NAME", help="a preset of devices, such as h100; none need be present")
     profiles.add_argument(
         "--model-profile", metavar="FILE", help="the output of `galvatron profile-model`, instead of --model"
@@ -163,6 +166,8 @@ def _profiles(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]
         raise ValueError("No cluster is given: use one of --cluster, --hardware-profile, --galvatron-profiles.")
     if (given.model is None) == (given.model_profile is None):
         raise ValueError("No model is given: use one of --model, --model-profile, --galvatron-profiles.")
+    if given.adapter is not None and given.model is None:
+        raise ValueError("--adapter adapts a model that is traced, and a profile has its own: give --model.")
     if given.cluster is not None:
         hardware = hardware_preset(given.cluster, *_cluster_of(given))
     else:
@@ -178,7 +183,13 @@ def _profiles(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]
     degrees = dict(max_degree=min(hardware.world_size, 64 if hardware.world_size <= 64 else 16))
     with at_work("tracing the model"):
         return hardware, profile_from_config(
-            given.model, hardware, given.dtype or "bf16", length=given.seq_length, packed=False, **degrees
+            given.model,
+            hardware,
+            given.dtype or "bf16",
+            adapter=given.adapter,
+            length=given.seq_length,
+            packed=False,
+            **degrees,
         )
 
 

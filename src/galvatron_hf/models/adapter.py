@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from galvatron_hf.models.heads import Heads
+from galvatron_hf.models.lora import family_name
 from galvatron_hf.models.losses import NEXT_TOKEN, LossKind, RouterLossKind
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.resolved import ResolvedPlan, resolve
@@ -209,7 +210,10 @@ class StackAdapter:
         return base.get_submodule(self.module).config if self.module else base.config
 
     def style(self, name: str) -> Style | None:
-        """Returns the style of a module of a layer; the parts of a fused projection have the style of the whole."""
+        """Returns the style of a module of a layer; the parts of a fused projection have the style of the whole, and
+        those of a module with an adapter that of the module.
+        """
+        name = family_name(name)
         owner = name.rsplit(".", 1)[0]
         return self.styles.get(name) or (self.styles.get(owner) if owner in self.fused else None)
 

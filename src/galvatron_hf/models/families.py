@@ -23,8 +23,9 @@ from galvatron_hf.models.encoder_decoders import count_layers_of_both, encoder_d
 from galvatron_hf.models.family_checks import check_end_of_encoder_decoder
 from galvatron_hf.models.heads import Heads
 from galvatron_hf.models.llama4 import choose_experts
+from galvatron_hf.models.lora import check_adapters, inner_model
 from galvatron_hf.models.losses import RouterLossKind
-from galvatron_hf.utils.compat import has_peft_adapters, is_experts_module, router_output
+from galvatron_hf.utils.compat import is_experts_module, router_output
 
 
 _SHARED = ("shared_experts", "shared_expert")  # names of an MLP beside the experts
@@ -116,12 +117,14 @@ def auto_model(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoMode
 
 
 def adapter_for(model: PreTrainedModel) -> ModelAdapter:
-    """Returns the adapter of a model's family.
+    """Returns the adapter of a model's family; for a PeftModel, that of the model inside.
 
     Raises:
         ValueError: if the model is not a causal language model of decoder layers, or its adapter does not declare what
             follows its head.
     """
+    check_adapters(model)
+    model = inner_model(model)
     _check_kind(model)
     family = model.config.model_type
     if model.config.is_encoder_decoder:
@@ -213,18 +216,9 @@ def _find_experts(model: PreTrainedModel) -> ExpertsAdapter:
 def _check_kind(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        if hasattr(model, "peft_config"):
-            raise ValueError(
-                f"{name} is a PEFT model, whose adapters no plan covers yet; train it with transformers.Trainer, or "
-                "train all weights of the model without adapters."
-            )
         raise ValueError(
             f"{name} is no PreTrainedModel, so its layers no plan covers yet; use an AutoModelForCausalLM class, or "
             "train it with transformers.Trainer."
-        )
-    if has_peft_adapters(model):
-        raise ValueError(
-            f"{name} has PEFT adapters, which no plan covers yet; train it with transformers.Trainer, or without them."
         )
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from galvatron_hf.models.adapter import ModelAdapter, StackAdapter, base_model
+from galvatron_hf.models.lora import Role, role
 from galvatron_hf.models.parameter_specs import ParameterSpec, linear_kind, model_specs
 
 
@@ -131,10 +132,23 @@ def split_fused_projections(model: PreTrainedModel, adapter: ModelAdapter) -> No
 def split_fused_projections_of_layer(layer: nn.Module, stack: StackAdapter, config: PreTrainedConfig) -> None:
     """Replaces each fused projection of one layer by its parts."""
     for name, fused in stack.fused.items():
-        module, sizes = layer.get_submodule(name), fused.sizes(config)
-        starts = itertools.accumulate(sizes, initial=0)
-        parts = {part: _linear_part(module, *at) for part, *at in zip(fused.parts, starts, sizes, strict=False)}
-        layer.set_submodule(name, FusedProjection(parts))
+        sizes = fused.sizes(config)
+        for whole in _joined_modules(layer, name):
+            module, starts = layer.get_submodule(whole), itertools.accumulate(sizes, initial=0)
+            parts = {part: _linear_part(module, *at) for part, *at in zip(fused.parts, starts, sizes, strict=False)}
+            layer.set_submodule(whole, FusedProjection(parts))
+
+
+def _joined_modules(layer: nn.Module, name: str) -> list[str]:
+    """Returns the names of the modules whose output features are those of all parts: a fused projection, its copies in
+    `modules_to_save`, or its own weight and those of its adapters that compute the output features.
+    """
+    found = []
+    for inner, _ in layer.get_submodule(name).named_modules(prefix=name):
+        is_linear = linear_kind(layer.get_submodule(inner)) is not None
+        if is_linear and role(inner) is not Role.DOWN:
+            found.append(inner)
+    return found
 
 
 def _linear_part(module: nn.Module, start: int, size: int) -> nn.Module:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from galvatron_hf.models.adapter import ModelAdapter, StackAdapter, Style
+from galvatron_hf.models.lora import Role, family_name, role
 from galvatron_hf.models.shape import WeightShape
 
 
@@ -59,6 +61,8 @@ class ParameterSpec:
         used_in_part (`bool`): whether each tensor rank uses the whole parameter for its own heads alone.
         mesh (`str`): the mesh that holds it: "layer", "experts", "embedding", "head", or "whole" for a weight that
             every rank of a stage holds whole.
+        trained (`bool`): whether it requires gradients.
+        stored_bytes (`int`): bytes of an element.
     """
 
     name: str
@@ -69,6 +73,8 @@ class ParameterSpec:
     heads: int | None = None
     used_in_part: bool = False
     mesh: str = "layer"
+    trained: bool = True
+    stored_bytes: int = 4
 
     @property
     def owner(self) -> str:
@@ -85,6 +91,8 @@ class ParameterSpec:
             used_in_part=self.used_in_part,
             heads=self.heads,
             of_experts=self.mesh == "experts",
+            trained=self.trained,
+            stored_bytes=self.stored_bytes,
         )
 
     def used_features(self, tensor: int, index: int) -> tuple[int, int] | None:
@@ -129,40 +137,61 @@ def layer_specs(layer: nn.Module, stack: StackAdapter, config: PreTrainedConfig)
     return tuple(
         spec
         for name, parameter in layer.named_parameters(remove_duplicate=False)
-        for spec in _specs(name, tuple(parameter.shape), layer, stack, config)
+        for spec in _specs(name, parameter, layer, stack, config)
     )
 
 
 def _specs(
-    name: str, shape: tuple[int, ...], layer: nn.Module, stack: StackAdapter, config: PreTrainedConfig
+    name: str, weight: nn.Parameter, layer: nn.Module, stack: StackAdapter, config: PreTrainedConfig
 ) -> Iterator[ParameterSpec]:
-    owner, _, parameter = name.rpartition(".")
+    (owner, _, parameter), shape, kept = name.rpartition("."), tuple(weight.shape), _kept(weight)
     if stack.is_expert(owner, layer):
         axes = (EXPERT, *(None for _ in shape[1:]))
-        yield ParameterSpec(name=name, family_name=name, shape=shape, axes=axes, mesh="experts")
+        yield ParameterSpec(name=name, family_name=name, shape=shape, axes=axes, mesh="experts", **kept)
         return
     if stack.bias is not None and owner == stack.bias.inside_layer(stack.layers):
-        yield ParameterSpec(name=name, family_name=name, shape=shape, axes=(None,) * len(shape), mesh="whole")
+        axes = (None,) * len(shape)
+        yield ParameterSpec(name=name, family_name=name, shape=shape, axes=axes, mesh="whole", **kept)
         return
-    kind, style = linear_kind(layer.get_submodule(owner)), stack.style(owner)
+    kind, style, target = linear_kind(layer.get_submodule(owner)), stack.style(owner), family_name(owner)
     output_dim = kind.output_dim if kind is not None and parameter == "weight" else 0
-    cut = {Style.COLUMN: output_dim, Style.ROW: 1 - output_dim if parameter == "weight" else None}.get(style)
+    cut, used_in_part = _cut(style, role(owner), output_dim, parameter)
     whole = owner.rpartition(".")[0]  # the fused projection, if this is a part of one
-    family_name = f"{whole}.{parameter}" if whole in stack.fused else name
+    joined_name = f"{whole}.{parameter}" if target.rpartition(".")[0] in stack.fused else name
     parts, sizes = (owner,), (shape[output_dim],)
-    if owner in stack.fused:
-        fused = stack.fused[owner]
+    if target in stack.fused and role(owner) is not Role.DOWN:
+        fused = stack.fused[target]
         parts, sizes = tuple(f"{owner}.{part}" for part in fused.parts), fused.sizes(config)
     for part, size in zip(parts, sizes, strict=True):
+        of_heads = family_name(part) in stack.key_value and role(owner) is not Role.DOWN
         yield ParameterSpec(
             name=f"{part}.{parameter}" if part else parameter,
-            family_name=family_name,
+            family_name=joined_name,
             shape=tuple(size if dim == output_dim else extent for dim, extent in enumerate(shape)),
             axes=tuple(TENSOR if dim == cut else None for dim in range(len(shape))),
             output_dim=output_dim,
-            heads=stack.heads(config).key_value if part in stack.key_value else None,
-            used_in_part=style is Style.REPLICATED_PARTIAL_GRAD and stack.in_region(owner, layer),
+            heads=stack.heads(config).key_value if of_heads else None,
+            used_in_part=used_in_part and stack.in_region(owner, layer),
+            **kept,
         )
+
+
+def _kept(weight: nn.Parameter) -> dict[str, Any]:
+    return {"trained": weight.requires_grad, "stored_bytes": weight.itemsize}
+
+
+def _cut(style: Style | None, of: Role, output_dim: int, parameter: str) -> tuple[int | None, bool]:
+    """Returns the dimension that tensor ranks cut, and whether each rank uses a whole parameter for its part alone. An
+    adapter's product has the cut of the module that it adapts: the rank of the adapter is never cut.
+    """
+    is_weight = parameter == "weight"
+    if style is Style.COLUMN:
+        return (None, True) if of is Role.DOWN else (output_dim, False)
+    if style is Style.ROW and of is Role.UP:
+        return None, is_weight  # its bias is added once, after the sum over the ranks
+    if style is Style.ROW:
+        return (1 - output_dim if is_weight else None), False
+    return None, style is Style.REPLICATED_PARTIAL_GRAD
 
 
 def vocabulary_specs(module: nn.Module, mesh: str) -> tuple[ParameterSpec, ...]:
@@ -183,6 +212,7 @@ def _end_specs(module: nn.Module, mesh: str, first_axis: str | None) -> tuple[Pa
             shape=tuple(parameter.shape),
             axes=(first_axis, *(None for _ in parameter.shape[1:])),
             mesh=mesh,
+            **_kept(parameter),
         )
         for name, parameter in module.named_parameters()
     )

@@ -22,6 +22,8 @@ class WeightShape:
             on each of them and used in part.
         of_experts (`bool`): whether the weight is that of all experts of a layer, one after the other along dimension
             0. The ranks over which experts are spread are meant then, where this class speaks of tensor ranks.
+        trained (`bool`): whether the weight is trained. A frozen one has no gradient and no optimizer state.
+        stored_bytes (`int`): bytes of an element at rest.
     """
 
     shape: tuple[int, ...]
@@ -29,6 +31,8 @@ class WeightShape:
     used_in_part: bool = False
     heads: int | None = None
     of_experts: bool = False
+    trained: bool = True
+    stored_bytes: int = 4
 
     def cut_dim(self, tensor: int) -> int | None:
         """Returns the dimension that `tensor` ranks cut; None if each of them holds the whole."""

@@ -17,6 +17,7 @@ from transformers.utils import ModelOutput
 
 from galvatron_hf.models.adapter import ModelAdapter
 from galvatron_hf.models.fused_weights import FusedNames
+from galvatron_hf.models.lora import module_copies
 from galvatron_hf.parallel.comm.dtensor import local_tensor, replicas
 from galvatron_hf.parallel.comm.mesh import StageMesh, WorldMesh
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
@@ -27,6 +28,7 @@ from galvatron_hf.parallel.model_runner import ModelRunner, StreamPosition
 from galvatron_hf.parallel.pipeline.pruning import MissingModule
 from galvatron_hf.parallel.pipeline.runtime import Pipeline
 from galvatron_hf.parallel.pipeline.trace import Timeline
+from galvatron_hf.parallel.weights.adapted_model import AdaptedModel
 from galvatron_hf.parallel.whole_batch import WholeBatchForward
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.resolved import ResolvedPlan
@@ -50,6 +52,7 @@ class ParallelModel:
         timeline ([`Timeline`]): records when the work of each micro-batch begins and ends.
         pipeline ([`Pipeline`], *optional*): runs the stages of a plan that has several.
         tied ([`TiedWeights`], *optional*): a tied weight whose copies lie on different stages.
+        adapted ([`AdaptedModel`], *optional*): the given model without values, if it has adapters.
     """
 
     model: PreTrainedModel
@@ -66,6 +69,7 @@ class ParallelModel:
     timeline: Timeline
     pipeline: Pipeline | None = None
     tied: TiedWeights | None = None
+    adapted: AdaptedModel | None = None
 
     @cached_property
     def executor(self) -> Executor:
@@ -114,8 +118,8 @@ class ParallelModel:
         for block in self.blocks:
             block.compile(backend=backend, mode=mode, **options)
         head = self.adapter.head(self.model)
-        if not isinstance(head, MissingModule):
-            head.forward.compile(backend=backend, mode=mode, **options)
+        for module in () if isinstance(head, MissingModule) else module_copies(head):
+            module.forward.compile(backend=backend, mode=mode, **options)
 
     def tied_names(self) -> list[str]:
         """Returns the names under which a weight appears a second time in the state dict."""

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.fused_weights import FusedNames, split_fused_projections
+from galvatron_hf.models.lora import check_has_values, computes_in_bf16, convert_trained_weights, inner_model
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.data_parallel.tied_weights import TiedWeights
@@ -27,6 +28,7 @@ from galvatron_hf.parallel.pipeline.runtime import Pipeline
 from galvatron_hf.parallel.pipeline.trace import Timeline
 from galvatron_hf.parallel.stage_module import StageModule
 from galvatron_hf.parallel.validate import check_model, check_plan
+from galvatron_hf.parallel.weights.adapted_model import AdaptedModel
 from galvatron_hf.parallel.weights.materialize import EmptyModel
 from galvatron_hf.parallel.weights.sources import WeightSource
 from galvatron_hf.parallel.whole_batch import WholeBatchForward
@@ -51,7 +53,7 @@ def parallelize(
 
     Args:
         model ([`PreTrainedModel`]): a causal language model, whole on every rank, on the device it trains on; or built
-            inside `torch.device("meta")`.
+            inside `torch.device("meta")`. A PeftModel is rewritten inside, and calls the rewritten model.
         plan ([`ParallelPlan`]): the plan, for as many ranks as the process group has.
         world ([`WorldMesh`], *optional*): the mesh of an earlier call on the same ranks, to use its groups again.
         weights (`str`, `os.PathLike` or [`WeightSource`], *optional*): for a model on the meta device, a folder or an
@@ -79,9 +81,12 @@ def parallelize(
         optimizer.zero_grad()
     ```
     """
-    adapter = adapter_for(model)
+    check_has_values(model)
+    adapter, adapted, model = adapter_for(model), AdaptedModel.from_model(model), inner_model(model)
     check_plan(plan)
     resolved = check_model(model, adapter, plan)
+    if adapted is not None and resolved.precision.activations == "bf16" and computes_in_bf16(model):
+        convert_trained_weights(model)
 
     family, empty = type(model), EmptyModel.from_model(model, weights, device)
     device = empty.device if empty is not None else next(model.parameters()).device
@@ -161,4 +166,5 @@ def parallelize(
         timeline=timeline,
         pipeline=pipeline,
         tied=tied,
+        adapted=adapted,
     )

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from galvatron_hf.models.adapter import ModelAdapter, StackAdapter
 from galvatron_hf.models.heads import Heads
 from galvatron_hf.models.llama4 import counts_positions
+from galvatron_hf.models.lora import computes_in_bf16
 from galvatron_hf.models.parameter_specs import ModelSpecs, ParameterSpec, model_specs
 from galvatron_hf.plan import LayerStrategy, ParallelPlan
 from galvatron_hf.plan.resolved import ResolvedPlan
@@ -54,7 +55,7 @@ def check_model(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPla
             "model's stacks."
         )
     experts = adapter.expert_counts(model)
-    _check_weights(model)
+    _check_weights(model, plan)
     _check_kernel(model)
     _check_outputs(model)
     for index, strategy in enumerate(plan.layers):
@@ -71,14 +72,17 @@ def check_model(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPla
     return resolved
 
 
-def _check_weights(model: PreTrainedModel) -> None:
-    """Refuses weights that cannot be sharded together."""
+def _check_weights(model: PreTrainedModel, plan: ParallelPlan) -> None:
+    """Refuses weights that cannot be sharded together. A model with adapters may be in bf16 but for these, if it is
+    computed in bf16.
+    """
     if getattr(model, "is_quantized", False):
         raise ValueError(
             f"{type(model).__name__} is quantised, and quantised weights cannot be sharded; load it in bf16 or fp32."
         )
+    half = plan.precision is not None and plan.precision.activations == "bf16"
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    if len(dtypes) > 1:
+    if len(dtypes) > 1 and not (half and computes_in_bf16(model)):
         names = ", ".join(sorted(str(dtype) for dtype in dtypes))
         raise ValueError(
             f"The weights have several dtypes ({names}), which cannot be gathered together; call model.float() first."

@@ -24,6 +24,7 @@ from torch import nn
 from transformers.utils import logging
 
 from galvatron_hf.data.loader import GlobalBatchLoader
+from galvatron_hf.models.lora import inner_model
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.comm.objects import gather_objects
 from galvatron_hf.parallel.layers.float8 import uses_float8
@@ -190,14 +191,14 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
 
     def plan_for(self, model: nn.Module) -> ParallelPlan:
         """Returns the plan to train `model` under: the given one, the checkpoint's, or a search's; collective."""
-        plan = self._requested_plan or self._resumed_plan or self._planner.plan_for(model)
+        plan = self._requested_plan or self._resumed_plan or self._planner.plan_for(inner_model(model))
         if plan is self._resumed_plan and self.args.bf16 and not uses_float8(plan):
             plan = replace(plan, precision=None)  # the arguments decide, as no plan was given to this run
         return with_precision(plan, self.args)
 
     def ensure_parallel(self) -> None:
         """Applies the plan to `self.model`, unless that is done; collective."""
-        if not self._runs_parallel() or (self.parallel is not None and self.parallel.model is self.model):
+        if not self._runs_parallel() or (self.parallel is not None and self.parallel.model is inner_model(self.model)):
             return
         self._set_signature_columns_if_needed()
         if self.args.use_liger_kernel:

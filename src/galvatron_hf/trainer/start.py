@@ -16,6 +16,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
 from galvatron_hf.models.families import adapter_for
+from galvatron_hf.models.lora import check_has_values, computes_in_bf16, has_adapters, inner_model
 from galvatron_hf.models.losses import LossKind
 from galvatron_hf.parallel.executor import Batch
 from galvatron_hf.parallel.model import ParallelModel
@@ -57,11 +58,14 @@ def check_trainer(trainer: Trainer, given: ParallelPlan | None, planner: AutoPla
         check_elementwise(*trainer.optimizer_cls_and_kwargs)
     if given is not None and computes_batches(trainer):
         _warn_of_whole_batches(given, trainer.args)
-    plan = with_precision(given or planner.plan_without_search(trainer.model), trainer.args)
+    adapter, model = adapter_for(trainer.model), inner_model(trainer.model)
+    check_has_values(model)
+    plan = with_precision(given or planner.plan_without_search(model), trainer.args)
+    if computes_in_bf16(model):
+        plan = replace(plan, precision=replace(plan.precision, compute="bf16"))
     check_plan(plan)
-    adapter = adapter_for(trainer.model)
-    check_model(trainer.model, adapter, plan)
-    if adapter.adds_router_loss(trainer.model):
+    check_model(model, adapter, plan)
+    if adapter.adds_router_loss(model):
         _check_router_loss(trainer)
 
 
@@ -89,11 +93,14 @@ def _warn_of_whole_batches(plan: ParallelPlan, args: TrainingArguments) -> None:
 
 
 def with_fp32_weights(model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
-    """Converts the master weights of a model that was loaded in bf16; returns the plan to compute it in bf16."""
-    if {parameter.dtype for parameter in model.parameters()} != {torch.bfloat16}:
+    """Converts the master weights of a model that was loaded in bf16, but for one with adapters, of which
+    [`parallelize`] converts the trained ones; returns the plan to compute it in bf16.
+    """
+    if not computes_in_bf16(model):
         return plan
-    logger.warning("The model was loaded in bf16; its master weights are kept in fp32 from here on.")
-    model.float()
+    if not has_adapters(model):
+        logger.warning("The model was loaded in bf16; its master weights are kept in fp32 from here on.")
+        model.float()
     return replace(plan, precision=replace(plan.precision, compute="bf16"))
 
 

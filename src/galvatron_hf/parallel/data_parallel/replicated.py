@@ -56,7 +56,12 @@ class ReplicatedWeight:
         return self.in_use
 
     def reshard(self) -> None:
+        """Puts the DTensor back. A leaf that was frozen while it was in use gets gradients as the DTensor does: its
+        backward may be to come, after a forward pass for which PEFT has disabled, and so frozen, the adapters.
+        """
         self._put(self.sharded_param)
+        if self.in_use is not None:
+            self.in_use.requires_grad_(self.sharded_param.requires_grad)
         self.in_use = None
 
     def collect(self, leaf: nn.Parameter | None, dtype: torch.dtype) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from galvatron_hf.models.adapter import ModelAdapter
+from galvatron_hf.models.lora import module_copies
 from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.layers.vocab_parallel import Head, parallel_embeddings, whole_module
@@ -49,7 +50,9 @@ class EmbeddingAndHead:
         if lookups and resolved.embedding.weights.tensor > 1:
             embedding_mesh = mesh.weights(resolved.embedding.weights)
             for shared in {id(module.weight): module.weight for module in lookups}.values():
-                parallel_embeddings([module for module in lookups if module.weight is shared], embedding_mesh)
+                together = [module for module in lookups if module.weight is shared]
+                for copies in zip(*(module_copies(module) for module in together), strict=True):
+                    parallel_embeddings(copies, embedding_mesh)
             for module in _present(adapter.beside_lookups(model)):
                 whole_module(module, embedding_mesh, "embedding")
             if tied:
@@ -59,14 +62,15 @@ class EmbeddingAndHead:
             if resolved.head.weights.tensor > 1:
                 for module in adapter.final_norms(model):
                     whole_module(module, head_mesh, "head")
-            Head(
-                head,
-                head_mesh,
-                adapter.logit_transform(model.config),
-                tied,
-                recompute_logits_in_backward=_several_in_flight(resolved),
-                logit_bias=None if adapter.logit_bias is None else lambda: getattr(model, adapter.logit_bias),
-            )
+            for module in module_copies(head):
+                Head(
+                    module,
+                    head_mesh,
+                    adapter.logit_transform(model.config),
+                    tied,
+                    recompute_logits_in_backward=_several_in_flight(resolved),
+                    logit_bias=None if adapter.logit_bias is None else lambda: getattr(model, adapter.logit_bias),
+                )
         return cls(
             embedding={stack.name: _present(adapter.embeddings(model, [stack.name])) for stack in adapter.stacks},
             head=head if last else None,
@@ -92,6 +96,8 @@ class EmbeddingAndHead:
         ):
             if module and not self.tied:
                 mesh, sharding = self.mesh.weights(end.weights), end.strategy.sharding
+                for unused in _unused(module):
+                    units.add(unused, mesh, sharding, stage=stage.index, **options)
                 units.add(module, mesh, sharding, stage=stage.index, **options)
         # A stage before the last has no weights left for the root.
         owner = self.resolved.head if stage.is_last else stage.layers[0]
@@ -107,6 +113,11 @@ def _is_lookup(module: nn.Module) -> bool:
 def _present(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Returns the modules that this rank has."""
     return [module for module in modules if not isinstance(module, MissingModule)]
+
+
+def _unused(modules: list[nn.Module]) -> list[nn.Module]:
+    """Returns the modules in whose place a trained copy of PEFT computes: they are gathered only if they run."""
+    return [one for module in modules for one in module_copies(module)[:-1]]
 
 
 def _several_in_flight(resolved: ResolvedPlan) -> bool:

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from galvatron_hf.models.adapter import ModelAdapter
+from galvatron_hf.models.lora import has_adapters
 from galvatron_hf.plan import ParallelPlan
 
 
@@ -33,6 +34,11 @@ def check_float8(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPl
     """
     if not uses_float8(plan):
         return
+    if has_adapters(model):
+        raise ValueError(
+            f'precision.compute "fp8" multiplies whole linear modules, and {type(model).__name__} has adapters; use '
+            '"bf16".'
+        )
     if importlib.util.find_spec("torchao") is None:
         raise ValueError(
             'precision.compute "fp8" needs the package torchao, which is not installed; pip install torchao, or use '

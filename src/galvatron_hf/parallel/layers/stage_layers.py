@@ -15,6 +15,7 @@ from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.layers.attention import attach_attention
 from galvatron_hf.parallel.layers.experts import attach_experts
+from galvatron_hf.parallel.layers.lora import key_adapter_dropout
 from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch, ParallelLayer, draw_inner_dropout
 from galvatron_hf.parallel.layers.relative_bias import SharedBias
 from galvatron_hf.parallel.layers.tensor_parallel import cut_layer
@@ -62,6 +63,7 @@ def parallelize_layers(
             )
         if resolved.strategy.tensor > 1:
             draw_inner_dropout(block)
+        key_adapter_dropout(block, stack)
         if resolved.experts is not None:
             block.experts = attach_experts(
                 layer,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig
 
 from galvatron_hf.models.adapter import StackAdapter, Style
 from galvatron_hf.models.heads import Heads
+from galvatron_hf.models.lora import lora_layers
 from galvatron_hf.models.parameter_specs import LinearKind, ParameterSpec, layer_specs, linear_kind
 from galvatron_hf.parallel.comm.collectives import (
     copy_to_group,
@@ -29,6 +30,7 @@ from galvatron_hf.parallel.comm.collectives import (
 )
 from galvatron_hf.parallel.comm.dtensor import local_tensor
 from galvatron_hf.parallel.comm.mesh import WeightMesh
+from galvatron_hf.parallel.layers.lora import sum_adapted_outputs
 from galvatron_hf.plan import LayerStrategy
 from galvatron_hf.plan.layout import AttentionHeads
 from galvatron_hf.utils.compat import set_parameter_tensor
@@ -86,11 +88,16 @@ def cut_layer(
         return []
     specs = [spec for spec in layer_specs(layer, stack, config) if spec.mesh == "layer"]
     views = [cut_parameter(layer, spec, mesh, strategy.megatron_sp) for spec in specs]
-    group = mesh.tensor_group
+    group, adapted = mesh.tensor_group, lora_layers(layer)
     for name, module in layer.named_modules():
         kind, style = linear_kind(module), stack.style(name)
         if stack.is_expert(name, layer):
             continue
+        if style is Style.ROW and name in adapted:
+            sum_adapted_outputs(module, _row_reduction(group, strategy.megatron_sp))
+            continue
+        if style is Style.ROW and (kind is None or any(name.startswith(f"{whole}.") for whole in adapted)):
+            continue  # PEFT's modules around a linear one, and those inside
         if style is Style.ROW:
             _sum_row_outputs(module, kind, group, strategy.megatron_sp)
         elif style is Style.COLUMN and kind is not None:
@@ -123,9 +130,15 @@ def set_key_value_groups(attention: nn.Module, query_heads: int, key_value_heads
         attention.num_key_value_groups = query_heads // key_value_heads
 
 
+def _row_reduction(group: dist.ProcessGroup, megatron_sp: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns the sum over the ranks of a row-cut module's outputs, of all positions or of a rank's own."""
+    reduce = scatter_sum_positions if megatron_sp else reduce_from_group
+    return lambda output: reduce(output, group)
+
+
 def _sum_row_outputs(module: nn.Module, kind: LinearKind | None, group: dist.ProcessGroup, megatron_sp: bool) -> None:
     """Makes a row-cut module sum its outputs over the ranks and add its bias once, afterwards."""
-    reduce = scatter_sum_positions if megatron_sp else reduce_from_group
+    reduce = _row_reduction(group, megatron_sp)
     inputs_first = kind is not None and kind.output_dim == 1
     own = module.forward if isinstance(module, nn.Linear) and type(module) is not nn.Linear else None  # in float8
 
@@ -140,7 +153,7 @@ def _sum_row_outputs(module: nn.Module, kind: LinearKind | None, group: dist.Pro
             set_parameter_tensor(module, "bias", bias)
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        output = reduce(product(hidden), group)
+        output = reduce(product(hidden))
         return output if module.bias is None else output + module.bias
 
     module.forward = forward

@@ -23,6 +23,7 @@ from galvatron_hf.checkpoint.manifest import FileEntry
 from galvatron_hf.checkpoint.storage import MAX_FILE_BYTES, StateReader, StateWriter
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.fused_weights import FusedNames
+from galvatron_hf.models.lora import has_adapters, inner_model, is_added
 from galvatron_hf.parallel.comm.dtensor import assign, full_tensor
 from galvatron_hf.parallel.comm.objects import broadcast_object, gather_objects, on_every_rank
 from galvatron_hf.parallel.model import ParallelModel
@@ -132,10 +133,14 @@ def load_plain_state(
     """Loads [`save_state`]'s files into a plain model and its optimizer without a process group; see
     [`load_state`].
     """
-    fused = FusedNames.from_model(model, adapter_for(model))
+    adapter, model = adapter_for(model), inner_model(model)
+    fused = FusedNames.from_model(model, adapter)
     stored = stored_tensors(folder)
     parts = fused.split({name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()})
-    missing = [name for name in fused.part_names(parameter_names(model).values()) if f"model.{name}" not in stored]
+    wanted = parameter_names(model).values()
+    if has_adapters(model):
+        wanted = [name for name in wanted if is_added(name)]
+    missing = [name for name in fused.part_names(wanted) if f"model.{name}" not in stored]
     if missing:
         raise ValueError(
             f"{os.fspath(folder)} does not have {missing[0]}; load a checkpoint of the same configuration."
@@ -172,8 +177,12 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 
 
 def _model_tensors(parallel: ParallelModel) -> dict[str, torch.Tensor]:
-    """Returns each weight of this rank's stages once; a tied copy on another stage has the embedding's name."""
-    left_out, state = parallel.tied_names(), _named_state(parallel)
+    """Returns each weight of this rank's stages once; a tied copy on another stage has the embedding's name. Of a
+    model with adapters these are the weights that [`AdaptedModel`] names.
+    """
+    left_out, state = set(parallel.tied_names()), _named_state(parallel)
+    if parallel.adapted is not None:
+        left_out |= {name for name in state if parallel.fused.family_name(name) not in parallel.adapted.names}
     return {f"model.{name}": tensor.detach() for name, tensor in state.items() if name not in left_out}
 
 
@@ -331,12 +340,15 @@ def plain_model(
     """Returns the family's own model in evaluation mode; `weights` is the result of [`whole_weights`] on rank 0.
     `device` is by default that of the parallel model.
     """
-    with no_init_weights():
-        model = parallel.family(parallel.model.config)
-    model.load_state_dict(weights, strict=False)
-    model.tie_weights()
+    if parallel.adapted is not None:
+        model = parallel.adapted.copy_with(weights)
+    else:
+        with no_init_weights():
+            model = parallel.family(parallel.model.config)
+        model.load_state_dict(weights, strict=False)
+        model.tie_weights()
     if parallel.model.generation_config is not None:
-        model.generation_config = parallel.model.generation_config
+        inner_model(model).generation_config = parallel.model.generation_config
     return model.to(device or next(parallel.model.parameters()).device).eval()
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from galvatron_hf.models.fused_weights import FusedNames
 from galvatron_hf.parallel.comm.dtensor import local_region, local_tensor
+from galvatron_hf.parallel.comm.objects import on_every_rank
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.weights.deferred_init import Template
@@ -87,6 +88,18 @@ def load_pretrained_weights(parallel: ParallelModel, folder: str | os.PathLike) 
     dtype = next(parallel.model.parameters()).dtype
     template = Template.from_config(parallel.family, parallel.model.config, dtype)
     WeightFiles.find(folder).fill(template, weight_pieces(parallel.model, parallel.fused))
+
+
+@torch.no_grad()
+def load_adapters(parallel: ParallelModel, folder: str | os.PathLike) -> None:
+    """Loads PEFT's files of a folder into a parallelised model with adapters; each rank reads them, and keeps its
+    pieces; collective. Every rank raises ValueError if the folder lacks a weight.
+    """
+    values = on_every_rank(lambda: parallel.adapted.read(folder))
+    parallel.units.reshard()
+    for piece in weight_pieces(parallel.model, parallel.fused):
+        if piece.name in values:
+            piece.tensor.copy_(values[piece.name][piece.region])
 
 
 def weight_pieces(model: PreTrainedModel, fused: FusedNames) -> list[WeightPiece]:

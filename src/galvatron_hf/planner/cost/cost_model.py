@@ -59,7 +59,9 @@ class CostModel:
         self._known_weights: dict[tuple, WeightCosts] = {}
         self.calibration_factors = dict.fromkeys(CALIBRATION_FACTORS, 1.0) | dict(model.calibration_factors)
         # Bytes of the gradient messages of the largest kind of layer and of the head.
-        sizes = [sum(math.prod(one.shape) for one in owner.weights) for owner in (*model.kinds, model.head)]
+        sizes = [
+            sum(math.prod(one.shape) for one in owner.weights if one.trained) for owner in (*model.kinds, model.head)
+        ]
         self._messages = self.reduced * max(sizes[:-1]), self.reduced * sizes[-1]
 
     def with_rows(self, rows: int, *, recompute_logits_in_backward: bool = False) -> CostModel:
@@ -120,7 +122,10 @@ class CostModel:
         unsharded, reduced = weights.unsharded_gradient_bytes, weights.reduce_input_bytes
         tensor, none = np.array([strategy.tensor for strategy in strategies]), np.zeros(len(strategies))
         layer, head = (np.where(reduced > 0, size / tensor, 0.0) for size in self._messages)
-        previous = layer if part == "embedding" else reduced
+        # The message that reduces gradients is as large as the one that gathers weights, unless some are frozen: then
+        # the last gather's message, which stays until the next, is the larger one.
+        gathered = np.where(weights.next_bytes > 0, weights.message_bytes, 0.0)
+        previous = layer if part == "embedding" else np.maximum(reduced, gathered)
         gradient = weights.elements * GRADIENT_BYTES
         return StrategyCosts(
             forward_ms=forward,
@@ -234,7 +239,7 @@ class CostModel:
                 forward += count * reduce
                 backward += (count + left_again) * reduce
             for weight in layer.weights:
-                if weight.sums_gradient(tensor, strategy.megatron_sp):
+                if weight.trained and weight.sums_gradient(tensor, strategy.megatron_sp):
                     backward += self._ms("all_reduce", tensor, 1, 4 * math.prod(weight.shape))
         if strategy.ulysses > 1:
             model = self.model

@@ -12,7 +12,7 @@ from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
 from galvatron_hf.plan.resolved import MeshShape
 
 
-STATE_BYTES = 12  # of an element: fp32 master weight and two moments of AdamW
+MOMENT_BYTES = 8  # of an element that is trained: two moments of AdamW
 GRADIENT_BYTES = 4  # of an element of a gradient at rest
 
 
@@ -21,7 +21,7 @@ class WeightCosts:
     """Holds the costs of one FSDP unit on one rank.
 
     Attributes:
-        count, elements (`int`): number of weights, and elements of them on the rank.
+        count, elements (`int`): number of weights that are trained, and elements of them on the rank.
         gather_ms, reduce_ms (`float`): in each forward or backward, and in each backward.
         gather_once_ms (`float`): once in a step, for weights that stay gathered.
         replica_reduce_ms (`float`): once in a step, all-reduce of gradients of replicated weights, which may begin
@@ -33,7 +33,7 @@ class WeightCosts:
         transient_bytes, next_bytes (`int`): weights that are gathered for each use, and those that are gathered ahead
             while the layer before runs.
         message_bytes (`int`): message that gathers sharded weights; 0 on one rank, which copies its own.
-        largest_bytes (`int`): largest weight.
+        largest_bytes (`int`): largest weight that is trained.
     """
 
     count: int
@@ -108,29 +108,34 @@ def _unit_costs(
 ) -> WeightCosts:
     """Computes the costs of one FSDP unit."""
     replicas, shards, tensor = mesh.sizes
-    elements = sum(weight.shard_elements(tensor, 0, shards) for weight in weights)
+    sizes = [weight.shard_elements(tensor, 0, shards) for weight in weights]
+    trained, elements = [weight for weight in weights if weight.trained], sum(sizes)
+    updated = sum(size for weight, size in zip(weights, sizes, strict=True) if weight.trained)
     gather = ms("all_gather", shards, tensor, elements * element, "weights")
-    reduce = ms("reduce_scatter", shards, tensor, shards * elements * reduced, "weights")
-    unsharded, casts, replicated = shards * elements, element < 4, sharding == "replicate"
+    reduce = ms("reduce_scatter", shards, tensor, shards * updated * reduced, "weights")
+    unsharded, gradients, replicated = shards * elements, shards * updated, sharding == "replicate"
+    # Whole weights are used as they are, unless they are cast.
+    cast = shards * sum(size for weight, size in zip(weights, sizes, strict=True) if weight.stored_bytes > element)
     factor = "synchronization" if shards == 1 else "weights"
-    all_reduce = ms("all_reduce", replicas, tensor * shards, elements * reduced, factor)
-    kept = {"replicate": unsharded if casts else 0, "zero2": unsharded, "zero3": 0}[sharding]
-    largest = max((weight.shard_elements(tensor, 0, 1) for weight in weights), default=0)
+    all_reduce = ms("all_reduce", replicas, tensor * shards, updated * reduced, factor)
+    kept = {"replicate": cast, "zero2": unsharded, "zero3": 0}[sharding]
+    largest = max((weight.shard_elements(tensor, 0, 1) for weight in trained), default=0)
+    at_rest = sum(weight.stored_bytes * size for weight, size in zip(weights, sizes, strict=True))
     return WeightCosts(
-        count=len(weights),
-        elements=elements,
+        count=len(trained),
+        elements=updated,
         gather_ms=gather if sharding == "zero3" else 0.0,
         reduce_ms=0.0 if replicated else reduce,
         gather_once_ms=gather if sharding == "zero2" else 0.0,
         replica_reduce_ms=all_reduce if shards == 1 else 0.0,
         shard_reduce_ms=0.0 if shards == 1 else all_reduce,
-        state_bytes=elements * (STATE_BYTES + GRADIENT_BYTES) + kept * element,
+        state_bytes=at_rest + updated * (MOMENT_BYTES + GRADIENT_BYTES) + kept * element,
         gathered_bytes=kept * element,
-        reduce_input_bytes=0 if replicated else unsharded * reduced,
-        unsharded_gradient_bytes=0 if replicated else unsharded * element,
+        reduce_input_bytes=0 if replicated else gradients * reduced,
+        unsharded_gradient_bytes=0 if replicated else gradients * element,
         # A gradient that is unsharded at rest is cast before it joins the others.
-        new_gradient_bytes=largest * (element + (reduced if replicated and casts else 0)),
-        bucket_bytes=unsharded * reduced if shards == 1 < replicas and len(weights) > 1 else 0,
+        new_gradient_bytes=largest * (element + (reduced if replicated and element < 4 else 0)),
+        bucket_bytes=gradients * reduced if shards == 1 < replicas and len(trained) > 1 else 0,
         transient_bytes=unsharded * element if sharding == "zero3" else 0,
         next_bytes=unsharded * element if sharding == "zero3" else 0,
         message_bytes=0 if replicated or shards == 1 else unsharded * element,

@@ -20,9 +20,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from scipy.optimize import least_squares
+from torch import nn
 from transformers import PreTrainedModel
 
 from galvatron_hf.models.families import adapter_for
+from galvatron_hf.models.lora import has_adapters
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.comm.objects import from_rank_0, gather_objects, is_rank_0
 from galvatron_hf.parallel.parallelize import parallelize
@@ -61,7 +63,16 @@ class _Steps:
     device: torch.device
 
     def new_model(self) -> PreTrainedModel:
-        return one_of_each(self.model, self.copies)
+        """Returns the model on the meta device; one with adapters has random weights, as no source makes them."""
+        made = one_of_each(self.model, self.copies)
+        if not has_adapters(made):
+            return made
+        for module in made.modules():
+            for name, weight in module.named_parameters(recurse=False):
+                values = torch.empty(weight.shape, device=self.device).normal_(std=0.02)
+                setattr(module, name, nn.Parameter(values, requires_grad=weight.requires_grad))
+        made.tie_weights()
+        return made.to(self.device)
 
 
 def calibrate_profile(

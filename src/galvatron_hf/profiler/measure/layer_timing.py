@@ -239,7 +239,8 @@ class LayerTimer:
             between = clock.mark()
             gradient = torch.ones_like(output)
             ready = clock.mark()
-            output.backward(gradient)
+            if output.requires_grad:  # not that of a frozen embedding
+                output.backward(gradient)
             ended = clock.mark()
             clock.now()  # waits for a GPU
             part.forget_gradients()

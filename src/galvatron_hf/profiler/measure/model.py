@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from galvatron_hf.data.cost import fit_relative
 from galvatron_hf.models.families import adapter_for
+from galvatron_hf.models.lora import is_added
 from galvatron_hf.parallel.comm.objects import from_rank_0
 from galvatron_hf.parallel.data_parallel.sharding import DTYPES
 from galvatron_hf.plan.validation import check_choice, check_int, check_number
@@ -142,11 +143,16 @@ def circumstances(
 
 
 def config_digest(model: PreTrainedModel) -> str:
-    """Returns 16 hexadecimal digits that identify a configuration, whatever the model's name and weights."""
+    """Returns 16 hexadecimal digits that identify a configuration, adapters, and which weights are frozen, whatever
+    the model's name and values.
+    """
     config = model.config.to_dict()
     for name in ("_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype"):
         config.pop(name, None)
-    text = json.dumps([type(model).__name__, config], sort_keys=True, default=str)
+    weights = [(name, *weight.shape) for name, weight in model.named_parameters() if is_added(name)]
+    frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+    more = [weights, frozen] if weights or frozen else []
+    text = json.dumps([type(model).__name__, config, *more], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -16,7 +16,7 @@ from galvatron_hf.profiler.profiles.layers import EndProfile, ExpertsProfile, Ex
 T = TypeVar("T")
 
 MAX_SIZE = 1 << 40
-_WEIGHT = ("shape", "cut", "used_in_part", "heads", "of_experts")
+_WEIGHT = ("shape", "cut", "used_in_part", "heads", "of_experts", "trained", "stored_bytes")
 _STRATEGY = ("tensor", "megatron_sp", "ulysses")
 _LAYER_BYTES = ("saved_bytes", "working_bytes", "recompute_bytes")
 _END_BYTES = ("saved_bytes", "saved_fixed_bytes", "working_bytes", "working_fixed_bytes")
@@ -155,6 +155,8 @@ def _read_weight(where: str, given: Any) -> WeightShape:
         check_int(f"{where}.cut", given["cut"], low=0, high=len(shape) - 1)
     for name in ("used_in_part", "of_experts"):
         check_bool(f"{where}.{name}", given.get(name, False))
+    check_bool(f"{where}.trained", given.get("trained", True))
+    check_int(f"{where}.stored_bytes", given.get("stored_bytes", 4), high=8)
     if given.get("heads") is not None:
         check_int(f"{where}.heads", given["heads"], high=MAX_SIZE)
     return WeightShape(**given | {"shape": shape})

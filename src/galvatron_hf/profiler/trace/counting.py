@@ -192,6 +192,7 @@ def count(part: Part) -> Counts:
     hooks = [
         parameter.register_post_accumulate_grad_hook(lambda parameter: counter.is_gradient(parameter.grad))
         for parameter in part.parameters()
+        if parameter.requires_grad
     ]
     try:
         if part.input is not None:
@@ -206,7 +207,8 @@ def count(part: Part) -> Counts:
             output, saved_bytes = saved_tensors(part, note_work)
             forward, middle = counter.operations, counter.moment
             with torch.autograd.set_multithreading_enabled(False):  # the counter sees this thread alone
-                output.backward(torch.ones_like(output))
+                if output.requires_grad:  # not that of a frozen embedding
+                    output.backward(torch.ones_like(output))
             end = counter.moment
     finally:
         for hook in hooks:

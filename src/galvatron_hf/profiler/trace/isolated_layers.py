@@ -16,11 +16,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from galvatron_hf.models.families import adapter_for, auto_model
+from galvatron_hf.models.lora import has_adapters
 from galvatron_hf.parallel.activation.documents import Documents
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer
 from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest
 from galvatron_hf.parallel.single_rank import SingleRank, single_rank
+from galvatron_hf.parallel.weights.adapted_model import AdaptedModel
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
 from galvatron_hf.utils.compat import model_from_config, without_forward_pre_hooks
 from galvatron_hf.utils.empty_weights import without_weights
@@ -53,6 +55,22 @@ def empty_model(config: PreTrainedConfig, family: type[PreTrainedModel] | None =
     return model.train()
 
 
+def without_values(model: PreTrainedModel) -> PreTrainedModel:
+    """Returns a copy of a model as [`empty_model`] makes it, with its adapters, and frozen where the model is."""
+    if not has_adapters(model):
+        made = empty_model(model.config, type(model))
+        for name, weight in model.named_parameters():
+            made.get_parameter(name).requires_grad_(weight.requires_grad)
+        return made
+    made = AdaptedModel.from_model(model).model
+    for weight in made.parameters():
+        weight.data = weight.data.float()
+    for module in made.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.cpu())
+    return made.train()
+
+
 def layer_kinds(model: PreTrainedModel) -> tuple[int, ...]:
     """Returns the kind of each layer, numbered from 0. Layers of one kind have equal shapes and settings."""
     adapter = adapter_for(model)
@@ -73,7 +91,10 @@ def _settings(layer: nn.Module) -> tuple:
         (
             name,
             type(module),
-            tuple((key, tuple(weight.shape)) for key, weight in module.named_parameters(recurse=False)),
+            tuple(
+                (key, tuple(weight.shape), weight.requires_grad)
+                for key, weight in module.named_parameters(recurse=False)
+            ),
             tuple(
                 (key, value)
                 for key, value in sorted(vars(module).items())
@@ -91,7 +112,7 @@ def one_of_each(model: PreTrainedModel, copies: int = 1) -> PreTrainedModel:
     adapter, kinds = adapter_for(model), layer_kinds(model)
     of_kind = [[index for index, one in enumerate(kinds) if one == kind] for kind in range(max(kinds) + 1)]
     first = [index for indices in of_kind for index in indices[:copies]]
-    small = empty_model(model.config, type(model))
+    small = without_values(model)
     places = adapter.places(small)
     for stack in adapter.stacks:
         adapter.keep_layers(
@@ -161,7 +182,8 @@ class IsolatedLayers:
                 if id(parameter) not in made:
                     # Denormal or uninitialized numbers could be slower.
                     weight = torch.ones(parameter.shape, dtype=dtype, device=device)
-                    made[id(parameter)] = nn.Parameter(weight if weight.ndim < 2 else weight.normal_(std=0.02))
+                    weight = weight if weight.ndim < 2 else weight.normal_(std=0.02)
+                    made[id(parameter)] = nn.Parameter(weight, requires_grad=parameter.requires_grad)
                 setattr(module, name, made[id(parameter)])
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                 setattr(module, name, buffer.to(device))

@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
 
 from galvatron_hf.models.adapter import base_model
 from galvatron_hf.models.families import adapter_for
+from galvatron_hf.models.lora import has_adapters
 from galvatron_hf.models.parameter_specs import ParameterSpec, model_specs
 from galvatron_hf.models.shape import ModelShape, WeightShape
 from galvatron_hf.plan import LayerStrategy
@@ -25,16 +27,17 @@ def model_shape_from_model(model: PreTrainedModel, small: PreTrainedModel | None
     adapter = adapter_for(model)
     specs, kinds, stack = model_specs(model, adapter), layer_kinds(model), adapter.stacks[-1]
     heads, tied = stack.heads(base_model(model).config), adapter.ties_embeddings(model)
-    weights = [_shapes(specs.layers[kinds.index(kind)]) for kind in range(max(kinds) + 1)]
+    keeps_formats = has_adapters(model)  # of frozen weights; all other weights are in fp32 at rest
+    weights = [_shapes(specs.layers[kinds.index(kind)], keeps_formats) for kind in range(max(kinds) + 1)]
     return ModelShape(
         hidden=adapter.state_features(model)[stack.name],
         heads=heads.query,
         kv_heads=heads.key_value,
         head_dim=heads.dim,
         layers=tuple(weights[kind] for kind in kinds),
-        embedding=_shapes(specs.embedding),
-        final_norm=_shapes(specs.final_norm),
-        head=() if tied else _shapes(specs.head),
+        embedding=_shapes(specs.embedding, keeps_formats),
+        final_norm=_shapes(specs.final_norm, keeps_formats),
+        head=() if tied else _shapes(specs.head, keeps_formats),
         tied=tied,
         regions=max(regions_of_kinds(model)),
         saves_after_last_region=saves_after_last_region(small or one_of_each(model)),
@@ -49,8 +52,9 @@ def regions_of_kinds(model: PreTrainedModel) -> list[int]:
     return [len(places[index].stack.regions_of(layers[index])) for index in first]
 
 
-def _shapes(specs: Iterable[ParameterSpec]) -> tuple[WeightShape, ...]:
-    return tuple(spec.weight_shape for spec in specs)
+def _shapes(specs: Iterable[ParameterSpec], keeps_formats: bool) -> tuple[WeightShape, ...]:
+    shapes = (spec.weight_shape for spec in specs)
+    return tuple(one if keeps_formats and not one.trained else replace(one, stored_bytes=4) for one in shapes)
 
 
 def saves_after_last_region(small: PreTrainedModel) -> bool:

@@ -8,10 +8,12 @@ import os
 import sys
 
 import torch
+from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from galvatron_hf.models.adapter import base_model
 from galvatron_hf.models.families import adapter_for
+from galvatron_hf.models.lora import check_adapters, inner_model
 from galvatron_hf.models.shape import ModelShape
 from galvatron_hf.parallel.data_parallel.sharding import DTYPES
 from galvatron_hf.profiler.profiles.hardware import DEVICES, HardwareProfile
@@ -37,10 +39,11 @@ ADDING_BYTES = 3 * 4  # bytes moved per element by a sum of two gradients in fp3
 
 
 def profile_from_config(
-    config: PreTrainedConfig | str | os.PathLike,
+    config: PreTrainedConfig | PreTrainedModel | str | os.PathLike,
     hardware: HardwareProfile,
     dtype: str = "bf16",
     *,
+    adapter: str | os.PathLike | None = None,
     length: int | None = None,
     packed: bool = True,
     max_degree: int = 64,
@@ -50,9 +53,11 @@ def profile_from_config(
 
     Args:
         config (`PreTrainedConfig`, `str` or `os.PathLike`): Configuration of a causal language model of a known
-            family, its file, or the folder of the file.
+            family, its file, or the folder of the file. Or a model, whose values do not matter: its adapters, and the
+            weights that are frozen, count.
         hardware ([`HardwareProfile`]): Gives the rate of matrix products, from which the times follow.
         dtype (`str`, defaults to `"bf16"`): Number format of the layers' computation: "fp32" or "bf16".
+        adapter (`str` or `os.PathLike`, *optional*): Folder of PEFT's adapter_config.json, for LoRA.
         length (`int`, *optional*): Tokens of the longest document; by default 4,096, or the positions of the model.
         packed (`bool`, defaults to `True`): Whether micro-batches are packed documents, or rows without padding.
         max_degree (`int`, defaults to 64): Largest product of tensor and Ulysses degree of a layer.
@@ -61,8 +66,7 @@ def profile_from_config(
     Raises:
         ValueError: If the configuration is missing, its family is unknown, or its sizes do not fit together.
     """
-    config = read_config(config)
-    model = empty_model(config)
+    model = _read_model(config, adapter)
     longest = positions(model)
     length = min(length or 4096, longest or sys.maxsize)
     if dtype not in hardware.flops_per_s:
@@ -97,7 +101,7 @@ def profile_from_config(
         raise
     except Exception as error:  # some families build models of odd sizes that cannot run
         raise ValueError(
-            f"The model of this {type(config).__name__} does not run ({type(error).__name__}: "
+            f"The model of this {type(model.config).__name__} does not run ({type(error).__name__}: "
             f"{' '.join(str(error).split())[:80]}); give a configuration whose sizes fit together."
         ) from error
 
@@ -107,6 +111,27 @@ def memory_bandwidth(hardware: HardwareProfile) -> float:
     fastest = max(hardware.flops_per_s.values())
     guess = fastest / FLOPS_PER_BYTE["gpu" if fastest > CPU_FLOPS else "cpu"]
     return next((rate for name, rate in BANDWIDTHS.items() if name in hardware.name.lower()), guess)
+
+
+def _read_model(
+    source: PreTrainedConfig | PreTrainedModel | str | os.PathLike, adapter: str | os.PathLike | None
+) -> PreTrainedModel:
+    """Returns a model without values, frozen but for its adapters if it has some."""
+    model = inner_model(source) if isinstance(source, nn.Module) else empty_model(read_config(source))
+    return model if adapter is None else with_adapter(model, adapter)
+
+
+def with_adapter(model: PreTrainedModel, folder: str | os.PathLike) -> PreTrainedModel:
+    """Adds the adapters of a folder's adapter_config.json to a model on the meta device."""
+    from peft import PeftConfig, get_peft_model
+
+    if not os.path.isfile(os.path.join(folder, "adapter_config.json")):
+        raise ValueError(f"{str(folder)!r} has no adapter_config.json; give a folder that PEFT has written.")
+    config = PeftConfig.from_pretrained(str(folder))
+    config.inference_mode = False
+    adapted = get_peft_model(model, config, low_cpu_mem_usage=True)
+    check_adapters(adapted)
+    return inner_model(adapted).train()
 
 
 def read_config(source: PreTrainedConfig | str | os.PathLike) -> PreTrainedConfig:

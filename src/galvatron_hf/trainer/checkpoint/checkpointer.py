@@ -24,6 +24,7 @@ from transformers.utils import logging
 
 from galvatron_hf.checkpoint.folder import STATE_FOLDER
 from galvatron_hf.checkpoint.hugging_face import meta_model, weights_in, write_pretrained
+from galvatron_hf.models.lora import inner_model
 from galvatron_hf.parallel.comm.objects import gather_objects
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.weights.distributed_state import (
@@ -34,7 +35,7 @@ from galvatron_hf.parallel.weights.distributed_state import (
     shard_optimizer_state,
     whole_weights,
 )
-from galvatron_hf.parallel.weights.materialize import load_pretrained_weights
+from galvatron_hf.parallel.weights.materialize import load_adapters, load_pretrained_weights
 from galvatron_hf.parallel.weights.optimizer_state import NamedOptimizerState
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.serialization import read_object, write_file
@@ -92,6 +93,10 @@ class Checkpointer:
             whole = whole_weights(self.parallel)
             save_on_every_rank(lambda: self._save_whole(whole, output_dir), f"Saving to {output_dir}")
             return
+        if self.parallel.adapted is not None:
+            found = WholeWeights(self.parallel).gather(self.parallel.adapted.names)
+            save_on_every_rank(lambda: self._save_adapters(found, output_dir), f"Saving to {output_dir}")
+            return
         model = self._plain_model()
         if self.parallel.model.generation_config is not None:
             model.generation_config = self.parallel.model.generation_config
@@ -115,7 +120,15 @@ class Checkpointer:
         """Has the user's own method save the whole weights, which rank 0 holds."""
         if self.args.should_save:
             model = plain_model(self.parallel, weights, torch.device("cpu"))
+            adapted = self.parallel.adapted
+            weights = weights if adapted is None else adapted.outer_names(weights)
             self._save_all_but_weights(model, output_dir, weights)
+
+    def _save_adapters(self, weights: dict[str, torch.Tensor], output_dir: str) -> None:
+        """Writes the adapters in PEFT's format, and no weights of the model that they adapt."""
+        adapted = self.parallel.adapted
+        if self.args.should_save:
+            self._save_all_but_weights(adapted.copy_with(weights), output_dir, adapted.outer_names(weights))
 
     def _save_all_but_weights(self, model: PreTrainedModel, output_dir: str, weights: dict[str, torch.Tensor]) -> None:
         if not self.args.should_save:
@@ -237,6 +250,8 @@ class Checkpointer:
         """Loads weights that were saved under any plan, or by plain Trainer."""
         if os.path.isdir(os.path.join(checkpoint, STATE_FOLDER)):
             load_state(self.parallel, None, os.path.join(checkpoint, STATE_FOLDER))
+        elif self.parallel.adapted is not None:
+            load_adapters(self.parallel, checkpoint)
         else:
             load_pretrained_weights(self.parallel, checkpoint)
 
@@ -268,14 +283,16 @@ class Checkpointer:
         if self.parallel.pipeline is not None:
             trained = {name: grad for one in gather_objects(trained) for name, grad in one.items()}
         trained = {self.parallel.fused.family_name(name): grad for name, grad in trained.items()}
-        for name, parameter in plain.named_parameters():
+        for name, parameter in inner_model(plain).named_parameters():
             parameter.requires_grad_(trained[name])
-        names = parameter_names(plain)
+        names = parameter_names(inner_model(plain))
         groups = self.make_optimizer(plain).param_groups
         return [[names[id(parameter)] for parameter in group["params"]] for group in groups]
 
     def _plain_model(self) -> PreTrainedModel:
         """Returns the model under its family's own names, without values."""
+        if self.parallel.adapted is not None:
+            return self.parallel.adapted.copy_with({})
         return meta_model(self.parallel.family, self.parallel.model.config, torch.float32)
 
 

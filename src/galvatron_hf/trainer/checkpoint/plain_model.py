@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from galvatron_hf.checkpoint.folder import STATE_FOLDER
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.fused_weights import FusedNames
+from galvatron_hf.models.lora import inner_model
 from galvatron_hf.parallel.weights.distributed_state import load_plain_state, parameter_names
 from galvatron_hf.plan.serialization import read_object
 from galvatron_hf.trainer.checkpoint.checkpointer import unwrapped
@@ -37,5 +38,6 @@ def load_plain_optimizer_and_scheduler(
     optimizer = unwrapped(optimizer)
     load_plain_state(model, optimizer, os.path.join(checkpoint, STATE_FOLDER))
     saved = SchedulerState.from_json(read_object(Path(checkpoint) / SCHEDULER_FILE, "scheduler's state"))
-    fused = FusedNames.from_model(model, adapter_for(model))
+    adapter, model = adapter_for(model), inner_model(model)
+    fused = FusedNames.from_model(model, adapter)
     saved.load_into(scheduler, group_names(optimizer, parameter_names(model), fused))

@@ -20,8 +20,8 @@ from transformers.utils import logging
 
 from galvatron_hf.data.lengths import sequence_lengths
 from galvatron_hf.models.families import adapter_for
+from galvatron_hf.models.lora import computes_in_bf16
 from galvatron_hf.parallel.comm.objects import from_rank_0
-from galvatron_hf.parallel.data_parallel.sharding import DTYPES
 from galvatron_hf.parallel.validate import check_model, check_plan
 from galvatron_hf.plan import ParallelPlan, Precision
 from galvatron_hf.planner.cost.workload import Workload
@@ -192,8 +192,7 @@ class AutoPlanner:
         )
 
     def _precision(self, model: nn.Module) -> Precision:
-        weights = {parameter.dtype for parameter in model.parameters()}
-        half = self.args.bf16 or weights == {DTYPES["bf16"]}
+        half = self.args.bf16 or computes_in_bf16(model)
         return Precision(compute="bf16" if half else "fp32")
 
     def row_lengths(self) -> np.ndarray:
