@@ -23,7 +23,7 @@ from equivalence import (
     whole_gradients,
 )
 from galvatron_hf.models.families import adapter_for
-from galvatron_hf.models.lora import inner_model
+from galvatron_hf.models.lora import check_has_values, inner_model
 from galvatron_hf.models.parameter_specs import _cut
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.layers import lora as lora_layer
@@ -406,7 +406,9 @@ REFUSED = {
 def test_refused_by_name_with_reason_and_fix(name):
     build, parts = REFUSED[name]
     with pytest.raises(ValueError) as refused:
-        adapter_for(build())
+        model = build()
+        adapter_for(model)
+        check_has_values(model)
     message = str(refused.value)
     assert "\n" not in message
     for part in parts:
