@@ -300,7 +300,9 @@ def _of_all_stages(own: dict[str, torch.Tensor], plain: PreTrainedModel) -> dict
         names = {id(module): f"{name}.weight" for name, module in plain.named_modules()}
         embedding, head = plain.get_input_embeddings(), plain.get_output_embeddings()
         if embedding.weight is head.weight:
-            torch.testing.assert_close(own.pop(names[id(head)]), own[names[id(embedding)]], rtol=0, atol=0)
+            copy, kept = own.pop(names[id(head)]), own.pop(names[id(embedding)])
+            torch.testing.assert_close(copy, kept, rtol=0, atol=0)
+            own[next(name for name, weight in plain.named_parameters() if weight is head.weight)] = kept
     return join_parts(own, plain)
 
 

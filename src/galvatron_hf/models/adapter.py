@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from galvatron_hf.models.heads import Heads
 from galvatron_hf.models.losses import NEXT_TOKEN, LossKind, RouterLossKind
+from galvatron_hf.models.structure import Structure
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.resolved import ResolvedPlan, resolve
 from galvatron_hf.plan.strategies import DEFAULT_STACK
@@ -206,13 +207,15 @@ class LayerPlace:
 class ModelAdapter:
     """Describes one model family: stacks of layers, in the order of the forward pass, between an embedding and a head.
     `logit_transform` is what the family does after its head; `loss` is computed from labels and logits. `router_loss`
-    returns what the family adds to it for its routers if it is asked to, None if nothing.
+    returns what the family adds to it for its routers if it is asked to, None if nothing. `structure` is given if the
+    family's own forward runs on whole rows, see [`~galvatron_hf.models.whole_rows`].
     """
 
     stacks: tuple[StackAdapter, ...] = (StackAdapter(),)
     logit_transform: Callable[[PreTrainedConfig], LogitTransform] = lambda config: LogitTransform()
     loss: LossKind = NEXT_TOKEN
     router_loss: Callable[[PreTrainedModel], RouterLossKind | None] = lambda model: None
+    structure: Structure | None = None
 
     def stack_sizes(self, model: PreTrainedModel) -> dict[str, int]:
         """Returns the number of layers of each stack, as a plan's `stacks` has them."""

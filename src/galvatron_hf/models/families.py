@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, MoeModelOutputWithPast
 
@@ -22,7 +25,8 @@ from galvatron_hf.models.adapter import (
 from galvatron_hf.models.heads import Heads
 from galvatron_hf.models.llama4 import choose_experts
 from galvatron_hf.models.losses import RouterLossKind
-from galvatron_hf.utils.compat import has_peft_adapters, is_experts_module, router_output
+from galvatron_hf.models.whole_rows import whole_row_adapter
+from galvatron_hf.utils.compat import has_peft_adapters, is_experts_module, masks_by_implementation, router_output
 
 
 _SHARED = ("shared_experts", "shared_expert")  # names of an MLP beside the experts
@@ -112,22 +116,42 @@ AUTO_MODEL = AutoModelForCausalLM  # makes a model of any known family from a co
 
 
 def adapter_for(model: PreTrainedModel) -> ModelAdapter:
-    """Returns the adapter of a model's family.
+    """Returns the adapter of a model's family: the one whose layers tensor and sequence ranks can cut, or else the one
+    that runs the family's own forward on whole rows.
 
     Raises:
-        ValueError: if the model is not a causal language model of decoder layers, or its adapter does not declare what
-            follows its head.
+        ValueError: if the model is no language model of layers, or it is not clear how it runs them.
     """
     _check_kind(model)
-    family = model.config.model_type
+    try:
+        return _cut_adapter(model)
+    except ValueError as refusal:
+        adapter = whole_row_adapter(model, str(refusal).split("; ")[0], _logit_transform(model))
+    if any(adapter.expert_counts(model)):
+        return _with_checked_router_loss(model, replace(adapter, router_loss=_router_loss))
+    if getattr(model.config, "output_router_logits", False):
+        raise ValueError(
+            f"{type(model).__name__} adds a loss of its routers that no adapter covers; set "
+            "model.config.output_router_logits to False."
+        )
+    return adapter
+
+
+def _cut_adapter(model: PreTrainedModel) -> ModelAdapter:
+    """Returns the adapter of a family whose layers can be cut."""
     adapter = ModelAdapter(
-        stacks=(_STACKS.get(family) or _stack_from_tensor_plan(model),),
-        logit_transform=_LOGIT_TRANSFORMS.get(family, lambda config: LogitTransform()),
+        stacks=(_STACKS.get(model.config.model_type) or _stack_from_tensor_plan(model),),
+        logit_transform=_logit_transform(model),
         router_loss=_router_loss,
     )
     _check_structure(model, adapter)
+    _check_attention(model, adapter)
     _check_head(model, adapter)
     return _with_checked_router_loss(model, adapter)
+
+
+def _logit_transform(model: PreTrainedModel) -> Callable[[PreTrainedConfig], LogitTransform]:
+    return _LOGIT_TRANSFORMS.get(model.config.model_type, lambda config: LogitTransform())
 
 
 def count_layers(config: PreTrainedConfig) -> int:
@@ -139,8 +163,6 @@ def count_layers(config: PreTrainedConfig) -> int:
 def _stack_from_tensor_plan(model: PreTrainedModel) -> StackAdapter:
     """Reads the styles of a layer's modules off `base_model_tp_plan`, which the family ships."""
     name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} is an encoder-decoder, which no adapter covers yet; use a decoder-only causal LM.")
     plan = model.config.base_model_tp_plan
     if not plan:
         raise ValueError(
@@ -213,6 +235,8 @@ def _check_kind(model: PreTrainedModel) -> None:
             f"{name} is no PreTrainedModel, so its layers no plan covers yet; use an AutoModelForCausalLM class, or "
             "train it with transformers.Trainer."
         )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder, which no adapter covers yet; use a decoder-only causal LM.")
     if has_peft_adapters(model):
         raise ValueError(
             f"{name} has PEFT adapters, which no plan covers yet; train it with transformers.Trainer, or without them."
@@ -237,6 +261,47 @@ def _check_structure(model: PreTrainedModel, adapter: ModelAdapter) -> None:
             f"{name} computes {getattr(model.loss_function, '__name__', model.loss_function)!r}, not the causal LM "
             "loss; use an AutoModelForCausalLM class, or pass compute_loss_func."
         )
+
+
+def _check_attention(model: PreTrainedModel, adapter: ModelAdapter) -> None:
+    """Refuses layers without the attention modules of their stack, or whose attention would compute something else."""
+    name = type(model).__name__
+    for place, layer in zip(adapter.places(model), adapter.layers(model), strict=True):
+        modules, index = dict(layer.named_modules()), place.index
+        for attention in place.stack.attention:
+            if attention not in modules:
+                raise ValueError(
+                    f"Layer {index} of {name} is a {type(layer).__name__} without {attention!r}, and layers of other "
+                    "kinds than attention are not cut; train it with transformers.Trainer."
+                )
+            if not hasattr(modules[attention], "config"):
+                raise ValueError(
+                    f"Layer {index} of {name} has a {type(modules[attention]).__name__}, and layers of other kinds "
+                    "than attention are not cut; train it with transformers.Trainer."
+                )
+            reason = _unknown_attention(modules[attention], place.stack.heads(base_model(model).config))
+            if reason is not None:
+                raise ValueError(
+                    f"The attention of layer {index} of {name} {reason}; train it with transformers.Trainer."
+                )
+        if "input_ids" in inspect.signature(layer.forward).parameters:
+            raise ValueError(f"Layer {index} of {name} takes the token ids too; train it with transformers.Trainer.")
+
+
+def _unknown_attention(attention: nn.Module, heads: Heads) -> str | None:
+    """Says why an attention module would compute something else if it were cut; None if it would not."""
+    if masks_by_implementation(attention):
+        return (
+            "masks positions by an index of its own only for attention functions that it knows by name, and a plan's "
+            "function is not among them"
+        )
+    groups = getattr(attention, "num_key_value_groups", None)
+    if groups is not None and heads.query % heads.key_value == 0 and groups * heads.key_value != heads.query:
+        return (
+            f"has {groups} query heads to a key/value head where its configuration has {heads.query} to "
+            f"{heads.key_value}, and heads that differ from layer to layer are not cut"
+        )
+    return None
 
 
 def _router_loss(model: PreTrainedModel) -> RouterLossKind | None:

@@ -102,6 +102,10 @@ class RouterLossKind:
 
 
 NEXT_TOKEN = LossKind(function=ForCausalLMLoss, labels="labels", targets="shift_labels", make_targets=shift_targets)
+# Labels are targets already, as decoders of encoder-decoder families and masked language models take them.
+SAME_TOKEN = LossKind(
+    function=F.cross_entropy, labels="labels", targets="shift_labels", make_targets=lambda labels: labels
+)
 
 
 def count_targets(batch: Mapping[str, Any] | Sequence[Mapping[str, Any]], loss: LossKind = NEXT_TOKEN) -> torch.Tensor:

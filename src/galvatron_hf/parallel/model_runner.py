@@ -132,7 +132,7 @@ class ModelRunner:
             # below the largest position: rotary embeddings may depend on it, and learned ones have a last.
             more = position_ids[:, -1:] + torch.arange(1, length - real_length + 1, device=position_ids.device)
             position_ids = torch.cat([position_ids, more.clamp(max=position_ids.max())], dim=1)
-        pad = self.model.config.pad_token_id
+        pad = getattr(self.model.config, "pad_token_id", None)
         attention_mask, padded = mask_on_device(attention_mask, input_ids.device)
         return MicroBatch(
             input_ids=add_rows(add_positions(input_ids, length, pad if pad is not None else 0), rows),

@@ -17,7 +17,7 @@ from galvatron_hf.models.parameter_specs import ModelSpecs, ParameterSpec, model
 from galvatron_hf.plan import LayerStrategy, ParallelPlan
 from galvatron_hf.plan.resolved import ResolvedPlan
 from galvatron_hf.plan.supported import require_runnable
-from galvatron_hf.utils.compat import attention_implementation, masks_by_implementation
+from galvatron_hf.utils.compat import attention_implementation
 
 
 def check_plan(plan: ParallelPlan) -> None:
@@ -57,6 +57,8 @@ def check_model(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPla
     _check_weights(model)
     _check_kernel(model)
     _check_outputs(model)
+    if adapter.structure is not None:
+        _check_whole_rows(model, adapter, plan)
     for index, strategy in enumerate(plan.layers):
         _check_attention(index, strategy, layers[index], model, places[index].stack)
         _check_strategy(index, strategy, model, places[index].stack, specs.layers[index])
@@ -65,9 +67,29 @@ def check_model(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPla
     _check_vocabulary(model, adapter, plan)
     resolved = adapter.resolve(model, plan)
     _check_shards(specs, resolved)
-    if len(plan.stages) > 1:
+    if len(plan.stages) > 1 and adapter.structure is None:
         _check_owners(model, adapter)
     return resolved
+
+
+def _check_whole_rows(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPlan) -> None:
+    """Refuses degrees with which a rank would not have whole rows, and stages that the layers do not allow."""
+    (stack,), name = adapter.stacks, type(model).__name__
+    owners = [(f"Layer {index}", strategy, ("tensor", "ulysses")) for index, strategy in enumerate(plan.layers)]
+    owners += [("The embedding", plan.embedding, ("tensor",)), ("The head", plan.head, ("tensor",))]
+    for owner, strategy, degrees in owners:
+        for degree in degrees:
+            if getattr(strategy, degree) > 1:
+                raise ValueError(
+                    f"{owner} has {degree} {getattr(strategy, degree)}, but {name} runs on whole rows, because "
+                    f"{stack.unsupported}; use {degree} 1."
+                )
+    obstacle = adapter.structure.pipeline_obstacle
+    if len(plan.stages) > 1 and obstacle is not None:
+        raise ValueError(
+            f"The plan has {len(plan.stages)} stages, but {name} cannot be cut into stages, because {obstacle}; use "
+            "one stage."
+        )
 
 
 def _check_weights(model: PreTrainedModel) -> None:
@@ -106,45 +128,14 @@ def _check_outputs(model: PreTrainedModel) -> None:
 def _check_attention(
     index: int, strategy: LayerStrategy, layer: nn.Module, model: PreTrainedModel, stack: StackAdapter
 ) -> None:
-    """Refuses layers without the attention modules of their stack, and Ulysses for modules that mix heads."""
-    name = type(model).__name__
-    modules = dict(layer.named_modules())
-    for attention in stack.attention:
-        if attention not in modules:
-            raise ValueError(
-                f"Layer {index} of {name} is a {type(layer).__name__} without {attention!r}, and layers of other "
-                "kinds than attention are not supported yet; train it with transformers.Trainer."
-            )
-        if not hasattr(modules[attention], "config"):
-            raise ValueError(
-                f"Layer {index} of {name} has a {type(modules[attention]).__name__}, and layers of other kinds than "
-                "attention are not supported yet; train it with transformers.Trainer."
-            )
-        reason = _unknown_attention(modules[attention], stack.heads(base_model(model).config))
-        if reason is not None:
-            raise ValueError(f"The attention of layer {index} of {name} {reason}; train it with transformers.Trainer.")
-        reason = _whole_sequence_need(modules[attention]) if strategy.ulysses > 1 else None
+    """Refuses Ulysses for attention modules that mix heads."""
+    for attention in stack.attention if strategy.ulysses > 1 else ():
+        reason = _whole_sequence_need(layer.get_submodule(attention))
         if reason is not None:
             raise ValueError(
-                f"Layer {index} has ulysses {strategy.ulysses}, but the attention of {name} {reason}, which pieces of "
-                "a sequence do not support yet; use ulysses 1."
+                f"Layer {index} has ulysses {strategy.ulysses}, but the attention of {type(model).__name__} {reason}, "
+                "which pieces of a sequence do not support yet; use ulysses 1."
             )
-
-
-def _unknown_attention(attention: nn.Module, heads: Heads) -> str | None:
-    """Says why an attention module would compute something else under any plan; None if it would not."""
-    if masks_by_implementation(attention):
-        return (
-            "masks positions by an index of its own only for attention functions that it knows by name, and a plan's "
-            "function is not among them"
-        )
-    groups = getattr(attention, "num_key_value_groups", None)
-    if groups is not None and heads.query % heads.key_value == 0 and groups * heads.key_value != heads.query:
-        return (
-            f"has {groups} query heads to a key/value head where its configuration has {heads.query} to "
-            f"{heads.key_value}, and heads that differ from layer to layer are not supported yet"
-        )
-    return None
 
 
 def _whole_sequence_need(attention: nn.Module) -> str | None:

@@ -17,6 +17,7 @@ from galvatron_hf.parallel.layers.attention import attach_attention
 from galvatron_hf.parallel.layers.experts import attach_experts
 from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch, ParallelLayer
 from galvatron_hf.parallel.layers.tensor_parallel import cut_layer
+from galvatron_hf.parallel.layers.whole_row_layer import WholeRowLayer
 from galvatron_hf.plan.resolved import ResolvedStage
 
 
@@ -29,11 +30,12 @@ def parallelize_layers(
 ) -> list[ParallelLayer]:
     """Cuts the layers of one stage and puts a [`ParallelLayer`] around each."""
     layers, places, blocks = adapter.layers(model), adapter.places(model), []
+    layer_class = ParallelLayer if adapter.structure is None else WholeRowLayer
     for resolved in stage.layers:
         layer, place = layers[resolved.index], places[resolved.index]
         specs = layer_specs(layer, place.stack, current.config)
         views = cut_layer(layer, place.stack, resolved.strategy, mesh.weights(resolved.weights), current.config)
-        block = ParallelLayer(
+        block = layer_class(
             resolved=resolved,
             layer=layer,
             layer_type=place.type(current.config),
@@ -55,7 +57,7 @@ def parallelize_layers(
                 tensor_group=mesh.group(resolved.token_copies),
                 block=block,
             )
-        layer.forward = functools.partial(ParallelLayer.__call__, block)
+        layer.forward = functools.partial(layer_class.__call__, block)
         blocks.append(block)
     return blocks
 
