@@ -204,11 +204,6 @@ REFUSED: dict[str, tuple] = {
         uniform(4, ulysses=2),
         ["position_ids of the whole sequence", "use ulysses 1"],
     ),
-    "a weight for all heads": (
-        llama_like("GraniteSWA", attn_implementation="eager"),
-        uniform(4, ulysses=2),
-        ["sinks", "use ulysses 1"],
-    ),
     "weights of no stage": (with_a_weight_more, TWO_STAGES, ["model.extra.weight", "use one stage"]),
     "tied stages": (
         llama(tie_word_embeddings=True),
@@ -225,7 +220,7 @@ REFUSED: dict[str, tuple] = {
     "quantised": (quantised, DATA, ["quantised", "bf16 or fp32"]),
     "hidden states": (with_hidden_states, DATA, ["output_hidden_states=True", "to False"]),
     "several dtypes": (of_two_dtypes, DATA, ["bfloat16", "float32", "float()"]),
-    "norms over all heads": (FAMILIES["olmo2"].build, TENSOR, ["Olmo2ForCausalLM", "ulysses 4"]),
+    "norms over all heads": (llama_like("Olmo2"), TENSOR, ["Olmo2ForCausalLM", "2 key/value", "use tensor 2"]),
     "uneven pieces of pieces": (
         llama(intermediate_size=44, mlp_bias=True),
         uniform(8, tensor=2),

@@ -29,6 +29,7 @@ class Style(Enum):
     COLUMN = "column"  # output features cut: every rank computes its own heads or channels
     ROW = "row"  # input features cut: outputs are summed over the ranks
     REPLICATED_PARTIAL_GRAD = "inside"  # whole on every rank, applied to that rank's heads: its gradients are summed
+    ALL_FEATURES = "all features"  # whole too, applied to the features of all ranks, of which a rank keeps its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +107,7 @@ class StackAdapter:
             for the reason `unsupported`.
         fused (`Mapping[str, Fused]`): the parts of each fused module.
         key_value (`tuple[str, ...]`): the modules that compute keys and values, cut by key/value heads.
+        per_head (`tuple[str, ...]`): parameters of an attention module that have one entry for each head.
         local_attributes (`Mapping[str, str]`): maps "module.attribute", which counts heads or features, to the heads
             whose cut divides it: "heads" or "key_value_heads".
         layer_count, layer_types (`str`): the configuration's attributes with the number of layers and, in some
@@ -126,6 +128,7 @@ class StackAdapter:
     unsupported: str | None = None
     fused: Mapping[str, Fused] = field(default_factory=dict)
     key_value: tuple[str, ...] = ("self_attn.k_proj", "self_attn.v_proj")
+    per_head: tuple[str, ...] = ("sinks",)
     local_attributes: Mapping[str, str] = field(default_factory=dict)
     heads: Callable[[PreTrainedConfig], Heads] = Heads.from_config
     layer_count: str = "num_hidden_layers"
@@ -137,6 +140,11 @@ class StackAdapter:
         """Returns the style of a module of a layer; the parts of a fused projection have the style of the whole."""
         owner = name.rsplit(".", 1)[0]
         return self.styles.get(name) or (self.styles.get(owner) if owner in self.fused else None)
+
+    def is_per_head(self, name: str) -> bool:
+        """Tells whether a parameter of a layer has one entry for each head."""
+        owner, _, parameter = name.rpartition(".")
+        return owner in self.attention and parameter in self.per_head
 
     def experts_of(self, layer: nn.Module) -> nn.Module | None:
         """Returns the module with the weights of all experts of a layer; None for a dense layer."""

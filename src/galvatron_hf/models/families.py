@@ -25,18 +25,12 @@ from galvatron_hf.models.adapter import (
 from galvatron_hf.models.heads import Heads
 from galvatron_hf.models.llama4 import choose_experts
 from galvatron_hf.models.losses import RouterLossKind
+from galvatron_hf.models.tensor_styles import EXPERTS, read_styles
 from galvatron_hf.models.whole_rows import whole_row_adapter
 from galvatron_hf.utils.compat import has_peft_adapters, is_experts_module, masks_by_implementation, router_output
 
 
 _SHARED = ("shared_experts", "shared_expert")  # names of an MLP beside the experts
-_EXPERTS = "experts"  # the word for the module of all experts in the families' tensor-parallel plans
-
-_STYLES = {
-    "colwise": Style.COLUMN,
-    "rowwise": Style.ROW,
-    "replicated_with_grad_allreduce": Style.REPLICATED_PARTIAL_GRAD,
-}
 
 
 def _qkv_sizes(config: PreTrainedConfig) -> tuple[int, ...]:
@@ -81,7 +75,23 @@ PHI3 = StackAdapter(
 
 GPT_OSS = StackAdapter(
     experts=ExpertsAdapter(module="mlp.experts", router="mlp.router"),
-    unsupported="its attention has sinks, one for each head, which no adapter cuts yet",
+    styles={
+        **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), Style.COLUMN),
+        "self_attn.o_proj": Style.ROW,
+    },
+)
+
+GPT_NEOX = StackAdapter(
+    final_norm="final_layer_norm",
+    attention=("attention",),
+    regions=("attention", "mlp"),
+    styles={
+        "attention.query_key_value": Style.COLUMN,  # head by head
+        "attention.dense": Style.ROW,
+        "mlp.dense_h_to_4h": Style.COLUMN,
+        "mlp.dense_4h_to_h": Style.ROW,
+    },
+    key_value=(),
 )
 
 LLAMA4 = StackAdapter(
@@ -99,11 +109,23 @@ LLAMA4 = StackAdapter(
     prepare=choose_experts,
 )
 
-_STACKS = {"gpt2": GPT2, "phi3": PHI3, "gpt_oss": GPT_OSS, "llama4_text": LLAMA4}
+_STACKS = {
+    "gpt2": GPT2,
+    "phi3": PHI3,
+    "phi4_multimodal": PHI3,
+    "gpt_oss": GPT_OSS,
+    "gpt_neox": GPT_NEOX,
+    "llama4_text": LLAMA4,
+}
+# Families that could be cut by their tables but for something else.
+_WHOLE_ROWS = {"nanochat": "applies the norm before its head to embeddings too"}
+_FINAL_NORMS = ("norm", "final_layernorm")
 
 _LOGIT_TRANSFORMS = {
-    "gemma2": lambda config: LogitTransform(softcap=config.final_logit_softcapping),
-    "gemma3_text": lambda config: LogitTransform(softcap=config.final_logit_softcapping),
+    **dict.fromkeys(
+        ("gemma2", "gemma3_text", "nanochat", "vaultgemma"),
+        lambda config: LogitTransform(softcap=config.final_logit_softcapping),
+    ),
     **dict.fromkeys(
         ("granite", "granitemoe", "granitemoeshared"),
         lambda config: LogitTransform(scale=1.0 / config.logits_scaling),
@@ -126,7 +148,7 @@ def adapter_for(model: PreTrainedModel) -> ModelAdapter:
     try:
         return _cut_adapter(model)
     except ValueError as refusal:
-        adapter = whole_row_adapter(model, str(refusal).split("; ")[0], _logit_transform(model))
+        adapter = whole_row_adapter(model, str(refusal).split("; ")[0].rstrip("."), _logit_transform(model))
     if any(adapter.expert_counts(model)):
         return _with_checked_router_loss(model, replace(adapter, router_loss=_router_loss))
     if getattr(model.config, "output_router_logits", False):
@@ -139,6 +161,8 @@ def adapter_for(model: PreTrainedModel) -> ModelAdapter:
 
 def _cut_adapter(model: PreTrainedModel) -> ModelAdapter:
     """Returns the adapter of a family whose layers can be cut."""
+    if model.config.model_type in _WHOLE_ROWS:
+        raise ValueError(f"{type(model).__name__} {_WHOLE_ROWS[model.config.model_type]}.")
     adapter = ModelAdapter(
         stacks=(_STACKS.get(model.config.model_type) or _stack_from_tensor_plan(model),),
         logit_transform=_logit_transform(model),
@@ -174,29 +198,20 @@ def _stack_from_tensor_plan(model: PreTrainedModel) -> StackAdapter:
             f"{name} has no module {model.base_model_prefix!r} that holds its decoder, so its layers no plan covers "
             "yet; train it with transformers.Trainer."
         )
-    styles, unsupported = {}, None
-    for pattern, style in plan.items():
-        if not pattern.startswith("layers.*."):
-            continue
-        module = pattern.removeprefix("layers.*.")
-        if _EXPERTS in module.split("."):  # spread by `expert`, not cut by `tensor`
-            continue
-        if style not in _STYLES:
-            unsupported = f"its {module} has the style {style!r}, which is not supported"
-            continue
-        styles[module] = _STYLES[style]
-    if not styles and unsupported is None:
-        unsupported = "the tensor-parallel plan that its family ships covers no module but experts"
-    experts = _find_experts(model) if any(_EXPERTS in pattern.split(".") for pattern in plan) else None
+    children = dict(base_model(model).named_children())
+    found = read_styles(plan, children.get(StackAdapter().layers, ()), StackAdapter().per_head)
+    experts = _find_experts(model) if any(EXPERTS in pattern.split(".") for pattern in plan) else None
     regions = StackAdapter().regions
     if experts is not None:  # besides them, a layer may have MLPs that every token goes through
-        owners = [module.rpartition(".")[0] for module in styles if not module.startswith("self_attn.")]
+        owners = [module.rpartition(".")[0] for module in found.styles if not module.startswith("self_attn.")]
         regions = tuple(dict.fromkeys((*regions, *owners)))
     return StackAdapter(
+        final_norm=next((name for name in _FINAL_NORMS if name in children), _FINAL_NORMS[0]),
         regions=regions,
         experts=experts,
-        styles={} if unsupported else styles,
-        unsupported=unsupported,
+        styles=found.styles,
+        fused=found.fused,
+        unsupported=found.unsupported,
     )
 
 

@@ -21,6 +21,10 @@ TENSOR = "tensor"  # the mesh axis of tensor ranks
 EXPERT = "expert"  # the mesh axis of the ranks over which whole experts are spread
 
 
+# Styles of weights that a rank holds whole, and uses for its own heads or channels.
+USED_IN_PART = (Style.REPLICATED_PARTIAL_GRAD, Style.ALL_FEATURES)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinearKind:
     """Describes a class of linear modules. `output_dim` is the dimension of `weight` that holds the output features;
@@ -144,6 +148,7 @@ def _specs(
     kind, style = linear_kind(layer.get_submodule(owner)), stack.style(owner)
     output_dim = kind.output_dim if kind is not None and parameter == "weight" else 0
     cut = {Style.COLUMN: output_dim, Style.ROW: 1 - output_dim if parameter == "weight" else None}.get(style)
+    cut = 0 if stack.is_per_head(name) else cut
     whole = owner.rpartition(".")[0]  # the fused projection, if this is a part of one
     family_name = f"{whole}.{parameter}" if whole in stack.fused else name
     parts, sizes = (owner,), (shape[output_dim],)
@@ -158,7 +163,7 @@ def _specs(
             axes=tuple(TENSOR if dim == cut else None for dim in range(len(shape))),
             output_dim=output_dim,
             heads=stack.heads(config).key_value if part in stack.key_value else None,
-            used_in_part=style is Style.REPLICATED_PARTIAL_GRAD and stack.in_region(owner, layer),
+            used_in_part=style in USED_IN_PART and stack.in_region(owner, layer),
         )
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from galvatron_hf.models.adapter import ModelAdapter, StackAdapter, base_model
+from galvatron_hf.models.adapter import ModelAdapter, StackAdapter, Style, base_model
 from galvatron_hf.models.heads import Heads
 from galvatron_hf.models.llama4 import counts_positions
 from galvatron_hf.models.parameter_specs import ModelSpecs, ParameterSpec, model_specs
@@ -130,7 +130,7 @@ def _check_attention(
 ) -> None:
     """Refuses Ulysses for attention modules that mix heads."""
     for attention in stack.attention if strategy.ulysses > 1 else ():
-        reason = _whole_sequence_need(layer.get_submodule(attention))
+        reason = _whole_sequence_need(layer.get_submodule(attention), stack)
         if reason is not None:
             raise ValueError(
                 f"Layer {index} has ulysses {strategy.ulysses}, but the attention of {type(model).__name__} {reason}, "
@@ -138,9 +138,9 @@ def _check_attention(
             )
 
 
-def _whole_sequence_need(attention: nn.Module) -> str | None:
+def _whole_sequence_need(attention: nn.Module, stack: StackAdapter) -> str | None:
     """Says why an attention module cannot compute some of its heads alone; None if it can."""
-    own = [parameter for parameter, _ in attention.named_parameters(recurse=False)]
+    own = [name for name, _ in attention.named_parameters(recurse=False) if name not in stack.per_head]
     if own:
         return f"has a weight {own[0]} for all heads"
     if "position_ids" in inspect.signature(attention.forward).parameters:
@@ -171,6 +171,11 @@ def _check_strategy(
             f"attention heads and {heads.key_value} key/value heads, which they do not share evenly; "
             f"use tensor {tensor} and ulysses {ulysses}."
         )
+    if Style.ALL_FEATURES in stack.styles.values() and strategy.tensor > heads.key_value:
+        raise ValueError(
+            f"Layer {index} has tensor {strategy.tensor}, but {name} has norms over all of its {heads.key_value} "
+            f"key/value heads, which more tensor ranks cannot share; use tensor {heads.key_value}."
+        )
     for spec in (one for one in specs if one.mesh == "layer"):
         _check_features(index, strategy.tensor, name, heads, spec)
 
@@ -192,7 +197,8 @@ def _check_regions(
 ) -> None:
     """Refuses tensor ranks for a layer with a weight whose cut the family does not declare."""
     for spec in specs:
-        if strategy.tensor > 1 and stack.in_region(spec.owner, layer) and stack.style(spec.owner) is None:
+        covered = stack.style(spec.owner) is not None or stack.is_per_head(spec.name)
+        if strategy.tensor > 1 and stack.in_region(spec.owner, layer) and not covered:
             raise ValueError(
                 f"{type(layer).__name__} has a weight {spec.name} that its family's tensor-parallel plan does not "
                 "cover; use tensor 1 (ulysses and sharding need no such plan)."

@@ -47,7 +47,14 @@ def parallelize_layers(
             alone=stage.is_first and stage.is_last,
         )
         for name in place.stack.attention:
-            attach_attention(layer.get_submodule(name), resolved, mesh, block.dropout_stream, block.document_bounds)
+            attach_attention(
+                layer.get_submodule(name),
+                resolved,
+                mesh,
+                block.dropout_stream,
+                block.document_bounds,
+                place.stack.per_head,
+            )
         if resolved.experts is not None:
             block.experts = attach_experts(
                 layer,
