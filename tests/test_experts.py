@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from equivalence import Reference, assert_near, assert_same_gradients, reference, whole_gradients
-from galvatron_hf.models.adapter import base_model
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.parallel import executor
 from galvatron_hf.parallel.comm import collectives
@@ -35,9 +34,7 @@ from test_parallelize import check_cases
 from tiny_models import BATCHES, EXPERT_FAMILIES
 
 
-# Families in which layers of other kinds than attention are refused.
-REFUSED = ("minimax",)
-FAMILIES = [name for name in EXPERT_FAMILIES if name not in REFUSED]
+FAMILIES = list(EXPERT_FAMILIES)
 # With few of their plans in the fast tests: each kind of plan occurs.
 FAST = {
     "mixtral": ["expert_2", "tensor", "zero_bubble"],
@@ -56,19 +53,16 @@ FAST = {
     "gpt_oss": ["recompute"],
     "hunyuan_v1_moe": ["1f1b"],
     "llama4_text": ["expert_2"],
+    "minimax": ["recompute"],
 }
 
 
 def plans_of(oracle: Reference) -> dict[str, ParallelPlan]:
     """Returns the plans that a family's layers fit."""
     adapter = adapter_for(oracle.model)
-    (stack,), counts = adapter.stacks, adapter.expert_counts(oracle.model)
-    attention = base_model(oracle.model).layers[0].self_attn
-    return expert_plans(
-        dense=[index for index, count in enumerate(counts) if not count],
-        tensor=stack.unsupported is None and stack.style("self_attn.q_proj") is not None,
-        sequence=not list(attention.parameters(recurse=False)),
-    )
+    counts, cut = adapter.expert_counts(oracle.model), adapter.structure is None
+    dense = [index for index, count in enumerate(counts) if not count]
+    return expert_plans(dense=dense, tensor=cut, sequence=cut)
 
 
 def oracle_of(family: str, batch: str = "right", **changes) -> Reference:

@@ -106,7 +106,7 @@ VIRTUAL = tuple(Stage(ranks=(2 * (i % 2), 2 * (i % 2) + 1), layers=(i, i + 1)) f
 # Model, plan, and what the sentence must say.
 REFUSED: dict[str, tuple] = {
     "encoder-decoder": (longt5, DATA, ["LongT5", "encoder-decoder", "without an adapter", "bart"]),
-    "experts without a table": (jetmoe, DATA, ["JetMoe", "base_model_tp_plan"]),
+    "experts without a table": (jetmoe, TENSOR, ["Layer 0", "JetMoe", "base_model_tp_plan", "use tensor 1"]),
     "experts of a dense layer": (experts("deepseek_v3"), uniform(4, expert=2), ["Layer 0", "no experts", "expert 1"]),
     "experts of a dense model": (llama(), uniform(4, expert=2), ["Layer 0", "Llama", "no experts", "expert 1"]),
     "more ranks than experts": (
@@ -119,8 +119,34 @@ REFUSED: dict[str, tuple] = {
         uniform(4, ulysses=2),
         ["Layer 3", "ulysses 2", "positions", "use ulysses 1"],
     ),
-    "linear attention": (experts("minimax"), DATA, ["MiniMax", "kind", "attention"]),
-    "no tensor-parallel plan": (bert, DATA, ["BertForMaskedLM", "base_model_tp_plan"]),
+    "linear attention": (
+        experts("minimax"),
+        uniform(4, ulysses=2),
+        ["MiniMax", "kinds", "attention", "use ulysses 1"],
+    ),
+    "no tensor-parallel plan": (bert, TENSOR, ["BertForMaskedLM", "base_model_tp_plan", "use tensor 1"]),
+    "an embedding cut beside whole rows": (
+        lambda: tiny_model("opt"),
+        dataclasses.replace(DATA, embedding=V(tensor=2), head=V(tensor=2)),
+        ["The embedding has tensor 2", "OPT", "use tensor 1"],
+    ),
+    "states that pass from layer to layer": (
+        lambda: tiny_model("rwkv"),
+        TWO_STAGES,
+        ["2 stages", "Rwkv", "layer 1", "'state'", "use one stage"],
+    ),
+    "hidden states of four dimensions": (
+        lambda: tiny_model("xlnet"),
+        TWO_STAGES,
+        ["XLNet", "dimensions", "one stage"],
+    ),
+    "a weight of several layers": (
+        lambda: tiny_model("zamba"),
+        DATA,
+        ["Zamba", "one weight in several layers", "model.layers.3.shared_transf"],
+    ),
+    "layers left out at random": (lambda: tiny_model("opt", layerdrop=0.1), DATA, ["OPT", "layerdrop of 0.1", "0.0"]),
+    "layers that are skipped": (lambda: tiny_model("mllama"), DATA, ["Mllama", "layers [0, 1, 2] of 4"]),
     "no head": (without_head, DATA, ["LlamaModel", "AutoModelForCausalLM"]),
     "tied and unequal": (
         llama(tie_word_embeddings=True),
@@ -150,8 +176,8 @@ REFUSED: dict[str, tuple] = {
     ),
     "hidden states scaled before the head": (
         llama_like("MiniCPM3", num_key_value_heads=8, **LATENT),
-        DATA,
-        ["MiniCPM3ForCausalLM", "between the decoder and the head"],
+        TENSOR,
+        ["MiniCPM3ForCausalLM", "between the decoder and the head", "use tensor 1"],
     ),
     "layers without attention": (
         llama_like(
@@ -162,28 +188,23 @@ REFUSED: dict[str, tuple] = {
             linear_num_key_heads=4,
             linear_num_value_heads=8,
         ),
-        DATA,
-        ["without 'self_attn'", "transformers.Trainer"],
+        TENSOR,
+        ["without 'self_attn'", "use tensor 1"],
     ),
     "positions masked by an index": (
         lambda: tiny_model("deepseek_v32"),
-        DATA,
-        ["DeepseekV32ForCausalLM", "index", "transformers.Trainer"],
+        uniform(4, ulysses=2),
+        ["DeepseekV32ForCausalLM", "index", "use ulysses 1"],
     ),
     "heads of a layer type": (
         lambda: tiny_model("mimo_v2_flash"),
-        DATA,
-        ["layer 1", "1 query heads", "4 to 2", "transformers.Trainer"],
+        TENSOR,
+        ["layer 1", "1 query heads", "4 to 2", "use tensor 1"],
     ),
     "queries scaled by position": (
         llama_like("Ministral3", head_dim=8),
         uniform(4, ulysses=2),
         ["position_ids of the whole sequence", "use ulysses 1"],
-    ),
-    "a weight for all heads": (
-        llama_like("GraniteSWA", attn_implementation="eager"),
-        uniform(4, ulysses=2),
-        ["sinks", "use ulysses 1"],
     ),
     "weights of no stage": (with_a_weight_more, TWO_STAGES, ["model.extra.weight", "use one stage"]),
     "tied stages": (
@@ -201,7 +222,7 @@ REFUSED: dict[str, tuple] = {
     "quantised": (quantised, DATA, ["quantised", "bf16 or fp32"]),
     "hidden states": (with_hidden_states, DATA, ["output_hidden_states=True", "to False"]),
     "several dtypes": (of_two_dtypes, DATA, ["bfloat16", "float32", "float()"]),
-    "norms over all heads": (FAMILIES["olmo2"].build, TENSOR, ["Olmo2ForCausalLM", "ulysses 4"]),
+    "norms over all heads": (llama_like("Olmo2"), TENSOR, ["Olmo2ForCausalLM", "2 key/value", "use tensor 2"]),
     "uneven pieces of pieces": (
         llama(intermediate_size=44, mlp_bias=True),
         uniform(8, tensor=2),

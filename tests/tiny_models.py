@@ -122,7 +122,7 @@ FAMILIES: dict[str, Family] = {
     "cohere": Family(prefix="Cohere", options=dict(logit_scale=0.25, tie_word_embeddings=True)),
     "smollm3": Family(prefix="SmolLM3", options=dict(no_rope_layer_interval=2)),
     "starcoder2": Family(prefix="Starcoder2", options=dict(use_bias=True, sliding_window=5, residual_dropout=0.0)),
-    "olmo2": Family(prefix="Olmo2"),
+    "olmo2": Family(prefix="Olmo2", options=dict(num_key_value_heads=8)),  # its norms need a head on each rank
     "gemma3": Family(prefix="Gemma3", options=dict(head_dim=8, sliding_window=4, query_pre_attn_scalar=8)),
     "gpt2": Family(prefix="GPT2", base=_GPT2_LIKE),
     "gpt2_untied": Family(prefix="GPT2", base=_GPT2_LIKE, options=dict(tie_word_embeddings=False)),

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from galvatron_hf.models.heads import Heads
 from galvatron_hf.models.lora import family_name
 from galvatron_hf.models.losses import NEXT_TOKEN, LossKind, RouterLossKind
+from galvatron_hf.models.structure import Structure
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.resolved import ResolvedPlan, resolve
 from galvatron_hf.plan.strategies import DEFAULT_STACK
@@ -28,6 +29,7 @@ class Style(Enum):
     COLUMN = "column"  # output features cut: every rank computes its own heads or channels
     ROW = "row"  # input features cut: outputs are summed over the ranks
     REPLICATED_PARTIAL_GRAD = "inside"  # whole on every rank, applied to that rank's heads: its gradients are summed
+    ALL_FEATURES = "all features"  # whole too, applied to the features of all ranks, of which a rank keeps its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +160,7 @@ class StackAdapter:
             for the reason `unsupported`.
         fused (`Mapping[str, Fused]`): the parts of each fused module.
         key_value (`tuple[str, ...]`): the modules that compute keys and values, cut by key/value heads.
+        per_head (`tuple[str, ...]`): parameters of an attention module that have one entry for each head.
         local_attributes (`Mapping[str, str]`): maps "module.attribute", which counts heads or features, to the heads
             whose cut divides it: "heads" or "key_value_heads".
         inner_dropout (`Mapping[str, str]`): for modules with cut input features, the attribute of the layer with the
@@ -189,6 +192,7 @@ class StackAdapter:
     unsupported: str | None = None
     fused: Mapping[str, Fused] = field(default_factory=dict)
     key_value: tuple[str, ...] = ("self_attn.k_proj", "self_attn.v_proj")
+    per_head: tuple[str, ...] = ("sinks",)
     local_attributes: Mapping[str, str] = field(default_factory=dict)
     inner_dropout: Mapping[str, str] = field(default_factory=dict)
     heads: Callable[[PreTrainedConfig], Heads] = Heads.from_config
@@ -216,6 +220,11 @@ class StackAdapter:
         name = family_name(name)
         owner = name.rsplit(".", 1)[0]
         return self.styles.get(name) or (self.styles.get(owner) if owner in self.fused else None)
+
+    def is_per_head(self, name: str) -> bool:
+        """Tells whether a parameter of a layer has one entry for each head."""
+        owner, _, parameter = name.rpartition(".")
+        return owner in self.attention and parameter in self.per_head
 
     def experts_of(self, layer: nn.Module) -> nn.Module | None:
         """Returns the module with the weights of all experts of a layer; None for a dense layer."""
@@ -293,8 +302,9 @@ class LayerPlace:
 class ModelAdapter:
     """Describes one model family: stacks of layers, in the order of the forward pass, between an embedding and a head.
     `logit_transform` is what the family does after its head, `logit_bias` names a buffer [1, V] that it adds to the
-    logits; `loss` is computed from labels and logits. `router_loss`
-    returns what the family adds to it for its routers if it is asked to, None if nothing.
+    logits; `loss` is computed from labels and logits. `router_loss` returns what the family adds to it for its routers
+    if it is asked to, None if nothing. `structure` is given if the family's own forward runs on whole rows, see
+    [`~galvatron_hf.models.whole_rows`].
     """
 
     stacks: tuple[StackAdapter, ...] = (StackAdapter(),)
@@ -302,6 +312,7 @@ class ModelAdapter:
     logit_bias: str | None = None
     loss: LossKind = NEXT_TOKEN
     router_loss: Callable[[PreTrainedModel], RouterLossKind | None] = lambda model: None
+    structure: Structure | None = None
 
     def stack_sizes(self, model: PreTrainedModel) -> dict[str, int]:
         """Returns the number of layers of each stack, as a plan's `stacks` has them."""

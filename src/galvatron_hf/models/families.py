@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, MoeModelOutputWithPast
 
@@ -25,17 +28,12 @@ from galvatron_hf.models.heads import Heads
 from galvatron_hf.models.llama4 import choose_experts
 from galvatron_hf.models.lora import check_adapters, inner_model
 from galvatron_hf.models.losses import RouterLossKind
-from galvatron_hf.utils.compat import is_experts_module, router_output
+from galvatron_hf.models.tensor_styles import EXPERTS, read_styles
+from galvatron_hf.models.whole_rows import whole_row_adapter
+from galvatron_hf.utils.compat import is_experts_module, masks_by_implementation, router_output
 
 
 _SHARED = ("shared_experts", "shared_expert")  # names of an MLP beside the experts
-_EXPERTS = "experts"  # the word for the module of all experts in the families' tensor-parallel plans
-
-_STYLES = {
-    "colwise": Style.COLUMN,
-    "rowwise": Style.ROW,
-    "replicated_with_grad_allreduce": Style.REPLICATED_PARTIAL_GRAD,
-}
 
 
 def _qkv_sizes(config: PreTrainedConfig) -> tuple[int, ...]:
@@ -80,7 +78,23 @@ PHI3 = StackAdapter(
 
 GPT_OSS = StackAdapter(
     experts=ExpertsAdapter(module="mlp.experts", router="mlp.router"),
-    unsupported="its attention has sinks, one for each head, which no adapter cuts yet",
+    styles={
+        **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), Style.COLUMN),
+        "self_attn.o_proj": Style.ROW,
+    },
+)
+
+GPT_NEOX = StackAdapter(
+    after=("final_layer_norm",),
+    attention=("attention",),
+    regions=("attention", "mlp"),
+    styles={
+        "attention.query_key_value": Style.COLUMN,  # head by head
+        "attention.dense": Style.ROW,
+        "mlp.dense_h_to_4h": Style.COLUMN,
+        "mlp.dense_4h_to_h": Style.ROW,
+    },
+    key_value=(),
 )
 
 LLAMA4 = StackAdapter(
@@ -98,11 +112,23 @@ LLAMA4 = StackAdapter(
     prepare=choose_experts,
 )
 
-_STACKS = {"gpt2": GPT2, "phi3": PHI3, "gpt_oss": GPT_OSS, "llama4_text": LLAMA4}
+_STACKS = {
+    "gpt2": GPT2,
+    "phi3": PHI3,
+    "phi4_multimodal": PHI3,
+    "gpt_oss": GPT_OSS,
+    "gpt_neox": GPT_NEOX,
+    "llama4_text": LLAMA4,
+}
+# Families that could be cut by their tables but for something else.
+_WHOLE_ROWS = {"nanochat": "applies the norm before its head to embeddings too"}
+_FINAL_NORMS = ("norm", "final_layernorm")
 
 _LOGIT_TRANSFORMS = {
-    "gemma2": lambda config: LogitTransform(softcap=config.final_logit_softcapping),
-    "gemma3_text": lambda config: LogitTransform(softcap=config.final_logit_softcapping),
+    **dict.fromkeys(
+        ("gemma2", "gemma3_text", "nanochat", "vaultgemma"),
+        lambda config: LogitTransform(softcap=config.final_logit_softcapping),
+    ),
     **dict.fromkeys(
         ("granite", "granitemoe", "granitemoeshared"),
         lambda config: LogitTransform(scale=1.0 / config.logits_scaling),
@@ -117,29 +143,51 @@ def auto_model(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoMode
 
 
 def adapter_for(model: PreTrainedModel) -> ModelAdapter:
-    """Returns the adapter of a model's family; for a PeftModel, that of the model inside.
+    """Returns the adapter of a model's family: the one whose layers tensor and sequence ranks can cut, or else the one
+    that runs the family's own forward on whole rows. For a PeftModel it is that of the model inside.
 
     Raises:
-        ValueError: if the model is not a causal language model of decoder layers, or its adapter does not declare what
-            follows its head.
+        ValueError: if the model is no language model of layers, or it is not clear how it runs them.
     """
     check_adapters(model)
     model = inner_model(model)
     _check_kind(model)
-    family = model.config.model_type
     if model.config.is_encoder_decoder:
         adapter = encoder_decoder_adapter(model)
         _check_structure(model, adapter)
         check_end_of_encoder_decoder(model, adapter)
         return adapter
+    try:
+        return _cut_adapter(model)
+    except ValueError as refusal:
+        adapter = whole_row_adapter(model, str(refusal).split("; ")[0].rstrip("."), _logit_transform(model))
+    if any(adapter.expert_counts(model)):
+        return _with_checked_router_loss(model, replace(adapter, router_loss=_router_loss))
+    if getattr(model.config, "output_router_logits", False):
+        raise ValueError(
+            f"{type(model).__name__} adds a loss of its routers that no adapter covers; set "
+            "model.config.output_router_logits to False."
+        )
+    return adapter
+
+
+def _cut_adapter(model: PreTrainedModel) -> ModelAdapter:
+    """Returns the adapter of a family whose layers can be cut."""
+    if model.config.model_type in _WHOLE_ROWS:
+        raise ValueError(f"{type(model).__name__} {_WHOLE_ROWS[model.config.model_type]}.")
     adapter = ModelAdapter(
-        stacks=(_STACKS.get(family) or _stack_from_tensor_plan(model),),
-        logit_transform=_LOGIT_TRANSFORMS.get(family, lambda config: LogitTransform()),
+        stacks=(_STACKS.get(model.config.model_type) or _stack_from_tensor_plan(model),),
+        logit_transform=_logit_transform(model),
         router_loss=_router_loss,
     )
     _check_structure(model, adapter)
+    _check_attention(model, adapter)
     _check_head(model, adapter)
     return _with_checked_router_loss(model, adapter)
+
+
+def _logit_transform(model: PreTrainedModel) -> Callable[[PreTrainedConfig], LogitTransform]:
+    return _LOGIT_TRANSFORMS.get(model.config.model_type, lambda config: LogitTransform())
 
 
 def count_layers(config: PreTrainedConfig) -> int:
@@ -164,29 +212,20 @@ def _stack_from_tensor_plan(model: PreTrainedModel) -> StackAdapter:
             f"{name} has no module {model.base_model_prefix!r} that holds its decoder, so its layers no plan covers "
             "yet; train it with transformers.Trainer."
         )
-    styles, unsupported = {}, None
-    for pattern, style in plan.items():
-        if not pattern.startswith("layers.*."):
-            continue
-        module = pattern.removeprefix("layers.*.")
-        if _EXPERTS in module.split("."):  # spread by `expert`, not cut by `tensor`
-            continue
-        if style not in _STYLES:
-            unsupported = f"its {module} has the style {style!r}, which is not supported"
-            continue
-        styles[module] = _STYLES[style]
-    if not styles and unsupported is None:
-        unsupported = "the tensor-parallel plan that its family ships covers no module but experts"
-    experts = _find_experts(model) if any(_EXPERTS in pattern.split(".") for pattern in plan) else None
+    children = dict(base_model(model).named_children())
+    found = read_styles(plan, children.get(StackAdapter().layers, ()), StackAdapter().per_head)
+    experts = _find_experts(model) if any(EXPERTS in pattern.split(".") for pattern in plan) else None
     regions = StackAdapter().regions
     if experts is not None:  # besides them, a layer may have MLPs that every token goes through
-        owners = [module.rpartition(".")[0] for module in styles if not module.startswith("self_attn.")]
+        owners = [module.rpartition(".")[0] for module in found.styles if not module.startswith("self_attn.")]
         regions = tuple(dict.fromkeys((*regions, *owners)))
     return StackAdapter(
+        after=(next((name for name in _FINAL_NORMS if name in children), _FINAL_NORMS[0]),),
         regions=regions,
         experts=experts,
-        styles={} if unsupported else styles,
-        unsupported=unsupported,
+        styles=found.styles,
+        fused=found.fused,
+        unsupported=found.unsupported,
     )
 
 
@@ -241,6 +280,47 @@ def _check_structure(model: PreTrainedModel, adapter: ModelAdapter) -> None:
             f"{name} computes {getattr(model.loss_function, '__name__', model.loss_function)!r}, not the causal LM "
             "loss; use an AutoModelForCausalLM class, or pass compute_loss_func."
         )
+
+
+def _check_attention(model: PreTrainedModel, adapter: ModelAdapter) -> None:
+    """Refuses layers without the attention modules of their stack, or whose attention would compute something else."""
+    name = type(model).__name__
+    for place, layer in zip(adapter.places(model), adapter.layers(model), strict=True):
+        modules, index = dict(layer.named_modules()), place.index
+        for attention in place.stack.attention:
+            if attention not in modules:
+                raise ValueError(
+                    f"Layer {index} of {name} is a {type(layer).__name__} without {attention!r}, and layers of other "
+                    "kinds than attention are not cut; train it with transformers.Trainer."
+                )
+            if not hasattr(modules[attention], "config"):
+                raise ValueError(
+                    f"Layer {index} of {name} has a {type(modules[attention]).__name__}, and layers of other kinds "
+                    "than attention are not cut; train it with transformers.Trainer."
+                )
+            reason = _unknown_attention(modules[attention], place.stack.heads(place.stack.config(model)))
+            if reason is not None:
+                raise ValueError(
+                    f"The attention of layer {index} of {name} {reason}; train it with transformers.Trainer."
+                )
+        if "input_ids" in inspect.signature(layer.forward).parameters:
+            raise ValueError(f"Layer {index} of {name} takes the token ids too; train it with transformers.Trainer.")
+
+
+def _unknown_attention(attention: nn.Module, heads: Heads) -> str | None:
+    """Says why an attention module would compute something else if it were cut; None if it would not."""
+    if masks_by_implementation(attention):
+        return (
+            "masks positions by an index of its own only for attention functions that it knows by name, and a plan's "
+            "function is not among them"
+        )
+    groups = getattr(attention, "num_key_value_groups", None)
+    if groups is not None and heads.query % heads.key_value == 0 and groups * heads.key_value != heads.query:
+        return (
+            f"has {groups} query heads to a key/value head where its configuration has {heads.query} to "
+            f"{heads.key_value}, and heads that differ from layer to layer are not cut"
+        )
+    return None
 
 
 def _router_loss(model: PreTrainedModel) -> RouterLossKind | None:

@@ -23,6 +23,10 @@ TENSOR = "tensor"  # the mesh axis of tensor ranks
 EXPERT = "expert"  # the mesh axis of the ranks over which whole experts are spread
 
 
+# Styles of weights that a rank holds whole, and uses for its own heads or channels.
+USED_IN_PART = (Style.REPLICATED_PARTIAL_GRAD, Style.ALL_FEATURES)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinearKind:
     """Describes a class of linear modules. `output_dim` is the dimension of `weight` that holds the output features;
@@ -156,6 +160,7 @@ def _specs(
     kind, style, target = linear_kind(layer.get_submodule(owner)), stack.style(owner), family_name(owner)
     output_dim = kind.output_dim if kind is not None and parameter == "weight" else 0
     cut, used_in_part = _cut(style, role(owner), output_dim, parameter)
+    cut = 0 if stack.is_per_head(name) else cut
     whole = owner.rpartition(".")[0]  # the fused projection, if this is a part of one
     joined_name = f"{whole}.{parameter}" if target.rpartition(".")[0] in stack.fused else name
     parts, sizes = (owner,), (shape[output_dim],)
@@ -191,7 +196,7 @@ def _cut(style: Style | None, of: Role, output_dim: int, parameter: str) -> tupl
         return None, is_weight  # its bias is added once, after the sum over the ranks
     if style is Style.ROW:
         return (1 - output_dim if is_weight else None), False
-    return None, style is Style.REPLICATED_PARTIAL_GRAD
+    return None, style in USED_IN_PART
 
 
 def vocabulary_specs(module: nn.Module, mesh: str) -> tuple[ParameterSpec, ...]:

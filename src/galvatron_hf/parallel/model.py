@@ -18,6 +18,7 @@ from transformers.utils import ModelOutput
 from galvatron_hf.models.adapter import ModelAdapter
 from galvatron_hf.models.fused_weights import FusedNames
 from galvatron_hf.models.lora import module_copies
+from galvatron_hf.models.slots import MissingModule
 from galvatron_hf.parallel.comm.dtensor import local_tensor, replicas
 from galvatron_hf.parallel.comm.mesh import StageMesh, WorldMesh
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
@@ -25,7 +26,6 @@ from galvatron_hf.parallel.data_parallel.tied_weights import TiedWeights
 from galvatron_hf.parallel.executor import Batch, Executor
 from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer
 from galvatron_hf.parallel.model_runner import ModelRunner, StreamPosition
-from galvatron_hf.parallel.pipeline.pruning import MissingModule
 from galvatron_hf.parallel.pipeline.runtime import Pipeline
 from galvatron_hf.parallel.pipeline.trace import Timeline
 from galvatron_hf.parallel.weights.adapted_model import AdaptedModel

@@ -151,7 +151,7 @@ class ModelRunner:
             # below the largest position: rotary embeddings may depend on it, and learned ones have a last.
             more = positions[:, -1:] + torch.arange(1, length - real_length + 1, device=positions.device)
             positions = torch.cat([positions, more.clamp(max=positions.max())], dim=1)
-        pad = self.model.config.pad_token_id
+        pad = getattr(self.model.config, "pad_token_id", None)
         if mask is None and length > real_length and not causal:
             mask = torch.ones(real_rows, real_length, dtype=torch.long, device=ids.device)
         mask, padded = mask_on_device(mask, ids.device)

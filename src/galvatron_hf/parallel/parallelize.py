@@ -32,6 +32,7 @@ from galvatron_hf.parallel.weights.adapted_model import AdaptedModel
 from galvatron_hf.parallel.weights.materialize import EmptyModel
 from galvatron_hf.parallel.weights.sources import WeightSource
 from galvatron_hf.parallel.whole_batch import WholeBatchForward
+from galvatron_hf.parallel.whole_row_stage import WholeRowStage
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.utils.allocator import keep_freed_memory
 from galvatron_hf.utils.compat import keep_class_name, refuse_numbers_of_parts
@@ -113,13 +114,14 @@ def parallelize(
         first, *later = (stage.index for stage in stages)
         units.add(ends.whole, mesh.weights(resolved.whole_weights), "replicate", stage=first, later_stages=later)
     modules, all_blocks = {}, []
+    stage_class = StageModule if adapter.structure is None else WholeRowStage
     for stage in stages:
         if uses_float8(plan):
             for resolved_layer in stage.layers:
                 make_float8(adapter.layers(model)[resolved_layer.index], resolved_layer.strategy.tensor, device)
         blocks = parallelize_layers(model, adapter, stage, mesh, current)
         all_blocks += blocks
-        module = modules[stage.index] = StageModule(model, adapter, mesh, current, stage)
+        module = modules[stage.index] = stage_class(model, adapter, mesh, current, stage)
         add_layer_units(units, blocks, stage.index)
         ends.add_units(units, stage, module)
         units.prefetch_forward(units_of_layers(blocks))

@@ -18,6 +18,7 @@ from galvatron_hf.parallel.layers.stage_layers import parallelize_layers
 from galvatron_hf.parallel.model_runner import ModelRunner
 from galvatron_hf.parallel.stage_module import StageModule
 from galvatron_hf.parallel.validate import check_model
+from galvatron_hf.parallel.whole_row_stage import WholeRowStage
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.resolved import GroupKey, MeshShape, ResolvedPlan
 
@@ -85,6 +86,7 @@ def single_rank(model: PreTrainedModel, plan: ParallelPlan) -> SingleRank:
     EmbeddingAndHead.cut(model, adapter, resolved, mesh)
     (stage,) = resolved.stages
     blocks = parallelize_layers(model, adapter, stage, mesh, current)
-    module = StageModule(model, adapter, mesh, current, stage)
+    stage_class = StageModule if adapter.structure is None else WholeRowStage
+    module = stage_class(model, adapter, mesh, current, stage)
     model.forward = runner = ModelRunner(model, resolved, mesh, current, [module])
     return SingleRank(model=model, resolved=resolved, blocks=blocks, stage=module, runner=runner, current=current)

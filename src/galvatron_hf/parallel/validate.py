@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from galvatron_hf.models.adapter import ModelAdapter, StackAdapter
+from galvatron_hf.models.adapter import ModelAdapter, StackAdapter, Style
 from galvatron_hf.models.heads import Heads
 from galvatron_hf.models.llama4 import counts_positions
 from galvatron_hf.models.lora import computes_in_bf16
@@ -18,7 +18,7 @@ from galvatron_hf.models.parameter_specs import ModelSpecs, ParameterSpec, model
 from galvatron_hf.plan import LayerStrategy, ParallelPlan
 from galvatron_hf.plan.resolved import ResolvedPlan
 from galvatron_hf.plan.supported import require_runnable
-from galvatron_hf.utils.compat import attention_implementation, masks_by_implementation
+from galvatron_hf.utils.compat import attention_implementation
 
 
 def check_plan(plan: ParallelPlan) -> None:
@@ -58,6 +58,8 @@ def check_model(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPla
     _check_weights(model, plan)
     _check_kernel(model)
     _check_outputs(model)
+    if adapter.structure is not None:
+        _check_whole_rows(model, adapter, plan)
     for index, strategy in enumerate(plan.layers):
         _check_attention(index, strategy, layers[index], model, places[index].stack)
         _check_strategy(index, strategy, model, places[index].stack, specs.layers[index])
@@ -66,10 +68,30 @@ def check_model(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPla
     _check_vocabulary(model, adapter, plan)
     resolved = adapter.resolve(model, plan)
     _check_shards(specs, resolved)
-    if len(plan.stages) > 1:
+    if len(plan.stages) > 1 and adapter.structure is None:
         _check_owners(model, adapter)
         _check_split_backward(model, adapter, plan)
     return resolved
+
+
+def _check_whole_rows(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPlan) -> None:
+    """Refuses degrees with which a rank would not have whole rows, and stages that the layers do not allow."""
+    (stack,), name = adapter.stacks, type(model).__name__
+    owners = [(f"Layer {index}", strategy, ("tensor", "ulysses")) for index, strategy in enumerate(plan.layers)]
+    owners += [("The embedding", plan.embedding, ("tensor",)), ("The head", plan.head, ("tensor",))]
+    for owner, strategy, degrees in owners:
+        for degree in degrees:
+            if getattr(strategy, degree) > 1:
+                raise ValueError(
+                    f"{owner} has {degree} {getattr(strategy, degree)}, but {name} runs on whole rows, because "
+                    f"{stack.unsupported}; use {degree} 1."
+                )
+    obstacle = adapter.structure.pipeline_obstacle
+    if len(plan.stages) > 1 and obstacle is not None:
+        raise ValueError(
+            f"The plan has {len(plan.stages)} stages, but {name} cannot be cut into stages, because {obstacle}; use "
+            "one stage."
+        )
 
 
 def _check_weights(model: PreTrainedModel, plan: ParallelPlan) -> None:
@@ -111,50 +133,19 @@ def _check_outputs(model: PreTrainedModel) -> None:
 def _check_attention(
     index: int, strategy: LayerStrategy, layer: nn.Module, model: PreTrainedModel, stack: StackAdapter
 ) -> None:
-    """Refuses layers without the attention modules of their stack, and Ulysses for modules that mix heads."""
-    name = type(model).__name__
-    modules = dict(layer.named_modules())
-    for attention in stack.attention:
-        if attention not in modules:
-            raise ValueError(
-                f"Layer {index} of {name} is a {type(layer).__name__} without {attention!r}, and layers of other "
-                "kinds than attention are not supported yet; train it with transformers.Trainer."
-            )
-        if not hasattr(modules[attention], "config"):
-            raise ValueError(
-                f"Layer {index} of {name} has a {type(modules[attention]).__name__}, and layers of other kinds than "
-                "attention are not supported yet; train it with transformers.Trainer."
-            )
-        reason = _unknown_attention(modules[attention], stack.heads(stack.config(model)))
-        if reason is not None:
-            raise ValueError(f"The attention of layer {index} of {name} {reason}; train it with transformers.Trainer.")
-        reason = _whole_sequence_need(modules[attention]) if strategy.ulysses > 1 else None
+    """Refuses Ulysses for attention modules that mix heads."""
+    for attention in stack.attention if strategy.ulysses > 1 else ():
+        reason = _whole_sequence_need(layer.get_submodule(attention), stack)
         if reason is not None:
             raise ValueError(
-                f"Layer {index} has ulysses {strategy.ulysses}, but the attention of {name} {reason}, which pieces of "
-                "a sequence do not support yet; use ulysses 1."
+                f"Layer {index} has ulysses {strategy.ulysses}, but the attention of {type(model).__name__} {reason}, "
+                "which pieces of a sequence do not support yet; use ulysses 1."
             )
 
 
-def _unknown_attention(attention: nn.Module, heads: Heads) -> str | None:
-    """Says why an attention module would compute something else under any plan; None if it would not."""
-    if masks_by_implementation(attention):
-        return (
-            "masks positions by an index of its own only for attention functions that it knows by name, and a plan's "
-            "function is not among them"
-        )
-    groups = getattr(attention, "num_key_value_groups", None)
-    if groups is not None and heads.query % heads.key_value == 0 and groups * heads.key_value != heads.query:
-        return (
-            f"has {groups} query heads to a key/value head where its configuration has {heads.query} to "
-            f"{heads.key_value}, and heads that differ from layer to layer are not supported yet"
-        )
-    return None
-
-
-def _whole_sequence_need(attention: nn.Module) -> str | None:
+def _whole_sequence_need(attention: nn.Module, stack: StackAdapter) -> str | None:
     """Says why an attention module cannot compute some of its heads alone; None if it can."""
-    own = [parameter for parameter, _ in attention.named_parameters(recurse=False)]
+    own = [name for name, _ in attention.named_parameters(recurse=False) if name not in stack.per_head]
     if own:
         return f"has a weight {own[0]} for all heads"
     if "position_ids" in inspect.signature(attention.forward).parameters:
@@ -185,6 +176,11 @@ def _check_strategy(
             f"attention heads and {heads.key_value} key/value heads, which they do not share evenly; "
             f"use tensor {tensor} and ulysses {ulysses}."
         )
+    if Style.ALL_FEATURES in stack.styles.values() and strategy.tensor > heads.key_value:
+        raise ValueError(
+            f"Layer {index} has tensor {strategy.tensor}, but {name} has norms over all of its {heads.key_value} "
+            f"key/value heads, which more tensor ranks cannot share; use tensor {heads.key_value}."
+        )
     for spec in (one for one in specs if one.mesh == "layer"):
         _check_features(index, strategy.tensor, name, heads, spec)
 
@@ -206,8 +202,8 @@ def _check_regions(
 ) -> None:
     """Refuses tensor ranks for a layer with a weight whose cut the family does not declare."""
     for spec in specs:
-        inside = spec.mesh != "whole" and stack.in_region(spec.owner, layer)
-        if strategy.tensor > 1 and inside and stack.style(spec.owner) is None:
+        covered = stack.style(spec.owner) is not None or stack.is_per_head(spec.name) or spec.mesh == "whole"
+        if strategy.tensor > 1 and stack.in_region(spec.owner, layer) and not covered:
             raise ValueError(
                 f"{type(layer).__name__} has a weight {spec.name} that its family's tensor-parallel plan does not "
                 "cover; use tensor 1 (ulysses and sharding need no such plan)."

@@ -248,5 +248,6 @@ def shard_placement(parameter: nn.Parameter, shard_degree: int, of_experts: bool
         cut = placement.dim if placement.is_shard() else None
     weight = WeightShape(shape=tuple(parameter.shape), cut=cut, of_experts=of_experts)
     dim = weight.shard_dim(tensor, shard_degree)
+    dim = 0 if dim is None and shard_degree == 1 else dim
     assert dim is not None, "check_model lets no such plan through"
     return Shard(dim)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from galvatron_hf.models.adapter import ModelAdapter, base_model, embedding_names
+from galvatron_hf.models.adapter import ModelAdapter, base_model
 from galvatron_hf.parallel.comm.dtensor import assign, full_tensor, local_tensor
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.comm.objects import gather_objects
@@ -163,7 +163,7 @@ def _vocabulary(
     first, *others = resolved.vocabulary_stages
     if not others:
         return None
-    names, modules, stages = [embedding_names(model)[0]], [model.get_submodule(embedding_names(model)[0])], [first]
+    modules, stages = [adapter.lookups(model)[0]], [first]
     for stage in resolved.stages[1:]:
         for part in (part for part in stage.parts if part.is_first):
             stack = adapter.stack(part.stack)
@@ -176,9 +176,9 @@ def _vocabulary(
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
         modules.append(head)
         stages.append(resolved.stages[-1])
-    found = {id(module): name for name, module in model.named_modules()}
+    names = {id(module): name for name, module in model.named_modules()}
     return _copies(
-        [*names, *(found[id(module)] for module in modules[1:])],
+        [names[id(module)] for module in modules],
         modules,
         [stage.ranks for stage in stages],
         world,

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
+from galvatron_hf.models.slots import MissingModule
 from galvatron_hf.parallel.activation.documents import Documents
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.parallel.comm.collective_log import observe_collectives
@@ -22,7 +23,6 @@ from galvatron_hf.parallel.comm.dtensor import local_tensor
 from galvatron_hf.parallel.comm.objects import gather_objects
 from galvatron_hf.parallel.executor import Batch
 from galvatron_hf.parallel.model import ParallelModel
-from galvatron_hf.parallel.pipeline.pruning import MissingModule
 from galvatron_hf.plan.layout import Layout, Rectangle
 from galvatron_hf.plan.schedule import Action, Work
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.layers.tensor_parallel import set_key_value_groups
 from galvatron_hf.parallel.layers.varlen_attention import attention_by_document
 from galvatron_hf.plan.resolved import ResolvedLayer
-from galvatron_hf.utils.compat import attention_implementation, set_attention_implementation
+from galvatron_hf.utils.compat import attention_implementation, set_attention_implementation, set_parameter_tensor
 
 
 IMPLEMENTATION = "galvatron"
@@ -43,6 +43,7 @@ class ParallelAttention:
         dropout_stream (`Callable[[], ContextManager]`): the stream for attention dropout, one per shard of heads.
         document_bounds (`Callable[[], DocumentBounds | None]`): returns the bounds of packed documents, None for rows
             that are not packed; called once for each call of the attention.
+        per_head (`tuple[str, ...]`): parameters of the module with one entry for each head of the tensor rank.
         counts_from_row (`bool`): whether the module counts positions from the first of a row, so that documents may
             not be packed. It is found once: a compiled layer that looked would be compiled for each layer.
         crosses (`bool`): whether its keys are those of another stack, without a bias of scores.
@@ -55,6 +56,7 @@ class ParallelAttention:
     dropout_stream: Callable[[], contextlib.AbstractContextManager]
     document_bounds: Callable[[], DocumentBounds | None]
     counts_from_row: bool
+    per_head: tuple[str, ...] = ()
     crosses: bool = False
 
 
@@ -70,10 +72,12 @@ def attach_attention(
     mesh: StageMesh,
     dropout_stream: Callable[[], contextlib.AbstractContextManager],
     document_bounds: Callable[[], DocumentBounds | None],
+    per_head: tuple[str, ...] = (),
     crosses: bool = False,
 ) -> None:
     """Makes an attention module call [`galvatron_attention`], which calls the module's configured kernel. The module
-    is changed in place; `dropout_stream`, `document_bounds` and `crosses` are those of [`ParallelAttention`].
+    is changed in place; `dropout_stream`, `document_bounds`, `per_head` and `crosses` are those of
+    [`ParallelAttention`].
     """
     set_key_value_groups(module, resolved.heads.query, resolved.heads.sent_key_value)
     module.parallel_attention = ParallelAttention(
@@ -84,6 +88,7 @@ def attach_attention(
         dropout_stream=dropout_stream,
         document_bounds=document_bounds,
         counts_from_row=counts_positions(module) or cuts_chunks(module),
+        per_head=tuple(name for name in per_head if name in dict(module.named_parameters(recurse=False))),
         crosses=crosses,
     )
     module.config = copy.copy(module.config)
@@ -126,10 +131,33 @@ def galvatron_attention(
             key, value = (states.repeat_interleave(parallel.key_value_copies, dim=1) for states in (key, value))
         query, key, value = exchange((query, key, value), 1, 2, group)
     attend = _attend if dropout == 0.0 else _attend_with_dropout
-    output = attend(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
+    with _own_heads(module, kwargs) if degree > 1 and parallel.per_head else contextlib.nullcontext(kwargs) as given:
+        output = attend(module, query, key, value, attention_mask, dropout=dropout, **given)
     if degree > 1:
         (output,) = exchange((output,), 1, 2, group)
     return output, None
+
+
+@contextlib.contextmanager
+def _own_heads(module: nn.Module, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Has parameters with one entry for each head of the tensor rank show those of the heads that this rank computes
+    while the body runs, in the module and in the options `given` to its attention function, which are returned. Their
+    gradients are sums over Ulysses ranks, as those of all weights are.
+    """
+    parallel: ParallelAttention = module.parallel_attention
+    whole = {name: getattr(module, name) for name in parallel.per_head}
+    degree, index = parallel.ulysses_degree, parallel.ulysses_group.rank()
+    own = {name: weight.chunk(degree)[index] for name, weight in whole.items()}
+    for name, weight in own.items():
+        set_parameter_tensor(module, name, weight)
+    try:
+        yield {
+            option: next((own[name] for name, weight in whole.items() if weight is value), value)
+            for option, value in given.items()
+        }
+    finally:
+        for name, weight in whole.items():
+            set_parameter_tensor(module, name, weight)
 
 
 def _attend(

@@ -12,10 +12,11 @@ from transformers import PreTrainedModel
 
 from galvatron_hf.models.adapter import ModelAdapter
 from galvatron_hf.models.lora import module_copies
+from galvatron_hf.models.slots import MissingModule
 from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.layers.vocab_parallel import Head, parallel_embeddings, whole_module
-from galvatron_hf.parallel.pipeline.pruning import MissingModule
+from galvatron_hf.parallel.layers.whole_row_layer import OwnHead
 from galvatron_hf.plan.resolved import ResolvedPlan, ResolvedStage
 from galvatron_hf.plan.schedule import actions, most_in_flight
 
@@ -30,6 +31,8 @@ class EmbeddingAndHead:
         head (`nn.Module`, *optional*): None if the rank has none.
         whole (`list[nn.Module]`): modules that the rank holds whole, see [`ModelAdapter.whole_modules`].
         tied (`bool`): whether the rank has both ends with one weight, which then belongs to the stage's own unit.
+        lookup (`bool`): whether the embedding does nothing but look up rows of its weight.
+        shared (`bool`): whether another module has a weight of the head, which then belongs to the stage's own unit.
     """
 
     embedding: dict[str, list[nn.Module]]
@@ -38,6 +41,8 @@ class EmbeddingAndHead:
     resolved: ResolvedPlan
     mesh: StageMesh
     tied: bool
+    lookup: bool = True
+    shared: bool = False
 
     @classmethod
     def cut(
@@ -57,7 +62,9 @@ class EmbeddingAndHead:
                 whole_module(module, embedding_mesh, "embedding")
             if tied:
                 head.weight = lookups[0].weight
-        if last:
+        if last and adapter.structure is not None and not adapter.fused_head:
+            OwnHead(head)
+        elif last:
             head_mesh = mesh.weights(resolved.head.weights)
             if resolved.head.weights.tensor > 1:
                 for module in adapter.final_norms(model):
@@ -78,6 +85,8 @@ class EmbeddingAndHead:
             resolved=resolved,
             mesh=mesh,
             tied=tied,
+            lookup=adapter.structure is None or all(_is_lookup(module) for module in lookups),
+            shared=last and _has_shared_weight(model, head),
         )
 
     def embedding_of(self, stage: ResolvedStage) -> list[nn.Module]:
@@ -89,10 +98,10 @@ class EmbeddingAndHead:
         """Makes the units of a stage's ends, and its root unit, which orders the units of its layers."""
         alone = stage.is_first and stage.is_last
         # One stage begins its backward right after its forward; in a pipeline other micro-batches may come between.
-        embedding = self.embedding_of(stage)
+        embedding = self.embedding_of(stage) if self.lookup else []
         for module, end, options in (
             (embedding, self.resolved.embedding, dict(needed_in_backward=not all(map(_is_lookup, embedding)))),
-            ([self.head] if stage.is_last else [], self.resolved.head, dict(stay_gathered=alone)),
+            ([self.head] if stage.is_last and not self.shared else [], self.resolved.head, dict(stay_gathered=alone)),
         ):
             if module and not self.tied:
                 mesh, sharding = self.mesh.weights(end.weights), end.strategy.sharding
@@ -106,8 +115,8 @@ class EmbeddingAndHead:
 
 
 def _is_lookup(module: nn.Module) -> bool:
-    """Tells whether a module's backward does without its weight."""
-    return isinstance(module, nn.Embedding)
+    """Tells whether a module does nothing but look up rows of its weight, whose backward does without it."""
+    return isinstance(module, nn.Embedding) and len(list(module.parameters())) == 1
 
 
 def _present(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -118,6 +127,12 @@ def _present(modules: Iterable[nn.Module]) -> list[nn.Module]:
 def _unused(modules: list[nn.Module]) -> list[nn.Module]:
     """Returns the modules in whose place a trained copy of PEFT computes: they are gathered only if they run."""
     return [one for module in modules for one in module_copies(module)[:-1]]
+
+
+def _has_shared_weight(model: PreTrainedModel, head: nn.Module) -> bool:
+    own = {id(weight) for weight in head.parameters()}
+    outside = (module for module in model.modules() if module is not head)
+    return any(id(weight) in own for module in outside for weight in module.parameters(recurse=False))
 
 
 def _several_in_flight(resolved: ResolvedPlan) -> bool:

@@ -19,6 +19,7 @@ from galvatron_hf.parallel.layers.lora import key_adapter_dropout
 from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch, ParallelLayer, draw_inner_dropout
 from galvatron_hf.parallel.layers.relative_bias import SharedBias
 from galvatron_hf.parallel.layers.tensor_parallel import cut_layer
+from galvatron_hf.parallel.layers.whole_row_layer import WholeRowLayer
 from galvatron_hf.plan.resolved import ResolvedStage
 
 
@@ -31,6 +32,7 @@ def parallelize_layers(
 ) -> list[ParallelLayer]:
     """Cuts the layers of one stage and puts a [`ParallelLayer`] around each."""
     layers, places, blocks, biases = adapter.layers(model), adapter.places(model), [], {}
+    layer_class = ParallelLayer if adapter.structure is None else WholeRowLayer
     for resolved in stage.layers:
         layer, place = layers[resolved.index], places[resolved.index]
         stack, config = place.stack, place.stack.config(model)
@@ -39,7 +41,7 @@ def parallelize_layers(
         if stack.bias is not None and stack.name not in biases:
             table = base_model(model).get_submodule(stack.bias.table)
             biases[stack.name] = SharedBias(kind=stack.bias, table=table)
-        block = ParallelLayer(
+        block = layer_class(
             resolved=resolved,
             layer=layer,
             stack=stack,
@@ -59,6 +61,7 @@ def parallelize_layers(
                 mesh,
                 block.dropout_stream,
                 block.document_bounds,
+                stack.per_head,
                 crosses=name in stack.cross,
             )
         if resolved.strategy.tensor > 1:
@@ -73,7 +76,7 @@ def parallelize_layers(
                 tensor_group=mesh.group(resolved.token_copies),
                 block=block,
             )
-        layer.forward = functools.partial(ParallelLayer.__call__, block)
+        layer.forward = functools.partial(layer_class.__call__, block)
         blocks.append(block)
     return blocks
 

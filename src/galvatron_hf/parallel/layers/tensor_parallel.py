@@ -98,7 +98,9 @@ def cut_layer(
             continue
         if style is Style.ROW and (kind is None or any(name.startswith(f"{whole}.") for whole in adapted)):
             continue  # PEFT's modules around a linear one, and those inside
-        if style is Style.ROW:
+        if style is Style.ALL_FEATURES:
+            _apply_to_all_features(module, group)
+        elif style is Style.ROW:
             _sum_row_outputs(module, kind, group, strategy.megatron_sp)
         elif style is Style.COLUMN and kind is not None:
             setattr(module, kind.output_size, local_tensor(module.weight).shape[kind.output_dim])
@@ -155,6 +157,19 @@ def _sum_row_outputs(module: nn.Module, kind: LinearKind | None, group: dist.Pro
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         output = reduce(product(hidden))
         return output if module.bias is None else output + module.bias
+
+    module.forward = forward
+
+
+def _apply_to_all_features(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Makes a module, such as a norm over all heads, get the features [B, S, features] of all ranks, and return those
+    of this rank.
+    """
+    own = module.forward
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        size = hidden.shape[-1]
+        return own(gather_positions(hidden, group, dim=-1)).narrow(-1, group.rank() * size, size)
 
     module.forward = forward
 

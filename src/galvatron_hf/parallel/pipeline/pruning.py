@@ -6,25 +6,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
 from galvatron_hf.models.adapter import ModelAdapter, base_model
+from galvatron_hf.models.slots import MissingModule
+from galvatron_hf.parallel.whole_row_stage import prune_whole_rows
 from galvatron_hf.plan.resolved import ResolvedStage
-
-
-class MissingModule(nn.Module):
-    """Replaces a module that another stage has; its output, on the device of its input, changes no sum."""
-
-    def forward(self, *args, **kwargs) -> torch.Tensor:
-        given = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
-        return torch.zeros((), device=None if given is None else given.device)
 
 
 def prune_other_stages(model: PreTrainedModel, adapter: ModelAdapter, own: Sequence[ResolvedStage]) -> None:
     """Keeps the modules of this rank's stages, under their names, and replaces all others."""
+    if adapter.structure is not None:
+        prune_whole_rows(model, adapter.structure, own)
+        return
     kept = {index for stage in own for index in stage.span}
     stacks = {part.stack for stage in own for part in stage.parts}
     biases = {

@@ -74,6 +74,8 @@ class PackingRules:
         found = self.obstacle()
         if found is not None:
             return found
+        if self.parallel.adapter.structure is not None:
+            return f"{self.parallel.family.__name__} runs its layers by its own forward, which knows no documents"
         config = self.parallel.config
         if len(self.parallel.adapter.stacks) > 1:
             return f"{self.parallel.family.__name__} has two stacks, whose documents are not packed together yet"

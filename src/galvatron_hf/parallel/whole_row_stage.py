@@ -1,0 +1,211 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""One stage of a family that runs on whole rows: the family's own forward on the rank's rows of the micro-batch, from
+token ids to logits. Where a stage begins or ends inside it, modules that take the places of others say so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from galvatron_hf.models.losses import IGNORED
+from galvatron_hf.models.slots import (
+    AbsentModule,
+    HeadSlot,
+    LayerSlot,
+    MissingModule,
+    StageEnd,
+    StageInput,
+    StageOutput,
+)
+from galvatron_hf.models.structure import Structure, forward_options
+from galvatron_hf.models.whole_rows import WholeRowAdapter
+from galvatron_hf.parallel.activation.layer_state import LayerState
+from galvatron_hf.parallel.activation.micro_batch import MicroBatch
+from galvatron_hf.parallel.activation.redistribute import redistribute
+from galvatron_hf.parallel.comm.mesh import StageMesh
+from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch
+from galvatron_hf.parallel.layers.rng import random_stream
+from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest
+from galvatron_hf.plan.layout import Layout
+from galvatron_hf.plan.resolved import ResolvedStage
+
+
+class WholeRowStage(nn.Module):
+    """Runs a stage's layers inside the family's own forward; the root of the stage's FSDP2 units. It has the interface
+    of [`StageModule`].
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        adapter: WholeRowAdapter,
+        mesh: StageMesh,
+        current: CurrentMicroBatch,
+        resolved: ResolvedStage,
+    ):
+        super().__init__()
+        self.resolved, self.index = resolved, resolved.index
+        self.is_first, self.is_last = resolved.is_first, resolved.is_last
+        self.adapter, self.mesh, self.current = adapter, mesh, current
+        self.structure, self.family = adapter.structure, type(model)
+        self._model = (model,)  # in a tuple, so that it is no submodule
+        self._received: torch.Tensor | None = None
+        self.stack = adapter.stacks[0].name
+        self.options = forward_options(self.family)
+        named = {id(module): name for name, module in model.named_modules()}
+        self.head_name = named[id(adapter.head(model))] if self.is_last else ""
+        self._head_slot = (HeadSlot(adapter.head(model)),)
+        self._absent = {name: AbsentModule(model.get_submodule(name)) for name in self._replaced(model)}
+        self.layers = nn.ModuleList(self._own_layers(model))
+        self.ends = nn.ModuleList([model] if self.is_first and self.is_last else self._own_ends(model))
+
+    def _replaced(self, model: PreTrainedModel) -> Sequence[str]:
+        return () if self.is_first else self.structure.before
+
+    def _own_layers(self, model: PreTrainedModel) -> list[nn.Module]:
+        """Returns the list of layers, in which others take the places of those of other stages."""
+        whole, span = model.get_submodule(self.structure.layers), self.resolved.span
+        form = self.structure.first, self.structure.returns
+        own = [layer if index in span else LayerSlot(layer, *form) for index, layer in enumerate(whole)]
+        if not self.is_first:
+            own[span.start - 1] = StageInput(whole[span.start - 1], *form, enter=self._enter)
+        if not self.is_last:
+            own[span.stop] = StageOutput(whole[span.stop], *form)
+        return own
+
+    def _own_ends(self, model: PreTrainedModel) -> list[nn.Module]:
+        names = (*self.structure.before, *self.structure.unused) if self.is_first else ()
+        names += (*self.structure.after, self.head_name) if self.is_last else ()
+        return [model.get_submodule(name) for name in names]
+
+    def forward(self, received: LayerState | None, request: HeadRequest | None):
+        """Runs the current micro-batch from this rank's part of the received state, None at the first stage. Returns
+        its part of the next state, or at the last stage the sum of losses and the logits for `request`; None for each
+        that is not wanted.
+        """
+        batch = self.current.value
+        if batch.last.documents is not None:
+            raise ValueError(
+                f"The attention of {self.family.__name__} does not call the registered attention function, so packed "
+                "documents would attend to each other; train with packing='none'."
+            )
+        stops = request is None or self.adapter.fused_head
+        result = self.states(received, stops_at_head=stops)
+        if self.is_last and request is None:
+            return None, None
+        if self.is_last and not stops:
+            return _loss_of_logits(result, request), result if request.logits else None
+        if not self.is_last:
+            self.current.location = "exit"
+            hidden = self._move(result, self._layout, batch.ends.boundary)
+            return LayerState.in_layout(batch.ends.boundary, {self.stack: hidden})
+        self.current.location = "head"
+        return self.adapter.head(self._model[0])(self._move(result, self._layout, batch.ends.head), request)
+
+    def embedded(self) -> torch.Tensor:
+        """Returns the hidden states before the first layer."""
+        layers, form = self.layers, (self.structure.first, self.structure.returns)
+        self.layers = nn.ModuleList([StageOutput(layers[0], *form), *list(layers)[1:]])
+        try:
+            return self.states(None)
+        finally:
+            self.layers = layers
+
+    def states(self, received: LayerState | None, stops_at_head: bool = True) -> torch.Tensor:
+        """Returns the hidden states after the stage's last layer, at the last stage the input of the head or, unless
+        it `stops_at_head`, the logits that the family returns.
+        """
+        batch = self.current.value
+        self.current.location = "embedding" if self.is_first else "entry"
+        self._received = None if received is None else received.tensors[self.stack]
+        part = batch.last.grid.rectangle(self._layout, self.mesh.index)
+        stream = random_stream(batch.device, *batch.key, -1, part.row_start, part.position_start)
+        with stream, self._in_place(stops_at_head):
+            try:
+                output = self.family.forward(self._model[0], **self._inputs(batch), **self.options)
+            except StageEnd as end:
+                return end.hidden
+        return output.logits
+
+    @property
+    def _layout(self) -> Layout:
+        """Returns the layout of all layers: whole rows."""
+        return self.resolved.layers[0].layout
+
+    def _inputs(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Returns the rank's rows of what the caller gave."""
+        tokens = batch.last
+        part = tokens.grid.rectangle(self._layout, self.mesh.index)
+        given = dict(
+            input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, position_ids=tokens.position_ids
+        )
+        return {name: value[part.row_start : part.row_stop] for name, value in given.items() if value is not None}
+
+    def _enter(self) -> torch.Tensor:
+        """Returns the received hidden states in the layout of the layers."""
+        received, self._received = self._received, None
+        return self._move(received, self.current.value.ends.boundary, self._layout)
+
+    def _move(self, hidden: torch.Tensor, source: Layout, layout: Layout) -> torch.Tensor:
+        return redistribute(hidden, source, layout, grid=self.current.value.last.grid, mesh=self.mesh)
+
+    @contextlib.contextmanager
+    def _in_place(self, stops_at_head: bool) -> Iterator[None]:
+        """Puts this stage's modules into the model while the body runs."""
+        model = self._model[0]
+        own: dict[str, nn.Module] = {self.structure.layers: self.layers, **self._absent}
+        if self.is_last and stops_at_head:
+            own[self.head_name] = self._head_slot[0]
+        before = {name: model.get_submodule(name) for name in own}
+        _put(model, own)
+        try:
+            yield
+        finally:
+            _put(model, before)
+
+
+def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    for name, module in modules.items():
+        model.set_submodule(name, module)
+
+
+def _loss_of_logits(logits: torch.Tensor, request: HeadRequest) -> torch.Tensor | None:
+    """Returns the sum of the targets' losses from the logits [B, S, V] that a family returns."""
+    if request.targets is None:
+        return None
+    return F.cross_entropy(
+        logits.float().flatten(0, 1),
+        request.targets,
+        reduction="sum",
+        ignore_index=IGNORED,
+        label_smoothing=request.label_smoothing,
+    )
+
+
+def prune_whole_rows(model: PreTrainedModel, structure: Structure, own: Sequence[ResolvedStage]) -> None:
+    """Keeps the modules of this rank's stages, under their names, and replaces all others."""
+    kept = {index for stage in own for index in stage.span}
+    for index, layer in enumerate(model.get_submodule(structure.layers)):
+        if index not in kept:
+            slot = LayerSlot(layer, structure.first, structure.returns)
+            model.set_submodule(f"{structure.layers}.{index}", slot)
+    gone: list[str] = []
+    if not any(stage.is_first for stage in own):
+        gone += (*structure.before, *structure.unused)
+    if not any(stage.is_last for stage in own):
+        head = model.get_output_embeddings()
+        gone += (*structure.after, next(name for name, module in model.named_modules() if module is head))
+    for name in gone:
+        module = model.get_submodule(name)
+        if next(module.children(), None) is None:
+            model.set_submodule(name, AbsentModule(module) if name in structure.before else MissingModule())
+        else:  # its children have their own names
+            for weight, _ in list(module.named_parameters(recurse=False)):
+                setattr(module, weight, None)
