@@ -361,6 +361,10 @@ class ModelAdapter:
         """Returns the stacks whose layers read the output of another."""
         return tuple(stack for stack in self.stacks if stack.reads is not None)
 
+    def other_inputs(self, batch: Mapping[str, Any], rows: int) -> list[str]:
+        """Returns the names of further tensors of a batch that the family's forward gets, one entry for each row."""
+        return []
+
     def stack(self, name: str) -> StackAdapter:
         return next(stack for stack in self.stacks if stack.name == name)
 

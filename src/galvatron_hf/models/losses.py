@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_outputs import CausalLMOutput, Seq2SeqLMOutput
+from transformers.modeling_outputs import CausalLMOutput, Seq2SeqLMOutput, SequenceClassifierOutput
 from transformers.utils import ModelOutput
 
 
@@ -30,6 +30,7 @@ class LossKind:
             predicts; None if the family takes no such labels beside `labels`.
         make_targets (`Callable[[torch.Tensor], torch.Tensor]`): makes targets [B, S] of labels [B, S].
         output (`type`): the class of the forward's output, which has `loss` and `logits`.
+        of_rows (`bool`): whether targets are those of rows, [B] or [B, C], and not of positions.
     """
 
     function: Callable | None
@@ -37,6 +38,7 @@ class LossKind:
     targets: str | None
     make_targets: Callable[[torch.Tensor], torch.Tensor]
     output: type[ModelOutput] = CausalLMOutput
+    of_rows: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -52,6 +54,71 @@ class LossKind:
             return batch[self.targets]
         labels = batch.get(self.labels)
         return None if labels is None else self.make_targets(labels)
+
+    def count(self, targets: torch.Tensor) -> torch.Tensor:
+        """Returns the number of targets by which the sum of losses is divided."""
+        return (targets != IGNORED).sum()
+
+    def sum_of_logits(self, logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+        """Returns the sum of the losses of logits [..., C] and as many targets, an fp32 scalar."""
+        return F.cross_entropy(
+            logits.float().flatten(0, -2),
+            targets.flatten(),
+            reduction="sum",
+            ignore_index=IGNORED,
+            label_smoothing=label_smoothing,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowLossKind(LossKind):
+    """Describes the loss of a head that classifies rows, as the families' ForSequenceClassification classes compute
+    it: squared errors of numbers, cross-entropy of classes, or binary cross-entropy of several labels.
+
+    Attributes:
+        classes (`int`): the number of logits of a row.
+        problem (`str`, *optional*): "regression", "single_label_classification" or "multi_label_classification"; by
+            default the labels say which.
+    """
+
+    classes: int
+    problem: str | None = None
+
+    def _problem(self, targets: torch.Tensor) -> str:
+        if self.problem is not None:
+            return self.problem
+        if self.classes == 1:
+            return "regression"
+        whole = targets.dtype in (torch.long, torch.int)
+        return "single_label_classification" if whole else "multi_label_classification"
+
+    def count(self, targets: torch.Tensor) -> torch.Tensor:
+        if self._problem(targets) == "single_label_classification":
+            return super().count(targets)
+        return torch.tensor(targets.numel(), device=targets.device)
+
+    def sum_of_logits(self, logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+        problem = self._problem(targets)
+        if problem == "single_label_classification":
+            return super().sum_of_logits(logits, targets, label_smoothing)
+        logits, targets = logits.float().flatten(), targets.float().flatten()
+        if problem == "regression":
+            return F.mse_loss(logits, targets, reduction="sum")
+        return F.binary_cross_entropy_with_logits(logits, targets, reduction="sum")
+
+
+def row_loss(classes: int, problem: str | None = None) -> RowLossKind:
+    """Returns the loss of a head that classifies rows."""
+    return RowLossKind(
+        function=None,
+        labels="labels",
+        targets=None,
+        make_targets=_same,
+        output=SequenceClassifierOutput,
+        of_rows=True,
+        classes=classes,
+        problem=problem,
+    )
 
 
 def shift_targets(labels: torch.Tensor) -> torch.Tensor:
@@ -115,7 +182,8 @@ def count_targets(batch: Mapping[str, Any] | Sequence[Mapping[str, Any]], loss: 
     """Counts the tokens that a batch, or a list of micro-batches, asks to predict."""
     if not isinstance(batch, Mapping):
         return torch.stack([count_targets(part, loss) for part in batch]).sum()
-    return (loss.targets_of(batch) != IGNORED).sum()
+    targets, added = loss.targets_of(batch), batch.get("added_rows")
+    return loss.count(targets if added is None or not loss.of_rows else targets[~added])
 
 
 def without_labels(batch: Mapping[str, Any], loss: LossKind = NEXT_TOKEN) -> dict[str, Any]:

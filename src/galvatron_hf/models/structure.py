@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import TokenClassifierOutput
 
-from galvatron_hf.models.losses import IGNORED, NEXT_TOKEN, SAME_POSITION, LossKind
+from galvatron_hf.models.losses import IGNORED, NEXT_TOKEN, SAME_POSITION, LossKind, row_loss
 from galvatron_hf.models.slots import AbsentModule, LayerSlot, StageInput
 from galvatron_hf.utils.compat import tree_leaves
 
@@ -39,8 +40,11 @@ class Structure:
         before, after (`tuple[str, ...]`): modules with weights of their own that are called before the first layer, or
             after the last one; without the head.
         unused (`tuple[str, ...]`): modules with weights of their own that a forward of token ids does not call.
+        head (`str`): the module that makes the logits, or what the family makes them of.
+        inputs (`frozenset[str]`): the names of the arguments of the family's forward.
         loss ([`LossKind`]): the loss that the family computes.
-        logits (`torch.Tensor`): what the family makes of `raw`, which is [1, tokens], as the head would return it.
+        logits (`torch.Tensor`, *optional*): what the family makes of `raw`, which is [1, tokens], as the head of a
+            language model would return it; None for other models.
         pipeline_obstacle (`str`, *optional*): why no stage can begin inside the list of layers.
     """
 
@@ -51,9 +55,11 @@ class Structure:
     before: tuple[str, ...]
     after: tuple[str, ...]
     unused: tuple[str, ...]
+    head: str
+    inputs: frozenset[str]
     loss: LossKind
-    raw: torch.Tensor = field(compare=False, repr=False)
-    logits: torch.Tensor = field(compare=False, repr=False)
+    raw: torch.Tensor | None = field(compare=False, repr=False)
+    logits: torch.Tensor | None = field(compare=False, repr=False)
     pipeline_obstacle: str | None
 
 
@@ -152,9 +158,10 @@ def find_structure(model: PreTrainedModel) -> Structure:
             run.
     """
     name, reasons = type(model).__name__, []
-    if not isinstance(getattr(model.get_output_embeddings(), "weight", None), nn.Parameter):
+    if not has_language_head(model) and "labels" not in inspect.signature(type(model).forward).parameters:
         raise ValueError(
-            f"{name} has no language-model head, so its loss cannot be placed; use an AutoModelForCausalLM class."
+            f"{name} has no head with a loss of labels; use a class with one, such as AutoModelForCausalLM or "
+            "AutoModelForSequenceClassification."
         )
     _check_random_layers(model)
     for layers in _module_lists(model):
@@ -165,7 +172,7 @@ def find_structure(model: PreTrainedModel) -> Structure:
             except Exception as error:  # of a family's forward: any
                 reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
             else:
-                reason = _chain_obstacle(seen)
+                reason = _chain_obstacle(seen, twin.head is not None)
                 if reason is None:
                     return _structure(model, twin, seen, output)
             reasons.append((len(twin.seen.calls), reason))
@@ -174,6 +181,11 @@ def find_structure(model: PreTrainedModel) -> Structure:
         f"{name} has no list of layers that its forward calls once each, one after the other{reason}; train it with "
         "transformers.Trainer."
     )
+
+
+def has_language_head(model: PreTrainedModel) -> bool:
+    """Tells whether a model makes the logits of tokens by one module."""
+    return isinstance(getattr(model.get_output_embeddings(), "weight", None), nn.Parameter)
 
 
 def _check_random_layers(model: PreTrainedModel) -> None:
@@ -213,8 +225,10 @@ class _Twin:
             numbers = _view_of_few(buffer.shape, number).to(buffer.dtype) if is_empty else buffer.detach().cpu()
             memo[id(buffer)] = numbers
         self.model, self.layers, self.form = copy.deepcopy(model, memo), layers, form
-        self.head = self.model.get_output_embeddings()
-        self.vocabulary = self.head.weight.shape[0]
+        self.head = self.model.get_output_embeddings() if has_language_head(model) else None
+        self.vocabulary = (self.model.get_input_embeddings() if self.head is None else self.head).weight.shape[0]
+        self.model.train(self.head is not None)  # what follows the layers of other models may have dropout
+        self.labels: torch.Tensor | None = None
 
     def run(self, changes: Mapping[str, nn.Module] | None = None, slots: Sequence[nn.Module] | None = None):
         """Runs the model's forward with labels; `changes` replace modules, `slots` the layers. Returns what was seen
@@ -236,7 +250,9 @@ class _Twin:
         mask = torch.ones_like(ids)
         mask[-1, -1] = 0
         raw = _numbers((ROWS, LENGTH, self.vocabulary), 7) * 10
-        self.head.forward = lambda states: seen.head_inputs.append(states) or raw.clone()
+        labels = ids if self.head is not None else self.labels
+        if self.head is not None:
+            self.head.forward = lambda states: seen.head_inputs.append(states) or raw.clone()
         try:
             for name, module in (changes or {}).items():
                 twin.set_submodule(name, module)
@@ -244,15 +260,18 @@ class _Twin:
                 twin.set_submodule(self.layers, nn.ModuleList(slots))
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                output = twin(input_ids=ids, attention_mask=mask, labels=ids, **forward_options(type(twin)))
+                output = twin(input_ids=ids, attention_mask=mask, labels=labels, **forward_options(type(twin)))
         finally:
-            del self.head.forward
+            if self.head is not None:
+                del self.head.forward
             twin.set_submodule(self.layers, whole)
             for name, module in old.items():
                 twin.set_submodule(name, module)
             for handle in handles:
                 handle.remove()
         self.ids, self.raw = ids, raw
+        if self.head is None:
+            seen.head_inputs.append(output.logits)
         return seen, output
 
 
@@ -289,21 +308,22 @@ def _view_of_few(shape: Sequence[int], seed: int) -> torch.Tensor:
     return few.as_strided(tuple(shape), (1,) * len(shape))
 
 
-def _chain_obstacle(seen: _Seen) -> str | None:
+def _chain_obstacle(seen: _Seen, has_language_head: bool) -> str | None:
     """Says why a run does not show layers that are called one after the other; None if it does."""
     if seen.calls != list(range(seen.count)):
         return f"it calls the layers {seen.calls[:8]} of {seen.count}"
     shapes = {tuple(hidden.shape) if isinstance(hidden, torch.Tensor) else None for hidden in seen.hidden.values()}
     if len(shapes) > 1 or None in shapes or len(next(iter(shapes))) < 3:
         return "its layers are not called with hidden states of one shape"
-    if len(seen.head_inputs) != 1 or seen.head_inputs[0].shape[:2] != (ROWS, LENGTH):
+    if has_language_head and (len(seen.head_inputs) != 1 or seen.head_inputs[0].shape[:2] != (ROWS, LENGTH)):
         return "its head is not called once with the hidden states of every position"
     return None
 
 
 def _structure(model: PreTrainedModel, twin: _Twin, seen: _Seen, output: Any) -> Structure:
-    head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
-    owners = [name for name, _ in _owners_of_weights(twin.model, twin.layers) if name != head]
+    owners = [name for name, _ in _owners_of_weights(twin.model, twin.layers)]
+    head = _head_name(model, twin, [name for name in owners if seen.modules.get(name) == {"after"}])
+    owners.remove(head)
     times = {name: seen.modules.get(name, set()) for name in owners}
     structure = Structure(
         layers=twin.layers,
@@ -313,14 +333,55 @@ def _structure(model: PreTrainedModel, twin: _Twin, seen: _Seen, output: Any) ->
         before=tuple(name for name in owners if times[name] == {"before"}),
         after=tuple(name for name in owners if times[name] == {"after"}),
         unused=tuple(name for name in owners if not times[name]),
-        loss=_loss(model, twin, output),
-        raw=twin.raw[:1].clone(),
-        logits=output.logits[:1].clone(),
+        head=head,
+        inputs=frozenset(inspect.signature(type(model).forward).parameters),
+        loss=_loss(model, twin, output) if twin.head is not None else _loss_of_task(model, twin, output),
+        raw=None if twin.head is None else twin.raw[:1].clone(),
+        logits=None if twin.head is None else output.logits[:1].clone(),
         pipeline_obstacle=None,
     )
     mixed = [name for name in owners if len(times[name]) > 1 or "between" in times[name]]
     mixed += [name for name in structure.before if f"{twin.layers}.".startswith(f"{name}.")]
     return replace(structure, pipeline_obstacle=_pipeline_obstacle(twin, structure, seen, mixed))
+
+
+def _head_name(model: PreTrainedModel, twin: _Twin, after: Sequence[str]) -> str:
+    """Returns the name of the head: without one of a language model, of the last module with a weight that is called
+    after the layers.
+    """
+    if twin.head is not None:
+        return next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+    last = next((name for name in reversed(after) if hasattr(model.get_submodule(name), "weight")), None)
+    if last is None:
+        raise ValueError(f"{type(model).__name__} has no head after its layers; use a class with one.")
+    return last
+
+
+def _loss_of_task(model: PreTrainedModel, twin: _Twin, output: Any) -> LossKind:
+    """Returns the kind of loss that a classifier of rows or of positions computes of its logits."""
+    name, logits, kind = type(model).__name__, getattr(output, "logits", None), None
+    classes = 0 if logits is None else logits.shape[-1]
+    if logits is not None and logits.shape == (ROWS, classes):
+        kind = row_loss(classes, getattr(model.config, "problem_type", None))
+        twin.labels = torch.arange(ROWS) % classes if classes > 1 else torch.arange(ROWS).float()
+        if kind.problem == "multi_label_classification":
+            twin.labels = torch.arange(ROWS * classes).view(ROWS, classes).remainder(2).float()
+        elif kind.problem == "regression" and classes > 1:
+            twin.labels = torch.arange(ROWS * classes).view(ROWS, classes).float()
+    elif logits is not None and logits.shape == (ROWS, LENGTH, classes):
+        kind = replace(SAME_POSITION, output=TokenClassifierOutput)
+        twin.labels = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % classes
+        twin.labels[0, 1] = IGNORED
+    if kind is None:
+        raise ValueError(
+            f"{name} returns neither logits of rows nor of positions; train it with transformers.Trainer."
+        )
+    _, labelled = twin.run()
+    wanted = kind.sum_of_logits(labelled.logits, twin.labels) / kind.count(twin.labels)
+    twin.labels = None
+    if not torch.allclose(labelled.loss, wanted, rtol=1e-4):
+        raise ValueError(f"{name} computes a loss that no adapter covers; train it with transformers.Trainer.")
+    return kind
 
 
 def _loss(model: PreTrainedModel, twin: _Twin, output: Any) -> LossKind:

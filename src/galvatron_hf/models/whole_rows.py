@@ -9,8 +9,9 @@ of layers, which [`find_structure`] finds.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from galvatron_hf.models.adapter import ExpertsAdapter, ModelAdapter, StackAdapter, base_model
 from galvatron_hf.models.heads import Heads
+from galvatron_hf.models.losses import NEXT_TOKEN
 from galvatron_hf.models.structure import find_structure
 from galvatron_hf.utils.compat import is_experts_module, router_output
 
@@ -46,6 +48,16 @@ class WholeRowAdapter(ModelAdapter):
                 if id(weight) not in ends:
                     rest.register_parameter(f"{name}.{weight_name}".replace(".", "_"), weight)
         return [rest]
+
+    def other_inputs(self, batch: Mapping[str, Any], rows: int) -> list[str]:
+        return [
+            name
+            for name, value in batch.items()
+            if isinstance(value, torch.Tensor) and name in self.structure.inputs and value.shape[:1] == (rows,)
+        ]
+
+    def head(self, model: PreTrainedModel) -> nn.Module:
+        return model.get_submodule(self.structure.head)
 
     def state_features(self, model: PreTrainedModel) -> dict[str, int]:
         return {self.stacks[0].name: self.structure.features}
@@ -77,12 +89,13 @@ def whole_row_adapter(model: PreTrainedModel, reason: str, logit_transform) -> W
                 key_value=(),
                 heads=lambda config: Heads(query=1, key_value=1, dim=structure.features),
                 unsupported=reason,
+                causal=structure.loss is NEXT_TOKEN,
             ),
         ),
         logit_transform=logit_transform,
         loss=structure.loss,
         structure=structure,
-        fused_head=torch.allclose(transform(structure.raw), structure.logits, rtol=1e-5),
+        fused_head=structure.raw is not None and torch.allclose(transform(structure.raw), structure.logits, rtol=1e-5),
     )
 
 

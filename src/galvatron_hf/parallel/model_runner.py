@@ -31,7 +31,7 @@ from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch
 from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest
 from galvatron_hf.parallel.router_loss import RouterStatistics
 from galvatron_hf.parallel.stage_module import StageModule
-from galvatron_hf.plan.layout import Layout
+from galvatron_hf.plan.layout import Layout, Rectangle
 from galvatron_hf.plan.resolved import ResolvedPlan
 
 
@@ -109,6 +109,7 @@ class ModelRunner:
         targets = self.loss.targets_of(inputs)
         inputs = without_labels(self.adapter.with_tokens_of_all(self.model, inputs), self.loss)
         of_stacks = {stack.name: self._inputs_of(stack, inputs) for stack in self.adapter.stacks}
+        others = {name: inputs.pop(name) for name in self.adapter.other_inputs(inputs, input_ids.shape[0])}
         _refuse_inputs(inputs)
         options = ForwardOptions(
             num_items=num_items_in_batch,
@@ -122,9 +123,10 @@ class ModelRunner:
             streams = {name: self._packed(documents[name], options, **given) for name, given in of_stacks.items()}
             ends = self.resolved.pack_end_layouts
         else:
-            streams = {name: self._padded(added_rows, options, **given) for name, given in of_stacks.items()}
+            streams = {name: self._padded(added_rows, options, others, **given) for name, given in of_stacks.items()}
             rows, length = next(reversed(streams.values())).input_ids.shape
-            targets = add_rows(add_positions(targets, length, IGNORED), rows, IGNORED)
+            if not self.loss.of_rows:
+                targets = add_rows(add_positions(targets, length, IGNORED), rows, IGNORED)
             ends = self.resolved.end_layouts(rows)
         return MicroBatch(streams=streams, targets=targets, ends=ends, key=self.position.key(), options=options)
 
@@ -138,6 +140,7 @@ class ModelRunner:
         self,
         added_rows: torch.Tensor | None,
         options: ForwardOptions,
+        others: Mapping[str, torch.Tensor],
         ids: torch.Tensor,
         mask: torch.Tensor | None,
         positions: torch.Tensor | None,
@@ -164,6 +167,10 @@ class ModelRunner:
             causal=causal,
             padded=None if padded is None else padded or (length > real_length and not causal),
             added_rows=added_rows,
+            others={
+                name: add_rows(add_positions(x, length, 0) if x.shape[1:] == (real_length,) else x, rows)
+                for name, x in others.items()
+            },
         )
 
     def _packed(
@@ -229,9 +236,9 @@ class ModelRunner:
         loss = None
         if total is not None:
             items = batch.options.num_items
-            items = (batch.targets != IGNORED).sum() if items is None else items
+            items = self.loss.count(self._real(batch)) if items is None else items
             loss = self._scaled_loss(total, items, batch.ends.head.replicas, batch.options.whole_loss)
-        if logits is not None and batch.last.real_length < batch.last.length:
+        if logits is not None and not self.loss.of_rows and batch.last.real_length < batch.last.length:
             logits = logits[:, : batch.last.real_length].clone()  # a split backward detaches them, no view may be
         return self.loss.output(loss=loss, logits=logits, **batch.read)
 
@@ -239,8 +246,20 @@ class ModelRunner:
         targets = None
         if batch.targets is not None:
             own = batch.last.grid.rectangle(batch.ends.head, self.mesh.index)
-            targets = batch.targets[own.row_start : own.row_stop, own.position_start : own.position_stop].flatten()
+            targets = self._own_targets(batch, own)
         return HeadRequest(targets=targets, logits=batch.options.logits, label_smoothing=batch.options.label_smoothing)
+
+    def _real(self, batch: MicroBatch) -> torch.Tensor:
+        """Returns the targets without those of rows that are only there to fill the batch."""
+        added = batch.last.added_rows
+        return batch.targets if added is None or not self.loss.of_rows else batch.targets[~added]
+
+    def _own_targets(self, batch: MicroBatch, own: Rectangle) -> torch.Tensor:
+        """Returns the targets of this rank's positions [T], or of its rows that are not there to fill the batch."""
+        if not self.loss.of_rows:
+            return batch.targets[own.row_start : own.row_stop, own.position_start : own.position_stop].flatten()
+        real = batch.last.real_rows if batch.last.added_rows is None else int((~batch.last.added_rows).sum())
+        return batch.targets[own.row_start : min(own.row_stop, real)]
 
     def local_rows(self, rows: int, index: int | None = None) -> slice:
         """Returns the rows whose logits this rank, or the rank `index` of its stage, gets of a micro-batch of `rows`

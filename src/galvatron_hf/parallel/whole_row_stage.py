@@ -10,11 +10,9 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from galvatron_hf.models.losses import IGNORED
 from galvatron_hf.models.slots import (
     AbsentModule,
     HeadSlot,
@@ -59,8 +57,7 @@ class WholeRowStage(nn.Module):
         self._received: torch.Tensor | None = None
         self.stack = adapter.stacks[0].name
         self.options = forward_options(self.family)
-        named = {id(module): name for name, module in model.named_modules()}
-        self.head_name = named[id(adapter.head(model))] if self.is_last else ""
+        self.head_name = self.structure.head
         self._head_slot = (HeadSlot(adapter.head(model)),)
         self._absent = {name: AbsentModule(model.get_submodule(name)) for name in self._replaced(model)}
         self.layers = nn.ModuleList(self._own_layers(model))
@@ -101,7 +98,11 @@ class WholeRowStage(nn.Module):
         if self.is_last and request is None:
             return None, None
         if self.is_last and not stops:
-            return _loss_of_logits(result, request), result if request.logits else None
+            loss = self.adapter.loss
+            rows = None if request.targets is None else len(request.targets)
+            logits = result[:rows] if loss.of_rows else result
+            summed = None if rows is None else loss.sum_of_logits(logits, request.targets, request.label_smoothing)
+            return summed, result if request.logits else None
         if not self.is_last:
             self.current.location = "exit"
             hidden = self._move(result, self._layout, batch.ends.boundary)
@@ -146,7 +147,8 @@ class WholeRowStage(nn.Module):
         given = dict(
             input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, position_ids=tokens.position_ids
         )
-        return {name: value[part.row_start : part.row_stop] for name, value in given.items() if value is not None}
+        rows = slice(part.row_start, part.row_stop)
+        return {name: value[rows] for name, value in (given | tokens.others).items() if value is not None}
 
     def _enter(self) -> torch.Tensor:
         """Returns the received hidden states in the layout of the layers."""
@@ -176,19 +178,6 @@ def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
         model.set_submodule(name, module)
 
 
-def _loss_of_logits(logits: torch.Tensor, request: HeadRequest) -> torch.Tensor | None:
-    """Returns the sum of the targets' losses from the logits [B, S, V] that a family returns."""
-    if request.targets is None:
-        return None
-    return F.cross_entropy(
-        logits.float().flatten(0, 1),
-        request.targets,
-        reduction="sum",
-        ignore_index=IGNORED,
-        label_smoothing=request.label_smoothing,
-    )
-
-
 def prune_whole_rows(model: PreTrainedModel, structure: Structure, own: Sequence[ResolvedStage]) -> None:
     """Keeps the modules of this rank's stages, under their names, and replaces all others."""
     kept = {index for stage in own for index in stage.span}
@@ -200,8 +189,7 @@ def prune_whole_rows(model: PreTrainedModel, structure: Structure, own: Sequence
     if not any(stage.is_first for stage in own):
         gone += (*structure.before, *structure.unused)
     if not any(stage.is_last for stage in own):
-        head = model.get_output_embeddings()
-        gone += (*structure.after, next(name for name, module in model.named_modules() if module is head))
+        gone += (*structure.after, structure.head)
     for name in gone:
         module = model.get_submodule(name)
         if next(module.children(), None) is None:

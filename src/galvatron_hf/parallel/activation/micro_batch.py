@@ -55,6 +55,7 @@ class TokenStream:
         padded (`bool`, *optional*): whether the mask hides a position; None if only its values on the device say so.
         added_rows (`torch.Tensor`, *optional*): [real_rows], true for rows that no loss counts.
         documents ([`Documents`], *optional*): the documents of a packed row, which do not attend to each other.
+        others (`dict[str, torch.Tensor]`): further inputs [B, ...] of the family's forward, by name.
         masks (`dict`): attention masks made so far.
     """
 
@@ -67,6 +68,7 @@ class TokenStream:
     padded: bool | None = None
     added_rows: torch.Tensor | None = None
     documents: Documents | None = None
+    others: dict[str, torch.Tensor] = field(default_factory=dict)
     masks: dict = field(default_factory=dict)
 
     @property
@@ -171,7 +173,7 @@ class MicroBatch:
     Attributes:
         streams (`Mapping[str, TokenStream]`): the tokens of each stack, in the order of the forward.
         targets (`torch.Tensor`, *optional*): [B, S] of the last stack; the token to predict at each position, -100 to
-            ignore.
+            ignore. Or those of rows, [B] or [B, C].
         ends ([`EndLayouts`]): the layouts of the embedding's output, of the head's input and between two stages.
         key (`tuple[int, ...]`): (seed, step, micro-batch), the beginning of every random stream's key.
         routings (`dict`): where choices of experts went, by layer, and whether shared experts ran meanwhile, for
@@ -239,10 +241,10 @@ def split_rows(batch: Mapping[str, Any], count: int) -> Iterator[dict[str, Any]]
 
 
 def add_rows(tensor: torch.Tensor | None, rows: int, value: int | None = None) -> torch.Tensor | None:
-    """Lengthens [B, S] to `rows` rows with copies of the last one, or with `value`."""
+    """Lengthens [B, ...] to `rows` rows with copies of the last one, or with `value`."""
     if tensor is None or tensor.shape[0] >= rows:
         return tensor
-    extra = tensor[-1:].expand(rows - tensor.shape[0], -1)
+    extra = tensor[-1:].expand(rows - tensor.shape[0], *tensor.shape[1:])
     return torch.cat([tensor, extra if value is None else torch.full_like(extra, value)])
 
 
