@@ -29,21 +29,37 @@ import transformers  # noqa: E402
 
 from family_runs import CRASHED, KINDS, REFUSED, RIGHT, WRONG, Family, run_family  # noqa: E402
 from galvatron_hf.utils.compat import DTENSOR_LOGGER  # noqa: E402
-from tiny_configurations import MODEL_TYPES  # noqa: E402
+from tiny_configurations import CAUSAL_LM, TYPES_OF_TASK  # noqa: E402
 from tiny_models import LAYERS  # noqa: E402
 
 
-PAGE = ROOT / "docs" / "families.md"
+# Each task's page, the auto class that makes its models, and what they are called.
+PAGES = {
+    "causal-lm": (ROOT / "docs" / "families.md", "AutoModelForCausalLM", "causal language models"),
+    "seq2seq-lm": (ROOT / "docs" / "families-seq2seq-lm.md", "AutoModelForSeq2SeqLM", "encoder-decoders"),
+    "masked-lm": (ROOT / "docs" / "families-masked-lm.md", "AutoModelForMaskedLM", "masked language models"),
+    "sequence-classification": (
+        ROOT / "docs" / "families-sequence-classification.md",
+        "AutoModelForSequenceClassification",
+        "classifiers of sequences",
+    ),
+    "token-classification": (
+        ROOT / "docs" / "families-token-classification.md",
+        "AutoModelForTokenClassification",
+        "classifiers of tokens",
+    ),
+}
+PAGE = PAGES[CAUSAL_LM][0]
 # Names of classes, which differ between model types that are refused for one reason.
 CLASS = re.compile(r"\b(?!AutoModel|PreTrained)(?:FSDP)?\w*[a-z]\w*[A-Z]\w*(?<!Error)\b")
 
-INTRODUCTION = """# Model families
+INTRODUCTION = """# Model families: {kind}
 
 <!-- `make families` writes this page: change docs/make_families.py instead. -->
 
-Which causal language models of transformers run under a plan, which are refused, and how far gradients are from those
-of one process. `make families` (`docs/make_families.py`) has made this page with torch {torch} and transformers
-{transformers}, from all {count} model types that `AutoModelForCausalLM` knows.
+Which {kind} of transformers run under a plan, which are refused, and how far gradients are from those of one process.
+`make families` (`docs/make_families.py`) has made this page with torch {torch} and transformers {transformers}, from
+all {count} model types that `{auto_class}` knows.
 
 Each type is tried with a tiny configuration of {layers} layers and random weights. Two CPU ranks compute one training
 step in fp32 on a padded batch under one plan of each kind. Loss, gradients and clipped norm are compared with those of
@@ -63,8 +79,8 @@ refused with other options of its configuration, or with packed rows.
 """
 
 
-def make_page(families: Sequence[Family]) -> str:
-    """Returns the page in Markdown."""
+def make_page(families: Sequence[Family], task: str = CAUSAL_LM) -> str:
+    """Returns the page of a task in Markdown."""
     families = sorted(families, key=lambda family: family.model_type)
     running = [family for family in families if not family.unbuilt and not family.refusal]
     refused = [family for family in families if family.refusal]
@@ -74,6 +90,8 @@ def make_page(families: Sequence[Family]) -> str:
         transformers=transformers.__version__,
         count=len(families),
         layers=LAYERS,
+        auto_class=PAGES[task][1],
+        kind=PAGES[task][2],
     )
     parts = [
         introduction,
@@ -160,13 +178,20 @@ def plain(page: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Tries every causal language model type of transformers.")
-    parser.add_argument("--only", nargs="+", metavar="TYPE", choices=MODEL_TYPES, help="print the outcomes of these")
-    only = parser.parse_args(arguments).only
+    parser = argparse.ArgumentParser(description="Tries every model type of transformers with the head of a task.")
+    parser.add_argument("--task", nargs="+", choices=PAGES, default=list(PAGES), help="write the pages of these")
+    parser.add_argument("--only", nargs="+", metavar="TYPE", help="print the outcomes of these")
+    options = parser.parse_args(arguments)
     prepare()
+    for task in options.task:
+        write_page(task, options.only)
+
+
+def write_page(task: str, only: Sequence[str] | None) -> None:
+    """Writes the page of a task, or prints the outcomes of some model types."""
     families = []
-    for model_type in only or MODEL_TYPES:
-        family = run_family(model_type)
+    for model_type in only or TYPES_OF_TASK[task]:
+        family = run_family(model_type, task)
         families.append(family)
         for kind, outcome in family.defects.items():
             print(f"{model_type}, {kind}: {outcome.kind}: {outcome.sentence}")
@@ -176,8 +201,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if outcome.kind == REFUSED and not family.refusal:
                     print(f"  {kind}: {outcome.sentence}")
     if not only:
-        PAGE.write_text(make_page(families))
-        print(f"{PAGE.relative_to(ROOT)}: {len(families)} model types")
+        page = PAGES[task][0]
+        page.write_text(make_page(families, task))
+        print(f"{page.relative_to(ROOT)}: {len(families)} model types", flush=True)
 
 
 def prepare() -> None:

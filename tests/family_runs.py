@@ -23,9 +23,10 @@ from galvatron_hf.models.families import adapter_for
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
+from galvatron_hf.utils.compat import decoder_ids_of_labels
 from plans import pipelined
 from ranks import run_ranks
-from tiny_configurations import model_class, tiny_model
+from tiny_configurations import CAUSAL_LM, LABELS, model_class, tiny_model
 from tiny_models import BATCHES
 
 
@@ -84,7 +85,7 @@ class Family:
 
 def plans_of(model: PreTrainedModel, adapter: ModelAdapter) -> dict[str, ParallelPlan]:
     """Returns a plan of each kind on two ranks for a model."""
-    S, counts = LayerStrategy, adapter.expert_counts(model)
+    S, counts, stacks = LayerStrategy, adapter.expert_counts(model), adapter.stack_sizes(model)
     two = VocabularyStrategy(tensor=2)
 
     def layers(*strategies: LayerStrategy) -> tuple[LayerStrategy, ...]:
@@ -103,14 +104,31 @@ def plans_of(model: PreTrainedModel, adapter: ModelAdapter) -> dict[str, Paralle
     if any(counts):
         expert = layers(S(expert=2), S(expert=2, recompute="full"), S(expert=2, sharding="zero2"))
         plans["expert"] = single_stage(expert, 2)
-    return plans
+    return {name: replace(plan, stacks=stacks) for name, plan in plans.items()}
 
 
-def run_family(model_type: str) -> Family:
-    """Tries a model type under each kind of plan."""
-    family = Family(model_type=model_type, model_class=model_class(model_type).__name__)
+def batch_of(model: PreTrainedModel, task: str) -> dict[str, torch.Tensor]:
+    """Returns a padded batch with the labels of a task."""
+    batch = BATCHES["right"]()
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    if task == "sequence-classification":
+        batch["labels"] = torch.arange(len(ids)) % LABELS
+    elif task == "token-classification":
+        batch["labels"] = (ids % LABELS).masked_fill(mask == 0, -100)
+    elif task == "seq2seq-lm":
+        batch["labels"] = batch["labels"][:, :7].contiguous()
+        batch["decoder_input_ids"] = decoder_ids_of_labels(model, batch["labels"])
+    return batch
+
+
+def run_family(model_type: str, task: str = CAUSAL_LM) -> Family:
+    """Tries a model type with the head of a task under each kind of plan."""
     try:
-        model = tiny_model(model_type, seed=SEEDS.get(model_type, 0))
+        family = Family(model_type=model_type, model_class=model_class(model_type, task).__name__)
+    except Exception as error:  # a class whose dependencies are not installed
+        return Family(model_type=model_type, model_class="", unbuilt=_first_line(error))
+    try:
+        model = tiny_model(model_type, seed=SEEDS.get(model_type, 0), task=task)
     except Exception as error:  # of transformers: any
         return replace(family, unbuilt=_first_line(error))
     try:
@@ -120,7 +138,7 @@ def run_family(model_type: str) -> Family:
     except Exception as error:
         return replace(family, plans={"data": Outcome(kind=CRASHED, sentence=_first_line(error))})
     try:
-        oracle = reference(model, BATCHES["right"]())
+        oracle = reference(model, batch_of(model, task))
     except Exception as error:
         return replace(family, unbuilt=f"one process cannot train it: {_first_line(error)}")
     return replace(family, plans=_run_plans(oracle, plans_of(model, adapter)))

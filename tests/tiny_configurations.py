@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny model of any causal language model type that the installed transformers knows.
+"""A tiny model of any type that the installed transformers knows, with the head of a task.
 
 One rule shrinks every configuration: an attribute of a known name gets a small size, dropout becomes 0, and a list
 with an entry for each layer gets as many entries as there are layers. Types that need more are in [`EXCEPTIONS`].
@@ -12,14 +12,40 @@ import copy
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto import modeling_auto
 
 from galvatron_hf.utils.compat import model_from_config
 from tiny_models import LAYERS, VOCABULARY, randomise
 
 
-MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+# The mapping from configuration to class of each task, and the model types that it has.
+MAPPINGS = {
+    "causal-lm": MODEL_FOR_CAUSAL_LM_MAPPING,
+    "seq2seq-lm": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    "masked-lm": MODEL_FOR_MASKED_LM_MAPPING,
+    "sequence-classification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    "token-classification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+}
+CAUSAL_LM = "causal-lm"
+TYPES_OF_TASK = {
+    "causal-lm": sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    "seq2seq-lm": sorted(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+    "masked-lm": sorted(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+    "sequence-classification": sorted(modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
+    "token-classification": sorted(modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
+}
+MODEL_TYPES = TYPES_OF_TASK[CAUSAL_LM]
+LABELS = 3  # classes of the heads that classify
 LARGEST = 8_000_000  # parameters; a model with more has a size that no rule shrinks
 
 SIZES: dict[str, Any] = dict(
@@ -160,31 +186,35 @@ STARTS = {
 }
 
 
-def model_class(model_type: str) -> type[PreTrainedModel]:
-    """Returns the class that `AutoModelForCausalLM` chooses for a model type."""
-    return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
+def model_class(model_type: str, task: str = CAUSAL_LM) -> type[PreTrainedModel]:
+    """Returns the class that the auto class of a task chooses for a model type."""
+    return MAPPINGS[task][CONFIG_MAPPING[model_type]]
 
 
-def tiny_configuration(model_type: str, **changes: Any) -> PreTrainedConfig:
+def tiny_configuration(model_type: str, task: str = CAUSAL_LM, **changes: Any) -> PreTrainedConfig:
     """Returns the configuration of a model type with a few thousand weights a layer. It is that of the language model
-    if this alone is what the type's causal language model takes.
+    if this alone is what the type's class takes.
     """
     config_class = CONFIG_MAPPING[model_type]
     default = config_class(**STARTS.get(model_type, {}))
     parts = [getattr(default, name, None) for name in default.sub_configs]
     for part in parts:
-        if type(part) is model_class(model_type).config_class:
+        if type(part) is model_class(model_type, task).config_class:
             default = part
     return type(default)(**(_options(default, {}) | changes))
 
 
-def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """Returns a tiny causal language model in training mode, with weights that all matter.
+def tiny_model(model_type: str, seed: int = 0, task: str = CAUSAL_LM, **changes: Any) -> PreTrainedModel:
+    """Returns a tiny model in training mode, with weights that all matter.
 
     Raises:
         ValueError: if no rule shrinks the model.
     """
-    config, family = tiny_configuration(model_type, **changes), model_class(model_type)
+    if "classification" in task:
+        changes = {"num_labels": LABELS, "pad_token_id": SIZES["pad_token_id"]} | changes
+    if task == "seq2seq-lm":
+        changes = {"decoder_start_token_id": SIZES["pad_token_id"]} | changes
+    config, family = tiny_configuration(model_type, task, **changes), model_class(model_type, task)
     torch.manual_seed(seed)
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in family(copy.deepcopy(config)).parameters())
