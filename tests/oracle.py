@@ -116,6 +116,7 @@ class Case:
     Attributes:
         plan ([`ParallelPlan`] or `str`): the plan of the ranks.
         family (`str`): of `FAMILIES`, `EXPERT_FAMILIES` or `ENCODER_DECODERS`.
+        build (`Callable`, *optional*): makes the model of another family.
         train (`Callable`): makes the training set; None does not train.
         options (`dict`): training arguments beside the defaults below.
         own_options (`dict`): training arguments of the ranks alone, which plain Trainer does not know.
@@ -130,6 +131,7 @@ class Case:
 
     plan: ParallelPlan | str
     family: str = "llama"
+    build: Callable[[], PreTrainedModel] | None = None
     train: Callable[[], Any] | None = lambda: Rows(27)
     options: dict[str, Any] = field(default_factory=dict)
     own_options: dict[str, Any] = field(default_factory=dict)
@@ -203,7 +205,8 @@ def run_case(case: Case) -> Outcome:
 
 def _run(case: Case, trainer_class: type[Trainer], args: TrainingArguments) -> Outcome:
     GradientState._reset_state()
-    model, plain = ((ALL_FAMILIES | ENCODER_DECODERS)[case.family].build() for _ in range(2))
+    build = case.build or (ALL_FAMILIES | ENCODER_DECODERS)[case.family].build
+    model, plain = build(), build()
     recorder = Recorder(plain)
     options = {"data_collator": collate} | {name: make() for name, make in case.trainer.items()}
     trainer = case.override(trainer_class)(

@@ -28,6 +28,7 @@ from galvatron_hf.models.heads import Heads
 from galvatron_hf.models.llama4 import choose_experts
 from galvatron_hf.models.lora import check_adapters, inner_model
 from galvatron_hf.models.losses import RouterLossKind
+from galvatron_hf.models.structure import has_language_head
 from galvatron_hf.models.tensor_styles import EXPERTS, read_styles
 from galvatron_hf.models.whole_rows import whole_row_adapter
 from galvatron_hf.utils.compat import is_experts_module, masks_by_implementation, router_output
@@ -161,7 +162,7 @@ def adapter_for(model: PreTrainedModel) -> ModelAdapter:
         return _cut_adapter(model)
     except ValueError as refusal:
         adapter = whole_row_adapter(model, str(refusal).split("; ")[0].rstrip("."), _logit_transform(model))
-    if any(adapter.expert_counts(model)):
+    if any(adapter.expert_counts(model)) and has_language_head(model):
         return _with_checked_router_loss(model, replace(adapter, router_loss=_router_loss))
     if getattr(model.config, "output_router_logits", False):
         raise ValueError(

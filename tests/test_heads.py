@@ -1,0 +1,170 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Encoders and decoders with heads that classify rows or positions, and masked language models, against one process."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from transformers import PreTrainedModel, Trainer
+
+import oracle
+from equivalence import reference, single_stage
+from family_runs import batch_of
+from galvatron_hf.models.families import adapter_for
+from galvatron_hf.models.losses import RowLossKind
+from galvatron_hf.plan import LayerStrategy
+from plans import pipelined
+from test_encoder_decoders import seen
+from test_parallelize import check_cases
+from tiny_configurations import LABELS, tiny_model
+from tiny_models import VOCABULARY
+
+
+S, FULL = LayerStrategy, dict(recompute="full")
+LAYERS = (S(), S(sharding="zero2"), S(sharding="replicate", **FULL), S(shard_degree=2, **FULL))
+PLANS = {
+    "one stage": single_stage(LAYERS, 4, micro_batches=2),
+    "two stages": pipelined([(0, 1), (2, 3)], (S(), S(sharding="zero2"), S(sharding="replicate"), S(**FULL))),
+    "four stages": pipelined([(0,), (1,), (2,), (3,)], (S(),) * 4, "gpipe", micro_batches=2),
+}
+SEQUENCE, TOKEN, MASKED = "sequence-classification", "token-classification", "masked-lm"
+
+
+def batch_with_types(model: PreTrainedModel, task: str) -> dict[str, torch.Tensor]:
+    """Returns a batch whose tokens are of two types, as those of pairs of sentences are."""
+    batch = batch_of(model, task)
+    return batch | {
+        "token_type_ids": (torch.arange(batch["input_ids"].shape[1]) > 4).long().expand_as(batch["input_ids"])
+    }
+
+
+def case_of(model_type: str, task: str, plan: str, make_batch=batch_of, **changes: Any):
+    model = tiny_model(model_type, task=task, **changes)
+    return reference(model, make_batch(model, task)), PLANS[plan]
+
+
+def test_every_head_of_a_family_with_segments():
+    cases = {
+        "rows": case_of("bert", SEQUENCE, "one stage", batch_with_types),
+        "rows, stages": case_of("bert", SEQUENCE, "two stages", batch_with_types),
+        "positions": case_of("bert", TOKEN, "two stages", batch_with_types),
+        "masked": case_of("bert", MASKED, "four stages", batch_with_types),
+    }
+    check_cases(4, cases)
+
+
+def test_families_of_encoders_and_decoders():
+    cases = {
+        "roberta": case_of("roberta", MASKED, "one stage"),
+        "modernbert": case_of("modernbert", SEQUENCE, "two stages"),
+        "deberta-v2": case_of("deberta-v2", TOKEN, "one stage"),
+        "distilbert": case_of("distilbert", SEQUENCE, "four stages"),
+        "gpt2": case_of("gpt2", SEQUENCE, "two stages"),
+        "llama": case_of("llama", SEQUENCE, "one stage"),
+    }
+    check_cases(4, cases, evaluation=False)
+
+
+def regression(model: PreTrainedModel, task: str) -> dict[str, torch.Tensor]:
+    batch = batch_of(model, task)
+    return batch | {"labels": torch.linspace(-1.0, 2.0, len(batch["input_ids"]))}
+
+
+def several_labels(model: PreTrainedModel, task: str) -> dict[str, torch.Tensor]:
+    batch = batch_of(model, task)
+    return batch | {"labels": torch.arange(len(batch["input_ids"]) * LABELS).view(-1, LABELS).remainder(2).float()}
+
+
+def some_ignored(model: PreTrainedModel, task: str) -> dict[str, torch.Tensor]:
+    batch = batch_of(model, task)
+    batch["labels"][1] = -100
+    return batch
+
+
+def test_every_kind_of_labels_of_rows():
+    multi = dict(problem_type="multi_label_classification")
+    cases = {
+        "numbers": case_of("bert", SEQUENCE, "two stages", regression, num_labels=1),
+        "several labels": case_of("bert", SEQUENCE, "one stage", several_labels, **multi),
+        "ignored rows": case_of("bert", SEQUENCE, "two stages", some_ignored),
+    }
+    check_cases(4, cases)
+
+
+def test_the_error_that_each_part_of_a_batch_takes_its_own_mean():
+    wrong, original = case_of("bert", SEQUENCE, "one stage", some_ignored), RowLossKind.sum_of_logits
+
+    def mean(kind, logits, targets, label_smoothing=0.0):
+        return original(kind, logits, targets, label_smoothing) / max(len(targets), 1)
+
+    assert "loss" in seen(*wrong, lambda: patch.object(RowLossKind, "sum_of_logits", mean))
+
+
+class Labelled(torch.utils.data.Dataset):
+    """Holds rows of different lengths with one label each."""
+
+    def __init__(self, count: int, seed: int = 1):
+        draw = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(3, 10, (count,), generator=draw).tolist()
+        self.rows = [torch.randint(4, VOCABULARY, (n,), generator=draw) for n in lengths]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": self.rows[index], "labels": int(self.rows[index].sum()) % LABELS}
+
+
+def collate_labelled(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    ids = [row["input_ids"] for row in rows]
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {
+        "input_ids": pad(ids, True, 3),
+        "attention_mask": pad([torch.ones_like(one) for one in ids], True, 0),
+        "labels": torch.tensor([row["labels"] for row in rows]),
+    }
+
+
+def predictions(trainer: Trainer) -> list:
+    found = trainer.predict(trainer.eval_dataset)
+    return [found.predictions, found.label_ids, found.metrics["test_loss"]]
+
+
+def test_trainer_with_a_classifier():
+    """Losses, updates, evaluation and predictions of plain Trainer, whose last batches are smaller."""
+    trainer = dict(data_collator=lambda: collate_labelled, eval_dataset=lambda: Labelled(10, seed=2))
+    case = functools.partial(
+        oracle.Case,
+        build=lambda: tiny_model("bert", task=SEQUENCE),
+        train=lambda: Labelled(27),
+        trainer=trainer,
+        after=predictions,
+    )
+    evaluated = dict(eval_strategy="steps", eval_steps=2)
+    oracle.check_cases(
+        {
+            "one stage": case(plan=PLANS["one stage"], options=evaluated),
+            "stages": case(plan=PLANS["two stages"], options=dict(label_smoothing_factor=0.1)),
+        }
+    )
+
+
+def test_what_has_no_known_loss_is_refused():
+    class Unknown(type(tiny_model("bert", task=SEQUENCE))):
+        def forward(self, *args, **kwargs):
+            output = super().forward(*args, **kwargs)
+            output.loss = None if output.loss is None else 2.0 * output.loss
+            return output
+
+    model = tiny_model("bert", task=SEQUENCE)
+    model.__class__ = Unknown
+    with pytest.raises(ValueError, match="Unknown has no head with a loss of labels"):
+        adapter_for(model)
+    albert = tiny_model("albert", task=SEQUENCE)
+    with pytest.raises(ValueError, match="Albert.* has no list of layers that its forward calls once each"):
+        adapter_for(albert)
