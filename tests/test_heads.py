@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders and decoders with heads that classify rows or positions, and masked language models, against one process."""
+"""Heads that classify rows or positions, and masked language models, against one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import oracle
 from equivalence import reference, single_stage
 from family_runs import batch_of
 from galvatron_hf.models.families import adapter_for
-from galvatron_hf.models.losses import RowLossKind
+from galvatron_hf.parallel import executor
 from galvatron_hf.plan import LayerStrategy
 from plans import pipelined
 from test_encoder_decoders import seen
@@ -38,9 +38,8 @@ SEQUENCE, TOKEN, MASKED = "sequence-classification", "token-classification", "ma
 def batch_with_types(model: PreTrainedModel, task: str) -> dict[str, torch.Tensor]:
     """Returns a batch whose tokens are of two types, as those of pairs of sentences are."""
     batch = batch_of(model, task)
-    return batch | {
-        "token_type_ids": (torch.arange(batch["input_ids"].shape[1]) > 4).long().expand_as(batch["input_ids"])
-    }
+    second = (torch.arange(batch["input_ids"].shape[1]) > 4).long()
+    return batch | {"token_type_ids": second.expand_as(batch["input_ids"]).contiguous()}
 
 
 def case_of(model_type: str, task: str, plan: str, make_batch=batch_of, **changes: Any):
@@ -96,13 +95,13 @@ def test_every_kind_of_labels_of_rows():
     check_cases(4, cases)
 
 
-def test_the_error_that_each_part_of_a_batch_takes_its_own_mean():
-    wrong, original = case_of("bert", SEQUENCE, "one stage", some_ignored), RowLossKind.sum_of_logits
+def test_the_error_that_a_row_too_many_is_counted():
+    case = case_of("bert", SEQUENCE, "four stages")
 
-    def mean(kind, logits, targets, label_smoothing=0.0):
-        return original(kind, logits, targets, label_smoothing) / max(len(targets), 1)
+    def inject():
+        return patch.object(executor, "count_targets", lambda batch, loss: loss.count(loss.targets_of(batch)) + 1)
 
-    assert "loss" in seen(*wrong, lambda: patch.object(RowLossKind, "sum_of_logits", mean))
+    assert "loss" in seen(*case, inject)
 
 
 class Labelled(torch.utils.data.Dataset):
