@@ -158,6 +158,13 @@ def find_structure(model: PreTrainedModel) -> Structure:
             run.
     """
     name, reasons = type(model).__name__, []
+    try:
+        model.get_input_embeddings()
+    except NotImplementedError:
+        raise ValueError(
+            f"{name} has no module that looks up its tokens, so its embedding cannot be placed; train it with "
+            "transformers.Trainer."
+        ) from None
     if not has_language_head(model) and "labels" not in inspect.signature(type(model).forward).parameters:
         raise ValueError(
             f"{name} has no head with a loss of labels; use a class with one, such as AutoModelForCausalLM or "
