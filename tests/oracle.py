@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallb
 import equivalence
 from galvatron_hf import GalvatronTrainer, GalvatronTrainingArguments, ParallelPlan
 from ranks import run_ranks
+from tiny_configurations import tiny_model
 from tiny_models import ALL_FAMILIES, VOCABULARY
 
 
@@ -114,7 +115,7 @@ class Case:
 
     Attributes:
         plan ([`ParallelPlan`] or `str`): the plan of the ranks.
-        family (`str`): of `FAMILIES` or `EXPERT_FAMILIES`.
+        family (`str`): of `FAMILIES` or `EXPERT_FAMILIES`, or a model type of transformers.
         train (`Callable`): makes the training set; None does not train.
         options (`dict`): training arguments beside the defaults below.
         own_options (`dict`): training arguments of the ranks alone, which plain Trainer does not know.
@@ -202,7 +203,8 @@ def run_case(case: Case) -> Outcome:
 
 def _run(case: Case, trainer_class: type[Trainer], args: TrainingArguments) -> Outcome:
     GradientState._reset_state()
-    model, plain = (ALL_FAMILIES[case.family].build() for _ in range(2))
+    known = ALL_FAMILIES.get(case.family)
+    model, plain = (tiny_model(case.family) if known is None else known.build() for _ in range(2))
     recorder = Recorder(plain)
     options = {"data_collator": collate} | {name: make() for name, make in case.trainer.items()}
     trainer = case.override(trainer_class)(

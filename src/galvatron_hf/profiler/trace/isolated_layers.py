@@ -88,9 +88,16 @@ def _settings(layer: nn.Module) -> tuple:
 
 def one_of_each(model: PreTrainedModel, copies: int = 1) -> PreTrainedModel:
     """Returns a model on the meta device with the ends of `model` and the first `copies` layers of each kind. `model`
-    is not changed and must have so many consecutive layers of each kind.
+    is not changed and must have so many consecutive layers of each kind. Raises `ValueError` for a family that runs on
+    whole rows, whose layers do not run alone.
     """
-    adapter, kinds = adapter_for(model), layer_kinds(model)
+    adapter = adapter_for(model)
+    if adapter.structure is not None:
+        raise ValueError(
+            f"{type(model).__name__} runs its layers by its own forward on whole rows, and a profile has no figures "
+            "for such layers yet; write a plan with tensor, ulysses and context 1, or train with ZeRO-3."
+        )
+    kinds = layer_kinds(model)
     of_kind = [[index for index, one in enumerate(kinds) if one == kind] for kind in range(max(kinds) + 1)]
     first = [index for indices in of_kind for index in indices[:copies]]
     small = empty_model(model.config, type(model))
