@@ -27,6 +27,7 @@ import equivalence
 from encoder_decoder_models import ENCODER_DECODERS
 from galvatron_hf import GalvatronTrainer, GalvatronTrainingArguments, ParallelPlan
 from ranks import run_ranks
+from tiny_configurations import tiny_model
 from tiny_models import ALL_FAMILIES, VOCABULARY
 
 
@@ -115,8 +116,8 @@ class Case:
 
     Attributes:
         plan ([`ParallelPlan`] or `str`): the plan of the ranks.
-        family (`str`): of `FAMILIES`, `EXPERT_FAMILIES` or `ENCODER_DECODERS`.
-        build (`Callable`, *optional*): makes the model of another family.
+        family (`str`): of `FAMILIES`, `EXPERT_FAMILIES` or `ENCODER_DECODERS`, or a model type of transformers.
+        build (`Callable`, *optional*): makes another model.
         train (`Callable`): makes the training set; None does not train.
         options (`dict`): training arguments beside the defaults below.
         own_options (`dict`): training arguments of the ranks alone, which plain Trainer does not know.
@@ -205,7 +206,8 @@ def run_case(case: Case) -> Outcome:
 
 def _run(case: Case, trainer_class: type[Trainer], args: TrainingArguments) -> Outcome:
     GradientState._reset_state()
-    build = case.build or (ALL_FAMILIES | ENCODER_DECODERS)[case.family].build
+    known = (ALL_FAMILIES | ENCODER_DECODERS).get(case.family)
+    build = case.build or (functools.partial(tiny_model, case.family) if known is None else known.build)
     model, plain = build(), build()
     recorder = Recorder(plain)
     options = {"data_collator": collate} | {name: make() for name, make in case.trainer.items()}

@@ -10,7 +10,16 @@ from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, SequenceGr
 from galvatron_hf.planner.estimate import estimate_plan
 from galvatron_hf.planner.search import search_plan
 from galvatron_hf.planner.space import Limits
+from galvatron_hf.profiler.trace.tracing import profile_from_config
 from planner_cases import random_hardware, random_model, workload
+from tiny_configurations import tiny_model
+
+
+def test_a_family_on_whole_rows_has_no_profile():
+    hardware = random_hardware(0, world_size=4, memory_bytes=1 << 40)
+    config = tiny_model("mamba").config
+    with pytest.raises(ValueError, match="MambaForCausalLM runs its layers by its own forward .* write a plan"):
+        profile_from_config(config, hardware, next(iter(hardware.flops_per_s)), length=128)
 
 
 def test_plans_without_a_price_are_refused():

@@ -122,7 +122,7 @@ FAMILIES: dict[str, Family] = {
     "cohere": Family(prefix="Cohere", options=dict(logit_scale=0.25, tie_word_embeddings=True)),
     "smollm3": Family(prefix="SmolLM3", options=dict(no_rope_layer_interval=2)),
     "starcoder2": Family(prefix="Starcoder2", options=dict(use_bias=True, sliding_window=5, residual_dropout=0.0)),
-    "olmo2": Family(prefix="Olmo2", options=dict(num_key_value_heads=8)),  # its norms need a head on each rank
+    "olmo2": Family(prefix="Olmo2", options=dict(num_key_value_heads=8)),  # norms over all heads: one for each rank
     "gemma3": Family(prefix="Gemma3", options=dict(head_dim=8, sliding_window=4, query_pre_attn_scalar=8)),
     "gpt2": Family(prefix="GPT2", base=_GPT2_LIKE),
     "gpt2_untied": Family(prefix="GPT2", base=_GPT2_LIKE, options=dict(tie_word_embeddings=False)),
@@ -156,7 +156,7 @@ EXPERT_FAMILIES: dict[str, Family] = {
         options=dict(shared_expert_intermediate_size=24, mlp_only_layers=[1], **_EXPERTS, **_ROUTER_LOSS),
     ),
     "qwen3_moe": Family(prefix="Qwen3Moe", options=dict(head_dim=8, **_EXPERTS, **_ROUTER_LOSS)),
-    "olmoe": Family(prefix="Olmoe", options=_EXPERTS | _ROUTER_LOSS),
+    "olmoe": Family(prefix="Olmoe", options=_EXPERTS | _ROUTER_LOSS | dict(num_key_value_heads=8)),
     "phimoe": Family(
         prefix="Phimoe",
         options=dict(num_local_experts=8, router_jitter_noise=0.0, input_jitter_noise=0.0, **_ROUTER_LOSS),
@@ -189,7 +189,8 @@ EXPERT_FAMILIES: dict[str, Family] = {
         ),
     ),
     "minimax_m2": Family(
-        prefix="MiniMaxM2", options=dict(num_local_experts=8, num_experts_per_tok=2, head_dim=8, **_ROUTER_LOSS)
+        prefix="MiniMaxM2",
+        options=dict(num_local_experts=8, num_experts_per_tok=2, head_dim=8, num_key_value_heads=8, **_ROUTER_LOSS),
     ),
     "gpt_oss": Family(
         prefix="GptOss",

@@ -191,6 +191,14 @@ def _logit_transform(model: PreTrainedModel) -> Callable[[PreTrainedConfig], Log
     return _LOGIT_TRANSFORMS.get(model.config.model_type, lambda config: LogitTransform())
 
 
+def search_obstacle(model: PreTrainedModel) -> str | None:
+    """Says why no search plans a model yet; None if it does."""
+    adapter = adapter_for(model)
+    if adapter.structure is not None:
+        return "runs its layers by its own forward on whole rows"
+    return "has two stacks of layers" if len(adapter.stacks) > 1 else None
+
+
 def count_layers(config: PreTrainedConfig) -> int:
     """Returns the number of layers of all stacks that a configuration asks for, without a model."""
     if config.is_encoder_decoder:

@@ -135,6 +135,7 @@ def galvatron_attention(
         output = attend(module, query, key, value, attention_mask, dropout=dropout, **given)
     if degree > 1:
         (output,) = exchange((output,), 1, 2, group)
+        output = output.contiguous()  # some families view it
     return output, None
 
 

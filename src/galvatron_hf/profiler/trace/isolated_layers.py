@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from galvatron_hf.models.families import adapter_for, auto_model
+from galvatron_hf.models.families import adapter_for, auto_model, search_obstacle
 from galvatron_hf.models.lora import has_adapters
 from galvatron_hf.parallel.activation.documents import Documents
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
@@ -107,9 +107,16 @@ def _settings(layer: nn.Module) -> tuple:
 
 def one_of_each(model: PreTrainedModel, copies: int = 1) -> PreTrainedModel:
     """Returns a model on the meta device with the ends of `model` and the first `copies` layers of each kind. `model`
-    is not changed and must have so many consecutive layers of each kind.
+    is not changed and must have so many consecutive layers of each kind. Raises `ValueError` for a model that no
+    search covers.
     """
-    adapter, kinds = adapter_for(model), layer_kinds(model)
+    adapter, obstacle = adapter_for(model), search_obstacle(model)
+    if obstacle is not None:
+        raise ValueError(
+            f"{type(model).__name__} {obstacle}, and a profile has no figures for such layers yet; write a plan, or "
+            "train with ZeRO-3."
+        )
+    kinds = layer_kinds(model)
     of_kind = [[index for index, one in enumerate(kinds) if one == kind] for kind in range(max(kinds) + 1)]
     first = [index for indices in of_kind for index in indices[:copies]]
     small = without_values(model)

@@ -19,7 +19,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from galvatron_hf.data.lengths import sequence_lengths
-from galvatron_hf.models.families import adapter_for
+from galvatron_hf.models.families import adapter_for, search_obstacle
 from galvatron_hf.models.lora import computes_in_bf16
 from galvatron_hf.parallel.comm.objects import from_rank_0
 from galvatron_hf.parallel.validate import check_model, check_plan
@@ -69,8 +69,16 @@ class AutoPlanner:
     _found: tuple[Any, ParallelPlan] | None = None
 
     def plan_for(self, model: nn.Module) -> ParallelPlan:
-        """Returns the fastest plan; collective. Without a training set it is a simple one."""
+        """Returns the fastest plan; collective. Without a training set it is a simple one, and so it is for a family
+        whose layers no profile has figures for.
+        """
         if self.dataset() is None:
+            return self.plan_without_search(model)
+        obstacle = search_obstacle(model)
+        if obstacle is not None:
+            logger.warning_once(
+                f"{type(model).__name__} {obstacle}, which no search covers yet: its layers are sharded by ZeRO-3."
+            )
             return self.plan_without_search(model)
         key = self._search_key(model)
         if self._found is None or self._found[0] != key:
