@@ -31,7 +31,7 @@ def test_trainer_on_whole_rows():
     oracle.check_cases(
         {
             "hybrid": oracle.Case(plan=PLANS["mixed"], family="lfm2_moe", options=evaluation, trainer=evaluated),
-            "not shifted": oracle.Case(plan=PLANS["1f1b"], family="bart"),
+            "not shifted": oracle.Case(plan=PLANS["1f1b"], build=lambda: tiny_model("bart")),
             "smoothed": oracle.Case(
                 plan=PLANS["1f1b"], family="recurrent_gemma", options=dict(label_smoothing_factor=0.2)
             ),
