@@ -344,11 +344,6 @@ def test_every_injected_error_is_seen():
 # ---- What is refused ----
 
 
-def on_meta() -> torch.nn.Module:
-    model = adapted()
-    return model.to("meta")
-
-
 def merged() -> torch.nn.Module:
     model = adapted()
     model.merge_adapter()
@@ -395,7 +390,6 @@ REFUSED = {
         ("ties its embeddings", "tie_word_embeddings=False"),
     ),
     "a copied block": (lambda: adapted(modules_to_save=["mlp"]), ("modules_to_save has", "name these in its place")),
-    "meta": (on_meta, ("on the meta device", "outside of torch.device('meta')")),
     "merged": (merged, ("are merged into its weight", "unmerge_adapter()")),
     "quantised": (quantised, ("quantised (QLoRA)", "load it in bf16 or fp32")),
 }
@@ -413,3 +407,8 @@ def test_refused_by_name_with_reason_and_fix(name):
     assert "\n" not in message
     for part in parts:
         assert part in message
+
+
+def test_adapters_on_the_meta_device_are_refused():
+    with pytest.raises(ValueError, match="on the meta device.*outside of torch.device"):
+        parallelize(adapted().to("meta"), uniform(2))
