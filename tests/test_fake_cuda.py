@@ -133,6 +133,7 @@ def check_waits_and_devices(found: list[dict[str, Any]], cases: list[dict[str, A
         assert one["elsewhere"] == [] and one["pickled"] == "cpu", named
 
 
+@pytest.mark.slow
 def test_a_step_waits_for_no_device(fast):
     check_waits_and_devices(fast["waits"], FAST)
 

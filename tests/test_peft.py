@@ -71,7 +71,7 @@ def oracle_of(name: str, batch: str = "right") -> Reference:
     return reference(inner_model(MODELS[name]()), BATCHES[batch]())
 
 
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
 def test_adapters_under_every_kind_of_plan(part):
     cases = {}
     for name in list(FAST)[part::3]:
@@ -168,6 +168,7 @@ FROZEN = {
 }
 
 
+@pytest.mark.slow
 def test_weights_that_the_user_has_frozen():
     cases = {}
     for what, is_frozen in FROZEN.items():

@@ -31,7 +31,7 @@ class EmbeddingAndHead:
         head (`nn.Module`, *optional*): None if the rank has none.
         whole (`list[nn.Module]`): modules that the rank holds whole, see [`ModelAdapter.whole_modules`].
         tied (`bool`): whether the rank has both ends with one weight, which then belongs to the stage's own unit.
-        lookup (`bool`): whether the embedding does nothing but look up rows of its weight.
+        lookup (`bool`): whether the embedding does nothing but look up rows of its weight, which no other module has.
         shared (`bool`): whether another module has a weight of the head, which then belongs to the stage's own unit.
     """
 
@@ -85,7 +85,8 @@ class EmbeddingAndHead:
             resolved=resolved,
             mesh=mesh,
             tied=tied,
-            lookup=adapter.structure is None or all(_is_lookup(module) for module in lookups),
+            lookup=adapter.structure is None
+            or all(_is_lookup(module) and not _has_shared_weight(model, module) for module in lookups),
             shared=last and _has_shared_weight(model, head),
         )
 
@@ -129,9 +130,10 @@ def _unused(modules: list[nn.Module]) -> list[nn.Module]:
     return [one for module in modules for one in module_copies(module)[:-1]]
 
 
-def _has_shared_weight(model: PreTrainedModel, head: nn.Module) -> bool:
-    own = {id(weight) for weight in head.parameters()}
-    outside = (module for module in model.modules() if module is not head)
+def _has_shared_weight(model: PreTrainedModel, end: nn.Module) -> bool:
+    """Tells whether another module has a weight of an embedding or a head."""
+    own = {id(weight) for weight in end.parameters()}
+    outside = (module for module in model.modules() if module is not end)
     return any(id(weight) in own for module in outside for weight in module.parameters(recurse=False))
 
 
