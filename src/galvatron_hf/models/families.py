@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter of each family of causal language models; most are read off the family's own tensor-parallel plan."""
+"""The adapter of each family of models; most are read off the family's own tensor-parallel plan."""
 
 from __future__ import annotations
 

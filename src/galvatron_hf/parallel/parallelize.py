@@ -53,7 +53,7 @@ def parallelize(
     [`WholeBatchForward`]. Under a pipeline each rank keeps the modules of its stages.
 
     Args:
-        model ([`PreTrainedModel`]): a causal language model, whole on every rank, on the device it trains on; or built
+        model ([`PreTrainedModel`]): a model with a head and a loss, whole on every rank, on its device; or built
             inside `torch.device("meta")`. A PeftModel is rewritten inside, and calls the rewritten model.
         plan ([`ParallelPlan`]): the plan, for as many ranks as the process group has.
         world ([`WorldMesh`], *optional*): the mesh of an earlier call on the same ranks, to use its groups again.
