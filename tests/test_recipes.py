@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset, DatasetDict
-from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerControl, TrainerState
 
 from galvatron_hf import ParallelPlan
 from galvatron_hf.plan.supported import unsupported
@@ -25,11 +25,12 @@ ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "recipes"
 sys.path.insert(0, str(RECIPES))
 
+import classify  # noqa: E402
 import generate  # noqa: E402
 import moe  # noqa: E402
 import progress  # noqa: E402
 import train_clm  # noqa: E402
-from data import python_stdlib, text  # noqa: E402
+from data import labels, python_stdlib, text  # noqa: E402
 
 
 DOCUMENTS = [f"def function_{i}(x):\n    return x + {i}\n" * (1 + i % 7) for i in range(60)]
@@ -357,6 +358,35 @@ def test_a_model_with_experts_is_trained_saved_and_loaded(tmp_path, monkeypatch)
 def test_experts_are_spread_over_ranks_in_layers_that_have_them():
     plan = moe.spread_experts(EXPERT_FAMILIES["deepseek_v3"].build(), 4, 8)
     assert [layer.expert for layer in plan.layers] == [1, 4, 4, 4] and plan.world_size == 8
+
+
+def test_a_classifier_is_trained_on_labelled_texts(tmp_path, monkeypatch):
+    """Two ranks learn which of two words a text has, from a file with columns of other names."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf-cache")
+    texts = [f"{word} = {index} + {index % 7}\n" for index in range(60) for word in ("left", "right")]
+    table = {"code": texts, "side": [text.split()[0] for text in texts]}
+    Dataset.from_dict(table).to_json(tmp_path / "sides.jsonl")
+    argv = ["classify.py", str(RECIPES / "classify.yaml"), "--dataset_name", str(tmp_path / "sides.jsonl")]
+    argv += ["--text_column=code", "--label_column=side", "--vocab_size=300", "--max_length=32", "--max_steps=20"]
+    argv += [
+        '--config_overrides={"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, '
+        '"num_attention_heads": 4, "max_position_embeddings": 64}'
+    ]
+    argv += ["--disable_tqdm=true", "--learning_rate=5e-3", f"--output_dir={tmp_path / 'run'}"]
+    monkeypatch.setattr(sys, "argv", argv)
+    run_ranks(classify.main, 2)
+    metrics = json.loads((tmp_path / "run" / "eval_results.json").read_text())
+    assert metrics["eval_accuracy"] == 1.0
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run")
+    assert model.config.id2label == {0: "left", 1: "right"}
+
+
+def test_packages_of_the_library_are_labels():
+    found = labels.load_labelled("python-stdlib", None, "text", "label", 10.0, 0, classes=3)
+    names, train = found["train"].features["label"].names, found["train"]
+    assert len(names) == 3 and set(train["label"][:]) == {0, 1, 2}
+    counts = [sum(part["label"][:].count(label) for part in found.values()) for label in range(3)]
+    assert len(set(counts)) == 1 and counts[0] > 100
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def load_documents(
     Raises:
         `ValueError`: if there is no such column, or no document.
     """
-    loaded = _load(name, config)
+    loaded = load_dataset_of(name, config)
     documents = loaded if isinstance(loaded, DatasetDict) else DatasetDict(train=loaded)
     if text_column not in documents["train"].column_names:
         raise ValueError(
@@ -68,7 +68,8 @@ def load_documents(
     return DatasetDict(train=documents["train"], validation=documents["validation"])
 
 
-def _load(name: str, config: str | None) -> Dataset | DatasetDict:
+def load_dataset_of(name: str, config: str | None) -> Dataset | DatasetDict:
+    """Loads a dataset of any of the kinds that [`load_documents`] names."""
     path = Path(name)
     if name == python_stdlib.NAME:
         return python_stdlib.load_python_stdlib()

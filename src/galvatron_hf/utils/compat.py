@@ -468,3 +468,9 @@ def decoder_ids_of_labels(model: PreTrainedModel, labels: torch.Tensor) -> torch
         return model.prepare_decoder_input_ids_from_labels(labels)
     shift = vars(sys.modules[type(model).forward.__module__])["shift_tokens_right"]
     return shift(labels, model.config.pad_token_id, model.config.decoder_start_token_id)
+
+
+def copy_generation_config(model: PreTrainedModel, other: PreTrainedModel) -> None:
+    """Gives another model of the same family the options with which a model generates, if it is one that does."""
+    if getattr(model, "generation_config", None) is not None:
+        other.generation_config = model.generation_config

@@ -29,6 +29,7 @@ from galvatron_hf.parallel.comm.objects import broadcast_object, gather_objects,
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.weights.optimizer_state import NamedOptimizerState, numbers_from_json, options_from_json
 from galvatron_hf.plan.serialization import read_object, write_file
+from galvatron_hf.utils.compat import copy_generation_config
 
 
 # Next to the distributed checkpoint, which holds only tensors: nothing is read by unpickling.
@@ -347,8 +348,7 @@ def plain_model(
             model = parallel.family(parallel.model.config)
         model.load_state_dict(weights, strict=False)
         model.tie_weights()
-    if parallel.model.generation_config is not None:
-        inner_model(model).generation_config = parallel.model.generation_config
+    copy_generation_config(parallel.model, inner_model(model))
     return model.to(device or next(parallel.model.parameters()).device).eval()
 
 

@@ -42,6 +42,7 @@ from galvatron_hf.plan.serialization import read_object, write_file
 from galvatron_hf.trainer.checkpoint.checkpoint_writer import CheckpointWriter, SaveError, save_on_every_rank
 from galvatron_hf.trainer.checkpoint.random_state import RANDOM_FILE, random_state
 from galvatron_hf.trainer.checkpoint.scheduler_state import SCHEDULER_FILE, SchedulerState, group_names
+from galvatron_hf.utils.compat import copy_generation_config
 
 
 logger = logging.get_logger(__name__)
@@ -98,8 +99,7 @@ class Checkpointer:
             save_on_every_rank(lambda: self._save_adapters(found, output_dir), f"Saving to {output_dir}")
             return
         model = self._plain_model()
-        if self.parallel.model.generation_config is not None:
-            model.generation_config = self.parallel.model.generation_config
+        copy_generation_config(self.parallel.model, model)
         save_on_every_rank(lambda: self._save_all_but_weights(model, output_dir, {}), f"Saving to {output_dir}")
         if not weights:
             return
