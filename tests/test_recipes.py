@@ -13,7 +13,13 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset, DatasetDict
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerControl, TrainerState
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    TrainerControl,
+    TrainerState,
+)
 
 from galvatron_hf import ParallelPlan
 from galvatron_hf.plan.supported import unsupported
@@ -29,8 +35,9 @@ import classify  # noqa: E402
 import generate  # noqa: E402
 import moe  # noqa: E402
 import progress  # noqa: E402
+import seq2seq  # noqa: E402
 import train_clm  # noqa: E402
-from data import labels, python_stdlib, text  # noqa: E402
+from data import labels, pairs, python_stdlib, text  # noqa: E402
 
 
 DOCUMENTS = [f"def function_{i}(x):\n    return x + {i}\n" * (1 + i % 7) for i in range(60)]
@@ -379,6 +386,33 @@ def test_a_classifier_is_trained_on_labelled_texts(tmp_path, monkeypatch):
     assert metrics["eval_accuracy"] == 1.0
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run")
     assert model.config.id2label == {0: "left", 1: "right"}
+
+
+def test_an_encoder_decoder_is_trained_on_pairs(tmp_path, monkeypatch):
+    """Four ranks train under the plan with a stage for each stack, and save a model of transformers."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf-cache")
+    table = {"code": [f"x = {i}" for i in range(64)], "text": [f"sets x to {i}" for i in range(64)]}
+    Dataset.from_dict(table).to_json(tmp_path / "pairs.jsonl")
+    argv = ["seq2seq.py", str(RECIPES / "seq2seq.yaml"), "--dataset_name", str(tmp_path / "pairs.jsonl")]
+    argv += ["--source_column=code", "--target_column=text", "--vocab_size=300", "--max_length=32", "--max_steps=12"]
+    argv += [
+        '--config_overrides={"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, '
+        '"num_heads": 4}'
+    ]
+    argv += ["--disable_tqdm=true", "--learning_rate=2e-2", f"--output_dir={tmp_path / 'run'}"]
+    argv += [f"--parallel_plan={RECIPES / 'plans' / 't5-4cpu.json'}"]
+    monkeypatch.setattr(sys, "argv", argv)
+    run_ranks(seq2seq.main, 4)
+    history = json.loads((tmp_path / "run" / "train_results.json").read_text())
+    assert history["train_loss"] < 4.5  # a new model knows nothing: ln(300) = 5.7
+    weights = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run").state_dict()
+    assert all(torch.isfinite(weight).all() for weight in weights.values())
+
+
+def test_functions_of_the_library_are_pairs():
+    code = 'def f(x):\n    """Returns twice x.\n\n    More.\n    """\n    return 2 * x\n\n\ndef g():\n    pass\n'
+    assert list(pairs._documented(code)) == [("def f(x):\n    return 2 * x", "Returns twice x.")]
+    assert list(pairs._documented("def broken(:\n")) == []
 
 
 def test_packages_of_the_library_are_labels():
