@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """
 Tries every causal language model type of the installed transformers, and writes `docs/families.md`; `make families`
-runs it, in about three minutes on two cores.
+runs it, in about ten minutes on two cores.
 
     python docs/make_families.py [--only llama mixtral ...]
 
@@ -56,6 +56,11 @@ plain transformers on one process:
 | ulysses | two Ulysses ranks, recompute, ZeRO-2 |
 | pipeline | two stages (1F1B) with two micro-batches, recompute |
 | expert | two expert ranks in the layers with experts, recompute, ZeRO-2 |
+
+A family whose layers no adapter cuts runs on whole rows, if tensor, Ulysses and context degrees are 1: its own forward
+computes a rank's rows from token ids to logits. How it runs its layers is found out by a run of that forward with
+stand-ins for layers and head. Pipelines need layers that pass on their hidden states alone. Documents are not packed
+in these families, and neither `galvatron search` nor `parallel_plan="auto"` has figures for them: "auto" is ZeRO-3.
 
 A number in the table is the largest error of a gradient's entry, relative to the largest entry of its tensor or, if
 that is more, to a hundredth of the norm of all gradients; over 1e-5 is wrong. A type that runs here may still be
