@@ -169,7 +169,7 @@ def test_precomputed_references_are_those_of_one_process(tmp_path):
             assert own == pytest.approx(other, rel=2e-5, abs=1e-6)
 
 
-def test_a_reward_model_is_refused(tmp_path):
+def test_a_reward_model_is_refused_under_tensor(tmp_path):
     def work() -> str:
         try:
             logs_of("Reward", tmp_path, light_plan(2))
@@ -179,4 +179,4 @@ def test_a_reward_model_is_refused(tmp_path):
 
     for message in on_ranks(work, 2):
         assert "LlamaForSequenceClassification has no language-model head" in message
-        assert "use an AutoModelForCausalLM class" in message
+        assert "runs on whole rows" in message and "use tensor 1" in message
