@@ -1,12 +1,12 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
 """
-Tries every causal language model type of the installed transformers, and writes `docs/families.md`; `make families`
-runs it, in about ten minutes on two cores.
+Tries every model type of the installed transformers with the heads of five tasks, and writes `docs/families.md` and
+its neighbours; `make families` runs it, in about ten minutes on two cores for causal language models alone.
 
-    python docs/make_families.py [--only llama mixtral ...]
+    python docs/make_families.py [--task TASK ...] [--only llama mixtral ...]
 
-With `--only` the rows are printed, and the page stays.
+With `--only` the rows are printed, and the pages stay.
 """
 
 from __future__ import annotations

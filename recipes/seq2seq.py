@@ -112,13 +112,7 @@ def main() -> None:
         processing_class=tokenizer,
         data_collator=DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8),
     )
-    result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-    trainer.save_model()
-    trainer.log_metrics("train", result.metrics)
-    trainer.save_metrics("train", result.metrics)
-    metrics = trainer.evaluate()
-    trainer.log_metrics("eval", metrics)
-    trainer.save_metrics("eval", metrics)
+    train_clm.train_and_save(trainer, evaluates=True)
 
 
 if __name__ == "__main__":

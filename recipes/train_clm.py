@@ -215,12 +215,17 @@ def train(
     if not training_args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(ThroughputCallback)
-    result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    train_and_save(trainer, evaluates=training_args.do_eval)
+
+
+def train_and_save(trainer: GalvatronTrainer, evaluates: bool) -> None:
+    """Trains, saves the model, the trainer's state and the metrics, and evaluates last if `evaluates`."""
+    result = trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     trainer.save_model()
     trainer.log_metrics("train", result.metrics)
     trainer.save_metrics("train", result.metrics)
     trainer.save_state()
-    if training_args.do_eval:
+    if evaluates:
         metrics = trainer.evaluate()
         trainer.log_metrics("eval", metrics)
         trainer.save_metrics("eval", metrics)

@@ -84,7 +84,7 @@ class StageEnd(Exception):
 
 
 class StageOutput(LayerSlot):
-    """Takes the place of the layer after the last one of a stage; ends the forward with the hidden states."""
+    """Takes the place of the layer before which a forward shall end; ends the forward with the hidden states."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise StageEnd(self._hidden(args, kwargs))

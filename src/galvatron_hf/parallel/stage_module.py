@@ -7,7 +7,7 @@ the head or the next stage.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from galvatron_hf.models.adapter import ModelAdapter, StackAdapter, base_model, masks_by_type
+from galvatron_hf.models.slots import LayerSlot, StageEnd, StageInput, StageOutput
 from galvatron_hf.parallel.activation.layer_state import LayerState
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.parallel.activation.redistribute import redistribute
 from galvatron_hf.parallel.comm.mesh import StageMesh
-from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch, hidden_of, layer_output
+from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch, hidden_of
 from galvatron_hf.parallel.layers.position_embeddings import count_from_own_position
 from galvatron_hf.parallel.layers.rng import random_stream
 from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest
@@ -28,41 +29,7 @@ from galvatron_hf.plan.layout import Layout
 from galvatron_hf.plan.resolved import ResolvedStage, StackPart
 
 
-class _LayersEnd(Exception):
-    """Ends a stack's forward after the stage's last layer, with its hidden states."""
-
-
-class _OtherLayer(nn.Module):
-    """Replaces a layer of another stage: returns the hidden states that it is given, in a layer's form."""
-
-    def __init__(self, stack: StackAdapter):
-        super().__init__()
-        self.stack = stack
-
-    def forward(self, *args, **kwargs) -> torch.Tensor | tuple:
-        hidden = args[0] if args else next(iter(kwargs.values()))
-        return layer_output(self.stack, hidden)
-
-
-class _Before(nn.Module):
-    """Replaces the first layer where a stack shall not go on."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-
-    def forward(self, *args, **kwargs) -> None:
-        raise _LayersEnd(args[0] if args else next(iter(kwargs.values())))
-
-
-class _StageInput(nn.Module):
-    """Replaces the layer before the first one of a stage: returns the received hidden states."""
-
-    def __init__(self, stack: StackAdapter, enter: Callable[[], torch.Tensor]):
-        super().__init__()
-        self.stack, self.enter = stack, enter
-
-    def forward(self, *args, **kwargs) -> torch.Tensor | tuple:
-        return layer_output(self.stack, self.enter())
+_HIDDEN = "hidden_states"  # the first argument of a layer
 
 
 class _LastLayer(nn.Module):
@@ -81,7 +48,7 @@ class _LastLayer(nn.Module):
             return getattr(super().__getattr__("layer"), name)
 
     def forward(self, *args, **kwargs) -> None:
-        raise _LayersEnd(hidden_of(self.layer(*args, **kwargs)))
+        raise StageEnd(hidden_of(self.layer(*args, **kwargs)))
 
 
 @dataclass(kw_only=True)
@@ -143,9 +110,9 @@ class StageModule(nn.Module):
             elif place.index in span:
                 slot = layers[place.index]
             elif place.index == span.start - 1:
-                slot = _StageInput(stack, lambda: self._enter(run))
+                slot = StageInput(layers[place.index], _HIDDEN, stack.outputs, enter=lambda: self._enter(run))
             else:
-                slot = _OtherLayer(stack)
+                slot = LayerSlot(layers[place.index], _HIDDEN, stack.outputs)
             run.layers.append(slot)
         return run
 
@@ -195,7 +162,8 @@ class StageModule(nn.Module):
     def embedded(self) -> torch.Tensor:
         """Returns the hidden states before the first layer of the stage's first stack."""
         run = self.runs[0]
-        layers, run.layers = run.layers, nn.ModuleList([_Before(layer) for layer in run.layers])
+        outputs = run.stack.outputs
+        layers, run.layers = run.layers, nn.ModuleList([StageOutput(one, _HIDDEN, outputs) for one in run.layers])
         try:
             return self._run(run, {}, leaves=False)
         finally:
@@ -217,8 +185,8 @@ class StageModule(nn.Module):
         try:
             with stream, self._own_layers(run):
                 module(**self._inputs(run, batch, states))
-        except _LayersEnd as end:
-            (hidden,) = end.args
+        except StageEnd as end:
+            hidden = end.hidden
         return self._left(run, batch, hidden) if leaves else hidden
 
     def _left(self, run: StackRun, batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
