@@ -76,4 +76,10 @@ torch.ones((), requires_grad=True).backward()
 
 @pytest.hookimpl(tryfirst=True)  # before the fixtures of a module, which may train
 def pytest_runtest_protocol(item):
-    elementwise_sharding.use(shortcut=item.get_closest_marker("slow") is None)
+    elementwise_sharding.use(shortcut=item.get_closest_marker("dtensor_search") is None)
+
+
+def pytest_runtest_logreport(report):
+    """Shows a failure at once: of a run that is stopped for its time, the summary at the end is never seen."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n{report.nodeid} failed in {report.when}:\n{report.longreprtext[-4000:]}", flush=True)

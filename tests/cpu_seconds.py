@@ -53,14 +53,25 @@ class CpuSeconds:
         if report.when == "teardown":
             measured = dict(report.user_properties)
             self.lines.append((sum(measured.get(phase, 0.0) for phase in PHASES), report.nodeid))
+            self._write(self.lines[-1:], "a")
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workerinput"):
+            self.path = None
+        self._write([], "w")
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self.path is None or hasattr(session.config, "workerinput"):
+        self._write(sorted(self.lines, reverse=True), "w")
+
+    def _write(self, lines: list[tuple[float, str]], mode: str) -> None:
+        """Writes each test as it ends, so that a run that is stopped leaves what it measured; at the end in order."""
+        if self.path is None:
             return
         path = Path(self.path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [f"{seconds:.2f} {self.wall[name]:.2f} {name}\n" for seconds, name in sorted(self.lines, reverse=True)]
-        path.write_text("".join(["# CPU seconds, wall-clock seconds, test\n", *lines]))
+        header = ["# CPU seconds, wall-clock seconds, test\n"] * (mode == "w")
+        with path.open(mode) as file:
+            file.writelines([*header, *(f"{seconds:.2f} {self.wall[name]:.2f} {name}\n" for seconds, name in lines)])
 
 
 def above_limit(path: Path, limit: float = LIMIT_SECONDS) -> list[tuple[float, str]]:

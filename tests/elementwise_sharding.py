@@ -5,8 +5,8 @@
 DTensor asks for every new layout of an operand which of all placements, on all dimensions of the mesh, costs least to
 reach: 39 ms of an `add` on a mesh of three dimensions, a quarter of the CPU seconds of a short training run. For an
 elementwise operation on operands of one shape and one placement the answer is that placement.
-`test_elementwise_sharding.py` holds this against DTensor's own answer. Only the fast tests use it (conftest.py): slow
-tests and launched jobs take DTensor's search.
+`test_elementwise_sharding.py` holds this against DTensor's own answer. Tests marked `dtensor_search` and launched jobs
+take DTensor's search (conftest.py).
 """
 
 import torch

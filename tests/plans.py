@@ -15,6 +15,11 @@ from galvatron_hf.plan import LayerStrategy, ParallelPlan, Stage, VocabularyStra
 from tiny_models import LAYERS
 
 
+def shared_out(plans: dict[str, Any], turn: int, parts: int) -> dict[str, Any]:
+    """Returns every `parts`-th plan, from the `turn`-th: families that take turns run every plan between them."""
+    return dict(list(plans.items())[turn % parts :: parts])
+
+
 def uniform(world_size: int, *, embedding: VocabularyStrategy | None = None, **strategy) -> ParallelPlan:
     """Returns a plan with one strategy for all layers; embedding and head are alike, by default in zero3."""
     layers = (LayerStrategy(**strategy),) * LAYERS

@@ -23,6 +23,7 @@ from galvatron_hf.parallel.layers import parallel_layer, tensor_parallel
 from galvatron_hf.parallel.layers.relative_bias import SharedBias
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
+from plans import shared_out
 from ranks import run_ranks
 from test_parallelize import check_cases
 
@@ -113,13 +114,14 @@ def test_every_family():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in ENCODER_DECODERS if name not in ("t5", "bart")])
-def test_every_family_under_every_plan(family):
-    oracle = oracle_of(family)
-    check_cases(4, {name: (oracle, plan) for name, plan in (PLANS | PIPELINES).items()})
+def test_more_plans_of_every_family(family):
+    """Runs half of the plans in each family, and each plan in half of the families."""
+    oracle, turn = oracle_of(family), list(ENCODER_DECODERS).index(family)
+    check_cases(4, {name: (oracle, plan) for name, plan in shared_out(PLANS | PIPELINES, turn, 2).items()})
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(12), pytest.param(range(12, 72), marks=pytest.mark.slow)], ids=["fast", "many"]
+    "seeds", [range(12), pytest.param(range(12, 36), marks=pytest.mark.slow)], ids=["fast", "many"]
 )
 def test_random_plans(seeds):
     oracles = [oracle_of("t5"), oracle_of("mbart"), oracle_of("t5_gated", tie_word_embeddings=False)]

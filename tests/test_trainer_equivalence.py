@@ -80,6 +80,7 @@ def test_a_mixed_plan_and_every_option_train_as_one_process():
 
 
 @pytest.mark.slow
+@pytest.mark.dtensor_search
 def test_every_kind_of_plan_trains_as_one_process():
     """Trains each plan for six steps, of which the fifth begins an epoch."""
     cases = {
