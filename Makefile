@@ -34,7 +34,7 @@ help:
 	@echo "make test-float8  the tests of float8, after installing torchao"
 	@echo "make test-all     the fast tests and the slow ones"
 	@echo "make style        format the code and fix what ruff can fix"
-	@echo "make quality      check formatting and lint, change nothing; report fast tests above 20 CPU seconds"
+	@echo "make quality      check formatting and lint, change nothing; report fast tests above 15 CPU seconds"
 
 install: $(INSTALLED)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 
-LIMIT_SECONDS = 20.0
+LIMIT_SECONDS = 15.0
 PHASES = ("setup", "call", "teardown")
 
 

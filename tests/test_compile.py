@@ -59,6 +59,7 @@ def graphs_of(family: str, plans: dict[str, ParallelPlan], world_size: int = 2) 
 ALTERNATING = (LayerStrategy(tensor=2, megatron_sp=True), LayerStrategy(recompute="full")) * 2
 
 
+@pytest.mark.slow
 def test_a_strategy_and_the_head_are_one_graph_for_training_and_one_for_evaluation():
     assert graphs_of("llama", {"two": single_stage(ALTERNATING, 2)}) == {"two": 6}
 
@@ -176,6 +177,7 @@ def test_the_kernel_in_this_test_is_the_one_of_the_gpu():
         torch.testing.assert_close(seen, attention_by_document(*states, [0, 5, 6, 12], **options))
 
 
+@pytest.mark.slow
 def test_packed_layers_are_whole_graphs_and_compiled_a_handful_of_times():
     graphs = graphs_after_each_packing(uniform(2, ulysses=2), kernel=True)
     assert graphs[-1] <= 4 and graphs[-1] == graphs[2], graphs

@@ -4,6 +4,7 @@
 
 import copy
 
+import pytest
 import torch
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
@@ -20,6 +21,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 def test_optimizers_on_meshes_of_one_to_three_dimensions():
     oracle = oracle_of("llama")
 

@@ -74,9 +74,17 @@ def test_losses_updates_and_predictions():
     oracle.check_cases(
         {
             "evaluated": case(LIGHT, options=evaluated),
+            "predicted": case(PLANS["sequence"], after=predictions, options=dict(max_steps=1)),
+        }
+    )
+
+
+@pytest.mark.slow
+def test_losses_updates_and_predictions_in_pipelines():
+    oracle.check_cases(
+        {
             "pipeline": case(PIPELINES["inside the decoder"], family="bart"),
             "smoothed": case(LIGHT, collator=with_decoder_tokens, options=dict(label_smoothing_factor=0.2)),
-            "predicted": case(PLANS["sequence"], after=predictions, options=dict(max_steps=1)),
             "predicted in a pipeline": case(
                 PIPELINES["between the stacks"], after=predictions, options=dict(max_steps=1)
             ),
@@ -119,6 +127,7 @@ def test_tokens_are_generated_as_seq2seq_trainer_generates_them(tmp_path):
         assert found[2:] == pytest.approx(wanted[2:], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_a_run_resumes_under_another_plan(tmp_path, family):
     options = dict(train_dataset=Pairs(27), data_collator=collate_pairs)

@@ -34,7 +34,8 @@ def optimizer_tensors(parallel: ParallelModel, optimizer: torch.optim.Optimizer)
     }
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("mixtral", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v3", "mixtral"])
 def test_checkpoint_resumes_under_another_expert_degree(tmp_path, family):
     """Compares weights and AdamW's state bit for bit after one step under expert degree 2 and a load."""
     plain = EXPERT_FAMILIES[family].build()
@@ -82,7 +83,8 @@ def same_tensors(folder: Path, plain: Path) -> bool:
     return seen.keys() == wanted.keys() and same
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("mixtral", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v3", "mixtral"])
 def test_training_saves_what_transformers_saves_and_resumes_under_other_degrees(tmp_path, family):
     build = EXPERT_FAMILIES[family].build
     plans, options = family_plans(build()), dict(max_steps=4)

@@ -101,6 +101,7 @@ def test_ranks_that_share_experts_to_one_of_which_no_row_comes():
     check(cases, received)
 
 
+@pytest.mark.slow
 def test_fewer_tokens_than_tensor_ranks():
     """One row of three tokens, and of two: with four tensor ranks, some take no token to the experts."""
     cases = {}
@@ -209,7 +210,8 @@ def test_attention_that_counts_from_the_first_position_of_a_row_refuses_packed_r
 # ---- torch.compile ----
 
 
-@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen2_moe", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
 def test_compiled_layers_are_not_compiled_again_for_other_numbers_of_rows(family):
     model, oracles = EXPERT_FAMILIES[family].build(num_hidden_layers=3), []
     for seed in range(4):

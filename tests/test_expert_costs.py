@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 
 from collective_counts import count_collectives
@@ -117,6 +118,7 @@ def check_sent(model, strategy: LayerStrategy, world: WorldMesh) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_a_layer_sends_what_the_formula_says():
     """Also that FSDP2 finds no fault with what experts return, see `with_router_gradient`."""
     model = EXPERT_FAMILIES["mixtral"].build(num_hidden_layers=1)

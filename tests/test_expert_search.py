@@ -28,9 +28,10 @@ LIMITS = [
     (2, 2, 3, 1, Limits(sequence=("none",), sharding=("replicate", "zero3"), recompute=("none", "full"))),
     (4, 2, 4, 2, Limits(sequence=(), sharding=("zero3", "zero2"), hybrid_sharding=False, recompute=("none",))),
 ]
+SLOW_LIMITS = [pytest.param(*limits, marks=pytest.mark.slow) for limits in LIMITS[1:]]
 
 
-@pytest.mark.parametrize("world, layers, rows, kinds, limits", LIMITS)
+@pytest.mark.parametrize("world, layers, rows, kinds, limits", [LIMITS[0], *SLOW_LIMITS])
 def test_no_plan_with_experts_is_faster_than_the_one_found(world, layers, rows, kinds, limits):
     for seed in range(4):
         model = random_model(seed, layers=layers, kinds=kinds, experts=True)

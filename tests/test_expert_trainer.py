@@ -35,6 +35,14 @@ def test_trainer_with_experts():
             "evaluated": oracle.Case(
                 plan=PLANS["all_kinds"], family="qwen3_moe", options=evaluation, trainer=evaluated
             ),
+        }
+    )
+
+
+@pytest.mark.slow
+def test_more_plans_and_a_smoothed_loss_in_trainer():
+    oracle.check_cases(
+        {
             "pipeline": oracle.Case(plan=PLANS["1f1b"], family="mixtral"),
             "smoothed": oracle.Case(
                 plan=PLANS["micro_batches"], family="mixtral", options=dict(label_smoothing_factor=0.2)
@@ -89,6 +97,7 @@ def test_predictions_without_what_routers_put_out():
     assert all("aux_loss" in text and "ignore_keys=" in text for text in run_ranks(work, 4))
 
 
+@pytest.mark.slow
 def test_trainer_sends_centroids_and_says_what_it_saved():
     options = dict(expert_dispatch="lsh", lsh_hashes=2, lsh_width=4, lsh_max_residual=2.0)
     case = oracle.Case(plan=PLANS["expert_4"], family="qwen3_moe", own_options=options, options=dict(max_steps=2))
@@ -105,6 +114,7 @@ def test_trainer_sends_centroids_and_says_what_it_saved():
         assert [log["loss"] for log in of_auto][0] != [log["loss"] for log in logs][0]  # its first step is plain
 
 
+@pytest.mark.slow
 def test_auto_measures_and_decides_and_leaves_the_logs_alone(monkeypatch):
     """Decides after steps 1 and 3 for what is said to be faster; counts clusters in no other step of plain rows."""
     monkeypatch.setattr(expert_dispatch, "AUTO_EVERY", 2)

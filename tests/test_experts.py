@@ -37,10 +37,10 @@ from tiny_models import BATCHES, EXPERT_FAMILIES
 FAMILIES = list(EXPERT_FAMILIES)
 # With few of their plans in the fast tests: each kind of plan occurs.
 FAST = {
-    "mixtral": ["expert_2", "tensor", "zero_bubble"],
-    "qwen2_moe": ["all_kinds", "interleaved"],
-    "qwen3_moe": ["expert_4", "megatron_sp", "ulysses", "gpipe", "1f1b", "tensor_1f1b"],
-    "olmoe": ["recompute"],
+    "mixtral": ["zero_bubble"],
+    "qwen2_moe": ["interleaved"],
+    "qwen3_moe": ["tensor_1f1b"],
+    "olmoe": ["tensor"],
     "phimoe": ["shardings"],
     "granitemoe": ["expert_1"],
     "granitemoeshared": ["micro_batches"],
@@ -48,8 +48,8 @@ FAST = {
     "deepseek_v3": ["ulysses"],
     "glm4_moe": ["all_kinds"],
     "ernie4_5_moe": ["megatron_sp"],
-    "dots1": ["tensor"],
-    "minimax_m2": ["expert_2"],
+    "dots1": ["gpipe"],
+    "minimax_m2": ["expert_4"],
     "gpt_oss": ["recompute"],
     "hunyuan_v1_moe": ["1f1b"],
     "llama4_text": ["expert_2"],
@@ -69,7 +69,7 @@ def oracle_of(family: str, batch: str = "right", **changes) -> Reference:
     return reference(EXPERT_FAMILIES[family].build(**changes), BATCHES[batch]())
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))])
 def test_every_family_with_experts(part):
     cases = {}
     for family in list(FAST)[part::4]:
@@ -94,6 +94,7 @@ def test_more_plans_of_every_family_with_experts(family):
 PLANS = expert_plans()
 
 
+@pytest.mark.slow
 def test_packed_rows_with_experts():
     oracles = {name: reference(EXPERT_FAMILIES[name].build(), long_tailed()) for name in ("qwen3_moe", "deepseek_v3")}
     cases = [("qwen3_moe", name) for name in ("all_kinds", "expert_4", "1f1b", "gpipe")]

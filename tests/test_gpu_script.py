@@ -70,6 +70,7 @@ def test_plans_are_compared_on_cpu_ranks(tmp_path):
     assert {"1f1b, packed, bf16", "zero_bubble, bf16", "zero3, resumed, bf16"} <= {row["case"] for row in rows}
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_is_a_row_with_its_error(tmp_path):
     """Without the files of the reference there is nothing to compare with."""
     rows = gpu._ended(gpu._start("equality-fp32", str(tmp_path), options(tmp_path), 1), 100)

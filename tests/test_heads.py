@@ -57,6 +57,7 @@ def test_every_head_of_a_family_with_segments():
     check_cases(4, cases)
 
 
+@pytest.mark.slow
 def test_families_of_encoders_and_decoders():
     cases = {
         "roberta": case_of("roberta", MASKED, "one stage"),

@@ -108,11 +108,8 @@ def test_an_exception_in_a_step_ends_the_job_and_is_shown_first(tmp_path):
     assert process.stderr.index("this rank fails") < process.stderr.index("Connection")
 
 
-@pytest.mark.parametrize(
-    "launcher, ranks",
-    [(TORCHRUN, 2), pytest.param(ACCELERATE, 4, marks=pytest.mark.slow)],
-    ids=["torchrun", "accelerate"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher, ranks", [(TORCHRUN, 2), (ACCELERATE, 4)], ids=["torchrun", "accelerate"])
 def test_a_launched_job_ends_without_an_error(tmp_path, launcher, ranks):
     process = launched(tmp_path, launcher, ranks)
     assert process.returncode == 0, process.stderr[-4000:]

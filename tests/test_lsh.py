@@ -289,7 +289,14 @@ def check_like_plain_layers(cases: dict[str, tuple[Reference, ParallelPlan]]) ->
 
 
 @pytest.mark.parametrize(
-    "names", [("expert_2", "expert_4", "ulysses"), ("recompute", "tensor", "all_kinds"), ("1f1b", "micro_batches")]
+    "names",
+    [
+        ("tensor", "1f1b"),
+        *(
+            pytest.param(names, marks=pytest.mark.slow)
+            for names in (("expert_2", "expert_4"), ("all_kinds", "ulysses"))
+        ),
+    ],
 )
 def test_rows_that_travel_by_themselves_are_those_of_plain_layers(names):
     oracle, plans = oracle_of(), expert_plans()
@@ -341,7 +348,7 @@ def looped_oracle(options: LshDispatch, plan: ParallelPlan) -> Reference:
     return dataclasses.replace(reference(looped, BATCHES["plain"]()), model=plain)
 
 
-@pytest.mark.parametrize("options", [FEW, BOUNDED])
+@pytest.mark.parametrize("options", [FEW, pytest.param(BOUNDED, marks=pytest.mark.slow)])
 def test_shared_centroids_are_those_of_one_process_with_loops(options):
     plans = {name: expert_plans()[name] for name in ("expert_4", "recompute")}
     oracles = {name: looped_oracle(options, plan) for name, plan in plans.items()}

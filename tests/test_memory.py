@@ -82,7 +82,7 @@ COMBINED = ["hybrid_sharding", "tensor_data", "tensor_replicate", "megatron_sp_u
 
 @pytest.mark.parametrize(
     "world_size, names",
-    [(2, ALONE), (4, COMBINED), pytest.param(4, ALONE, marks=pytest.mark.slow)],
+    [(2, ALONE), *(pytest.param(4, names, marks=pytest.mark.slow) for names in (COMBINED, ALONE))],
     ids=["2", "4_combined", "4"],
 )
 def test_weights_gradients_and_optimizer_state(world_size, names):

@@ -104,7 +104,7 @@ def quick(dtype: str = "fp32", **options) -> ModelProfile:
     "dtype, packed",
     [
         ("fp32", True),
-        ("bf16", False),
+        pytest.param("bf16", False, marks=pytest.mark.slow),
         pytest.param("fp32", False, marks=pytest.mark.slow),
         pytest.param("bf16", True, marks=pytest.mark.slow),
     ],

@@ -63,12 +63,17 @@ def plain(tmp_path_factory) -> dict[str, tuple[Path, list[tuple]]]:
     return found
 
 
+CASES = [("wrapped", "tensor"), ("injected", "light"), ("fused", "pipeline")]
+SLOW = [("wrapped", "light"), ("wrapped", "pipeline"), ("injected", "tensor"), ("fused", "light")]
+
+
 @pytest.fixture(scope="module")
 def runs(plain, tmp_path_factory) -> dict[str, Any]:
+    return trained(plain, tmp_path_factory.mktemp("ranks"), CASES)
+
+
+def trained(plain: dict, folder: Path, cases: list[tuple[str, str]]) -> dict[str, Any]:
     """Trains, resumes and saves on two ranks; returns rank 0's logs, and the folder."""
-    folder = tmp_path_factory.mktemp("ranks")
-    cases = [("wrapped", "light"), ("wrapped", "pipeline"), ("wrapped", "tensor"), ("injected", "tensor")]
-    cases += [("fused", "light"), ("fused", "pipeline")]
     other = {"light": "tensor", "tensor": "pipeline", "pipeline": "light"}
 
     def work() -> dict[tuple, list[tuple]]:
@@ -94,6 +99,17 @@ def runs(plain, tmp_path_factory) -> dict[str, Any]:
 
 
 def test_losses_norms_and_evaluations_are_those_of_one_process(plain, runs):
+    check_logs(plain, runs)
+
+
+@pytest.mark.slow
+def test_other_plans_train_as_one_process(plain, tmp_path):
+    runs = trained(plain, tmp_path, SLOW)
+    check_logs(plain, runs)
+    check_adapters(plain, runs)
+
+
+def check_logs(plain: dict, runs: dict[str, Any]) -> None:
     for (model, *_), found in runs["logs"].items():
         wanted = plain[model][1][-len(found) :]
         assert len(found) >= 4
@@ -102,6 +118,10 @@ def test_losses_norms_and_evaluations_are_those_of_one_process(plain, runs):
 
 
 def test_adapters_alone_are_saved_in_pefts_format(plain, runs):
+    check_adapters(plain, runs)
+
+
+def check_adapters(plain: dict, runs: dict[str, Any]) -> None:
     for model in ("wrapped", "injected", "fused"):
         wanted = plain[model][0]
         for plan in (runs["folder"] / model).iterdir():
@@ -127,17 +147,17 @@ def test_checkpoints_have_no_weights_of_the_model_that_is_adapted(runs):
 
 def test_merged_adapters_give_the_logits_of_the_trained_model(plain, runs):
     batch = {name: value for name, value in BATCHES["plain"]().items() if name != "labels"}
-    for model, family in (("wrapped", "llama"), ("fused", "phi3")):
+    for model, family, plan in (("wrapped", "llama", "tensor"), ("fused", "phi3", "pipeline")):
         wanted = PeftModel.from_pretrained(FAMILIES[family].build(), plain[model][0] / "final").eval()(**batch).logits
-        saved = PeftModel.from_pretrained(FAMILIES[family].build(), runs["folder"] / model / "pipeline" / "final")
+        saved = PeftModel.from_pretrained(FAMILIES[family].build(), runs["folder"] / model / plan / "final")
         logits = saved.merge_and_unload().eval()(**batch).logits
         torch.testing.assert_close(logits, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
 
 
 def test_a_checkpoint_of_a_plan_resumes_without_a_plan(plain, runs, tmp_path):
-    for model in ("wrapped", "fused"):
+    for model, plan in (("wrapped", "tensor"), ("fused", "pipeline")):
         run = made(tmp_path / model, model, eval_strategy="steps", eval_steps=3)
-        run.train(resume_from_checkpoint=str(runs["folder"] / model / "light" / "checkpoint-3"))
+        run.train(resume_from_checkpoint=str(runs["folder"] / model / plan / "checkpoint-3"))
         found = steps(run, after=3)
         assert len(found) >= 4
         for own, other in zip(found, plain[model][1][-len(found) :], strict=True):

@@ -220,6 +220,7 @@ def test_nothing_is_seen_without_an_error(oracles):
     assert all(not any(found) for found in run_ranks(work, 4))
 
 
+@pytest.mark.slow
 def test_every_injected_error_is_seen(oracles):
     def work():
         found, world = {}, WorldMesh("cpu")

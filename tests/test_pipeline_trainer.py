@@ -79,6 +79,7 @@ def test_trains_evaluates_and_generates_as_one_process():
     )
 
 
+@pytest.mark.slow
 def test_few_rows_and_a_stream_of_rows():
     check_cases(
         {
@@ -103,6 +104,7 @@ def test_few_rows_and_a_stream_of_rows():
     )
 
 
+@pytest.mark.slow
 def test_a_loss_function_of_the_users_own_and_label_smoothing():
     own = dict(compute_loss_func=lambda: sum_of_losses)
     check_cases(

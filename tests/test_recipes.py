@@ -388,6 +388,7 @@ def test_a_classifier_is_trained_on_labelled_texts(tmp_path, monkeypatch):
     assert model.config.id2label == {0: "left", 1: "right"}
 
 
+@pytest.mark.slow
 def test_an_encoder_decoder_is_trained_on_pairs(tmp_path, monkeypatch):
     """Four ranks train under the plan with a stage for each stack, and save a model of transformers."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf-cache")

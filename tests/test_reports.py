@@ -183,6 +183,7 @@ CASES: dict[str, Callable[[ParallelPlan], Case]] = {
 }
 
 
+@pytest.mark.slow
 def test_reports_on_two_ranks():
     check_cases({name: make(PAIR) for name, make in CASES.items()}, world_size=2)
 

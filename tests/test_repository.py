@@ -146,4 +146,4 @@ def test_a_fast_test_above_the_limit_is_reported(suite, tmp_path):
     seconds = (tmp_path / "seconds.txt").read_text()
     (tmp_path / "seconds.txt").write_text(seconds + "20.10 9.00 test_some.py::test_long\n")
     said = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert said == "test_some.py::test_long took 20.1 CPU s, over 20: make it cheaper or mark it slow\n"
+    assert said == "test_some.py::test_long took 20.1 CPU s, over 15: make it cheaper or mark it slow\n"

@@ -173,6 +173,7 @@ def runs(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     return folder, on_ranks(work, 2)
 
 
+@pytest.mark.slow
 def test_a_limit_of_one_leaves_the_newest_checkpoint_beside_the_best(runs):
     found = by_step(runs[0] / "best")
     assert [path.name for path in found] == ["checkpoint-1", "checkpoint-3"]

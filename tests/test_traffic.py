@@ -91,6 +91,7 @@ def test_two_ranks_send_what_the_formula_says():
     check_steps(2, cases)
 
 
+@pytest.mark.slow
 def test_four_ranks_send_what_the_formula_says():
     plans = uniform_plans(4)
     mixed = mixed_plans() | untied_plans()

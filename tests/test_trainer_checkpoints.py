@@ -216,6 +216,7 @@ def test_resumed_run_of_four_ranks_is_bit_equal_to_the_uninterrupted_one(more_ra
     check_interrupted(more_ranks[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2 b", "gpt2 auto"])
 def test_checkpoint_resumes_under_another_plan(ranks, name):
     for runs in ranks[1]:
@@ -229,6 +230,7 @@ def test_more_checkpoints_resume_under_another_plan(more_ranks, name):
         assert_same_steps(runs[name], runs[name.split()[0]], after=2)
 
 
+@pytest.mark.slow
 def test_plan_of_the_checkpoint_is_used_unless_another_one_is_given(ranks):
     runs = ranks[1][0]
     assert runs["gpt2 auto"].result.layers == FIRST.layers
@@ -250,6 +252,7 @@ def test_checkpoint_of_ranks_resumes_on_one_process(request, tmp_path, family):
     assert_same_steps(seen, whole[family], after=2)
 
 
+@pytest.mark.slow
 def test_one_process_continues_the_generators_of_rank_0(ranks, tmp_path):
     checkpoint = ranks[0] / "gpt2" / SAVED
     saved = json.loads((checkpoint / "rng_state_0.json").read_text())
@@ -292,6 +295,7 @@ def test_checkpoint_resumes_on_eight_ranks(ranks, tmp_path):
         assert_same_steps(seen, whole["gpt2"], after=2)
 
 
+@pytest.mark.slow
 def test_state_of_a_scheduler_that_looks_at_the_evaluation(ranks, pair):
     """Checks that the rate fell before and after the checkpoint, so that the tests of Llama above saw it go on."""
     folder, (whole, *_) = pair

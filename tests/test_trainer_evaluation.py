@@ -69,6 +69,7 @@ def three_sets():
 EVALUATING = dict(eval_strategy="steps", eval_steps=1, eval_on_start=True, logging_steps=1)
 
 
+@pytest.mark.slow
 def test_evaluation_before_while_and_after_training():
     case = Case(
         plan=MIXED["mixed_a"],

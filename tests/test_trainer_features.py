@@ -257,6 +257,7 @@ def test_hyperparameter_search_on_several_ranks(plain, tmp_path):
     assert len({str(best) for best, _ in results}) == 1
 
 
+@pytest.mark.slow
 def test_embedding_noise_is_that_of_the_whole_sequence(ranks):
     results = [found["noise"] for found in ranks]
     hidden_size = 32

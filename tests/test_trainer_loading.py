@@ -164,6 +164,7 @@ def more_ranks(tmp_path_factory, folders) -> list[dict[str, Any]]:
     return on_ranks(work)
 
 
+@pytest.mark.slow
 def test_model_given_by_name_trains_as_plain_trainer_trains_the_loaded_one(plain, ranks):
     for runs in ranks[1]:
         assert_same_steps(runs["mixed"], plain["llama_tied"])

@@ -46,9 +46,10 @@ def checkpointed(folder: Path, plan, resumed_plan, first: dict[str, Any], then: 
     return on_ranks(work, RANKS)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first, then",
-    [(STATIC, dict(packing="none")), pytest.param(dict(packing="none"), STATIC, marks=pytest.mark.slow)],
+    [(STATIC, dict(packing="none")), (dict(packing="none"), STATIC)],
 )
 def test_resuming_under_the_other_packing_mode(tmp_path, first, then):
     constant = dict(lr_scheduler_type="constant", max_steps=5)
@@ -133,6 +134,7 @@ class NoisyLater(Stream):
             yield row
 
 
+@pytest.mark.slow
 def test_reading_ahead_leaves_the_saved_random_state_alone(tmp_path):
     """Keeps draws for the next step out of the checkpoint of this one; planning ahead ends if reading draws."""
     moves = {Stream: None, Noisy: None, NoisyLater: 2}  # the step whose reading ahead moves the random state
@@ -182,6 +184,7 @@ def test_rows_that_draw_are_read_after_the_evaluation_before_them(tmp_path):
     assert_same_steps(runs_of(REPLICATE, tmp_path, {"ours": data | dict(options=options | STATIC)})["ours"], wanted)
 
 
+@pytest.mark.slow
 def test_cut_sequences_are_counted_on_after_a_checkpoint(tmp_path):
     options = STATIC | dict(max_tokens_per_rank=16, long_sequences="truncate", lr_scheduler_type="constant")
     options |= dict(max_steps=3)

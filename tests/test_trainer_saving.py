@@ -249,6 +249,7 @@ def test_weights_are_put_together_from_a_checkpoint_without_them(runs, tmp_path)
     check_exported(checkpoint, seen["continued in background"], tmp_path / "half")
 
 
+@pytest.mark.slow
 def test_a_failed_save_in_the_background_of_four_ranks(tmp_path):
     folder = tmp_path / "continued"
     of_ranks = on_ranks(lambda: failing(folder, MIXED, "continue", async_save=True, save_full_weights=False))

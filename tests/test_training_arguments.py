@@ -273,6 +273,7 @@ def check(names: list[str], folder: Path) -> None:
 FAST = ("gradient_accumulation_steps", "label_smoothing_factor", "include_for_metrics", "dataloader_drop_last")
 
 
+@pytest.mark.slow
 def test_arguments_that_change_most_are_honoured(tmp_path):
     check(list(FAST), tmp_path)
 

@@ -366,10 +366,19 @@ CASES: dict[str, Callable[[ParallelPlan], Case]] = {
 }
 
 
-def test_as_on_one_process():
-    check_cases({name: make(PAIR) for name, make in CASES.items()}, world_size=2)
+FAST = ("A_calls_twice", "B_own_step", "C_pairs", "D_own_loaders", "I_evaluation_stream")
 
 
+@pytest.mark.parametrize(
+    "names",
+    [FAST, pytest.param([name for name in CASES if name not in FAST], marks=pytest.mark.slow)],
+    ids=["fast", "others"],
+)
+def test_as_on_one_process(names):
+    check_cases({name: CASES[name](PAIR) for name in names}, world_size=2)
+
+
+@pytest.mark.slow
 def test_losses_that_look_at_all_logits_under_pipelines():
     plan = pipeline_plans()["zero_bubble"]
     names = "A_masks_tokens", "A_calls_twice", "B_own_step", "C_pairs", "I_rates_by_layer", "I_stream"
@@ -449,6 +458,7 @@ FAULTS: dict[str, tuple[str, Callable]] = {
 }
 
 
+@pytest.mark.slow
 def test_faults_are_seen():
     """Each fault changes the numbers of its case."""
     cases = {name: replace(CASES[case](PAIR), fault=fault) for name, (case, fault) in FAULTS.items()}
@@ -732,7 +742,9 @@ FAULTS_OF_BATCHES: dict[str, tuple[Any, str, Any, Callable[[Path], None]]] = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS_OF_BATCHES)
+@pytest.mark.parametrize(
+    "name", [pytest.param("global batch", marks=pytest.mark.slow), "micro-batches", "missing ranks"]
+)
 def test_faults_of_batches_and_meetings_are_seen(name, tmp_path, monkeypatch):
     owner, attribute, wrong, test = FAULTS_OF_BATCHES[name]
     monkeypatch.setattr(owner, attribute, wrong)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 
 import oracle
@@ -39,6 +40,7 @@ def test_trainer_on_whole_rows():
     )
 
 
+@pytest.mark.slow
 def test_checkpoints_of_whole_rows(tmp_path):
     """A run under one plan goes on under another, and what it saves is a model of its family."""
     first = pipelined([(0,), (1,)], (LayerStrategy(),) * LAYERS, micro_batches=2)

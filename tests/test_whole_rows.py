@@ -52,12 +52,12 @@ def plans(pipeline: bool = True) -> dict[str, ParallelPlan]:
 # tuples and a bias of positions; labels that are not shifted and a norm after the embedding; a module before the head
 # with a shared bias; logits that no adapter knows; a state that no pipeline passes on; an adapter of masks by name.
 FAST = {
-    "qwen3_next": ("mixed", "1f1b"),
-    "mamba": ("mixed", "interleaved"),
-    "falcon": ("1f1b", "zero_bubble"),
-    "bart": ("mixed", "interleaved"),
+    "qwen3_next": ("mixed",),
+    "mamba": ("interleaved",),
+    "falcon": ("zero_bubble",),
+    "bart": ("mixed",),
     "bert": ("replicate", "1f1b"),
-    "recurrent_gemma": ("mixed", "zero_bubble"),
+    "recurrent_gemma": ("zero_bubble",),
     "rwkv": ("mixed",),
     "deepseek_v32": ("interleaved",),
 }
@@ -83,6 +83,10 @@ MORE = (
     "xglm",
     "whisper",
     "gemma4_text",
+    "qwen3_next",
+    "mamba",
+    "falcon",
+    "bert",
 )
 
 

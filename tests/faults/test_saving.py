@@ -29,7 +29,7 @@ KILLED = {
     "kill_between_rename_and_prune": (0, ["checkpoint-2", "checkpoint-4"]),
     "kill_in_prune": (0, ["checkpoint-4"]),
 }
-FAST = [("layers_of_two", "kill_before_manifest", False), ("pipeline_of_two", "kill_in_prune", False)]
+FAST = [("pipeline_of_two", "kill_in_prune", False)]
 # Every kind, saved at once and in the background, and under both plans.
 CASES = [
     (PLANS[(index + background) % 2], kind, background)
