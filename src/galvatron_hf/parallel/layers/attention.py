@@ -131,8 +131,11 @@ def galvatron_attention(
             key, value = (states.repeat_interleave(parallel.key_value_copies, dim=1) for states in (key, value))
         query, key, value = exchange((query, key, value), 1, 2, group)
     attend = _attend if dropout == 0.0 else _attend_with_dropout
-    with _own_heads(module, kwargs) if degree > 1 and parallel.per_head else contextlib.nullcontext(kwargs) as given:
-        output = attend(module, query, key, value, attention_mask, dropout=dropout, **given)
+    if degree > 1 and parallel.per_head:
+        with _own_heads(module, kwargs) as given:
+            output = attend(module, query, key, value, attention_mask, dropout=dropout, **given)
+    else:  # not in a context that does nothing: torch.compile cannot break a graph in it
+        output = attend(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
     if degree > 1:
         (output,) = exchange((output,), 1, 2, group)
         output = output.contiguous()  # some families view it
