@@ -33,7 +33,7 @@ from galvatron_hf.trainer.data.global_batches import GlobalBatches
 from galvatron_hf.utils.progress import tell
 from oracle import Case, Rows, Stream, check_cases, collate
 from packing_runs import tokenizer
-from plans import light_plan, pipeline_plans, pipelined, uniform, uniform_plans
+from plans import light_plan, pipeline_plans, pipelined, shared_out, uniform, uniform_plans
 from ranks import run_ranks
 from trainer_runs import Run, arguments, assert_same_steps, on_ranks, run, trainer
 
@@ -379,18 +379,14 @@ def test_as_on_one_process(names):
 
 
 @pytest.mark.slow
-def test_losses_that_look_at_all_logits_under_pipelines():
-    plan = pipeline_plans()["zero_bubble"]
-    names = "A_masks_tokens", "A_calls_twice", "B_own_step", "C_pairs", "I_rates_by_layer", "I_stream"
-    check_cases({name: CASES[name](plan) for name in names})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", [name for name in STAGES if name in pipeline_plans()] + ["zero3", "tensor"])
-def test_as_on_one_process_under_other_plans(schedule):
+def test_as_on_one_process_under_other_plans():
+    """Runs each case under two of four plans, of which one is a pipeline."""
     others = {"zero3": uniform(4), "tensor": uniform(4, tensor=2, megatron_sp=True)}
-    plan = {**pipeline_plans(), **others}[schedule]
-    check_cases({name: make(plan) for name, make in CASES.items()})
+    plans = {**{name: plan for name, plan in pipeline_plans().items() if name in STAGES}, **others}
+    cases = {}
+    for index, (name, plan) in enumerate(plans.items()):
+        cases |= {f"{case} {name}": make(plan) for case, make in shared_out(CASES, index, 2).items()}
+    check_cases(cases)
 
 
 # ---- The comparisons can fail ----
