@@ -21,7 +21,7 @@ from galvatron_hf.parallel.layers.rng import random_stream
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import ParallelPlan
-from plans import EVERY_UNIFORM_PLAN, mixed_plans, pipeline_plans, pipeline_plans_on_eight, uniform_plans
+from plans import EVERY_UNIFORM_PLAN, mixed_plans, pipeline_plans, pipeline_plans_on_eight, shared_out, uniform_plans
 from ranks import run_ranks
 from tiny_models import FAMILIES, VOCABULARY
 
@@ -119,7 +119,7 @@ def test_every_family_under_layers_that_differ(family):
 def test_eight_ranks():
     oracle = oracle_of("llama")
     cases = {f"pipeline {name}": (oracle, plan) for name, plan in pipeline_plans_on_eight().items()}
-    plans = {name: plan for name, plan in uniform_plans(8).items()}
+    plans = shared_out(uniform_plans(8), 0, 2)
     check_cases(8, cases | {name: (oracle, plan) for name, plan in plans.items()})
 
 
