@@ -197,7 +197,7 @@ def every_plan(hardware: HardwareProfile, model: ModelProfile, rows: int, limits
                     continue  # rounds would have unequal numbers of micro-batches
                 plan = ParallelPlan(
                     world_size=world,
-                    stacks={"decoder": layers},
+                    stacks=model.stack_sizes,
                     micro_batches=count,
                     schedule="interleaved" if virtual > 1 else "1f1b",
                     stages=stages,

@@ -62,6 +62,12 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--global-batch", type=int, required=True, metavar="N", help="rows of an optimizer step")
     work.add_argument("--seq-length", type=int, required=True, metavar="N", help="tokens of a row")
     work.add_argument(
+        "--target-length",
+        type=int,
+        metavar="N",
+        help="tokens of a row in the decoder of a --model with an encoder too (default: those of --seq-length)",
+    )
+    work.add_argument(
         "--dtype", choices=("bf16", "fp32"), help="number format of compute (default: bf16, or the model profile's)"
     )
     work.add_argument(
@@ -98,9 +104,11 @@ def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile,
     """Returns the hardware profile, the model profile, the workload and the bytes of a device. A missing, wrong or
     repeated argument raises a ValueError of one sentence.
     """
-    sizes = (given.global_batch, given.seq_length, given.nodes, given.devices_per_node)
+    sizes = (given.global_batch, given.seq_length, given.target_length, given.nodes, given.devices_per_node)
     if min(size for size in sizes if size is not None) < 1:
-        raise ValueError("--global-batch, --seq-length, --nodes and --devices-per-node count from 1: give more.")
+        raise ValueError(
+            "--global-batch, --seq-length, --target-length, --nodes and --devices-per-node count from 1: give more."
+        )
     if given.global_batch > _MOST_ROWS:
         raise ValueError(f"--global-batch {given.global_batch} is above {_MOST_ROWS}: give the rows of one step.")
     if given.seq_length > _MOST_TOKENS:
@@ -166,6 +174,8 @@ def _profiles(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]
         raise ValueError("No cluster is given: use one of --cluster, --hardware-profile, --galvatron-profiles.")
     if (given.model is None) == (given.model_profile is None):
         raise ValueError("No model is given: use one of --model, --model-profile, --galvatron-profiles.")
+    if given.target_length is not None and given.model is None:
+        raise ValueError("--target-length is for a model that is traced, and a profile has its own: give --model.")
     if given.adapter is not None and given.model is None:
         raise ValueError("--adapter adapts a model that is traced, and a profile has its own: give --model.")
     if given.cluster is not None:
@@ -188,6 +198,7 @@ def _profiles(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]
             given.dtype or "bf16",
             adapter=given.adapter,
             length=given.seq_length,
+            target_length=given.target_length,
             packed=False,
             **degrees,
         )

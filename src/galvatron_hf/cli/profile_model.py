@@ -42,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seq-length", type=int, metavar="N", help="tokens of the longest document (default: that of --tokens)"
     )
+    parser.add_argument(
+        "--target-length",
+        type=int,
+        metavar="N",
+        help="tokens of a row in the decoder of a model with an encoder too (default: those of --seq-length)",
+    )
     parser.add_argument("--rows", action="store_true", help="measure rows without padding instead of packed documents")
     parser.add_argument(
         "--max-degree",
@@ -58,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Measures on every rank, or counts; rank 0 prints the profile and writes it to --output."""
-    for name in ("tokens", "seq_length", "max_degree"):
+    for name in ("tokens", "seq_length", "target_length", "max_degree"):
         if getattr(given, name) is not None:
             check_int(f"--{name.replace('_', '-')}", getattr(given, name), high=sys.maxsize)
     for name in ("device", "accuracy", "seconds") if given.cluster is not None else ():
@@ -87,6 +93,7 @@ def _counted(given: argparse.Namespace) -> ModelProfile:
             hardware_preset(given.cluster, 1, 1),
             given.dtype,
             length=given.seq_length or given.tokens,
+            target_length=given.target_length,
             packed=not given.rows,
             **given_options(given, "max_degree"),
         )
@@ -107,6 +114,7 @@ def _measured(given: argparse.Namespace) -> ModelProfile:
         device=given.device,
         tokens=given.tokens,
         length=given.seq_length,
+        target_length=given.target_length,
         packed=not given.rows,
         progress=True,
         **given_options(given, "max_degree", "accuracy", "seconds"),

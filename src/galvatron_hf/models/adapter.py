@@ -85,11 +85,13 @@ class RelativeBias:
         attention (`str`): the module of a layer whose scores it is added to.
         buckets (`Callable[[nn.Module, int, torch.device], torch.Tensor]`): returns the buckets [S, S] of `S`
             positions, from a layer's attention module.
+        marks (`tuple[str, ...]`): attributes of that module that say whether it has the table.
     """
 
     table: str
     attention: str
     buckets: Callable[[nn.Module, int, torch.device], torch.Tensor]
+    marks: tuple[str, ...] = ("has_relative_attention_bias",)
 
     def inside_layer(self, layers: str) -> str:
         """Returns the name of the table inside the layer that has it, of the module list `layers`."""
@@ -152,7 +154,7 @@ class StackAdapter:
         outputs (`int`, *optional*): the length of the tuple that a layer returns, whose first entry is the hidden
             states; None if it returns these alone. The stack does without the other entries.
         bias ([`RelativeBias`], *optional*): a bias that all layers share.
-        attention (`tuple[str, ...]`): the attention modules of a layer.
+        attention (`tuple[str, ...]`): the attention modules of a layer, which return `attention_outputs` entries.
         regions (`tuple[str, ...]`): modules of a layer whose input enters a tensor-parallel region. Those that a layer
             lacks, or that contain its experts, are none; the experts are not in a region.
         experts ([`ExpertsAdapter`], *optional*): the experts of the layers that have them; other layers are dense.
@@ -186,6 +188,7 @@ class StackAdapter:
     outputs: int | None = None
     bias: RelativeBias | None = None
     attention: tuple[str, ...] = ("self_attn",)
+    attention_outputs: int = 2
     regions: tuple[str, ...] = ("self_attn", "mlp")
     experts: ExpertsAdapter | None = None
     styles: Mapping[str, Style] = field(default_factory=dict)
@@ -240,6 +243,13 @@ class StackAdapter:
         if self.experts_of(layer) is not None:
             found = [region for region in found if not _within(self.experts.module, region)]
         return tuple(found)
+
+    def ends_of_regions(self, layer: nn.Module) -> tuple[str, ...]:
+        """Returns the modules that leave a region which another module has entered: of an MLP whose two projections
+        are modules of the layer, the second.
+        """
+        rows = (name for name, style in self.styles.items() if style is Style.ROW)
+        return tuple(name for name in rows if "." not in name and _submodule(layer, name) is not None)
 
     def in_region(self, name: str, layer: nn.Module) -> bool:
         """Tells whether a module of a layer lies in a tensor-parallel region."""

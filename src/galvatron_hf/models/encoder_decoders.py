@@ -59,6 +59,7 @@ def _t5_stack(name: str) -> StackAdapter:
             buckets=relative_position_buckets,
         ),
         attention=tuple(attention),
+        attention_outputs=3,
         regions=(*attention, mlp),
         styles={
             **projections,

@@ -193,10 +193,7 @@ def _logit_transform(model: PreTrainedModel) -> Callable[[PreTrainedConfig], Log
 
 def search_obstacle(model: PreTrainedModel) -> str | None:
     """Says why no search plans a model yet; None if it does."""
-    adapter = adapter_for(model)
-    if adapter.structure is not None:
-        return "runs its layers by its own forward on whole rows"
-    return "has two stacks of layers" if len(adapter.stacks) > 1 else None
+    return "runs its layers by its own forward on whole rows" if adapter_for(model).structure is not None else None
 
 
 def count_layers(config: PreTrainedConfig) -> int:

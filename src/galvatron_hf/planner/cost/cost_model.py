@@ -161,17 +161,19 @@ class CostModel:
             part=part,
         )
 
-    def _tokens(self, strategy: LayerStrategy, length: int) -> tuple[int, int, int]:
-        """Returns the maximum tokens of a data rank, inside a tensor region, and between regions."""
-        shared = -(-self.rows // strategy.data_degree(self.ranks)) * length
+    def _tokens(self, strategy: LayerStrategy, length: int, ratio: float = 1.0) -> tuple[int, int, int]:
+        """Returns the maximum tokens of a data rank, inside a tensor region, and between regions. A row has `length`
+        times `ratio` tokens.
+        """
+        shared = -(-self.rows // strategy.data_degree(self.ranks)) * round(length * ratio)
         region = -(-shared // strategy.ulysses)
         return shared, region, -(-region // strategy.tensor) if strategy.megatron_sp else region
 
     def _computing(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
         """Returns forward and backward time. PyTorch's recompute, in the backward, ends with the last saved tensor."""
-        _, region, between = self._tokens(strategy, self.workload.computed_length)
+        _, region, between = self._tokens(strategy, self.workload.computed_length, layer.length_ratio)
         times, rows = _at(layer.times, strategy.tensor), -(-self.rows // strategy.data_degree(self.ranks))
-        squares = rows * self.workload.computed_square / strategy.ulysses
+        squares = rows * self.workload.computed_square * layer.length_ratio**2 / strategy.ulysses
         pairs = ((times.forward, times.forward_outside_tp), (times.backward, times.backward_outside_tp))
         factor = self.calibration_factors["computing"]
         forward, backward = (
@@ -195,7 +197,7 @@ class CostModel:
         """
         if layer.experts is None:
             return None
-        _, region, _ = self._tokens(strategy, length)
+        _, region, _ = self._tokens(strategy, length, layer.length_ratio)
         degrees = layer.experts.degrees
         found = _at(degrees, strategy.expert)
         return -(-region // strategy.tensor), self.model.imbalance(strategy.expert), found, degrees[1]
@@ -222,7 +224,7 @@ class CostModel:
 
     def _regions(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
         """Returns the time of tensor and Ulysses collectives and partial gradients, in forward and backward."""
-        _, region, between = self._tokens(strategy, self.workload.computed_length)
+        _, region, between = self._tokens(strategy, self.workload.computed_length, layer.length_ratio)
         tensor, count = strategy.tensor, layer.regions
         again = strategy.recompute == "full"
         piece = between * self.model.hidden * self.element
@@ -253,23 +255,63 @@ class CostModel:
             )
             forward += exchange
             backward += exchange * (1 + again)
-        dispatch_forward, dispatch_backward = self._dispatch(layer, strategy)
-        return forward + dispatch_forward, backward + dispatch_backward
+        for more_forward, more_backward in (self._dispatch(layer, strategy), self._reading(layer, strategy)):
+            forward, backward = forward + more_forward, backward + more_backward
+        return forward, backward
+
+    def _reading(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
+        """Returns the time of the messages by which a layer reads another stack. Its states enter the region of the
+        cross-attention as hidden states do: Megatron-SP gathers them, and their gradients are shares of a sum. Ulysses
+        ranks exchange their keys and values for heads. The layers of a stage share the move to their layout.
+        """
+        if not layer.read_ratio:
+            return 0.0, 0.0
+        _, region, between = self._tokens(strategy, self.workload.computed_length, layer.read_ratio)
+        _, own, _ = self._tokens(strategy, self.workload.computed_length, layer.length_ratio)
+        again, model, tensor = strategy.recompute == "full", self.model, strategy.tensor
+        moved = self.read_moves * self._resharding_ms(self.boundary(), Layout.from_strategy(strategy, self.ranks))
+        forward = backward = moved
+        piece = between * model.hidden * self.element
+        if tensor > 1 and strategy.megatron_sp:
+            gather = self._ms("all_gather", tensor, 1, piece)
+            forward, backward = forward + gather, backward + again * gather
+            backward += self._ms("reduce_scatter", tensor, 1, tensor * piece)
+        elif tensor > 1:
+            backward += self._ms("all_reduce", tensor, 1, piece)
+        if strategy.ulysses > 1:
+            heads = AttentionHeads.from_degrees(
+                query=model.heads, key_value=model.kv_heads, tensor=tensor, ulysses=strategy.ulysses
+            )
+            size = model.head_dim * self.element
+            counts = own * heads.query + 2 * region * heads.sent_key_value, own * heads.query
+            exchange = sum(self._ms("all_to_all", strategy.ulysses, tensor, count * size) for count in counts)
+            forward, backward = forward + exchange, backward + exchange * (1 + again)
+        return forward, backward
+
+    @cached_property
+    def read_moves(self) -> float:
+        """Returns how often a stage moves the states that its layers read, for each layer: layers of one layout share
+        one move. Stages are taken to have equal shares of the layers.
+        """
+        return self.hardware.world_size / self.ranks / len(self.model.layers)
 
     def _activations(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float, float]:
         """Returns the bytes of one micro-batch that are saved, temporary, and recomputed."""
-        shared, _, between = self._tokens(strategy, self.workload.length)
+        shared, _, between = self._tokens(strategy, self.workload.length, layer.length_ratio)
         key = (strategy.tensor, strategy.megatron_sp, strategy.ulysses)
         saved, working = shared * _at(layer.saved_bytes, key), shared * layer.working_bytes.get(key, 0.0)
+        _, _, read = self._tokens(strategy, self.workload.length, layer.read_ratio)
+        read_bytes = min(1.0, self.read_moves) * read * self.model.hidden * self.element
         experts = self._experts(layer, strategy, self.workload.length)
         if experts is not None:
             own, imbalance, under_degree, alone = experts
             (more_saved, most), (less_saved, least) = under_degree.bytes(own, imbalance), alone.bytes(own, 1.0)
             saved, working = max(0.0, saved + more_saved - less_saved), max(working, working + most - least)
         if strategy.recompute == "none":
-            return saved, working, 0.0
+            return saved + read_bytes, working, 0.0
         kept = layer.recompute_bytes.get(key)
-        return between * self.model.hidden * self.element if kept is None else shared * kept, working, saved
+        kept_bytes = between * self.model.hidden * self.element if kept is None else shared * kept
+        return kept_bytes + read_bytes, working, saved
 
     # ---- Embedding and head ----
 
@@ -283,8 +325,10 @@ class CostModel:
 
     def _pass_end(self, end: EndProfile, tensor: int, is_head: bool) -> PassCosts:
         layout, workload = Layout.from_vocabulary(tensor, self.ranks, self.rows), self.workload
-        kept = layout.most_tokens(self.rows, workload.length)
-        tokens = layout.most_tokens(self.rows, workload.computed_length)
+        kept, tokens = (
+            layout.most_tokens(self.rows, round(length * end.length_ratio))
+            for length in (workload.length, workload.computed_length)
+        )
         times = _at(end.times, tensor)
         forward, backward = (
             self.calibration_factors["computing"] * fit.ms(tokens, 0.0) for fit in (times.forward, times.backward)
@@ -350,7 +394,8 @@ class CostModel:
         return sum(self._resharding_ms(*pair) for pair in ((before, after), (after, before)))
 
     def _resharding_ms(self, before: Layout, after: Layout) -> float:
-        block, tokens = most_sent_tokens(before, after, self.rows, self.workload.computed_length)
+        length = round(self.workload.computed_length * self.mean_ratio)
+        block, tokens = most_sent_tokens(before, after, self.rows, length)
         if block == 1:
             return 0.0
         size = tokens * self.model.hidden * self.element * block / (block - 1)  # nothing of it stays on the rank
@@ -366,6 +411,12 @@ class CostModel:
         """Returns the time per micro-batch of positions and rotary embeddings, on each stage after the first."""
         return self.calibration_factors["computing"] * _at(self.model.embedding.times, 1).forward.fixed
 
+    @cached_property
+    def mean_ratio(self) -> float:
+        """Returns the mean of the layers' length ratios: one price of a change of layout holds for all stacks."""
+        ratios = [self.model.kinds[kind].length_ratio for kind in self.model.layers]
+        return sum(ratios) / len(ratios)
+
     def boundary(self) -> Layout:
         return Layout.from_vocabulary(1, self.ranks, self.rows)
 
@@ -375,6 +426,8 @@ class CostModel:
         return self._boundary_bytes(self.workload.length)
 
     def _boundary_bytes(self, length: int) -> int:
+        # Between two stages of a decoder also the encoder's output goes on; elsewhere fewer states do.
+        length = round(length * self.model.stage_ratio)
         return self.boundary().most_tokens(self.rows, length) * self.model.hidden * self.element
 
     def received_ms(self, counts: np.ndarray) -> np.ndarray:

@@ -61,6 +61,16 @@ class _Steps:
     rows: int
     length: int
     device: torch.device
+    length_ratio: float = 1.0
+
+    def batch(self) -> dict[str, torch.Tensor]:
+        """Returns rows of tokens, and their labels: of a second stack `length_ratio` as many."""
+        ids = torch.arange(self.rows * self.length, device=self.device).reshape(self.rows, self.length)
+        ids %= self.model.config.vocab_size
+        if self.length_ratio == 1.0:
+            return {"input_ids": ids, "labels": ids}
+        labels = ids[:, :1].expand(self.rows, max(1, round(self.length * self.length_ratio))).contiguous()
+        return {"input_ids": ids, "labels": labels}
 
     def new_model(self) -> PreTrainedModel:
         """Returns the model on the meta device; one with adapters has random weights, as no source makes them."""
@@ -105,7 +115,10 @@ def calibrate_profile(
         return profile
     rows, precision = max(world_size, min(rows, MOST_TOKENS * world_size // length)), Precision(compute=profile.dtype)
     few = _with_layers(profile, model, predict, rows, length)
-    steps = _Steps(model=model, copies=few.layers.count(0), rows=rows, length=length, device=device)
+    ratio = profile.head.length_ratio
+    steps = _Steps(
+        model=model, copies=few.layers.count(0), rows=rows, length=length, device=device, length_ratio=ratio
+    )
     plans, step_ms = [], []
     for plan in _plans(steps.new_model(), rows, precision):
         ms, needed = predict(few, plan, rows, length)
@@ -228,9 +241,7 @@ def _steps_ms(steps: _Steps, plan: ParallelPlan, world: WorldMesh) -> list[float
     device = steps.device
     parallel = parallelize(steps.new_model(), plan, world=world, device=device)
     optimizer = torch.optim.AdamW(parallel.model.parameters(), lr=1e-5, fused=True)
-    ids = torch.arange(steps.rows * steps.length, device=device).reshape(steps.rows, steps.length)
-    ids %= steps.model.config.vocab_size
-    batch, found = {"input_ids": ids, "labels": ids}, []
+    batch, found = steps.batch(), []
     while len(found) < WARM_UP + STEPS:
         dist.all_reduce(torch.zeros(1, device=device))
         began = _now(device)

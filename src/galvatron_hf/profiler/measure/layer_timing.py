@@ -146,8 +146,16 @@ class LayerTimer:
                 found.append((tokens // length * length, length))
         return [point for point in dict.fromkeys(found) if min(point) >= 1]
 
+    def tokens_of(self, kind: int, tokens: int, length: int) -> tuple[int, int]:
+        """Returns the tokens of a kind of layer in a micro-batch, and those of a row: a second stack has others."""
+        own = max(1, round(length * self.counted.length_ratios[kind]))
+        return tokens // length * own, own
+
     def _parts(self, strategy: LayerStrategy, vocabulary: int = 1) -> IsolatedLayers:
-        parts = IsolatedLayers.from_model(self.small, strategy, vocabulary, self.counted.packed, self.copies)
+        counted = self.counted
+        parts = IsolatedLayers.from_model(
+            self.small, strategy, vocabulary, counted.packed, self.copies, counted.length_ratio
+        )
         parts.give_memory(self.device, self.counted.dtype)
         return parts
 
@@ -227,7 +235,7 @@ class LayerTimer:
     def _end_jobs(self, parts: IsolatedLayers, tensor: int, tokens: int) -> list[_Job]:
         packs = parts.rank.resolved.packs
         length = max(1, min(self.length, tokens // packs))  # the model may have no more positions
-        batch = parts.micro_batch(packs * max(1, tokens // packs // length) * length, length)
+        batch = parts.micro_batch(packs * max(1, tokens // packs // length) * length, length, 1.0)
         pair = {"embedding": parts.embedding(batch), "head": parts.head(batch)}
         return [self._job((name, tensor, tokens), part) for name, part in pair.items()]
 

@@ -29,7 +29,7 @@ from galvatron_hf.profiler.measure.rounds import WANTED_ERROR
 from galvatron_hf.profiler.profiles.layers import TimeFit, Times
 from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.profiler.trace.counted_model import CountedModel, ExpertPasses, PartTimes
-from galvatron_hf.profiler.trace.tracing import describe, positions, profile_of
+from galvatron_hf.profiler.trace.tracing import describe, positions, profile_of, rows_of_stacks
 from galvatron_hf.utils.allocator import keep_freed_memory
 
 
@@ -43,6 +43,7 @@ def profile_model(
     device: torch.device | str | None = None,
     tokens: int | None = None,
     length: int | None = None,
+    target_length: int | None = None,
     packed: bool = True,
     max_degree: int | None = None,
     accuracy: float = WANTED_ERROR,
@@ -63,7 +64,10 @@ def profile_model(
         device (`torch.device` or `str`, *optional*): Device to measure; by default the current GPU, or the CPU.
         tokens (`int`, *optional*): Tokens of the largest micro-batch; fewer if this one takes too long.
         length (`int`, *optional*): Tokens of the longest document; by default `tokens`.
-        packed (`bool`, defaults to `True`): Whether micro-batches are packed documents, or rows without padding.
+        target_length (`int`, *optional*): Tokens that a row has in the decoder, if the model has an encoder too, for
+            `length` tokens in the encoder; by default as many.
+        packed (`bool`, defaults to `True`): Whether micro-batches are packed documents, or rows without padding, as
+            those of an encoder and a decoder are.
         max_degree (`int`, *optional*): Largest tensor and Ulysses degree; by default the world size, or 8 without a
             process group.
         accuracy (`float`, defaults to 0.05): Wanted relative standard error of the medians, on average over the parts.
@@ -85,6 +89,7 @@ def profile_model(
         device=device,
         tokens=tokens,
         length=length,
+        target_length=target_length,
         packed=packed,
         max_degree=max_degree,
         accuracy=accuracy,
@@ -95,19 +100,20 @@ def profile_model(
     most = positions(model) or sys.maxsize
     tokens = tokens or DEFAULT_TOKENS
     length = min(length or tokens, tokens, most)
-    for name, value in (("tokens", tokens), ("length", length)):
+    for name, value in (("tokens", tokens), ("length", length), ("target_length", target_length or 1)):
         check_int(name, value, high=1 << 40)
+    packed, ratio = rows_of_stacks(model, packed, length, target_length)
     if device.type == "cpu":
         keep_freed_memory()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        counted = CountedModel(model, DTYPES[dtype], length, packed, device)
+        counted = CountedModel(model, DTYPES[dtype], length, packed, device, ratio)
         timer = LayerTimer(model, counted, device, tokens, length, max_degree, accuracy)
         found, wall_per_cpu = timer.run(seconds, progress)
         made |= {
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "largest micro-batch": f"{timer.tokens} tokens",
             "wall time over CPU time": f"{wall_per_cpu:.3f}",
-            **describe(timer.length, packed),
+            **describe(timer.length, packed, ratio),
         }
         parts = dict(max_degree=max_degree, optimizer_ms=optimizer_ms(found), adding_ms=adding_ms(found))
         times = _part_times(found, counted, timer)
@@ -122,6 +128,7 @@ def circumstances(
     device: torch.device | str | None = None,
     tokens: int | None = None,
     length: int | None = None,
+    target_length: int | None = None,
     packed: bool = True,
     max_degree: int | None = None,
     accuracy: float = WANTED_ERROR,
@@ -129,6 +136,7 @@ def circumstances(
 ) -> dict[str, str]:
     """Returns the conditions of the measurement, for a profile's `made`; collective."""
     asked = {"tokens": tokens, "length": length, "packed": packed, "max_degree": max_degree or _default_degree()}
+    asked |= {} if target_length is None else {"target_length": target_length}
     return (
         machine(_default_device(device))
         | accuracy_text(accuracy)
@@ -166,14 +174,15 @@ def _default_degree() -> int:
 
 def _part_times(found: dict[Key, tuple[float, ...]], counted: CountedModel, timer: LayerTimer) -> PartTimes:
     kinds = range(len(adapter_for(counted.small).layers(counted.small)))
-    tokens = timer.points()[0][0]
     layers: list[dict[int, Times]] = [{} for _ in kinds]
     for kind in kinds:
+        tokens = timer.tokens_of(kind, *timer.points()[0])[0]
         outside, recompute_fixed = found["outside", kind], _recompute_fixed(found, kind, timer)
         for tensor in timer.degrees:
             last = found["layer", kind, tensor, *timer.points()[0]][2]
             points = {key[3:]: times for key, times in found.items() if key[:3] == ("layer", kind, tensor)}
-            forward, backward = (_fit(list(points), [ms[way] for ms in points.values()]) for way in (0, 1))
+            sizes = [timer.tokens_of(kind, *point) for point in points]
+            forward, backward = (_fit(sizes, [ms[way] for ms in points.values()]) for way in (0, 1))
             layers[kind][tensor] = Times(
                 forward=forward,
                 backward=backward,

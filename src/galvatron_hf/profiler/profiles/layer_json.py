@@ -19,6 +19,7 @@ MAX_SIZE = 1 << 40
 _WEIGHT = ("shape", "cut", "used_in_part", "heads", "of_experts", "trained", "stored_bytes")
 _STRATEGY = ("tensor", "megatron_sp", "ulysses")
 _LAYER_BYTES = ("saved_bytes", "working_bytes", "recompute_bytes")
+_LAYER_RATIOS = ("length_ratio", "read_ratio")
 _END_BYTES = ("saved_bytes", "saved_fixed_bytes", "working_bytes", "working_fixed_bytes")
 
 
@@ -35,7 +36,20 @@ def layer_values(kind: LayerProfile) -> dict[str, Any]:
         "regions": kind.regions,
         "saves_after_last_region": kind.saves_after_last_region,
         **({} if kind.experts is None else {"experts": _expert_values(kind.experts)}),
+        **_ratios(kind, _LAYER_RATIOS),
     }
+
+
+def _ratios(profile: LayerProfile | EndProfile, names: tuple[str, ...]) -> dict[str, float]:
+    """Returns the ratios of lengths that differ from those of a model with one stack."""
+    plain = {field.name: field.default for field in fields(profile)}
+    return {name: getattr(profile, name) for name in names if getattr(profile, name) != plain[name]}
+
+
+def _read_ratios(where: str, given: dict[str, Any], names: tuple[str, ...]) -> dict[str, float]:
+    for name in names:
+        check_number(f"{where}.{name}", given.get(name, 1.0), positive=name == "length_ratio")
+    return {name: float(given[name]) for name in names if name in given}
 
 
 def _expert_values(experts: ExpertsProfile) -> dict[str, Any]:
@@ -53,6 +67,7 @@ def end_values(end: EndProfile) -> dict[str, Any]:
             | {name: getattr(end, name)[tensor] for name in _END_BYTES if tensor in getattr(end, name)}
             for tensor in end.saved_bytes
         ],
+        **_ratios(end, _LAYER_RATIOS[:1]),
     }
 
 
@@ -70,7 +85,7 @@ def read_each(name: str, value: Any, read: Callable[[str, Any], T]) -> tuple[T, 
 def read_layer(where: str, given: Any) -> LayerProfile:
     """Reads what [`layer_values`] returned; `where` names it in errors."""
     names = ("weights", "times", "bytes", "regions", "saves_after_last_region")
-    check_fields(where, given, (*names, "experts"), required=names)
+    check_fields(where, given, (*names, "experts", *_LAYER_RATIOS), required=names)
     check_int(f"{where}.regions", given["regions"], high=1024)
     check_bool(f"{where}.saves_after_last_region", given["saves_after_last_region"])
     found: dict[str, dict] = {name: {} for name in _LAYER_BYTES}
@@ -94,6 +109,7 @@ def read_layer(where: str, given: Any) -> LayerProfile:
         regions=given["regions"],
         saves_after_last_region=given["saves_after_last_region"],
         experts=experts,
+        **_read_ratios(where, given, _LAYER_RATIOS),
         **found,
     )
 
@@ -126,7 +142,7 @@ def _read_experts(where: str, given: Any) -> ExpertsProfile:
 def read_end(where: str, given: Any) -> EndProfile:
     """Reads what [`end_values`] returned; `where` names it in errors."""
     names = ("weights", "times", "bytes")
-    check_fields(where, given, names, required=names)
+    check_fields(where, given, (*names, *_LAYER_RATIOS[:1]), required=names)
     found: dict[str, dict] = {name: {} for name in _END_BYTES}
     for place, entry in read_each(f"{where}.bytes", given["bytes"], lambda place, entry: (place, entry)):
         check_fields(place, entry, ("tensor", *_END_BYTES), required=("tensor", "saved_bytes"))
@@ -135,6 +151,7 @@ def read_end(where: str, given: Any) -> EndProfile:
     return EndProfile(
         weights=read_each(f"{where}.weights", given["weights"], _read_weight),
         times=_read_times(f"{where}.times", given["times"]),
+        **_read_ratios(where, given, _LAYER_RATIOS[:1]),
         **found,
     )
 

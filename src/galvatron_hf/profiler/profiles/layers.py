@@ -112,6 +112,9 @@ class LayerProfile:
         saves_after_last_region (`bool`): As in [`ModelShape`].
         experts ([`ExpertsProfile`], *optional*): Costs of its experts under other expert degrees than 1, which the
             other figures are for; None for a dense layer.
+        length_ratio (`float`): Tokens that a row has in the layer's stack, for each token of the workload's rows.
+        read_ratio (`float`): The same of the stack that it reads by cross-attention; 0 if it reads none. The costs of
+            reading are in the other figures, for this ratio.
     """
 
     weights: tuple[WeightShape, ...]
@@ -122,6 +125,8 @@ class LayerProfile:
     regions: int = 2
     saves_after_last_region: bool = False
     experts: ExpertsProfile | None = None
+    length_ratio: float = 1.0
+    read_ratio: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +143,8 @@ class EndProfile:
             gradient of its weight, unless several micro-batches are in flight.
         working_bytes, working_fixed_bytes (`Mapping[int, float]`): Peak of the other bytes during a pass. The larger
             of the two counts; the fixed one holds the logits of 1,024 tokens in all their forms.
+        length_ratio (`float`): Tokens that a row has here, for each token of the workload's rows. The embedding looks
+            up those of all stacks, the head takes those of the last one.
     """
 
     weights: tuple[WeightShape, ...]
@@ -146,3 +153,4 @@ class EndProfile:
     working_bytes: Mapping[int, float] = field(default_factory=dict)
     saved_fixed_bytes: Mapping[int, float] = field(default_factory=dict)
     working_fixed_bytes: Mapping[int, float] = field(default_factory=dict)
+    length_ratio: float = 1.0

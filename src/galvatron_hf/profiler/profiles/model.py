@@ -100,6 +100,13 @@ class ModelProfile:
         return dict(self.stacks) or {DEFAULT_STACK: len(self.layers)}
 
     @property
+    def stage_ratio(self) -> float:
+        """Returns the tokens of a row whose states go from a stage to the next, at most, for each of the workload's:
+        those of a layer, and those that it reads.
+        """
+        return max(kind.length_ratio + kind.read_ratio for kind in self.kinds)
+
+    @property
     def element_bytes(self) -> int:
         """Returns the bytes of one element of an activation."""
         return {"fp32": 4, "bf16": 2}[self.dtype]

@@ -62,14 +62,24 @@ class PartTimes:
 class CountedModel:
     """Counts the operations and bytes of a model's parts on one rank under any strategy. `model` may be on the meta
     device and is not changed. Traced documents have `length` tokens, rounded up to a multiple of 128. `device` chooses
-    the operators: those of a GPU can be traced where PyTorch finds one.
+    the operators: those of a GPU can be traced where PyTorch finds one. A row has `length_ratio` tokens in the last of
+    two stacks for each in the first.
     """
 
     def __init__(
-        self, model: PreTrainedModel, dtype: torch.dtype, length: int, packed: bool, device: torch.device | str = "cpu"
+        self,
+        model: PreTrainedModel,
+        dtype: torch.dtype,
+        length: int,
+        packed: bool,
+        device: torch.device | str = "cpu",
+        length_ratio: float = 1.0,
     ):
         self.small, self.dtype, self.packed = one_of_each(model), dtype, packed
-        self.device = torch.device(device)
+        self.device, self.length_ratio = torch.device(device), length_ratio
+        adapter = adapter_for(self.small)
+        of_last = [place.stack is adapter.stacks[-1] for place in adapter.places(self.small)]
+        self.length_ratios = [length_ratio if last else 1.0 for last in of_last]  # of each kind of layer
         self.length = -(-length // 128) * 128  # what sequence ranks can share evenly
         if any(self.expert_counts()):
             self.small.set_experts_implementation("grouped_mm")  # others ask for values, which fakes have not
@@ -81,7 +91,9 @@ class CountedModel:
         """Returns the parts on fake tensors; raises `ValueError` if the strategy does not fit the model."""
         key = strategy, vocabulary
         if key not in self._parts:
-            parts = IsolatedLayers.from_model(self.small, strategy, vocabulary, self.packed)
+            parts = IsolatedLayers.from_model(
+                self.small, strategy, vocabulary, self.packed, length_ratio=self.length_ratio
+            )
             self.mode = FakeTensorMode(allow_non_fake_inputs=True)
             with self.mode:
                 parts.give_memory(self.device, self.dtype)
@@ -183,7 +195,7 @@ class CountedModel:
         if (tensor, tokens) not in self._ends:
             parts = self.parts(LayerStrategy(), tensor)
             with self.tracing():
-                batch = parts.micro_batch(tokens, tokens // tensor)
+                batch = parts.micro_batch(tokens, tokens // tensor, 1.0)
                 found = {"embedding": count(parts.embedding(batch)), "head": count(parts.head(batch))}
             self._ends[tensor, tokens] = found
         return self._ends[tensor, tokens]
@@ -193,8 +205,9 @@ class CountedModel:
         found = {}
         for strategy in self.strategies(max_degree):
             counts = self.layers(strategy, self.length, self.length)
+            tokens = [self.length * ratio for ratio in self.length_ratios]
             found[strategy.tensor, strategy.megatron_sp, strategy.ulysses] = [
-                (each.saved_bytes / self.length, each.working_bytes / self.length) for each in counts
+                (each.saved_bytes / own, each.working_bytes / own) for each, own in zip(counts, tokens, strict=True)
             ]
         return found
 
@@ -223,16 +236,17 @@ class CountedModel:
             whole = self.layers(strategy, self.length, self.length)
             halves = self.layers(strategy, self.length, self.length // 2)
             for kind, outside in zip(kinds, self.outside(strategy), strict=True):
+                tokens = self.length * self.length_ratios[kind]
                 forward, backward = (
-                    _fit(speed.ms(getattr(whole[kind], name)), speed.ms(getattr(halves[kind], name)), self.length)
+                    _fit(speed.ms(getattr(whole[kind], name)), speed.ms(getattr(halves[kind], name)), tokens)
                     for name in ("forward", "backward")
                 )
                 layers[kind][tensor] = Times(
                     forward=forward,
                     backward=backward,
-                    forward_outside_tp=speed.ms(outside.forward) / self.length,
-                    backward_outside_tp=speed.ms(outside.backward) / self.length,
-                    forward_after_last_saved=speed.ms(whole[kind].forward_after_last_saved) / self.length,
+                    forward_outside_tp=speed.ms(outside.forward) / tokens,
+                    backward_outside_tp=speed.ms(outside.backward) / tokens,
+                    forward_after_last_saved=speed.ms(whole[kind].forward_after_last_saved) / tokens,
                 )
         ends = {tensor: self._end_times(tensor, speed) for tensor in self.end_degrees(max_degree)}
         return PartTimes(
@@ -287,7 +301,7 @@ def _line(short: float, long: float, few: int, many: int) -> tuple[float, float]
     return slope, max(0.0, short - slope * few)
 
 
-def _fit(whole: float, halves: float, length: int) -> TimeFit:
+def _fit(whole: float, halves: float, length: float) -> TimeFit:
     """Fits times of one document of `length` and of two documents of half of it, in tokens and squared lengths."""
     per_square = max(0.0, (whole - halves) / (length * length / 2))
     return TimeFit(per_token=(whole - per_square * length * length) / length, per_square=per_square)

@@ -15,11 +15,12 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from galvatron_hf.models.adapter import RelativeBias
 from galvatron_hf.models.families import adapter_for, auto_model, search_obstacle
 from galvatron_hf.models.lora import has_adapters
 from galvatron_hf.parallel.activation.documents import Documents
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
-from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer
+from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer, layer_output
 from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest
 from galvatron_hf.parallel.single_rank import SingleRank, single_rank
 from galvatron_hf.parallel.weights.adapted_model import AdaptedModel
@@ -77,16 +78,20 @@ def layer_kinds(model: PreTrainedModel) -> tuple[int, ...]:
     seen: dict[tuple, int] = {}
     kinds = []
     for place, layer in zip(adapter.places(model), adapter.layers(model), strict=True):
-        key = (place.stack.name, place.type(model), *_settings(layer))
+        key = (place.stack.name, place.type(model), *_settings(layer, place.stack.bias))
         kinds.append(seen.setdefault(key, len(seen)))
     if not kinds:
         raise ValueError("The model has no layers, and there is nothing to plan; give it some.")
     return tuple(kinds)
 
 
-def _settings(layer: nn.Module) -> tuple:
-    """Returns classes, shapes and plain attributes of a layer's modules, without the layer's index."""
+def _settings(layer: nn.Module, bias: RelativeBias | None) -> tuple:
+    """Returns classes, shapes and plain attributes of a layer's modules, without the layer's index and without the
+    table of a bias that all layers share, which one of them has.
+    """
     plain = (bool, int, float, str, type(None))
+    table = None if bias is None else f"{bias.attention}.{bias.table.rpartition('.')[2]}"
+    ignored = ("layer_idx", "layer_id", *(() if bias is None else bias.marks))
     return tuple(
         (
             name,
@@ -98,10 +103,11 @@ def _settings(layer: nn.Module) -> tuple:
             tuple(
                 (key, value)
                 for key, value in sorted(vars(module).items())
-                if isinstance(value, plain) and key not in ("layer_idx", "layer_id") and not key.startswith("_")
+                if isinstance(value, plain) and key not in ignored and not key.startswith("_")
             ),
         )
         for name, module in layer.named_modules()
+        if name != table
     )
 
 
@@ -143,14 +149,15 @@ class Part:
         return [parameter for module in self.modules for parameter in module.parameters()]
 
     def forget_gradients(self) -> None:
-        for leaf in (*self.parameters(), *(() if self.input is None else (self.input,))):
+        for leaf in (*self.parameters(), *self.shared, *(() if self.input is None else (self.input,))):
             leaf.grad = None
 
 
 @dataclass(kw_only=True)
 class IsolatedLayers:
     """Holds the parts of one rank under one strategy. Hidden states have format `dtype`. Micro-batches are documents
-    in one row if `packed`, else rows of equal length without a mask. `copies` layers of each kind run as one part.
+    in one row if `packed`, else rows of equal length without a mask. `copies` layers of each kind run as one part. A
+    row has `length_ratio` tokens in the last of two stacks for each in the first.
     """
 
     rank: SingleRank
@@ -158,6 +165,7 @@ class IsolatedLayers:
     dtype: torch.dtype = torch.float32
     packed: bool = True
     copies: int = 1
+    length_ratio: float = 1.0
 
     @classmethod
     def from_model(
@@ -167,6 +175,7 @@ class IsolatedLayers:
         vocabulary: int = 1,
         packed: bool = True,
         copies: int = 1,
+        length_ratio: float = 1.0,
     ) -> IsolatedLayers:
         """Cuts a copy of a model of [`one_of_each`]; the copy stays on the meta device. All layers have `strategy`,
         dense ones with expert degree 1, and `vocabulary` is the tensor degree of embedding and head. The stage has
@@ -178,7 +187,8 @@ class IsolatedLayers:
         stacks = adapter.stack_sizes(small)
         layers = tuple(strategy if count else replace(strategy, expert=1) for count in adapter.expert_counts(small))
         plan = ParallelPlan(world_size=ranks, stacks=stacks, layers=layers, embedding=ends, head=ends)
-        return cls(rank=single_rank(copy.deepcopy(small), plan), packed=packed, copies=copies)
+        rank = single_rank(copy.deepcopy(small), plan)
+        return cls(rank=rank, packed=packed, copies=copies, length_ratio=length_ratio)
 
     def give_memory(self, device: torch.device, dtype: torch.dtype) -> None:
         """Creates random weights of `dtype` on a device, or fake weights under a fake mode."""
@@ -195,11 +205,18 @@ class IsolatedLayers:
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                 setattr(module, name, buffer.to(device))
 
-    def micro_batch(self, tokens: int, length: int) -> MicroBatch:
-        """Returns a micro-batch of `tokens` positions in documents of `length`."""
+    def micro_batch(self, tokens: int, length: int, ratio: float | None = None) -> MicroBatch:
+        """Returns a micro-batch of `tokens` positions in documents of `length`; a second stack has `ratio` times as
+        many, by default `length_ratio`.
+        """
+        adapter = self.rank.stage.adapter
         if not self.packed:
-            ids = torch.zeros(tokens // length, length, dtype=torch.long, device=self.device)
-            return self.rank.runner.micro_batch(ids, shift_labels=ids, whole_loss=False)
+            lengths = [length, self.target_length(length, ratio)][: len(adapter.stacks)]
+            shape = dict(dtype=torch.long, device=self.device)
+            ids = [torch.zeros(tokens // length, one, **shape) for one in lengths]
+            names = (stack.tokens.ids for stack in adapter.stacks)
+            labels = {adapter.loss.targets or adapter.loss.labels: ids[-1]}
+            return self.rank.runner.micro_batch(**dict(zip(names, ids, strict=True)), **labels, whole_loss=False)
         packs = self.rank.resolved.packs
         ids = torch.zeros(1, tokens, dtype=torch.long, device=self.device)
         positions = torch.arange(tokens, device=self.device).remainder(length)[None]
@@ -209,6 +226,10 @@ class IsolatedLayers:
         return self.rank.runner.micro_batch(
             ids, position_ids=positions, shift_labels=ids, documents=documents, whole_loss=False
         )
+
+    def target_length(self, length: int, ratio: float | None = None) -> int:
+        """Returns the tokens that a row has in the last stack."""
+        return max(1, round(length * (self.length_ratio if ratio is None else ratio)))
 
     def layers(self, batch: MicroBatch) -> list[Part]:
         """Returns one part for each kind of layer: all its copies, one after the other."""
@@ -220,14 +241,15 @@ class IsolatedLayers:
         """Returns the arguments that the base model passes to each layer besides hidden states."""
         captured: list[tuple[tuple, dict]] = []
 
-        def keep(hidden: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        def keep(block: ParallelLayer, hidden: torch.Tensor, *args, **kwargs) -> torch.Tensor | tuple:
             captured.append((args, kwargs))
-            return hidden
+            states = hidden.new_zeros(*block.rectangle(batch).shape, hidden.shape[-1])
+            return layer_output(block.stack, states)
 
         layers = [block.layer for block in self.rank.blocks]
         forwards = [layer.forward for layer in layers]
-        for layer in layers:
-            layer.forward = keep
+        for block in self.rank.blocks:
+            block.layer.forward = functools.partial(keep, block)
         try:
             with torch.no_grad(), self.rank.current.active(batch):
                 self.rank.stage.states(None)
@@ -238,7 +260,8 @@ class IsolatedLayers:
 
     def _layers(self, blocks: list[ParallelLayer], batch: MicroBatch, captured: list[tuple[tuple, dict]]) -> Part:
         hidden = self._states(blocks[0].rectangle(batch).shape)
-        shared = tuple(
+        shared = self._shared(blocks[0], batch)
+        shared += tuple(
             tensor
             for args, kwargs in captured
             for value in (*args, *kwargs.values())
@@ -260,6 +283,24 @@ class IsolatedLayers:
             return output
 
         return Part(run=run, input=hidden, modules=tuple(block.layer for block in blocks), shared=shared)
+
+    def _shared(self, block: ParallelLayer, batch: MicroBatch) -> tuple[torch.Tensor, ...]:
+        """Gives a micro-batch what the layers of a stack share and have gradients for, as leaves: the output of the
+        stack that they read, and the bias of their scores.
+        """
+        found, name = {}, block.stack.reads
+        if name is not None:
+            layout = block.resolved.layout
+            found[name, layout] = self._states(batch.streams[name].grid.rectangle(layout, 0).shape)
+        if block.bias is not None:
+            with torch.no_grad():
+                block.bias.of_heads(batch, block.layer, block.resolved, 0)
+            own = {
+                key: value for key, value in batch.shared.items() if key[1] == "bias" and key[0] == block.stack.name
+            }
+            found |= {key: value.detach().to(self.dtype).requires_grad_() for key, value in own.items()}
+        batch.shared.update(found)
+        return tuple(found.values())
 
     def top_k(self, batch: MicroBatch) -> list[int]:
         """Returns for each kind of layer how many experts a token chooses, 0 for a dense one."""
@@ -341,11 +382,12 @@ class IsolatedLayers:
                 if block.experts is not None:
                     changes.callback(setattr, block.experts.module, "forward", block.experts.module.forward)
                     block.experts.module.forward = _skip_experts
-                for name in stack.regions_of(block.layer):
+                for name in (*stack.regions_of(block.layer), *stack.ends_of_regions(block.layer)):
                     region = block.layer.get_submodule(name)
                     changes.enter_context(without_forward_pre_hooks(region))
                     changes.callback(setattr, region, "forward", region.forward)
-                    region.forward = functools.partial(_give_back, block if name in stack.attention else None)
+                    outputs = stack.attention_outputs if name in stack.attention else None
+                    region.forward = functools.partial(_give_back, block, outputs)
             yield
 
     def _states(self, shape: tuple[int, ...]) -> torch.Tensor:
@@ -358,9 +400,11 @@ def _skip_experts(hidden: torch.Tensor, choices: torch.Tensor, weights: torch.Te
     return hidden * weights.sum(-1, keepdim=True)
 
 
-def _give_back(attention_of: ParallelLayer | None, hidden_states: torch.Tensor, *args, **kwargs):
-    """Replaces a region's forward. Attention returns a pair, and the layer expects it to ask for document bounds."""
-    if attention_of is None:
+def _give_back(layer: ParallelLayer, outputs: int | None, hidden_states: torch.Tensor, *args, **kwargs):
+    """Replaces a region's forward. Attention returns a tuple of so many `outputs`, and the layer expects it to ask for
+    document bounds.
+    """
+    if outputs is None:
         return hidden_states
-    attention_of.document_bounds()
-    return hidden_states, None
+    layer.document_bounds()
+    return hidden_states, *[None] * (outputs - 1)

@@ -28,7 +28,9 @@ def model_shape_from_model(model: PreTrainedModel, small: PreTrainedModel | None
     specs, kinds, stack = model_specs(model, adapter), layer_kinds(model), adapter.stacks[-1]
     heads, tied = stack.heads(base_model(model).config), adapter.ties_embeddings(model)
     keeps_formats = has_adapters(model)  # of frozen weights; all other weights are in fp32 at rest
-    weights = [_shapes(specs.layers[kinds.index(kind)], keeps_formats) for kind in range(max(kinds) + 1)]
+    of_kinds = [specs.layers[kinds.index(kind)] for kind in range(max(kinds) + 1)]
+    # The table of a bias that all layers of a stack share lies in one of them, and belongs to none.
+    weights = [_shapes((spec for spec in of_kind if spec.mesh != "whole"), keeps_formats) for of_kind in of_kinds]
     return ModelShape(
         hidden=adapter.state_features(model)[stack.name],
         heads=heads.query,
@@ -57,16 +59,20 @@ def _shapes(specs: Iterable[ParameterSpec], keeps_formats: bool) -> tuple[Weight
     return tuple(one if keeps_formats and not one.trained else replace(one, stored_bytes=4) for one in shapes)
 
 
+def _inside(name: str, regions: Iterable[str]) -> bool:
+    return any(name.startswith(f"{region}.") for region in regions)
+
+
 def saves_after_last_region(small: PreTrainedModel) -> bool:
     """Returns whether a module with weights, such as a norm, takes the output of the last region of a layer."""
-    parts = IsolatedLayers.from_model(small, LayerStrategy())
+    parts = IsolatedLayers.from_model(small, LayerStrategy(), packed=len(adapter_for(small).stacks) == 1)
     seen: list[str] = []
     layer, place = parts.rank.blocks[0].layer, parts.rank.stage.adapter.places(small)[0]
     regions = place.stack.regions_of(layer)
     hooks = [
         module.register_forward_hook(lambda *unused, name=name: seen.append(name))
-        for name, module in layer.named_children()
-        if name in regions or list(module.parameters())
+        for name, module in layer.named_modules()
+        if name in regions or (next(module.parameters(recurse=False), None) is not None and not _inside(name, regions))
     ]
     if parts.rank.blocks[0].experts is not None:
         parts.rank.model.set_experts_implementation("grouped_mm")  # others ask for values, which fakes have not

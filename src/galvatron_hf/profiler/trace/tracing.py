@@ -45,6 +45,7 @@ def profile_from_config(
     *,
     adapter: str | os.PathLike | None = None,
     length: int | None = None,
+    target_length: int | None = None,
     packed: bool = True,
     max_degree: int = 64,
     efficiency: float = EFFICIENCY,
@@ -59,7 +60,10 @@ def profile_from_config(
         dtype (`str`, defaults to `"bf16"`): Number format of the layers' computation: "fp32" or "bf16".
         adapter (`str` or `os.PathLike`, *optional*): Folder of PEFT's adapter_config.json, for LoRA.
         length (`int`, *optional*): Tokens of the longest document; by default 4,096, or the positions of the model.
-        packed (`bool`, defaults to `True`): Whether micro-batches are packed documents, or rows without padding.
+        target_length (`int`, *optional*): Tokens that a row has in the decoder, if the model has an encoder too, for
+            `length` tokens in the encoder; by default as many.
+        packed (`bool`, defaults to `True`): Whether micro-batches are packed documents, or rows without padding, as
+            those of an encoder and a decoder are.
         max_degree (`int`, defaults to 64): Largest product of tensor and Ulysses degree of a layer.
         efficiency (`float`, *optional*): FLOP/s of a layer over those of a large matrix product.
 
@@ -69,6 +73,7 @@ def profile_from_config(
     model = _read_model(config, adapter)
     longest = positions(model)
     length = min(length or 4096, longest or sys.maxsize)
+    packed, ratio = rows_of_stacks(model, packed, length, target_length)
     if dtype not in hardware.flops_per_s:
         raise ValueError(
             f"The hardware profile {hardware.name!r} has no rate for {dtype!r}; use one of "
@@ -84,8 +89,10 @@ def profile_from_config(
     }
     try:
         with torch.random.fork_rng(devices=[]):
-            made = describe(length, packed) | {key: hardware.made[key] for key in DEVICES if key in hardware.made}
-            counts = CountedModel(model, DTYPES[dtype], length, packed)
+            made = describe(length, packed, ratio) | {
+                key: hardware.made[key] for key in DEVICES if key in hardware.made
+            }
+            counts = CountedModel(model, DTYPES[dtype], length, packed, length_ratio=ratio)
             return profile_of(
                 model,
                 dtype,
@@ -104,6 +111,16 @@ def profile_from_config(
             f"The model of this {type(model.config).__name__} does not run ({type(error).__name__}: "
             f"{' '.join(str(error).split())[:80]}); give a configuration whose sizes fit together."
         ) from error
+
+
+def rows_of_stacks(model: PreTrainedModel, packed: bool, length: int, target_length: int | None) -> tuple[bool, float]:
+    """Returns whether micro-batches are packed, and the tokens of a row in the last stack for each in the first."""
+    stacks = adapter_for(model).stacks
+    if len(stacks) == 1 and target_length is not None:
+        raise ValueError(
+            f"{type(model).__name__} has one stack of layers, and target_length is for two: leave it out."
+        )
+    return packed and len(stacks) == 1, 1.0 if target_length is None else target_length / length
 
 
 def memory_bandwidth(hardware: HardwareProfile) -> float:
@@ -166,7 +183,8 @@ def profile_of(
     """
     shape, kinds = model_shape_from_model(model, counts.small), layer_kinds(model)
     regions, has_experts = regions_of_kinds(model), any(experts is not None for experts in times.experts)
-    bytes_of = counts.layer_bytes(max_degree)
+    bytes_of, stacks = counts.layer_bytes(max_degree), adapter_for(model).stack_sizes(model)
+    reads = [place.stack.reads is not None for place in adapter_for(counts.small).places(counts.small)]
     ends = counts.end_bytes(sorted(times.embedding))
     return ModelProfile(
         name=os.path.basename(model.config.name_or_path.rstrip("/")) or model.config.model_type,
@@ -184,14 +202,23 @@ def profile_of(
                 regions=regions[kind],
                 saves_after_last_region=shape.saves_after_last_region,
                 experts=times.experts[kind],
+                length_ratio=counts.length_ratios[kind],
+                read_ratio=1.0 if reads[kind] else 0.0,
             )
             for kind in range(max(kinds) + 1)
         ),
         layers=kinds,
-        embedding=EndProfile(weights=shape.embedding, times=times.embedding, **ends["embedding"]),
-        head=EndProfile(weights=_head_weights(shape), times=times.head, **ends["head"]),
+        embedding=EndProfile(
+            weights=shape.embedding,
+            times=times.embedding,
+            length_ratio=1.0 + (counts.length_ratio if len(stacks) > 1 else 0.0),
+            **ends["embedding"],
+        ),
+        head=EndProfile(
+            weights=_head_weights(shape), times=times.head, length_ratio=counts.length_ratio, **ends["head"]
+        ),
         tied=shape.tied,
-        stacks=adapter_for(model).stack_sizes(model),
+        stacks=stacks,
         max_length=positions(model),
         optimizer_ms_per_element=optimizer_ms[0],
         optimizer_ms_per_weight=optimizer_ms[1],
@@ -207,9 +234,12 @@ def _head_weights(shape: ModelShape) -> tuple:
     return (*shape.final_norm, *(shape.embedding[:1] if shape.tied else ()), *shape.head)
 
 
-def describe(length: int, packed: bool) -> dict[str, str]:
-    """Returns document length and kind of micro-batches for a profile's `made`."""
-    return {"longest document": f"{length} tokens", "micro-batches": "packed" if packed else "rows"}
+def describe(length: int, packed: bool, ratio: float = 1.0) -> dict[str, str]:
+    """Returns document length and kind of micro-batches for a profile's `made`, and the ratio of two stacks' lengths
+    if they differ.
+    """
+    made = {"longest document": f"{length} tokens", "micro-batches": "packed" if packed else "rows"}
+    return made if ratio == 1.0 else made | {"tokens of the decoder": f"{ratio:.4g} for each of the encoder"}
 
 
 def positions(model: PreTrainedModel) -> int | None:

@@ -109,7 +109,7 @@ class AutoPlanner:
     def _search(self, model: nn.Module) -> ParallelPlan:
         shown = not self.args.disable_tqdm
         accuracy = getattr(self.args, "profile_accuracy", WANTED_ERROR)
-        workload = from_rank_0(lambda: self.workload(model))
+        workload, ratio = from_rank_0(lambda: (self.workload(model), self.target_ratio(model)))
         folder = profile_folder(self.args)
         hardware = load_or_profile_hardware(
             folder,
@@ -125,7 +125,8 @@ class AutoPlanner:
             dtype=workload.precision.compute,
             device=self.args.device,
             tokens=min(MOST_TOKENS, _rounded_up(workload.rows * workload.length)),
-            length=min(_rounded_up(workload.length), positions(model) or sys.maxsize),
+            length=(length := min(_rounded_up(workload.length), positions(model) or sys.maxsize)),
+            **({} if ratio is None else {"target_length": max(1, round(ratio * length))}),
             packed=self.packing()[1],
             accuracy=accuracy,
             seconds=MODEL_SECONDS,
@@ -199,14 +200,24 @@ class AutoPlanner:
             mean_square=float(np.square(computed, dtype=float).mean()),
         )
 
+    def target_ratio(self, model: nn.Module) -> float | None:
+        """Returns the mean tokens of a row of labels over those of its input, if the model has a second stack for
+        them; None for other models. On rank 0.
+        """
+        if len(adapter_for(model).stacks) == 1:
+            return None
+        sources, targets = self.row_lengths(), self.row_lengths("labels")
+        return float(targets.mean() / sources.mean()) if len(sources) and len(targets) else 1.0
+
     def _precision(self, model: nn.Module) -> Precision:
         half = self.args.bf16 or computes_in_bf16(model)
         return Precision(compute="bf16" if half else "fp32")
 
-    def row_lengths(self) -> np.ndarray:
+    def row_lengths(self, column: str = "input_ids") -> np.ndarray:
         """Returns the tokens of the training set's rows, or of a sample; empty if no row can be read."""
         dataset = self.dataset()
-        known = sequence_lengths(dataset, length_column=self.args.length_column_name)
+        length_column = self.args.length_column_name if column == "input_ids" else ""
+        known = sequence_lengths(dataset, column, length_column)
         if known is not None:
             return known[known > 0]
         state = random_state()
@@ -219,7 +230,7 @@ class AutoPlanner:
                 rows = itertools.islice(iter(dataset), SAMPLED_ROWS)
             else:  # another stream may be readable only once
                 rows = ()
-            return np.array([len(row["input_ids"]) for row in rows if len(row.get("input_ids", ()))], dtype=np.int64)
+            return np.array([len(row[column]) for row in rows if len(row.get(column, ()))], dtype=np.int64)
         except (TypeError, KeyError, AttributeError):  # rows without such a column before they are collated
             return np.zeros(0, dtype=np.int64)
         finally:
