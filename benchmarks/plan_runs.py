@@ -85,7 +85,8 @@ def _profiles(shape: Shape, watch: CoreWatch) -> tuple[str, str]:
     hardware = profile_hardware(local_world_size=local, device="cpu")
     watch.wait_for_quiet()
     dist.barrier()
-    model = profile_model(whole, device="cpu", tokens=tokens, length=shape.length, packed=False)
+    lengths = dict(length=shape.length, target_length=shape.target_length or None)
+    model = profile_model(whole, device="cpu", tokens=tokens, packed=False, **lengths)
     watch.wait_for_quiet()
     dist.barrier()
     model = calibrated(model, whole, hardware, device=cpu, seconds=CALIBRATION_SECONDS, **steps)
@@ -99,12 +100,15 @@ class Rows(Dataset):
     def __init__(self, shape: Shape, count: int):
         generator = torch.Generator().manual_seed(0)
         self.ids = torch.randint(shape.vocabulary, (count, shape.length), generator=generator)
+        self.labels = self.ids
+        if shape.target_length:
+            self.labels = torch.randint(shape.vocabulary, (count, shape.target_length), generator=generator)
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+        return {"input_ids": self.ids[index], "labels": self.labels[index]}
 
 
 def make_trainer(plan: ParallelPlan, shape: Shape, world: int, steps: int, folder: str):

@@ -1,12 +1,20 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Llamas and mixtures of experts by their sizes, and random plans for them from the search space."""
+"""Llamas, mixtures of experts and T5s by their sizes, and random plans for them from the search space."""
 
 import random
 from dataclasses import asdict, dataclass
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from galvatron_hf import LayerStrategy, ParallelPlan
 from galvatron_hf.plan import Precision, Stage
@@ -17,7 +25,9 @@ from galvatron_hf.profiler.profiles.model import ModelProfile
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A Llama, or a Qwen3-MoE if there are `experts` of which a token chooses `top_k`, and the rows of a step."""
+    """A Llama, or a Qwen3-MoE if there are `experts` of which a token chooses `top_k`, and the rows of a step. Or a T5
+    with as many layers in each stack, if a row has `target_length` tokens in the decoder.
+    """
 
     hidden: int
     layers: int
@@ -29,17 +39,34 @@ class Shape:
     rows: int
     experts: int = 0
     top_k: int = 0
+    target_length: int = 0
 
     @classmethod
     def parse(cls, text: str) -> "Shape":
-        values = list(map(int, text.split("x")))
-        return cls(**dict(zip(list(cls.__annotations__)[: len(values)], values, strict=True)))
+        sizes, _, target = text.partition(":")
+        values = list(map(int, sizes.split("x")))
+        named = dict(zip(list(cls.__annotations__)[: len(values)], values, strict=True))
+        return cls(**named, target_length=int(target or 0))
 
     def __str__(self) -> str:
-        return "x".join(str(value) for value in list(asdict(self).values())[: 10 if self.experts else 8])
+        sizes = "x".join(str(value) for value in list(asdict(self).values())[: 10 if self.experts else 8])
+        return f"{sizes}:{self.target_length}" if self.target_length else sizes
 
     def model(self) -> PreTrainedModel:
         torch.manual_seed(0)
+        if self.target_length:
+            config = T5Config(
+                vocab_size=self.vocabulary,
+                d_model=self.hidden,
+                d_kv=self.hidden // self.heads,
+                d_ff=self.intermediate,
+                num_layers=self.layers,
+                num_decoder_layers=self.layers,
+                num_heads=self.heads,
+                dropout_rate=0.0,
+                use_cache=False,
+            )
+            return T5ForConditionalGeneration(config)
         sizes = dict(
             vocab_size=self.vocabulary,
             hidden_size=self.hidden,
@@ -88,7 +115,8 @@ class Shape:
 def draw_plans(world: int, model: ModelProfile, shape: Shape, count: int, seed: int) -> list[ParallelPlan]:
     """Draws different plans from the search space, about half of them pipelines, some of these interleaved."""
     drawn, plans = random.Random(seed), {}
-    pipelines = [degree for degree in (1, 2, 4, 8) if world % degree == 0 and degree <= min(world, shape.layers)]
+    layers_of_model = len(model.layers)
+    pipelines = [degree for degree in (1, 2, 4, 8) if world % degree == 0 and degree <= min(world, layers_of_model)]
     while len(plans) < count:
         pipeline = 1 if drawn.random() < 0.5 else drawn.choice(pipelines[1:])
         ranks = world // pipeline
@@ -98,7 +126,7 @@ def draw_plans(world: int, model: ModelProfile, shape: Shape, count: int, seed: 
         allowed = [one for one, data in layer_strategies(ranks, model, Limits()) if data <= rows]
         ends = vocabulary_strategies(ranks, model, Limits())
         schedule, rounds, _ = drawn.choice(list(schedules(pipeline, [micro_batches], model.layers, Limits())))
-        share = shape.layers // rounds
+        share = layers_of_model // rounds
         cuts = sorted(drawn.sample(range(1, share), pipeline - 1))
         stages = tuple(
             Stage(
@@ -111,7 +139,7 @@ def draw_plans(world: int, model: ModelProfile, shape: Shape, count: int, seed: 
         kinds = [_drawn_strategy(allowed, drawn) for _ in range(drawn.choice((1, 1, 2, 3)))]
         plan = ParallelPlan(
             world_size=world,
-            stacks={"decoder": shape.layers},
+            stacks=model.stack_sizes,
             micro_batches=micro_batches,
             schedule=schedule,
             precision=Precision(compute="fp32"),
