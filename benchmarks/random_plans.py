@@ -64,6 +64,7 @@ class Shape:
                 num_decoder_layers=self.layers,
                 num_heads=self.heads,
                 dropout_rate=0.0,
+                decoder_start_token_id=0,
                 use_cache=False,
             )
             return T5ForConditionalGeneration(config)

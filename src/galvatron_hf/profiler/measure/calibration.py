@@ -64,13 +64,14 @@ class _Steps:
     length_ratio: float = 1.0
 
     def batch(self) -> dict[str, torch.Tensor]:
-        """Returns rows of tokens, and their labels: of a second stack `length_ratio` as many."""
+        """Returns rows of tokens and their labels; a second stack has these as tokens, `length_ratio` as many."""
         ids = torch.arange(self.rows * self.length, device=self.device).reshape(self.rows, self.length)
         ids %= self.model.config.vocab_size
-        if self.length_ratio == 1.0:
+        if len(adapter_for(self.model).stacks) == 1:
             return {"input_ids": ids, "labels": ids}
         labels = ids[:, :1].expand(self.rows, max(1, round(self.length * self.length_ratio))).contiguous()
-        return {"input_ids": ids, "labels": labels}
+        last = adapter_for(self.model).stacks[-1]
+        return {"input_ids": ids, last.tokens.ids: labels, "labels": labels}
 
     def new_model(self) -> PreTrainedModel:
         """Returns the model on the meta device; one with adapters has random weights, as no source makes them."""
