@@ -329,7 +329,7 @@ OTHERS = tuple(name for name in CASES if name not in FAST)
 
 
 @pytest.mark.parametrize(
-    "names, steps", [(FAST, 2), pytest.param(OTHERS, 6, marks=pytest.mark.slow)], ids=["fast", "others"]
+    "names, steps", [(FAST, 4), pytest.param(OTHERS, 6, marks=pytest.mark.slow)], ids=["fast", "others"]
 )
 def test_searched_plans_train_as_one_process(tmp_path, names, steps):
     plans = {name: searched(name) for name in CASES}

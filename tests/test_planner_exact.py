@@ -38,7 +38,7 @@ def test_the_search_finds_what_enumeration_finds(sizes, seeds):
 
 
 @pytest.mark.parametrize("seeds", fast_and_slow(3, 8))
-@pytest.mark.parametrize("stages, layers", [(1, 9), (2, 8), (3, 7)])
+@pytest.mark.parametrize("stages, layers", [(1, 10), (2, 9), (3, 8)])
 def test_the_search_finds_what_a_mixed_integer_program_finds(stages, layers, seeds):
     for seed in seeds:
         sizes = dict(layers=layers, stages=stages, options=5, layouts=3, kinds=1 + seed % 2)

@@ -337,7 +337,7 @@ def test_random_plans():
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_many_random_plans(ranks):
-    check_random(drawn(random_plans(ranks), 3 if ranks == 8 else 5), ranks, max_steps=4)
+    check_random(drawn(random_plans(ranks), 3 if ranks == 8 else 5), ranks, max_steps=6)
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def recording(name: str, base: type[Trainer], calls: list[str]) -> type[Trainer]
         calls.append(name)
         return getattr(super(kind, self), name)(*args, **kwargs)
 
-    kind = type("Recording", (base,), {name: method, "__module__": __name__})
+    kind = type("Recording", (base,), {name: method, "__module__": __name__})  # `method` calls what is above it
     return kind
 
 

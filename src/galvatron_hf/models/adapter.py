@@ -91,7 +91,7 @@ class RelativeBias:
     table: str
     attention: str
     buckets: Callable[[nn.Module, int, torch.device], torch.Tensor]
-    marks: tuple[str, ...] = ("has_relative_attention_bias",)
+    marks: tuple[str, ...] = ()
 
     def inside_layer(self, layers: str) -> str:
         """Returns the name of the table inside the layer that has it, of the module list `layers`."""
@@ -249,7 +249,7 @@ class StackAdapter:
         are modules of the layer, the second.
         """
         rows = (name for name, style in self.styles.items() if style is Style.ROW)
-        return tuple(name for name in rows if "." not in name and _submodule(layer, name) is not None)
+        return tuple(name for name in rows if _submodule(layer, name) is not None and not self.in_region(name, layer))
 
     def in_region(self, name: str, layer: nn.Module) -> bool:
         """Tells whether a module of a layer lies in a tensor-parallel region."""

@@ -57,6 +57,7 @@ def _t5_stack(name: str) -> StackAdapter:
             table=f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias",
             attention="layer.0.SelfAttention",
             buckets=relative_position_buckets,
+            marks=("has_relative_attention_bias",),
         ),
         attention=tuple(attention),
         attention_outputs=3,

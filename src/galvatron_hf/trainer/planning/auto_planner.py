@@ -119,14 +119,15 @@ class AutoPlanner:
             seconds=HARDWARE_SECONDS,
             progress=shown,
         )
+        length = min(_rounded_up(workload.length), positions(model) or sys.maxsize)
         profile = load_or_profile_model(
             folder,
             model,
             dtype=workload.precision.compute,
             device=self.args.device,
             tokens=min(MOST_TOKENS, _rounded_up(workload.rows * workload.length)),
-            length=(length := min(_rounded_up(workload.length), positions(model) or sys.maxsize)),
-            **({} if ratio is None else {"target_length": max(1, round(ratio * length))}),
+            length=length,
+            target_length=None if ratio is None else max(1, round(ratio * length)),
             packed=self.packing()[1],
             accuracy=accuracy,
             seconds=MODEL_SECONDS,
