@@ -92,6 +92,7 @@ EXPERTS = [
     case("experts, all_kinds", "masked", "mixtral", rank=1),
     case("experts, gpipe", "packed", "qwen3_moe", rank=3),
 ]
+EXPERT_MODELS = ("mixtral", "qwen3_moe", "deepseek_v3")
 READ_ROWS = "Event.synchronize at utils/device.py in tolist"
 FAULTS = {
     "offsets for each layer": case("zero3_recompute", "packed"),
@@ -176,11 +177,11 @@ def test_layers_with_experts_wait_once_for_the_number_of_rows(fast):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", EXPERT_MODELS)
 def test_layers_with_experts_wait_as_often_as_said_under_every_plan(library, family):
-    """Takes half of the plans in each family."""
+    """Takes a third of the plans in each family."""
     batches, dense = itertools.cycle(["packed", "masked", "padded"]), "first dense, " * (family == "deepseek_v3")
-    names = [f"experts, {dense}{name}" for name in shared_out(expert_plans(), int(family == "qwen3_moe"), 2)]
+    names = [f"experts, {dense}{name}" for name in shared_out(expert_plans(), EXPERT_MODELS.index(family), 3)]
     if dense:  # the attention of this family has no tensor degree
         names = [name for name in names if all(layer.tensor == 1 for layer in PLANS[name].layers)]
     cases = [case(name, next(batches), family, rank=index % 4, steps=2) for index, name in enumerate(names)]
@@ -302,20 +303,22 @@ def check_order_under(library: Path, cases: dict[str, list[dict[str, Any]]]) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [0, 1])
-def test_all_ranks_of_a_communicator_do_the_same_under_every_plan(library, part):
+def test_all_ranks_of_a_communicator_do_the_same_under_pipelines(library, part):
+    """Plays all pipelines, and a third of the plans of one stage."""
     batches = itertools.cycle(["padded", "packed", "masked"])
-    plans = {name: next(batches) for name in DENSE[part::2]}
+    names = [*pipeline_plans(), *shared_out(uniform_plans(WORLD_SIZE) | mixed_plans(), 0, 3)]
+    plans = {name: next(batches) for name in names[part::2]}
     families = {plan: family_of(plan, "llama_tied", "llama") for plan in plans}
     check_order_under(library, {plan: of_all_ranks(plan, batch, families[plan]) for plan, batch in plans.items()})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [0, 1])
-def test_all_ranks_do_the_same_under_every_plan_with_experts(library, part):
-    batches = itertools.cycle(["padded", "packed", "masked"])
-    plans = {f"experts, {name}": next(batches) for name in list(expert_plans())[part::2]}
-    families = ("mixtral", "qwen3_moe")
-    check_order_under(library, {plan: of_all_ranks(plan, batch, families[part]) for plan, batch in plans.items()})
+def test_all_ranks_do_the_same_under_plans_with_experts(library, part):
+    """Plays a third of the plans with each of two families."""
+    batches, family = itertools.cycle(["padded", "packed", "masked"]), EXPERT_MODELS[part]
+    plans = {f"experts, {name}": next(batches) for name in shared_out(expert_plans(), part, 3)}
+    check_order_under(library, {plan: of_all_ranks(plan, batch, family) for plan, batch in plans.items()})
 
 
 # ---- The checks can fail ----

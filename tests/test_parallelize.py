@@ -95,10 +95,10 @@ UNDER_EVERY_MIX = ("llama", "llama_tied")  # with the batch "right"
 @pytest.mark.slow
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_every_family_with_every_kind_of_batch(family):
-    """Runs each family under every other plan, and each plan with every kind of batch in some family."""
+    """Runs each family under every third plan, and each plan with every kind of batch in some family."""
     oracles, turn = [oracle_of(family, batch) for batch in ("left", "odd", "packed")], list(FAMILIES).index(family)
-    plans = enumerate(shared_out(mixed_plans(), turn, 2).items())
-    cases = {name: (oracles[(turn // 2 + index) % 3], plan) for index, (name, plan) in plans}
+    plans = enumerate(shared_out(mixed_plans(), turn, 3).items())
+    cases = {name: (oracles[(turn // 3 + index) % 3], plan) for index, (name, plan) in plans}
     if family not in UNDER_EVERY_MIX:
         cases["mixed_b, right"] = oracle_of(family), mixed_plans()["mixed_b"]
     check_cases(4, cases)
@@ -126,9 +126,9 @@ ONE_ROW = ("tensor", "tensor_ulysses", "ulysses")
 
 
 @pytest.mark.slow
-def test_every_strategy_by_itself_on_eight_ranks():
+def test_half_of_the_strategies_by_themselves_on_eight_ranks():
     oracles = [oracle_of(family, "odd") for family in ("llama", "gpt2", "llama_biases", "qwen3")]
-    plans = enumerate(uniform_plans(8).items())
+    plans = enumerate(shared_out(uniform_plans(8), 0, 2).items())
     cases = {name: (oracles[index % 4], plan) for index, (name, plan) in plans}
     one_row = {f"{name}, one row": (oracle_of("llama", "one_row"), uniform_plans(8)[name]) for name in ONE_ROW}
     check_cases(8, cases | one_row)
@@ -252,7 +252,7 @@ def test_random_plans():
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_many_random_plans(ranks):
-    check_random_plans(drawn(plans_and_inputs(ranks), 16 if ranks == 4 else 5))
+    check_random_plans(drawn(plans_and_inputs(ranks), 10 if ranks == 4 else 4))
 
 
 def test_a_loss_of_ones_own_logits_has_the_gradient_of_one_process():

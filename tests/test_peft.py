@@ -94,12 +94,12 @@ def test_adapters_of_layers_with_experts():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(FAST))
 def test_every_model_with_adapters(name):
-    """Runs a third of the plans with each model, and each plan with several models."""
+    """Runs a sixth of the plans with each model, and each plan with one model or two."""
     tied = name in ("gpt2", "tied")
     oracles = [oracle_of(name, batch) for batch in ("left", "odd", "packed")]
     cases = {
         plan: (oracles[index % 3], one)
-        for index, (plan, one) in enumerate(shared_out(PLANS, list(FAST).index(name), 3).items())
+        for index, (plan, one) in enumerate(shared_out(PLANS, list(FAST).index(name), 6).items())
         if not tied or one.embedding.tensor == one.head.tensor
     }
     check_cases(4, cases)
@@ -108,7 +108,7 @@ def test_every_model_with_adapters(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "biases", "ends"])
 def test_random_plans_with_adapters(name):
-    plans = {plan.to_json(): (oracle_of(name, batch), plan) for _, batch, plan in drawn(plans_and_inputs(4), 6)}
+    plans = {plan.to_json(): (oracle_of(name, batch), plan) for _, batch, plan in drawn(plans_and_inputs(4), 3)}
     check_cases(4, plans)
 
 
@@ -172,13 +172,14 @@ FROZEN = {
 
 @pytest.mark.slow
 def test_weights_that_the_user_has_frozen():
+    """Trains each model under two of four plans: one of layers, and a pipeline."""
     cases = {}
-    for what, is_frozen in FROZEN.items():
+    for index, (what, is_frozen) in enumerate(FROZEN.items()):
         model = FAMILIES["gpt2" if "fused" in what else "llama_biases"].build()
         for name, weight in model.named_parameters():
             weight.requires_grad_(not is_frozen(name))
         oracle = reference(model, BATCHES["right"]())
-        for plan in ("mixed_a", "mixed_c", "1f1b_mixed", "zero_bubble"):
+        for plan in (("mixed_a", "1f1b_mixed"), ("mixed_c", "zero_bubble"))[index % 2]:
             cases[f"{what} {plan}"] = oracle, PLANS[plan]
     check_cases(4, cases, evaluation=False)
 

@@ -167,11 +167,11 @@ def test_every_kind_of_batch(family):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_every_family(family):
-    """Runs each family under every third plan, and each plan with every kind of batch in some family."""
+    """Runs each family under every fifth plan, and each plan in several families, with several kinds of batch."""
     oracles, cases = [oracle_of(family, batch) for batch in ("right", "left", "odd", "packed")], {}
     turn = list(FAMILIES).index(family)
-    for index, (name, plan) in enumerate(shared_out(pipeline_plans(), turn, 3).items()):
-        oracle = oracles[(turn // 3 + index) % len(oracles)]
+    for index, (name, plan) in enumerate(shared_out(pipeline_plans(), turn, 5).items()):
+        oracle = oracles[(turn // 5 + index) % len(oracles)]
         if oracle.model.config.tie_word_embeddings and plan.embedding != plan.head:
             plan = dataclasses.replace(plan, head=plan.embedding)
         cases[name] = oracle, plan
@@ -365,4 +365,4 @@ def test_random_plans():
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_many_random_plans(ranks):
-    check_random_plans(drawn(pipelines_and_inputs(ranks), 6 if ranks == 8 else 14))
+    check_random_plans(drawn(pipelines_and_inputs(ranks), 4 if ranks == 8 else 10))

@@ -96,12 +96,9 @@ CASES = {
         {
             "replicated, twice": dict(sharding="replicate", micro_batches=2),
             "zero2, recompute": dict(sharding="zero2", recompute="full"),
-            "zero3": dict(sharding="zero3"),
             "zero3, twice": dict(sharding="zero3", micro_batches=2),
             "megatron": dict(sharding="zero3", tensor=2, megatron_sp=True),
-            "tensor": dict(sharding="replicate", tensor=4, micro_batches=2),
             "zero2 pipeline": dict(sharding="zero2", pipeline=2, micro_batches=4),
-            "zero3 pipeline": dict(sharding="zero3", pipeline=2, micro_batches=4),
         },
     ),
     "bf16, adapters": (
