@@ -138,6 +138,7 @@ def draw_plans(world: int, model: ModelProfile, shape: Shape, count: int, seed: 
             for index, layers in enumerate(zip((0, *cuts), (*cuts, share), strict=True))
         )
         kinds = [_drawn_strategy(allowed, drawn) for _ in range(drawn.choice((1, 1, 2, 3)))]
+        embedding, head = drawn.choice(ends), drawn.choice(ends)
         plan = ParallelPlan(
             world_size=world,
             stacks=model.stack_sizes,
@@ -146,8 +147,8 @@ def draw_plans(world: int, model: ModelProfile, shape: Shape, count: int, seed: 
             precision=Precision(compute="fp32"),
             stages=stages,
             layers=tuple(kinds[layer * len(kinds) // share] for layer in range(share)) * rounds,
-            embedding=drawn.choice(ends),
-            head=drawn.choice(ends),
+            embedding=embedding,
+            head=embedding if model.tied and pipeline == 1 else head,  # tied, and on the same ranks
         )
         plans[plan.to_json()] = plan
     return list(plans.values())

@@ -18,8 +18,9 @@ from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy
 from galvatron_hf.profiler.trace.counted_model import CountedModel
 from galvatron_hf.profiler.trace.counting import count
-from galvatron_hf.profiler.trace.isolated_layers import Part, empty_model, layer_kinds
+from galvatron_hf.profiler.trace.isolated_layers import Part
 from galvatron_hf.profiler.trace.shapes import model_shape_from_model
+from galvatron_hf.profiler.trace.small_models import empty_model, layer_kinds
 from memory_formulas import LayerShape, saved_activation_bytes
 from ranks import run_ranks
 from test_memory import measure_saved

@@ -29,7 +29,7 @@ from galvatron_hf.profiler.measure.cpu_timing import DeviceClock
 from galvatron_hf.profiler.measure.model import circumstances, profile_model
 from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
 from galvatron_hf.profiler.profiles.presets import hardware_preset
-from galvatron_hf.profiler.trace.isolated_layers import empty_model
+from galvatron_hf.profiler.trace.small_models import empty_model
 from galvatron_hf.profiler.trace.tracing import profile_from_config
 from planner_cases import random_model
 from ranks import run_ranks

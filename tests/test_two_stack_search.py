@@ -26,7 +26,7 @@ from galvatron_hf.profiler.measure.model import profile_model
 from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.profiler.trace.counted_model import CountedModel, Speed
-from galvatron_hf.profiler.trace.isolated_layers import empty_model, layer_kinds
+from galvatron_hf.profiler.trace.small_models import empty_model, layer_kinds
 from galvatron_hf.profiler.trace.tracing import profile_from_config
 from planner_cases import every_estimate, random_hardware, random_model, workload
 from test_encoder_decoder_trainer import Pairs, collate_pairs

@@ -45,7 +45,7 @@ from galvatron_hf.parallel.pipeline import trace  # noqa: E402
 from galvatron_hf.parallel.router_loss import RouterStatistics  # noqa: E402
 from galvatron_hf.plan import LayerStrategy, Precision  # noqa: E402
 from galvatron_hf.profiler.trace.counted_model import CountedModel  # noqa: E402
-from galvatron_hf.profiler.trace.isolated_layers import empty_model  # noqa: E402
+from galvatron_hf.profiler.trace.small_models import empty_model  # noqa: E402
 from galvatron_hf.trainer import mixin  # noqa: E402
 from galvatron_hf.trainer.data import step_packer  # noqa: E402
 from galvatron_hf.utils.device import HostCopy  # noqa: E402

@@ -103,7 +103,7 @@ def _measured(given: argparse.Namespace) -> ModelProfile:
     import torch
 
     from galvatron_hf.profiler.measure.model import profile_model
-    from galvatron_hf.profiler.trace.isolated_layers import empty_model
+    from galvatron_hf.profiler.trace.small_models import empty_model
     from galvatron_hf.profiler.trace.tracing import read_config
 
     if given.device == "cuda" and not torch.cuda.is_available():

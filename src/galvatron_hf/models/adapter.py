@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -353,7 +354,8 @@ class ModelAdapter:
         for config in {id(config): config for config in configs}.values():
             types = stack.types(config)
             if types is not None:
-                setattr(config, stack.layer_types, [types[index] for index in local_indices])
+                with contextlib.suppress(AttributeError):  # of a property that follows from the number of layers
+                    setattr(config, stack.layer_types, [types[index] for index in local_indices])
             setattr(config, stack.layer_count, len(local_indices))
 
     def with_tokens_of_all(self, model: PreTrainedModel, batch: Mapping[str, Any]) -> dict[str, Any]:

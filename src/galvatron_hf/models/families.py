@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, MoeModelOutputWithPast
 
 from galvatron_hf.models.adapter import (
@@ -138,11 +138,6 @@ _LOGIT_TRANSFORMS = {
 }
 
 
-def auto_model(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoModelForSeq2SeqLM]:
-    """Returns the class that makes a model with a language-model head of any known family from a configuration."""
-    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-
-
 def adapter_for(model: PreTrainedModel) -> ModelAdapter:
     """Returns the adapter of a model's family: the one whose layers tensor and sequence ranks can cut, or else the one
     that runs the family's own forward on whole rows. For a PeftModel it is that of the model inside.
@@ -189,11 +184,6 @@ def _cut_adapter(model: PreTrainedModel) -> ModelAdapter:
 
 def _logit_transform(model: PreTrainedModel) -> Callable[[PreTrainedConfig], LogitTransform]:
     return _LOGIT_TRANSFORMS.get(model.config.model_type, lambda config: LogitTransform())
-
-
-def search_obstacle(model: PreTrainedModel) -> str | None:
-    """Says why no search plans a model yet; None if it does."""
-    return "runs its layers by its own forward on whole rows" if adapter_for(model).structure is not None else None
 
 
 def count_layers(config: PreTrainedConfig) -> int:

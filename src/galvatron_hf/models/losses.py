@@ -59,6 +59,10 @@ class LossKind:
         """Returns the number of targets by which the sum of losses is divided."""
         return (targets != IGNORED).sum()
 
+    def example(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Returns labels for rows of `tokens` [B, S], whose values do not matter."""
+        return torch.zeros_like(tokens)
+
     def sum_of_logits(self, logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
         """Returns the sum of the losses of logits [..., C] and as many targets, an fp32 scalar."""
         return F.cross_entropy(
@@ -96,6 +100,12 @@ class RowLossKind(LossKind):
         if self._problem(targets) == "single_label_classification":
             return super().count(targets)
         return torch.tensor(targets.numel(), device=targets.device)
+
+    def example(self, tokens: torch.Tensor) -> torch.Tensor:
+        labels = tokens.new_zeros(len(tokens))
+        if self.problem != "multi_label_classification":
+            return labels
+        return labels[:, None].expand(-1, self.classes).float()
 
     def sum_of_logits(self, logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
         problem = self._problem(targets)

@@ -324,6 +324,9 @@ def _chain_obstacle(seen: _Seen, has_language_head: bool) -> str | None:
         return "its layers are not called with hidden states of one shape"
     if has_language_head and (len(seen.head_inputs) != 1 or seen.head_inputs[0].shape[:2] != (ROWS, LENGTH)):
         return "its head is not called once with the hidden states of every position"
+    logits = seen.head_inputs[0] if seen.head_inputs else None
+    if not has_language_head and tuple(getattr(logits, "shape", ()))[:-1] not in ((ROWS,), (ROWS, LENGTH)):
+        return "it returns neither logits of rows nor of positions"
     return None
 
 

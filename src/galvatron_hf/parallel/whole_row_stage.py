@@ -69,12 +69,11 @@ class WholeRowStage(nn.Module):
     def _own_layers(self, model: PreTrainedModel) -> list[nn.Module]:
         """Returns the list of layers, in which others take the places of those of other stages."""
         whole, span = model.get_submodule(self.structure.layers), self.resolved.span
-        form = self.structure.first, self.structure.returns
-        own = [layer if index in span else LayerSlot(layer, *form) for index, layer in enumerate(whole)]
+        own = [layer if index in span else LayerSlot(layer, *self._form) for index, layer in enumerate(whole)]
         if not self.is_first:
-            own[span.start - 1] = StageInput(whole[span.start - 1], *form, enter=self._enter)
+            own[span.start - 1] = StageInput(whole[span.start - 1], *self._form, enter=self._enter)
         if not self.is_last:
-            own[span.stop] = StageOutput(whole[span.stop], *form)
+            own[span.stop] = StageOutput(whole[span.stop], *self._form)
         return own
 
     def _own_ends(self, model: PreTrainedModel) -> list[nn.Module]:
@@ -112,12 +111,35 @@ class WholeRowStage(nn.Module):
 
     def embedded(self) -> torch.Tensor:
         """Returns the hidden states before the first layer."""
-        layers, form = self.layers, (self.structure.first, self.structure.returns)
-        self.layers = nn.ModuleList([StageOutput(layers[0], *form), *list(layers)[1:]])
-        try:
+        first, *others = self.layers
+        with self._with_layers([StageOutput(first, *self._form), *others]):
             return self.states(None)
+
+    def after_layers(self, hidden: torch.Tensor, request: HeadRequest) -> torch.Tensor:
+        """Returns what a stage with all layers returns for `hidden`, the output of the last one."""
+        *others, last = self.layers
+        layers = [*(LayerSlot(layer, *self._form) for layer in others), StageInput(last, *self._form, lambda: hidden)]
+        model = self._model[0]
+        self._absent = {name: AbsentModule(model.get_submodule(name)) for name in self.structure.before}
+        try:
+            with self._with_layers(layers):
+                return self(None, request)[0]
         finally:
-            self.layers = layers
+            self._absent = {}
+
+    @property
+    def _form(self) -> tuple[str, int | None]:
+        """Returns the arguments of [`LayerSlot`]."""
+        return self.structure.first, self.structure.returns
+
+    @contextlib.contextmanager
+    def _with_layers(self, layers: list[nn.Module]) -> Iterator[None]:
+        """Lets others take the places of the stage's layers while the body runs."""
+        own, self.layers = self.layers, nn.ModuleList(layers)
+        try:
+            yield
+        finally:
+            self.layers = own
 
     def states(self, received: LayerState | None, stops_at_head: bool = True) -> torch.Tensor:
         """Returns the hidden states after the stage's last layer, at the last stage the input of the head or, unless

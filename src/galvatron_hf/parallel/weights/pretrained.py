@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import resolve_revision
 
 from galvatron_hf.checkpoint.hugging_face import keep_float32
-from galvatron_hf.models.families import auto_model
+from galvatron_hf.models.auto_classes import auto_model
 from galvatron_hf.parallel.comm.objects import on_every_rank
 from galvatron_hf.parallel.weights.safetensors import WeightFiles, find_files
 

@@ -32,7 +32,7 @@ from galvatron_hf.parallel.validate import check_model
 from galvatron_hf.plan import ParallelPlan, Precision
 from galvatron_hf.profiler.measure.rounds import WANTED_ERROR, median_error, phase
 from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
-from galvatron_hf.profiler.trace.isolated_layers import layer_kinds, one_of_each
+from galvatron_hf.profiler.trace.small_models import layer_kinds, one_of_each
 from galvatron_hf.utils.progress import progress_bar
 
 
@@ -67,10 +67,11 @@ class _Steps:
         """Returns rows of tokens and their labels; a second stack has these as tokens, `length_ratio` as many."""
         ids = torch.arange(self.rows * self.length, device=self.device).reshape(self.rows, self.length)
         ids %= self.model.config.vocab_size
-        if len(adapter_for(self.model).stacks) == 1:
-            return {"input_ids": ids, "labels": ids}
+        adapter = adapter_for(self.model)
+        if len(adapter.stacks) == 1:
+            return {"input_ids": ids, "labels": adapter.loss.example(ids) if adapter.structure is not None else ids}
         labels = ids[:, :1].expand(self.rows, max(1, round(self.length * self.length_ratio))).contiguous()
-        last = adapter_for(self.model).stacks[-1]
+        last = adapter.stacks[-1]
         return {"input_ids": ids, last.tokens.ids: labels, "labels": labels}
 
     def new_model(self) -> PreTrainedModel:

@@ -24,7 +24,9 @@ from galvatron_hf.plan import LayerStrategy
 from galvatron_hf.profiler.measure.cpu_timing import DeviceClock
 from galvatron_hf.profiler.measure.rounds import median_error, phase
 from galvatron_hf.profiler.trace.counted_model import CountedModel
-from galvatron_hf.profiler.trace.isolated_layers import IsolatedLayers, Part, layer_kinds, one_of_each
+from galvatron_hf.profiler.trace.isolated_layers import IsolatedLayers, Part
+from galvatron_hf.profiler.trace.isolated_rows import isolated_layers
+from galvatron_hf.profiler.trace.small_models import layer_kinds, one_of_each
 from galvatron_hf.utils.compat import tensor_norms
 from galvatron_hf.utils.progress import progress_bar
 
@@ -153,9 +155,8 @@ class LayerTimer:
 
     def _parts(self, strategy: LayerStrategy, vocabulary: int = 1) -> IsolatedLayers:
         counted = self.counted
-        parts = IsolatedLayers.from_model(
-            self.small, strategy, vocabulary, counted.packed, self.copies, counted.length_ratio
-        )
+        options = dict(packed=counted.packed, copies=self.copies, length_ratio=counted.length_ratio)
+        parts = isolated_layers(self.small, strategy, vocabulary, **options)
         parts.give_memory(self.device, self.counted.dtype)
         return parts
 

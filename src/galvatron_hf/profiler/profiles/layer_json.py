@@ -86,7 +86,7 @@ def read_layer(where: str, given: Any) -> LayerProfile:
     """Reads what [`layer_values`] returned; `where` names it in errors."""
     names = ("weights", "times", "bytes", "regions", "saves_after_last_region")
     check_fields(where, given, (*names, "experts", *_LAYER_RATIOS), required=names)
-    check_int(f"{where}.regions", given["regions"], high=1024)
+    check_int(f"{where}.regions", given["regions"], low=0, high=1024)
     check_bool(f"{where}.saves_after_last_region", given["saves_after_last_region"])
     found: dict[str, dict] = {name: {} for name in _LAYER_BYTES}
     for place, entry in read_each(f"{where}.bytes", given["bytes"], lambda place, entry: (place, entry)):

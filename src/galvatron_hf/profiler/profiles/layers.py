@@ -108,7 +108,7 @@ class LayerProfile:
         working_bytes (`Mapping`): Peak of the other activations and activation gradients during a pass. Excludes
             weights and weight gradients.
         recompute_bytes (`Mapping`): Activations kept under full recompute. A missing strategy keeps the layer's input.
-        regions (`int`): Tensor-parallel regions of the layer, each entered and left once.
+        regions (`int`): Tensor-parallel regions of the layer, each entered and left once; 0 if no rank cuts it.
         saves_after_last_region (`bool`): As in [`ModelShape`].
         experts ([`ExpertsProfile`], *optional*): Costs of its experts under other expert degrees than 1, which the
             other figures are for; None for a dense layer.

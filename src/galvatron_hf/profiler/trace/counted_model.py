@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,9 @@ from galvatron_hf.plan import LayerStrategy
 from galvatron_hf.plan.layout import HEAD_CHUNK_TOKENS
 from galvatron_hf.profiler.profiles.layers import ExpertsProfile, ExpertTimes, TimeFit, Times
 from galvatron_hf.profiler.trace.counting import Counts, OperationCount, count
-from galvatron_hf.profiler.trace.isolated_layers import IsolatedLayers, one_of_each
+from galvatron_hf.profiler.trace.isolated_layers import IsolatedLayers
+from galvatron_hf.profiler.trace.isolated_rows import isolated_layers
+from galvatron_hf.profiler.trace.small_models import one_of_each
 from galvatron_hf.utils.compat import FakeTensorMode, experts_on_shapes
 
 
@@ -80,7 +83,9 @@ class CountedModel:
         adapter = adapter_for(self.small)
         of_last = [place.stack is adapter.stacks[-1] for place in adapter.places(self.small)]
         self.length_ratios = [length_ratio if last else 1.0 for last in of_last]  # of each kind of layer
-        self.length = -(-length // 128) * 128  # what sequence ranks can share evenly
+        self.whole_rows = adapter.structure is not None
+        # What sequence ranks can share evenly; there are none of whole rows, which may have no more positions.
+        self.length = length if self.whole_rows else -(-length // 128) * 128
         if any(self.expert_counts()):
             self.small.set_experts_implementation("grouped_mm")  # others ask for values, which fakes have not
         self._parts: dict[tuple, IsolatedLayers] = {}
@@ -91,9 +96,8 @@ class CountedModel:
         """Returns the parts on fake tensors; raises `ValueError` if the strategy does not fit the model."""
         key = strategy, vocabulary
         if key not in self._parts:
-            parts = IsolatedLayers.from_model(
-                self.small, strategy, vocabulary, self.packed, length_ratio=self.length_ratio
-            )
+            options = dict(packed=self.packed, length_ratio=self.length_ratio)
+            parts = isolated_layers(self.small, strategy, vocabulary, **options)
             self.mode = FakeTensorMode(allow_non_fake_inputs=True)
             with self.mode:
                 parts.give_memory(self.device, self.dtype)
@@ -195,7 +199,8 @@ class CountedModel:
         if (tensor, tokens) not in self._ends:
             parts = self.parts(LayerStrategy(), tensor)
             with self.tracing():
-                batch = parts.micro_batch(tokens, tokens // tensor, 1.0)
+                length = math.gcd(tokens, self.length) if self.whole_rows else tokens // tensor
+                batch = parts.micro_batch(tokens, length, 1.0)
                 found = {"embedding": count(parts.embedding(batch)), "head": count(parts.head(batch))}
             self._ends[tensor, tokens] = found
         return self._ends[tensor, tokens]
@@ -258,7 +263,7 @@ class CountedModel:
 
     def end_degrees(self, max_degree: int) -> list[int]:
         """Returns the tensor degrees of embedding and head, up to one token of the vocabulary per rank."""
-        degrees = (2**power for power in range(max_degree.bit_length()))
+        degrees = (2**power for power in range(1 if self.whole_rows else max_degree.bit_length()))
         return [
             degree for degree in degrees if degree <= adapter_for(self.small).embeddings(self.small)[0].weight.shape[0]
         ]

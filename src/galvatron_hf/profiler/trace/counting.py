@@ -47,9 +47,10 @@ def _grouped_backward(rows, weight, offsets, grad, out_val=None, **unused) -> in
     return 2 * _grouped_forward(rows, weight, offsets)
 
 
-# PyTorch has no formula for the CPU kernel, and its other formulas ignore the causal mask.
+# PyTorch has no formula for the CPU kernel and for a product added in place, and its others ignore the causal mask.
 _FORMULAS = {
     **flop_registry,
+    aten.addmm_: flop_registry[aten.addmm],
     CPU_ATTENTION: _flash_forward,
     CPU_ATTENTION_BACKWARD: _flash_backward,
     GROUPED_MM: _grouped_forward,

@@ -12,126 +12,16 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
+from transformers import PreTrainedModel
 
-from galvatron_hf.models.adapter import RelativeBias
-from galvatron_hf.models.families import adapter_for, auto_model, search_obstacle
-from galvatron_hf.models.lora import has_adapters
+from galvatron_hf.models.families import adapter_for
 from galvatron_hf.parallel.activation.documents import Documents
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer, layer_output
 from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest
 from galvatron_hf.parallel.single_rank import SingleRank, single_rank
-from galvatron_hf.parallel.weights.adapted_model import AdaptedModel
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
-from galvatron_hf.utils.compat import model_from_config, without_forward_pre_hooks
-from galvatron_hf.utils.empty_weights import without_weights
-
-
-def empty_model(config: PreTrainedConfig, family: type[PreTrainedModel] | None = None) -> PreTrainedModel:
-    """Returns the model of a configuration with parameters on the meta device and buffers on the CPU. Raises
-    `ValueError` if transformers has no language model for it, or one with an empty weight.
-    """
-    config = copy.deepcopy(config)
-    with torch.random.fork_rng(devices=[]), without_weights(), no_init_weights():
-        if family is not None:
-            model = model_from_config(family, config, torch.float32)
-        else:
-            try:
-                model = auto_model(config).from_config(config, dtype=torch.float32)
-            except Exception as error:  # families raise various errors for odd sizes
-                problem = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
-                raise ValueError(
-                    f"transformers has no language model for a {type(config).__name__} "
-                    f"({' '.join(problem.split())[:80]}); give the configuration of one."
-                ) from None
-    for name, weight in model.named_parameters():
-        if weight.numel() == 0:
-            raise ValueError(
-                f"The weight {name} has no elements, but the shape {tuple(weight.shape)}; give a configuration whose "
-                "sizes are 1 or more."
-            )
-    model.tie_weights()  # accelerate separates tied parameters
-    return model.train()
-
-
-def without_values(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns a copy of a model as [`empty_model`] makes it, with its adapters, and frozen where the model is."""
-    if not has_adapters(model):
-        made = empty_model(model.config, type(model))
-        for name, weight in model.named_parameters():
-            made.get_parameter(name).requires_grad_(weight.requires_grad)
-        return made
-    made = AdaptedModel.from_model(model).model
-    for weight in made.parameters():
-        weight.data = weight.data.float()
-    for module in made.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.cpu())
-    return made.train()
-
-
-def layer_kinds(model: PreTrainedModel) -> tuple[int, ...]:
-    """Returns the kind of each layer, numbered from 0. Layers of one kind have equal shapes and settings."""
-    adapter = adapter_for(model)
-    seen: dict[tuple, int] = {}
-    kinds = []
-    for place, layer in zip(adapter.places(model), adapter.layers(model), strict=True):
-        key = (place.stack.name, place.type(model), *_settings(layer, place.stack.bias))
-        kinds.append(seen.setdefault(key, len(seen)))
-    if not kinds:
-        raise ValueError("The model has no layers, and there is nothing to plan; give it some.")
-    return tuple(kinds)
-
-
-def _settings(layer: nn.Module, bias: RelativeBias | None) -> tuple:
-    """Returns classes, shapes and plain attributes of a layer's modules, without the layer's index and without the
-    table of a bias that all layers share, which one of them has.
-    """
-    plain = (bool, int, float, str, type(None))
-    table = None if bias is None else f"{bias.attention}.{bias.table.rpartition('.')[2]}"
-    ignored = ("layer_idx", "layer_id", *(() if bias is None else bias.marks))
-    return tuple(
-        (
-            name,
-            type(module),
-            tuple(
-                (key, tuple(weight.shape), weight.requires_grad)
-                for key, weight in module.named_parameters(recurse=False)
-            ),
-            tuple(
-                (key, value)
-                for key, value in sorted(vars(module).items())
-                if isinstance(value, plain) and key not in ignored and not key.startswith("_")
-            ),
-        )
-        for name, module in layer.named_modules()
-        if name != table
-    )
-
-
-def one_of_each(model: PreTrainedModel, copies: int = 1) -> PreTrainedModel:
-    """Returns a model on the meta device with the ends of `model` and the first `copies` layers of each kind. `model`
-    is not changed and must have so many consecutive layers of each kind. Raises `ValueError` for a model that no
-    search covers.
-    """
-    adapter, obstacle = adapter_for(model), search_obstacle(model)
-    if obstacle is not None:
-        raise ValueError(
-            f"{type(model).__name__} {obstacle}, and a profile has no figures for such layers yet; write a plan, or "
-            "train with ZeRO-3."
-        )
-    kinds = layer_kinds(model)
-    of_kind = [[index for index, one in enumerate(kinds) if one == kind] for kind in range(max(kinds) + 1)]
-    first = [index for indices in of_kind for index in indices[:copies]]
-    small = without_values(model)
-    places = adapter.places(small)
-    for stack in adapter.stacks:
-        adapter.keep_layers(
-            small, stack, [places[index].local_index for index in first if places[index].stack is stack]
-        )
-    return small
+from galvatron_hf.utils.compat import without_forward_pre_hooks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,17 +136,22 @@ class IsolatedLayers:
             states = hidden.new_zeros(*block.rectangle(batch).shape, hidden.shape[-1])
             return layer_output(block.stack, states)
 
+        with torch.no_grad(), self.rank.current.active(batch), self._forwards(keep):
+            self.rank.stage.states(None)
+        return captured
+
+    @contextlib.contextmanager
+    def _forwards(self, forward: Callable[..., torch.Tensor | tuple]):
+        """Lets the layers run `forward`, which gets their block first, while the body runs."""
         layers = [block.layer for block in self.rank.blocks]
         forwards = [layer.forward for layer in layers]
         for block in self.rank.blocks:
-            block.layer.forward = functools.partial(keep, block)
+            block.layer.forward = functools.partial(forward, block)
         try:
-            with torch.no_grad(), self.rank.current.active(batch):
-                self.rank.stage.states(None)
+            yield
         finally:
-            for layer, forward in zip(layers, forwards, strict=True):
-                layer.forward = forward
-        return captured
+            for layer, own in zip(layers, forwards, strict=True):
+                layer.forward = own
 
     def _layers(self, blocks: list[ParallelLayer], batch: MicroBatch, captured: list[tuple[tuple, dict]]) -> Part:
         hidden = self._states(blocks[0].rectangle(batch).shape)

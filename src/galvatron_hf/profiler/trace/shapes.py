@@ -16,7 +16,8 @@ from galvatron_hf.models.lora import has_adapters
 from galvatron_hf.models.parameter_specs import ParameterSpec, model_specs
 from galvatron_hf.models.shape import ModelShape, WeightShape
 from galvatron_hf.plan import LayerStrategy
-from galvatron_hf.profiler.trace.isolated_layers import IsolatedLayers, layer_kinds, one_of_each
+from galvatron_hf.profiler.trace.isolated_rows import isolated_layers
+from galvatron_hf.profiler.trace.small_models import layer_kinds, one_of_each
 from galvatron_hf.utils.compat import FakeTensorMode, experts_on_shapes
 
 
@@ -65,7 +66,7 @@ def _inside(name: str, regions: Iterable[str]) -> bool:
 
 def saves_after_last_region(small: PreTrainedModel) -> bool:
     """Returns whether a module with weights, such as a norm, takes the output of the last region of a layer."""
-    parts = IsolatedLayers.from_model(small, LayerStrategy(), packed=len(adapter_for(small).stacks) == 1)
+    parts = isolated_layers(small, LayerStrategy(), packed=len(adapter_for(small).stacks) == 1)
     seen: list[str] = []
     layer, place = parts.rank.blocks[0].layer, parts.rank.stage.adapter.places(small)[0]
     regions = place.stack.regions_of(layer)

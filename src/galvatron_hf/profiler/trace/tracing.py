@@ -20,8 +20,8 @@ from galvatron_hf.profiler.profiles.hardware import DEVICES, HardwareProfile
 from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile
 from galvatron_hf.profiler.profiles.model import EXPERT_IMBALANCE, ModelProfile
 from galvatron_hf.profiler.trace.counted_model import CountedModel, PartTimes, Speed
-from galvatron_hf.profiler.trace.isolated_layers import empty_model, layer_kinds
 from galvatron_hf.profiler.trace.shapes import model_shape_from_model, regions_of_kinds
+from galvatron_hf.profiler.trace.small_models import empty_model, layer_kinds
 
 
 # FLOP/s of a layer over those of a large matrix product.
@@ -115,12 +115,14 @@ def profile_from_config(
 
 def rows_of_stacks(model: PreTrainedModel, packed: bool, length: int, target_length: int | None) -> tuple[bool, float]:
     """Returns whether micro-batches are packed, and the tokens of a row in the last stack for each in the first."""
-    stacks = adapter_for(model).stacks
+    adapter = adapter_for(model)
+    stacks = adapter.stacks
     if len(stacks) == 1 and target_length is not None:
         raise ValueError(
             f"{type(model).__name__} has one stack of layers, and target_length is for two: leave it out."
         )
-    return packed and len(stacks) == 1, 1.0 if target_length is None else target_length / length
+    packs = packed and len(stacks) == 1 and adapter.structure is None
+    return packs, 1.0 if target_length is None else target_length / length
 
 
 def memory_bandwidth(hardware: HardwareProfile) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel, TrainingArguments
 
-from galvatron_hf.models.families import auto_model
+from galvatron_hf.models.auto_classes import auto_model
 from galvatron_hf.parallel.weights.materialize import on_meta
 from galvatron_hf.parallel.weights.pretrained import pretrained_on_meta
 from galvatron_hf.parallel.weights.safetensors import WeightFiles

@@ -19,7 +19,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from galvatron_hf.data.lengths import sequence_lengths
-from galvatron_hf.models.families import adapter_for, search_obstacle
+from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.lora import computes_in_bf16
 from galvatron_hf.parallel.comm.objects import from_rank_0
 from galvatron_hf.parallel.validate import check_model, check_plan
@@ -33,6 +33,7 @@ from galvatron_hf.profiler.measure.model import config_digest
 from galvatron_hf.profiler.measure.rounds import WANTED_ERROR
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
+from galvatron_hf.profiler.trace.small_models import search_obstacle
 from galvatron_hf.profiler.trace.tracing import positions
 from galvatron_hf.trainer.arguments import step_rows
 from galvatron_hf.trainer.checkpoint.random_state import random_state, restore_random_state
@@ -70,14 +71,14 @@ class AutoPlanner:
 
     def plan_for(self, model: nn.Module) -> ParallelPlan:
         """Returns the fastest plan; collective. Without a training set it is a simple one, and so it is for a family
-        whose layers no profile has figures for.
+        whose layers cannot be run alone.
         """
         if self.dataset() is None:
             return self.plan_without_search(model)
         obstacle = search_obstacle(model)
         if obstacle is not None:
             logger.warning_once(
-                f"{type(model).__name__} {obstacle}, which no search covers yet: its layers are sharded by ZeRO-3."
+                f"{type(model).__name__} {obstacle}, so that no search covers it: its layers are sharded by ZeRO-3."
             )
             return self.plan_without_search(model)
         key = self._search_key(model)
