@@ -39,7 +39,7 @@ from trainer_runs import Run, arguments, assert_same_steps, on_ranks, run, train
 
 
 PAIR = light_plan(2)
-STAGES = ("1f1b", "zero_bubble", "interleaved_1")
+STAGES = ("1f1b", "zero_bubble", "interleaved")
 ACCUMULATED = dict(accumulates=True, options=dict(max_steps=2))
 Loss = Callable[[Any, dict[str, Any], Any], tuple[torch.Tensor, Any]]
 
