@@ -48,6 +48,11 @@ PAGES = {
         "AutoModelForTokenClassification",
         "classifiers of tokens",
     ),
+    "question-answering": (
+        ROOT / "docs" / "families-question-answering.md",
+        "AutoModelForQuestionAnswering",
+        "models that answer questions",
+    ),
 }
 PAGE = PAGES[CAUSAL_LM][0]
 # Names of classes, which differ between model types that are refused for one reason.

@@ -97,9 +97,13 @@ class DataArguments:
     max_eval_rows: int | None = field(default=None, metadata={"help": "Largest number of rows to evaluate."})
 
 
-def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, GalvatronTrainingArguments]:
-    """Reads the YAML file if the first argument is one, then the command line."""
-    parser = HfArgumentParser((ModelArguments, DataArguments, GalvatronTrainingArguments))
+def parse_arguments(
+    argv: list[str], kinds: tuple[type, ...] = (ModelArguments, DataArguments, GalvatronTrainingArguments)
+) -> tuple:
+    """Reads the YAML file if the first argument is one, then the command line; returns arguments of each kind. The
+    last kind is that of the Trainer's.
+    """
+    parser = HfArgumentParser(kinds)
     if argv and argv[0].endswith((".yaml", ".yml")):
         values = yaml.safe_load(Path(argv[0]).read_text())
         known = {action.dest for action in parser._actions}
@@ -107,11 +111,11 @@ def parse_arguments(argv: list[str]) -> tuple[ModelArguments, DataArguments, Gal
             raise ValueError(f"{argv[0]} has the unknown arguments {unknown}: remove them or see --help.")
         parser.set_defaults(**values)
         argv = argv[1:]
-    model_args, data_args, training_args = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    *others, training_args = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
     if training_args.include_num_input_tokens_seen == "all":
         # The parser treats this field as a flag; throughput counts useful tokens.
         training_args.include_num_input_tokens_seen = "non_padding"
-    return model_args, data_args, training_args
+    return *others, training_args
 
 
 def get_tokenizer(

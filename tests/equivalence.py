@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from galvatron_hf.data.loader import fill_rows
+from galvatron_hf.models.losses import logits_of
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.parallelize import parallelize
@@ -59,7 +60,8 @@ def reference(model: PreTrainedModel, batch: Mapping[str, torch.Tensor], num_ite
     """Runs the plain model once on the whole batch, with Hugging Face's own loss."""
     # With a cache, Hugging Face takes packed rows for one document; its Trainer switches it off.
     inputs: dict[str, Any] = dict(batch, use_cache=False)
-    if "labels" not in inputs:  # Hugging Face computes a loss only if labels are there, and then prefers the shifted
+    # Hugging Face computes a loss only if labels are there, and then prefers the shifted.
+    if "labels" not in inputs and "shift_labels" in inputs:
         inputs["labels"] = inputs["shift_labels"]
     if num_items is not None:
         inputs["num_items_in_batch"] = num_items
@@ -80,7 +82,7 @@ def reference(model: PreTrainedModel, batch: Mapping[str, torch.Tensor], num_ite
         eval_loss=float(output.loss),
         grad_norm=total_norm(gradients),
         gradients=gradients,
-        logits=output.logits,
+        logits=logits_of(output),
     )
 
 
@@ -168,18 +170,18 @@ def _evaluate(parallel: ParallelModel, oracle: Reference) -> Evaluation:
     """Computes loss and logits of the oracle's batch in evaluation mode; collective."""
     model = parallel.model
     model.eval()
-    unlabelled = {name: x for name, x in oracle.batch.items() if not name.endswith("labels")}
+    unlabelled = {name: x for name, x in oracle.batch.items() if not name.endswith(("labels", "_positions"))}
     output = parallel.evaluate(oracle.batch, num_items_in_batch=oracle.num_items)
     if parallel.pipeline is None:
         rows = slice(0, len(oracle.logits))
         with torch.no_grad():
-            logits = model(**unlabelled).logits
+            logits = logits_of(model(**unlabelled))
     else:
         share = -(-len(oracle.logits) // parallel.plan.world_size)
-        logits = parallel.evaluate(fill_rows(unlabelled, share * parallel.plan.world_size)).logits
+        logits = logits_of(parallel.evaluate(fill_rows(unlabelled, share * parallel.plan.world_size)))
         start = min(parallel.share_index * share, len(oracle.logits))
         rows = slice(start, min(start + share, len(oracle.logits)))
-    assert output.logits is None  # a loss alone never has them
+    assert logits_of(output) is None  # a loss alone never has them
     model.train()
     return Evaluation(loss=float(output.loss), logits=logits[: rows.stop - rows.start], rows=rows)
 

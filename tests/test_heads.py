@@ -33,6 +33,7 @@ PLANS = {
     "four stages": pipelined([(0,), (1,), (2,), (3,)], (S(),) * 4, "gpipe", micro_batches=2),
 }
 SEQUENCE, TOKEN, MASKED = "sequence-classification", "token-classification", "masked-lm"
+ANSWER = "question-answering"
 
 
 def batch_with_types(model: PreTrainedModel, task: str) -> dict[str, torch.Tensor]:
@@ -53,6 +54,8 @@ def test_every_head_of_a_family_with_segments():
         "rows, stages": case_of("bert", SEQUENCE, "two stages", batch_with_types),
         "positions": case_of("bert", TOKEN, "two stages", batch_with_types),
         "masked": case_of("bert", MASKED, "four stages", batch_with_types),
+        "answers": case_of("bert", ANSWER, "one stage", batch_with_types),
+        "answers, stages": case_of("bert", ANSWER, "two stages"),
     }
     check_cases(4, cases)
 
@@ -64,6 +67,8 @@ def test_families_of_encoders_and_decoders():
         "modernbert": case_of("modernbert", SEQUENCE, "two stages"),
         "deberta-v2": case_of("deberta-v2", TOKEN, "one stage"),
         "distilbert": case_of("distilbert", SEQUENCE, "four stages"),
+        "electra": case_of("electra", ANSWER, "one stage"),
+        "roberta, answers": case_of("roberta", ANSWER, "four stages"),
         "gpt2": case_of("gpt2", SEQUENCE, "two stages"),
         "llama": case_of("llama", SEQUENCE, "one stage"),
     }
@@ -152,6 +157,58 @@ def test_trainer_with_a_classifier():
             "stages": case(plan=PLANS["two stages"], options=dict(label_smoothing_factor=0.1)),
         }
     )
+
+
+class Answered(Labelled):
+    """Holds rows with an answer each; every fifth was cut off with the end of its row."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = self.rows[index]
+        start = int(ids[0]) % len(ids)
+        found = {"start_positions": start, "end_positions": len(ids) - 1}
+        return {"input_ids": ids} | (found if index % 5 else dict.fromkeys(found, 1000))
+
+
+def collate_answered(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    names = ("start_positions", "end_positions")
+    batch = collate_labelled([{"input_ids": row["input_ids"], "labels": 0} for row in rows])
+    del batch["labels"]
+    return batch | {name: torch.tensor([row[name] for row in rows]) for name in names}
+
+
+def starts_alone(trainer_class: type[Trainer]) -> type[Trainer]:
+    """Looks at the first positions alone, by a loss of its own."""
+
+    class StartsAlone(trainer_class):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            start = inputs.pop("start_positions")
+            inputs.pop("end_positions")
+            outputs = model(**inputs)
+            ignored = start.masked_fill(start >= outputs.start_logits.shape[1], -100)
+            losses = torch.nn.functional.cross_entropy(outputs.start_logits, ignored, reduction="sum")
+            loss = losses / 8 + outputs.end_logits.pow(2).mean()
+            return (loss, outputs) if return_outputs else loss
+
+    return StartsAlone
+
+
+def test_trainer_with_answers():
+    """Predictions and labels are pairs: those of first and of last positions. Logits of padding count in the loss, so
+    that the padding of a step's batches has to be that of one batch.
+    """
+    trainer = dict(data_collator=lambda: collate_answered, eval_dataset=lambda: Answered(10, seed=2))
+    case = functools.partial(
+        oracle.Case,
+        build=lambda: tiny_model("bert", task=ANSWER),
+        train=lambda: Answered(27),
+        trainer=trainer,
+    )
+    evaluated = dict(options=dict(eval_strategy="steps", eval_steps=2), after=predictions)
+    cases = {}
+    for plan in ("one stage", "two stages"):
+        cases[plan] = case(plan=PLANS[plan], **evaluated)
+        cases[f"own loss, {plan}"] = case(plan=PLANS[plan], override=starts_alone, accumulates=True)
+    oracle.check_cases(cases)
 
 
 def test_what_has_no_known_loss_is_refused():

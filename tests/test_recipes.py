@@ -17,6 +17,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
     TrainerControl,
     TrainerState,
 )
@@ -36,8 +38,9 @@ import generate  # noqa: E402
 import moe  # noqa: E402
 import progress  # noqa: E402
 import seq2seq  # noqa: E402
+import sft  # noqa: E402
 import train_clm  # noqa: E402
-from data import labels, pairs, python_stdlib, text  # noqa: E402
+from data import chats, labels, pairs, python_stdlib, text  # noqa: E402
 
 
 DOCUMENTS = [f"def function_{i}(x):\n    return x + {i}\n" * (1 + i % 7) for i in range(60)]
@@ -408,6 +411,58 @@ def test_an_encoder_decoder_is_trained_on_pairs(tmp_path, monkeypatch):
     assert history["train_loss"] < 4.5  # a new model knows nothing: ln(300) = 5.7
     weights = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run").state_dict()
     assert all(torch.isfinite(weight).all() for weight in weights.values())
+
+
+def tiny_chat_model(folder: Path) -> Path:
+    """Saves a Llama without training, and a tokenizer of a few words."""
+    tokenizer = text.train_tokenizer(["### user\nWhat is 12 ?\n### assistant\nIt is 12 ."] * 3, 300)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_adapters_learn_conversations(tmp_path, monkeypatch):
+    """Two ranks train adapters with TRL's trainer on what the assistant says, which plain PEFT then loads."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf-cache")
+    said = [("user", "assistant", f"What is {index} ?", "It is so .") for index in range(64)]
+    table = [
+        {"talk": [{"role": first, "content": question}, {"role": second, "content": answer}]}
+        for first, second, question, answer in said
+    ]
+    Dataset.from_list(table).to_json(tmp_path / "chats.jsonl")
+    base = tiny_chat_model(tmp_path / "base")
+    argv = ["sft.py", str(RECIPES / "sft.yaml"), "--model_name_or_path", str(base), "--messages_column=talk"]
+    argv += ["--dataset_name", str(tmp_path / "chats.jsonl"), "--max_length=64", "--max_steps=20", "--logging_steps=1"]
+    argv += ["--disable_tqdm=true", "--warmup_steps=0", "--learning_rate=3e-2", f"--output_dir={tmp_path / 'run'}"]
+    monkeypatch.setattr(sys, "argv", argv)
+    run_ranks(sft.main, 2)
+    history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
+    losses = [log["loss"] for log in history if "loss" in log]
+    assert losses[0] > 5 and losses[-1] < losses[0] - 0.3  # the head of a model that knows nothing is frozen
+    files = {path.name for path in (tmp_path / "run").iterdir()}
+    assert "adapter_model.safetensors" in files and "model.safetensors" not in files
+    prompt = "### user\nWhat is 7 ?\n### assistant\n"
+    texts = generate.generate(
+        str(tmp_path / "run"), generate.GenerationArguments(prompts=[prompt], max_new_tokens=8, temperature=0.0)
+    )
+    assert texts[0].startswith(prompt)
+
+
+def test_functions_of_the_library_are_conversations():
+    found = chats.load_chats("python-stdlib", None, "messages", 2.0, 0)["train"][0]["messages"]
+    assert [message["role"] for message in found] == ["user", "assistant"]
+    assert found[0]["content"].startswith("What does this function do?\ndef ")
 
 
 def test_functions_of_the_library_are_pairs():

@@ -16,6 +16,7 @@ from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
@@ -35,6 +36,7 @@ MAPPINGS = {
     "masked-lm": MODEL_FOR_MASKED_LM_MAPPING,
     "sequence-classification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     "token-classification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    "question-answering": MODEL_FOR_QUESTION_ANSWERING_MAPPING,
 }
 CAUSAL_LM = "causal-lm"
 TYPES_OF_TASK = {
@@ -43,6 +45,7 @@ TYPES_OF_TASK = {
     "masked-lm": sorted(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
     "sequence-classification": sorted(modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
     "token-classification": sorted(modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
+    "question-answering": sorted(modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES),
 }
 MODEL_TYPES = TYPES_OF_TASK[CAUSAL_LM]
 LABELS = 3  # classes of the heads that classify
@@ -212,6 +215,8 @@ def tiny_model(model_type: str, seed: int = 0, task: str = CAUSAL_LM, **changes:
     """
     if "classification" in task:
         changes = {"num_labels": LABELS, "pad_token_id": SIZES["pad_token_id"]} | changes
+    if task == "question-answering":
+        changes = {"pad_token_id": SIZES["pad_token_id"]} | changes
     if task == "seq2seq-lm":
         changes = {"decoder_start_token_id": SIZES["pad_token_id"]} | changes
     config, family = tiny_configuration(model_type, task, **changes), model_class(model_type, task)

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from datasets import ClassLabel, Dataset, DatasetDict
 
 from data import python_stdlib
-from data.text import load_dataset_of
+from data.text import load_dataset_of, with_validation
 
 
 PIECE_LINES = 25  # of a file in one text
@@ -53,10 +53,7 @@ def load_labelled(
         texts = texts.rename_columns({text_column: "text", label_column: "label"})
         if not isinstance(texts["train"].features["label"], ClassLabel):
             texts = texts.class_encode_column("label")
-    if "validation" not in texts:
-        parts = texts["train"].train_test_split(test_size=validation_percentage / 100, seed=seed)
-        texts = DatasetDict(train=parts["train"], validation=parts["test"])
-    return DatasetDict(train=texts["train"], validation=texts["validation"])
+    return with_validation(texts, validation_percentage, seed)
 
 
 def _packages(documents: Dataset, classes: int) -> Dataset:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from datasets import Dataset, DatasetDict
 
 from data import python_stdlib
-from data.text import load_dataset_of
+from data.text import load_dataset_of, with_validation
 
 
 def load_pairs(
@@ -44,10 +44,7 @@ def load_pairs(
                 )
         texts = texts.select_columns([source_column, target_column])
         texts = texts.rename_columns({source_column: "source", target_column: "target"})
-    if "validation" not in texts:
-        parts = texts["train"].train_test_split(test_size=validation_percentage / 100, seed=seed)
-        texts = DatasetDict(train=parts["train"], validation=parts["test"])
-    return DatasetDict(train=texts["train"], validation=texts["validation"])
+    return with_validation(texts, validation_percentage, seed)
 
 
 def _documented(text: str) -> Iterator[tuple[str, str]]:

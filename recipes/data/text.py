@@ -62,10 +62,15 @@ def load_documents(
     documents = documents.select_columns(text_column)
     if max_documents is not None and max_documents < len(documents["train"]):
         documents["train"] = documents["train"].shuffle(seed=seed).select(range(max_documents))
-    if "validation" not in documents:
-        documents = documents["train"].train_test_split(test_size=validation_percentage / 100, seed=seed)
-        documents["validation"] = documents.pop("test")
-    return DatasetDict(train=documents["train"], validation=documents["validation"])
+    return with_validation(documents, validation_percentage, seed)
+
+
+def with_validation(splits: DatasetDict, percentage: float, seed: int) -> DatasetDict:
+    """Returns the splits `train` and `validation`; the second is part of the first if there is none."""
+    if "validation" in splits:
+        return DatasetDict(train=splits["train"], validation=splits["validation"])
+    parts = splits["train"].train_test_split(test_size=percentage / 100, seed=seed)
+    return DatasetDict(train=parts["train"], validation=parts["test"])
 
 
 def load_dataset_of(name: str, config: str | None) -> Dataset | DatasetDict:

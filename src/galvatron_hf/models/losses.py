@@ -11,7 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_outputs import CausalLMOutput, Seq2SeqLMOutput, SequenceClassifierOutput
+from transformers.modeling_outputs import (
+    CausalLMOutput,
+    QuestionAnsweringModelOutput,
+    Seq2SeqLMOutput,
+    SequenceClassifierOutput,
+)
 from transformers.utils import ModelOutput
 
 
@@ -59,9 +64,13 @@ class LossKind:
         """Returns the number of targets by which the sum of losses is divided."""
         return (targets != IGNORED).sum()
 
-    def example(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns labels for rows of `tokens` [B, S], whose values do not matter."""
-        return torch.zeros_like(tokens)
+    def example(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns labels, by name, for rows of `tokens` [B, S]; their values do not matter."""
+        return {self.labels: torch.zeros_like(tokens)}
+
+    def outputs(self, loss: torch.Tensor | None, logits: torch.Tensor | None, **others: Any) -> ModelOutput:
+        """Returns what the family's forward would return, given all logits."""
+        return self.output(loss=loss, logits=logits, **others)
 
     def sum_of_logits(self, logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
         """Returns the sum of the losses of logits [..., C] and as many targets, an fp32 scalar."""
@@ -101,11 +110,11 @@ class RowLossKind(LossKind):
             return super().count(targets)
         return torch.tensor(targets.numel(), device=targets.device)
 
-    def example(self, tokens: torch.Tensor) -> torch.Tensor:
+    def example(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         labels = tokens.new_zeros(len(tokens))
-        if self.problem != "multi_label_classification":
-            return labels
-        return labels[:, None].expand(-1, self.classes).float()
+        if self.problem == "multi_label_classification":
+            labels = labels[:, None].expand(-1, self.classes).float()
+        return {self.labels: labels}
 
     def sum_of_logits(self, logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
         problem = self._problem(targets)
@@ -129,6 +138,50 @@ def row_loss(classes: int, problem: str | None = None) -> RowLossKind:
         classes=classes,
         problem=problem,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanLossKind(LossKind):
+    """Describes the loss of a head that finds the first and the last position of an answer in each row, as the
+    families' ForQuestionAnswering classes compute it: the mean cross-entropy of both. Logits are [B, S, 2], targets
+    [B, 2]. A position behind the row does not count. If it is one of a row's two positions, its row counts half, where
+    the families weigh the first and the last positions of a batch alike.
+
+    Attributes:
+        last (`str`): the batch's last positions [B]; `labels` are the first ones.
+    """
+
+    last: str = "end_positions"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.labels, self.last
+
+    def is_labelled(self, batch: Mapping[str, Any]) -> bool:
+        return all(batch.get(name) is not None for name in self.names)
+
+    def targets_of(self, batch: Mapping[str, Any]) -> torch.Tensor | None:
+        if not self.is_labelled(batch):
+            return None
+        positions = torch.stack([batch[name].view(-1) for name in self.names], dim=1).clamp(min=0)
+        return positions.masked_fill(positions >= batch["input_ids"].shape[1], IGNORED)
+
+    def sum_of_logits(self, logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+        return super().sum_of_logits(logits.transpose(-1, -2), targets, label_smoothing)
+
+    def example(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        return dict.fromkeys(self.names, tokens.new_zeros(len(tokens)))
+
+    def outputs(self, loss: torch.Tensor | None, logits: torch.Tensor | None, **others: Any) -> ModelOutput:
+        start, end = (None, None) if logits is None else logits.unbind(-1)
+        return QuestionAnsweringModelOutput(loss=loss, start_logits=start, end_logits=end)
+
+
+def logits_of(output: ModelOutput) -> torch.Tensor | None:
+    """Returns the logits of a family's output; those of first and last positions [B, S, 2] if it has these."""
+    if getattr(output, "start_logits", None) is not None:
+        return torch.stack([output.start_logits, output.end_logits], dim=-1)
+    return getattr(output, "logits", None)
 
 
 def shift_targets(labels: torch.Tensor) -> torch.Tensor:
@@ -185,6 +238,14 @@ def _same(labels: torch.Tensor) -> torch.Tensor:
 
 
 SAME_POSITION = LossKind(function=None, labels="labels", targets=None, make_targets=_same, output=Seq2SeqLMOutput)
+SPAN = SpanLossKind(
+    function=None,
+    labels="start_positions",
+    targets=None,
+    make_targets=_same,
+    output=SequenceClassifierOutput,  # between ranks; others have both parts of the logits
+    of_rows=True,
+)
 NEXT_TOKEN = LossKind(function=ForCausalLMLoss, labels="labels", targets="shift_labels", make_targets=shift_targets)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import TokenClassifierOutput
 
-from galvatron_hf.models.losses import IGNORED, NEXT_TOKEN, SAME_POSITION, LossKind, row_loss
+from galvatron_hf.models.losses import IGNORED, NEXT_TOKEN, SAME_POSITION, SPAN, LossKind, logits_of, row_loss
 from galvatron_hf.models.slots import AbsentModule, LayerSlot, StageInput
 from galvatron_hf.utils.compat import tree_leaves
 
@@ -165,7 +165,8 @@ def find_structure(model: PreTrainedModel) -> Structure:
             f"{name} has no module that looks up its tokens, so its embedding cannot be placed; train it with "
             "transformers.Trainer."
         ) from None
-    if not has_language_head(model) and "labels" not in inspect.signature(type(model).forward).parameters:
+    known = inspect.signature(type(model).forward).parameters
+    if not has_language_head(model) and not {"labels", *SPAN.names} & set(known):
         raise ValueError(
             f"{name} has no head with a loss of labels; use a class with one, such as AutoModelForCausalLM or "
             "AutoModelForSequenceClassification."
@@ -235,7 +236,7 @@ class _Twin:
         self.head = self.model.get_output_embeddings() if has_language_head(model) else None
         self.vocabulary = (self.model.get_input_embeddings() if self.head is None else self.head).weight.shape[0]
         self.model.train(self.head is not None)  # what follows the layers of other models may have dropout
-        self.labels: torch.Tensor | None = None
+        self.labels: dict[str, torch.Tensor] = {}
 
     def run(self, changes: Mapping[str, nn.Module] | None = None, slots: Sequence[nn.Module] | None = None):
         """Runs the model's forward with labels; `changes` replace modules, `slots` the layers. Returns what was seen
@@ -257,7 +258,7 @@ class _Twin:
         mask = torch.ones_like(ids)
         mask[-1, -1] = 0
         raw = _numbers((ROWS, LENGTH, self.vocabulary), 7) * 10
-        labels = ids if self.head is not None else self.labels
+        labels = {"labels": ids} if self.head is not None else self.labels
         if self.head is not None:
             self.head.forward = lambda states: seen.head_inputs.append(states) or raw.clone()
         try:
@@ -267,7 +268,7 @@ class _Twin:
                 twin.set_submodule(self.layers, nn.ModuleList(slots))
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                output = twin(input_ids=ids, attention_mask=mask, labels=labels, **forward_options(type(twin)))
+                output = twin(input_ids=ids, attention_mask=mask, **labels, **forward_options(type(twin)))
         finally:
             if self.head is not None:
                 del self.head.forward
@@ -278,7 +279,7 @@ class _Twin:
                 handle.remove()
         self.ids, self.raw = ids, raw
         if self.head is None:
-            seen.head_inputs.append(output.logits)
+            seen.head_inputs.append(logits_of(output))
         return seen, output
 
 
@@ -369,26 +370,32 @@ def _head_name(model: PreTrainedModel, twin: _Twin, after: Sequence[str]) -> str
 
 def _loss_of_task(model: PreTrainedModel, twin: _Twin, output: Any) -> LossKind:
     """Returns the kind of loss that a classifier of rows or of positions computes of its logits."""
-    name, logits, kind = type(model).__name__, getattr(output, "logits", None), None
+    name, logits, kind = type(model).__name__, logits_of(output), None
     classes = 0 if logits is None else logits.shape[-1]
     if logits is not None and logits.shape == (ROWS, classes):
         kind = row_loss(classes, getattr(model.config, "problem_type", None))
-        twin.labels = torch.arange(ROWS) % classes if classes > 1 else torch.arange(ROWS).float()
+        labels = torch.arange(ROWS) % classes if classes > 1 else torch.arange(ROWS).float()
         if kind.problem == "multi_label_classification":
-            twin.labels = torch.arange(ROWS * classes).view(ROWS, classes).remainder(2).float()
+            labels = torch.arange(ROWS * classes).view(ROWS, classes).remainder(2).float()
         elif kind.problem == "regression" and classes > 1:
-            twin.labels = torch.arange(ROWS * classes).view(ROWS, classes).float()
+            labels = torch.arange(ROWS * classes).view(ROWS, classes).float()
+        twin.labels = {kind.labels: labels}
+    elif getattr(output, "start_logits", None) is not None and logits.shape == (ROWS, LENGTH, classes):
+        kind = SPAN
+        twin.labels = {kind.labels: torch.tensor([0, LENGTH]), kind.last: torch.tensor([LENGTH - 1, LENGTH + 2])}
     elif logits is not None and logits.shape == (ROWS, LENGTH, classes):
         kind = replace(SAME_POSITION, output=TokenClassifierOutput)
-        twin.labels = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % classes
-        twin.labels[0, 1] = IGNORED
+        labels = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % classes
+        labels[0, 1] = IGNORED
+        twin.labels = {kind.labels: labels}
     if kind is None:
         raise ValueError(
             f"{name} returns neither logits of rows nor of positions; train it with transformers.Trainer."
         )
     _, labelled = twin.run()
-    wanted = kind.sum_of_logits(labelled.logits, twin.labels) / kind.count(twin.labels)
-    twin.labels = None
+    targets = kind.targets_of({"input_ids": twin.ids, **twin.labels})
+    wanted = kind.sum_of_logits(logits_of(labelled), targets) / kind.count(targets)
+    twin.labels = {}
     if not torch.allclose(labelled.loss, wanted, rtol=1e-4):
         raise ValueError(f"{name} computes a loss that no adapter covers; train it with transformers.Trainer.")
     return kind

@@ -151,7 +151,7 @@ class Executor:
         if logits:
             names = ["logits", *(f"{stack.reads}_last_hidden_state" for stack in self.runner.adapter.readers)]
             found = {name: self._share([output[name] for output in outputs]) for name in names}
-        return self.runner.loss.output(loss=loss, **found)
+        return self.runner.loss.outputs(loss=loss, **found)
 
     def micro_batch_count(self, batch: Batch) -> int:
         """Returns the number of micro-batches of a global batch: the plan's, or fewer if it has fewer rows."""

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers.utils import ModelOutput
 
-from galvatron_hf.models.losses import LossKind, count_targets
+from galvatron_hf.models.losses import LossKind, SpanLossKind, count_targets
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch, split_rows
 from galvatron_hf.parallel.comm.collectives import gather_rows
 from galvatron_hf.parallel.comm.meeting import Meetings
@@ -99,6 +99,19 @@ class WholeOutput(ModelOutput):
     def items(self):
         self._gathered()
         return super().items()
+
+
+@dataclass
+class WholeSpans(WholeOutput):
+    """Holds the logits of first and last positions [B, S, 2]."""
+
+    @property
+    def start_logits(self) -> torch.Tensor:
+        return self.logits[..., 0]
+
+    @property
+    def end_logits(self) -> torch.Tensor:
+        return self.logits[..., 1]
 
 
 class WholeBatchForward:
@@ -246,7 +259,7 @@ class WholeBatchForward:
             )
             return _with_router_loss(output, self._of_routers(routers, output.loss), routers)
         aux_loss = self._of_routers(routers, local if output.loss is None else output.loss)
-        whole = _with_router_loss(WholeOutput(loss=output.loss), aux_loss, routers)
+        whole = _with_router_loss(self._output_class(loss=output.loss), aux_loss, routers)
         return whole.gathered_by(lambda: gather_rows(local, parts, group))
 
     def _of_routers(self, routers: RouterStatistics | None, anchor: torch.Tensor) -> torch.Tensor | None:
@@ -280,7 +293,7 @@ class WholeBatchForward:
             loss, logits = self.whole_outputs(batches, self.pipeline.evaluate(batches))
         loss = loss if batches[0].targets is not None else None
         aux_loss = self._of_routers(routers, logits if loss is None else loss)
-        return _with_router_loss(WholeOutput(loss=loss), aux_loss, routers, logits=logits)
+        return _with_router_loss(self._output_class(loss=loss), aux_loss, routers, logits=logits)
 
     def rows_of(self, batch: MicroBatch) -> list[slice]:
         """Returns the rows of a micro-batch whose logits each rank of the last stage has."""
@@ -316,6 +329,10 @@ class WholeBatchForward:
     @property
     def _loss(self) -> LossKind:
         return self.runner.loss
+
+    @property
+    def _output_class(self) -> type[WholeOutput]:
+        return WholeSpans if isinstance(self._loss, SpanLossKind) else WholeOutput
 
     def _per_token(self, output: WholeOutput, inputs: dict[str, Any], routers: RouterStatistics | None) -> ModelOutput:
         labels = [inputs.get(name) for name in (self._loss.labels, self._loss.targets)]

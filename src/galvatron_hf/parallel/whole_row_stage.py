@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from galvatron_hf.models.losses import logits_of
 from galvatron_hf.models.slots import (
     AbsentModule,
     HeadSlot,
@@ -155,7 +156,7 @@ class WholeRowStage(nn.Module):
                 output = self.family.forward(self._model[0], **self._inputs(batch), **self.options)
             except StageEnd as end:
                 return end.hidden
-        return output.logits
+        return logits_of(output)
 
     @property
     def _layout(self) -> Layout:

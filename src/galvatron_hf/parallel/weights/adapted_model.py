@@ -42,6 +42,7 @@ class AdaptedModel:
             for weight in model.parameters()
         }
         made, weights = copy.deepcopy(model, dict(empty)), inner_model(model).named_parameters()
+        vars(inner_model(made)).pop("forward", None)  # TRL's, whose closure would run the model that was copied
         return cls(model=made, names=tuple(name for name, one in weights if is_added(name) or one.requires_grad))
 
     def copy_with(self, weights: Mapping[str, torch.Tensor]) -> nn.Module:

@@ -69,7 +69,7 @@ class _Steps:
         ids %= self.model.config.vocab_size
         adapter = adapter_for(self.model)
         if len(adapter.stacks) == 1:
-            return {"input_ids": ids, "labels": adapter.loss.example(ids) if adapter.structure is not None else ids}
+            return {"input_ids": ids, **adapter.loss.example(ids)}
         labels = ids[:, :1].expand(self.rows, max(1, round(self.length * self.length_ratio))).contiguous()
         last = adapter.stacks[-1]
         return {"input_ids": ids, last.tokens.ids: labels, "labels": labels}

@@ -27,8 +27,7 @@ class IsolatedRows(IsolatedLayers):
     def micro_batch(self, tokens: int, length: int, ratio: float | None = None) -> MicroBatch:
         adapter = self.rank.stage.adapter
         ids = torch.zeros(tokens // length, length, dtype=torch.long, device=self.device)
-        labels = {adapter.loss.labels: adapter.loss.example(ids)}
-        return self.rank.runner.micro_batch(ids, **labels, whole_loss=False)
+        return self.rank.runner.micro_batch(ids, **adapter.loss.example(ids), whole_loss=False)
 
     def _capture(self, batch: MicroBatch) -> list[tuple[torch.Size, dict[str, Any]]]:
         """Returns the shape of the hidden states and the other arguments with which the family calls each layer."""
