@@ -6,9 +6,8 @@ head. The stand-ins need no weights: a model of any size, on the meta device too
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,11 +19,17 @@ from transformers.modeling_outputs import TokenClassifierOutput
 
 from galvatron_hf.models.losses import IGNORED, NEXT_TOKEN, SAME_POSITION, SPAN, LossKind, logits_of, row_loss
 from galvatron_hf.models.slots import AbsentModule, LayerSlot, StageInput
+from galvatron_hf.models.trial_run import (
+    FORMS,
+    LENGTH,
+    ROWS,
+    Seen,
+    Twin,
+    has_language_head,
+    numbers,
+    owners_of_weights,
+)
 from galvatron_hf.utils.compat import tree_leaves
-
-
-ROWS, LENGTH = 2, 3  # of the batch that is tried; different, so that shapes tell rows from positions
-LARGEST_RETURN = 6  # entries of a tuple that a layer may return
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,93 +68,6 @@ class Structure:
     pipeline_obstacle: str | None
 
 
-@dataclass
-class _Seen:
-    """Holds what one run of a model has shown.
-
-    Attributes:
-        calls (`list[int]`): the layers called, in order.
-        arguments (`dict[int, dict]`): those of each layer, by name.
-        hidden (`dict[int, Any]`): the first argument of each layer.
-        head_inputs (`list[torch.Tensor]`): what the head was called with.
-        modules (`dict[str, set[str]]`): when each module with weights was called: "before", "between" or "after".
-        phase (`str`): when the run is.
-    """
-
-    count: int
-    calls: list[int] = field(default_factory=list)
-    arguments: dict[int, dict[str, Any]] = field(default_factory=dict)
-    hidden: dict[int, Any] = field(default_factory=dict)
-    head_inputs: list[torch.Tensor] = field(default_factory=list)
-    modules: dict[str, set[str]] = field(default_factory=dict)
-
-    @property
-    def phase(self) -> str:
-        if not self.calls:
-            return "before"
-        return "after" if self.calls[-1] == self.count - 1 else "between"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Form:
-    """Describes what stand-ins return: the hidden states, or a tuple of `returns` entries, of which those after the
-    hidden states are numbers that can be recognised if `filled`, else None.
-    """
-
-    returns: int | None
-    filled: bool = True
-
-
-_FORMS = (
-    _Form(returns=None),
-    *(_Form(returns=entries) for entries in range(1, LARGEST_RETURN + 1)),
-    *(_Form(returns=entries, filled=False) for entries in range(2, LARGEST_RETURN + 1)),
-)
-
-
-class _LayerSpy(nn.Module):
-    """Stands for a layer: keeps what it is called with, and returns given hidden states."""
-
-    def __init__(self, index: int, layer: nn.Module, form: _Form):
-        super().__init__()
-        self.index, self.form, self.seen = index, form, None
-        self._layer = (layer,)  # in a tuple, so that it is no submodule
-        self.signature = inspect.signature(layer.forward)
-
-    @property
-    def layer(self) -> nn.Module:
-        return self._layer[0]
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_layer"][0], name)
-
-    def __deepcopy__(self, memo: dict) -> _LayerSpy:
-        return self
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden, rest = bound_arguments(self.signature, args, kwargs)
-        self.seen.calls.append(self.index)
-        self.seen.hidden[self.index], self.seen.arguments[self.index] = hidden, rest
-        output = _numbers(hidden.shape, self.index)
-        if self.form.returns is None:
-            return output
-        more = range(1, self.form.returns)
-        return output, *(_numbers((1,), 100 + self.index + entry) if self.form.filled else None for entry in more)
-
-
-def bound_arguments(signature: inspect.Signature, args: tuple, kwargs: dict) -> tuple[Any, dict[str, Any]]:
-    """Returns the first argument of a call, and the others by name."""
-    arguments = dict(signature.bind_partial(*args, **kwargs).arguments)
-    first = next(iter(signature.parameters))
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            arguments |= arguments.pop(name, {})
-    return arguments.pop(first), arguments
-
-
 def find_structure(model: PreTrainedModel) -> Structure:
     """Runs a model's own forward with stand-ins, and returns how it runs its layers.
 
@@ -173,8 +91,8 @@ def find_structure(model: PreTrainedModel) -> Structure:
         )
     _check_random_layers(model)
     for layers in _module_lists(model):
-        for form in _FORMS:
-            twin = _Twin(model, layers, form)
+        for form in FORMS:
+            twin = Twin(model, layers, form)
             try:
                 seen, output = twin.run()
             except Exception as error:  # of a family's forward: any
@@ -189,11 +107,6 @@ def find_structure(model: PreTrainedModel) -> Structure:
         f"{name} has no list of layers that its forward calls once each, one after the other{reason}; train it with "
         "transformers.Trainer."
     )
-
-
-def has_language_head(model: PreTrainedModel) -> bool:
-    """Tells whether a model makes the logits of tokens by one module."""
-    return isinstance(getattr(model.get_output_embeddings(), "weight", None), nn.Parameter)
 
 
 def _check_random_layers(model: PreTrainedModel) -> None:
@@ -219,104 +132,7 @@ def _module_lists(model: PreTrainedModel) -> list[str]:
     return sorted(found, key=lambda name: -found[name])[:4]
 
 
-class _Twin:
-    """Runs a copy of a model on the CPU whose layers and head are stand-ins; other weights take no memory."""
-
-    def __init__(self, model: PreTrainedModel, layers: str, form: _Form):
-        whole = model.get_submodule(layers)
-        self.spies = [_LayerSpy(index, layer, form) for index, layer in enumerate(whole)]
-        memo: dict[int, Any] = {id(layer): spy for layer, spy in zip(whole, self.spies, strict=True)}
-        for number, parameter in enumerate(_outside(model.named_parameters(), layers)):
-            memo[id(parameter)] = nn.Parameter(_view_of_few(parameter.shape, number), requires_grad=False)
-        for number, buffer in enumerate(_outside(model.named_buffers(), layers)):
-            is_empty = buffer.device.type == "meta"
-            numbers = _view_of_few(buffer.shape, number).to(buffer.dtype) if is_empty else buffer.detach().cpu()
-            memo[id(buffer)] = numbers
-        self.model, self.layers, self.form = copy.deepcopy(model, memo), layers, form
-        self.head = self.model.get_output_embeddings() if has_language_head(model) else None
-        self.vocabulary = (self.model.get_input_embeddings() if self.head is None else self.head).weight.shape[0]
-        self.model.train(self.head is not None)  # what follows the layers of other models may have dropout
-        self.labels: dict[str, torch.Tensor] = {}
-
-    def run(self, changes: Mapping[str, nn.Module] | None = None, slots: Sequence[nn.Module] | None = None):
-        """Runs the model's forward with labels; `changes` replace modules, `slots` the layers. Returns what was seen
-        and the model's output.
-        """
-        seen, twin = _Seen(count=len(self.spies)), self.model
-        self.seen = seen
-        for spy in self.spies:
-            spy.seen = seen
-        whole = twin.get_submodule(self.layers)
-        old = {name: twin.get_submodule(name) for name in changes or {}}
-        handles = [
-            module.register_forward_pre_hook(
-                lambda *unused, name=name: seen.modules.setdefault(name, set()).add(seen.phase)
-            )
-            for name, module in _owners_of_weights(twin, self.layers)
-        ]
-        ids = torch.arange(1, 1 + ROWS * LENGTH).view(ROWS, LENGTH).clamp(max=self.vocabulary - 1)
-        mask = torch.ones_like(ids)
-        mask[-1, -1] = 0
-        raw = _numbers((ROWS, LENGTH, self.vocabulary), 7) * 10
-        labels = {"labels": ids} if self.head is not None else self.labels
-        if self.head is not None:
-            self.head.forward = lambda states: seen.head_inputs.append(states) or raw.clone()
-        try:
-            for name, module in (changes or {}).items():
-                twin.set_submodule(name, module)
-            if slots is not None:
-                twin.set_submodule(self.layers, nn.ModuleList(slots))
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                output = twin(input_ids=ids, attention_mask=mask, **labels, **forward_options(type(twin)))
-        finally:
-            if self.head is not None:
-                del self.head.forward
-            twin.set_submodule(self.layers, whole)
-            for name, module in old.items():
-                twin.set_submodule(name, module)
-            for handle in handles:
-                handle.remove()
-        self.ids, self.raw = ids, raw
-        if self.head is None:
-            seen.head_inputs.append(logits_of(output))
-        return seen, output
-
-
-def forward_options(family: type[PreTrainedModel]) -> dict[str, Any]:
-    """Returns the options with which a family's own forward is called: it returns neither a cache nor more outputs."""
-    given = dict(use_cache=False, return_dict=True, output_router_logits=False)
-    known = inspect.signature(family.forward).parameters
-    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
-    return {
-        name: value for name, value in given.items() if name in known or (takes_all and name != "output_router_logits")
-    }
-
-
-def _outside(tensors: Iterator[tuple[str, torch.Tensor]], layers: str) -> Iterator[torch.Tensor]:
-    return (tensor for name, tensor in tensors if not name.startswith(f"{layers}."))
-
-
-def _owners_of_weights(model: nn.Module, layers: str) -> list[tuple[str, nn.Module]]:
-    """Returns the modules outside the layers that have weights of their own, by name."""
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if not name.startswith(f"{layers}.") and next(module.parameters(recurse=False), None) is not None
-    ]
-
-
-def _numbers(shape: Sequence[int], seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _view_of_few(shape: Sequence[int], seed: int) -> torch.Tensor:
-    """Returns different numbers of a shape that overlap in memory."""
-    few = 0.3 * _numbers((sum(shape) + 1,), seed)
-    return few.as_strided(tuple(shape), (1,) * len(shape))
-
-
-def _chain_obstacle(seen: _Seen, has_language_head: bool) -> str | None:
+def _chain_obstacle(seen: Seen, has_language_head: bool) -> str | None:
     """Says why a run does not show layers that are called one after the other; None if it does."""
     if seen.calls != list(range(seen.count)):
         return f"it calls the layers {seen.calls[:8]} of {seen.count}"
@@ -331,8 +147,8 @@ def _chain_obstacle(seen: _Seen, has_language_head: bool) -> str | None:
     return None
 
 
-def _structure(model: PreTrainedModel, twin: _Twin, seen: _Seen, output: Any) -> Structure:
-    owners = [name for name, _ in _owners_of_weights(twin.model, twin.layers)]
+def _structure(model: PreTrainedModel, twin: Twin, seen: Seen, output: Any) -> Structure:
+    owners = [name for name, _ in owners_of_weights(twin.model, twin.layers)]
     head = _head_name(model, twin, [name for name in owners if seen.modules.get(name) == {"after"}])
     owners.remove(head)
     times = {name: seen.modules.get(name, set()) for name in owners}
@@ -356,7 +172,7 @@ def _structure(model: PreTrainedModel, twin: _Twin, seen: _Seen, output: Any) ->
     return replace(structure, pipeline_obstacle=_pipeline_obstacle(twin, structure, seen, mixed))
 
 
-def _head_name(model: PreTrainedModel, twin: _Twin, after: Sequence[str]) -> str:
+def _head_name(model: PreTrainedModel, twin: Twin, after: Sequence[str]) -> str:
     """Returns the name of the head: without one of a language model, of the last module with a weight that is called
     after the layers.
     """
@@ -368,7 +184,7 @@ def _head_name(model: PreTrainedModel, twin: _Twin, after: Sequence[str]) -> str
     return last
 
 
-def _loss_of_task(model: PreTrainedModel, twin: _Twin, output: Any) -> LossKind:
+def _loss_of_task(model: PreTrainedModel, twin: Twin, output: Any) -> LossKind:
     """Returns the kind of loss that a classifier of rows or of positions computes of its logits."""
     name, logits, kind = type(model).__name__, logits_of(output), None
     classes = 0 if logits is None else logits.shape[-1]
@@ -401,7 +217,7 @@ def _loss_of_task(model: PreTrainedModel, twin: _Twin, output: Any) -> LossKind:
     return kind
 
 
-def _loss(model: PreTrainedModel, twin: _Twin, output: Any) -> LossKind:
+def _loss(model: PreTrainedModel, twin: Twin, output: Any) -> LossKind:
     """Returns the kind of loss that a family computes of its logits."""
     name = type(model).__name__
     if getattr(output, "logits", None) is None or output.logits.shape != twin.raw.shape:
@@ -419,7 +235,7 @@ def _loss(model: PreTrainedModel, twin: _Twin, output: Any) -> LossKind:
     )
 
 
-def _pipeline_obstacle(twin: _Twin, structure: Structure, seen: _Seen, mixed: list[str]) -> str | None:
+def _pipeline_obstacle(twin: Twin, structure: Structure, seen: Seen, mixed: list[str]) -> str | None:
     """Says why no stage can begin inside the list of layers; None if it can. Runs the model as a later stage would,
     and compares what its layers and its head get.
     """
@@ -435,7 +251,7 @@ def _pipeline_obstacle(twin: _Twin, structure: Structure, seen: _Seen, mixed: li
     absent = {name: AbsentModule(twin.model.get_submodule(name)) for name in structure.before}
     form = structure.first, structure.returns
     for start in sorted({1, count // 2, count - 1} - {0}):
-        received = _numbers(seen.hidden[0].shape, start - 1)
+        received = numbers(seen.hidden[0].shape, start - 1)
         slots = [LayerSlot(layer, *form) for layer in layers[: start - 1]]
         slots.append(StageInput(layers[start - 1], *form, enter=lambda received=received: received))
         try:

@@ -23,7 +23,8 @@ from galvatron_hf.models.slots import (
     StageInput,
     StageOutput,
 )
-from galvatron_hf.models.structure import Structure, forward_options
+from galvatron_hf.models.structure import Structure
+from galvatron_hf.models.trial_run import forward_options
 from galvatron_hf.models.whole_rows import WholeRowAdapter
 from galvatron_hf.parallel.activation.layer_state import LayerState
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch

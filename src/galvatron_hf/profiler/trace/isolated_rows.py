@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from galvatron_hf.models.families import adapter_for
-from galvatron_hf.models.structure import bound_arguments
+from galvatron_hf.models.trial_run import bound_arguments
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer
 from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest
