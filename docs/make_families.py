@@ -81,7 +81,7 @@ plain transformers on one process:
 A family whose layers no adapter cuts runs on whole rows, if tensor, Ulysses and context degrees are 1: its own forward
 computes a rank's rows from token ids to logits. How it runs its layers is found out by a run of that forward with
 stand-ins for layers and head. Pipelines need layers that pass on their hidden states alone. Documents are not packed
-in these families, and neither `galvatron search` nor `parallel_plan="auto"` has figures for them: "auto" is ZeRO-3.
+in these families. `galvatron search` and `parallel_plan="auto"` plan those of them that [models](models.md) names.
 
 A number in the table is the largest error of a gradient's entry, relative to the largest entry of its tensor or, if
 that is more, to a hundredth of the norm of all gradients; over 1e-5 is wrong. A type that runs here may still be

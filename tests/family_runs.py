@@ -116,12 +116,11 @@ def batch_of(model: PreTrainedModel, task: str) -> dict[str, torch.Tensor]:
     elif task == "token-classification":
         batch["labels"] = (ids % LABELS).masked_fill(mask == 0, -100)
     elif task == "question-answering":
-        rows, length = len(ids), ids.shape[1]
+        lengths = mask.sum(1)
         del batch["labels"]
-        batch["start_positions"] = torch.arange(rows) % length
-        batch["end_positions"] = (torch.arange(rows) + 2) % length
+        batch |= {"start_positions": torch.arange(len(ids)) % lengths, "end_positions": lengths - 1}
         for name in ("start_positions", "end_positions"):
-            batch[name][1] = length  # an answer that was cut off
+            batch[name][1] = ids.shape[1]  # an answer that was cut off
     elif task == "seq2seq-lm":
         batch["labels"] = batch["labels"][:, :7].contiguous()
         batch["decoder_input_ids"] = decoder_ids_of_labels(model, batch["labels"])

@@ -184,17 +184,22 @@ class WholeRowStage(nn.Module):
 
     @contextlib.contextmanager
     def _in_place(self, stops_at_head: bool) -> Iterator[None]:
-        """Puts this stage's modules into the model while the body runs."""
+        """Puts this stage's modules into the model, and switches caches off, while the body runs."""
         model = self._model[0]
+        caches = getattr(model.config, "use_cache", False)
         own: dict[str, nn.Module] = {self.structure.layers: self.layers, **self._absent}
         if self.is_last and stops_at_head:
             own[self.head_name] = self._head_slot[0]
         before = {name: model.get_submodule(name) for name in own}
         _put(model, own)
+        if caches:  # a forward without the option asks the configuration, and recompute would fill the cache twice
+            model.config.use_cache = False
         try:
             yield
         finally:
             _put(model, before)
+            if caches:
+                model.config.use_cache = True
 
 
 def _put(model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
