@@ -28,7 +28,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make quickstart   train a small Llama on the standard library's source with 4 CPU ranks"
 	@echo "make notebooks    execute the notebooks and save their outputs"
-	@echo "make families     try every model of transformers with the heads of five tasks, write docs/families*.md"
+	@echo "make families     try every model of transformers with the heads of six tasks, write docs/families*.md"
 	@echo "make test         the fast tests"
 	@echo "make test-slow    the slow tests"
 	@echo "make test-float8  the tests of float8, after installing torchao"

@@ -68,7 +68,7 @@ def test_families_of_encoders_and_decoders():
         "deberta-v2": case_of("deberta-v2", TOKEN, "one stage"),
         "distilbert": case_of("distilbert", SEQUENCE, "four stages"),
         "electra": case_of("electra", ANSWER, "one stage"),
-        "bloom, answers": case_of("bloom", ANSWER, "one stage"),  # caches unless its configuration says otherwise
+        "gptj, answers": case_of("gptj", ANSWER, "one stage"),  # caches unless its configuration says otherwise
         "roberta, answers": case_of("roberta", ANSWER, "four stages"),
         "gpt2": case_of("gpt2", SEQUENCE, "two stages"),
         "llama": case_of("llama", SEQUENCE, "one stage"),
