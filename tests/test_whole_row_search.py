@@ -10,7 +10,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, BertConfig, BertForMaskedLM, BertForSequenceClassification, Trainer
+from transformers import (
+    AutoConfig,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    PreTrainedModel,
+    Trainer,
+)
 
 from galvatron_hf import ParallelPlan
 from galvatron_hf.cli.main import main
@@ -25,7 +32,7 @@ from galvatron_hf.planner.space import Limits
 from galvatron_hf.profiler.measure.model import profile_model
 from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.profiler.trace.counted_model import CountedModel, Speed
-from galvatron_hf.profiler.trace.small_models import one_of_each, search_obstacle
+from galvatron_hf.profiler.trace.small_models import most_copies, one_of_each, search_obstacle
 from galvatron_hf.profiler.trace.tracing import profile_from_config
 from plans import single_stage
 from test_heads import SEQUENCE, Labelled, collate_labelled
@@ -134,10 +141,23 @@ def test_the_search_command_plans_an_encoder(tmp_path, capsys):
     assert plan.num_layers == 3 and {one.tensor for one in plan.layers} == {1}
 
 
+def jamba() -> PreTrainedModel:
+    """Returns a model in which a layer's place decides what it is, so that only one of each can stand alone."""
+    return tiny_model("jamba", num_hidden_layers=8, attn_layer_period=4, attn_layer_offset=2)
+
+
+def test_so_many_layers_of_each_kind_are_run_as_their_places_allow():
+    assert [most_copies(jamba(), most) for most in (1, 4)] == [1, 1]
+    assert [most_copies(tiny_model("bert", task=SEQUENCE), most) for most in (1, 4)] == [1, 4]
+    assert most_copies(tiny_model("llama"), 3) == 3
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bert", "mamba"])
-def test_times_are_measured(name):
-    profile = profile_model(tiny_model(name), tokens=256, length=32, max_degree=2, seconds=2, device="cpu")
+@pytest.mark.parametrize(
+    "model", [lambda: tiny_model("bert"), lambda: tiny_model("mamba"), jamba], ids=["bert", "mamba", "jamba"]
+)
+def test_times_are_measured(model):
+    profile = profile_model(model(), tokens=256, length=32, max_degree=2, seconds=2, device="cpu")
     for kind in profile.kinds:
         times = kind.times[1]
         assert times.forward.ms(32, 32**2) > 0 and times.backward.ms(32, 32**2) > 0

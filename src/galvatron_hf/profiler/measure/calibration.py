@@ -32,7 +32,7 @@ from galvatron_hf.parallel.validate import check_model
 from galvatron_hf.plan import ParallelPlan, Precision
 from galvatron_hf.profiler.measure.rounds import WANTED_ERROR, median_error, phase
 from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
-from galvatron_hf.profiler.trace.small_models import layer_kinds, one_of_each
+from galvatron_hf.profiler.trace.small_models import layer_kinds, most_copies, one_of_each
 from galvatron_hf.utils.progress import progress_bar
 
 
@@ -155,8 +155,9 @@ def _with_layers(
 ) -> ModelProfile:
     """Returns the profile of a model with as few layers of each kind as make steps of `STEP_MS`."""
     there, adapter = min(profile.layers.count(kind) for kind in range(len(profile.kinds))), adapter_for(model)
+    there = most_copies(model, min(there, LAYERS[1]))
     precision = Precision(compute=profile.dtype)
-    for copies in range(min(there, LAYERS[0]), min(there, LAYERS[1]) + 1):
+    for copies in range(min(there, LAYERS[0]), there + 1):
         small = one_of_each(model, copies)
         few = replace(profile, layers=layer_kinds(small), stacks=adapter.stack_sizes(small))
         plan = ParallelPlan.uniform(dist.get_world_size(), adapter.stack_sizes(small), precision=precision)

@@ -26,7 +26,7 @@ from galvatron_hf.profiler.measure.rounds import median_error, phase
 from galvatron_hf.profiler.trace.counted_model import CountedModel
 from galvatron_hf.profiler.trace.isolated_layers import IsolatedLayers, Part
 from galvatron_hf.profiler.trace.isolated_rows import isolated_layers
-from galvatron_hf.profiler.trace.small_models import layer_kinds, one_of_each
+from galvatron_hf.profiler.trace.small_models import layer_kinds, most_copies, one_of_each
 from galvatron_hf.utils.compat import tensor_norms
 from galvatron_hf.utils.progress import progress_bar
 
@@ -78,7 +78,7 @@ class LayerTimer:
         self.top_k = counted.top_k() if self.expert_degrees else []
         self.tokens, self.length = tokens, length
         self._mesh: DeviceMesh | None = None
-        self.copies = _copies(counted.small, layer_kinds(model))
+        self.copies = most_copies(model, _copies(counted.small, layer_kinds(model)))
         self.small = one_of_each(model, self.copies)
         self.adam_elements = _adam_elements(sum(weight.numel() for weight in model.parameters()), device)
 

@@ -118,6 +118,15 @@ def one_of_each(model: PreTrainedModel, copies: int = 1) -> PreTrainedModel:
     return small
 
 
+def most_copies(model: PreTrainedModel, most: int) -> int:
+    """Returns the largest number of copies, up to `most`, with which [`one_of_each`] makes a model. In some families
+    the place of a layer decides what it is.
+    """
+    if adapter_for(model).structure is None:
+        return most
+    return next(copies for copies in range(most, 0, -1) if copies == 1 or _small_or_reason(model, copies)[1] is None)
+
+
 def _small_or_reason(model: PreTrainedModel, copies: int) -> tuple[PreTrainedModel | None, str | None]:
     """Returns the model of [`one_of_each`], or why there is none."""
     adapter = adapter_for(model)
