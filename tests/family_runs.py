@@ -119,8 +119,8 @@ def batch_of(model: PreTrainedModel, task: str) -> dict[str, torch.Tensor]:
         lengths = mask.sum(1)
         del batch["labels"]
         batch |= {"start_positions": torch.arange(len(ids)) % lengths, "end_positions": lengths - 1}
-        for name in ("start_positions", "end_positions"):
-            batch[name][1] = ids.shape[1]  # an answer that was cut off
+        batch["start_positions"][1] = ids.shape[1]  # an answer that was cut off
+        batch["end_positions"][:2] = ids.shape[1]
     elif task == "seq2seq-lm":
         batch["labels"] = batch["labels"][:, :7].contiguous()
         batch["decoder_input_ids"] = decoder_ids_of_labels(model, batch["labels"])

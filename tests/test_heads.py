@@ -161,13 +161,13 @@ def test_trainer_with_a_classifier():
 
 
 class Answered(Labelled):
-    """Holds rows with an answer each; every fifth was cut off with the end of its row."""
+    """Holds rows with an answer each, of which some begin or end behind their row."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         ids = self.rows[index]
         start = int(ids[0]) % len(ids)
-        found = {"start_positions": start, "end_positions": len(ids) - 1}
-        return {"input_ids": ids} | (found if index % 5 else dict.fromkeys(found, 1000))
+        found = {"start_positions": start if index % 5 else 1000, "end_positions": len(ids) - 1 if index % 3 else 1000}
+        return {"input_ids": ids} | found
 
 
 def collate_answered(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

@@ -61,7 +61,7 @@ class LossKind:
         return None if labels is None else self.make_targets(labels)
 
     def count(self, targets: torch.Tensor) -> torch.Tensor:
-        """Returns the number of targets by which the sum of losses is divided."""
+        """Returns the number of targets by which the sum of losses is divided; as many numbers as sums."""
         return (targets != IGNORED).sum()
 
     def example(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -143,9 +143,9 @@ def row_loss(classes: int, problem: str | None = None) -> RowLossKind:
 @dataclass(frozen=True, kw_only=True)
 class SpanLossKind(LossKind):
     """Describes the loss of a head that finds the first and the last position of an answer in each row, as the
-    families' ForQuestionAnswering classes compute it: the mean cross-entropy of both. Logits are [B, S, 2], targets
-    [B, 2]. A position behind the row does not count. If it is one of a row's two positions, its row counts half, where
-    the families weigh the first and the last positions of a batch alike.
+    families' ForQuestionAnswering classes compute it: half the mean cross-entropy of the first positions, and half
+    that of the last ones. Logits are [B, S, 2], targets [B, 2]; counts and sums are [2], of the first and of the last.
+    A position behind the row does not count.
 
     Attributes:
         last (`str`): the batch's last positions [B]; `labels` are the first ones.
@@ -166,8 +166,12 @@ class SpanLossKind(LossKind):
         positions = torch.stack([batch[name].view(-1) for name in self.names], dim=1).clamp(min=0)
         return positions.masked_fill(positions >= batch["input_ids"].shape[1], IGNORED)
 
+    def count(self, targets: torch.Tensor) -> torch.Tensor:
+        return 2 * (targets != IGNORED).sum(0)
+
     def sum_of_logits(self, logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-        return super().sum_of_logits(logits.transpose(-1, -2), targets, label_smoothing)
+        parts = zip(logits.unbind(-1), targets.unbind(-1), strict=True)
+        return torch.stack([super(SpanLossKind, self).sum_of_logits(*part, label_smoothing) for part in parts])
 
     def example(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         return dict.fromkeys(self.names, tokens.new_zeros(len(tokens)))
@@ -252,7 +256,7 @@ NEXT_TOKEN = LossKind(function=ForCausalLMLoss, labels="labels", targets="shift_
 def count_targets(batch: Mapping[str, Any] | Sequence[Mapping[str, Any]], loss: LossKind = NEXT_TOKEN) -> torch.Tensor:
     """Counts the tokens that a batch, or a list of micro-batches, asks to predict."""
     if not isinstance(batch, Mapping):
-        return torch.stack([count_targets(part, loss) for part in batch]).sum()
+        return torch.stack([count_targets(part, loss) for part in batch]).sum(0)
     targets, added = loss.targets_of(batch), batch.get("added_rows")
     return loss.count(targets if added is None or not loss.of_rows else targets[~added])
 

@@ -198,7 +198,7 @@ def _loss_of_task(model: PreTrainedModel, twin: Twin, output: Any) -> LossKind:
         twin.labels = {kind.labels: labels}
     elif getattr(output, "start_logits", None) is not None and logits.shape == (ROWS, LENGTH, classes):
         kind = SPAN
-        twin.labels = {kind.labels: torch.tensor([0, LENGTH]), kind.last: torch.tensor([LENGTH - 1, LENGTH + 2])}
+        twin.labels = {kind.labels: torch.tensor([0, LENGTH]), kind.last: torch.tensor([LENGTH - 1, 1])}
     elif logits is not None and logits.shape == (ROWS, LENGTH, classes):
         kind = replace(SAME_POSITION, output=TokenClassifierOutput)
         labels = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % classes
@@ -210,7 +210,7 @@ def _loss_of_task(model: PreTrainedModel, twin: Twin, output: Any) -> LossKind:
         )
     _, labelled = twin.run()
     targets = kind.targets_of({"input_ids": twin.ids, **twin.labels})
-    wanted = kind.sum_of_logits(logits_of(labelled), targets) / kind.count(targets)
+    wanted = (kind.sum_of_logits(logits_of(labelled), targets) / kind.count(targets)).sum()
     twin.labels = {}
     if not torch.allclose(labelled.loss, wanted, rtol=1e-4):
         raise ValueError(f"{name} computes a loss that no adapter covers; train it with transformers.Trainer.")

@@ -281,8 +281,8 @@ class ModelRunner:
         Without targets the value is NaN and the gradient is zero, as in the family's own loss.
         """
         items = torch.as_tensor(num_items, device=total.device)
-        local = total / torch.where(items == 0, 1, items)
-        value = total.detach() / items / replicas
+        local = (total / torch.where(items == 0, 1, items)).sum()
+        value = (total.detach() / items / replicas).sum()
         if whole and self.mesh.size > 1:  # no group is the group of all stages
             dist.all_reduce(value, group=self.mesh.block(self.mesh.size))
         return local + (value - local.detach())

@@ -69,7 +69,7 @@ class NonfiniteGuard:
 
     def _has_no_targets(self, batch: Batch) -> bool:
         kind, parts = self.parallel.runner.loss, [batch] if isinstance(batch, Mapping) else batch
-        return all(kind.is_labelled(part) for part in parts) and int(count_targets(parts, kind)) == 0
+        return all(kind.is_labelled(part) for part in parts) and bool((count_targets(parts, kind) == 0).any())
 
     def _refuse(self, step: StepState, numbers: str) -> None:
         """Reports where the bad numbers came from, and ends training or counts the step as skipped."""
