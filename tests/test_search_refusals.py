@@ -18,7 +18,7 @@ from tiny_configurations import tiny_model
 def test_a_family_whose_layers_cannot_be_run_alone_has_no_profile():
     hardware = random_hardware(0, world_size=4, memory_bytes=1 << 40)
     config = tiny_model("rwkv").config
-    with pytest.raises(ValueError, match="RwkvForCausalLM has layers that cannot be run alone.*'state'.* write a plan"):
+    with pytest.raises(ValueError, match="RwkvForCausalLM has layers that cannot be run alone.*'state'.*write a plan"):
         profile_from_config(config, hardware, next(iter(hardware.flops_per_s)), length=128)
 
 
