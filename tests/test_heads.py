@@ -193,6 +193,7 @@ def starts_alone(trainer_class: type[Trainer]) -> type[Trainer]:
     return StartsAlone
 
 
+@pytest.mark.slow
 def test_trainer_with_answers():
     """Predictions and labels are pairs: those of first and of last positions. Logits of padding count in the loss, so
     that the padding of a step's batches has to be that of one batch.

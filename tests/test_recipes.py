@@ -459,6 +459,7 @@ def test_adapters_learn_conversations(tmp_path, monkeypatch):
     assert texts[0].startswith(prompt)
 
 
+@pytest.mark.slow
 def test_functions_of_the_library_are_conversations():
     found = chats.load_chats("python-stdlib", None, "messages", 2.0, 0)["train"][0]["messages"]
     assert [message["role"] for message in found] == ["user", "assistant"]
