@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, MistralConfig
-from transformers.masking_utils import create_masks_for_generate
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, T5Config
+from transformers.masking_utils import create_bidirectional_mask, create_masks_for_generate
 from transformers.modeling_utils import LoadStateDictInfo
 
 import galvatron_hf
@@ -400,6 +400,19 @@ def test_masks_are_those_of_padded_rows_without_being_read(window):
         with compat.masks_of_rows(padded=False):
             assert create_masks_for_generate(attention_mask=mask, **inputs) is None  # it is not read
         assert create_masks_for_generate(attention_mask=full, **inputs) is None
+
+
+def test_masks_of_an_encoder_are_those_of_padded_rows_without_being_read():
+    config = T5Config(attn_implementation="sdpa")
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    inputs = dict(config=config, inputs_embeds=torch.empty(2, 3, 1))
+    wanted = create_bidirectional_mask(attention_mask=mask, **inputs)
+    with compat.masks_of_rows(padded=True):
+        assert torch.equal(create_bidirectional_mask(attention_mask=mask, **inputs), wanted)
+        assert create_bidirectional_mask(attention_mask=torch.ones_like(mask), **inputs) is not None
+    with compat.masks_of_rows(padded=False):
+        assert create_bidirectional_mask(attention_mask=mask, **inputs) is None  # it is not read
+    assert create_bidirectional_mask(attention_mask=torch.ones_like(mask), **inputs) is None
 
 
 def test_a_model_of_a_class_and_a_configuration_has_its_dtype():

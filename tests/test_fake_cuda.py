@@ -25,6 +25,8 @@ from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.schedule import PipelineShape, runs_forwards_first
 from nccl_simulator import play_collectives
 from plans import expert_plans, mixed_plans, pipeline_plans, shared_out, uniform_plans
+from test_encoder_decoders import PIPELINES as PIPELINES_OF_TWO
+from test_encoder_decoders import PLANS as TWO_STACKS
 from tiny_models import EXPERT_FAMILIES
 
 
@@ -34,6 +36,7 @@ PLANS = uniform_plans(WORLD_SIZE) | mixed_plans() | pipeline_plans() | {"pair": 
 DENSE = list(PLANS)
 PLANS |= {f"experts, {name}": plan for name, plan in expert_plans().items()}
 PLANS |= {f"experts, first dense, {name}": plan for name, plan in expert_plans(dense=[0]).items()}
+PLANS |= {f"two stacks, {name}": plan for name, plan in (TWO_STACKS | PIPELINES_OF_TWO).items()}
 BATCHES = ("padded", "masked", "packed")
 BF16 = {"compute": "bf16", "master": "fp32", "reduce": "fp32"}
 
@@ -319,6 +322,18 @@ def test_all_ranks_do_the_same_under_plans_with_experts(library, part):
     batches, family = itertools.cycle(["padded", "packed", "masked"]), EXPERT_MODELS[part]
     plans = {f"experts, {name}": next(batches) for name in shared_out(expert_plans(), part, 3)}
     check_order_under(library, {plan: of_all_ranks(plan, batch, family) for plan, batch in plans.items()})
+
+
+# ---- Two stacks ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sequence", "inside the encoder"])
+def test_all_ranks_of_two_stacks_wait_for_no_device_and_do_the_same(library, name):
+    cases = of_all_ranks(f"two stacks, {name}", "masked", "t5")
+    seen = dry_run(library, cases)
+    check_waits_and_devices(seen, cases)
+    assert unequal_orders(seen) == [] and where_ranks_hang(seen) == []
 
 
 # ---- The checks can fail ----

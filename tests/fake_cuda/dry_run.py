@@ -26,6 +26,7 @@ import torch.distributed as dist  # noqa: E402
 from accelerate.data_loader import DataLoaderShard  # noqa: E402
 from transformers import DataCollatorForSeq2Seq, LlamaConfig, Trainer, masking_utils  # noqa: E402
 
+import encoder_decoder_models  # noqa: E402
 import tiny_models  # noqa: E402
 from galvatron_hf import (  # noqa: E402
     GalvatronTrainer,
@@ -52,7 +53,7 @@ from galvatron_hf.utils.device import HostCopy  # noqa: E402
 from tiny_models import word_tokenizer  # noqa: E402
 
 
-ROWS, LENGTH = 8, 32
+ROWS, LENGTH, TARGET_LENGTH = 8, 32, 16
 # Heads of eight, as the kernel of packed attention needs them; by `head_dim` in other families.
 WIDER = {"gpt2": {"n_head": 4}, "deepseek_v3": {}}
 
@@ -62,6 +63,10 @@ def batch_of(kind: str, parallel) -> Any:
     if kind == "packed":
         return packed(parallel)
     ids = torch.ones(ROWS, LENGTH, dtype=torch.long, device=devices.DEVICE)
+    if len(parallel.adapter.stacks) > 1:
+        targets = torch.ones(ROWS, TARGET_LENGTH, dtype=torch.long, device=devices.DEVICE)
+        batch = {"input_ids": ids, "decoder_input_ids": targets, "labels": targets}
+        return batch | ({"attention_mask": torch.ones_like(ids, device=devices.HOST)} if kind == "masked" else {})
     if kind == "masked":  # its mask is on the host, as Trainer's loop leaves it
         return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids, device=devices.HOST)}
     return {"input_ids": ids, "labels": ids}
@@ -202,10 +207,13 @@ def routed_rows() -> Iterator[None]:
 
 def build(case: dict[str, Any]):
     """Returns the model of a case on the device."""
-    family = tiny_models.ALL_FAMILIES[case["family"]]
-    options = WIDER.get(case["family"], {"head_dim": 8}) | case.get("options", {})
-    with torch.device(devices.DEVICE), mock.patch.object(tiny_models, "randomise"):
-        return family.build(**options)
+    known, name = tiny_models.ALL_FAMILIES | encoder_decoder_models.ENCODER_DECODERS, case["family"]
+    options = WIDER.get(name, {"head_dim": 8} if name in tiny_models.ALL_FAMILIES else {}) | case.get("options", {})
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.device(devices.DEVICE))
+        for module in (tiny_models, encoder_decoder_models):
+            stack.enter_context(mock.patch.object(module, "randomise"))
+        return known[name].build(**options)
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:

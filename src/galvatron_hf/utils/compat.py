@@ -378,14 +378,20 @@ def masks_by_implementation(attention: nn.Module) -> bool:
 @contextlib.contextmanager
 def masks_of_rows(*, padded: bool) -> Iterator[None]:
     """Tells transformers whether rows have padding while the body makes their attention masks, so that it does not
-    read the mask from the device. Expects that `masking_utils.fast_all` is what reads a causal mask.
+    read the mask from the device. Expects that `masking_utils.fast_all` is what reads a causal mask, and
+    `_ignore_bidirectional_mask_sdpa` what reads another.
     """
-    read = masking_utils.fast_all
+
+    def needs_no_mask(mask: torch.Tensor | None, length: int, window: int | None = None) -> bool:
+        return (mask is None or not padded) and (window is None or length < window)
+
+    read = masking_utils.fast_all, masking_utils._ignore_bidirectional_mask_sdpa
     masking_utils.fast_all = lambda mask: not padded
+    masking_utils._ignore_bidirectional_mask_sdpa = needs_no_mask
     try:
         yield
     finally:
-        masking_utils.fast_all = read
+        masking_utils.fast_all, masking_utils._ignore_bidirectional_mask_sdpa = read
 
 
 def model_from_config(family: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
