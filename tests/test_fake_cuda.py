@@ -307,9 +307,10 @@ def check_order_under(library: Path, cases: dict[str, list[dict[str, Any]]]) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [0, 1])
 def test_all_ranks_of_a_communicator_do_the_same_under_pipelines(library, part):
-    """Plays all pipelines, and a third of the plans of one stage."""
+    """Plays two thirds of the pipelines, and a quarter of the plans of one stage."""
     batches = itertools.cycle(["padded", "packed", "masked"])
-    names = [*pipeline_plans(), *shared_out(uniform_plans(WORLD_SIZE) | mixed_plans(), 0, 3)]
+    names = [name for index, name in enumerate(pipeline_plans()) if index % 3]
+    names += shared_out(uniform_plans(WORLD_SIZE) | mixed_plans(), 0, 4)
     plans = {name: next(batches) for name in names[part::2]}
     families = {plan: family_of(plan, "llama_tied", "llama") for plan in plans}
     check_order_under(library, {plan: of_all_ranks(plan, batch, families[plan]) for plan, batch in plans.items()})

@@ -42,7 +42,6 @@ CASES = {
             "replicated": dict(sharding="replicate"),
             "replicated, twice": dict(sharding="replicate", micro_batches=2),
             "zero2": dict(sharding="zero2"),
-            "zero2, twice": dict(sharding="zero2", micro_batches=2),
             "zero2, recompute": dict(sharding="zero2", recompute="full"),
             "zero3": dict(sharding="zero3"),
             "zero3, twice": dict(sharding="zero3", micro_batches=2),
@@ -52,7 +51,6 @@ CASES = {
             "megatron": dict(sharding="zero3", tensor=2, megatron_sp=True),
             "pipeline": dict(sharding="replicate", pipeline=2, micro_batches=4),
             "zero2 pipeline": dict(sharding="zero2", pipeline=2, micro_batches=4),
-            "zero2 pipeline, all in flight": dict(sharding="zero2", pipeline=2, micro_batches=2),
             "zero3 pipeline": dict(sharding="zero3", pipeline=2, micro_batches=4),
             "zero3 of copies": dict(sharding="zero3", shard_degree=1, micro_batches=2),
             "zero3 of one piece": dict(sharding="zero3", tensor=4, micro_batches=2),
@@ -104,8 +102,6 @@ CASES = {
     "bf16, adapters": (
         (4000, False, 256),
         {
-            "replicated": dict(sharding="replicate"),
-            "zero2": dict(sharding="zero2"),
             "zero3, twice": dict(sharding="zero3", micro_batches=2),
             "tensor": dict(sharding="zero3", tensor=2),
         },
