@@ -119,7 +119,7 @@ def test_every_family_under_layers_that_differ(family):
 def test_eight_ranks():
     oracle = oracle_of("llama")
     cases = {f"pipeline {name}": (oracle, plan) for name, plan in pipeline_plans_on_eight().items()}
-    plans = shared_out(uniform_plans(8), 0, 2)
+    plans = shared_out(uniform_plans(8), 0, 4)
     check_cases(8, cases | {name: (oracle, plan) for name, plan in plans.items()})
 
 
