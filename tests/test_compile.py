@@ -65,7 +65,7 @@ def test_a_strategy_and_the_head_are_one_graph_for_training_and_one_for_evaluati
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt2", "phi3"])
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "phi3"])
 def test_families_compile_whole(family):
     assert graphs_of(family, {"two": single_stage(ALTERNATING, 2)})["two"] <= 8
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +24,7 @@ from test_encoder_decoders import seen
 from test_parallelize import check_cases
 from tiny_configurations import LABELS, tiny_model
 from tiny_models import VOCABULARY
+from trainer_runs import on_ranks, trainer
 
 
 S, FULL = LayerStrategy, dict(recompute="full")
@@ -141,23 +143,44 @@ def predictions(trainer: Trainer) -> list:
     return [found.predictions, found.label_ids, found.metrics["test_loss"]]
 
 
+def trained(task: str, rows: type[Labelled], collator, **more: Any) -> oracle.Case:
+    """Returns the case of a BERT with the head of a task, whose last batches are smaller."""
+    data = dict(data_collator=lambda: collator, eval_dataset=lambda: rows(10, seed=2))
+    return oracle.Case(build=lambda: tiny_model("bert", task=task), train=lambda: rows(27), trainer=data, **more)
+
+
+EVALUATED = dict(eval_strategy="steps", eval_steps=2)
+
+
 def test_trainer_with_a_classifier():
-    """Losses, updates, evaluation and predictions of plain Trainer, whose last batches are smaller."""
-    trainer = dict(data_collator=lambda: collate_labelled, eval_dataset=lambda: Labelled(10, seed=2))
-    case = functools.partial(
-        oracle.Case,
-        build=lambda: tiny_model("bert", task=SEQUENCE),
-        train=lambda: Labelled(27),
-        trainer=trainer,
-        after=predictions,
-    )
-    evaluated = dict(eval_strategy="steps", eval_steps=2)
+    """Losses, updates, evaluation and predictions of plain Trainer."""
+    case = functools.partial(trained, SEQUENCE, Labelled, collate_labelled, after=predictions)
     oracle.check_cases(
         {
-            "one stage": case(plan=PLANS["one stage"], options=evaluated),
+            "one stage": case(plan=PLANS["one stage"], options=EVALUATED),
             "stages": case(plan=PLANS["two stages"], options=dict(label_smoothing_factor=0.1)),
         }
     )
+
+
+@pytest.mark.slow
+def test_a_classifier_given_by_name_is_that_of_its_folder(tmp_path):
+    """Each rank reads its own weights of the model with the head that was saved."""
+    tiny_model("bert", task=SEQUENCE).save_pretrained(tmp_path / "saved")
+
+    def steps_of(folder: Path, **more: Any) -> tuple[list[tuple[float, float]], str]:
+        once = dict(gradient_accumulation_steps=1)
+        made = trainer(folder, train_dataset=Labelled(27), data_collator=collate_labelled, options=once, **more)
+        made.train()
+        steps = [(log["loss"], log["grad_norm"]) for log in made.state.log_history if "loss" in log]
+        return steps, type(made.model).__name__
+
+    wanted, name = steps_of(tmp_path / "plain", model=tiny_model("bert", task=SEQUENCE), trainer_class=Trainer)
+    assert len(wanted) == 6
+    named = dict(model=str(tmp_path / "saved"), plan=PLANS["one stage"])
+    for steps, found in on_ranks(lambda: steps_of(tmp_path / "run", **named), 4):
+        assert found == name
+        assert steps == [pytest.approx(step, rel=1e-5) for step in wanted]
 
 
 class Answered(Labelled):
@@ -198,17 +221,10 @@ def test_trainer_with_answers():
     """Predictions and labels are pairs: those of first and of last positions. Logits of padding count in the loss, so
     that the padding of a step's batches has to be that of one batch.
     """
-    trainer = dict(data_collator=lambda: collate_answered, eval_dataset=lambda: Answered(10, seed=2))
-    case = functools.partial(
-        oracle.Case,
-        build=lambda: tiny_model("bert", task=ANSWER),
-        train=lambda: Answered(27),
-        trainer=trainer,
-    )
-    evaluated = dict(options=dict(eval_strategy="steps", eval_steps=2), after=predictions)
+    case = functools.partial(trained, ANSWER, Answered, collate_answered)
     cases = {}
     for plan in ("one stage", "two stages"):
-        cases[plan] = case(plan=PLANS[plan], **evaluated)
+        cases[plan] = case(plan=PLANS[plan], options=EVALUATED, after=predictions)
         cases[f"own loss, {plan}"] = case(plan=PLANS[plan], override=starts_alone, accumulates=True)
     oracle.check_cases(cases)
 

@@ -431,25 +431,29 @@ def tiny_chat_model(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
-def test_adapters_learn_conversations(tmp_path, monkeypatch):
-    """Two ranks train adapters with TRL's trainer on what the assistant says, which plain PEFT then loads."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf-cache")
-    said = [("user", "assistant", f"What is {index} ?", "It is so .") for index in range(64)]
-    table = [
-        {"talk": [{"role": first, "content": question}, {"role": second, "content": answer}]}
-        for first, second, question, answer in said
-    ]
-    Dataset.from_list(table).to_json(tmp_path / "chats.jsonl")
-    base = tiny_chat_model(tmp_path / "base")
+def train_on_chats(folder: Path, monkeypatch, *more: str) -> list[float]:
+    """Trains on two ranks, on conversations with other questions and the same answer; returns the losses."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "hf-cache")
+    questions = [{"role": "user", "content": f"What is {index} ?"} for index in range(64)]
+    answer = {"role": "assistant", "content": "It is so ."}
+    Dataset.from_list([{"talk": [question, answer]} for question in questions]).to_json(folder / "chats.jsonl")
+    base = tiny_chat_model(folder / "base")
     argv = ["sft.py", str(RECIPES / "sft.yaml"), "--model_name_or_path", str(base), "--messages_column=talk"]
-    argv += ["--dataset_name", str(tmp_path / "chats.jsonl"), "--max_length=64", "--max_steps=20", "--logging_steps=1"]
-    argv += ["--disable_tqdm=true", "--warmup_steps=0", "--learning_rate=3e-2", f"--output_dir={tmp_path / 'run'}"]
+    argv += ["--dataset_name", str(folder / "chats.jsonl"), "--max_length=64", "--max_steps=20", "--logging_steps=1"]
+    argv += ["--disable_tqdm=true", "--warmup_steps=0", f"--output_dir={folder / 'run'}", *more]
     monkeypatch.setattr(sys, "argv", argv)
     run_ranks(sft.main, 2)
-    history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
+    history = json.loads((folder / "run" / "trainer_state.json").read_text())["log_history"]
     losses = [log["loss"] for log in history if "loss" in log]
-    assert losses[0] > 5 and losses[-1] < losses[0] - 0.3  # the head of a model that knows nothing is frozen
+    assert losses[0] > 5  # a new model knows nothing: ln(300) = 5.7
+    return losses
+
+
+@pytest.mark.slow
+def test_adapters_learn_conversations(tmp_path, monkeypatch):
+    """Trains adapters with TRL's trainer under the plan of a search; plain PEFT loads them."""
+    losses = train_on_chats(tmp_path, monkeypatch, "--learning_rate=3e-2")
+    assert losses[-1] < losses[0] - 0.3  # the head of a model that knows nothing is frozen
     files = {path.name for path in (tmp_path / "run").iterdir()}
     assert "adapter_model.safetensors" in files and "model.safetensors" not in files
     prompt = "### user\nWhat is 7 ?\n### assistant\n"
@@ -457,6 +461,20 @@ def test_adapters_learn_conversations(tmp_path, monkeypatch):
         str(tmp_path / "run"), generate.GenerationArguments(prompts=[prompt], max_new_tokens=8, temperature=0.0)
     )
     assert texts[0].startswith(prompt)
+
+
+@pytest.mark.slow
+def test_a_whole_model_learns_what_the_assistant_says_alone(tmp_path, monkeypatch):
+    """The questions cannot be foretold, so that a loss near 0 is that of the answers."""
+    losses = train_on_chats(tmp_path, monkeypatch, "--lora_rank=0", "--learning_rate=1e-2", "--max_steps=80")
+    assert losses[-1] < 0.3
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+def test_a_dataset_without_conversations_is_refused(tmp_path):
+    Dataset.from_dict({"text": ["a"]}).to_json(tmp_path / "texts.jsonl")
+    with pytest.raises(ValueError, match="'messages' is not a column of .*choose one of \\['text'\\]"):
+        chats.load_chats(str(tmp_path / "texts.jsonl"), None, "messages", 2.0, 0)
 
 
 @pytest.mark.slow

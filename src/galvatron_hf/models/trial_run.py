@@ -203,6 +203,7 @@ def owners_of_weights(model: nn.Module, layers: str) -> list[tuple[str, nn.Modul
 
 
 def numbers(shape: Sequence[int], seed: int) -> torch.Tensor:
+    """Returns normally distributed numbers of a shape, other ones for each seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 

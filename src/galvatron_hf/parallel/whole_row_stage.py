@@ -61,12 +61,13 @@ class WholeRowStage(nn.Module):
         self.options = forward_options(self.family)
         self.head_name = self.structure.head
         self._head_slot = (HeadSlot(adapter.head(model)),)
-        self._absent = {name: AbsentModule(model.get_submodule(name)) for name in self._replaced(model)}
+        self._absent = {} if self.is_first else self._without_embedding(model)
         self.layers = nn.ModuleList(self._own_layers(model))
         self.ends = nn.ModuleList([model] if self.is_first and self.is_last else self._own_ends(model))
 
-    def _replaced(self, model: PreTrainedModel) -> Sequence[str]:
-        return () if self.is_first else self.structure.before
+    def _without_embedding(self, model: PreTrainedModel) -> dict[str, nn.Module]:
+        """Returns what takes the places of the modules before the first layer."""
+        return {name: AbsentModule(model.get_submodule(name)) for name in self.structure.before}
 
     def _own_layers(self, model: PreTrainedModel) -> list[nn.Module]:
         """Returns the list of layers, in which others take the places of those of other stages."""
@@ -121,8 +122,7 @@ class WholeRowStage(nn.Module):
         """Returns what a stage with all layers returns for `hidden`, the output of the last one."""
         *others, last = self.layers
         layers = [*(LayerSlot(layer, *self._form) for layer in others), StageInput(last, *self._form, lambda: hidden)]
-        model = self._model[0]
-        self._absent = {name: AbsentModule(model.get_submodule(name)) for name in self.structure.before}
+        self._absent = self._without_embedding(self._model[0])
         try:
             with self._with_layers(layers):
                 return self(None, request)[0]

@@ -80,7 +80,8 @@ def _build(name: str, options: dict[str, Any]) -> tuple[PreTrainedModel, WeightF
         model = auto_model(config).from_config(config, dtype=dtype, trust_remote_code=trust, **attention)
     keep_float32(model, dtype)
     whole = dict.fromkeys(_HUB_OPTIONS) | {"force_download": False, "local_files_only": False, "subfolder": ""} | hub
-    model.adjust_generation_fn(generation, True, None, name, trust_remote_code=trust, **whole)
+    if model.can_generate():
+        model.adjust_generation_fn(generation, True, None, name, trust_remote_code=trust, **whole)
     return model.eval(), files
 
 

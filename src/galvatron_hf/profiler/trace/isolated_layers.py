@@ -7,8 +7,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -105,7 +106,7 @@ class IsolatedLayers:
             shape = dict(dtype=torch.long, device=self.device)
             ids = [torch.zeros(tokens // length, one, **shape) for one in lengths]
             names = (stack.tokens.ids for stack in adapter.stacks)
-            labels = {adapter.loss.targets or adapter.loss.labels: ids[-1]}
+            labels = adapter.loss.example(ids[-1])
             return self.rank.runner.micro_batch(**dict(zip(names, ids, strict=True)), **labels, whole_loss=False)
         packs = self.rank.resolved.packs
         ids = torch.zeros(1, tokens, dtype=torch.long, device=self.device)
@@ -156,13 +157,7 @@ class IsolatedLayers:
     def _layers(self, blocks: list[ParallelLayer], batch: MicroBatch, captured: list[tuple[tuple, dict]]) -> Part:
         hidden = self._states(blocks[0].rectangle(batch).shape)
         shared = self._shared(blocks[0], batch)
-        shared += tuple(
-            tensor
-            for args, kwargs in captured
-            for value in (*args, *kwargs.values())
-            for tensor in (value if isinstance(value, tuple) else (value,))
-            if isinstance(tensor, torch.Tensor)
-        )
+        shared += tuple(one for args, kwargs in captured for one in tensors_of((*args, *kwargs.values())))
 
         def run() -> torch.Tensor:
             output = hidden
@@ -288,6 +283,12 @@ class IsolatedLayers:
     def _states(self, shape: tuple[int, ...]) -> torch.Tensor:
         size = max(self.rank.stage.adapter.state_features(self.rank.model).values())
         return torch.randn(*shape, size, device=self.device).to(self.dtype).requires_grad_()
+
+
+def tensors_of(arguments: Iterable[Any]) -> list[torch.Tensor]:
+    """Returns the tensors among the arguments of a layer, and in tuples of them."""
+    values = (one for value in arguments for one in (value if isinstance(value, tuple) else (value,)))
+    return [one for one in values if isinstance(one, torch.Tensor)]
 
 
 def _skip_experts(hidden: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

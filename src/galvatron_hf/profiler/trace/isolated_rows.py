@@ -17,7 +17,7 @@ from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer
 from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest
 from galvatron_hf.plan import LayerStrategy
-from galvatron_hf.profiler.trace.isolated_layers import IsolatedLayers, Part
+from galvatron_hf.profiler.trace.isolated_layers import IsolatedLayers, Part, tensors_of
 
 
 @dataclass(kw_only=True)
@@ -47,7 +47,7 @@ class IsolatedRows(IsolatedLayers):
         self, blocks: list[ParallelLayer], batch: MicroBatch, captured: list[tuple[torch.Size, dict[str, Any]]]
     ) -> Part:
         hidden = torch.randn(captured[0][0], device=self.device).to(self.dtype).requires_grad_()
-        shared = tuple(value for _, others in captured for value in _tensors(others))
+        shared = tuple(value for _, others in captured for value in tensors_of(others.values()))
 
         def run() -> torch.Tensor:
             output = hidden
@@ -83,13 +83,6 @@ class IsolatedRows(IsolatedLayers):
 
     def _named(self, names: tuple[str, ...]) -> list[nn.Module]:
         return [self.rank.model.get_submodule(name) for name in names]
-
-
-def _tensors(arguments: dict[str, Any]) -> list[torch.Tensor]:
-    found = []
-    for value in arguments.values():
-        found += [one for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, torch.Tensor)]
-    return found
 
 
 def isolated_layers(small: PreTrainedModel, strategy: LayerStrategy, vocabulary: int = 1, **options: Any):
