@@ -86,7 +86,7 @@ class Family:
 def plans_of(model: PreTrainedModel, adapter: ModelAdapter) -> dict[str, ParallelPlan]:
     """Returns a plan of each kind on two ranks for a model."""
     S, counts, stacks = LayerStrategy, adapter.expert_counts(model), adapter.stack_sizes(model)
-    two = VocabularyStrategy(tensor=2)
+    two = VocabularyStrategy(tensor=2 if adapter.structure is None else 1)
 
     def layers(*strategies: LayerStrategy) -> tuple[LayerStrategy, ...]:
         of_layers = (strategies[index % len(strategies)] for index in range(len(counts)))

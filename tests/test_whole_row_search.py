@@ -66,7 +66,9 @@ def test_matrix_products_are_those_of_the_closed_form():
     head = times.head[1].forward.per_token + times.head[1].backward.per_token  # the loss has its gradient with it
     assert head == pytest.approx(3 * 2 * (HIDDEN**2 + HIDDEN * VOCABULARY))
     assert times.embedding[1].forward.per_token == 0.0
-    assert set(times.layers[0]) == set(times.head) == set(times.embedding) == {1}  # no rank cuts a row
+    assert set(times.layers[0]) == {1, 2, 4} and set(times.head) == set(times.embedding) == {1}
+    for tensor, cut in times.layers[0].items():
+        assert cut.forward.per_token == pytest.approx(layer.forward.per_token / tensor)
 
 
 def test_a_classifier_of_rows_has_no_head_to_speak_of():
@@ -102,6 +104,7 @@ def test_no_plan_on_whole_rows_is_faster_than_the_one_found():
     profile = profile_from_config(model, HARDWARE, "fp32", length=32, max_degree=4)
     limits = Limits(pipeline=(1,), micro_batches=(1,), hybrid_sharding=False, recompute=("none",))
     kinds = [LayerStrategy(sharding=one) for one in ("replicate", "zero2", "zero3")]
+    kinds += [LayerStrategy(ulysses=2), LayerStrategy(tensor=4, megatron_sp=True, sharding="replicate")]
     every = []
     for first in kinds:
         for second in kinds:

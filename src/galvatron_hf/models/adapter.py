@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,11 +17,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from galvatron_hf.models.heads import Heads
 from galvatron_hf.models.lora import family_name
 from galvatron_hf.models.losses import NEXT_TOKEN, LossKind, RouterLossKind
-from galvatron_hf.models.structure import Structure
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.resolved import ResolvedPlan, resolve
 from galvatron_hf.plan.strategies import DEFAULT_STACK
 from galvatron_hf.utils.compat import decoder_ids_of_labels
+
+
+if TYPE_CHECKING:
+    from galvatron_hf.models.structure import Structure
 
 
 class Style(Enum):
@@ -112,6 +115,7 @@ class LayerInputs:
         split_with_positions (`frozenset[str]`): tensors, or tuples of them, [1 or B, S, ...]: a rank takes its rows
             and positions.
         whole_positions (`frozenset[str]`): tensors [1 or B, S]: attention takes a rank's rows and all their positions.
+        of_own_rows (`bool`): whether the stack makes these tensors for a rank's own rows, without added positions.
     """
 
     mask: str = "attention_mask"
@@ -122,6 +126,7 @@ class LayerInputs:
     states: tuple[str, ...] = ()
     split_with_positions: frozenset[str] = frozenset({"position_embeddings"})
     whole_positions: frozenset[str] = frozenset({"position_ids", "cache_position"})
+    of_own_rows: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +176,7 @@ class StackAdapter:
         layer_count, layer_types (`str`): the configuration's attributes with the number of layers and, in some
             families, the type of each.
         inputs ([`LayerInputs`]): the tensors that its layers take after the hidden states.
+        cut (`bool`): whether its layers may compute pieces of rows, and parts of heads and features.
         prepare (`Callable`, *optional*): changes the forward of a layer, in place, before it is cut; it computes the
             same.
     """
@@ -203,6 +209,7 @@ class StackAdapter:
     layer_count: str = "num_hidden_layers"
     layer_types: str = "layer_types"
     inputs: LayerInputs = field(default_factory=LayerInputs)
+    cut: bool = True
     prepare: Callable[[nn.Module], None] | None = None
 
     @property
@@ -215,7 +222,7 @@ class StackAdapter:
     def config(self, model: PreTrainedModel) -> PreTrainedConfig:
         """Returns the configuration of the stack."""
         base = base_model(model)
-        return base.get_submodule(self.module).config if self.module else base.config
+        return base.get_submodule(self.module).config if self.module else base.config.get_text_config()
 
     def style(self, name: str) -> Style | None:
         """Returns the style of a module of a layer; the parts of a fused projection have the style of the whole, and
@@ -314,8 +321,8 @@ class ModelAdapter:
     """Describes one model family: stacks of layers, in the order of the forward pass, between an embedding and a head.
     `logit_transform` is what the family does after its head, `logit_bias` names a buffer [1, V] that it adds to the
     logits; `loss` is computed from labels and logits. `router_loss` returns what the family adds to it for its routers
-    if it is asked to, None if nothing. `structure` is given if the family's own forward runs on whole rows, see
-    [`~galvatron_hf.models.whole_rows`].
+    if it is asked to, None if nothing. `structure` is given if the family's own forward runs on whole rows, at least
+    before and after the layers, see [`~galvatron_hf.models.whole_rows`].
     """
 
     stacks: tuple[StackAdapter, ...] = (StackAdapter(),)
@@ -440,6 +447,7 @@ class ModelAdapter:
             reads={stack.name: stack.reads for stack in self.stacks if stack.reads is not None},
             has_whole_weights=bool(self.whole_modules(model)),
             biased=[stack.name for stack in self.stacks if stack.bias is not None],
+            whole_rows=self.structure is not None,
         )
 
     def adds_router_loss(self, model: PreTrainedModel) -> bool:

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import TokenClassifierOutput
 
+from galvatron_hf.models.layer_arguments import Arguments, find_arguments
 from galvatron_hf.models.losses import IGNORED, NEXT_TOKEN, SAME_POSITION, SPAN, LossKind, logits_of, row_loss
 from galvatron_hf.models.slots import AbsentModule, LayerSlot, StageInput
 from galvatron_hf.models.trial_run import (
@@ -51,6 +52,7 @@ class Structure:
         logits (`torch.Tensor`, *optional*): what the family makes of `raw`, which is [1, tokens], as the head of a
             language model would return it; None for other models.
         pipeline_obstacle (`str`, *optional*): why no stage can begin inside the list of layers.
+        arguments ([`Arguments`]): what the layers are called with.
     """
 
     layers: str
@@ -66,6 +68,7 @@ class Structure:
     raw: torch.Tensor | None = field(compare=False, repr=False)
     logits: torch.Tensor | None = field(compare=False, repr=False)
     pipeline_obstacle: str | None
+    arguments: Arguments
 
 
 def find_structure(model: PreTrainedModel) -> Structure:
@@ -166,6 +169,7 @@ def _structure(model: PreTrainedModel, twin: Twin, seen: Seen, output: Any) -> S
         raw=None if twin.head is None else twin.raw[:1].clone(),
         logits=None if twin.head is None else output.logits[:1].clone(),
         pipeline_obstacle=None,
+        arguments=find_arguments(twin, seen),
     )
     mixed = [name for name in owners if len(times[name]) > 1 or "between" in times[name]]
     mixed += [name for name in structure.before if f"{twin.layers}.".startswith(f"{name}.")]

@@ -173,7 +173,7 @@ class Twin:
                 twin.set_submodule(name, module)
             for handle in handles:
                 handle.remove()
-        self.ids, self.raw = ids, raw
+        self.ids, self.mask, self.raw = ids, mask, raw
         if self.head is None:
             seen.head_inputs.append(logits_of(output))
         return seen, output

@@ -1,27 +1,28 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Families whose layers no adapter cuts: linear attention, state spaces, masks and caches of their own, no
-tensor-parallel plan. If tensor, Ulysses and context degrees are 1, a rank has whole rows from the token ids to the
-logits, and the family's own forward computes them; what it passes to its layers is its own affair. Data parallelism,
-sharding, recompute and, as far as the layers pass on their hidden states alone, pipelines need no more than the list
-of layers, which [`find_structure`] finds.
+"""Families whose own forward runs on whole rows: it computes a rank's rows from the token ids to the first layer, and
+from the last layer to the logits. What it does there is its own affair. Data parallelism, sharding, recompute and, as
+far as the layers pass on their hidden states alone, pipelines need no more than the list of layers, which
+[`find_structure`] finds. Layers with a table are cut as those of other families, and hidden states are moved to and
+from their layouts. Others compute whole rows too (linear attention, state spaces, masks and caches of their own).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from galvatron_hf.models.adapter import ExpertsAdapter, ModelAdapter, StackAdapter, base_model
+from galvatron_hf.models.adapter import ModelAdapter, StackAdapter, base_model
+from galvatron_hf.models.family_checks import check_attention
 from galvatron_hf.models.heads import Heads
+from galvatron_hf.models.layer_tables import find_experts, table_of_layers
 from galvatron_hf.models.losses import NEXT_TOKEN
-from galvatron_hf.models.structure import find_structure
-from galvatron_hf.utils.compat import is_experts_module, router_output
+from galvatron_hf.models.structure import Structure, find_structure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ class WholeRowAdapter(ModelAdapter):
 
 
 def whole_row_adapter(model: PreTrainedModel, reason: str, logit_transform) -> WholeRowAdapter:
-    """Returns the adapter of a family that runs on whole rows, because no adapter cuts its layers for a `reason`.
+    """Returns the adapter of a family that runs on whole rows, because no other describes it for a `reason`.
     `logit_transform` is what the family is known to do after its head.
 
     Raises:
@@ -79,23 +80,50 @@ def whole_row_adapter(model: PreTrainedModel, reason: str, logit_transform) -> W
         )
     _check_shared_weights(model, structure.layers)
     transform = logit_transform(model.config)
-    return WholeRowAdapter(
-        stacks=(
-            StackAdapter(
-                layers=structure.layers.removeprefix(f"{base}."),
-                attention=(),
-                regions=(),
-                experts=_experts(model, structure.layers),
-                key_value=(),
-                heads=lambda config: Heads(query=1, key_value=1, dim=structure.features),
-                unsupported=reason,
-                causal=structure.loss is NEXT_TOKEN,
-            ),
-        ),
+    experts = find_experts(model, model.get_submodule(structure.layers))
+    stack = StackAdapter(
+        layers=structure.layers.removeprefix(f"{base}."),
+        attention=(),
+        regions=(),
+        experts=experts and replace(experts, shared=None),  # which may be called with more than hidden states
+        key_value=(),
+        heads=lambda config: Heads(query=1, key_value=1, dim=structure.features),
+        unsupported=reason,
+        causal=structure.loss is NEXT_TOKEN,
+        outputs=structure.returns,
+        cut=False,
+    )
+    adapter = WholeRowAdapter(
+        stacks=(stack,),
         logit_transform=logit_transform,
         loss=structure.loss,
         structure=structure,
         fused_head=structure.raw is not None and torch.allclose(transform(structure.raw), structure.logits, rtol=1e-5),
+    )
+    try:
+        cut = replace(adapter, stacks=(_cut_stack(model, replace(stack, experts=experts), structure),))
+        check_attention(model, cut)
+    except ValueError as obstacle:
+        clause = str(obstacle).split("; ")[0].rstrip(".")
+        return replace(adapter, stacks=(replace(stack, unsupported=clause),))
+    return cut
+
+
+def _cut_stack(model: PreTrainedModel, stack: StackAdapter, structure: Structure) -> StackAdapter:
+    """Returns a stack whose layers are cut by a table; the ValueError says why there is none."""
+    for obstacle in (structure.pipeline_obstacle, structure.arguments.obstacle):
+        if obstacle is not None:
+            raise ValueError(obstacle)
+    table = table_of_layers(model, model.get_submodule(structure.layers), stack.experts)
+    return replace(
+        table,
+        layers=stack.layers,
+        after=(),
+        positional=(),
+        experts=stack.experts,
+        causal=structure.arguments.causal,
+        outputs=structure.returns,
+        inputs=replace(table.inputs, of_own_rows=True),
     )
 
 
@@ -111,18 +139,3 @@ def _check_shared_weights(model: PreTrainedModel, layers: str) -> None:
                     f"{layers}.{index}.{name}), which cannot be sharded layer by layer yet; train it with "
                     "transformers.Trainer."
                 )
-
-
-def _experts(model: PreTrainedModel, layers: str) -> ExpertsAdapter | None:
-    """Returns where a family's experts are if they can be spread over ranks; else they are weights like others."""
-    kind, index = router_output(model)
-    for layer in model.get_submodule(layers):
-        for path, module in layer.named_modules():
-            if is_experts_module(module):
-                block = path.rpartition(".")[0]
-                beside = layer.get_submodule(block).named_children()
-                routers = [child for child, inner in beside if kind is not None and isinstance(inner, kind)]
-                if len(routers) != 1:
-                    return None
-                return ExpertsAdapter(module=path, router=f"{block}.{routers[0]}", logits=index)
-    return None

@@ -125,6 +125,8 @@ class ModelRunner:
         else:
             streams = {name: self._padded(added_rows, options, others, **given) for name, given in of_stacks.items()}
             rows, length = next(reversed(streams.values())).input_ids.shape
+            if self.resolved.whole_rows:  # the head gets no added positions
+                length = targets.shape[1] if targets is not None and targets.ndim > 1 else length
             if not self.loss.of_rows:
                 targets = add_rows(add_positions(targets, length, IGNORED), rows, IGNORED)
             ends = self.resolved.end_layouts(rows)

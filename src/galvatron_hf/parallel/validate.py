@@ -75,17 +75,23 @@ def check_model(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPla
 
 
 def _check_whole_rows(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPlan) -> None:
-    """Refuses degrees with which a rank would not have whole rows, and stages that the layers do not allow."""
+    """Refuses degrees with which a rank would not have whole rows where it needs them, and stages that the layers do
+    not allow.
+    """
     (stack,), name = adapter.stacks, type(model).__name__
-    owners = [(f"Layer {index}", strategy, ("tensor", "ulysses")) for index, strategy in enumerate(plan.layers)]
-    owners += [("The embedding", plan.embedding, ("tensor",)), ("The head", plan.head, ("tensor",))]
-    for owner, strategy, degrees in owners:
-        for degree in degrees:
+    for index, strategy in enumerate(plan.layers if not stack.cut else ()):
+        for degree in ("tensor", "ulysses"):
             if getattr(strategy, degree) > 1:
                 raise ValueError(
-                    f"{owner} has {degree} {getattr(strategy, degree)}, but {name} runs on whole rows, because "
+                    f"Layer {index} has {degree} {getattr(strategy, degree)}, but {name} runs on whole rows, because "
                     f"{stack.unsupported}; use {degree} 1."
                 )
+    for owner, strategy in (("embedding", plan.embedding), ("head", plan.head)):
+        if strategy.tensor > 1:
+            raise ValueError(
+                f"The {owner} has tensor {strategy.tensor}, but what {name} computes before and after its layers runs "
+                "on whole rows; use tensor 1."
+            )
     obstacle = adapter.structure.pipeline_obstacle
     if len(plan.stages) > 1 and obstacle is not None:
         raise ValueError(

@@ -1,13 +1,14 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
 """One stage of a family that runs on whole rows: the family's own forward on the rank's rows of the micro-batch, from
-token ids to logits. Where a stage begins or ends inside it, modules that take the places of others say so.
+token ids to logits. Where a stage begins or ends inside it, modules that take the places of others say so. Hidden
+states go to the layouts of the layers and come back.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -30,11 +31,22 @@ from galvatron_hf.parallel.activation.layer_state import LayerState
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.parallel.activation.redistribute import redistribute
 from galvatron_hf.parallel.comm.mesh import StageMesh
-from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch
+from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch, hidden_of
 from galvatron_hf.parallel.layers.rng import random_stream
 from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest
 from galvatron_hf.plan.layout import Layout
 from galvatron_hf.plan.resolved import ResolvedStage
+
+
+class _LastLayer(LayerSlot):
+    """Runs the last layer of a model, and passes its hidden states through `leave`."""
+
+    def __init__(self, layer: nn.Module, first: str, returns: int | None, leave: Callable):
+        super().__init__(layer, first, returns)
+        self.layer, self.leave = layer, leave
+
+    def forward(self, *args, **kwargs):
+        return self._returned(self.leave(hidden_of(self.layer(*args, **kwargs))))
 
 
 class WholeRowStage(nn.Module):
@@ -57,7 +69,7 @@ class WholeRowStage(nn.Module):
         self.structure, self.family = adapter.structure, type(model)
         self._model = (model,)  # in a tuple, so that it is no submodule
         self._received: torch.Tensor | None = None
-        self.stack = adapter.stacks[0].name
+        (self.stack,) = adapter.stacks
         self.options = forward_options(self.family)
         self.head_name = self.structure.head
         self._head_slot = (HeadSlot(adapter.head(model)),)
@@ -77,6 +89,8 @@ class WholeRowStage(nn.Module):
             own[span.start - 1] = StageInput(whole[span.start - 1], *self._form, enter=self._enter)
         if not self.is_last:
             own[span.stop] = StageOutput(whole[span.stop], *self._form)
+        elif self.stack.cut:
+            own[-1] = _LastLayer(own[-1], *self._form, leave=self._leave)
         return own
 
     def _own_ends(self, model: PreTrainedModel) -> list[nn.Module]:
@@ -107,10 +121,10 @@ class WholeRowStage(nn.Module):
             return summed, result if request.logits else None
         if not self.is_last:
             self.current.location = "exit"
-            hidden = self._move(result, self._layout, batch.ends.boundary)
-            return LayerState.in_layout(batch.ends.boundary, {self.stack: hidden})
+            hidden = self._move(result, self.resolved.layers[-1].layout, batch.ends.boundary)
+            return LayerState.in_layout(batch.ends.boundary, {self.stack.name: hidden})
         self.current.location = "head"
-        return self.adapter.head(self._model[0])(self._move(result, self._layout, batch.ends.head), request)
+        return self.adapter.head(self._model[0])(result, request)
 
     def embedded(self) -> torch.Tensor:
         """Returns the hidden states before the first layer."""
@@ -149,8 +163,8 @@ class WholeRowStage(nn.Module):
         """
         batch = self.current.value
         self.current.location = "embedding" if self.is_first else "entry"
-        self._received = None if received is None else received.tensors[self.stack]
-        part = batch.last.grid.rectangle(self._layout, self.mesh.index)
+        self._received = None if received is None else received.tensors[self.stack.name]
+        part = batch.last.grid.rectangle(batch.ends.embedding, self.mesh.index)
         stream = random_stream(batch.device, *batch.key, -1, part.row_start, part.position_start)
         with stream, self._in_place(stops_at_head):
             try:
@@ -159,25 +173,29 @@ class WholeRowStage(nn.Module):
                 return end.hidden
         return logits_of(output)
 
-    @property
-    def _layout(self) -> Layout:
-        """Returns the layout of all layers: whole rows."""
-        return self.resolved.layers[0].layout
-
     def _inputs(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Returns the rank's rows of what the caller gave."""
         tokens = batch.last
-        part = tokens.grid.rectangle(self._layout, self.mesh.index)
+        part = tokens.grid.rectangle(batch.ends.embedding, self.mesh.index)
         given = dict(
             input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, position_ids=tokens.position_ids
         )
-        rows = slice(part.row_start, part.row_stop)
-        return {name: value[rows] for name, value in (given | tokens.others).items() if value is not None}
+        found = {name: value for name, value in (given | tokens.others).items() if value is not None}
+        rows, real = slice(part.row_start, part.row_stop), slice(tokens.real_length)
+        whole = (tokens.length,)
+        return {name: x[rows, real] if x.shape[1:2] == whole else x[rows] for name, x in found.items()}
 
     def _enter(self) -> torch.Tensor:
         """Returns the received hidden states in the layout of the layers."""
         received, self._received = self._received, None
-        return self._move(received, self.current.value.ends.boundary, self._layout)
+        return self._move(received, self.current.value.ends.boundary, self.resolved.layers[0].layout)
+
+    def _leave(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the output of the last layer as whole rows, without added positions."""
+        batch = self.current.value
+        self.current.location = "head"
+        hidden = self._move(hidden, self.resolved.layers[-1].layout, batch.ends.head)
+        return hidden[:, : batch.last.real_length]
 
     def _move(self, hidden: torch.Tensor, source: Layout, layout: Layout) -> torch.Tensor:
         return redistribute(hidden, source, layout, grid=self.current.value.last.grid, mesh=self.mesh)

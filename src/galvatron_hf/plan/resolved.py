@@ -229,6 +229,7 @@ class ResolvedPlan:
         tied (`bool`): whether embedding and head share a weight.
         has_whole_weights (`bool`): whether the model has weights on [`ResolvedPlan.whole_weights`].
         biased (`tuple[str, ...]`): the stacks whose layers share a bias of scores.
+        whole_rows (`bool`): whether embedding and head need whole rows on every rank.
     """
 
     plan: ParallelPlan
@@ -239,6 +240,7 @@ class ResolvedPlan:
     tied: bool
     has_whole_weights: bool = False
     biased: tuple[str, ...] = ()
+    whole_rows: bool = False
 
     @property
     def layers(self) -> tuple[ResolvedLayer, ...]:
@@ -274,8 +276,8 @@ class ResolvedPlan:
 
     @cached_property
     def data_degree(self) -> int:
-        """Returns the largest data-parallel degree of a layer: the fewest rows of a micro-batch."""
-        return max(layer.layout.data for layer in self.layers)
+        """Returns the fewest rows of a micro-batch: the largest data-parallel degree of a layer or an end."""
+        return self.stage_size if self.whole_rows else max(layer.layout.data for layer in self.layers)
 
     def end_layouts(self, rows: int) -> EndLayouts:
         """Returns the layouts outside the layers for a micro-batch of `rows` rows."""
@@ -296,7 +298,7 @@ class ResolvedPlan:
     @cached_property
     def packs(self) -> int:
         """Returns the packs of a packed row: a multiple of the data ranks of every layer."""
-        return math.lcm(*(layer.layout.data for layer in self.layers))
+        return math.lcm(self.data_degree, *(layer.layout.data for layer in self.layers))
 
     @cached_property
     def pack_end_layouts(self) -> EndLayouts:
@@ -393,6 +395,7 @@ def resolve(
     reads: Mapping[str, str] | None = None,
     has_whole_weights: bool = False,
     biased: Sequence[str] = (),
+    whole_rows: bool = False,
 ) -> ResolvedPlan:
     """Compiles a plan for a model that it fits. `heads` are the attention and key/value heads of each layer, `experts`
     the experts of each layer, 0 for a dense one; by default all are dense. `reads` names for a stack the one whose
@@ -450,6 +453,7 @@ def resolve(
         tied=tied,
         has_whole_weights=has_whole_weights,
         biased=tuple(biased),
+        whole_rows=whole_rows,
     )
 
 

@@ -104,7 +104,7 @@ def priced_shape(hardware: HardwareProfile, model: ModelProfile, workload: Workl
     for index, (layer, kind) in enumerate(zip(plan.layers, model.layers, strict=True)):
         if layer.expert > 1 and model.kinds[kind].experts is None:
             raise ValueError(f"layer {index} has expert={layer.expert}, but no experts; use expert=1.")
-    shape = StepShape.from_plan(plan, workload)
+    shape = StepShape.from_plan(plan, workload, model)
     if shape.virtual_stages > 1:
         _check_virtual_stages(plan, shape, model)
     return shape

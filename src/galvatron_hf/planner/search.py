@@ -158,6 +158,8 @@ def _problems(
             counts = [count for count in counts if limits.micro_batches is None or count in limits.micro_batches]
             if not counts:
                 continue
+            if model.whole_rows:  # which every rank needs, whatever the layers' strategies
+                rows = max(rows, ranks)
             for padded_rows in _padded_rows(rows, ranks):
                 # Every data rank needs a row of each micro-batch; padding rows are added only for that.
                 strategies = [one for one, data in of_layers if data <= padded_rows]

@@ -364,6 +364,17 @@ def set_attention_implementation(config: PreTrainedConfig, name: str) -> None:
     config._attn_implementation = name
 
 
+def calls_registered_attention(attention: nn.Module) -> bool:
+    """Tells whether an attention module calls the attention function that its configuration names. Expects
+    `ALL_ATTENTION_FUNCTIONS` in its forward.
+    """
+    try:
+        source = inspect.getsource(type(attention).forward)
+    except (OSError, TypeError):  # a class that was typed in, or a built-in
+        return False
+    return hasattr(attention, "config") and "ALL_ATTENTION_FUNCTIONS" in source
+
+
 def masks_by_implementation(attention: nn.Module) -> bool:
     """Tells whether an attention module changes its mask only for attention functions of some names, as attention with
     an index of positions does. Expects `if self.config._attn_implementation in (...)` in its forward.

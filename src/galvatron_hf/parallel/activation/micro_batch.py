@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedConfig
-from transformers.masking_utils import create_bidirectional_mask, create_masks_for_generate
+from transformers.masking_utils import create_bidirectional_mask
 
+from galvatron_hf.models.attention_masks import make_masks
 from galvatron_hf.parallel.activation.documents import Documents
 from galvatron_hf.parallel.router_loss import RouterStatistics
 from galvatron_hf.plan.layout import Grid, PackedRow, Rectangle
@@ -112,10 +113,12 @@ class TokenStream:
         if self.documents is not None:
             return None
         rows = rectangle.row_start, rectangle.row_stop
-        make = create_masks_for_generate if self.causal else create_bidirectional_mask
         if rows not in self.masks:
-            options = dict(past_key_values=None, position_ids=_rows(self.position_ids, *rows)) if self.causal else {}
-            self.masks[rows] = self._made(make, rows, self.length, config, dtype, options)
+            states, mask = self._shape_only(rows, self.length, dtype), _rows(self.attention_mask, *rows)
+            positions = _rows(self.position_ids, *rows)
+            self.masks[rows] = self._made(
+                lambda: make_masks(config, causal=self.causal, states=states, mask=mask, position_ids=positions)
+            )
         return self.masks[rows]
 
     def masks_for_readers(self, length: int, rectangle: Rectangle, config: PreTrainedConfig, dtype: torch.dtype):
@@ -126,27 +129,18 @@ class TokenStream:
             return None
         rows = rectangle.row_start, rectangle.row_stop
         if (rows, length) not in self.masks:
-            states = self._shape_only(rows, self.length, dtype)
-            options = dict(encoder_hidden_states=states)
-            self.masks[rows, length] = self._made(create_bidirectional_mask, rows, length, config, dtype, options)
-        return self.masks[rows, length]
-
-    def _made(
-        self,
-        make: Callable,
-        rows: tuple[int, int],
-        length: int,
-        config: PreTrainedConfig,
-        dtype: torch.dtype,
-        options: dict[str, Any],
-    ) -> torch.Tensor | dict[str, torch.Tensor | None] | None:
-        with contextlib.nullcontext() if self.padded is None else masks_of_rows(padded=self.padded):
-            masks = make(
+            given = dict(
                 config=config,
                 inputs_embeds=self._shape_only(rows, length, dtype),
+                encoder_hidden_states=self._shape_only(rows, self.length, dtype),
                 attention_mask=_rows(self.attention_mask, *rows),
-                **options,
             )
+            self.masks[rows, length] = self._made(lambda: create_bidirectional_mask(**given))
+        return self.masks[rows, length]
+
+    def _made(self, make: Callable[[], Any]) -> torch.Tensor | dict[str, torch.Tensor | None] | None:
+        with contextlib.nullcontext() if self.padded is None else masks_of_rows(padded=self.padded):
+            masks = make()
         if isinstance(masks, dict):
             return {kind: self._hide_added_positions(mask) for kind, mask in masks.items()}
         return self._hide_added_positions(masks)

@@ -109,8 +109,9 @@ class EmbeddingAndHead:
                 for unused in _unused(module):
                     units.add(unused, mesh, sharding, stage=stage.index, **options)
                 units.add(module, mesh, sharding, stage=stage.index, **options)
-        # A stage before the last has no weights left for the root.
-        owner = self.resolved.head if stage.is_last else stage.layers[0]
+        # What a family has beside its ends belongs to them; a stage between has no weights left for the root.
+        first = self.resolved.embedding if stage.is_first else stage.layers[0]
+        owner = self.resolved.head if stage.is_last else first
         mesh, sharding = self.mesh.weights(owner.weights), owner.strategy.sharding
         units.add_root(root, mesh, sharding, stage=stage.index, stay_gathered=alone)
 

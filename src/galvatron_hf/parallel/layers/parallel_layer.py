@@ -131,7 +131,28 @@ class ParallelLayer:
         return output if self.stack.outputs is None else layer_output(self.stack, hidden)
 
     def _moved(self, batch: MicroBatch, tensor: torch.Tensor, source: Layout) -> torch.Tensor:
+        if self.inputs.of_own_rows and self.resolved.source is None:
+            tensor = self._with_added_positions(batch, tensor)
         return redistribute(tensor, source, self.resolved.layout, grid=self.stream(batch).grid, mesh=self.mesh)
+
+    def _with_added_positions(self, batch: MicroBatch, tensor: torch.Tensor) -> torch.Tensor:
+        """Lengthens [B, S, ...] by the positions that layouts need, which repeat the last one."""
+        stream = self.stream(batch)
+        added = stream.length - stream.real_length
+        if not added or tensor.shape[1] != stream.real_length:
+            return tensor
+        return torch.cat([tensor, tensor[:, -1:].expand(-1, added, *tensor.shape[2:])], dim=1)
+
+    def _of_attended_rows(self, batch: MicroBatch, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns [1, S, ...] for all rows as it is, and [own rows, S, ...] for the rows of this layer's attention.
+        Without position ids a stack makes one row for all, see [`~galvatron_hf.models.layer_arguments`].
+        """
+        tensor = self._with_added_positions(batch, tensor)
+        if tensor.shape[0] == 1 and self.stream(batch).position_ids is None:
+            return tensor
+        data = self.resolved.attention_layout.data
+        whole = Layout(data=data, replicas=self.mesh.size // data)
+        return redistribute(tensor, batch.ends.embedding, whole, grid=self.stream(batch).grid, mesh=self.mesh)
 
     def _read(self, batch: MicroBatch, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the output of the stack that the layer reads, in a layout that layers share."""
@@ -187,6 +208,11 @@ class ParallelLayer:
                 output = self.original(hidden, **arguments)
         finally:
             self._forget()  # a recompute stops at the last tensor that the backward needs, by an exception
+        if not self.attended and self.resolved.strategy.ulysses > 1:
+            raise ValueError(
+                f"The attention of {type(self.layer).__name__} does not call the registered attention function, so "
+                "its heads cannot be exchanged for positions; use ulysses 1."
+            )
         if documents is not None and not self.attended:
             raise ValueError(
                 f"The attention of {type(self.layer).__name__} does not call the registered attention function, so "
@@ -237,9 +263,13 @@ class ParallelLayer:
                 value = torch.zeros(1, 1, 1, 1, dtype=dtype, device=batch.device)
             elif name in inputs.split_with_positions:
                 whole = (value,) if isinstance(value, torch.Tensor) else value
+                if inputs.of_own_rows:
+                    whole = tuple(self._of_attended_rows(batch, tensor) for tensor in whole)
                 parts = tuple(_part(tensor, stream, rectangle, positions=True) for tensor in whole)
                 value = parts[0] if isinstance(value, torch.Tensor) else parts
             elif name in inputs.whole_positions and isinstance(value, torch.Tensor):
+                if inputs.of_own_rows and value.ndim > 1:
+                    value = self._of_attended_rows(batch, value)
                 if stream.documents is not None:
                     value = _part(value, stream, self.pack(batch), positions=value.ndim > 1)
                 else:

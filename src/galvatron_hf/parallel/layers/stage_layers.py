@@ -32,7 +32,6 @@ def parallelize_layers(
 ) -> list[ParallelLayer]:
     """Cuts the layers of one stage and puts a [`ParallelLayer`] around each."""
     layers, places, blocks, biases = adapter.layers(model), adapter.places(model), [], {}
-    layer_class = ParallelLayer if adapter.structure is None else WholeRowLayer
     for resolved in stage.layers:
         layer, place = layers[resolved.index], places[resolved.index]
         stack, config = place.stack, place.stack.config(model)
@@ -41,6 +40,7 @@ def parallelize_layers(
         if stack.bias is not None and stack.name not in biases:
             table = base_model(model).get_submodule(stack.bias.table)
             biases[stack.name] = SharedBias(kind=stack.bias, table=table)
+        layer_class = ParallelLayer if stack.cut else WholeRowLayer
         block = layer_class(
             resolved=resolved,
             layer=layer,

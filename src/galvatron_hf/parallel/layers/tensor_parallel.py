@@ -203,5 +203,6 @@ def _set_local_attributes(layer: nn.Module, stack: StackAdapter, heads: Heads, t
             if isinstance(getattr(owner, part), PreTrainedConfig):
                 setattr(owner, part, copy.copy(getattr(owner, part)))
             owner = getattr(owner, part)
-        value = local.key_value if kind == "key_value_heads" else getattr(owner, attribute) // tensor
-        setattr(owner, attribute, value)
+        if hasattr(owner, attribute):  # a table is for several families
+            value = local.key_value if kind == "key_value_heads" else getattr(owner, attribute) // tensor
+            setattr(owner, attribute, value)

@@ -30,11 +30,13 @@ class StepShape:
     virtual_stages: int = 1
 
     @classmethod
-    def from_plan(cls, plan: ParallelPlan, workload: Workload) -> StepShape:
-        """Reads the shape of a plan. No step has more micro-batches than rows; every data rank gets a row."""
+    def from_plan(cls, plan: ParallelPlan, workload: Workload, model: ModelProfile) -> StepShape:
+        """Reads the shape of a plan. No step has more micro-batches than rows; every data rank gets a row, of the ends
+        too if they need whole rows.
+        """
         ranks = len(plan.stages[0].ranks)
         count = min(plan.micro_batch_count, workload.rows)
-        data = max(strategy.data_degree(ranks) for strategy in set(plan.layers))
+        data = ranks if model.whole_rows else max(strategy.data_degree(ranks) for strategy in set(plan.layers))
         rows, pipeline = max(-(-workload.rows // count), data), len(plan.rank_groups)
         virtual = len(plan.stages) // pipeline
         schedule = "1f1b" if plan.schedule == "interleaved" and virtual == 1 else plan.schedule

@@ -83,7 +83,7 @@ def explain_plan(
 ) -> Explanation:
     """Splits the estimate of [`~planner.estimate.estimate_plan`] into parts; raises `ValueError` in the same cases."""
     estimate = estimate_plan(hardware, model, workload, plan)
-    shape = StepShape.from_plan(plan, workload)
+    shape = StepShape.from_plan(plan, workload, model)
     costs = stage_costs(hardware, model, workload, plan, shape)
     stages = tuple(_Stage(costs, plan, shape, index).parts() for index in range(shape.pipeline))
     totals = [shape.micro_batches * stage.micro_batch_ms + stage.sync_ms + stage.update_ms for stage in stages]

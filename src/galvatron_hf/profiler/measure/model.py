@@ -29,7 +29,8 @@ from galvatron_hf.profiler.measure.rounds import WANTED_ERROR
 from galvatron_hf.profiler.profiles.layers import TimeFit, Times
 from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.profiler.trace.counted_model import CountedModel, ExpertPasses, PartTimes
-from galvatron_hf.profiler.trace.tracing import describe, positions, profile_of, rows_of_stacks
+from galvatron_hf.profiler.trace.small_models import positions
+from galvatron_hf.profiler.trace.tracing import describe, profile_of, rows_of_stacks
 from galvatron_hf.utils.allocator import keep_freed_memory
 
 

@@ -68,6 +68,7 @@ class ModelProfile:
         expert_imbalance (`Mapping[int, float]`): Most choices of experts that arrive at a rank over their mean, by
             expert degree, where it was measured.
         stacks (`Mapping[str, int]`): Number of layers of each stack, as in [`ParallelPlan`]; empty for one stack.
+        whole_rows (`bool`): Whether embedding and head need whole rows on every rank.
         assumed, made (`Mapping[str, str]`): As in [`HardwareProfile`].
     """
 
@@ -91,6 +92,7 @@ class ModelProfile:
     router_loss: bool = False
     expert_imbalance: Mapping[int, float] = field(default_factory=dict)
     stacks: Mapping[str, int] = field(default_factory=dict)
+    whole_rows: bool = False
     assumed: Mapping[str, str] = field(default_factory=dict)
     made: Mapping[str, str] = field(default_factory=dict)
 
@@ -167,7 +169,8 @@ def _check_plain(given: Mapping[str, Any]) -> None:
         raise ValueError(f"name is {show(given['name'])}, which is not a word: write 'my model'")
     check_choice("dtype", given["dtype"], ("fp32", "bf16"))
     check_bool("tied", given["tied"])
-    check_bool("router_loss", given.get("router_loss", False))
+    for name in ("router_loss", "whole_rows"):
+        check_bool(name, given.get(name, False))
     if given.get("max_length") is not None:
         check_int("max_length", given["max_length"], high=MAX_SIZE)
     for name in (

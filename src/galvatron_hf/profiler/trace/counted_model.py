@@ -20,7 +20,7 @@ from galvatron_hf.profiler.profiles.layers import ExpertsProfile, ExpertTimes, T
 from galvatron_hf.profiler.trace.counting import Counts, OperationCount, count
 from galvatron_hf.profiler.trace.isolated_layers import IsolatedLayers
 from galvatron_hf.profiler.trace.isolated_rows import isolated_layers
-from galvatron_hf.profiler.trace.small_models import one_of_each
+from galvatron_hf.profiler.trace.small_models import one_of_each, positions
 from galvatron_hf.utils.compat import FakeTensorMode, experts_on_shapes
 
 
@@ -84,8 +84,9 @@ class CountedModel:
         of_last = [place.stack is adapter.stacks[-1] for place in adapter.places(self.small)]
         self.length_ratios = [length_ratio if last else 1.0 for last in of_last]  # of each kind of layer
         self.whole_rows = adapter.structure is not None
-        # What sequence ranks can share evenly; there are none of whole rows, which may have no more positions.
-        self.length = length if self.whole_rows else -(-length // 128) * 128
+        # What sequence ranks can share evenly, if learned positions reach so far.
+        even, most = -(-length // 128) * 128, positions(self.small)
+        self.length = length if self.whole_rows and (most is None or even > most) else even
         if any(self.expert_counts()):
             self.small.set_experts_implementation("grouped_mm")  # others ask for values, which fakes have not
         self._parts: dict[tuple, IsolatedLayers] = {}

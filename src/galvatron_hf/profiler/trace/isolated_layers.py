@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from galvatron_hf.models.families import adapter_for
+from galvatron_hf.models.trial_run import bound_arguments
 from galvatron_hf.parallel.activation.documents import Documents
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer, layer_output
@@ -128,12 +129,13 @@ class IsolatedLayers:
         starts = range(0, len(self.rank.blocks), count)
         return [self._layers(self.rank.blocks[at : at + count], batch, captured[at : at + count]) for at in starts]
 
-    def _capture(self, batch: MicroBatch) -> list[tuple[tuple, dict]]:
-        """Returns the arguments that the base model passes to each layer besides hidden states."""
-        captured: list[tuple[tuple, dict]] = []
+    def _capture(self, batch: MicroBatch) -> list[dict[str, Any]]:
+        """Returns the arguments that the model passes to each layer besides hidden states."""
+        captured: list[dict[str, Any]] = []
 
-        def keep(block: ParallelLayer, hidden: torch.Tensor, *args, **kwargs) -> torch.Tensor | tuple:
-            captured.append((args, kwargs))
+        def keep(block: ParallelLayer, *args, **kwargs) -> torch.Tensor | tuple:
+            hidden, others = bound_arguments(block.signature, args, kwargs)
+            captured.append(others)
             states = hidden.new_zeros(*block.rectangle(batch).shape, hidden.shape[-1])
             return layer_output(block.stack, states)
 
@@ -154,19 +156,19 @@ class IsolatedLayers:
             for layer, own in zip(layers, forwards, strict=True):
                 layer.forward = own
 
-    def _layers(self, blocks: list[ParallelLayer], batch: MicroBatch, captured: list[tuple[tuple, dict]]) -> Part:
+    def _layers(self, blocks: list[ParallelLayer], batch: MicroBatch, captured: list[dict[str, Any]]) -> Part:
         hidden = self._states(blocks[0].rectangle(batch).shape)
         shared = self._shared(blocks[0], batch)
-        shared += tuple(one for args, kwargs in captured for one in tensors_of((*args, *kwargs.values())))
+        shared += tuple(one for others in captured for one in tensors_of(others.values()))
 
         def run() -> torch.Tensor:
             output = hidden
-            for block, (args, kwargs) in zip(blocks, captured, strict=True):
+            for block, others in zip(blocks, captured, strict=True):
                 resolved = block.resolved
                 block.resolved = replace(resolved, source=resolved.layout)  # no redistribution of the input
                 try:
                     with self.rank.current.active(batch):
-                        output = block.layer(output, *args, **kwargs)
+                        output = block.layer(output, **others)
                 finally:
                     block.resolved = resolved
                 output = output if isinstance(output, torch.Tensor) else output[0]

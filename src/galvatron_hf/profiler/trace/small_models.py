@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from galvatron_hf.models.adapter import ModelAdapter, RelativeBias
+from galvatron_hf.models.adapter import ModelAdapter, RelativeBias, base_model
 from galvatron_hf.models.auto_classes import auto_model
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.lora import has_adapters
@@ -100,6 +100,12 @@ def _settings(layer: nn.Module, bias: RelativeBias | None) -> tuple:
         for name, module in layer.named_modules()
         if name != table
     )
+
+
+def positions(model: PreTrainedModel) -> int | None:
+    """Returns the number of positions of the model; None if it is unlimited."""
+    config = base_model(model).config
+    return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
 
 
 def search_obstacle(model: PreTrainedModel) -> str | None:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from galvatron_hf.models.adapter import base_model
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.lora import check_adapters, inner_model
 from galvatron_hf.models.shape import ModelShape
@@ -21,7 +20,7 @@ from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile
 from galvatron_hf.profiler.profiles.model import EXPERT_IMBALANCE, ModelProfile
 from galvatron_hf.profiler.trace.counted_model import CountedModel, PartTimes, Speed
 from galvatron_hf.profiler.trace.shapes import model_shape_from_model, regions_of_kinds
-from galvatron_hf.profiler.trace.small_models import empty_model, layer_kinds
+from galvatron_hf.profiler.trace.small_models import empty_model, layer_kinds, positions
 
 
 # FLOP/s of a layer over those of a large matrix product.
@@ -226,6 +225,7 @@ def profile_of(
         optimizer_ms_per_weight=optimizer_ms[1],
         adding_ms_per_element=adding_ms,
         router_loss=adapter_for(model).adds_router_loss(model),
+        whole_rows=adapter_for(model).structure is not None,
         assumed=assumed | ({EXPERT_IMBALANCE: IMBALANCE_TEXT} if has_experts else {}),
         made=made,
     )
@@ -242,9 +242,3 @@ def describe(length: int, packed: bool, ratio: float = 1.0) -> dict[str, str]:
     """
     made = {"longest document": f"{length} tokens", "micro-batches": "packed" if packed else "rows"}
     return made if ratio == 1.0 else made | {"tokens of the decoder": f"{ratio:.4g} for each of the encoder"}
-
-
-def positions(model: PreTrainedModel) -> int | None:
-    """Returns the number of positions of the model; None if it is unlimited."""
-    config = base_model(model).config
-    return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)

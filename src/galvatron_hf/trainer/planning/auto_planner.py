@@ -33,8 +33,7 @@ from galvatron_hf.profiler.measure.model import config_digest
 from galvatron_hf.profiler.measure.rounds import WANTED_ERROR
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
-from galvatron_hf.profiler.trace.small_models import search_obstacle
-from galvatron_hf.profiler.trace.tracing import positions
+from galvatron_hf.profiler.trace.small_models import positions, search_obstacle
 from galvatron_hf.trainer.arguments import step_rows
 from galvatron_hf.trainer.checkpoint.random_state import random_state, restore_random_state
 from galvatron_hf.trainer.planning.calibration import calibrated
