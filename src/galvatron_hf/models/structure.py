@@ -80,12 +80,14 @@ def find_structure(model: PreTrainedModel) -> Structure:
     """
     name, reasons = type(model).__name__, []
     try:
-        model.get_input_embeddings()
+        looks_up = hasattr(model.get_input_embeddings(), "weight")
     except NotImplementedError:
+        looks_up = False
+    if not looks_up:
         raise ValueError(
             f"{name} has no module that looks up its tokens, so its embedding cannot be placed; train it with "
             "transformers.Trainer."
-        ) from None
+        )
     known = inspect.signature(type(model).forward).parameters
     if not has_language_head(model) and not {"labels", *SPAN.names} & set(known):
         raise ValueError(
