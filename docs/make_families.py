@@ -1,7 +1,7 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
 """
-Tries every model type of the installed transformers with the heads of five tasks, and writes `docs/families.md` and
+Tries every model type of the installed transformers with the heads of seven tasks, and writes `docs/families.md` and
 its neighbours; `make families` runs it, in about ten minutes on two cores for causal language models alone.
 
     python docs/make_families.py [--task TASK ...] [--only llama mixtral ...]
@@ -53,6 +53,11 @@ PAGES = {
         "AutoModelForQuestionAnswering",
         "models that answer questions",
     ),
+    "image-classification": (
+        ROOT / "docs" / "families-image-classification.md",
+        "AutoModelForImageClassification",
+        "classifiers of images",
+    ),
 }
 PAGE = PAGES[CAUSAL_LM][0]
 # Names of classes, which differ between model types that are refused for one reason.
@@ -67,8 +72,8 @@ Which {kind} of transformers run under a plan, which are refused, and how far gr
 all {count} model types that `{auto_class}` knows.
 
 Each type is tried with a tiny configuration of {layers} layers and random weights. Two CPU ranks compute one training
-step in fp32 on a padded batch under one plan of each kind. Loss, gradients and clipped norm are compared with those of
-plain transformers on one process:
+step in fp32 on a padded batch, or on images, under one plan of each kind. Loss, gradients and clipped norm are
+compared with those of plain transformers on one process:
 
 | kind | plan of two ranks |
 |---|---|

@@ -20,6 +20,7 @@ import galvatron_hf
 from equivalence import FLOOR, RELATIVE, Reference, compare, observe, reference, single_stage, total_norm
 from galvatron_hf.models.adapter import ModelAdapter
 from galvatron_hf.models.families import adapter_for
+from galvatron_hf.models.trial_run import image_shape
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
@@ -108,7 +109,10 @@ def plans_of(model: PreTrainedModel, adapter: ModelAdapter) -> dict[str, Paralle
 
 
 def batch_of(model: PreTrainedModel, task: str) -> dict[str, torch.Tensor]:
-    """Returns a padded batch with the labels of a task."""
+    """Returns a padded batch with the labels of a task, or images with theirs."""
+    if task == "image-classification":
+        images = torch.randn(6, *image_shape(model), generator=torch.Generator().manual_seed(5))
+        return {"pixel_values": images, "labels": torch.arange(6) % LABELS}
     batch = BATCHES["right"]()
     ids, mask = batch["input_ids"], batch["attention_mask"]
     if task == "sequence-classification":

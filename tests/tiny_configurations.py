@@ -15,6 +15,7 @@ import torch
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_QUESTION_ANSWERING_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
@@ -37,6 +38,7 @@ MAPPINGS = {
     "sequence-classification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     "token-classification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     "question-answering": MODEL_FOR_QUESTION_ANSWERING_MAPPING,
+    "image-classification": MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
 }
 CAUSAL_LM = "causal-lm"
 TYPES_OF_TASK = {
@@ -46,6 +48,7 @@ TYPES_OF_TASK = {
     "sequence-classification": sorted(modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
     "token-classification": sorted(modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
     "question-answering": sorted(modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES),
+    "image-classification": sorted(modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
 }
 MODEL_TYPES = TYPES_OF_TASK[CAUSAL_LM]
 LABELS = 3  # classes of the heads that classify
@@ -145,7 +148,8 @@ SIZES: dict[str, Any] = dict(
     hidden_size_per_layer_input=8,
     vocab_size_per_layer_input=VOCABULARY,
 )
-DROPOUT = ("dropout", "drop_rate", "pdrop", "jitter")
+IMAGES = dict(image_size=16, patch_size=4)  # for models that classify images
+DROPOUT = ("dropout", "drop_rate", "drop_path", "pdrop", "jitter")
 # What a type needs besides: attributes that are None by default, or bound to others. By the type of the part that has
 # them, too.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
@@ -191,7 +195,8 @@ STARTS = {
 
 def model_class(model_type: str, task: str = CAUSAL_LM) -> type[PreTrainedModel]:
     """Returns the class that the auto class of a task chooses for a model type."""
-    return MAPPINGS[task][CONFIG_MAPPING[model_type]]
+    found = MAPPINGS[task][CONFIG_MAPPING[model_type]]
+    return found[0] if isinstance(found, tuple) else found
 
 
 def tiny_configuration(model_type: str, task: str = CAUSAL_LM, **changes: Any) -> PreTrainedConfig:
@@ -204,7 +209,8 @@ def tiny_configuration(model_type: str, task: str = CAUSAL_LM, **changes: Any) -
     for part in parts:
         if type(part) is model_class(model_type, task).config_class:
             default = part
-    return type(default)(**(_options(default, {}) | changes))
+    sizes = SIZES | (IMAGES if task == "image-classification" else {})
+    return type(default)(**(_options(default, {}, sizes) | changes))
 
 
 def tiny_model(model_type: str, seed: int = 0, task: str = CAUSAL_LM, **changes: Any) -> PreTrainedModel:
@@ -232,11 +238,11 @@ def tiny_model(model_type: str, seed: int = 0, task: str = CAUSAL_LM, **changes:
     return model.train()
 
 
-def _options(default: PreTrainedConfig, exceptions: dict[str, Any]) -> dict[str, Any]:
+def _options(default: PreTrainedConfig, exceptions: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
     """Returns what makes a configuration tiny, and its parts."""
     values, names = default.to_dict(), default.attribute_map
     exceptions = EXCEPTIONS.get(default.model_type, {}) | exceptions
-    known = {names.get(name, name): size for name, size in SIZES.items()}
+    known = {names.get(name, name): size for name, size in sizes.items()}
     if values.get("kv_lora_rank"):  # such attention has as many key and value heads as heads
         known["num_key_value_heads"] = known["num_attention_heads"]
     if values.get("head_dim") and values["head_dim"] == values.get("qk_rope_head_dim"):
@@ -251,7 +257,7 @@ def _options(default: PreTrainedConfig, exceptions: dict[str, Any]) -> dict[str,
     for name in default.sub_configs:
         part = getattr(default, name, None)
         if isinstance(part, PreTrainedConfig):
-            options[name] = _options(part, exceptions.get(name, {}))
+            options[name] = _options(part, exceptions.get(name, {}), sizes)
     return options | {name: value for name, value in exceptions.items() if name not in default.sub_configs}
 
 

@@ -54,7 +54,11 @@ def fill_rows(batch: dict[str, Any], rows: int) -> dict[str, Any]:
             filled[name] = value[index.to(value.device)]
             if name in NEXT_TOKEN.names:
                 filled[name][real:] = IGNORED
-    return filled | {"added_rows": torch.arange(rows, device=batch["input_ids"].device) >= real}
+    return filled | {"added_rows": torch.arange(rows, device=_device(batch)) >= real}
+
+
+def _device(batch: dict[str, Any]) -> torch.device:
+    return next(value.device for value in batch.values() if isinstance(value, torch.Tensor))
 
 
 def join_batches(batches: list[dict[str, Any]], pad_token_id: int) -> dict[str, Any]:

@@ -173,6 +173,8 @@ class StackAdapter:
             whose cut divides it: "heads" or "key_value_heads".
         inner_dropout (`Mapping[str, str]`): for modules with cut input features, the attribute of the layer with the
             probability of the dropout of these features. Tensor ranks draw from streams of their own then.
+        config_name (`str`, *optional*): the attribute of the configuration that is the stack's own, if there are
+            several; by default that of a text.
         layer_count, layer_types (`str`): the configuration's attributes with the number of layers and, in some
             families, the type of each.
         inputs ([`LayerInputs`]): the tensors that its layers take after the hidden states.
@@ -206,6 +208,7 @@ class StackAdapter:
     local_attributes: Mapping[str, str] = field(default_factory=dict)
     inner_dropout: Mapping[str, str] = field(default_factory=dict)
     heads: Callable[[PreTrainedConfig], Heads] = Heads.from_config
+    config_name: str | None = None
     layer_count: str = "num_hidden_layers"
     layer_types: str = "layer_types"
     inputs: LayerInputs = field(default_factory=LayerInputs)
@@ -222,7 +225,8 @@ class StackAdapter:
     def config(self, model: PreTrainedModel) -> PreTrainedConfig:
         """Returns the configuration of the stack."""
         base = base_model(model)
-        return base.get_submodule(self.module).config if self.module else base.config.get_text_config()
+        config = base.get_submodule(self.module).config if self.module else base.config
+        return getattr(config, self.config_name) if self.config_name else config.get_text_config()
 
     def style(self, name: str) -> Style | None:
         """Returns the style of a module of a layer; the parts of a fused projection have the style of the whole, and
@@ -375,6 +379,10 @@ class ModelAdapter:
             batch[name] = decoder_ids_of_labels(model, labels)
         return batch
 
+    def with_positions(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a batch whose `input_ids` [B, S] have the rows and positions of the first stack's hidden states."""
+        return dict(batch)
+
     @property
     def readers(self) -> tuple[StackAdapter, ...]:
         """Returns the stacks whose layers read the output of another."""
@@ -435,7 +443,8 @@ class ModelAdapter:
 
     def ties_embeddings(self, model: PreTrainedModel) -> bool:
         """Tells whether embedding and head share one weight."""
-        return self.head(model).weight is self.embeddings(model)[0].weight
+        lookups = self.lookups(model)
+        return bool(lookups) and self.head(model).weight is lookups[0].weight
 
     def resolve(self, model: PreTrainedModel, plan: ParallelPlan) -> ResolvedPlan:
         heads = [place.stack.heads(place.stack.config(model)) for place in self.places(model)]

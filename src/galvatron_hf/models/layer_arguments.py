@@ -14,8 +14,11 @@ from transformers import PreTrainedConfig
 
 from galvatron_hf.models.adapter import LayerInputs, base_model
 from galvatron_hf.models.attention_masks import make_masks
-from galvatron_hf.models.trial_run import LENGTH, Seen, Twin
+from galvatron_hf.models.trial_run import Seen, Twin
 from galvatron_hf.utils.compat import tree_leaves
+
+
+_OWN_MASK = "its layers get a mask of their own kind"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,26 +38,25 @@ def find_arguments(twin: Twin, seen: Seen) -> Arguments:
     inputs = LayerInputs()
     for index, arguments in seen.arguments.items():
         for name, value in arguments.items():
-            if name != inputs.mask and not _has_positions(name, value, inputs):
+            if name != inputs.mask and not _has_positions(name, value, inputs, twin.length):
                 return Arguments(causal=False, obstacle=f"its layer {index} gets {name!r}, which has no layout")
+    if twin.images is not None:  # no patch is padding
+        masks = [arguments.get(inputs.mask) for arguments in seen.arguments.values()]
+        return Arguments(causal=False, obstacle=None if all(mask is None for mask in masks) else _OWN_MASK)
     for causal in (True, False):
         if all(_masks_agree(twin, run, causal, inputs) for run in _runs(twin, seen)):
             return Arguments(causal=causal)
-    return Arguments(causal=False, obstacle="its layers get a mask of their own kind")
+    return Arguments(causal=False, obstacle=_OWN_MASK)
 
 
-def _has_positions(name: str, value: Any, inputs: LayerInputs) -> bool:
+def _has_positions(name: str, value: Any, inputs: LayerInputs, length: int) -> bool:
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     if not tensors:
         return True
     if name in inputs.whole_positions:
-        return isinstance(value, torch.Tensor) and value.shape in ((LENGTH,), (1, LENGTH))
+        return isinstance(value, torch.Tensor) and value.shape in ((length,), (1, length))
     plain = isinstance(value, torch.Tensor) or (isinstance(value, tuple) and len(tensors) == len(value))
-    return name in inputs.split_with_positions and plain and all(_is_by_position(tensor) for tensor in tensors)
-
-
-def _is_by_position(tensor: torch.Tensor) -> bool:
-    return tensor.ndim >= 2 and tensor.shape[:2] == (1, LENGTH)
+    return name in inputs.split_with_positions and plain and all(tensor.shape[:2] == (1, length) for tensor in tensors)
 
 
 def _runs(twin: Twin, seen: Seen) -> Iterator[Seen]:

@@ -150,6 +150,18 @@ GATED = StackAdapter(
     local_attributes={"self_attn.num_heads": "heads", "self_attn.num_key_value_heads": "key_value_heads"},
 )
 
+VIT = StackAdapter(
+    attention=("attention",),
+    regions=("attention", "mlp"),
+    styles={
+        **{f"attention.{name}_proj": Style.COLUMN for name in "qkv"},
+        "attention.o_proj": Style.ROW,
+        "mlp.fc1": Style.COLUMN,
+        "mlp.fc2": Style.ROW,
+    },
+    key_value=("attention.k_proj", "attention.v_proj"),
+)
+
 PLAIN = StackAdapter(
     styles={
         **_ATTENTION,
@@ -168,7 +180,7 @@ _STACKS = {
     "gpt_neox": GPT_NEOX,
     "llama4_text": LLAMA4,
 }
-_FORMS = (BERT, DISTILBERT, MODERNBERT, GATED, PLAIN)
+_FORMS = (BERT, DISTILBERT, MODERNBERT, VIT, GATED, PLAIN)
 
 
 def causal_stack(model: PreTrainedModel) -> StackAdapter:

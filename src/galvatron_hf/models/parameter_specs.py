@@ -128,7 +128,7 @@ def model_specs(model: PreTrainedModel, adapter: ModelAdapter) -> ModelSpecs:
             for layer, place in zip(adapter.layers(model), adapter.places(model), strict=True)
         ),
         embedding=(
-            *vocabulary_specs(adapter.lookups(model)[0], "embedding"),
+            *(spec for lookup in adapter.lookups(model)[:1] for spec in vocabulary_specs(lookup, "embedding")),
             *(spec for module in adapter.beside_lookups(model) for spec in whole_specs(module, "embedding")),
         ),
         final_norm=tuple(spec for module in adapter.final_norms(model) for spec in whole_specs(module, "head")),

@@ -23,22 +23,39 @@ class MissingModule(nn.Module):
 
 class AbsentModule(MissingModule):
     """Replaces a module before the first layer in stages that begin later, whose forward begins with token ids too.
-    What it returns has the right shape, and reaches no layer of the stage.
+    What it returns has the right shape, and reaches no layer of the stage. A family may read the types of weights.
     """
 
     def __init__(self, module: nn.Module):
         super().__init__()
+        for name, child in module.named_children():
+            self.add_module(name, AbsentModule(child))
+        for name, weight in module.named_parameters(recurse=False):
+            setattr(self, name, torch.empty(0, dtype=weight.dtype))
         sizes = (getattr(module, name, None) for name in ("embedding_dim", "out_features", "features"))
         self.features = next((size for size in sizes if isinstance(size, int)), None)
 
+        self.patches = None
+        if isinstance(module, nn.Conv2d):
+            self.patches = module.out_channels, module.kernel_size, module.stride
+
     def forward(self, *args, **kwargs) -> torch.Tensor:
         given = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
+        if self.patches is not None:
+            channels, kernel, stride = self.patches
+            sizes = [(size - k) // s + 1 for size, k, s in zip(given.shape[2:], kernel, stride, strict=True)]
+            return torch.zeros(given.shape[0], channels, *sizes, device=given.device)
         if given is None or (self.features is None and not given.is_floating_point()):
             return super().forward(*args, **kwargs)
         if self.features is None:
             return given.clone()
         shape = given.shape[:-1] if given.is_floating_point() else given.shape
         return torch.zeros(*shape, self.features, device=given.device)
+
+
+def absent(module: nn.Module) -> AbsentModule:
+    """Returns what replaces a module before the first layer; the module itself if it is one."""
+    return module if isinstance(module, AbsentModule) else AbsentModule(module)
 
 
 class LayerSlot(PipelineIdentityLayer):

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import TokenClassifierOutput
 
 from galvatron_hf.models.layer_arguments import Arguments, find_arguments
 from galvatron_hf.models.losses import IGNORED, NEXT_TOKEN, SAME_POSITION, SPAN, LossKind, logits_of, row_loss
-from galvatron_hf.models.slots import AbsentModule, LayerSlot, StageInput
+from galvatron_hf.models.slots import LayerSlot, StageInput, absent
 from galvatron_hf.models.trial_run import (
     FORMS,
     LENGTH,
@@ -29,6 +29,7 @@ from galvatron_hf.models.trial_run import (
     has_language_head,
     numbers,
     owners_of_weights,
+    takes_images,
 )
 from galvatron_hf.utils.compat import tree_leaves
 
@@ -53,6 +54,8 @@ class Structure:
             language model would return it; None for other models.
         pipeline_obstacle (`str`, *optional*): why no stage can begin inside the list of layers.
         arguments ([`Arguments`]): what the layers are called with.
+        images (`tuple[int, int, int]`, *optional*): channels, height and width of the images that the model takes
+            instead of tokens, and `positions` of the hidden states that it makes of one.
     """
 
     layers: str
@@ -69,6 +72,8 @@ class Structure:
     logits: torch.Tensor | None = field(compare=False, repr=False)
     pipeline_obstacle: str | None
     arguments: Arguments
+    images: tuple[int, int, int] | None = None
+    positions: int | None = None
 
 
 def find_structure(model: PreTrainedModel) -> Structure:
@@ -80,7 +85,7 @@ def find_structure(model: PreTrainedModel) -> Structure:
     """
     name, reasons = type(model).__name__, []
     try:
-        looks_up = hasattr(model.get_input_embeddings(), "weight")
+        looks_up = takes_images(model) or hasattr(model.get_input_embeddings(), "weight")
     except NotImplementedError:
         looks_up = False
     if not looks_up:
@@ -156,7 +161,7 @@ def _structure(model: PreTrainedModel, twin: Twin, seen: Seen, output: Any) -> S
     owners = [name for name, _ in owners_of_weights(twin.model, twin.layers)]
     head = _head_name(model, twin, [name for name in owners if seen.modules.get(name) == {"after"}])
     owners.remove(head)
-    times = {name: seen.modules.get(name, set()) for name in owners}
+    times = {name: _times(name, owners, seen) for name in owners}
     structure = Structure(
         layers=twin.layers,
         first=next(iter(twin.spies[0].signature.parameters)),
@@ -172,10 +177,18 @@ def _structure(model: PreTrainedModel, twin: Twin, seen: Seen, output: Any) -> S
         logits=None if twin.head is None else output.logits[:1].clone(),
         pipeline_obstacle=None,
         arguments=find_arguments(twin, seen),
+        images=None if twin.images is None else tuple(twin.images.shape[1:]),
+        positions=None if twin.images is None else twin.length,
     )
     mixed = [name for name in owners if len(times[name]) > 1 or "between" in times[name]]
     mixed += [name for name in structure.before if f"{twin.layers}.".startswith(f"{name}.")]
     return replace(structure, pipeline_obstacle=_pipeline_obstacle(twin, structure, seen, mixed))
+
+
+def _times(name: str, owners: Sequence[str], seen: Seen) -> set[str]:
+    """Returns when a module is called; one that is not, when the module is that has it and may use its weights."""
+    around = [owner for owner in owners if f"{name}.".startswith(f"{owner}.") and owner in seen.modules]
+    return seen.modules[max(around, key=len)] if around else set()
 
 
 def _head_name(model: PreTrainedModel, twin: Twin, after: Sequence[str]) -> str:
@@ -204,7 +217,9 @@ def _loss_of_task(model: PreTrainedModel, twin: Twin, output: Any) -> LossKind:
         twin.labels = {kind.labels: labels}
     elif getattr(output, "start_logits", None) is not None and logits.shape == (ROWS, LENGTH, classes):
         kind = SPAN
-        twin.labels = {kind.labels: torch.tensor([0, LENGTH]), kind.last: torch.tensor([LENGTH - 1, 1])}
+        first = torch.arange(ROWS) % LENGTH
+        first[-1] = LENGTH  # behind the row
+        twin.labels = {kind.labels: first, kind.last: torch.arange(ROWS).flip(0) % LENGTH}
     elif logits is not None and logits.shape == (ROWS, LENGTH, classes):
         kind = replace(SAME_POSITION, output=TokenClassifierOutput)
         labels = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % classes
@@ -245,7 +260,7 @@ def _pipeline_obstacle(twin: Twin, structure: Structure, seen: Seen, mixed: list
     """Says why no stage can begin inside the list of layers; None if it can. Runs the model as a later stage would,
     and compares what its layers and its head get.
     """
-    if seen.hidden[0].ndim != 3 or seen.hidden[0].shape[:2] != (ROWS, LENGTH):
+    if seen.hidden[0].ndim != 3 or seen.hidden[0].shape[:2] != (ROWS, twin.length):
         return "its hidden states have other dimensions than rows, positions and features"
     if not twin.form.filled:
         return "its layers return more than hidden states, and it is not clear which layer gets it"
@@ -254,14 +269,14 @@ def _pipeline_obstacle(twin: Twin, structure: Structure, seen: Seen, mixed: list
     if len({next(iter(spy.signature.parameters)) for spy in twin.spies}) > 1:
         return "its layers name their hidden states differently"
     count, layers = len(twin.spies), [spy.layer for spy in twin.spies]
-    absent = {name: AbsentModule(twin.model.get_submodule(name)) for name in structure.before}
+    gone = {name: absent(twin.model.get_submodule(name)) for name in structure.before}
     form = structure.first, structure.returns
     for start in sorted({1, count // 2, count - 1} - {0}):
         received = numbers(seen.hidden[0].shape, start - 1)
         slots = [LayerSlot(layer, *form) for layer in layers[: start - 1]]
         slots.append(StageInput(layers[start - 1], *form, enter=lambda received=received: received))
         try:
-            late, _ = twin.run(absent, [*slots, *twin.spies[start:]])
+            late, _ = twin.run(gone, [*slots, *twin.spies[start:]])
         except Exception as error:  # of a family's forward: any
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:80]}"
             return f"its forward does not run without its first layers ({problem})"

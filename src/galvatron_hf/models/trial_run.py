@@ -19,8 +19,33 @@ from transformers import PreTrainedModel
 from galvatron_hf.models.losses import logits_of
 
 
-ROWS, LENGTH = 2, 3  # of the batch that is tried; different, so that shapes tell rows from positions
+ROWS, LENGTH = 4, 3  # of the batch that is tried; different, so that shapes tell rows from positions
 LARGEST_RETURN = 6  # entries of a tuple that a layer may return
+
+
+def takes_images(model: PreTrainedModel) -> bool:
+    """Tells whether a model's input is images [B, C, H, W]."""
+    return model.main_input_name == "pixel_values"
+
+
+def image_config(model: PreTrainedModel) -> str | None:
+    """Returns the name of the configuration of images inside a model's; None if it has one alone, or no images."""
+    inside = not hasattr(model.config, "image_size") and hasattr(model.config, "vision_config")
+    return "vision_config" if takes_images(model) and inside else None
+
+
+def image_shape(model: PreTrainedModel) -> tuple[int, int, int]:
+    """Returns channels, height and width of the images that a model takes."""
+    name = image_config(model)
+    config = getattr(model.config, name) if name else model.config
+    size = getattr(config, "image_size", None)
+    if size is None:
+        raise ValueError(
+            f"{type(model).__name__} takes images of no fixed size, whose patches no plan splits yet; train it with "
+            "transformers.Trainer."
+        )
+    height, width = (size, size) if isinstance(size, int) else size
+    return config.num_channels, height, width
 
 
 def has_language_head(model: PreTrainedModel) -> bool:
@@ -130,7 +155,11 @@ class Twin:
             memo[id(buffer)] = values
         self.model, self.layers, self.form = copy.deepcopy(model, memo), layers, form
         self.head = self.model.get_output_embeddings() if has_language_head(model) else None
-        self.vocabulary = (self.model.get_input_embeddings() if self.head is None else self.head).weight.shape[0]
+        self.images = numbers((ROWS, *image_shape(model)), 3) if takes_images(model) else None
+        self.length: int | None = LENGTH if self.images is None else None  # positions of the hidden states
+        self.vocabulary = LENGTH
+        if self.images is None:
+            self.vocabulary = (self.model.get_input_embeddings() if self.head is None else self.head).weight.shape[0]
         self.model.train(self.head is not None)  # what follows the layers of other models may have dropout
         self.labels: dict[str, torch.Tensor] = {}
 
@@ -164,7 +193,9 @@ class Twin:
                 twin.set_submodule(self.layers, nn.ModuleList(slots))
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                output = twin(input_ids=ids, attention_mask=mask, **labels, **forward_options(type(twin)))
+                tokens, images = dict(input_ids=ids, attention_mask=mask), dict(pixel_values=self.images)
+                given = tokens if self.images is None else images
+                output = twin(**given, **labels, **forward_options(type(twin)))
         finally:
             if self.head is not None:
                 del self.head.forward
@@ -173,7 +204,9 @@ class Twin:
                 twin.set_submodule(name, module)
             for handle in handles:
                 handle.remove()
-        self.ids, self.mask, self.raw = ids, mask, raw
+        self.ids, self.mask, self.raw = ids, mask if self.images is None else None, raw
+        if self.length is None and isinstance(seen.hidden.get(0), torch.Tensor):
+            self.length = seen.hidden[0].shape[1]
         if self.head is None:
             seen.head_inputs.append(logits_of(output))
         return seen, output

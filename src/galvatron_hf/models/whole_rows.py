@@ -23,6 +23,7 @@ from galvatron_hf.models.heads import Heads
 from galvatron_hf.models.layer_tables import find_experts, table_of_layers
 from galvatron_hf.models.losses import NEXT_TOKEN
 from galvatron_hf.models.structure import Structure, find_structure
+from galvatron_hf.models.trial_run import image_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,22 @@ class WholeRowAdapter(ModelAdapter):
 
     def join_lookups(self, model: PreTrainedModel) -> None:
         """Leaves the family's modules as they are."""
+
+    def lookups(self, model: PreTrainedModel, stacks: Collection[str] | None = None) -> list[nn.Module]:
+        return super().lookups(model, stacks) if self.structure.images is None else []
+
+    def with_positions(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Makes `input_ids` for images, which stand for their patches and reach no module."""
+        images = batch.get("pixel_values")
+        if self.structure.images is None or images is None or "input_ids" in batch:
+            return dict(batch)
+        if images.shape[1:] != self.structure.images:
+            raise ValueError(
+                f"The images have the shape {tuple(images.shape[1:])}, and under a plan all have that of the "
+                f"configuration, {self.structure.images}; resize them."
+            )
+        ids = torch.zeros(len(images), self.structure.positions, dtype=torch.long, device=images.device)
+        return dict(batch) | {"input_ids": ids}
 
     def beside_lookups(self, model: PreTrainedModel, stacks: Collection[str] | None = None) -> list[nn.Module]:
         """Returns none: other modules before the layers belong to the stage's own unit."""
@@ -73,7 +90,7 @@ def whole_row_adapter(model: PreTrainedModel, reason: str, logit_transform) -> W
     """
     structure, name = find_structure(model), type(model).__name__
     base = next(name for name, module in model.named_modules() if module is base_model(model))
-    if not structure.layers.startswith(f"{base}."):
+    if base and not structure.layers.startswith(f"{base}."):
         raise ValueError(
             f"{name} has its layers in {structure.layers}, outside its base model {base!r}; train it with "
             "transformers.Trainer."
@@ -82,7 +99,7 @@ def whole_row_adapter(model: PreTrainedModel, reason: str, logit_transform) -> W
     transform = logit_transform(model.config)
     experts = find_experts(model, model.get_submodule(structure.layers))
     stack = StackAdapter(
-        layers=structure.layers.removeprefix(f"{base}."),
+        layers=structure.layers.removeprefix(f"{base}.") if base else structure.layers,
         attention=(),
         regions=(),
         experts=experts and replace(experts, shared=None),  # which may be called with more than hidden states
@@ -91,6 +108,7 @@ def whole_row_adapter(model: PreTrainedModel, reason: str, logit_transform) -> W
         unsupported=reason,
         causal=structure.loss is NEXT_TOKEN,
         outputs=structure.returns,
+        config_name=image_config(model),
         cut=False,
     )
     adapter = WholeRowAdapter(
@@ -123,6 +141,7 @@ def _cut_stack(model: PreTrainedModel, stack: StackAdapter, structure: Structure
         experts=stack.experts,
         causal=structure.arguments.causal,
         outputs=structure.returns,
+        config_name=stack.config_name,
         inputs=replace(table.inputs, of_own_rows=True),
     )
 

@@ -44,6 +44,7 @@ class Executor:
 
     def train(self, batch: Batch, **options) -> torch.Tensor:
         """Runs forward and backward of a global batch; returns its loss, the same on every rank."""
+        batch = self._with_positions(batch)
         if options.get("num_items_in_batch") is None:
             options["num_items_in_batch"] = count_targets(batch, self.runner.loss)
         options |= {"return_logits": False, "whole_loss": False, "routers": self._router_statistics(options)}
@@ -126,7 +127,7 @@ class Executor:
         pipeline of the rows that [`ModelRunner.local_rows`] names. Under a pipeline they are of the rank's equal share
         of the rows, see [`ParallelModel.share_index`]; the world's size must then divide the number of rows.
         """
-        packed = not isinstance(batch, Mapping)
+        packed, batch = not isinstance(batch, Mapping), self._with_positions(batch)
         labelled = packed or self.runner.loss.is_labelled(batch)
         logits = options.pop("return_logits", None)
         logits = not packed and (not labelled if logits is None else logits)
@@ -157,7 +158,12 @@ class Executor:
         """Returns the number of micro-batches of a global batch: the plan's, or fewer if it has fewer rows."""
         if not isinstance(batch, Mapping):
             return len(batch)
-        return min(self.plan.micro_batch_count, batch["input_ids"].shape[0])
+        return min(self.plan.micro_batch_count, self._with_positions(batch)["input_ids"].shape[0])
+
+    def _with_positions(self, batch: Batch) -> Batch:
+        """Returns a batch whose parts have [`ModelAdapter.with_positions`]."""
+        add = self.runner.adapter.with_positions
+        return add(batch) if isinstance(batch, Mapping) else [add(part) for part in batch]
 
     def _evaluation_parts(self, batch: Mapping[str, Any], logits: bool) -> Iterator[Mapping[str, Any]]:
         """Yields the whole batch, or a pipeline's micro-batches. Each micro-batch has a part of every rank's share of

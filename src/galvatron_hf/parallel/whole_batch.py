@@ -209,6 +209,7 @@ class WholeBatchForward:
                     f"The model was called with {name!r}, which has no layout under a parallel plan; leave it out of "
                     "the call and of the batch."
                 )
+        inputs = self.runner.adapter.with_positions(inputs)
         if inputs.get("input_ids") is None:
             raise ValueError(
                 f"The model was called with {sorted(inputs)} and without input_ids, which a parallel plan needs; pass "

@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 
 from galvatron_hf.models.losses import logits_of
 from galvatron_hf.models.slots import (
-    AbsentModule,
     HeadSlot,
     LayerSlot,
     MissingModule,
     StageEnd,
     StageInput,
     StageOutput,
+    absent,
 )
 from galvatron_hf.models.structure import Structure
 from galvatron_hf.models.trial_run import forward_options
@@ -79,7 +79,7 @@ class WholeRowStage(nn.Module):
 
     def _without_embedding(self, model: PreTrainedModel) -> dict[str, nn.Module]:
         """Returns what takes the places of the modules before the first layer."""
-        return {name: AbsentModule(model.get_submodule(name)) for name in self.structure.before}
+        return {name: absent(model.get_submodule(name)) for name in self.structure.before}
 
     def _own_layers(self, model: PreTrainedModel) -> list[nn.Module]:
         """Returns the list of layers, in which others take the places of those of other stages."""
@@ -180,7 +180,8 @@ class WholeRowStage(nn.Module):
         given = dict(
             input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, position_ids=tokens.position_ids
         )
-        found = {name: value for name, value in (given | tokens.others).items() if value is not None}
+        found = given if self.structure.images is None else {}
+        found = {name: value for name, value in (found | tokens.others).items() if value is not None}
         rows, real = slice(part.row_start, part.row_stop), slice(tokens.real_length)
         whole = (tokens.length,)
         return {name: x[rows, real] if x.shape[1:2] == whole else x[rows] for name, x in found.items()}
@@ -237,10 +238,12 @@ def prune_whole_rows(model: PreTrainedModel, structure: Structure, own: Sequence
         gone += (*structure.before, *structure.unused)
     if not any(stage.is_last for stage in own):
         gone += (*structure.after, structure.head)
+    elsewhere = [name for name in (*structure.after, structure.head, structure.layers) if name not in gone]
     for name in gone:
         module = model.get_submodule(name)
-        if next(module.children(), None) is None:
-            model.set_submodule(name, AbsentModule(module) if name in structure.before else MissingModule())
+        inside = [other for other in (*elsewhere, *structure.unused) if other.startswith(f"{name}.")]
+        if next(module.children(), None) is None or (name in structure.before and not inside):
+            model.set_submodule(name, absent(module) if name in structure.before else MissingModule())
         else:  # its children have their own names
             for weight, _ in list(module.named_parameters(recurse=False)):
                 setattr(module, weight, None)

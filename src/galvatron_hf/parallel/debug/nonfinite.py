@@ -192,9 +192,10 @@ class _Watch:
     def _rows_of_micro_batch(self, micro_batch: int) -> tuple[int, int]:
         """Returns the rows of a micro-batch of a global batch, or of one batch of a step that computes each alone."""
         if isinstance(self.batch, Mapping):
-            rows, count = self.batch["input_ids"].shape[0], self.parallel.executor.micro_batch_count(self.batch)
+            batch = self.parallel.adapter.with_positions(self.batch)
+            rows, count = batch["input_ids"].shape[0], self.parallel.executor.micro_batch_count(batch)
             return micro_batch * rows // count, (micro_batch + 1) * rows // count
-        rows = [part["input_ids"].shape[0] for part in self.batch]
+        rows = [self.parallel.adapter.with_positions(part)["input_ids"].shape[0] for part in self.batch]
         if self.parallel.pipeline is not None:
             return 0, sum(rows)  # the micro-batch is one of an unknown batch
         return sum(rows[:micro_batch]), sum(rows[: micro_batch + 1])

@@ -138,6 +138,8 @@ def _small_or_reason(model: PreTrainedModel, copies: int) -> tuple[PreTrainedMod
     adapter = adapter_for(model)
     if adapter.structure is None:
         return _small_model(model, adapter, copies), None
+    if adapter.structure.images is not None:
+        return None, "takes images, which no profile covers yet"
     if adapter.structure.pipeline_obstacle is not None:
         return None, f"has layers that cannot be run alone, because {adapter.structure.pipeline_obstacle}"
     try:
