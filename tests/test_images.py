@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import default_data_collator
+from transformers import Trainer, default_data_collator
 
 import oracle
 from equivalence import reference
@@ -23,6 +23,7 @@ from test_cut_rows import PLANS
 from test_heads import EVALUATED, predictions
 from test_parallelize import check_cases
 from tiny_configurations import LABELS, tiny_model
+from trainer_runs import on_ranks, run
 
 
 IMAGE = "image-classification"
@@ -107,3 +108,19 @@ def test_half_precision_follows_one_process():
         return float(parallelize(model, plan).forward_backward(batch))
 
     assert run_ranks(work, 4) == [pytest.approx(wanted, rel=0.02)] * 4
+
+
+@pytest.mark.slow
+def test_auto_shards_a_model_of_images(tmp_path):
+    once = dict(options=dict(gradient_accumulation_steps=1), train_dataset=Images(27))
+    once |= dict(data_collator=default_data_collator)
+    new = lambda: tiny_model("vit", task=IMAGE)  # noqa: E731
+    wanted = run(tmp_path / "plain", "auto", model=new(), trainer_class=Trainer, **once).steps()
+
+    def work():
+        found = run(tmp_path / "ranks", "auto", model=new(), then=lambda made: made.parallel.plan, **once)
+        return found.steps(), {layer.sharding for layer in found.result.layers}
+
+    for steps, sharding in on_ranks(work, 2):
+        assert sharding == {"zero3"}
+        assert steps == [pytest.approx(step, rel=1e-5) for step in wanted]
