@@ -85,6 +85,7 @@ ENCODER_DECODERS: dict[str, EncoderDecoder] = {
     ),
     "t5_eager": EncoderDecoder(prefix="T5", base=_T5_LIKE, options=dict(attn_implementation="eager")),
     "mt5": EncoderDecoder(prefix="MT5", base=_T5_LIKE, options=dict(feed_forward_proj="gated-gelu")),
+    "umt5": EncoderDecoder(prefix="UMT5", base=_T5_LIKE),
     "bart": EncoderDecoder(prefix="Bart"),
     "mbart": EncoderDecoder(prefix="MBart", options=dict(scale_embedding=True)),
     "pegasus": EncoderDecoder(prefix="Pegasus"),

@@ -23,6 +23,7 @@ from galvatron_hf.parallel.layers import parallel_layer, tensor_parallel
 from galvatron_hf.parallel.layers.relative_bias import SharedBias
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
+from galvatron_hf.plan.resolved import ResolvedLayer
 from plans import shared_out
 from ranks import run_ranks
 from test_parallelize import check_cases
@@ -174,6 +175,16 @@ def test_the_error_that_a_rank_takes_the_bias_of_other_heads():
         SharedBias, "of_heads", lambda self, batch, layer, resolved, index: original(self, batch, layer, resolved, 0)
     )
     assert "loss" in seen(oracle, PLANS["tensor"], inject)
+
+
+def test_a_bias_of_each_layer():
+    oracle = oracle_of("umt5")
+    check_cases(4, {name: (oracle, PLANS[name]) for name in ("sequence", "few rows")})
+
+
+def test_the_error_that_a_rank_takes_another_part_of_its_layers_bias():
+    inject = lambda: patch.object(ResolvedLayer, "ulysses_index", lambda self, index: 0)  # noqa: E731
+    assert seen(oracle_of("umt5"), PLANS["sequence"], inject)
 
 
 def test_the_error_that_gradients_of_the_bias_are_not_summed():

@@ -160,6 +160,8 @@ class StackAdapter:
         outputs (`int`, *optional*): the length of the tuple that a layer returns, whose first entry is the hidden
             states; None if it returns these alone. The stack does without the other entries.
         bias ([`RelativeBias`], *optional*): a bias that all layers share.
+        own_bias (`str`, *optional*): the embedding [buckets, heads] inside the self-attention of a layer whose numbers
+            are added to its scores; tensor ranks cut it by heads.
         attention (`tuple[str, ...]`): the attention modules of a layer, which return `attention_outputs` entries.
         regions (`tuple[str, ...]`): modules of a layer whose input enters a tensor-parallel region. Those that a layer
             lacks, or that contain its experts, are none; the experts are not in a region.
@@ -196,6 +198,7 @@ class StackAdapter:
     causal: bool = True
     outputs: int | None = None
     bias: RelativeBias | None = None
+    own_bias: str | None = None
     attention: tuple[str, ...] = ("self_attn",)
     attention_outputs: int = 2
     regions: tuple[str, ...] = ("self_attn", "mlp")

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -93,6 +94,28 @@ def _t5(model: PreTrainedModel) -> ModelAdapter:
     )
 
 
+def _umt5_stack(name: str) -> StackAdapter:
+    """Returns the stack of UMT5, whose layers have a bias of their own each."""
+    return replace(
+        _t5_stack(name),
+        outputs=None,
+        attention_outputs=2,
+        bias=None,
+        own_bias="layer.0.SelfAttention.relative_attention_bias",
+        inputs=LayerInputs(**(_READS if name == DECODER else {})),
+    )
+
+
+def _umt5_transform(config: PreTrainedConfig) -> LogitTransform:
+    return LogitTransform(scale=config.d_model**-0.5 if config.tie_word_embeddings else 1.0)
+
+
+def _umt5(model: PreTrainedModel) -> ModelAdapter:
+    return ModelAdapter(
+        stacks=(_umt5_stack(ENCODER), _umt5_stack(DECODER)), logit_transform=_umt5_transform, loss=SAME_POSITION
+    )
+
+
 # ---- BART ----
 
 
@@ -155,6 +178,7 @@ def _refuse_dropped_layers(model: PreTrainedModel) -> None:
 
 _FAMILIES: dict[str, Callable[[PreTrainedModel], ModelAdapter]] = {
     **dict.fromkeys(("t5", "mt5"), _t5),
+    "umt5": _umt5,
     **dict.fromkeys(
         ("bart", "mbart", "pegasus", "marian", "blenderbot", "blenderbot-small", "plbart", "m2m_100"), _bart
     ),
@@ -163,7 +187,7 @@ _FAMILIES: dict[str, Callable[[PreTrainedModel], ModelAdapter]] = {
 
 def count_layers_of_both(config: PreTrainedConfig) -> int:
     """Returns the number of layers of both stacks that a configuration asks for, without a model."""
-    if config.model_type in ("t5", "mt5"):
+    if config.model_type in ("t5", "mt5", "umt5"):
         return config.num_layers + config.num_decoder_layers
     return config.encoder_layers + config.decoder_layers
 

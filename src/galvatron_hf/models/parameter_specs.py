@@ -160,7 +160,7 @@ def _specs(
     kind, style, target = linear_kind(layer.get_submodule(owner)), stack.style(owner), family_name(owner)
     output_dim = kind.output_dim if kind is not None and parameter == "weight" else 0
     cut, used_in_part = _cut(style, role(owner), output_dim, parameter)
-    cut = 0 if stack.is_per_head(name) else cut
+    cut = 0 if stack.is_per_head(name) else 1 if owner == stack.own_bias else cut
     whole = owner.rpartition(".")[0]  # the fused projection, if this is a part of one
     joined_name = f"{whole}.{parameter}" if target.rpartition(".")[0] in stack.fused else name
     parts, sizes = (owner,), (shape[output_dim],)

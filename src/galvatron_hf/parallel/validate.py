@@ -209,6 +209,7 @@ def _check_regions(
     """Refuses tensor ranks for a layer with a weight whose cut the family does not declare."""
     for spec in specs:
         covered = stack.style(spec.owner) is not None or stack.is_per_head(spec.name) or spec.mesh == "whole"
+        covered = covered or spec.owner == stack.own_bias
         if strategy.tensor > 1 and stack.in_region(spec.owner, layer) and not covered:
             raise ValueError(
                 f"{type(layer).__name__} has a weight {spec.name} that its family's tensor-parallel plan does not "

@@ -119,6 +119,10 @@ class ResolvedLayer:
         """Returns the ranks that exchange positions for heads."""
         return GroupKey(stride=self.strategy.tensor, size=self.strategy.ulysses)
 
+    def ulysses_index(self, index: int) -> int:
+        """Returns the place of rank `index` of the stage among those with which it exchanges positions for heads."""
+        return index // self.strategy.tensor % self.strategy.ulysses
+
     @property
     def token_copies(self) -> GroupKey:
         """Returns the ranks that hold the same hidden states: tensor ranks without Megatron-SP."""

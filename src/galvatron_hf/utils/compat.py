@@ -471,8 +471,11 @@ def row_indices(dataset: datasets.Dataset) -> Any | None:
 def relative_position_buckets(attention: nn.Module, length: int, device: torch.device) -> torch.Tensor:
     """Returns the buckets [S, S] of the distances from each position to each other one, as T5's attention counts."""
     positions = torch.arange(length, device=device)
+    distances = positions[None] - positions[:, None]
+    if "bidirectional" not in inspect.signature(attention._relative_position_bucket).parameters:
+        return attention._relative_position_bucket(distances)  # UMT5's, which reads its own attributes
     return attention._relative_position_bucket(
-        positions[None] - positions[:, None],
+        distances,
         bidirectional=not attention.is_decoder,
         num_buckets=attention.relative_attention_num_buckets,
         max_distance=attention.relative_attention_max_distance,

@@ -1,10 +1,13 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The bias of attention scores that all layers of a stack share: each rank computes it for its own heads."""
+"""The bias of attention scores that all layers of a stack share, or that each layer has; a rank computes it for its
+own heads.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +16,11 @@ from torch import nn
 from galvatron_hf.models.adapter import RelativeBias
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.plan.resolved import ResolvedLayer
+from galvatron_hf.utils.compat import relative_position_buckets
+
+
+if TYPE_CHECKING:
+    from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +39,9 @@ class SharedBias:
         """Returns the bias [1, own heads, S, S] of the heads whose attention rank `index` of the stage computes in a
         layer. Layers with the same heads share it.
         """
-        shards, tensor = resolved.head_shards, resolved.strategy.tensor
+        shards, ulysses = resolved.head_shards, resolved.strategy.ulysses
         # Tensor ranks cut the heads first, and Ulysses ranks cut what each of them has.
-        place = index % tensor * (shards // tensor) + index // tensor % (shards // tensor)
+        place = index % resolved.strategy.tensor * ulysses + resolved.ulysses_index(index)
         key = resolved.stack, "bias", shards, place
         if key not in batch.shared:
             length = batch.streams[resolved.stack].length
@@ -45,3 +53,30 @@ class SharedBias:
     def _lookup(self, buckets: torch.Tensor, first: int, heads: int) -> torch.Tensor:
         """Returns the numbers [S, S, heads] of the heads from `first` on."""
         return F.embedding(buckets, self.table.weight[:, first : first + heads])
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnBias:
+    """Makes the bias of one layer from the layer's own embedding [buckets, heads of the tensor rank]. Replaces what
+    the attention module computes it by, which knows neither all positions nor the heads of Ulysses ranks.
+    """
+
+    block: ParallelLayer
+    attention: nn.Module
+    table: nn.Embedding
+
+    def __call__(self, *lengths: int, device: torch.device, **unused: int) -> torch.Tensor:
+        """Returns the bias [1, own heads, S, S]."""
+        batch, resolved = self.block.current.value, self.block.resolved
+        buckets = relative_position_buckets(self.attention, self.block.stream(batch).length, device)
+        heads = self.table.weight.shape[1] // resolved.strategy.ulysses
+        first = resolved.ulysses_index(self.block.mesh.index) * heads
+        return F.embedding(buckets, self.table.weight[:, first : first + heads]).permute(2, 0, 1)[None]
+
+
+def attach_own_bias(block: ParallelLayer) -> None:
+    """Makes the attention of a layer with a bias of its own compute it by [`OwnBias`]."""
+    if block.stack.own_bias is not None:
+        attention = block.layer.get_submodule(block.stack.own_bias.rpartition(".")[0])
+        table = block.layer.get_submodule(block.stack.own_bias)
+        attention.compute_bias = OwnBias(block=block, attention=attention, table=table)

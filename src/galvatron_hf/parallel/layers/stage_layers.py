@@ -17,7 +17,7 @@ from galvatron_hf.parallel.layers.attention import attach_attention
 from galvatron_hf.parallel.layers.experts import attach_experts
 from galvatron_hf.parallel.layers.lora import key_adapter_dropout
 from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch, ParallelLayer, draw_inner_dropout
-from galvatron_hf.parallel.layers.relative_bias import SharedBias
+from galvatron_hf.parallel.layers.relative_bias import SharedBias, attach_own_bias
 from galvatron_hf.parallel.layers.tensor_parallel import cut_layer
 from galvatron_hf.parallel.layers.whole_row_layer import WholeRowLayer
 from galvatron_hf.plan.resolved import ResolvedStage
@@ -64,6 +64,7 @@ def parallelize_layers(
                 stack.per_head,
                 crosses=name in stack.cross,
             )
+        attach_own_bias(block)
         if resolved.strategy.tensor > 1:
             draw_inner_dropout(block)
         key_adapter_dropout(block, stack)

@@ -36,6 +36,9 @@ from galvatron_hf.plan.layout import AttentionHeads
 from galvatron_hf.utils.compat import set_parameter_tensor
 
 
+_READ = ("key_value_states", "encoder_hidden_states")  # what the families call the states that cross-attention reads
+
+
 @dataclass(frozen=True, kw_only=True)
 class LocalParameter:
     """Gives the local view of a DTensor parameter while its module computes.
@@ -184,8 +187,9 @@ def _gather_region_input(region: nn.Module, group: dist.ProcessGroup, megatron_s
     def pre_hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if getattr(vars(module).get("forward"), "is_computed", False):
             return args, kwargs  # its result exists already
-        if kwargs.get("key_value_states") is not None:
-            kwargs = {**kwargs, "key_value_states": enter(kwargs["key_value_states"], group)}
+        for name in _READ:
+            if kwargs.get(name) is not None:
+                kwargs = {**kwargs, name: enter(kwargs[name], group)}
         if args:
             return (enter(args[0], group), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": enter(kwargs["hidden_states"], group)}
