@@ -105,6 +105,7 @@ def test_more_families_under_tensor_and_sequence_ranks():
         "phi3": case_of("phi3", TOKEN, "four"),
         "llama, answers": case_of("llama", ANSWER, "1f1b", with_positions),
         "nanochat": case_of("nanochat", "causal-lm", "mixed"),
+        "hidden states scaled before the head": case_of("minicpm3", "causal-lm", "mixed"),
         "eager": case_of("bert", TOKEN, "mixed", attn_implementation="eager"),
     }
     check_cases(4, cases, evaluation=False)

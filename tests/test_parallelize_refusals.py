@@ -46,14 +46,6 @@ def experts(family: str, **options):
     return lambda: EXPERT_FAMILIES[family].build(**options)
 
 
-def bert():
-    return transformers.BertForMaskedLM(
-        transformers.BertConfig(
-            vocab_size=97, hidden_size=32, intermediate_size=40, num_hidden_layers=LAYERS, num_attention_heads=8
-        )
-    )
-
-
 def without_head():
     return FAMILIES["llama"].build().model
 
@@ -85,7 +77,6 @@ def llama_like(prefix: str, **options):
 
 
 S, V = LayerStrategy, VocabularyStrategy
-LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=8)
 
 
 def with_a_weight_more():
@@ -106,7 +97,7 @@ VIRTUAL = tuple(Stage(ranks=(2 * (i % 2), 2 * (i % 2) + 1), layers=(i, i + 1)) f
 # Model, plan, and what the sentence must say.
 REFUSED: dict[str, tuple] = {
     "encoder-decoder": (longt5, DATA, ["LongT5", "encoder-decoder", "without an adapter", "bart"]),
-    "experts without a table": (jetmoe, TENSOR, ["Layer 0", "JetMoe", "base_model_tp_plan", "use tensor 1"]),
+    "experts without a table": (jetmoe, TENSOR, ["Layer 0", "JetMoe", "no table names the modules", "use tensor 1"]),
     "experts of a dense layer": (experts("deepseek_v3"), uniform(4, expert=2), ["Layer 0", "no experts", "expert 1"]),
     "experts of a dense model": (llama(), uniform(4, expert=2), ["Layer 0", "Llama", "no experts", "expert 1"]),
     "more ranks than experts": (
@@ -124,7 +115,11 @@ REFUSED: dict[str, tuple] = {
         uniform(4, ulysses=2),
         ["MiniMax", "kinds", "attention", "use ulysses 1"],
     ),
-    "no tensor-parallel plan": (bert, TENSOR, ["BertForMaskedLM", "base_model_tp_plan", "use tensor 1"]),
+    "a mask of another kind": (
+        lambda: tiny_model("deberta-v2", task="masked-lm"),
+        TENSOR,
+        ["DebertaV2ForMaskedLM", "a mask of their own kind", "use tensor 1"],
+    ),
     "an embedding cut beside whole rows": (
         lambda: tiny_model("opt"),
         dataclasses.replace(DATA, embedding=V(tensor=2), head=V(tensor=2)),
@@ -174,11 +169,6 @@ REFUSED: dict[str, tuple] = {
         dataclasses.replace(TWO_STAGES, schedule="zero_bubble"),
         ["layer 0", "'zero3'", "use 'zero2'"],
     ),
-    "hidden states scaled before the head": (
-        llama_like("MiniCPM3", num_key_value_heads=8, **LATENT),
-        TENSOR,
-        ["MiniCPM3ForCausalLM", "between the decoder and the head", "use tensor 1"],
-    ),
     "layers without attention": (
         llama_like(
             "Qwen3_5",
@@ -189,7 +179,7 @@ REFUSED: dict[str, tuple] = {
             linear_num_value_heads=8,
         ),
         TENSOR,
-        ["without 'self_attn'", "use tensor 1"],
+        ["'position_embeddings', which has no layout", "use tensor 1"],
     ),
     "positions masked by an index": (
         lambda: tiny_model("deepseek_v32"),
