@@ -192,6 +192,13 @@ def count_layers_of_both(config: PreTrainedConfig) -> int:
     return config.encoder_layers + config.decoder_layers
 
 
+def has_both_stacks(model: PreTrainedModel) -> bool:
+    """Tells whether a model is an encoder-decoder; a family may have heads on its encoder alone."""
+    if not model.config.is_encoder_decoder:
+        return False
+    return model.config.model_type not in _FAMILIES or hasattr(base_model(model), DECODER)
+
+
 def encoder_decoder_adapter(model: PreTrainedModel) -> ModelAdapter:
     """Returns the adapter of an encoder-decoder; ValueError if its family has none."""
     name, make = type(model).__name__, _FAMILIES.get(model.config.model_type)

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from galvatron_hf.models.adapter import LogitTransform, ModelAdapter, base_model
-from galvatron_hf.models.encoder_decoders import count_layers_of_both, encoder_decoder_adapter
+from galvatron_hf.models.encoder_decoders import count_layers_of_both, encoder_decoder_adapter, has_both_stacks
 from galvatron_hf.models.family_checks import (
     check_attention,
     check_end_of_encoder_decoder,
@@ -53,7 +53,7 @@ def adapter_for(model: PreTrainedModel) -> ModelAdapter:
     check_adapters(model)
     model = inner_model(model)
     check_kind(model)
-    if model.config.is_encoder_decoder:
+    if has_both_stacks(model):
         adapter = encoder_decoder_adapter(model)
         check_structure(model, adapter)
         check_end_of_encoder_decoder(model, adapter)
