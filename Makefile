@@ -3,11 +3,11 @@
 #   TORCH_INDEX_URL=...      where torch comes from, e.g. https://download.pytorch.org/whl/cpu on a machine without
 #                            a GPU, where the default build would download several gigabytes it cannot use
 #   PYTEST_ARGS=...          passed on to pytest
-#   WORKERS=2                processes that run tests; each runs whole files
+#   WORKERS=3                processes that run tests; each runs whole files, and some tests wait more than they compute
 PYTHON ?= python3
 TORCH_INDEX_URL ?=
 PYTEST_ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 QUICKSTART_DIR ?= output/quickstart
 
 BIN := .venv/bin
@@ -28,7 +28,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make quickstart   train a small Llama on the standard library's source with 4 CPU ranks"
 	@echo "make notebooks    execute the notebooks and save their outputs"
-	@echo "make families     try every model of transformers with the heads of six tasks, write docs/families*.md"
+	@echo "make families     try every model of transformers with the heads of eight tasks, write docs/families*.md"
 	@echo "make test         the fast tests"
 	@echo "make test-slow    the slow tests"
 	@echo "make test-float8  the tests of float8, after installing torchao"

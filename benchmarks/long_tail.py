@@ -16,11 +16,21 @@ step has two documents a rank, except for `trl`. Modes:
                all rows of a rank, and the mask grows with the square, so one row is the fastest
     ours       GalvatronTrainer, layers replicated
 
+Modes in which a rank holds `--tokens` tokens in a micro-batch, by default a quarter of the cap, so that no rank holds
+the longest documents (`--modes dynamic dynamic_again context2 context4 ulysses2 ulysses4 recompute`):
+
+    dynamic    GalvatronTrainer, packing="dynamic": ranks share long documents, in groups chosen for each micro-batch
+    contextN   packing="static", N ranks share a document in a ring
+    splitN     the same, and all N ranks share each document, short ones too, as context parallelism elsewhere does
+    ulyssesN   packing="static", N ranks exchange tokens of each document for heads
+    recompute  packing="static", each rank has whole documents of up to the cap, and computes each layer again
+
 Each mode is one training run in processes of its own, which are stopped while the others run. A round is a turn of
 each mode: `--steps` steps of padded and again, at least `--fast_steps` of the others. (In 5 rounds of 5 steps, grouped
 passes twice through 100 documents, from long to short.) Speed is the useful tokens of a turn / its wall time, until
-the slowest rank is done; "all" is the speed over all turns. Padded and ours draw the same global batches, and their
-losses are compared.
+the slowest rank is done; "all" is the speed over all turns. Padded, ours and the modes above draw the same global
+batches, and their losses are compared. With `--mbit` two ranks each are on a host, and a link of so many megabits/s
+joins the hosts (hosts.py).
 
 The dense masks of padded rows are kept for the backward by each layer, rows * cap^2 * 4 bytes (2 in bf16). From the
 cap `--recompute_from` on, every layer is recomputed in all modes, so that only one layer's mask is kept at a time.
@@ -42,8 +52,9 @@ import time
 import datasets
 import torch.fx.experimental.symbolic_shapes  # noqa: F401  the first backward imports it: once here, not in each rank
 from cpu_quota import CpuQuota, QuotaError, cpu_quotas
+from hosts import HostError, two_hosts
 from interleaved_worlds import Ending, Turn, World
-from long_tail_modes import MODES, VOCABULARY, Corpus, Setting, build, load_corpora, make_trainer
+from long_tail_modes import MODES, SHARING, VOCABULARY, Corpus, Setting, build, load_corpora, make_trainer
 from step_profile import StepProfile
 
 
@@ -80,13 +91,15 @@ def turn_steps(cap: int, options: argparse.Namespace) -> dict[str, int]:
 def speed_table(turns: dict[str, list[Turn]]) -> str:
     """Returns a table with a line for each mode."""
     total = {mode: overall(mode_turns) for mode, mode_turns in turns.items()}
-    lines = ["  mode       steps  tokens/s  [lowest, highest]     all  ours / it  it / padded"]
+    ours = "dynamic" if "dynamic" in turns else "ours"
+    lines = [f"  mode           steps  tokens/s  [lowest, highest]     all  {ours} / it  it / padded"]
     for mode, mode_turns in turns.items():
         speeds = [turn.speed for turn in mode_turns]
         steps = sum(len(turn.tokens) for turn in mode_turns)
         lines.append(
-            f"  {mode:9s}  {steps:5d}  {statistics.median(speeds):8.0f}  [{min(speeds):6.0f}, {max(speeds):7.0f}]"
-            f"  {total[mode]:6.0f}  {quotient(total, 'ours', mode):>9s}  {quotient(total, mode, 'padded'):>11s}"
+            f"  {mode:13s}  {steps:5d}  {statistics.median(speeds):8.0f}  [{min(speeds):6.0f}, {max(speeds):7.0f}]"
+            f"  {total[mode]:6.0f}  {quotient(total, ours, mode):>{len(ours) + 5}s}"
+            f"  {quotient(total, mode, 'padded'):>11s}"
         )
     return "\n".join(lines)
 
@@ -110,6 +123,13 @@ def comparisons(turns: dict[str, list[Turn]], endings: dict[str, Ending], warmup
     if "padded" in turns and "ours" in turns:
         lines += same_batches(turns["padded"], turns["ours"])
         lines += same_losses(endings["padded"].losses, endings["ours"].losses, warmup)
+    for mode in turns:
+        if "dynamic" in turns and mode in SHARING[1:]:
+            ratios = [one.speed / it.speed for one, it in zip(turns["dynamic"], turns[mode], strict=True)]
+            pairs = list(zip(endings["dynamic"].losses, endings[mode].losses, strict=False))
+            largest = max(abs(one - other) / abs(one) for one, other in pairs)
+            spread = f"{statistics.median(ratios):.3f} [{min(ratios):.3f}, {max(ratios):.3f}]"
+            lines.append(f"  dynamic / {mode} by round: median {spread}; losses of {len(pairs)} steps: {largest:.1e}")
     return lines
 
 
@@ -160,7 +180,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--caps", type=int, nargs="+", default=[2048, 4096, 8192, 16384])
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
-    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES + SHARING)
     parser.add_argument("--rounds", type=int, default=5, help="turns of each mode")
     parser.add_argument("--steps", type=int, help="of a padded turn; by default 3 at 2K, 2 at 4K, else 1")
     parser.add_argument("--fast_steps", type=int, default=5, help="least of a turn of the other modes")
@@ -172,6 +192,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--recompute_from", type=int, default=8192, help="the cap from which layers are recomputed")
     parser.add_argument("--share", type=float, default=0.5, help="of a core, for each rank")
     parser.add_argument("--period_ms", type=float, default=10.0, help="in which each rank gets its share once")
+    parser.add_argument(
+        "--tokens", type=int, help="of a rank in the modes that share; by default a quarter of the cap"
+    )
+    parser.add_argument("--mbit", type=float, default=0.0, help="a second, between two hosts; 0: one host")
     parser.add_argument("--cache", default=os.path.join(tempfile.gettempdir(), "galvatron-long-tail"))
     parser.add_argument("--profile", action="store_true", help="of ours alone: where its time goes")
     options = parser.parse_args()
@@ -193,6 +217,8 @@ def main() -> None:
                 folder = stack.enter_context(tempfile.TemporaryDirectory())
                 quotas = cpu_quotas("galvatron-long-tail", options.ranks, options.share, options.period_ms)
                 groups = stack.enter_context(quotas)
+                if options.mbit:
+                    groups = stack.enter_context(two_hosts(groups, options.mbit))
                 setting = Setting(
                     corpus=corpus,
                     bf16=dtype == "bf16",
@@ -202,6 +228,7 @@ def main() -> None:
                     layers=options.layers,
                     hidden=options.hidden,
                     folder=folder,
+                    tokens=options.tokens or corpus.cap // 4,
                 )
                 print(describe(corpus, setting), flush=True)
                 (profile_ours if options.profile else compare)(setting, groups, options)
@@ -212,5 +239,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except QuotaError as error:
+    except (QuotaError, HostError) as error:
         sys.exit(str(error))

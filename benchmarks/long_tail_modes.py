@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset, DatasetDict, load_from_disk
 from transformers import (
@@ -25,9 +26,12 @@ from transformers import (
 from data.python_stdlib import NAME, load_python_stdlib
 from data.text import cached, documents_to_rows, fingerprint, train_tokenizer
 from galvatron_hf import GalvatronTrainer, GalvatronTrainingArguments, ParallelPlan
+from galvatron_hf.data import context_placement
 
 
 MODES = ("padded", "again", "grouped", "rebalance", "trl", "ours")
+# Plans under which ranks share documents, or under which one rank holds the longest by recompute.
+SHARING = ("dynamic", "dynamic_again", "context2", "context4", "split4", "ulysses2", "ulysses4", "recompute")
 SAMPLING = {"grouped": "group_by_length", "rebalance": "batch_rebalance"}
 VOCABULARY = 4000  # the length of no row, so that a profile tells the head's operators by it
 
@@ -55,7 +59,8 @@ class Setting:
         corpus ([`Corpus`]): the documents.
         bf16 (`bool`): whether to compute in bf16.
         ranks, rows (`int`): processes, and documents on each in a step.
-        recompute (`bool`): whether every layer is computed again in the backward.
+        recompute (`bool`): whether every layer is computed again in the backward, but for the modes of `SHARING`.
+    tokens (`int`): that a rank holds in a micro-batch in the modes of `SHARING` without recompute.
         layers, hidden (`int`): sizes of the model, whose heads have 32 dimensions.
         folder (`str`): output folder of the trainers.
     """
@@ -68,6 +73,7 @@ class Setting:
     layers: int
     hidden: int
     folder: str
+    tokens: int = 0
 
 
 def load_corpora(caps: list[int], cache: str) -> list[Corpus]:
@@ -105,6 +111,8 @@ def make_trainer(mode: str, setting: Setting, steps: int) -> tuple[Trainer, list
         plan = ParallelPlan.uniform(setting.ranks, setting.layers, sharding="replicate", recompute=recompute)
         args = GalvatronTrainingArguments(**arguments, parallel_plan=plan, packing="static")
         trainer = GalvatronTrainer(model, args, train_dataset=documents, data_collator=collator)
+    elif mode in SHARING:
+        trainer = sharing_trainer(mode, setting, model, arguments, collator)
     elif mode == "trl":
         documents, collator = pack_as_trl(setting.corpus)
         require_separate_documents(model, collator)
@@ -117,6 +125,34 @@ def make_trainer(mode: str, setting: Setting, steps: int) -> tuple[Trainer, list
         trainer = Trainer(model, TrainingArguments(**arguments), train_dataset=documents, data_collator=collator)
     trainer.remove_callback(PrinterCallback)
     return trainer, count_tokens(collator)
+
+
+def sharing_trainer(
+    mode: str, setting: Setting, model: LlamaForCausalLM, arguments: dict[str, Any], collator: Callable
+) -> Trainer:
+    """Returns a trainer of a mode of `SHARING`. With recompute a rank holds the longest document."""
+    strategy: dict[str, Any] = {"sharding": "replicate"}
+    tokens, packing = setting.tokens, "dynamic" if mode.startswith("dynamic") else "static"
+    if mode == "recompute":
+        strategy["recompute"], tokens = "full", setting.corpus.cap
+    elif mode.startswith(("context", "split")):
+        strategy["context"] = int(mode[-1])
+        if mode.startswith("split"):
+            context_placement._share_out = shared_by_all
+    elif mode.startswith("ulysses"):
+        strategy["ulysses"] = int(mode[-1])
+        tokens *= strategy["ulysses"]  # of a pack, which its ranks split
+    plan = ParallelPlan.uniform(setting.ranks, setting.layers, **strategy)
+    arguments |= {"activation_checkpointing": False}
+    args = GalvatronTrainingArguments(**arguments, parallel_plan=plan, packing=packing, max_tokens_per_rank=tokens)
+    return GalvatronTrainer(model, args, train_dataset=setting.corpus.documents, data_collator=collator)
+
+
+def shared_by_all(
+    members: np.ndarray, lengths: np.ndarray, shares: np.ndarray, context: int, *others: Any
+) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Has all ranks of a block share each document, short ones too, as context parallelism elsewhere does."""
+    return [()] * context, sorted(members.tolist())
 
 
 def build(setting: Setting) -> LlamaForCausalLM:

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from galvatron_hf import ModelProfile, ParallelPlan, parallelize, profile_model
-from galvatron_hf.parallel.activation.documents import Documents
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.plan import Precision
+from galvatron_hf.plan.deal import Deal
 
 
 VOCABULARY, LAYERS = 8000, 8
@@ -83,7 +83,7 @@ def compare(profile: ModelProfile, real: list[float], tokens: int, length: int) 
 def micro_batch_ms(parallel: ParallelModel, tokens: int, length: int) -> list[float]:
     """Returns the medians of forward and backward in ms of CPU time."""
     ids = torch.randint(0, VOCABULARY, (1, tokens))
-    documents = Documents(bounds=tuple(range(0, tokens + 1, length)), cuts=(0, tokens))
+    documents = Deal.of_documents(bounds=tuple(range(0, tokens + 1, length)), cuts=(0, tokens))
     positions = torch.arange(tokens).remainder(length)[None]
     taken = []
     for _ in range(TURNS):

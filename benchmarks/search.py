@@ -97,7 +97,7 @@ def described(name: str, results: list[SearchResult]) -> dict[str, Any]:
         "case": name,
         "seconds": statistics.median(seconds),
         "seconds_range": [min(seconds), max(seconds)],
-        "branches": first.problems,
+        "branches": first.cuts,
         "solved": first.solved,
         "states": first.states,
         "memory_quantum_bytes": 1,

@@ -146,6 +146,11 @@ def step_traffic(plan: ParallelPlan, model: ModelShape, *, rows: int, length: in
             f"The plan has {len(plan.stages)} pipeline stages, whose traffic has no formula yet; give a plan of one "
             "stage, such as that of a stage's ranks and layers."
         )
+    if plan.shares_documents:
+        raise ValueError(
+            "The plan has ranks share documents of packed rows, and what is sent follows from their lengths; give a "
+            "plan with context=1 and without sequence_groups."
+        )
     if plan.num_layers != len(model.layers):
         raise ValueError(
             f"The plan has {plan.num_layers} layers and the model has {len(model.layers)}; make a plan for "

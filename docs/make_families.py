@@ -1,7 +1,7 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
 """
-Tries every model type of the installed transformers with the heads of seven tasks, and writes `docs/families.md` and
+Tries every model type of the installed transformers with the heads of eight tasks, and writes `docs/families.md` and
 its neighbours; `make families` runs it, in about ten minutes on two cores for causal language models alone.
 
     python docs/make_families.py [--task TASK ...] [--only llama mixtral ...]
@@ -58,6 +58,11 @@ PAGES = {
         "AutoModelForImageClassification",
         "classifiers of images",
     ),
+    "audio-classification": (
+        ROOT / "docs" / "families-audio-classification.md",
+        "AutoModelForAudioClassification",
+        "classifiers of recordings",
+    ),
 }
 PAGE = PAGES[CAUSAL_LM][0]
 # Names of classes, which differ between model types that are refused for one reason.
@@ -72,8 +77,8 @@ Which {kind} of transformers run under a plan, which are refused, and how far gr
 all {count} model types that `{auto_class}` knows.
 
 Each type is tried with a tiny configuration of {layers} layers and random weights. Two CPU ranks compute one training
-step in fp32 on a padded batch, or on images, under one plan of each kind. Loss, gradients and clipped norm are
-compared with those of plain transformers on one process:
+step in fp32 on a padded batch, on images or on recordings, under one plan of each kind. Loss, gradients and clipped
+norm are compared with those of plain transformers on one process:
 
 | kind | plan of two ranks |
 |---|---|
@@ -86,7 +91,8 @@ compared with those of plain transformers on one process:
 A family whose layers no adapter cuts runs on whole rows, if tensor, Ulysses and context degrees are 1: its own forward
 computes a rank's rows from token ids to logits. How it runs its layers is found out by a run of that forward with
 stand-ins for layers and head. Pipelines need layers that pass on their hidden states alone. Documents are not packed
-in these families. `galvatron search` and `parallel_plan="auto"` plan those of them that [models](models.md) names.
+if a family's layers are not cut. `galvatron search` and `parallel_plan="auto"` plan those of them that
+[models](models.md) names.
 
 A number in the table is the largest error of a gradient's entry, relative to the largest entry of its tensor or, if
 that is more, to a hundredth of the norm of all gradients; over 1e-5 is wrong. A type that runs here may still be

@@ -117,6 +117,7 @@ def two_stacks(
     lists: Sequence[Sequence[int]] = ((0, 1, 2, 3),),
     cuts: Sequence[int] = (),
     ends: VocabularyStrategy | None = None,
+    head: VocabularyStrategy | None = None,
     **options: Any,
 ) -> ParallelPlan:
     """Returns a plan of both stacks with a stage for each list of ranks; `cuts` are where later stages begin."""
@@ -130,7 +131,7 @@ def two_stacks(
             Stage(ranks=tuple(ranks), layers=(bounds[index], bounds[index + 1])) for index, ranks in enumerate(lists)
         ),
         embedding=ends or VocabularyStrategy(),
-        head=ends or VocabularyStrategy(),
+        head=head or ends or VocabularyStrategy(),
         **options,
     )
 

@@ -109,10 +109,12 @@ def plans_of(model: PreTrainedModel, adapter: ModelAdapter) -> dict[str, Paralle
 
 
 def batch_of(model: PreTrainedModel, task: str) -> dict[str, torch.Tensor]:
-    """Returns a padded batch with the labels of a task, or images with theirs."""
+    """Returns a padded batch with the labels of a task, or images or recordings with theirs."""
     if task == "image-classification":
         images = torch.randn(6, *image_shape(model), generator=torch.Generator().manual_seed(5))
         return {"pixel_values": images, "labels": torch.arange(6) % LABELS}
+    if task == "audio-classification":
+        return recordings()
     batch = BATCHES["right"]()
     ids, mask = batch["input_ids"], batch["attention_mask"]
     if task == "sequence-classification":
@@ -129,6 +131,13 @@ def batch_of(model: PreTrainedModel, task: str) -> dict[str, torch.Tensor]:
         batch["labels"] = batch["labels"][:, :7].contiguous()
         batch["decoder_input_ids"] = decoder_ids_of_labels(model, batch["labels"])
     return batch
+
+
+def recordings(rows: int = 6, samples: int = 2000) -> dict[str, torch.Tensor]:
+    """Returns recordings of different lengths with labels."""
+    values = torch.randn(rows, samples, generator=torch.Generator().manual_seed(5))
+    mask = (torch.arange(samples) < torch.tensor([samples - 200 * (row % 4) for row in range(rows)])[:, None]).long()
+    return {"input_values": values * mask, "attention_mask": mask, "labels": torch.arange(rows) % LABELS}
 
 
 def run_family(model_type: str, task: str = CAUSAL_LM) -> Family:

@@ -39,7 +39,15 @@ PAD = 3
 # Wall-clock, and where the plain Trainer prepared its model.
 _TIMES = ("runtime", "per_second", "preparation_time")
 # What only packing logs.
-_OF_PACKING = ("padding_percent", "predicted_imbalance", "planner_ms", "planner_hidden")
+_OF_PACKING = (
+    "padding_percent",
+    "imbalance",
+    "planner_",
+    "shared_tokens_percent",
+    "group_ranks",
+    "steps_with",
+    "steps_under",
+)
 _EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
 
 

@@ -17,7 +17,7 @@ from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.estimate import Estimate, estimate_solution, priced_shape, stage_costs
 from galvatron_hf.planner.option_costs import OptionCosts
 from galvatron_hf.planner.solver.problem import Solution
-from galvatron_hf.planner.space import Limits, layer_strategies, vocabulary_strategies
+from galvatron_hf.planner.space import Limits, context_degrees, layer_strategies, vocabulary_strategies
 from galvatron_hf.profiler.profiles.hardware import KINDS, HardwareProfile, Link
 from galvatron_hf.profiler.profiles.layers import EndProfile, ExpertsProfile, ExpertTimes, LayerProfile, TimeFit, Times
 from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
@@ -138,6 +138,7 @@ def random_model(
         else {},
         collective_launch_ms=float(draw.uniform(0, 0.1)) if seed % 2 else 0.0,
         router_loss=experts,
+        shares_documents=True,
         expert_imbalance={2: 1.25} if experts and seed % 2 else {},
     )
 
@@ -161,12 +162,16 @@ def random_experts(draw: np.random.Generator) -> ExpertsProfile:
     return ExpertsProfile(count=4, top_k=2, degrees={degree: times() for degree in (1, 2, 4)})
 
 
-def workload(rows: int, length: int = 8) -> Workload:
-    return Workload(rows=rows, length=length, precision=Precision())
+def workload(rows: int, length: int = 8, packed: bool = False) -> Workload:
+    return Workload(rows=rows, length=length, precision=Precision(), packed=packed)
 
 
-def every_plan(hardware: HardwareProfile, model: ModelProfile, rows: int, limits: Limits) -> Iterator[ParallelPlan]:
-    """Enumerates all plans of the space: any number of micro-batches, any cut, up to three equal virtual stages."""
+def every_plan(
+    hardware: HardwareProfile, model: ModelProfile, rows: int, limits: Limits, packed: bool = False
+) -> Iterator[ParallelPlan]:
+    """Enumerates all plans of the space: any number of micro-batches, any cut, up to three equal virtual stages. All
+    layers have one context degree, which is 1 unless rows are `packed`.
+    """
     world, layers = hardware.world_size, len(model.layers)
     most = min(limits.virtual_stages, 3)
     for pipeline, virtual in itertools.product(range(1, 1 + min(world, layers)), range(1, 1 + most)):
@@ -177,7 +182,10 @@ def every_plan(hardware: HardwareProfile, model: ModelProfile, rows: int, limits
         if limits.pipeline and pipeline not in limits.pipeline or virtual > 1 and (pipeline == 1 or not uniform):
             continue
         ranks = world // pipeline
-        strategies: list[LayerStrategy] = [one for one, _ in layer_strategies(ranks, model, limits)]
+        degrees = context_degrees(ranks, model, packed, limits)
+        alike: list[list[LayerStrategy]] = [
+            [one for one, _ in layer_strategies(ranks, model, limits, context)] for context in degrees
+        ]
         vocabulary: list[VocabularyStrategy] = vocabulary_strategies(ranks, model, limits)
         for cut in itertools.combinations(range(1, share), pipeline - 1):
             bounds = (0, *cut, share)
@@ -189,7 +197,8 @@ def every_plan(hardware: HardwareProfile, model: ModelProfile, rows: int, limits
                 for number in range(virtual)
                 for index in range(pipeline)
             )
-            chosen = itertools.product(itertools.product(strategies, repeat=share), vocabulary, vocabulary)
+            of_layers = itertools.chain(*(itertools.product(strategies, repeat=share) for strategies in alike))
+            chosen = itertools.product(of_layers, vocabulary, vocabulary)
             for (of_layers, embedding, head), count in itertools.product(chosen, range(1, rows + 1)):
                 if model.tied and (embedding.tensor != head.tensor or (pipeline == 1 and embedding != head)):
                     continue
@@ -223,12 +232,13 @@ def every_estimate(
     so that each degree has its own problem.
     """
     problems: dict[tuple[StepShape, int], PlanProblem] = {}
-    for plan in every_plan(hardware, model, work.rows, limits):
+    for plan in every_plan(hardware, model, work.rows, limits, work.packed):
         shape = priced_shape(hardware, model, work, plan)
         key = shape, plan.embedding.tensor if model.tied else 0
         if key not in problems:
             costs = stage_costs(hardware, model, work, plan, shape)
-            strategies = [one for one, data in layer_strategies(costs.ranks, model, limits) if data <= shape.rows]
+            strategies = layer_strategies(costs.ranks, model, limits, shape.context)
+            strategies = [one for one, data in strategies if data <= shape.rows]
             ends = vocabulary_strategies(costs.ranks, model, limits)
             ends = [end for end in ends if not model.tied or end.tensor == plan.embedding.tensor]
             options = OptionCosts(costs, shape.pipeline, strategies, ends, ends)

@@ -202,7 +202,10 @@ def test_whole_steps_have_stretched_the_profile(ranks, tmp_path):
         assert all(LEAST <= factor <= MOST for factor in one.values())
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", pytest.param("llama_tied", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param("gpt2", marks=pytest.mark.slow), "llama", pytest.param("llama_tied", marks=pytest.mark.slow)],
+)
 def test_no_strategy_of_the_space_is_refused_by_the_runtime(family):
     """GPT-2 has tied ends, and biases, which tensor and sharding ranks cannot always share; Llama has neither."""
     model = FAMILIES[family].build()

@@ -20,8 +20,9 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from galvatron_hf.cli.data import flops, histogram, summary
 from galvatron_hf.cli.main import main
 from galvatron_hf.data import named_dataset
-from galvatron_hf.data.cost import SequenceCost
+from galvatron_hf.data.cost import GroupCost, SequenceCost, assumed_sharing
 from galvatron_hf.data.forecast import DataWorkload, forecast_modes
+from galvatron_hf.data.group_placement import place_groups
 from galvatron_hf.data.placement import place
 
 
@@ -79,7 +80,7 @@ def test_padded_modes_are_those_of_loaders_that_pad(number, order, micro_batches
 
 def test_packed_mode_places_the_batches_of_the_padded_one():
     workload = DataWorkload(batch_size=32, ranks=4, max_tokens=700, steps=99, seed=5)
-    padded, _, packed = forecast_modes(LENGTHS, workload, COST)
+    padded, _, packed, _ = forecast_modes(LENGTHS, workload, COST)
     batches = [LENGTHS[rows] for rows in BatchSampler(_random(), 32, drop_last=True)]
     placements = [place(batch, 4, COST, max_tokens=700) for batch in batches]
     seconds = sum(placed.seconds(batch, COST) for placed, batch in zip(placements, batches, strict=True))
@@ -92,13 +93,42 @@ def test_packed_mode_places_the_batches_of_the_padded_one():
 
 def test_one_small_batch_is_packed_as_well_as_can_be():
     lengths = np.array([900, 500, 400, 300, 200, 100])
-    packed = forecast_modes(lengths, DataWorkload(batch_size=6, ranks=2), COST)[-1]
+    packed = forecast_modes(lengths, DataWorkload(batch_size=6, ranks=2), COST)[2]
     costs = COST.seconds(lengths)
     best = min(
         max(costs[list(side)].sum(), costs[[not s for s in side]].sum()) for side in product([True, False], repeat=6)
     )
     assert packed.cost == pytest.approx(best, rel=1e-12)
     assert packed.imbalance == pytest.approx(best / costs.sum() * 2, rel=1e-12)
+
+
+def test_dynamic_groups_hold_what_no_rank_does():
+    """Costs and shares are counted anew from the placements, and the fewest tokens of a rank still suffice."""
+    lengths = np.array([4000, 900, 500, 400, 300, 200, 100, 50] * 4)
+    workload = DataWorkload(batch_size=8, ranks=4, max_tokens=1200, seed=3)
+    (dynamic,) = forecast_modes(lengths, workload, COST)
+    assert dynamic.mode == "dynamic" and dynamic.useful_tokens == lengths.sum() and dynamic.padding == 0
+    groups = GroupCost(sequence=COST, sharing={"ring": assumed_sharing(COST)})
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(3)).numpy().reshape(4, 8)
+    cost, shared, largest = 0.0, 0, 1
+    for batch in lengths[order]:
+        placement = place_groups(batch, 4, groups, max_tokens=1200)
+        for pairs in placement.micro_batches:
+            loads = np.zeros(4)
+            for document, ranks in pairs:
+                loads[list(ranks)] += groups.seconds(batch[[document]], len(ranks))
+                shared += int(batch[document]) if len(ranks) > 1 else 0
+                largest = max(largest, len(ranks))
+            cost += loads.max()
+    assert dynamic.cost == pytest.approx(cost, rel=1e-12) and largest == dynamic.largest_group == 4
+    assert dynamic.shared_tokens == pytest.approx(shared / lengths.sum(), rel=1e-12)
+
+
+def test_a_dataset_that_no_rank_holds_is_said_to_need_groups(tmp_path, capsys):
+    (tmp_path / "lengths").write_text("\n".join(["4000", "900", "500", "400"] * 2))
+    assert main(["data", str(tmp_path / "lengths"), "--batch-size", "4", "--ranks", "4", "--max-tokens", "1200"]) == 0
+    printed = capsys.readouterr().out
+    assert "only packing='dynamic' trains all sequences" in printed and "up to 4 ranks" in printed
 
 
 def test_only_as_many_batches_as_asked_for_are_looked_at():
@@ -252,7 +282,7 @@ def test_a_terminal_without_unicode_gets_plain_bars(tmp_path, monkeypatch):
         (["lengths.txt", "--ranks", "0"], "ranks=0 is less than 1"),
         (["lengths.txt", "--steps", "0"], "steps=0 is less than 1"),
         (["lengths.txt", "--max-length", "0"], "max_length=0 is less than 1"),
-        (["lengths.txt", "--max-tokens", "7"], "max_tokens=7 is less than the longest sequence"),
+        (["lengths.txt", "--max-tokens", "7"], "max_tokens=7 on each of 8 ranks is less than the longest sequence"),
         (["lengths.txt", "--layers", "0"], "layers=0 is less than 1"),
         (["lengths.txt", "--cost", "1,2"], "not three numbers of seconds"),
         (["lengths.txt", "--cost", "0,0,0"], "is zero for every sequence"),

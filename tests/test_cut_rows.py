@@ -82,6 +82,7 @@ def test_encoders_under_tensor_and_sequence_ranks():
     check_cases(4, cases)
 
 
+@pytest.mark.slow
 def test_decoders_with_other_heads_under_tensor_and_sequence_ranks():
     cases = {
         "positions of rows": case_of("llama", SEQUENCE, "mixed", with_positions),

@@ -60,6 +60,7 @@ def all_at_the_first_experts(implementation: str) -> Reference:
     return reference(model, BATCHES["plain"]())
 
 
+@pytest.mark.slow
 def test_ranks_to_which_no_row_comes():
     cases, received = {}, {}
     for implementation in IMPLEMENTATIONS:

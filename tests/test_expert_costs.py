@@ -154,6 +154,7 @@ def test_a_recompute_gathers_no_weights_again():
 # ---- What is held ----
 
 
+@pytest.mark.slow
 def test_weights_gradients_and_optimizer_state_of_experts():
     model = EXPERT_FAMILIES["mixtral"].build(num_hidden_layers=1)
 

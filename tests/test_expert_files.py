@@ -244,6 +244,7 @@ def _changed(plain: Path, folder: Path, *removed: str, **added: torch.Tensor) ->
     return folder
 
 
+@pytest.mark.slow
 def test_other_forms_are_loaded_and_incomplete_ones_refused_by_name(tmp_path):
     plain = EXPERT_FAMILIES["mixtral"].build()
     plan = family_plans(plain)["expert_4"]

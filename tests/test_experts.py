@@ -280,6 +280,7 @@ MUTATIONS = {
 ADD = RouterStatistics.add
 
 
+@pytest.mark.slow
 def test_every_injected_error_is_seen():
     wanted = oracle_of("mixtral")
 

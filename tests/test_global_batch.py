@@ -17,7 +17,7 @@ from galvatron_hf.parallel.model_runner import ModelRunner
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.trainer import arguments as trainer_arguments
 from galvatron_hf.trainer import start
-from galvatron_hf.trainer.arguments import check_arguments
+from galvatron_hf.trainer.argument_refusals import check_arguments
 from galvatron_hf.trainer.data import global_batches
 from packing_runs import tokenizer
 from plans import light_plan

@@ -50,6 +50,7 @@ def case_of(model_type: str, task: str, plan: str, make_batch=batch_of, **change
     return reference(model, make_batch(model, task)), PLANS[plan]
 
 
+@pytest.mark.slow
 def test_every_head_of_a_family_with_segments():
     cases = {
         "rows": case_of("bert", SEQUENCE, "one stage", batch_with_types),
@@ -152,6 +153,7 @@ def trained(task: str, rows: type[Labelled], collator, **more: Any) -> oracle.Ca
 EVALUATED = dict(eval_strategy="steps", eval_steps=2)
 
 
+@pytest.mark.slow
 def test_trainer_with_a_classifier():
     """Losses, updates, evaluation and predictions of plain Trainer."""
     case = functools.partial(trained, SEQUENCE, Labelled, collate_labelled, after=predictions)

@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, default_data_collator
+import torch.distributed as dist
+from transformers import ViTConfig, ViTForImageClassification, default_data_collator
 
 import oracle
 from equivalence import reference
 from family_runs import batch_of
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.parallel.parallelize import parallelize
-from galvatron_hf.plan import Precision
-from galvatron_hf.profiler.trace.small_models import search_obstacle
+from galvatron_hf.plan import ParallelPlan, Precision
 from ranks import run_ranks
 from test_cut_rows import PLANS
 from test_heads import EVALUATED, predictions
 from test_parallelize import check_cases
 from tiny_configurations import LABELS, tiny_model
-from trainer_runs import on_ranks, run
+from trainer_runs import on_ranks, trainer
 
 
 IMAGE = "image-classification"
@@ -69,6 +69,7 @@ class Images(torch.utils.data.Dataset):
         return {"pixel_values": self.images[index], "labels": index % LABELS}
 
 
+@pytest.mark.slow
 def test_trainer_with_images():
     """Losses, updates, evaluation and predictions of plain Trainer; the last batch is smaller."""
     data = dict(data_collator=lambda: default_data_collator, eval_dataset=lambda: Images(10, seed=2))
@@ -79,6 +80,42 @@ def test_trainer_with_images():
             "stages": oracle.Case(**case, plan=PLANS["1f1b"], options=EVALUATED, after=predictions),
         }
     )
+
+
+def test_a_configuration_without_a_padding_token_trains(tmp_path):
+    """Configurations of images have none, but for those of the other tests."""
+    config = ViTConfig(
+        hidden_size=16, intermediate_size=20, num_attention_heads=2, num_hidden_layers=2, image_size=16, patch_size=8
+    )
+    assert not hasattr(config, "pad_token_id")
+    model = ViTForImageClassification(config)
+    options = dict(max_steps=1, gradient_accumulation_steps=2)
+
+    def work() -> int:
+        made = trainer(
+            tmp_path,
+            ParallelPlan.uniform(1, 2),
+            model=model,
+            train_dataset=[row | {"labels": 0} for row in Images(4)],
+            data_collator=default_data_collator,
+            options=options,
+        )
+        made.train()
+        return made.state.global_step
+
+    assert on_ranks(work, 1) == [1]
+
+
+def test_ranks_that_call_with_different_images_are_told():
+    model = tiny_model("vit", task=IMAGE)
+
+    def work():
+        parallel = parallelize(model, PLANS["four"])
+        images = torch.full((4, 3, 16, 16), float(dist.get_rank()))
+        with pytest.raises(ValueError, match="called the model with different inputs"):
+            parallel.model(pixel_values=images)
+
+    run_ranks(work, 4)
 
 
 def test_images_of_another_size_are_refused_before_anything_is_computed():
@@ -93,10 +130,6 @@ def test_images_of_another_size_are_refused_before_anything_is_computed():
     run_ranks(work, 4)
 
 
-def test_no_search_plans_images_yet():
-    assert "takes images" in search_obstacle(tiny_model("vit", task=IMAGE))
-
-
 def test_half_precision_follows_one_process():
     """Images are cast to the type of the weights."""
     model = tiny_model("vit", task=IMAGE)
@@ -108,19 +141,3 @@ def test_half_precision_follows_one_process():
         return float(parallelize(model, plan).forward_backward(batch))
 
     assert run_ranks(work, 4) == [pytest.approx(wanted, rel=0.02)] * 4
-
-
-@pytest.mark.slow
-def test_auto_shards_a_model_of_images(tmp_path):
-    once = dict(options=dict(gradient_accumulation_steps=1), train_dataset=Images(27))
-    once |= dict(data_collator=default_data_collator)
-    new = lambda: tiny_model("vit", task=IMAGE)  # noqa: E731
-    wanted = run(tmp_path / "plain", "auto", model=new(), trainer_class=Trainer, **once).steps()
-
-    def work():
-        found = run(tmp_path / "ranks", "auto", model=new(), then=lambda made: made.parallel.plan, **once)
-        return found.steps(), {layer.sharding for layer in found.result.layers}
-
-    for steps, sharding in on_ranks(work, 2):
-        assert sharding == {"zero3"}
-        assert steps == [pytest.approx(step, rel=1e-5) for step in wanted]

@@ -126,6 +126,7 @@ def test_launching_fewer_ranks_than_the_plan_has_is_refused(tmp_path):
     assert "galvatron_hf/trainer" not in process.stderr  # no traceback of a rank
 
 
+@pytest.mark.slow
 def test_threads_of_gloo_that_free_tensors_late_do_not_abort_a_process_that_ends(tmp_path):
     """Lets rank 0 end before rank 1 comes, with an interpreter that is busy in C as it ends."""
     script = tmp_path / "script.py"

@@ -74,7 +74,8 @@ def test_layout_of_a_strategy():
     assert Layout.from_strategy(LayerStrategy(tensor=2), 8) == Layout(4, 1, 2)
     assert Layout.from_strategy(LayerStrategy(tensor=4, megatron_sp=True), 8) == Layout(2, 4, 1)
     assert Layout.from_strategy(LayerStrategy(tensor=2, ulysses=2), 8) == Layout(2, 2, 2)
-    assert Layout.from_strategy(LayerStrategy(tensor=2, megatron_sp=True, ulysses=2, context=2), 8) == Layout(1, 8, 1)
+    assert Layout.from_strategy(LayerStrategy(tensor=2, megatron_sp=True, ulysses=2, context=2), 8) == Layout(2, 4, 1)
+    assert Layout.from_strategy(LayerStrategy(context=4), 8) == Layout(8, 1, 1)  # the deal says who shares documents
     with pytest.raises(ValueError, match="take groups of 3 ranks, which do not divide the 8 ranks"):
         Layout.from_strategy(LayerStrategy(tensor=3), 8)
     with pytest.raises(ValueError, match="at least 1"):

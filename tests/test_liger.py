@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.integrations import liger as of_transformers
 
 from galvatron_hf.trainer import liger
-from galvatron_hf.trainer.arguments import check_arguments
+from galvatron_hf.trainer.argument_refusals import check_arguments
 from oracle import Case, check_cases
 from plans import pipeline_plans, uniform
 from tiny_models import FAMILIES

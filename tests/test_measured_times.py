@@ -217,6 +217,7 @@ def test_recompute_is_timed_where_its_bookkeeping_shows(device, point):
     """Times layers of 1 ms a token forward, a quarter of it after the last saved tensor, 2 backward, 0.7 outside."""
     timer = object.__new__(layer_timing.LayerTimer)
     timer.tokens, timer.length, timer.device = 512, 128, torch.device(device)
+    timer.counted = SimpleNamespace(of_image=None)
     assert timer.recompute_point == point
     found = {("layer", 0, 1, *key): (1.0 * key[0], 2.0 * key[0]) for key in timer.points()}
     found["layer", 0, 1, 512, 128] += (0.25 * 512,)

@@ -13,9 +13,9 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from equivalence import single_stage
 from galvatron_hf.models.shape import ModelShape
-from galvatron_hf.parallel.activation.documents import Documents
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy
+from galvatron_hf.plan.deal import Deal
 from galvatron_hf.profiler.trace.counted_model import CountedModel
 from galvatron_hf.profiler.trace.counting import count
 from galvatron_hf.profiler.trace.isolated_layers import Part
@@ -80,7 +80,7 @@ def batch_of(packed: bool) -> dict:
     ids = torch.randint(0, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     if not packed:
         return {"input_ids": ids, "labels": ids}
-    documents = Documents(bounds=(0, TOKENS), cuts=(0, TOKENS))
+    documents = Deal.of_documents(bounds=(0, TOKENS), cuts=(0, TOKENS))
     return {
         "input_ids": ids,
         "shift_labels": ids,

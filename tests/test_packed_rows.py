@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import random
 import traceback
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -57,17 +58,21 @@ def packed(
     parallel: ParallelModel, batch: dict[str, torch.Tensor], micro_batches: int, seed: int | None = 0
 ) -> list[dict]:
     """Packs a batch at random; in order without a seed."""
-    sequences, packs = unpad(batch), parallel.resolved.packs
+    sequences, packs = unpad(batch, parallel.packing), parallel.resolved.packs
     if seed is None:
         placement = in_order(sequences.lengths, packs, max_tokens=None)
     else:
         placement = random_placement(len(sequences.lengths), micro_batches, packs, seed)
-    return pack(sequences, placement, parallel.resolved.pack_multiple, pad_token_id=3)
+    return pack(sequences, placement, parallel.resolved.pack_multiple, pad_token_id=3, packing=parallel.packing)
 
 
 def check_packed(oracle: Reference, plan: ParallelPlan, world: WorldMesh) -> None:
     parallel = parallelize(copy.deepcopy(oracle.model), plan, world)
-    parts = packed(parallel, oracle.batch, plan.micro_batch_count)
+    check_parts(oracle, parallel, packed(parallel, oracle.batch, plan.micro_batch_count))
+
+
+def check_parts(oracle: Reference, parallel: ParallelModel, parts: list[dict]) -> None:
+    """Compares packed micro-batches under a plan with one process on the padded batch."""
     loss = float(parallel.forward_backward(parts))
     gradients, norm = whole_gradients(parallel.model, oracle.model), float(parallel.grad_norm())
     parallel.model.zero_grad()
@@ -79,12 +84,14 @@ def check_packed(oracle: Reference, plan: ParallelPlan, world: WorldMesh) -> Non
     assert_same_gradients(gradients, oracle.gradients)
 
 
-def check_cases(world_size: int, cases: dict[str, tuple[Reference, ParallelPlan]]) -> None:
+def check_cases(world_size: int, cases: dict[str, tuple], check: Callable[..., None] = check_packed) -> None:
+    """Runs `check` for each case, a reference, a plan and perhaps more, in one world of ranks."""
+
     def work() -> dict[str, str]:
         wrong, world = {}, WorldMesh("cpu")
-        for name, (oracle, plan) in cases.items():
+        for name, case in cases.items():
             try:
-                check_packed(oracle, plan, world)
+                check(*case, world)
             except AssertionError as error:
                 wrong[name] = str(error) or traceback.format_exc()
             except Exception as error:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from galvatron_hf.data.packing import NotPackable, Sequences, limit_lengths, pack, pieces, unpad
 from galvatron_hf.data.placement import Placement
-from galvatron_hf.parallel.activation.documents import Documents
+from galvatron_hf.plan.deal import Deal
 
 
 IGNORED, PAD = -100, 3
@@ -49,7 +48,8 @@ def triples_of_packs(parts: list[dict[str, Any]]) -> tuple[list[list[tuple[int, 
     for part in parts:
         ids, positions, targets = (part[n][0].tolist() for n in ("input_ids", "position_ids", "shift_labels"))
         whole = part["documents"]
-        for row, start, stop in zip(whole.rows, whole.bounds[:-1], whole.bounds[1:], strict=True):
+        for row, piece in zip(whole.rows, whole.pieces, strict=True):
+            start, stop = piece.at, piece.end
             tokens = list(zip(ids[start:stop], positions[start:stop], targets[start:stop], strict=True))
             documents.append(tokens) if row >= 0 else padding.extend(tokens)
     return documents, padding
@@ -198,11 +198,10 @@ def test_lengths_alone_tell_what_is_left_of_documents(batch, longest, policy):
 )
 def test_bounds_that_do_not_fit_are_refused(bounds, cuts, rows, message):
     with pytest.raises(ValueError, match=message):
-        Documents(bounds=bounds, cuts=cuts, rows=rows)
+        Deal.of_documents(bounds=bounds, cuts=cuts, rows=rows)
 
 
 def test_rows_of_positions():
-    documents = Documents(bounds=(0, 3, 4, 8, 9), cuts=(0, 4, 9), rows=(5, -1, 2, -1))
+    documents = Deal.of_documents(bounds=(0, 3, 4, 8, 9), cuts=(0, 4, 9), rows=(5, -1, 2, -1))
     assert documents.rows_at([0, 3, 7]) == [2, 5] and documents.rows_at([3, 8]) == []
-    lengths = np.diff(documents.bounds)
-    assert lengths.sum() == documents.grid.length == 9
+    assert sum(documents.lengths) == documents.grid.length == 9

@@ -83,7 +83,7 @@ DIFFERENT = [
 EVALUATED = 7  # the first ones, whose logits differ: capped, scaled, of a tied weight, of a head that is cut, packed
 
 
-@pytest.mark.parametrize("evaluation", [True, False])
+@pytest.mark.parametrize("evaluation", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_every_family_kind_of_batch_and_mix_of_layers(evaluation):
     plans, cases = mixed_plans() | untied_plans(), DIFFERENT[:EVALUATED] if evaluation else DIFFERENT[EVALUATED:]
     check_cases(4, {f"{case}": (oracle_of(*case[:3]), plans[case[-1]]) for case in cases}, evaluation=evaluation)

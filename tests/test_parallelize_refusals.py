@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+from encoder_decoder_models import ENCODER_DECODERS
 from equivalence import single_stage
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy
@@ -202,7 +203,17 @@ REFUSED: dict[str, tuple] = {
         dataclasses.replace(TWO_STAGES, embedding=V(tensor=2)),
         ["ties", "use tensor=2 for head"],
     ),
-    "context": (llama(), uniform(4, context=2), ["context=2", "ulysses=2"]),
+    "context of layers that differ": (
+        llama(),
+        single_stage((S(), S(tensor=2), S(context=2), S()), 4),
+        ["several context degrees", "one tensor and one Ulysses degree in the layers of context 1"],
+    ),
+    "context with dropout": (llama(attention_dropout=0.1), uniform(4, context=2), ["dropout 0.1", "context=1"]),
+    "context of pairs": (
+        ENCODER_DECODERS["t5"].build,
+        ParallelPlan.uniform(4, {"encoder": 3, "decoder": 2}, context=2),
+        ["pairs", "context=1"],
+    ),
     "fp16": (llama(), dataclasses.replace(DATA, precision=Precision(compute="fp16")), ["fp16", "bf16"]),
     "bf16 master weights": (
         llama(),

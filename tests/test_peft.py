@@ -184,6 +184,7 @@ def test_weights_that_the_user_has_frozen():
     check_cases(4, cases, evaluation=False)
 
 
+@pytest.mark.slow
 def test_a_second_adapter_stays_as_it_is_and_a_disabled_one_does_nothing():
     model = adapted()
     model.add_adapter("other", lora(target_modules=["q_proj"]))
@@ -329,6 +330,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.slow
 def test_every_injected_error_is_seen():
     oracle = oracle_of("biases")
 

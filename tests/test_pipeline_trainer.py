@@ -277,12 +277,21 @@ def llama_tied(folder, plain) -> list[dict[str, Run]]:
     return on_ranks(work)
 
 
+@pytest.mark.slow
 def test_a_whole_run_is_that_of_one_process(gpt2, plain):
     for runs in gpt2:
         assert_same_steps(runs["gpt2 staged"], plain["gpt2"])
 
 
-@pytest.mark.parametrize("source", ["gpt2 staged", "gpt2 flat", "llama_tied staged", "llama_tied plain"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param("gpt2 staged", marks=pytest.mark.slow),
+        pytest.param("gpt2 flat", marks=pytest.mark.slow),
+        "llama_tied staged",
+        "llama_tied plain",
+    ],
+)
 def test_checkpoints_resume_under_other_plans(request, plain, source):
     family = source.split()[0]
     for runs in request.getfixturevalue(family):
@@ -299,6 +308,7 @@ def test_a_checkpoint_of_plain_trainer_with_fused_weights_resumes_on_four_stages
         assert_same_steps(seen, plain["gpt2"], after=2)
 
 
+@pytest.mark.slow
 def test_auto_takes_the_plan_of_the_checkpoint_and_goes_on_bit_for_bit(gpt2):
     for runs in gpt2:
         continued, whole = runs["gpt2 staged to auto"], runs["gpt2 staged"]
@@ -307,7 +317,9 @@ def test_auto_takes_the_plan_of_the_checkpoint_and_goes_on_bit_for_bit(gpt2):
         assert_equal_weights(continued.weights, whole.weights)
 
 
-@pytest.mark.parametrize("family, source", [("gpt2", "gpt2_staged"), ("llama_tied", "tied_staged")])
+@pytest.mark.parametrize(
+    "family, source", [pytest.param("gpt2", "gpt2_staged", marks=pytest.mark.slow), ("llama_tied", "tied_staged")]
+)
 def test_checkpoints_resume_on_one_process(request, plain, folder, tmp_path, family, source):
     request.getfixturevalue(family)
     seen = run(tmp_path, family=family, options=ALONE, resume=folder / source / SAVED, **rows())

@@ -3,7 +3,6 @@
 """Plans: JSON, copies, defaults and tables; uniform plans; plans that do not run yet."""
 
 import copy
-import dataclasses
 import json
 import os
 import pickle
@@ -15,7 +14,7 @@ import pytest
 from hypothesis import given
 
 import galvatron_hf
-from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, SequenceGroups, Stage, VocabularyStrategy
+from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy
 from galvatron_hf.plan.supported import require_runnable, unsupported
 from galvatron_hf.plan.table import plan_table
 from plan_inputs import EXAMPLE, QUICK, one_stage, plans
@@ -117,7 +116,6 @@ def test_uniform_splits_ranks_and_layers_evenly():
     "fields, feature",
     [
         ({"pipeline": 2, "schedule": "zero_bubble"}, "zero_bubble"),
-        ({"context": 2}, "context parallelism"),
         ({"precision": Precision(compute="fp16")}, "loss scaling"),
     ],
 )
@@ -126,12 +124,6 @@ def test_what_does_not_run_yet_is_named_and_refused_before_a_step(fields, featur
     assert len(unsupported(plan)) == 1 and feature in unsupported(plan)[0] and ": use " in unsupported(plan)[0]
     with pytest.raises(ValueError, match=feature):
         require_runnable(plan, 8)
-
-
-def test_sequence_groups_do_not_run_yet():
-    groups = SequenceGroups(max_tokens_per_rank=4096, max_degree=8)
-    plan = dataclasses.replace(ParallelPlan.uniform(8, 12), sequence_groups=groups)
-    assert ["sequence_groups" in sentence for sentence in unsupported(plan)] == [True]
 
 
 def test_a_plan_for_another_world_size_says_how_to_launch():

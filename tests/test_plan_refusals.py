@@ -69,10 +69,10 @@ from plan_inputs import EXAMPLE, JSON_VALUES, QUICK, changed, one_stage, plans, 
         (one_stage([{"span": [0, 12], "ulysses": 2}], sequence_groups=EXAMPLE["sequence_groups"], head=None), "head"),
         (
             one_stage(
-                [{"span": [0, 12], "ulysses": 2}],
+                [{"span": [0, 12], "context": 2}],
                 sequence_groups={"max_tokens_per_rank": 1024, "max_degree": 2},
             ),
-            "use ulysses=1 and context=1",
+            "use context=1",
         ),
     ],
 )

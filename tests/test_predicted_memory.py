@@ -91,6 +91,14 @@ CASES = {
             "interleaved": dict(sharding="replicate", pipeline=2, micro_batches=4, stages=INTERLEAVED),
         },
     ),
+    "fp32, shared": (  # every row is shared, because no rank has room for a whole one
+        (1000, False, 2048),
+        {
+            "context 2": dict(context=2, micro_batches=4),
+            "context 2, ulysses 2": dict(context=2, ulysses=2, micro_batches=8),
+            "context 2, pipeline": dict(context=2, pipeline=2, micro_batches=8),
+        },
+    ),
     "fp32, adapters": (
         (1000, False, 64),
         {
@@ -192,19 +200,18 @@ def train(plan: ParallelPlan, case: str, folder: Path) -> np.ndarray:
     """Returns the ratio of predicted to measured bytes of each stage; all ranks return the same."""
     let_gloo_free_nothing()
     options = dict(max_steps=2, per_device_train_batch_size=ROWS // RANKS, gradient_accumulation_steps=1)
-    options |= dict(packing="none", bf16=plan.precision.compute == "bf16")
-    rows = Rows(2 * ROWS, CASES[case][0][-1])
+    length, context = CASES[case][0][-1], plan.layers[0].context
+    packed = dict(packing="static", max_tokens_per_rank=length // context)
+    options |= dict(packing="none") if context == 1 else packed
+    options |= dict(bf16=plan.precision.compute == "bf16")
+    rows = Rows(2 * ROWS, length)
     made = trainer(folder, plan, model=llama(case), train_dataset=rows, data_collator=None, options=options)
     made.train()
     return np.array(made.plan_outcome.predicted_bytes) / made.plan_outcome.measured_bytes
 
 
-# Few, with ranks and stages, large ends and adapters; all of them are slow.
-FAST = [
-    ("fp32", ("zero2 pipeline", "megatron")),
-    ("fp32, large ends", ("zero3",)),
-    ("fp32, adapters", ("zero3, twice",)),
-]
+# Few, with ranks and stages; all others are slow.
+FAST = [("fp32", ("zero2 pipeline",))]
 
 
 @pytest.mark.parametrize("case, names", FAST, ids=str)
@@ -215,7 +222,8 @@ def test_ranks_allocate_what_is_predicted(case, names, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_allocate_what_is_predicted_of_every_plan(case, tmp_path):
-    check_memory(case, tuple(CASES[case][1]), tmp_path)
+    fast = [name for other, names in FAST if other == case for name in names]
+    check_memory(case, tuple(name for name in CASES[case][1] if name not in fast), tmp_path)
 
 
 # A thread of gloo that is late all the same changes what a rank allocates by up to 4%: such a plan is trained again.
@@ -224,12 +232,13 @@ ATTEMPTS = 3
 
 def check_memory(case: str, names: tuple[str, ...], folder: Path) -> None:
     """Compares every stage: within a tenth; seven of eight within a twentieth; the median within a fiftieth. Of models
-    with adapters only the first is claimed.
+    with adapters, and of rows that ranks share, only the first is claimed.
     """
     given, options = CASES[case][0], {name: CASES[case][1][name] for name in names}
     compute, length = case.split(",")[0], given[-1]
     hardware = hardware_preset("cpu", 1, RANKS)
-    model = profile_from_config(llama(case), hardware, compute, length=length, packed=False, max_degree=RANKS)
+    traced = dict(length=length, packed="shared" in case, max_degree=RANKS)
+    model = profile_from_config(llama(case), hardware, compute, **traced)
     work, plans = Workload(rows=ROWS, length=length, precision=Precision(compute=compute)), []
     for kind in options.values():
         more = {"stages": kind["stages"], "schedule": "interleaved"} if "stages" in kind else {}
@@ -237,6 +246,7 @@ def check_memory(case: str, names: tuple[str, ...], folder: Path) -> None:
         plan = replace(ParallelPlan.uniform(RANKS, LAYERS, precision=work.precision, **uniform), **more)
         plans.append(estimate_plan(hardware, model, work, plan).plan_with_prediction(work))
     errors, again = {}, dict(zip(options, plans, strict=True))
+    loose = "adapters" in case or "shared" in case
     for _ in range(ATTEMPTS):
         for name, plan in again.items():
             ratios = on_ranks(functools.partial(train, plan, case, folder / name), RANKS)[0]
@@ -244,11 +254,11 @@ def check_memory(case: str, names: tuple[str, ...], folder: Path) -> None:
         print(case, {name: [f"{100 * error:+.2f}%" for error in found] for name, found in errors.items()})
         apart = sorted(abs(error) for found in errors.values() for error in found)
         most, usual = apart[-1], apart[len(apart) * 7 // 8]
-        if most < 0.1 and (usual < 0.05 or "adapters" in case):
+        if most < 0.1 and (usual < 0.05 or loose):
             break
         again = {name: plan for name, plan in again.items() if max(map(abs, errors[name])) >= 0.05}
     assert most < 0.1, errors
-    if "adapters" in case:
+    if loose:
         return
     assert usual < 0.05, errors
     assert statistics.median(apart) < 0.02, errors

@@ -370,6 +370,7 @@ def test_experts_are_spread_over_ranks_in_layers_that_have_them():
     assert [layer.expert for layer in plan.layers] == [1, 4, 4, 4] and plan.world_size == 8
 
 
+@pytest.mark.slow
 def test_a_classifier_is_trained_on_labelled_texts(tmp_path, monkeypatch):
     """Two ranks learn which of two words a text has, from a file with columns of other names."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf-cache")

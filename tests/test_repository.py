@@ -126,10 +126,10 @@ def suite(tmp_path) -> Callable[..., str]:
     return run
 
 
-def test_make_runs_every_fast_and_every_slow_test_on_both_cores():
+def test_make_runs_every_fast_and_every_slow_test_on_all_cores():
     makefile = (ROOT / "Makefile").read_text()
     assert re.findall(r"^\t\$\(PYTEST\) -m (.*) --cpu-seconds", makefile, re.M) == ['"not slow"', "slow"]
-    assert "\nWORKERS ?= 2\n" in makefile and "-n $(WORKERS) --dist loadscope" in makefile
+    assert "\nWORKERS ?= 3\n" in makefile and "-n $(WORKERS) --dist loadscope" in makefile
 
 
 def test_a_fast_test_above_the_limit_is_reported(suite, tmp_path):

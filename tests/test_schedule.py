@@ -11,7 +11,7 @@ from fractions import Fraction
 import pytest
 
 from galvatron_hf.parallel.pipeline.runtime import SENDS_UNDER_WAY
-from galvatron_hf.plan.schedule import Action, PipelineShape, Work, actions, can_order, most_in_flight
+from galvatron_hf.plan.schedule import Action, PipelineShape, Work, actions, can_order, most_in_flight, most_under_way
 
 
 MICRO_BATCHES = range(1, 13)
@@ -227,6 +227,8 @@ def test_micro_batches_in_flight(lists):
         for stage in range(lists):
             assert most_in_flight(gpipe[stage], stage) == micro_batches
             assert most_in_flight(alternating[stage], stage) == min(micro_batches, lists - stage)
+        assert most_under_way(loop("1f1b", lists), micro_batches) == min(micro_batches, lists)
+        assert most_under_way(loop("gpipe", lists), micro_batches) == (1 if lists == 1 else micro_batches)
 
 
 @pytest.mark.parametrize("virtual", [2, 3])

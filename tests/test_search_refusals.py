@@ -35,8 +35,12 @@ def test_plans_without_a_price_are_refused():
         estimate_plan(hardware, model, workload(8), unknown)
     with pytest.raises(ValueError, match="for 2 devices and the hardware profile has 4; make a plan for 4"):
         estimate_plan(hardware, model, workload(8), ParallelPlan.uniform(2, 4))
-    with pytest.raises(ValueError, match="no formula for context=2 yet; use context=1."):
-        estimate_plan(hardware, model, workload(8), ParallelPlan.uniform(4, 4, context=2))
+    mixed = replace(ParallelPlan.uniform(4, 4), layers=(LayerStrategy(), LayerStrategy(context=2)) * 2)
+    with pytest.raises(ValueError, match=r"context degrees \[1, 2\] in one plan yet; use context=2 in every layer."):
+        estimate_plan(hardware, model, workload(8), mixed)
+    with pytest.raises(ValueError, match="has context=2, but the profile of random does not say.*use context=1"):
+        alone = replace(model, shares_documents=False)
+        estimate_plan(hardware, alone, workload(8), ParallelPlan.uniform(4, 4, context=2))
     with pytest.raises(ValueError, match="layer 0 has expert=2, but no experts; use expert=1."):
         estimate_plan(hardware, model, workload(8), ParallelPlan.uniform(4, 4, expert=2))
     grouped = replace(ParallelPlan.uniform(4, 4), sequence_groups=SequenceGroups(max_tokens_per_rank=8, max_degree=2))
@@ -91,3 +95,12 @@ def test_limits_without_a_plan_are_told():
         ValueError, match=r"pipeline=\(3,\): 4 devices and 4 layers allow only the pipeline degrees 1, 2, 4"
     ):
         search_plan(hardware, model, workload(8), limits=Limits(pipeline=(3,)))
+    with pytest.raises(ValueError, match=r"context=\(2,\): rows are not packed; use context=\(1,\)."):
+        search_plan(hardware, model, workload(8), limits=Limits(context=(2,)))
+    with pytest.raises(ValueError, match=r"context=\(3,\): 4 devices allow only the context degrees 1, 2, 4"):
+        search_plan(hardware, model, workload(8, packed=True), limits=Limits(context=(3,)))
+    with pytest.raises(ValueError, match=r"context=\(1, 2\): ranks cannot share documents of random; use"):
+        alone = replace(model, shares_documents=False)
+        search_plan(hardware, alone, workload(8, packed=True), limits=Limits(context=(1, 2)))
+    with pytest.raises(ValueError, match="context is 0"):
+        Limits(context=(0,))

@@ -19,9 +19,15 @@ from galvatron_hf.models.shape import ModelShape
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy
+from galvatron_hf.planner.cost.cost_model import CostModel
+from galvatron_hf.planner.cost.workload import Workload
+from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile
+from galvatron_hf.profiler.profiles.model import ModelProfile
+from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.profiler.trace.shapes import model_shape_from_model
 from plans import mixed_plans, shared_out, uniform, uniform_plans, untied_plans
 from ranks import run_ranks
+from test_shared_documents import packed
 from tiny_models import BATCHES, EXPERT_FAMILIES, FAMILIES
 
 
@@ -139,6 +145,62 @@ def test_eight_ranks_send_what_the_formula_says():
     check_steps(8, {name: (families[index % 5], kinds[index % 3], plan) for index, (name, plan) in plans})
 
 
+CONTEXT_CASES = {
+    "context 4": (uniform(4, context=4), 1),
+    "context 2, two rows": (uniform(4, context=2), 4),
+    "context 2, recompute": (uniform(4, context=2, recompute="full"), 2),
+    "context 2, ulysses 2": (uniform(4, context=2, ulysses=2), 2),
+    "context 2, megatron 2": (uniform(4, context=2, tensor=2, megatron_sp=True), 1),
+    "context 2, bf16": (replace(uniform(4, context=2), precision=Precision(compute="bf16")), 2),
+}
+
+
+def test_rings_send_what_the_cost_model_says():
+    """Shares rows of one length, so that all blocks are equally long; one message for all rows of a ring."""
+    length, model = 24, FAMILIES["llama"].build()
+    shape = model_shape_from_model(model)
+
+    def work() -> dict[str, Counter]:
+        seen, world = {}, WorldMesh("cpu")
+        for name, (plan, rows) in CONTEXT_CASES.items():
+            parallel = parallelize(copy.deepcopy(model), plan, world)
+            ids = torch.randint(0, 97, (rows, length), generator=torch.Generator().manual_seed(1))
+            batch = dict(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)
+            packs, degree = parallel.resolved.packs, plan.layers[0].context
+            blocks = [tuple(range(first, first + degree)) for first in range(0, packs, degree)]
+            places = [[(row, blocks[row % len(blocks)]) for row in range(rows)]]
+            with count_collectives() as log:
+                parallel.forward_backward(packed(parallel, batch, places, "ring"))
+            seen[name] = Counter(call.bytes for call in log.calls if call.kind == "send")
+        return seen
+
+    found = run_ranks(work, 4)
+    for name, (plan, rows) in CONTEXT_CASES.items():
+        precision, strategy = plan.precision or Precision(), plan.layers[0]
+        workload = Workload(rows=rows, length=length, precision=precision)
+        costs = CostModel(
+            hardware_preset("cpu", 1, 4), profile_of_heads(shape), workload, 4, rows, context=strategy.context
+        )
+        ring = costs.ring_traffic(strategy, length)
+        again = strategy.recompute == "full"
+        wanted = Counter({ring.block_bytes: (2 + again) * ring.block_sends * plan.num_layers})
+        wanted[ring.gradient_bytes] += ring.gradient_sends * plan.num_layers
+        for rank, seen in enumerate(found):
+            assert seen[name] == wanted, f"{name}, rank {rank}"
+            total = sum(size * count for size, count in seen[name].items())
+            assert total == plan.num_layers * ring.sent_bytes(recompute=again)
+
+
+def profile_of_heads(shape: ModelShape) -> ModelProfile:
+    """Returns a profile of no layers with the heads of a model."""
+    end = EndProfile(weights=(), times={}, saved_bytes={})
+    sizes = dict(hidden=shape.hidden, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim)
+    layer = LayerProfile(weights=(), times={}, saved_bytes={})
+    return ModelProfile(
+        name="heads", dtype="fp32", kinds=(layer,), layers=(0,), embedding=end, head=end, tied=False, **sizes
+    )
+
+
 def test_the_recorder_sees_every_kind_of_collective_however_it_is_issued():
     def work():
         x = torch.ones(6)
@@ -198,6 +260,8 @@ def test_plans_that_do_not_run_and_other_models_are_refused():
         step_traffic(ParallelPlan.uniform(2, 3), shape, rows=4, length=8)
     with pytest.raises(ValueError, match="2 pipeline stages, whose traffic has no formula yet"):
         step_traffic(ParallelPlan.uniform(2, 2, pipeline=2), shape, rows=4, length=8)
+    with pytest.raises(ValueError, match="has ranks share documents.*give a plan with context=1"):
+        step_traffic(ParallelPlan.uniform(2, 2, context=2), shape, rows=4, length=8)
     shape = model_shape_from_model(EXPERT_FAMILIES["mixtral"].build())
     with pytest.raises(ValueError, match="The model has experts"):
         step_traffic(ParallelPlan.uniform(2, 4), shape, rows=4, length=8)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, TrainerControl, TrainerState
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from equivalence import whole
-from galvatron_hf.data.cost import SequenceCost
+from galvatron_hf.data.cost import GroupCost, SequenceCost
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.parallel.comm import mesh
 from galvatron_hf.parallel.debug.blocked_collective import stack_of, waiting_in
@@ -41,6 +41,7 @@ from galvatron_hf.trainer.data.packing_rules import PackingRules
 from galvatron_hf.trainer.data.sequence_cost import StepCost
 from galvatron_hf.trainer.data.step_packer import StepPacker
 from galvatron_hf.trainer.data.step_prefetch import StepPrefetch
+from galvatron_hf.trainer.data.step_variants import StepVariant
 from galvatron_hf.trainer.evaluation import Evaluator
 from galvatron_hf.trainer.fault import watchdog
 from galvatron_hf.trainer.fault.nonfinite_guard import SKIPPED_IN_A_ROW, NonFiniteError, NonfiniteGuard
@@ -51,6 +52,7 @@ from galvatron_hf.trainer.planning.auto_planner import AutoPlanner
 from galvatron_hf.trainer.step_state import StepState
 from galvatron_hf.utils.device import HostCopy
 from ranks import run_ranks
+from tiny_configurations import tiny_model
 from tiny_models import BATCHES, FAMILIES, LAYERS
 from trainer_runs import arguments, on_ranks
 
@@ -122,14 +124,24 @@ def test_a_step_is_packed_and_gives_the_loss_of_its_padded_batch(tmp_path):
 )
 def test_packing_rules_decide_by_mode_collator_and_obstacle(mode, only_pads, obstacle, packs):
     model = FAMILIES["llama"].build()
-    parallel = SimpleNamespace(family=type(model), config=model.config, adapter=adapter_for(model))
+    adapter = adapter_for(model)
+    parallel = SimpleNamespace(
+        family=type(model),
+        config=model.config,
+        adapter=adapter,
+        packing=adapter.packing(model),
+        plan=ParallelPlan.uniform(1, LAYERS),
+    )
     rules = PackingRules(parallel=parallel, mode=lambda: mode, only_pads=lambda: only_pads, obstacle=lambda: obstacle)
     assert rules.packs() is packs
 
 
 def test_packing_that_is_asked_for_is_refused_with_the_obstacle():
     rules = PackingRules(
-        parallel=SimpleNamespace(), mode=lambda: "static", only_pads=lambda: True, obstacle=lambda: "rows differ"
+        parallel=SimpleNamespace(plan=ParallelPlan.uniform(1, LAYERS)),
+        mode=lambda: "static",
+        only_pads=lambda: True,
+        obstacle=lambda: "rows differ",
     )
     with pytest.raises(ValueError, match="packing='static' is not possible, because rows differ"):
         rules.packs()
@@ -145,6 +157,7 @@ def test_a_pack_planner_places_each_document_once_within_the_capacity():
         longest_row=0,
         cost=COST,
         planner="longest_first",
+        groups=GroupCost(sequence=COST.sequence, sharing={}),
     )
     lengths = np.array([9, 3, 7, 7, 1, 5])
     assert planner.capacity(lengths) == 24  # two rows of nine tokens, up to a multiple of eight
@@ -478,6 +491,19 @@ def test_an_auto_planner_reads_arguments_and_data(tmp_path):
     assert not len(planner.row_lengths())
 
 
+def test_an_auto_planner_pads_rows_that_the_family_does_not_pack(tmp_path):
+    rows = [{"input_ids": list(range(length))} for length in (4, 8, 8, 4)]
+    mean_lengths = {}
+    for task in ("sequence-classification", "token-classification"):
+        planner = AutoPlanner(
+            args=arguments(tmp_path, per_device_train_batch_size=4),
+            dataset=lambda: rows,
+            packing=lambda: ("auto", True),
+        )
+        mean_lengths[task] = planner.workload(tiny_model("bert", task=task)).mean_length
+    assert mean_lengths == {"sequence-classification": 8, "token-classification": 6}
+
+
 def test_a_study_of_one_process_is_trainers_and_other_backends_are_refused():
     seen = []
     assert SharedStudy(0, 1).search(lambda *args: seen.append(args) or "best", 1, 2, 3, "min", "ray") == "best"
@@ -485,3 +511,36 @@ def test_a_study_of_one_process_is_trainers_and_other_backends_are_refused():
     assert SharedStudy(0, 1).train(lambda: "trained", trial=None, searching=True) == "trained"
     with pytest.raises(ValueError, match="use backend='optuna' on several ranks"):
         SharedStudy(0, 2).search(None, None, None, 1, "min", "ray")
+
+
+def test_a_pack_planner_chooses_the_fastest_way_for_each_step():
+    """With recompute a token takes 1.5 times as long, and a rank holds three times as many: a step of long rows, which
+    would need more micro-batches without, is recomputed, a step of short ones is not.
+    """
+    slow = SequenceCost(per_token=1.5, per_token_squared=0.0, per_sequence=0.0)
+    variant = StepVariant(recompute="full", sequence=slow, capacity=3.0)
+    assert StepVariant.from_json(variant.to_json()) == variant
+    planner = PackPlanner(
+        plan=ParallelPlan.uniform(2, LAYERS, sharding="replicate"),
+        packs=2,
+        multiple=8,
+        bound=16,
+        rows_of_pack=2,
+        longest_row=0,
+        cost=replace(COST, overhead=10.0),
+        planner="longest_first",
+        groups=GroupCost(sequence=COST.sequence, sharing={}),
+    )
+    planner = replace(planner, variants=(planner._of_variant(variant),))
+    assert planner.longest_document(np.array([9])) == 48
+    for lengths, recompute in (([9, 7, 5, 8], None), ([9] * 6, "full"), ([40, 3], "full")):
+        lengths = np.array(lengths)
+        found, most = planner.place(lengths), 16 if recompute is None else 48
+        assert found.recompute == recompute
+        loads = [[int(lengths[list(pack)].sum()) for pack in packs] for packs in found.micro_batches]
+        assert max(map(max, loads)) <= most
+        seconds = sum(max(each) * (1.0 if recompute is None else 1.5) + 10.0 for each in loads)
+        other = planner.variants[0] if recompute is None else planner
+        if lengths.max() <= other.capacity(lengths):
+            assert seconds <= other._seconds(other._place(lengths), lengths)
+        assert planner.in_order(lengths).recompute == "full"

@@ -222,6 +222,7 @@ def test_losses_of_the_users_own_on_four_ranks():
     check_own_losses(*OWN_LOSSES, world_size=4)
 
 
+@pytest.mark.slow
 def test_a_loss_function_of_the_users_own_under_a_mixed_plan():
     own = EVALUATED["trainer"] | dict(compute_loss_func=lambda: sum_of_losses)
     check_cases({"mixed_a": Case(plan=MIXED["mixed_a"], trainer=own, options=evaluating(max_steps=3))})

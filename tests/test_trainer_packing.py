@@ -26,7 +26,8 @@ from galvatron_hf import GalvatronTrainer
 from galvatron_hf.data.packing import pack
 from galvatron_hf.data.placement import PLANNERS, Placement
 from galvatron_hf.data.plan_ahead import PlanAhead
-from galvatron_hf.parallel.activation.documents import DocumentBounds, Documents
+from galvatron_hf.parallel.activation.documents import DocumentBounds
+from galvatron_hf.parallel.layers import parallel_layer
 from galvatron_hf.trainer.data import step_packer
 from galvatron_hf.trainer.data.sequence_cost import estimated_cost
 from oracle import PAD, Case, Stream, check_cases
@@ -95,27 +96,26 @@ def test_eight_ranks():
 def a_document_left_out():
     original = step_packer.pack
 
-    def without_longest(sequences, placement, multiple, pad):
+    def without_longest(sequences, placement, *others):
         longest = sequences.lengths.argmax()
         kept = [[[i for i in pack_ if i != longest] for pack_ in packs] for packs in placement.micro_batches]
-        return original(sequences, Placement(tuple(tuple(map(tuple, packs)) for packs in kept)), multiple, pad)
+        return original(sequences, Placement(tuple(tuple(map(tuple, packs)) for packs in kept)), *others)
 
     return mock.patch.object(step_packer, "pack", without_longest)
 
 
 def documents_that_see_each_other():
-    original = Documents.bounds_within
+    original = parallel_layer.held_documents
 
-    def merged(self, part):
-        bounds = original(self, part)
-        return DocumentBounds((0, bounds.tokens))
+    def merged(*part):
+        return DocumentBounds((0, original(*part).tokens))
 
-    return mock.patch.object(Documents, "bounds_within", merged)
+    return mock.patch.object(parallel_layer, "held_documents", merged)
 
 
 def positions_one_further():
-    def moved(sequences, placement, multiple, pad):
-        parts = pack(sequences, placement, multiple, pad)
+    def moved(sequences, placement, *others):
+        parts = pack(sequences, placement, *others)
         for part in parts:
             part["position_ids"] = (part["position_ids"] + 1).clamp(max=39)
         return parts
@@ -124,10 +124,10 @@ def positions_one_further():
 
 
 def targets_across_documents():
-    def shifted(sequences, placement, multiple, pad):
-        parts = pack(sequences, placement, multiple, pad)
+    def shifted(sequences, placement, *others):
+        parts = pack(sequences, placement, *others)
         for part in parts:
-            last = [bound - 1 for bound in part["documents"].bounds[1:-1]]
+            last = [piece.end - 1 for piece in part["documents"].pieces[:-1]]
             part["shift_labels"][0, last] = part["input_ids"][0, [bound + 1 for bound in last]]
         return parts
 

@@ -256,7 +256,7 @@ def test_static_packing_without_a_plan_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(packing="dynamic"), "packing 'dynamic' is not one of auto, static, none; use one of these."),
+        (dict(packing="mixed"), "packing 'mixed' is not one of auto, static, dynamic, none; use one of these."),
         (dict(long_sequences="drop"), "long_sequences 'drop' is not one of error, truncate, split; use one of these."),
         (
             dict(max_tokens_per_rank=0),

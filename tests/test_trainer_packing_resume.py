@@ -33,6 +33,9 @@ from packing_runs import (
 from trainer_runs import Run, assert_equal_weights, assert_same_steps, on_ranks, run, trainer
 
 
+DYNAMIC = dict(packing="dynamic", max_tokens_per_rank=24)  # some rows have more
+
+
 def checkpointed(folder: Path, plan, resumed_plan, first: dict[str, Any], then: dict[str, Any]) -> Run:
     """Trains three of the four steps of an epoch and saves, then resumes until the second epoch's first step."""
     saving = dict(save_strategy="steps", save_steps=3)
@@ -49,7 +52,13 @@ def checkpointed(folder: Path, plan, resumed_plan, first: dict[str, Any], then: 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "first, then",
-    [(STATIC, dict(packing="none")), (dict(packing="none"), STATIC)],
+    [
+        (STATIC, dict(packing="none")),
+        (dict(packing="none"), STATIC),
+        (DYNAMIC, STATIC),
+        (STATIC, DYNAMIC),
+        (DYNAMIC, dict(packing="none")),
+    ],
 )
 def test_resuming_under_the_other_packing_mode(tmp_path, first, then):
     constant = dict(lr_scheduler_type="constant", max_steps=5)

@@ -16,8 +16,8 @@ import pytest
 from accelerate.utils import ParallelismConfig
 from transformers import Trainer, TrainingArguments
 
+from galvatron_hf.trainer.argument_refusals import check_arguments
 from galvatron_hf.trainer.argument_table import ARGUMENTS, as_markdown, unknown_arguments
-from galvatron_hf.trainer.arguments import check_arguments
 from oracle import Rows, collate
 from plans import light_plan, uniform
 from trainer_runs import arguments, on_ranks, run

@@ -133,6 +133,7 @@ def two_stacks(seed: int) -> ModelProfile:
     )
 
 
+@pytest.mark.slow
 def test_no_plan_of_two_stacks_is_faster_than_the_one_found():
     limits = Limits(sequence=("none",), sharding=("replicate", "zero3"), recompute=("none",), virtual_stages=1)
     for seed in range(2):

@@ -23,6 +23,7 @@ PLANS = plans()
 LAST = single_stage((LayerStrategy(sharding="zero2"), LayerStrategy(recompute="full")) * 2, 2)
 
 
+@pytest.mark.slow
 def test_trainer_on_whole_rows():
     """Losses, updates and evaluation: convolutions with experts, labels that are not shifted, logits that are none
     of the head's.

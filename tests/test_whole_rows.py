@@ -15,9 +15,9 @@ from equivalence import check_equivalence, reference, single_stage
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.losses import NEXT_TOKEN, SAME_POSITION
 from galvatron_hf.models.structure import find_structure
-from galvatron_hf.parallel.activation.documents import Documents
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
+from galvatron_hf.plan.deal import Deal
 from plans import pipelined, shared_out
 from ranks import run_ranks
 from test_parallelize import check_cases
@@ -124,7 +124,7 @@ def test_dropout_is_replayed_by_recompute():
 
 
 def test_packed_documents_are_refused():
-    model, documents = tiny_model("mamba"), Documents(bounds=(0, 4, 8), cuts=(0, 4, 8))
+    model, documents = tiny_model("mamba"), Deal.of_documents(bounds=(0, 4, 8), cuts=(0, 4, 8))
     ids = torch.ones(1, 8, dtype=torch.long)
 
     def work():

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -39,6 +40,7 @@ MAPPINGS = {
     "token-classification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     "question-answering": MODEL_FOR_QUESTION_ANSWERING_MAPPING,
     "image-classification": MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    "audio-classification": MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING,
 }
 CAUSAL_LM = "causal-lm"
 TYPES_OF_TASK = {
@@ -49,6 +51,7 @@ TYPES_OF_TASK = {
     "token-classification": sorted(modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
     "question-answering": sorted(modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES),
     "image-classification": sorted(modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
+    "audio-classification": sorted(modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES),
 }
 MODEL_TYPES = TYPES_OF_TASK[CAUSAL_LM]
 LABELS = 3  # classes of the heads that classify
@@ -149,6 +152,18 @@ SIZES: dict[str, Any] = dict(
     vocab_size_per_layer_input=VOCABULARY,
 )
 IMAGES = dict(image_size=16, patch_size=4)  # for models that classify images
+AUDIO = dict(  # for models that classify recordings
+    num_conv_pos_embeddings=4,
+    num_conv_pos_embedding_groups=2,
+    conv_pos_kernel_size=3,
+    num_conv_pos_embedding_layers=2,
+    classifier_proj_size=16,
+    codevector_dim=16,
+    proj_codevector_dim=16,
+    num_codevector_groups=2,
+)
+# Layers and positions that are left out at random.
+UNCHANGED = dict(layerdrop=0.0, encoder_layerdrop=0.0, mask_time_prob=0.0, mask_feature_prob=0.0)
 DROPOUT = ("dropout", "drop_rate", "drop_path", "pdrop", "jitter")
 # What a type needs besides: attributes that are None by default, or bound to others. By the type of the part that has
 # them, too.
@@ -209,7 +224,10 @@ def tiny_configuration(model_type: str, task: str = CAUSAL_LM, **changes: Any) -
     for part in parts:
         if type(part) is model_class(model_type, task).config_class:
             default = part
-    sizes = SIZES | (IMAGES if task == "image-classification" else {})
+    sizes = SIZES | {"image-classification": IMAGES, "audio-classification": AUDIO}.get(task, {})
+    if task == "audio-classification":
+        kept = UNCHANGED | {"conv_dim": [8] * len(getattr(default, "conv_dim", ()))}
+        changes = {name: value for name, value in kept.items() if hasattr(default, name)} | changes
     return type(default)(**(_options(default, {}, sizes) | changes))
 
 

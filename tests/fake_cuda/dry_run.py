@@ -36,7 +36,7 @@ from galvatron_hf import (  # noqa: E402
 )
 from galvatron_hf.parallel import model_runner  # noqa: E402
 from galvatron_hf.parallel.activation import micro_batch  # noqa: E402
-from galvatron_hf.parallel.activation.documents import DocumentBounds, Documents  # noqa: E402
+from galvatron_hf.parallel.activation.documents import DocumentBounds  # noqa: E402
 from galvatron_hf.parallel.comm import objects  # noqa: E402
 from galvatron_hf.parallel.comm.meeting import Meetings  # noqa: E402
 from galvatron_hf.parallel.layers import experts  # noqa: E402
@@ -45,6 +45,8 @@ from galvatron_hf.parallel.model import ParallelModel  # noqa: E402
 from galvatron_hf.parallel.pipeline import trace  # noqa: E402
 from galvatron_hf.parallel.router_loss import RouterStatistics  # noqa: E402
 from galvatron_hf.plan import LayerStrategy, Precision  # noqa: E402
+from galvatron_hf.plan.deal import EXECUTIONS, Deal  # noqa: E402
+from galvatron_hf.plan.dealing import deal_out  # noqa: E402
 from galvatron_hf.profiler.trace.counted_model import CountedModel  # noqa: E402
 from galvatron_hf.profiler.trace.small_models import empty_model  # noqa: E402
 from galvatron_hf.trainer import mixin  # noqa: E402
@@ -62,6 +64,8 @@ def batch_of(kind: str, parallel) -> Any:
     """Returns a global batch on the device: padded rows, the same with a mask, or packed documents."""
     if kind == "packed":
         return packed(parallel)
+    if kind == "shared":
+        return shared(parallel)
     ids = torch.ones(ROWS, LENGTH, dtype=torch.long, device=devices.DEVICE)
     if len(parallel.adapter.stacks) > 1:
         targets = torch.ones(ROWS, TARGET_LENGTH, dtype=torch.long, device=devices.DEVICE)
@@ -78,7 +82,27 @@ def packed(parallel) -> list[dict[str, Any]]:
     cuts = tuple(range(0, (packs + 1) * 4 * multiple, 4 * multiple))
     bounds = tuple(sorted({*cuts, *(cut + 3 for cut in cuts[:-1])}))
     ids = torch.ones(1, cuts[-1], dtype=torch.long, device=devices.DEVICE)
-    documents = Documents(bounds=bounds, cuts=cuts)
+    documents = Deal.of_documents(bounds=bounds, cuts=cuts)
+    pairs = parallel.packing.pairs
+    if pairs is not None:
+        both = {pairs.source: documents, pairs.target: documents}
+        part = {"input_ids": ids, pairs.ids: ids, "labels": ids, "documents": both}
+        return [part] * parallel.plan.micro_batch_count
+    part = {"input_ids": ids, "position_ids": torch.zeros_like(ids), "shift_labels": ids, "documents": documents}
+    return [part] * parallel.plan.micro_batch_count
+
+
+def shared(parallel) -> list[dict[str, Any]]:
+    """Returns a micro-batch for each of the plan's: documents that all packs share, one for each execution, one that
+    the first two share, and one of each pack.
+    """
+    packs, multiple = parallel.resolved.packs, parallel.resolved.pack_multiple
+    lengths = [8 * packs * multiple] * 4 + [4 * multiple] * packs
+    together = [(index, range(packs), execution) for index, execution in enumerate(EXECUTIONS)] + [(3, (1, 0), "ring")]
+    whole = [(4 + pack,) for pack in range(packs)]
+    missing = [0] * packs
+    documents = deal_out(lengths, whole, together, missing, range(len(lengths)))
+    ids = torch.ones(1, documents.tokens, dtype=torch.long, device=devices.DEVICE)
     part = {"input_ids": ids, "position_ids": torch.zeros_like(ids), "shift_labels": ids, "documents": documents}
     return [part] * parallel.plan.micro_batch_count
 
@@ -220,8 +244,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     """Trains steps of a plan as one rank of it, and returns what the last one has done.
 
     Args:
-        case (`dict`): `plan` (JSON), `rank`, `family` of tiny_models.py with `options`, `batch` ("padded", "masked"
-            or "packed"), `steps`, `traced`, whether the timeline is on, and `fault`, one of `FAULTS`.
+        case (`dict`): `plan` (JSON), `rank`, `family` of tiny_models.py with `options`, `batch` ("padded", "masked",
+            "packed" or "shared"), `steps`, `traced`, whether the timeline is on, and `fault`, one of `FAULTS`.
     """
     plan = ParallelPlan.from_json(json.dumps(case["plan"]))
     with contextlib.ExitStack() as stack:

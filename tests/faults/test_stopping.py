@@ -66,7 +66,7 @@ def wait_for_step(job: Job, step: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan, target", [("layers", "rank 1"), ("pipeline", "launcher")])
+@pytest.mark.parametrize("plan, target", [("layers_of_two", "rank 1"), ("pipeline_of_two", "launcher")])
 def test_a_signal_from_outside_ends_a_launched_job(tmp_path, plan, target, uninterrupted):
     """Ends each rank itself, after a step of 0.5 s and a save; torchrun would kill it 30 s after a signal."""
     job = Job(folder=tmp_path, plan=plan, options=RARELY)

@@ -18,6 +18,7 @@ from galvatron_hf.interop.galvatron.model import read_galvatron_model
 from galvatron_hf.interop.galvatron.plan import read_galvatron_plan
 from galvatron_hf.plan import ParallelPlan, Precision
 from galvatron_hf.plan.serialization import read_object
+from galvatron_hf.planner.cost import rings
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.estimate import Estimate
 from galvatron_hf.planner.report.alternatives import Alternative
@@ -60,7 +61,9 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     )
     work = parser.add_argument_group("workload")
     work.add_argument("--global-batch", type=int, required=True, metavar="N", help="rows of an optimizer step")
-    work.add_argument("--seq-length", type=int, required=True, metavar="N", help="tokens of a row")
+    work.add_argument(
+        "--seq-length", type=int, required=True, metavar="N", help="tokens of a row, or positions of an image"
+    )
     work.add_argument(
         "--target-length",
         type=int,
@@ -125,7 +128,13 @@ def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile,
         rows=given.global_batch,
         length=given.seq_length,
         precision=Precision(compute=model.dtype, reduce=reduce_dtype if model.dtype == "bf16" else "fp32"),
+        packed=True,
     )
+    if model.images and given.seq_length != model.max_length:
+        raise ValueError(
+            f"--seq-length {given.seq_length} is not the {model.max_length} positions of an image of {model.name}: "
+            f"give {model.max_length}."
+        )
     if model.max_length is not None and given.seq_length > model.max_length:
         raise ValueError(
             f"--seq-length {given.seq_length} is above the {model.max_length} positions of {model.name}: give fewer."
@@ -258,6 +267,7 @@ def priced_all(others: list[Alternative]) -> dict[str, Any]:
     }
 
 
-def assumptions(hardware: HardwareProfile, model: ModelProfile) -> dict[str, str]:
-    """Returns the source of each assumed figure."""
-    return {**hardware.assumed, **model.assumed}
+def assumptions(hardware: HardwareProfile, model: ModelProfile, plan: ParallelPlan) -> dict[str, str]:
+    """Returns the source of each assumed figure in the prediction of a plan."""
+    of_plan = rings.ASSUMED if any(layer.context > 1 for layer in plan.layers) else {}
+    return {**hardware.assumed, **model.assumed, **of_plan}

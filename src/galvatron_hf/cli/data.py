@@ -1,6 +1,6 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""`galvatron data`: shows a dataset's sequence lengths and the cost of padding, grouping and packing them."""
+"""`galvatron data`: shows a dataset's sequence lengths and the cost of padding, grouping, packing and sharing them."""
 
 from __future__ import annotations
 
@@ -98,6 +98,8 @@ def _figures(given: argparse.Namespace) -> dict[str, Any]:
                 "imbalance": mode.imbalance,
                 "useful_tokens_per_second": None if given.cost is None else mode.speed,
                 "relative_speed": mode.speed / modes[0].speed,
+                "shared_tokens": mode.shared_tokens,
+                "largest_group": mode.largest_group,
             }
             for mode in modes
         ],
@@ -179,6 +181,17 @@ def _show(figures: dict[str, Any]) -> None:
         f"({workload['padded_rows']} rows if padded)"
     )
     console.print(_mode_table(figures["modes"], measured=cost["unit"] == "seconds"))
+    dynamic = figures["modes"][-1]
+    if len(figures["modes"]) == 1:
+        console.print(
+            "A rank cannot hold the longest sequence, so that only packing='dynamic' trains all sequences without "
+            "cutting them; the cost of sharing is assumed."
+        )
+    if dynamic["shared_tokens"]:
+        console.print(
+            f"dynamic: {dynamic['shared_tokens']:.1%} of the tokens are in sequences that ranks share, up to "
+            f"{dynamic['largest_group']} ranks; a hop is assumed to take a tenth of the linear work of its tokens"
+        )
     if figures["model"] is not None:
         console.print(
             "Speeds are relative and not measured: they count the FLOPs of {layers} layers of hidden size "

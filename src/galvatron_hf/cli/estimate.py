@@ -42,7 +42,7 @@ def run(given: argparse.Namespace) -> int:
             "search_seconds": 0.0,
             "memory_budget_bytes": budget,
             "step_ms_by_kind": found.step_ms(),
-            "assumed": assumptions(hardware, model),
+            "assumed": assumptions(hardware, model, plan),
         }
         print(json.dumps(priced(replace(found.estimate, plan=plan)) | more, indent=2))
         return 0

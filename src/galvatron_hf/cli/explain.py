@@ -59,7 +59,7 @@ def run(given: argparse.Namespace) -> int:
             "step_ms_by_kind": found.step_ms(),
             "stages": [asdict(stage) for stage in found.stages],
             "alternatives": priced_all(others),
-            "assumed": assumptions(hardware, model),
+            "assumed": assumptions(hardware, model, plan),
         }
         print(json.dumps(priced(replace(found.estimate, plan=plan)) | more, indent=2))
         return 0

@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--micro-batches", type=int, nargs="+", metavar="N", help="micro-batch counts to search (default: all)"
     )
+    parser.add_argument("--context", type=int, nargs="+", metavar="N", help="context degrees to search (default: all)")
     add_rounds_argument(parser)
     parser.add_argument("--no-recompute", action="store_true", help="search plans without recompute only")
     parser.add_argument("--compare", action="store_true", help="also find the best DDP, ZeRO-3 and Megatron plans")
@@ -60,6 +61,7 @@ def run(given: argparse.Namespace) -> int:
         recompute=("none",) if given.no_recompute else ("none", "full"),
         pipeline=None if given.pipeline is None else tuple(given.pipeline),
         micro_batches=None if given.micro_batches is None else tuple(given.micro_batches),
+        context=None if given.context is None else tuple(given.context),
         virtual_stages=virtual_stages_of(given),
     )
     result = search_plan(hardware, model, workload, memory_bytes=budget, limits=limits, progress=True)
@@ -76,12 +78,12 @@ def run(given: argparse.Namespace) -> int:
             "search_seconds": result.seconds,
             "memory_budget_bytes": budget,
             "memory_quantum_bytes": 1,
-            "branches": result.problems,
+            "branches": result.cuts,
             "branches_solved": result.solved,
             "states": result.states,
             "runners_up": [priced(estimate) for estimate in result.runners_up],
             "alternatives": priced_all(others),
-            "assumed": assumptions(hardware, model),
+            "assumed": assumptions(hardware, model, result.best.plan),
         }
         print(json.dumps(found, indent=2))
         return 0
@@ -93,8 +95,8 @@ def _show(result: SearchResult, compare: bool, case: tuple[HardwareProfile, Mode
     console = Console()
     console.print(explain(result, compare=compare, progress=True))
     console.print(
-        f"{result.problems} ways to cut the step, {result.solved} of them searched to the end with {result.states} "
-        f"partial plans, memory counted in bytes, {result.seconds:.1f} s"
+        f"{result.cuts} ways to cut the step, {result.problems} problems of the best, {result.solved} of them "
+        f"searched to the end with {result.states} partial plans, memory counted in bytes, {result.seconds:.1f} s"
     )
-    assumed = sorted({**case[0].assumed, **case[1].assumed})
+    assumed = sorted(assumptions(*case[:2], result.best.plan))
     console.print(f"Predicted, not measured{'; assumed: ' + ', '.join(assumed) if assumed else ''}.")

@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import scipy.optimize
@@ -24,15 +24,102 @@ class SequenceCost:
     per_sequence: float
 
     def __post_init__(self):
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for one in fields(self):
+            value = getattr(self, one.name)
             if not (np.isfinite(value) and value >= 0):
-                raise ValueError(f"{field.name}={value}: a cost is finite and not negative; use {field.name}=0.")
+                raise ValueError(f"{one.name}={value}: a cost is finite and not negative; use {one.name}=0.")
 
     def seconds(self, lengths: Sequence[int] | np.ndarray) -> np.ndarray:
         """Returns the seconds of each sequence, [n] for n lengths in tokens; a longer sequence never costs less."""
         lengths = np.asarray(lengths, dtype=np.float64)
         return self.per_token * lengths + self.per_token_squared * lengths**2 + self.per_sequence
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharingCost:
+    """Gives the seconds that sharing a document of s tokens by d ranks adds on each of them to an even split of its
+    work: `(d - 1) * (per_hop + per_token * s / d)`. A hop is a block of keys and values that a rank gets from another.
+    """
+
+    per_hop: float
+    per_token: float
+
+    def __post_init__(self):
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if not (np.isfinite(value) and value >= 0):
+                raise ValueError(f"{one.name}={value}: a cost is finite and not negative; use {one.name}=0.")
+
+    def seconds(self, lengths: np.ndarray, degree: int) -> np.ndarray:
+        return (degree - 1) * (self.per_hop + self.per_token * np.asarray(lengths, dtype=np.float64) / degree)
+
+
+def assumed_sharing(sequence: SequenceCost) -> SharingCost:
+    """Returns a cost of sharing for what was not measured: a hop takes a tenth of the time that the linear work of its
+    tokens takes.
+    """
+    return SharingCost(per_hop=0.0, per_token=0.1 * sequence.per_token)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupCost:
+    """Gives the seconds of documents that data ranks share; see
+    [`~galvatron_hf.data.group_documents.SharedCost`].
+
+    Attributes:
+        sequence ([`SequenceCost`]): the cost of a document that one rank has whole.
+        sharing (`Mapping[str, SharingCost]`): the cost of sharing by execution.
+        far (`Mapping[str, SharingCost]`): the same for groups over several nodes; empty if there is one node.
+        node_ranks (`int`, *optional*): the data ranks of a node, if there are several nodes.
+        exchangeable (`frozenset[int]`): the numbers of ranks that can exchange heads, as the execution "ulysses" does.
+    """
+
+    sequence: SequenceCost
+    sharing: Mapping[str, SharingCost]
+    far: Mapping[str, SharingCost] = field(default_factory=dict)
+    node_ranks: int | None = None
+    exchangeable: frozenset[int] = frozenset()
+
+    def seconds(self, lengths: np.ndarray, degree: int) -> np.ndarray:
+        """Returns the seconds that each document adds to each of the `degree` ranks that share it, [n]; infinite if so
+        many ranks cannot share one.
+        """
+        lengths = np.asarray(lengths, dtype=np.float64)
+        if degree == 1:
+            return self.sequence.seconds(lengths)
+        once, possible = self.sequence.per_sequence, self._possible(degree)
+        if not possible:
+            return np.full(lengths.shape, np.inf)
+        split = (self.sequence.seconds(lengths) - once) / degree + once
+        return split + np.min([cost.seconds(lengths, degree) for cost in possible.values()], axis=0)
+
+    def degrees(self, most: int) -> list[int]:
+        """Returns the numbers of ranks up to `most` that may share a document, 1 among them."""
+        return [degree for degree in range(1, most + 1) if degree == 1 or self._possible(degree)]
+
+    def execution(self, length: int, degree: int) -> str:
+        """Returns the execution that takes the least time for a document that `degree` ranks share."""
+        possible = self._possible(degree)
+        return min(possible, key=lambda name: float(possible[name].seconds(np.array([length]), degree)[0]))
+
+    def _possible(self, degree: int) -> dict[str, SharingCost]:
+        far = self.node_ranks is not None and degree > self.node_ranks
+        costs = self.far if far and self.far else self.sharing
+        return {name: cost for name, cost in costs.items() if name != "ulysses" or degree in self.exchangeable}
+
+
+def fit_sharing(shapes: Sequence[tuple[int, int]], seconds: Sequence[float]) -> SharingCost:
+    """Fits the cost of sharing, with coefficients >= 0, to the seconds that sharing added.
+
+    Args:
+        shapes (`Sequence[tuple[int, int]]`): [n], the length of each document and the number of its ranks, above 1.
+        seconds (`Sequence[float]`): [n], added seconds; negative ones, which are noise, count as 0.
+    """
+    length, degree = np.asarray(shapes, dtype=np.float64).T
+    columns = np.stack([degree - 1, (degree - 1) * length / degree], axis=1)
+    scale = columns.max(axis=0)
+    found = scipy.optimize.nnls(columns / scale, np.maximum(np.asarray(seconds, dtype=np.float64), 0.0))[0] / scale
+    return SharingCost(per_hop=float(found[0]), per_token=float(found[1]))
 
 
 def fit_relative(columns: np.ndarray, seconds: np.ndarray) -> np.ndarray:

@@ -1,6 +1,8 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Predicts the padding, imbalance and throughput of padded, grouped and packed batches of a dataset."""
+"""Predicts the padding, imbalance and throughput of padded, grouped and packed batches of a dataset, and of dynamic
+groups of ranks that share long sequences.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ import numpy as np
 import torch
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from galvatron_hf.data.cost import SequenceCost
+from galvatron_hf.data.cost import GroupCost, SequenceCost, assumed_sharing
+from galvatron_hf.data.group_placement import place_groups
 from galvatron_hf.data.placement import place
 
 
@@ -49,17 +52,18 @@ class DataWorkload:
         """Returns the tokens of a rank in one micro-batch, for sequences of at most `longest` tokens."""
         if self.max_tokens is None:
             return self.batch_size // self.ranks * longest
-        if self.max_tokens < longest:
+        together = self.max_tokens // 2 * 2 * self.ranks
+        if max(self.max_tokens, together) < longest:
             raise ValueError(
-                f"max_tokens={self.max_tokens} is less than the longest sequence, {longest} tokens: raise it, or cut "
-                f"sequences with max_length={self.max_tokens}."
+                f"max_tokens={self.max_tokens} on each of {self.ranks} ranks is less than the longest sequence, "
+                f"{longest} tokens: raise it, or cut sequences with max_length={together}."
             )
         return self.max_tokens
 
     def padded_rows(self, longest: int) -> int:
         """Returns the rows of a micro-batch that fit at any length, the value for `per_device_train_batch_size`."""
         share = self.batch_size // self.ranks
-        most = self.token_limit(longest) // longest
+        most = max(1, self.token_limit(longest) // longest)
         return max(rows for rows in range(1, share + 1) if share % rows == 0 and rows <= most)
 
 
@@ -68,12 +72,14 @@ class Forecast:
     """Predicts one way to batch. Ranks wait for each other at every micro-batch, as with sharded weights.
 
     Args:
-        mode (`str`): "padded", "grouped" or "packed".
+        mode (`str`): "padded", "grouped", "packed" or "dynamic".
         micro_batches (`float`): mean number of micro-batches in a step.
         padding (`float`): share of the computed positions that are padding.
         imbalance (`float`): time of the slowest rank / mean time of the ranks.
         useful_tokens (`int`): tokens of all steps and ranks, without padding.
         cost (`float`): time of all steps, in the unit of the sequences' cost.
+        shared_tokens (`float`): share of the tokens that are in sequences which several ranks share.
+        largest_group (`int`): most ranks that share a sequence.
     """
 
     mode: str
@@ -82,6 +88,8 @@ class Forecast:
     imbalance: float
     useful_tokens: int
     cost: float
+    shared_tokens: float = 0.0
+    largest_group: int = 1
 
     @property
     def speed(self) -> float:
@@ -94,12 +102,14 @@ StepPositions = Sequence[Sequence[np.ndarray]]
 
 
 def forecast_modes(lengths: np.ndarray, workload: DataWorkload, cost: SequenceCost) -> list[Forecast]:
-    """Predicts padded (in the sampler's order), grouped (by length) and packed batches from global batches of one
-    epoch. Padded and packed batches have the same sequences. A padded sequence costs as much as one of its padded
-    length. `lengths`: [rows], tokens of each sequence, at least 1.
+    """Predicts padded (in the sampler's order), grouped (by length), packed and dynamic batches from global batches of
+    one epoch. Padded, packed and dynamic batches have the same sequences. A padded sequence costs as much as one of
+    its padded length. Sharing a sequence has the cost of [`~galvatron_hf.data.cost.assumed_sharing`]. If a rank cannot
+    hold the longest sequence, dynamic batches alone are predicted. `lengths`: [rows], tokens of each sequence, at
+    least 1.
 
     Raises:
-        ValueError: if there are fewer sequences than `batch_size`, or a sequence is longer than `max_tokens`.
+        ValueError: if there are fewer sequences than `batch_size`, or a sequence is longer than all ranks hold.
     """
     batches = len(lengths) // workload.batch_size
     if not batches:
@@ -116,11 +126,39 @@ def forecast_modes(lengths: np.ndarray, workload: DataWorkload, cost: SequenceCo
 
     sampled = drawn(_random_order(len(lengths), workload.seed))
     grouped = drawn(_grouped_order(lengths, workload))
+    dynamic = _dynamic(sampled, workload.ranks, limit, cost)
+    if longest > limit:
+        return [dynamic]
     return [
         _forecast("padded", sampled, [_padded(batch, workload.ranks, rows) for batch in sampled], cost),
         _forecast("grouped", grouped, [_padded(batch, workload.ranks, rows) for batch in grouped], cost),
         _forecast("packed", sampled, [_packed(batch, workload.ranks, limit, cost) for batch in sampled], cost),
+        dynamic,
     ]
+
+
+def _dynamic(batches: list[np.ndarray], ranks: int, limit: int, cost: SequenceCost) -> Forecast:
+    groups = GroupCost(sequence=cost, sharing={"ring": assumed_sharing(cost)})
+    slowest = mean = micro_batches = 0.0
+    shared, largest = 0, 1
+    for batch in batches:
+        placement = place_groups(batch, ranks, groups, max_tokens=limit)
+        loads = placement.loads(batch, groups)
+        slowest, mean = slowest + loads.max(axis=1).sum(), mean + loads.mean(axis=1).sum()
+        micro_batches += len(loads)
+        for document, held in (pair for pairs in placement.micro_batches for pair in pairs if len(pair[1]) > 1):
+            shared, largest = shared + int(batch[document]), max(largest, len(held))
+    useful = int(sum(batch.sum() for batch in batches))
+    return Forecast(
+        mode="dynamic",
+        micro_batches=micro_batches / len(batches),
+        padding=0.0,
+        imbalance=float(slowest / mean),
+        useful_tokens=useful,
+        cost=float(slowest),
+        shared_tokens=shared / useful,
+        largest_group=largest,
+    )
 
 
 def _random_order(count: int, seed: int) -> list[int]:

@@ -15,6 +15,7 @@ from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.state import GradientState
 from torch.utils.data import DataLoader
 
+from galvatron_hf.models.input_names import AUDIO
 from galvatron_hf.models.losses import IGNORED, NEXT_TOKEN
 from galvatron_hf.parallel.comm.objects import broadcast_object
 from galvatron_hf.utils.compat import register_dataloader, unregister_dataloader
@@ -63,7 +64,8 @@ def _device(batch: dict[str, Any]) -> torch.device:
 
 def join_batches(batches: list[dict[str, Any]], pad_token_id: int) -> dict[str, Any]:
     """Joins batches by rows; shorter rows are padded with positions that have no target. Tensors are [B_i, S_i], or
-    [B_i, ...] with equal trailing shapes; other differences raise ValueError. `pad_token_id` pads `input_ids`.
+    [B_i, ...] with equal trailing shapes; other differences, and those of recordings, raise ValueError. `pad_token_id`
+    pads `input_ids`.
     """
     if len(batches) == 1:
         return dict(batches[0])
@@ -81,7 +83,8 @@ def join_batches(batches: list[dict[str, Any]], pad_token_id: int) -> dict[str, 
             for value, count in zip(values, counts, strict=True)
         ]
         shapes = {value.shape[1:] for value in values}
-        if len(shapes) > 1 and any(value.ndim != 2 for value in values):
+        # Padding changes what the convolutions of recordings compute, which no mask hides.
+        if len(shapes) > 1 and (name == AUDIO or any(value.ndim != 2 for value in values)):
             raise ValueError(
                 f"{name!r} has the shapes {sorted(map(tuple, shapes))} in the batches of one step, which cannot be "
                 "joined; let the collator pad it to one shape."

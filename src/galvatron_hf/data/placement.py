@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from galvatron_hf.data import partition, partition_exact
-from galvatron_hf.data.cost import SequenceCost
+from galvatron_hf.data.cost import GroupCost, SequenceCost
 from galvatron_hf.data.partition import Bins, Items
 
 
@@ -24,33 +25,70 @@ _SMALL = 1024  # up to so many sequences, every start is tried for every number 
 _CLOSE = 1e-3  # a result this near to its lower bound ends the search
 
 
+class SharedSequence(NamedTuple):
+    """Names a sequence that several data ranks share, these ranks, and how they compute its attention: an execution
+    of [`~galvatron_hf.plan.deal.Deal`].
+    """
+
+    sequence: int
+    ranks: tuple[int, ...]
+    execution: str
+
+
 @dataclass(frozen=True)
 class Placement:
-    """Holds a step's sequences: `micro_batches[micro-batch][data rank]` are their ascending indices, if any."""
+    """Holds a step's sequences: `micro_batches[micro-batch][data rank]` are the ascending indices of those that a rank
+    has whole, if any, and `shared[micro-batch]` those that several ranks share. `recompute` says whether layers are
+    recomputed in the step ("full" or "none"), if not as the plan says. `plan` numbers the plan under which the step is
+    computed, 0 for the optimizer's. `others` place the sequences of the same micro-batches for layers of other context
+    degrees.
+    """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
+    shared: tuple[tuple[SharedSequence, ...], ...] = ()
+    recompute: str | None = None
+    plan: int = 0
+    others: Mapping[int, Placement] = field(default_factory=dict)
 
-    def loads(self, lengths: Sequence[int], cost: SequenceCost) -> np.ndarray:
-        """Returns the seconds of each bin, [micro-batch, data rank]."""
-        costs = cost.seconds(lengths)
-        return np.array([[costs[list(rank)].sum() for rank in ranks] for ranks in self.micro_batches])
+    def shared_in(self, micro_batch: int) -> tuple[SharedSequence, ...]:
+        """Returns the sequences that ranks share in a micro-batch."""
+        return self.shared[micro_batch] if self.shared else ()
 
-    def seconds(self, lengths: Sequence[int], cost: SequenceCost, *, overhead: float = 0.0, stages: int = 1) -> float:
+    def loads(self, lengths: Sequence[int], cost: SequenceCost | GroupCost) -> np.ndarray:
+        """Returns the seconds of each bin, [micro-batch, data rank]; shared sequences need a [`GroupCost`]."""
+        costs = (cost.sequence if isinstance(cost, GroupCost) else cost).seconds(lengths)
+        loads = np.array([[costs[list(rank)].sum() for rank in ranks] for ranks in self.micro_batches])
+        for row, sequences in zip(loads, self.shared):
+            for one in sequences:
+                row[list(one.ranks)] += cost.seconds(np.array([lengths[one.sequence]]), len(one.ranks))
+        return loads
+
+    def seconds(
+        self, lengths: Sequence[int], cost: SequenceCost | GroupCost, *, overhead: float = 0.0, stages: int = 1
+    ) -> float:
         """Returns the time of the step, the objective of [`place`]."""
-        loads = self.loads(lengths, cost)
-        if stages == 1:
-            return float((loads.max(axis=1) + overhead).sum())
-        return float((loads.max() + overhead) * (stages - 1 + len(loads)))
+        return step_seconds(self.loads(lengths, cost), overhead, stages)
 
-    def imbalance(self, lengths: Sequence[int], cost: SequenceCost, *, stages: int = 1) -> float:
+    def imbalance(self, lengths: Sequence[int], cost: SequenceCost | GroupCost, *, stages: int = 1) -> float:
         """Returns slowest / mean time, 1 if no rank waits. Without a pipeline it is taken over the ranks of each
         micro-batch, weighted by its mean, and with one over all bins.
         """
-        loads = self.loads(lengths, cost)
-        slowest, mean = loads.max(axis=1).sum(), loads.mean(axis=1).sum()
-        if stages > 1:
-            slowest = loads.max() * len(loads)
-        return float(slowest / mean) if mean else 1.0
+        return step_imbalance(self.loads(lengths, cost), stages)
+
+
+def step_seconds(loads: np.ndarray, overhead: float, stages: int) -> float:
+    """Returns the time of a step, the objective of [`place`], from the seconds of each bin, [micro-batch, rank]."""
+    if stages == 1:
+        return float((loads.max(axis=1) + overhead).sum())
+    return float((loads.max() + overhead) * (stages - 1 + len(loads)))
+
+
+def step_imbalance(loads: np.ndarray, stages: int) -> float:
+    """Returns slowest / mean time of a step from the seconds of each bin; see [`Placement.imbalance`]."""
+    slowest, mean = loads.max(axis=1).sum(), loads.mean(axis=1).sum()
+    if stages > 1:
+        slowest = loads.max() * len(loads)
+    return float(slowest / mean) if mean else 1.0
 
 
 def place(
@@ -254,6 +292,23 @@ def _improve(items: Items, bins: Bins, starts: list[np.ndarray], comparisons: in
 
 
 def _checked(lengths: Sequence[int], ranks: int, max_tokens: int | None, least_micro_batches: int) -> np.ndarray:
+    lengths = checked_lengths(lengths, ranks, max_tokens, least_micro_batches)
+    if max_tokens is not None and len(lengths) and lengths.max() > max_tokens:
+        raise ValueError(
+            f"a sequence of {lengths.max()} tokens: it does not fit into max_tokens={max_tokens}; raise max_tokens or "
+            "truncate or split what is longer."
+        )
+    return lengths
+
+
+def checked_lengths(
+    lengths: Sequence[int], ranks: int, max_tokens: int | None, least_micro_batches: int
+) -> np.ndarray:
+    """Returns the tokens of sequences as an int64 vector, [n].
+
+    Raises:
+        ValueError: if the lengths are no vector, or one of them or of the numbers is below 1.
+    """
     lengths = np.asarray(lengths, dtype=np.int64)
     if ranks < 1 or least_micro_batches < 1 or (max_tokens is not None and max_tokens < 1):
         raise ValueError(
@@ -264,11 +319,6 @@ def _checked(lengths: Sequence[int], ranks: int, max_tokens: int | None, least_m
         raise ValueError(f"lengths of shape {lengths.shape}: each sequence has one length; pass a vector.")
     if lengths.min(initial=1) < 1:
         raise ValueError(f"a sequence of {lengths.min()} tokens: there is nothing to compute; leave it out.")
-    if max_tokens is not None and len(lengths) and lengths.max() > max_tokens:
-        raise ValueError(
-            f"a sequence of {lengths.max()} tokens: it does not fit into max_tokens={max_tokens}; raise max_tokens or "
-            "truncate or split what is longer."
-        )
     return lengths
 
 

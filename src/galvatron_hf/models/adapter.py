@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -17,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from galvatron_hf.models.heads import Heads
 from galvatron_hf.models.lora import family_name
 from galvatron_hf.models.losses import NEXT_TOKEN, LossKind, RouterLossKind
+from galvatron_hf.models.packing import Packing, Pairs
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.resolved import ResolvedPlan, resolve
 from galvatron_hf.plan.strategies import DEFAULT_STACK
@@ -136,7 +138,7 @@ class StackInputs:
     """
 
     ids: str = "input_ids"
-    mask: str = "attention_mask"
+    mask: str | None = "attention_mask"
     positions: str | None = "position_ids"
 
 
@@ -283,12 +285,6 @@ def _within(name: str, outer: str) -> bool:
     return name == outer or name.startswith(f"{outer}.")
 
 
-def masks_by_type(config: PreTrainedConfig, mask: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
-    """Returns a prepared attention mask in the form in which the family takes it: one, or one for each layer type."""
-    types = getattr(config, "layer_types", None)
-    return mask if types is None else dict.fromkeys(types, mask)
-
-
 def base_model(model: PreTrainedModel) -> PreTrainedModel:
     """Returns the part of a causal language model below its head. Some families of models with images call it "model"
     whatever their `base_model_prefix`.
@@ -385,6 +381,33 @@ class ModelAdapter:
     def with_positions(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a batch whose `input_ids` [B, S] have the rows and positions of the first stack's hidden states."""
         return dict(batch)
+
+    def packing(self, model: PreTrainedModel) -> Packing:
+        """Returns how the rows of a batch become documents of a packed row."""
+        readers = self.readers
+        if not readers:
+            return Packing(loss=self.loss)
+        (target,) = readers
+        return Packing(
+            loss=self.loss,
+            pairs=Pairs(
+                source=target.reads,
+                target=target.name,
+                ids=target.tokens.ids,
+                mask=target.tokens.mask,
+                counts_columns=any(stack.positional for stack in self.stacks),
+                complete=functools.partial(self.with_tokens_of_all, model),
+            ),
+            obstacle=self._pairs_obstacle(model),
+        )
+
+    def _pairs_obstacle(self, model: PreTrainedModel) -> str | None:
+        if any(stack.own_bias is not None for stack in self.stacks):
+            return "makes a bias of all positions in its attention"
+        positional = (base_model(model).get_submodule(name) for stack in self.stacks for name in stack.positional)
+        if any(hasattr(module, "create_position_ids_from_input_ids") for module in positional):
+            return "makes its positions of its tokens"
+        return None
 
     @property
     def readers(self) -> tuple[StackAdapter, ...]:

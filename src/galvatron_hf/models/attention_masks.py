@@ -44,3 +44,14 @@ def make_masks(
     if types is None:
         return create_bidirectional_mask(**given)
     return {kind: _BIDIRECTIONAL[kind](**given) for kind in dict.fromkeys(types) if kind in _BIDIRECTIONAL}
+
+
+def prepared_mask(device: torch.device | str) -> torch.Tensor:
+    """Returns a mask [1, 1, 1, 1] that hides nothing. A family that gets a prepared mask makes none of its own."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
+def masks_by_type(config: PreTrainedConfig, mask: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+    """Returns a prepared attention mask in the form in which the family takes it: one, or one for each layer type."""
+    types = getattr(config, "layer_types", None)
+    return mask if types is None else dict.fromkeys(types, mask)

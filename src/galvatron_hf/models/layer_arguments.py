@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from galvatron_hf.models.adapter import LayerInputs, base_model
+from galvatron_hf.models.adapter import LayerInputs
 from galvatron_hf.models.attention_masks import make_masks
 from galvatron_hf.models.trial_run import Seen, Twin
 from galvatron_hf.utils.compat import tree_leaves
@@ -36,6 +36,8 @@ def find_arguments(twin: Twin, seen: Seen) -> Arguments:
     the runtime would make, every other tensor has to have positions, and one row for all if no positions are given.
     """
     inputs = LayerInputs()
+    if twin.audio is not None:
+        return Arguments(causal=False, obstacle="its positions are those of recordings of any length")
     for index, arguments in seen.arguments.items():
         for name, value in arguments.items():
             if name != inputs.mask and not _has_positions(name, value, inputs, twin.length):
@@ -62,8 +64,7 @@ def _has_positions(name: str, value: Any, inputs: LayerInputs, length: int) -> b
 def _runs(twin: Twin, seen: Seen) -> Iterator[Seen]:
     """Yields what was seen, and what is seen with a window shorter than the row."""
     yield seen
-    config = base_model(twin.model).config.get_text_config()
-    with _changed(config, "sliding_window", 1) as changed:
+    with _changed(twin.config, "sliding_window", 1) as changed:
         if changed:
             yield twin.run()[0]
 
@@ -84,7 +85,7 @@ def _changed(config: PreTrainedConfig, name: str, value: Any) -> Iterator[bool]:
 
 
 def _masks_agree(twin: Twin, seen: Seen, causal: bool, inputs: LayerInputs) -> bool:
-    config = base_model(twin.model).config.get_text_config()
+    config = twin.config
     try:
         made = make_masks(config, causal=causal, states=seen.hidden[0], mask=twin.mask)
     except Exception:  # of a configuration that these functions do not know: any

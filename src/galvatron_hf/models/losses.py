@@ -50,6 +50,11 @@ class LossKind:
         """Returns the names under which a batch may have labels; the first that it has counts."""
         return (self.labels,) if self.targets is None else (self.targets, self.labels)
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Tells whether the target of a token is the label of the next one."""
+        return self.make_targets is shift_targets
+
     def is_labelled(self, batch: Mapping[str, Any]) -> bool:
         return any(batch.get(name) is not None for name in self.names)
 

@@ -19,6 +19,8 @@ from transformers.modeling_outputs import TokenClassifierOutput
 
 from galvatron_hf.models.layer_arguments import Arguments, find_arguments
 from galvatron_hf.models.losses import IGNORED, NEXT_TOKEN, SAME_POSITION, SPAN, LossKind, logits_of, row_loss
+from galvatron_hf.models.packed_trial import find_packing
+from galvatron_hf.models.packing import Packing
 from galvatron_hf.models.slots import LayerSlot, StageInput, absent
 from galvatron_hf.models.trial_run import (
     FORMS,
@@ -29,9 +31,13 @@ from galvatron_hf.models.trial_run import (
     has_language_head,
     numbers,
     owners_of_weights,
+    takes_audio,
     takes_images,
 )
 from galvatron_hf.utils.compat import tree_leaves
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +60,10 @@ class Structure:
             language model would return it; None for other models.
         pipeline_obstacle (`str`, *optional*): why no stage can begin inside the list of layers.
         arguments ([`Arguments`]): what the layers are called with.
+        packing ([`Packing`]): how rows become documents of one row.
         images (`tuple[int, int, int]`, *optional*): channels, height and width of the images that the model takes
             instead of tokens, and `positions` of the hidden states that it makes of one.
+        audio (`bool`): whether it takes the samples of recordings instead of tokens, which may have any length.
     """
 
     layers: str
@@ -72,8 +80,14 @@ class Structure:
     logits: torch.Tensor | None = field(compare=False, repr=False)
     pipeline_obstacle: str | None
     arguments: Arguments
+    packing: Packing
     images: tuple[int, int, int] | None = None
     positions: int | None = None
+    audio: bool = False
+
+    @property
+    def takes_tokens(self) -> bool:
+        return self.images is None and not self.audio
 
 
 def find_structure(model: PreTrainedModel) -> Structure:
@@ -85,7 +99,7 @@ def find_structure(model: PreTrainedModel) -> Structure:
     """
     name, reasons = type(model).__name__, []
     try:
-        looks_up = takes_images(model) or hasattr(model.get_input_embeddings(), "weight")
+        looks_up = takes_images(model) or takes_audio(model) or hasattr(model.get_input_embeddings(), "weight")
     except NotImplementedError:
         looks_up = False
     if not looks_up:
@@ -100,6 +114,7 @@ def find_structure(model: PreTrainedModel) -> Structure:
             "AutoModelForSequenceClassification."
         )
     _check_random_layers(model)
+    _check_batch_statistics(model)
     for layers in _module_lists(model):
         for form in FORMS:
             twin = Twin(model, layers, form)
@@ -122,11 +137,22 @@ def find_structure(model: PreTrainedModel) -> Structure:
 def _check_random_layers(model: PreTrainedModel) -> None:
     """Refuses layers that are left out at random: ranks would wait for each other's weights."""
     for name, module in model.named_modules():
-        rate = vars(module).get("layerdrop", 0.0)
+        of_config = getattr(getattr(module, "config", None), "layerdrop", 0.0)
+        rate = vars(module).get("layerdrop", of_config)
         if isinstance(rate, float) and rate > 0.0:
             raise ValueError(
-                f"{type(model).__name__} leaves out layers at random, by the layerdrop of {rate} of its {name}; set "
-                "it to 0.0 in the configuration."
+                f"{type(model).__name__} leaves out layers at random, by the layerdrop of {rate} of its "
+                f"{name or 'configuration'}; set it to 0.0 in the configuration."
+            )
+
+
+def _check_batch_statistics(model: PreTrainedModel) -> None:
+    """Refuses norms by the mean and variance of a batch, of which each rank has a part."""
+    for name, module in model.named_modules():
+        if isinstance(module, _BATCH_NORMS):
+            raise ValueError(
+                f"{type(model).__name__} norms by the statistics of a whole batch in its {name}, and a rank has some "
+                "rows of it; train it with transformers.Trainer."
             )
 
 
@@ -162,6 +188,9 @@ def _structure(model: PreTrainedModel, twin: Twin, seen: Seen, output: Any) -> S
     head = _head_name(model, twin, [name for name in owners if seen.modules.get(name) == {"after"}])
     owners.remove(head)
     times = {name: _times(name, owners, seen) for name in owners}
+    inputs = frozenset(inspect.signature(type(model).forward).parameters)
+    loss = _loss(model, twin, output) if twin.head is not None else _loss_of_task(model, twin, output)
+    arguments = find_arguments(twin, seen)
     structure = Structure(
         layers=twin.layers,
         first=next(iter(twin.spies[0].signature.parameters)),
@@ -171,14 +200,16 @@ def _structure(model: PreTrainedModel, twin: Twin, seen: Seen, output: Any) -> S
         after=tuple(name for name in owners if times[name] == {"after"}),
         unused=tuple(name for name in owners if not times[name]),
         head=head,
-        inputs=frozenset(inspect.signature(type(model).forward).parameters),
-        loss=_loss(model, twin, output) if twin.head is not None else _loss_of_task(model, twin, output),
+        inputs=inputs,
+        loss=loss,
         raw=None if twin.head is None else twin.raw[:1].clone(),
         logits=None if twin.head is None else output.logits[:1].clone(),
         pipeline_obstacle=None,
-        arguments=find_arguments(twin, seen),
+        arguments=arguments,
+        packing=find_packing(twin, loss, inputs, arguments.causal),
         images=None if twin.images is None else tuple(twin.images.shape[1:]),
         positions=None if twin.images is None else twin.length,
+        audio=twin.audio is not None,
     )
     mixed = [name for name in owners if len(times[name]) > 1 or "between" in times[name]]
     mixed += [name for name in structure.before if f"{twin.layers}.".startswith(f"{name}.")]
@@ -229,7 +260,14 @@ def _loss_of_task(model: PreTrainedModel, twin: Twin, output: Any) -> LossKind:
         raise ValueError(
             f"{name} returns neither logits of rows nor of positions; train it with transformers.Trainer."
         )
-    _, labelled = twin.run()
+    try:
+        _, labelled = twin.run()
+    except Exception as error:  # of a family's loss: any
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+        raise ValueError(
+            f"{name} computes no loss of the labels that its problem_type and num_labels ask for ({problem}); train "
+            "it with transformers.Trainer."
+        ) from None
     targets = kind.targets_of({"input_ids": twin.ids, **twin.labels})
     wanted = (kind.sum_of_logits(logits_of(labelled), targets) / kind.count(targets)).sum()
     twin.labels = {}
@@ -260,6 +298,8 @@ def _pipeline_obstacle(twin: Twin, structure: Structure, seen: Seen, mixed: list
     """Says why no stage can begin inside the list of layers; None if it can. Runs the model as a later stage would,
     and compares what its layers and its head get.
     """
+    if twin.audio is not None:
+        return "its positions are those of recordings of any length"
     if seen.hidden[0].ndim != 3 or seen.hidden[0].shape[:2] != (ROWS, twin.length):
         return "its hidden states have other dimensions than rows, positions and features"
     if not twin.form.filled:

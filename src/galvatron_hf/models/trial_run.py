@@ -14,18 +14,26 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from galvatron_hf.models.adapter import base_model
+from galvatron_hf.models.input_names import AUDIO, IMAGES
 from galvatron_hf.models.losses import logits_of
 
 
 ROWS, LENGTH = 4, 3  # of the batch that is tried; different, so that shapes tell rows from positions
+SAMPLES = 2000  # of a recording that is tried: some positions of the usual convolutions
 LARGEST_RETURN = 6  # entries of a tuple that a layer may return
 
 
 def takes_images(model: PreTrainedModel) -> bool:
     """Tells whether a model's input is images [B, C, H, W]."""
-    return model.main_input_name == "pixel_values"
+    return model.main_input_name == IMAGES
+
+
+def takes_audio(model: PreTrainedModel) -> bool:
+    """Tells whether a model's input is the samples of recordings [B, samples], of any length."""
+    return model.main_input_name == AUDIO and hasattr(model.config, "conv_stride")
 
 
 def image_config(model: PreTrainedModel) -> str | None:
@@ -156,17 +164,48 @@ class Twin:
         self.model, self.layers, self.form = copy.deepcopy(model, memo), layers, form
         self.head = self.model.get_output_embeddings() if has_language_head(model) else None
         self.images = numbers((ROWS, *image_shape(model)), 3) if takes_images(model) else None
-        self.length: int | None = LENGTH if self.images is None else None  # positions of the hidden states
+        self.audio = numbers((ROWS, SAMPLES), 3) if takes_audio(model) else None
+        self.takes_tokens = self.images is None and self.audio is None
+        self.length: int | None = LENGTH if self.takes_tokens else None  # positions of the hidden states
         self.vocabulary = LENGTH
-        if self.images is None:
+        if self.takes_tokens:
             self.vocabulary = (self.model.get_input_embeddings() if self.head is None else self.head).weight.shape[0]
         self.model.train(self.head is not None)  # what follows the layers of other models may have dropout
         self.labels: dict[str, torch.Tensor] = {}
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """Returns the configuration of the layers of a model of texts."""
+        return base_model(self.model).config.get_text_config()
 
     def run(self, changes: Mapping[str, nn.Module] | None = None, slots: Sequence[nn.Module] | None = None):
         """Runs the model's forward with labels; `changes` replace modules, `slots` the layers. Returns what was seen
         and the model's output.
         """
+        ids = torch.arange(1, 1 + ROWS * LENGTH).view(ROWS, LENGTH).clamp(max=self.vocabulary - 1)
+        mask = torch.ones_like(ids)
+        mask[-1, -1] = 0
+        self.raw = numbers((ROWS, LENGTH, self.vocabulary), 7) * 10
+        self.ids, self.mask = ids, mask if self.takes_tokens else None
+        given = dict(input_ids=ids, attention_mask=mask) if self.takes_tokens else {}
+        given |= {} if self.images is None else {IMAGES: self.images}
+        given |= {} if self.audio is None else {AUDIO: self.audio}
+        labels = {"labels": ids} if self.head is not None else self.labels
+        seen, output = self._watch({**given, **labels}, changes, slots)
+        if self.length is None and isinstance(seen.hidden.get(0), torch.Tensor):
+            self.length = seen.hidden[0].shape[1]
+        return seen, output
+
+    def look(self, **given: Any) -> Seen:
+        """Runs the model's forward on given tensors without labels, and returns what was seen."""
+        return self._watch(given)[0]
+
+    def _watch(
+        self,
+        given: Mapping[str, Any],
+        changes: Mapping[str, nn.Module] | None = None,
+        slots: Sequence[nn.Module] | None = None,
+    ) -> tuple[Seen, Any]:
         seen, twin = Seen(count=len(self.spies)), self.model
         self.seen = seen
         for spy in self.spies:
@@ -179,13 +218,8 @@ class Twin:
             )
             for name, module in owners_of_weights(twin, self.layers)
         ]
-        ids = torch.arange(1, 1 + ROWS * LENGTH).view(ROWS, LENGTH).clamp(max=self.vocabulary - 1)
-        mask = torch.ones_like(ids)
-        mask[-1, -1] = 0
-        raw = numbers((ROWS, LENGTH, self.vocabulary), 7) * 10
-        labels = {"labels": ids} if self.head is not None else self.labels
         if self.head is not None:
-            self.head.forward = lambda states: seen.head_inputs.append(states) or raw.clone()
+            self.head.forward = lambda states: seen.head_inputs.append(states) or self.raw.clone()
         try:
             for name, module in (changes or {}).items():
                 twin.set_submodule(name, module)
@@ -193,9 +227,7 @@ class Twin:
                 twin.set_submodule(self.layers, nn.ModuleList(slots))
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                tokens, images = dict(input_ids=ids, attention_mask=mask), dict(pixel_values=self.images)
-                given = tokens if self.images is None else images
-                output = twin(**given, **labels, **forward_options(type(twin)))
+                output = twin(**given, **forward_options(type(twin)))
         finally:
             if self.head is not None:
                 del self.head.forward
@@ -204,9 +236,6 @@ class Twin:
                 twin.set_submodule(name, module)
             for handle in handles:
                 handle.remove()
-        self.ids, self.mask, self.raw = ids, mask if self.images is None else None, raw
-        if self.length is None and isinstance(seen.hidden.get(0), torch.Tensor):
-            self.length = seen.hidden[0].shape[1]
         if self.head is None:
             seen.head_inputs.append(logits_of(output))
         return seen, output

@@ -17,11 +17,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from galvatron_hf.models.adapter import ModelAdapter, StackAdapter, base_model
+from galvatron_hf.models.adapter import ModelAdapter, StackAdapter, StackInputs, base_model
 from galvatron_hf.models.family_checks import check_attention
 from galvatron_hf.models.heads import Heads
+from galvatron_hf.models.input_names import AUDIO, IMAGES
 from galvatron_hf.models.layer_tables import find_experts, table_of_layers
 from galvatron_hf.models.losses import NEXT_TOKEN
+from galvatron_hf.models.packing import Packing
 from galvatron_hf.models.structure import Structure, find_structure
 from galvatron_hf.models.trial_run import image_config
 
@@ -38,11 +40,15 @@ class WholeRowAdapter(ModelAdapter):
         """Leaves the family's modules as they are."""
 
     def lookups(self, model: PreTrainedModel, stacks: Collection[str] | None = None) -> list[nn.Module]:
-        return super().lookups(model, stacks) if self.structure.images is None else []
+        return super().lookups(model, stacks) if self.structure.takes_tokens else []
 
     def with_positions(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Makes `input_ids` for images, which stand for their patches and reach no module."""
-        images = batch.get("pixel_values")
+        """Makes `input_ids` for images, which stand for their patches, and one for each recording; they reach no
+        module.
+        """
+        if self.structure.audio and AUDIO in batch and "input_ids" not in batch:
+            return dict(batch) | {"input_ids": torch.zeros_like(batch[AUDIO][:, :1], dtype=torch.long)}
+        images = batch.get(IMAGES)
         if self.structure.images is None or images is None or "input_ids" in batch:
             return dict(batch)
         if images.shape[1:] != self.structure.images:
@@ -66,6 +72,11 @@ class WholeRowAdapter(ModelAdapter):
                 if id(weight) not in ends:
                     rest.register_parameter(f"{name}.{weight_name}".replace(".", "_"), weight)
         return [rest]
+
+    def packing(self, model: PreTrainedModel) -> Packing:
+        if not self.stacks[0].cut:
+            return Packing(loss=self.loss, obstacle="runs its layers by its own forward, which knows no documents")
+        return self.structure.packing
 
     def other_inputs(self, batch: Mapping[str, Any], rows: int) -> list[str]:
         return [
@@ -109,6 +120,7 @@ def whole_row_adapter(model: PreTrainedModel, reason: str, logit_transform) -> W
         causal=structure.loss is NEXT_TOKEN,
         outputs=structure.returns,
         config_name=image_config(model),
+        tokens=StackInputs(mask=None, positions=None) if structure.audio else StackInputs(),
         cut=False,
     )
     adapter = WholeRowAdapter(

@@ -4,17 +4,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from galvatron_hf.models.losses import count_targets
-from galvatron_hf.parallel.activation.micro_batch import map_rows, split_rows
+from galvatron_hf.parallel.activation.micro_batch import HeadRows, map_rows, split_rows
 from galvatron_hf.parallel.comm.objects import gather_objects
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.data_parallel.tied_weights import TiedWeights
@@ -23,7 +24,21 @@ from galvatron_hf.parallel.pipeline.runtime import Pipeline
 from galvatron_hf.parallel.pipeline.trace import Timeline
 from galvatron_hf.parallel.router_loss import RouterStatistics
 from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.plan.dealing import deal_in_rows
 from galvatron_hf.plan.schedule import Action, Work, runs_forwards_first
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """Holds the documents of a padded batch.
+
+    Attributes:
+        micro_batches (`list[dict]`): packed, with [`Deal`]s that name documents by their number in the batch.
+        columns (`np.ndarray`): [documents], the position in its row at which each begins.
+    """
+
+    micro_batches: list[dict[str, Any]]
+    columns: np.ndarray
 
 
 # A global batch [B, S], or its micro-batches if packing has chosen them.
@@ -121,11 +136,14 @@ class Executor:
         return losses
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch, **options) -> ModelOutput:
+    def evaluate(self, batch: Batch, documents: PackedBatch | None = None, **options) -> ModelOutput:
         """Computes loss and logits of a batch without gradients. The batch may be packed micro-batches. The loss is
         the same on every rank. Logits, which `return_logits` asks for and a batch without labels gives, are without a
         pipeline of the rows that [`ModelRunner.local_rows`] names. Under a pipeline they are of the rank's equal share
         of the rows, see [`ParallelModel.share_index`]; the world's size must then divide the number of rows.
+
+        With the `documents` of a padded batch, layers run on these, and the head alone on rows: no rank holds whole
+        rows before. Positions of no document then have the logits of a hidden state of zeros.
         """
         packed, batch = not isinstance(batch, Mapping), self._with_positions(batch)
         labelled = packed or self.runner.loss.is_labelled(batch)
@@ -135,11 +153,10 @@ class Executor:
             options["num_items_in_batch"] = count_targets(batch, self.runner.loss)
         routers = self._router_statistics(options) if labelled else None
         options |= {"return_logits": logits, "whole_loss": False, "routers": routers}
-        parts = list(batch) if packed else list(self._evaluation_parts(batch, logits))
-        if self.pipeline is None:
-            outputs = [self.runner(**part, **options) for part in parts]
+        if documents is not None:
+            outputs = self._evaluate_in_rows(batch, documents, options)
         else:
-            outputs = self.pipeline.evaluate([self.runner.micro_batch(**part, **options) for part in parts])
+            outputs = list(self._run(list(batch) if packed else list(self._evaluation_parts(batch, logits)), options))
         self.units.reshard()
         loss = None
         if labelled:
@@ -153,6 +170,30 @@ class Executor:
             names = ["logits", *(f"{stack.reads}_last_hidden_state" for stack in self.runner.adapter.readers)]
             found = {name: self._share([output[name] for output in outputs]) for name in names}
         return self.runner.loss.outputs(loss=loss, **found)
+
+    def _run(self, parts: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> Iterable[ModelOutput]:
+        """Runs the forward of micro-batches; gives what the last stage's ranks compute."""
+        if self.pipeline is None:
+            return (self.runner(**part, **options) for part in parts)
+        return self.pipeline.evaluate([self.runner.micro_batch(**part, **options) for part in parts])
+
+    def _evaluate_in_rows(
+        self, batch: Mapping[str, Any], documents: PackedBatch, options: dict[str, Any]
+    ) -> list[ModelOutput]:
+        whole = self.runner.micro_batch(**batch, **options)
+        rows = whole.last.rows, whole.last.length
+        parts = [
+            part | {"head_rows": HeadRows(deal=deal_in_rows(deal, documents.columns, *rows), layout=whole.ends.head)}
+            for part, deal in ((part, part["documents"]) for part in self._with_positions(documents.micro_batches))
+        ]
+        hidden = None
+        for output in self._run(parts, options | {"return_logits": False}):
+            # Each token is in one micro-batch, and the others have zeros in its place.
+            hidden = output.hidden_states if hidden is None else hidden.add_(output.hidden_states)
+        if hidden is None:
+            return []  # a stage before the last
+        (last,) = (stage for stage in self.runner.stages if stage.is_last)
+        return [self.runner.head(last, whole, hidden)]
 
     def micro_batch_count(self, batch: Batch) -> int:
         """Returns the number of micro-batches of a global batch: the plan's, or fewer if it has fewer rows."""

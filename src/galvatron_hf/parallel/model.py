@@ -18,6 +18,7 @@ from transformers.utils import ModelOutput
 from galvatron_hf.models.adapter import ModelAdapter
 from galvatron_hf.models.fused_weights import FusedNames
 from galvatron_hf.models.lora import module_copies
+from galvatron_hf.models.packing import Packing
 from galvatron_hf.models.slots import MissingModule
 from galvatron_hf.parallel.comm.dtensor import local_tensor, replicas
 from galvatron_hf.parallel.comm.mesh import StageMesh, WorldMesh
@@ -93,6 +94,11 @@ class ParallelModel:
         """Returns the configuration of the last stack."""
         return self.adapter.stacks[-1].config(self.model)
 
+    @cached_property
+    def packing(self) -> Packing:
+        """Returns how the rows of a batch become documents of a packed row."""
+        return self.adapter.packing(self.model)
+
     @property
     def streams(self) -> StreamPosition:
         """Returns the position of the random streams; a training loop sets `seed` once and `step` before each step."""
@@ -122,10 +128,13 @@ class ParallelModel:
             module.forward.compile(backend=backend, mode=mode, **options)
 
     def tied_names(self) -> list[str]:
-        """Returns the names under which a weight appears a second time in the state dict."""
+        """Returns the names under which a weight appears a second time in the state dict. A copy of a weight that has
+        the same name on several stages is none.
+        """
         seen, tied = set(), []
         for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if id(tensor) in seen or (self.tied is not None and self.tied.is_copy(tensor)):
+            saved = None if self.tied is None else self.tied.name_of(tensor)
+            if id(tensor) in seen or saved not in (None, name):
                 tied.append(name)
             seen.add(id(tensor))
         return tied
@@ -138,6 +147,17 @@ class ParallelModel:
             saved = None if self.tied is None else self.tied.name_of(tensor)
             names.setdefault(id(tensor), saved or name)
         return names
+
+    def recompute_layers(self, kind: str | None) -> None:
+        """Has all layers recompute their forward ("full") or not ("none") from now on, or as the plan says (None)."""
+        for block in self.blocks:
+            block.recompute = block.resolved.strategy.recompute if kind is None else kind
+
+    def keep_rings(self, keeps: bool) -> None:
+        """Has layers that are computed again keep the output of attention in rings, so that nothing is sent again; the
+        same on every rank.
+        """
+        self.runner.current.keeps_rings = keeps
 
     def forward_backward(
         self,

@@ -12,14 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import ModelOutput
 
-from galvatron_hf.models.adapter import StackAdapter
+from galvatron_hf.models.adapter import ModelAdapter, StackAdapter
 from galvatron_hf.models.losses import IGNORED, without_labels
-from galvatron_hf.parallel.activation.documents import Documents
+from galvatron_hf.parallel.activation.documents import token_positions
 from galvatron_hf.parallel.activation.layer_state import LayerState
 from galvatron_hf.parallel.activation.micro_batch import (
+    CurrentMicroBatch,
     ForwardOptions,
+    HeadRows,
     MicroBatch,
     TokenStream,
     add_positions,
@@ -27,12 +30,13 @@ from galvatron_hf.parallel.activation.micro_batch import (
     mask_on_device,
 )
 from galvatron_hf.parallel.comm.mesh import StageMesh
-from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch
 from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest
 from galvatron_hf.parallel.router_loss import RouterStatistics
 from galvatron_hf.parallel.stage_module import StageModule
+from galvatron_hf.plan.deal import Deal
 from galvatron_hf.plan.layout import Layout, Rectangle
 from galvatron_hf.plan.resolved import ResolvedPlan
+from galvatron_hf.utils.device import to_device
 
 
 @dataclass(kw_only=True)
@@ -79,9 +83,10 @@ class ModelRunner:
         label_smoothing: float = 0.0,
         return_logits: bool | None = None,
         whole_loss: bool = True,
-        documents: Documents | Mapping[str, Documents] | None = None,
+        documents: Deal | Mapping[str, Deal] | None = None,
         routers: RouterStatistics | None = None,
         added_rows: torch.Tensor | None = None,
+        head_rows: HeadRows | None = None,
         **inputs,
     ) -> MicroBatch:
         """Makes the micro-batch of all ranks of all stages, padded to the rows and positions that layouts need.
@@ -92,12 +97,14 @@ class ModelRunner:
             label_smoothing (`float`): as in [`transformers.trainer_pt_utils.LabelSmoother`].
             return_logits (`bool`, *optional*): whether to compute logits; by default if there are no labels.
             whole_loss (`bool`): whether the loss is the sum over all ranks; False gives this rank's part of it.
-            documents ([`Documents`] or a `Mapping`, *optional*): documents of one packed row [1, S], of each stack if
+            documents ([`Deal`] or a `Mapping`, *optional*): documents of one packed row [1, S], of each stack if
                 there are several, in [`ResolvedPlan.packs`] packs, each of a multiple of
                 [`ResolvedPlan.pack_multiple`] positions. A packed row gives no logits.
             routers ([`RouterStatistics`], *optional*): the counts of the batch that this is a part of, if a loss
                 balances its experts.
             added_rows (`torch.Tensor`, *optional*): [B], true for rows that no loss counts.
+            head_rows ([`HeadRows`], *optional*): padded rows in which [`ModelRunner.head`] will take the tokens of
+                this packed row; there is no loss here then.
             inputs: tokens, masks and position ids [B, S] of the stacks, as their [`StackInputs`] name them. A mask is
                 1 for real tokens; one in the host's memory is copied to a GPU, which transformers would wait for. And
                 the labels [B, S] of the loss, for example `labels`, or `shift_labels` that are targets already.
@@ -120,7 +127,11 @@ class ModelRunner:
         )
         if documents is not None:
             documents = documents if isinstance(documents, Mapping) else {self.adapter.stacks[0].name: documents}
-            streams = {name: self._packed(documents[name], options, **given) for name, given in of_stacks.items()}
+            streams = {
+                stack.name: self._packed(stack, documents[stack.name], options, others, **of_stacks[stack.name])
+                for stack in self.adapter.stacks
+            }
+            _check_pairs(self.adapter, documents)
             ends = self.resolved.pack_end_layouts
         else:
             streams = {name: self._padded(added_rows, options, others, **given) for name, given in of_stacks.items()}
@@ -130,7 +141,14 @@ class ModelRunner:
             if not self.loss.of_rows:
                 targets = add_rows(add_positions(targets, length, IGNORED), rows, IGNORED)
             ends = self.resolved.end_layouts(rows)
-        return MicroBatch(streams=streams, targets=targets, ends=ends, key=self.position.key(), options=options)
+        return MicroBatch(
+            streams=streams,
+            targets=targets,
+            ends=ends,
+            key=self.position.key(),
+            options=options,
+            head_rows=head_rows,
+        )
 
     def _inputs_of(self, stack: StackAdapter, inputs: dict) -> dict:
         """Takes the inputs of one stack out of a batch."""
@@ -177,8 +195,10 @@ class ModelRunner:
 
     def _packed(
         self,
-        documents: Documents,
+        stack: StackAdapter,
+        documents: Deal,
         options: ForwardOptions,
+        others: Mapping[str, torch.Tensor],
         ids: torch.Tensor,
         mask: torch.Tensor | None,
         positions: torch.Tensor | None,
@@ -187,12 +207,14 @@ class ModelRunner:
         lengths = {stop - start for start, stop in pairwise(documents.cuts)}
         packs, multiple = self.resolved.packs, self.resolved.pack_multiple
         fits = len(documents.cuts) == packs + 1 and not any(length % multiple for length in lengths)
-        if ids.shape != (1, documents.bounds[-1]) or not fits or 0 in lengths:
+        if ids.shape != (1, documents.tokens) or not fits or 0 in lengths:
             raise ValueError(
                 f"A packed row of shape {tuple(ids.shape)} with {len(documents.cuts) - 1} packs of "
                 f"{sorted(lengths)[:4]} positions does not fit the plan; pack {packs} of a multiple of "
                 f"{multiple} positions."
             )
+        if positions is None and stack.tokens.positions is None:
+            positions = to_device(token_positions(documents), ids.device)
         if mask is not None or positions is None or options.logits:
             raise ValueError(
                 "A packed row has position_ids that begin anew with each document, no attention_mask, and gives a "
@@ -206,6 +228,7 @@ class ModelRunner:
             real_length=ids.shape[1],
             causal=causal,
             documents=documents,
+            others=dict(others),
         )
 
     def router_statistics(self, device: torch.device, asked: bool | None = None) -> RouterStatistics | None:
@@ -226,15 +249,30 @@ class ModelRunner:
         self, stage: StageModule, batch: MicroBatch, received: LayerState | None = None
     ) -> LayerState | ModelOutput:
         """Runs one stage and returns the state for the next one, or at the last stage the loss and the logits; neither
-        if the forward is for the counts of routers alone.
+        if the forward is for the counts of routers alone. If the micro-batch has [`HeadRows`], the last stage returns
+        the head's input in them, [own rows, S, H], as `hidden_states`.
         """
         counts_only = batch.options.routers is not None and batch.options.routers.counts_only
         with self.current.active(batch):
             if not stage.is_last:
                 return stage(received, None)
+            if batch.head_rows is not None:
+                return CausalLMOutput(hidden_states=stage(received, HeadRequest()))
             total, logits = stage(received, None if counts_only else self._request(batch))
         if counts_only:
             return self.loss.output(loss=None, logits=None)
+        return self._output(batch, total, logits)
+
+    def head(self, stage: StageModule, batch: MicroBatch, hidden: torch.Tensor) -> ModelOutput:
+        """Runs the head of the last stage on its input in a batch of padded rows, [own rows, S, H]; returns loss and
+        logits as [`ModelRunner.run`] does.
+        """
+        with self.current.active(batch):
+            self.current.location = "head"
+            head, request = self.adapter.head(self.model), self._request(batch)
+            return self._output(batch, *stage(None, None, inside=lambda: head(hidden, request)))
+
+    def _output(self, batch: MicroBatch, total: torch.Tensor | None, logits: torch.Tensor | None) -> ModelOutput:
         loss = None
         if total is not None:
             items = batch.options.num_items
@@ -288,6 +326,17 @@ class ModelRunner:
         if whole and self.mesh.size > 1:  # no group is the group of all stages
             dist.all_reduce(value, group=self.mesh.block(self.mesh.size))
         return local + (value - local.detach())
+
+
+def _check_pairs(adapter: ModelAdapter, documents: Mapping[str, Deal]) -> None:
+    """Refuses packs in which a stack that reads another has another number of documents than that one."""
+    for stack in adapter.readers:
+        own, read = (documents[name].pieces_of_packs() for name in (stack.name, stack.reads))
+        if own != read:
+            raise ValueError(
+                f"Packs with {own} documents of the {stack.name} cannot read packs with {read} of the {stack.reads}; "
+                "give each document its pair."
+            )
 
 
 def _refuse_inputs(unused: Mapping[str, Any]) -> None:

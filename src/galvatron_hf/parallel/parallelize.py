@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.fused_weights import FusedNames, split_fused_projections
 from galvatron_hf.models.lora import check_has_values, computes_in_bf16, convert_trained_weights, inner_model
+from galvatron_hf.parallel.activation.micro_batch import CurrentMicroBatch
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.data_parallel.tied_weights import TiedWeights
 from galvatron_hf.parallel.layers.embedding_and_head import EmbeddingAndHead
 from galvatron_hf.parallel.layers.float8 import check_float8, make_float8, uses_float8
-from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch
 from galvatron_hf.parallel.layers.stage_layers import add_layer_units, parallelize_layers, units_of_layers
 from galvatron_hf.parallel.model import ParallelModel, broadcast_weights
 from galvatron_hf.parallel.model_runner import ModelRunner

@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.fused_weights import split_fused_projections
+from galvatron_hf.parallel.activation.micro_batch import CurrentMicroBatch
 from galvatron_hf.parallel.comm.fake_process_group import FakeProcessGroup
 from galvatron_hf.parallel.layers.embedding_and_head import EmbeddingAndHead
-from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch, ParallelLayer
+from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer
 from galvatron_hf.parallel.layers.stage_layers import parallelize_layers
 from galvatron_hf.parallel.model_runner import ModelRunner
 from galvatron_hf.parallel.stage_module import StageModule

@@ -7,7 +7,7 @@ the head or the next stage.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from galvatron_hf.models.adapter import ModelAdapter, StackAdapter, base_model, masks_by_type
+from galvatron_hf.models.adapter import ModelAdapter, StackAdapter, base_model
+from galvatron_hf.models.attention_masks import masks_by_type, prepared_mask
 from galvatron_hf.models.slots import LayerSlot, StageEnd, StageInput, StageOutput
 from galvatron_hf.parallel.activation.layer_state import LayerState
-from galvatron_hf.parallel.activation.micro_batch import MicroBatch
+from galvatron_hf.parallel.activation.micro_batch import CurrentMicroBatch, HeadRows, MicroBatch
 from galvatron_hf.parallel.activation.redistribute import redistribute
+from galvatron_hf.parallel.activation.token_move import move_tokens
 from galvatron_hf.parallel.comm.mesh import StageMesh
-from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch, hidden_of
+from galvatron_hf.parallel.layers.parallel_layer import hidden_of
 from galvatron_hf.parallel.layers.position_embeddings import count_from_own_position
 from galvatron_hf.parallel.layers.rng import random_stream
 from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest
@@ -126,11 +128,17 @@ class StageModule(nn.Module):
                 lambda: self._embedding_rectangle(run, self.current.value),
             )
 
-    def forward(self, received: LayerState | None, request: HeadRequest | None):
+    def forward(
+        self, received: LayerState | None, request: HeadRequest | None, inside: Callable[[], Any] | None = None
+    ):
         """Runs the current micro-batch from this rank's part of the received state, None at the first stage. Returns
         its part of the next state, or at the last stage the output of [`Head`] for `request`. That is None elsewhere,
-        and where no output is wanted.
+        and where no output is wanted. If the micro-batch has [`HeadRows`], the last stage returns its part of the
+        head's input in these rows instead. Or returns what `inside` returns, while the stage's own weights are
+        gathered.
         """
+        if inside is not None:
+            return inside()
         batch = self.current.value
         states = {} if received is None else dict(received.tensors)
         try:
@@ -142,6 +150,8 @@ class StageModule(nn.Module):
             return LayerState.in_layout(batch.ends.boundary, {name: states[name] for name in self.resolved.sends})
         if request is None:
             return None, None
+        if batch.head_rows is not None:
+            return self._in_rows(states[self.runs[-1].part.stack], batch, batch.head_rows)
         if request.logits and not torch.is_grad_enabled():
             for stack in (run.stack for run in self.runs if run.stack.reads is not None):
                 own = states[stack.reads][:, : batch.streams[stack.reads].real_length]
@@ -193,7 +203,8 @@ class StageModule(nn.Module):
         """Moves hidden states out of the last layer's layout, and applies what comes after the stack's last layer."""
         self.current.location = "head" if run.part.is_end else "exit"
         layout = batch.ends.head if run.part.is_end else batch.ends.boundary
-        hidden = self._redistribute(run, hidden, run.part.layers[-1].layout, layout)
+        last = run.part.layers[-1]
+        hidden = self._redistribute(run, hidden, last.layout, layout, source_context=last.strategy.context)
         if run.part.is_last and run.after:
             part = batch.streams[run.stack.name].grid.rectangle(layout, self.mesh.index)
             number = self.adapter.stacks.index(run.stack)
@@ -202,14 +213,22 @@ class StageModule(nn.Module):
                     hidden = module(hidden)
         return hidden
 
+    def _in_rows(self, hidden: torch.Tensor, batch: MicroBatch, rows: HeadRows) -> torch.Tensor:
+        """Moves the head's input of a packed row to the padded rows: [own rows, S, H], zeros where there is no token
+        of the micro-batch.
+        """
+        moved = move_tokens(
+            hidden, batch.last.documents, rows.deal, src=batch.ends.head, dst=rows.layout, mesh=self.mesh
+        )
+        return moved.unflatten(1, (-1, rows.length))[0]
+
     def _embedding_rectangle(self, run: StackRun, batch: MicroBatch):
         return batch.streams[run.stack.name].grid.rectangle(batch.ends.embedding, self.mesh.index)
 
     def _inputs(self, run: StackRun, batch: MicroBatch, states: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Returns the arguments of a stack's forward."""
         stack, stream = run.stack, batch.streams[run.stack.name]
-        # The layers bring the masks of their own rows; a prepared mask keeps the family from making one.
-        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.device)
+        mask = prepared_mask(batch.device)  # the layers bring the masks of their own rows
         inputs = {"attention_mask": masks_by_type(stack.config(self._model[0]), mask)}
         part = self._embedding_rectangle(run, batch)
         if run.part.is_first:
@@ -237,12 +256,26 @@ class StageModule(nn.Module):
     def _enter(self, run: StackRun) -> torch.Tensor:
         """Returns the received hidden states in the layout of the first layer."""
         received, run.received = run.received, None
-        first = run.part.layers[0].layout
-        return self._redistribute(run, received, self.current.value.ends.boundary, first)
+        first = run.part.layers[0]
+        boundary = self.current.value.ends.boundary
+        return self._redistribute(run, received, boundary, first.layout, context=first.strategy.context)
 
-    def _redistribute(self, run: StackRun, hidden: torch.Tensor, source: Layout, layout: Layout) -> torch.Tensor:
-        grid = self.current.value.streams[run.stack.name].grid
-        return redistribute(hidden, source, layout, grid=grid, mesh=self.mesh)
+    def _redistribute(
+        self,
+        run: StackRun,
+        hidden: torch.Tensor,
+        source: Layout,
+        layout: Layout,
+        *,
+        source_context: int | None = None,
+        context: int | None = None,
+    ) -> torch.Tensor:
+        """Moves hidden states between layouts, and between the deals of layers with other context degrees."""
+        stream = self.current.value.streams[run.stack.name]
+        given, wanted = stream.in_deal_of(source_context), stream.in_deal_of(context)
+        if given is not wanted:
+            return move_tokens(hidden, given.documents, wanted.documents, src=source, dst=layout, mesh=self.mesh)
+        return redistribute(hidden, source, layout, grid=given.grid, mesh=self.mesh)
 
     @contextlib.contextmanager
     def _own_layers(self, run: StackRun) -> Iterator[None]:

@@ -14,7 +14,9 @@ from galvatron_hf.models.adapter import ModelAdapter, StackAdapter, Style
 from galvatron_hf.models.heads import Heads
 from galvatron_hf.models.llama4 import counts_positions
 from galvatron_hf.models.lora import computes_in_bf16
+from galvatron_hf.models.packing import rope_of_the_batch
 from galvatron_hf.models.parameter_specs import ModelSpecs, ParameterSpec, model_specs
+from galvatron_hf.parallel.layers.attention_probe import attention_obstacle
 from galvatron_hf.plan import LayerStrategy, ParallelPlan
 from galvatron_hf.plan.resolved import ResolvedPlan
 from galvatron_hf.plan.supported import require_runnable
@@ -66,7 +68,11 @@ def check_model(model: PreTrainedModel, adapter: ModelAdapter, plan: ParallelPla
         _check_regions(layers[index], strategy, places[index].stack, specs.layers[index])
         _check_experts(index, strategy, experts[index], model)
     _check_vocabulary(model, adapter, plan)
+    if plan.shares_documents:
+        _check_shared_documents(model, adapter)
     resolved = adapter.resolve(model, plan)
+    if plan.sequence_groups is not None:
+        _check_executions(plan, resolved)
     _check_shards(specs, resolved)
     if len(plan.stages) > 1 and adapter.structure is None:
         _check_owners(model, adapter)
@@ -97,6 +103,42 @@ def _check_whole_rows(model: PreTrainedModel, adapter: ModelAdapter, plan: Paral
         raise ValueError(
             f"The plan has {len(plan.stages)} stages, but {name} cannot be cut into stages, because {obstacle}; use "
             "one stage."
+        )
+
+
+def _check_executions(plan: ParallelPlan, resolved: ResolvedPlan) -> None:
+    """Refuses groups that may only exchange heads, if no number of ranks divides those of every layer."""
+    groups = plan.sequence_groups
+    if groups.kinds == ("ulysses",) and groups.max_degree > 1:
+        if not any(resolved.exchanges_heads(degree) for degree in range(2, groups.max_degree + 1)):
+            heads = sorted({layer.heads.query // layer.strategy.ulysses for layer in resolved.layers})
+            raise ValueError(
+                f"sequence_groups has kinds ['ulysses'], but no number of ranks up to {groups.max_degree} divides the "
+                f"{heads} attention heads of a rank in every layer; add 'ring' to kinds."
+            )
+
+
+def sharing_obstacle(model: PreTrainedModel, adapter: ModelAdapter) -> str | None:
+    """Returns why ranks cannot share the documents of a model: its rows cannot be packed, or its attention needs more
+    than documents. None if they can.
+    """
+    packing, name, rope = adapter.packing(model), type(model).__name__, rope_of_the_batch(model.config)
+    if packing.obstacle is not None:
+        return f"{name} {packing.obstacle}"
+    if rope is not None:
+        return f"{rope!r} rotary embeddings depend on the longest row of the batch"
+    if packing.pairs is not None:
+        return f"{name} has pairs of documents"
+    (stack,) = adapter.stacks
+    return attention_obstacle(type(model), model.config, stack.causal, shared=True)
+
+
+def _check_shared_documents(model: PreTrainedModel, adapter: ModelAdapter) -> None:
+    obstacle = sharing_obstacle(model, adapter)
+    if obstacle is not None:
+        raise ValueError(
+            f"Ranks cannot share documents, as context and sequence_groups have them do, because {obstacle}; use "
+            "context=1 without sequence_groups, and packing='auto'."
         )
 
 

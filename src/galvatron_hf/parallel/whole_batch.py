@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers.utils import ModelOutput
 
+from galvatron_hf.models.input_names import AUDIO, IMAGES, TOKENS
 from galvatron_hf.models.losses import LossKind, SpanLossKind, count_targets
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch, split_rows
 from galvatron_hf.parallel.comm.collectives import gather_rows
@@ -30,6 +31,7 @@ from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.schedule import Action, Work
 
 
+MAIN_INPUTS = (IMAGES, AUDIO, TOKENS)  # by which the batches of ranks are compared
 # Options of a family's forward, with the values under which a plan computes what the family computes.
 _OPTIONS: dict[str, tuple] = {
     "use_cache": (None, False),
@@ -150,7 +152,7 @@ class WholeBatchForward:
         per_token, as_dict = inputs.pop("fused_lm_head", False), inputs.pop("return_dict", None)
         routers = self.runner.router_statistics(inputs["input_ids"].device, inputs.pop("output_router_logits", None))
         as_dict = self.runner.model.config.return_dict if as_dict is None else as_dict
-        self._check_same(inputs["input_ids"])
+        self._check_same(next(inputs[name] for name in MAIN_INPUTS if inputs.get(name) is not None))
         self.runner.position.micro_batch = self.call
         if self.pipeline is None:
             self.call += 1
@@ -217,16 +219,16 @@ class WholeBatchForward:
             )
         return inputs
 
-    def _check_same(self, input_ids: torch.Tensor) -> None:
-        """Raises ValueError on every rank if the ranks pass different tokens; collective."""
+    def _check_same(self, given: torch.Tensor) -> None:
+        """Raises ValueError on every rank if the ranks pass different tokens, images or recordings; collective."""
         if not self.checks_inputs or dist.get_world_size() == 1:
             return
         self.meetings.meet("model(...)")
-        weights = torch.arange(1, input_ids.numel() + 1, device=input_ids.device)
-        found = (tuple(input_ids.shape), int((input_ids.flatten() * weights).sum()))
+        weights = torch.arange(1, given.numel() + 1, device=given.device)
+        found = (tuple(given.shape), (given.flatten() * weights).sum().item())
         if len(set(gather_objects(found))) > 1:
             raise ValueError(
-                "The ranks called the model with different tokens, and under a parallel plan they compute one batch "
+                "The ranks called the model with different inputs, and under a parallel plan they compute one batch "
                 "together; call it with the same batch on every rank, such as one of the trainer's evaluation loader."
             )
 

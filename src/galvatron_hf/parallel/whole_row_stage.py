@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from galvatron_hf.models.losses import logits_of
+from galvatron_hf.models.packing import mask_of_packed_row
 from galvatron_hf.models.slots import (
     HeadSlot,
     LayerSlot,
@@ -28,11 +30,11 @@ from galvatron_hf.models.structure import Structure
 from galvatron_hf.models.trial_run import forward_options
 from galvatron_hf.models.whole_rows import WholeRowAdapter
 from galvatron_hf.parallel.activation.layer_state import LayerState
-from galvatron_hf.parallel.activation.micro_batch import MicroBatch
+from galvatron_hf.parallel.activation.micro_batch import CurrentMicroBatch, MicroBatch
 from galvatron_hf.parallel.activation.redistribute import redistribute
 from galvatron_hf.parallel.comm.mesh import StageMesh
-from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch, hidden_of
-from galvatron_hf.parallel.layers.rng import random_stream
+from galvatron_hf.parallel.layers.parallel_layer import hidden_of
+from galvatron_hf.parallel.layers.rng import numpy_stream, random_stream
 from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest
 from galvatron_hf.plan.layout import Layout
 from galvatron_hf.plan.resolved import ResolvedStage
@@ -98,13 +100,17 @@ class WholeRowStage(nn.Module):
         names += (*self.structure.after, self.head_name) if self.is_last else ()
         return [model.get_submodule(name) for name in names]
 
-    def forward(self, received: LayerState | None, request: HeadRequest | None):
+    def forward(
+        self, received: LayerState | None, request: HeadRequest | None, inside: Callable[[], Any] | None = None
+    ):
         """Runs the current micro-batch from this rank's part of the received state, None at the first stage. Returns
         its part of the next state, or at the last stage the sum of losses and the logits for `request`; None for each
-        that is not wanted.
+        that is not wanted. Or returns what `inside` returns, while the stage's own weights are gathered.
         """
+        if inside is not None:
+            return inside()
         batch = self.current.value
-        if batch.last.documents is not None:
+        if batch.last.documents is not None and not self.stack.cut:
             raise ValueError(
                 f"The attention of {self.family.__name__} does not call the registered attention function, so packed "
                 "documents would attend to each other; train with packing='none'."
@@ -165,26 +171,35 @@ class WholeRowStage(nn.Module):
         self.current.location = "embedding" if self.is_first else "entry"
         self._received = None if received is None else received.tensors[self.stack.name]
         part = batch.last.grid.rectangle(batch.ends.embedding, self.mesh.index)
-        stream = random_stream(batch.device, *batch.key, -1, part.row_start, part.position_start)
-        with stream, self._in_place(stops_at_head):
+        key = (*batch.key, -1, part.row_start, part.position_start)
+        # Families of audio draw masks of positions from NumPy's generator.
+        numbers = numpy_stream(*key) if self.structure.audio else contextlib.nullcontext()
+        with random_stream(batch.device, *key), numbers, self._in_place(stops_at_head):
             try:
                 output = self.family.forward(self._model[0], **self._inputs(batch), **self.options)
             except StageEnd as end:
                 return end.hidden
+            finally:
+                batch.shared.clear()
         return logits_of(output)
 
-    def _inputs(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """Returns the rank's rows of what the caller gave."""
+    def _inputs(self, batch: MicroBatch) -> dict[str, Any]:
+        """Returns the rank's rows of what the caller gave, or its packs of a packed row."""
         tokens = batch.last
         part = tokens.grid.rectangle(batch.ends.embedding, self.mesh.index)
         given = dict(
             input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, position_ids=tokens.position_ids
         )
-        found = given if self.structure.images is None else {}
+        found = given if self.structure.takes_tokens else {}
         found = {name: value for name, value in (found | tokens.others).items() if value is not None}
-        rows, real = slice(part.row_start, part.row_stop), slice(tokens.real_length)
+        rows = slice(part.row_start, part.row_stop)
+        positions = slice(part.position_start, min(part.position_stop, tokens.real_length))
         whole = (tokens.length,)
-        return {name: x[rows, real] if x.shape[1:2] == whole else x[rows] for name, x in found.items()}
+        own = {name: x[rows, positions] if x.shape[1:2] == whole else x[rows] for name, x in found.items()}
+        if tokens.documents is not None:
+            config = self.stack.config(self._model[0])
+            own["attention_mask"] = mask_of_packed_row(config, self.stack.causal, batch.device)
+        return own
 
     def _enter(self) -> torch.Tensor:
         """Returns the received hidden states in the layout of the layers."""

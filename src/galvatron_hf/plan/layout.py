@@ -73,7 +73,7 @@ class Layout:
     def from_strategy(cls, strategy: LayerStrategy, ranks: int) -> Layout:
         """Returns the layout of a layer's hidden states on a stage of `ranks` ranks."""
         replicas = 1 if strategy.megatron_sp else strategy.tensor
-        return cls(data=strategy.data_degree(ranks), positions=strategy.sequence_degree, replicas=replicas)
+        return cls(data=strategy.token_degree(ranks), positions=strategy.sequence_degree, replicas=replicas)
 
     @classmethod
     @lru_cache(maxsize=4096)

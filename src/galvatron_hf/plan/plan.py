@@ -102,6 +102,18 @@ class ParallelPlan:
         return len(self.layers)
 
     @property
+    def shares_documents(self) -> bool:
+        """Returns whether data ranks may share documents of packed rows."""
+        return self.sequence_groups is not None or any(layer.context > 1 for layer in self.layers)
+
+    @property
+    def most_data_ranks(self) -> int:
+        """Returns the data ranks of the layer that has most of them."""
+        return max(
+            self.layers[layer].data_degree(len(stage.ranks)) for stage in self.stages for layer in range(*stage.layers)
+        )
+
+    @property
     def micro_batch_count(self) -> int:
         """Returns the number of micro-batches of a step, 1 if the plan does not say it."""
         return self.micro_batches or 1
@@ -295,14 +307,14 @@ def _check_sequence_groups(plan: ParallelPlan) -> None:
     for stage in plan.stages:
         for layer in range(*stage.layers):
             strategy = plan.layers[layer]
-            if strategy.ulysses * strategy.context > 1:
+            if strategy.context > 1:
                 raise ValueError(
-                    f"layer {layer} has ulysses={strategy.ulysses} and context={strategy.context}, but "
-                    "sequence_groups chooses these per micro-batch: use ulysses=1 and context=1"
+                    f"layer {layer} has context={strategy.context}, but sequence_groups chooses groups per "
+                    "micro-batch: use context=1"
                 )
-            most = strategy.data_degree(len(stage.ranks))
-            if groups.max_degree > most:
-                raise ValueError(
-                    f"sequence_groups has max_degree={groups.max_degree}, but layer {layer} has {most} data ranks: "
-                    f"use max_degree={most}"
-                )
+    most = plan.most_data_ranks
+    if groups.max_degree > most:
+        raise ValueError(
+            f"sequence_groups has max_degree={groups.max_degree}, but layers have {most} data ranks at most: "
+            f"use max_degree={most}"
+        )

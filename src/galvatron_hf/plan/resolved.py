@@ -90,6 +90,8 @@ class ResolvedLayer:
         source (`Layout`, *optional*): layout in which hidden states enter; None if they come from the embedding,
             because its layout depends on the number of rows.
         layout (`Layout`): layout in which the layer computes and returns hidden states.
+        source_context (`int`, *optional*): the context degree in whose deal hidden states enter; None if they come
+            from the embedding.
         attention_layout (`Layout`): layout of the input of the attention module; Megatron-SP has gathered positions by
             then.
         pack_layout (`Layout`): whole packs of a packed row, to which the layer's sequence ranks attend together.
@@ -102,6 +104,7 @@ class ResolvedLayer:
     stack: str
     strategy: LayerStrategy
     source: Layout | None
+    source_context: int | None
     layout: Layout
     attention_layout: Layout
     pack_layout: Layout
@@ -118,6 +121,11 @@ class ResolvedLayer:
     def ulysses(self) -> GroupKey:
         """Returns the ranks that exchange positions for heads."""
         return GroupKey(stride=self.strategy.tensor, size=self.strategy.ulysses)
+
+    @property
+    def data_ranks(self) -> GroupKey:
+        """Returns the ranks that hold other tokens, for the same heads: those that may share a packed document."""
+        return GroupKey(stride=self.pack_layout.replicas, size=self.layout.data)
 
     def ulysses_index(self, index: int) -> int:
         """Returns the place of rank `index` of the stage among those with which it exchanges positions for heads."""
@@ -208,12 +216,15 @@ class RankGroup:
     """Describes a process group over global `ranks`, numbered in this order. `copies` groups of these ranks are made,
     so that their transfers do not wait for each other. `of_weights` marks a group for weights and their gradients
     alone, because activations use another one of the same ranks: they would wait for weights that are gathered ahead.
+    `of_tokens` marks a group for keys and values of documents that its ranks share, so that these move while layers
+    are computed.
     """
 
     ranks: tuple[int, ...]
     copies: int = 1
     joins_stages: bool = False
     of_weights: bool = False
+    of_tokens: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,6 +332,18 @@ class ResolvedPlan:
         positions = ends.embedding.positions, ends.head.positions, ends.boundary.positions
         return math.lcm(self.sequence_degree, *positions)
 
+    def exchanges_heads(self, packs: int) -> bool:
+        """Returns whether ranks that share a document over so many packs can exchange its tokens for heads in every
+        layer. A layer with fewer data ranks has several packs on a rank, so that fewer ranks share it there, how many
+        depends on the packs; each number of them that is possible has to divide the layer's heads.
+        """
+        for layer in self.layers:
+            data, heads = layer.layout.data, layer.heads.query // layer.strategy.ulysses
+            fewest, most = -(-packs * data // self.packs), min(packs, data)
+            if any(heads % holders for holders in range(fewest, most + 1)):
+                return False
+        return True
+
     # ---- Process groups ----
 
     @cached_property
@@ -344,6 +367,9 @@ class ResolvedPlan:
             shared = {ranks for ranks in of_activations if len(ranks) > 1}
             for key in (key for mesh in meshes for key in mesh.data_keys):
                 groups += [RankGroup(ranks=ranks, of_weights=ranks in shared) for ranks in key.groups(stage.ranks)]
+            if self.plan.shares_documents:
+                keys = dict.fromkeys(layer.data_ranks for layer in stage.layers if layer.layout.data > 1)
+                groups += [RankGroup(ranks=ranks, of_tokens=True) for key in keys for ranks in key.groups(stage.ranks)]
         if self.is_pipeline:
             pipeline_ranks = self.plan.rank_groups
             groups += _joined(pipeline_ranks)
@@ -417,10 +443,19 @@ def resolve(
                 layout = Layout.from_strategy(plan.layers[layer], len(stage.ranks))
                 # The stage moves what it receives to the layout of its first layer.
                 source = layers[-1].layout if layers else (layout if layer > first else None)
+                before = plan.layers[layer - 1 if layers else layer]
+                source_context = None if source is None else before.context
                 has_experts = experts is not None and experts[layer] > 0
                 layers.append(
                     _resolve_layer(
-                        layer, name, plan.layers[layer], len(stage.ranks), source, heads[layer], has_experts
+                        layer,
+                        name,
+                        plan.layers[layer],
+                        len(stage.ranks),
+                        source,
+                        source_context,
+                        heads[layer],
+                        has_experts,
                     )
                 )
             part = StackPart(
@@ -473,6 +508,7 @@ def _resolve_layer(
     strategy: LayerStrategy,
     ranks: int,
     source: Layout | None,
+    source_context: int | None,
     heads: tuple[int, int],
     has_experts: bool,
 ) -> ResolvedLayer:
@@ -483,8 +519,9 @@ def _resolve_layer(
         stack=stack,
         strategy=strategy,
         source=source,
+        source_context=source_context,
         layout=layout,
-        attention_layout=Layout(layout.data, strategy.ulysses * strategy.context, strategy.tensor),
+        attention_layout=Layout(layout.data, strategy.ulysses, strategy.tensor),
         pack_layout=Layout(layout.data, 1, ranks // layout.data),
         weights=MeshShape.from_strategy(strategy, ranks),
         experts=MeshShape.of_experts(strategy, ranks) if has_experts else None,

@@ -18,7 +18,16 @@ from galvatron_hf.plan.pipeline_shape import PipelineShape, can_order
 from galvatron_hf.utils.compat import pipeline_action, pipeline_orders, with_transfers
 
 
-__all__ = ["Action", "PipelineShape", "Work", "actions", "can_order", "most_in_flight", "runs_forwards_first"]
+__all__ = [
+    "Action",
+    "PipelineShape",
+    "Work",
+    "actions",
+    "can_order",
+    "most_in_flight",
+    "most_under_way",
+    "runs_forwards_first",
+]
 
 
 class Work(str, Enum):
@@ -143,3 +152,11 @@ def most_in_flight(order: Sequence[Action], stage: int) -> int:
             most = max(most, now)
             now -= action.work in ends
     return most
+
+
+def most_under_way(shape: PipelineShape, micro_batches: int) -> int:
+    """Returns the most micro-batches whose activations one of the stages holds at once, in a step of so many."""
+    if shape.stages == 1:
+        return 1  # computed in turn, whatever the schedule
+    orders = actions(shape, micro_batches)
+    return max(most_in_flight(orders[rank], stage) for stage, rank in enumerate(shape.pipeline_rank_of_stage))

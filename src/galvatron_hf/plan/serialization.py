@@ -28,6 +28,7 @@ MAX_BYTES = 16 * 1024 * 1024
 MAX_DEPTH = 64
 VERSION = 1
 
+GROUP_FIELDS = ("max_tokens_per_rank", "max_degree")
 LAYER_FIELDS = ("tensor", "megatron_sp", "ulysses", "context", "sharding", "shard_degree", "expert", "recompute")
 VOCABULARY_FIELDS = ("tensor", "sharding", "shard_degree")
 PLAN_FIELDS = (
@@ -102,10 +103,10 @@ def plan_arguments(raw: dict[str, Any]) -> dict[str, Any]:
     if given.get("sequence_groups") is not None:
         given["sequence_groups"] = _build(
             SequenceGroups,
-            ("max_tokens_per_rank", "max_degree", "kinds"),
+            (*GROUP_FIELDS, "kinds"),
             given["sequence_groups"],
             "sequence_groups",
-            required=("max_tokens_per_rank", "max_degree"),
+            required=GROUP_FIELDS,
         )
     if "stages" in given:
         fields = ("ranks", "layers")
@@ -192,7 +193,7 @@ def write_text(plan: "ParallelPlan") -> str:
     fields["head"] = json.dumps(_settings(plan.head, VOCABULARY_FIELDS))
     groups = plan.sequence_groups
     fields["sequence_groups"] = json.dumps(
-        groups and {**_settings(groups, ("max_tokens_per_rank", "max_degree")), "kinds": list(groups.kinds)}
+        groups and {name: getattr(groups, name) for name in GROUP_FIELDS} | {"kinds": list(groups.kinds)}
     )
     fields["meta"] = json.dumps(plan.meta, allow_nan=False)
     return "{" + ",\n ".join(f"{json.dumps(name)}: {text}" for name, text in fields.items()) + "}\n"

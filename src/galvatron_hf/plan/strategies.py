@@ -24,7 +24,7 @@ RECOMPUTES_NOT_YET = ("selective", "offload")
 DTYPES = ("fp32", "bf16", "fp16")
 COMPUTE_DTYPES = (*DTYPES, "fp8")
 MASTER_DTYPES = ("fp32", "bf16")
-SEQUENCE_KINDS = ("ring", "ulysses")
+SEQUENCE_KINDS = ("ring", "gather", "ulysses")
 
 
 def _check_sharding(sharding: str, shard_degree: int | None) -> None:
@@ -98,13 +98,19 @@ class LayerStrategy:
 
     @property
     def sequence_degree(self) -> int:
-        """Returns the number of pieces into which positions are split between layers."""
-        return self.ulysses * self.context * (self.tensor if self.megatron_sp else 1)
+        """Returns the number of pieces into which the positions of data ranks are split between layers."""
+        return self.ulysses * (self.tensor if self.megatron_sp else 1)
 
     def data_degree(self, ranks: int) -> int:
         """Returns R / (tensor * ulysses * context), the groups of ranks with different rows, for R = `ranks`."""
         self.check_ranks(ranks)
         return ranks // (self.tensor * self.ulysses * self.context)
+
+    def token_degree(self, ranks: int) -> int:
+        """Returns R / (tensor * ulysses), the groups of ranks with different tokens: rows or, with `context` ranks,
+        parts of documents, for R = `ranks`.
+        """
+        return self.data_degree(ranks) * self.context
 
     def resolved_shard_degree(self, ranks: int) -> int:
         """Returns the number of ranks that hold the shards of one replica of the (tensor-split) weights, for R =
@@ -269,16 +275,17 @@ class Stage:
 @dataclass(frozen=True, kw_only=True)
 class SequenceGroups:
     """Limits sequence groups that are chosen for each micro-batch, as in FlexSP (arXiv 2412.01523). A rank has at most
-    `max_tokens_per_rank` tokens of a micro-batch, and a group at most `max_degree` ranks. `kinds` are the ways in
-    which a group may split attention.
+    `max_tokens_per_rank` tokens of a micro-batch (None: as many as padded rows have), and a group at most `max_degree`
+    ranks. `kinds` are the ways in which a group may compute attention, see [`~galvatron_hf.plan.deal.Deal`].
     """
 
-    max_tokens_per_rank: int
+    max_tokens_per_rank: int | None
     max_degree: int
     kinds: tuple[str, ...] = SEQUENCE_KINDS
 
     def __post_init__(self):
-        check_int("max_tokens_per_rank", self.max_tokens_per_rank, high=MAX_TOKENS)
+        if self.max_tokens_per_rank is not None:
+            check_int("max_tokens_per_rank", self.max_tokens_per_rank, high=MAX_TOKENS)
         check_int("max_degree", self.max_degree, high=MAX_RANKS)
         object.__setattr__(self, "kinds", _tuple("kinds", self.kinds))
         if not self.kinds:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def unsupported(plan: "ParallelPlan") -> list[str]:
     """Returns one sentence for each part of `plan` that does not run in this release, with the nearest that does."""
-    return [sentence for check in (_stages, _context, _sequence_groups, _precision) for sentence in check(plan)]
+    return [sentence for check in (_stages, _shared_documents, _precision) for sentence in check(plan)]
 
 
 def require_runnable(plan: "ParallelPlan", world_size: int) -> None:
@@ -80,18 +80,20 @@ def _zero_bubble(plan: "ParallelPlan") -> list[str]:
     return []
 
 
-def _context(plan: "ParallelPlan") -> list[str]:
-    for index, layer in enumerate(plan.layers):
-        if layer.context > 1:
-            fix = f"ulysses={layer.ulysses * layer.context} and context=1"
-            return [f"layer {index} has context={layer.context}, and context parallelism does not run yet: use {fix}"]
+def _shared_documents(plan: "ParallelPlan") -> list[str]:
+    """Finds layers of one context degree that need documents in blocks of different sizes: the deal of a degree is one
+    for all its layers.
+    """
+    ranks = len(plan.stages[0].ranks)
+    for context in sorted({layer.context for layer in plan.layers}):
+        tokens = sorted({layer.token_degree(ranks) for layer in plan.layers if layer.context == context})
+        if plan.shares_documents and len({layer.context for layer in plan.layers}) > 1 and len(tokens) > 1:
+            return [
+                f"layers have several context degrees, and those of context {context} have {tokens} groups of ranks "
+                f"with different tokens: use one tensor and one Ulysses degree in the layers of context {context}, or "
+                "one context degree"
+            ]
     return []
-
-
-def _sequence_groups(plan: "ParallelPlan") -> list[str]:
-    if plan.sequence_groups is None:
-        return []
-    return ["sequence_groups is given, and groups chosen per micro-batch do not run yet: use sequence_groups=null"]
 
 
 def _precision(plan: "ParallelPlan") -> list[str]:

@@ -102,6 +102,21 @@ class UnsolvedProblem:
         step = self.shape.least_step()
         return max(least(share * step + (1 - share) / stages, (1 - share) / stages) for share in (0.0, 0.5, 0.9, 1.0))
 
+    @property
+    def memory_bound(self) -> float:
+        """Returns bytes of which some rank needs at least as many, whatever the cut: the mean of all pipeline ranks
+        with options that need the least, and the least working memory.
+        """
+        shape, columns, ends = self.shape, self._columns, (self._starts, self._finishes)
+        flight, reused = (values[:, None, None] for values in (shape.in_flight(), shape.reuse_count()))
+        held = columns["state"] + flight * columns["activation"] - reused * columns["reused"]  # (p, K, S)
+        total = held.min(axis=(0, 2))[self.kinds].sum() + sum(end.memory.min() for end in ends)
+        total += shape.boundary_copies().sum() * self.options.costs.boundary_bytes
+        working = columns["working"].min(axis=1)[self.kinds]
+        if shape.pipeline > 1:
+            return total / shape.pipeline + working.min()
+        return total + max(working.max(), *(end.working.min() for end in ends))
+
     def build(self, budget: int, *, prune: bool = True) -> PlanProblem:
         """Builds the whole problem for a budget in bytes of a rank. If `prune`, it leaves out strategies that cannot
         improve the best plan. Estimates of a given plan keep all.

@@ -79,8 +79,15 @@ def stage_costs(
     hardware: HardwareProfile, model: ModelProfile, workload: Workload, plan: ParallelPlan, shape: StepShape
 ) -> CostModel:
     """Returns the cost model of a stage's layers, for the ranks and micro-batches of a plan."""
-    ranks, recompute_logits = len(plan.stages[0].ranks), shape.recompute_logits_in_backward
-    return CostModel(hardware, model, workload, ranks, shape.rows, recompute_logits_in_backward=recompute_logits)
+    return CostModel(
+        hardware,
+        model,
+        workload,
+        len(plan.stages[0].ranks),
+        shape.rows,
+        context=shape.context,
+        recompute_logits_in_backward=shape.recompute_logits_in_backward,
+    )
 
 
 def priced_shape(hardware: HardwareProfile, model: ModelProfile, workload: Workload, plan: ParallelPlan) -> StepShape:
@@ -104,6 +111,11 @@ def priced_shape(hardware: HardwareProfile, model: ModelProfile, workload: Workl
     for index, (layer, kind) in enumerate(zip(plan.layers, model.layers, strict=True)):
         if layer.expert > 1 and model.kinds[kind].experts is None:
             raise ValueError(f"layer {index} has expert={layer.expert}, but no experts; use expert=1.")
+    if plan.layers[0].context > 1 and not model.shares_documents:
+        raise ValueError(
+            f"The plan has context={plan.layers[0].context}, but the profile of {model.name} does not say that ranks "
+            "can share its documents; use context=1, or profile the model again."
+        )
     shape = StepShape.from_plan(plan, workload, model)
     if shape.virtual_stages > 1:
         _check_virtual_stages(plan, shape, model)
@@ -126,9 +138,12 @@ def _check_supported(plan: ParallelPlan) -> None:
             f"The cost model has no formula for stages on the ranks {plan.rank_groups} yet; use consecutive ranks, "
             "from 0 on."
         )
-    degree = max(layer.context for layer in plan.layers)
-    if degree > 1:
-        raise ValueError(f"The cost model has no formula for context={degree} yet; use context=1.")
+    degrees = sorted({layer.context for layer in plan.layers})
+    if len(degrees) > 1:
+        raise ValueError(
+            f"The cost model has no formula for layers of the context degrees {degrees} in one plan yet; use "
+            f"context={degrees[-1]} in every layer."
+        )
     if plan.precision is not None and plan.precision.float8:
         raise ValueError('The cost model has no times of products in float8 yet; use precision.compute "bf16".')
     if plan.sequence_groups is not None:

@@ -61,8 +61,7 @@ class OptionCosts:
 
         self.layer_layouts = indices(Layout.from_strategy(one, costs.ranks) for one in self.strategies)
         self.start_layouts, self.finish_layouts = (
-            indices(Layout.from_vocabulary(one.tensor, costs.ranks, costs.rows) for one in ends)
-            for ends in (self.embeddings, self.heads)
+            indices(costs.end_layout(one.tensor) for one in ends) for ends in (self.embeddings, self.heads)
         )
         self.layouts = list(layouts)
 

@@ -1,6 +1,8 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Searches the fastest plan: one problem per pipeline degree and micro-batch count, the most promising first."""
+"""Searches the fastest plan: one problem per pipeline degree, context degree and micro-batch count, the most promising
+first.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from galvatron_hf.plan import VocabularyStrategy
+from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
 from galvatron_hf.plan.validation import divisors
 from galvatron_hf.planner.build_problem import PlanProblem, UnsolvedProblem
 from galvatron_hf.planner.cost.cost_model import CostModel
 from galvatron_hf.planner.cost.step_shape import StepShape
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.estimate import Estimate, estimate_solution
-from galvatron_hf.planner.option_costs import OptionCosts
-from galvatron_hf.planner.solver.cut_bounds import CutBounds, least_memory
+from galvatron_hf.planner.option_costs import PICOSECONDS, OptionCosts
+from galvatron_hf.planner.solver.cut_bounds import CutBounds, least_memory, round_down
 from galvatron_hf.planner.solver.dp import solve
 from galvatron_hf.planner.solver.problem import Solution
 from galvatron_hf.planner.space import (
     Limits,
+    context_degrees,
     layer_strategies,
     micro_batch_sizes,
     pipeline_degrees,
@@ -43,17 +46,18 @@ class SearchResult:
 
     Attributes:
         best ([`Estimate`], *optional*): the fastest plan that fits; None if none does.
-        runners_up (`list[Estimate]`): plans of other pipeline degrees and micro-batch counts that were the best for a
-            while.
+        runners_up (`list[Estimate]`): plans of other pipeline degrees, context degrees and micro-batch counts that
+            were the best for a while.
         least_memory_bytes (`int`, *optional*): if nothing fits, the smallest budget with which a plan does.
-        problems, solved, states (`int`): number of problems, of those that their bound did not rule out, and of
-            partial solutions that were kept.
+        cuts, problems, solved, states (`int`): number of ways to cut the step, of the problems of those that their
+            bound did not rule out, of the problems that were solved, and of partial solutions that were kept.
     """
 
     best: Estimate | None
     runners_up: list[Estimate]
     least_memory_bytes: int | None
     seconds: float
+    cuts: int
     problems: int
     solved: int
     states: int
@@ -98,15 +102,15 @@ def search_plan(
     begun = time.perf_counter()
     limits = limits or Limits()
     budget = hardware.memory_bytes if memory_bytes is None else memory_bytes
-    _check_limits(limits, hardware.world_size, len(model.layers), workload.rows)
-    problems = list(_problems(hardware, model, workload, limits))
-    if not problems:
+    _check_limits(limits, hardware.world_size, model, workload)
+    cuts = list(_cuts(hardware, model, workload, limits))
+    if not cuts:
         raise ValueError(
             f"No plan for {hardware.world_size} devices and {workload.rows} rows is within the limits; allow more "
             "degrees, or profile the model with more of them."
         )
-    with progress_bar(len(problems), progress) as step:
-        found, solved, states = _best_first(problems, budget, step)
+    with progress_bar(len(cuts), progress) as step:
+        found, problems, solved, states = _best_first(cuts, budget, step)
     estimates = [
         estimate_solution(problem, solution, workload, problem.plan(solution, workload, model))
         for problem, solution in found
@@ -115,9 +119,10 @@ def search_plan(
     return SearchResult(
         best=estimates[0] if estimates else None,
         runners_up=estimates[1:],
-        least_memory_bytes=None if estimates else _least_memory(problems, budget),
+        least_memory_bytes=None if estimates else _least_memory(cuts, budget),
         seconds=time.perf_counter() - begun,
-        problems=len(problems),
+        cuts=len(cuts),
+        problems=problems,
         solved=solved,
         states=states,
         hardware=hardware,
@@ -128,8 +133,9 @@ def search_plan(
     )
 
 
-def _check_limits(limits: Limits, world_size: int, layers: int, rows: int) -> None:
+def _check_limits(limits: Limits, world_size: int, model: ModelProfile, workload: Workload) -> None:
     """Raises `ValueError` for degrees and counts that no plan can have, so that nobody believes they were searched."""
+    layers, rows = len(model.layers), workload.rows
     degrees = pipeline_degrees(world_size, layers)
     if limits.pipeline is not None and not (limits.pipeline and set(limits.pipeline) <= set(degrees)):
         raise ValueError(
@@ -141,31 +147,75 @@ def _check_limits(limits: Limits, world_size: int, layers: int, rows: int) -> No
             f"micro_batches={limits.micro_batches}: a step of {rows} rows has 1 to {rows} micro-batches; use some of "
             "these."
         )
+    if limits.context is None:
+        return
+    if not set(limits.context) <= {1} and not (workload.packed and model.shares_documents):
+        reason = f"ranks cannot share documents of {model.name}" if workload.packed else "rows are not packed"
+        raise ValueError(f"context={limits.context}: {reason}; use context=(1,).")
+    degrees = divisors(world_size)
+    if not (limits.context and set(limits.context) <= set(degrees)):
+        raise ValueError(
+            f"context={limits.context}: {world_size} devices allow only the context degrees "
+            f"{', '.join(map(str, degrees))}; use some of these."
+        )
 
 
-def _problems(
-    hardware: HardwareProfile, model: ModelProfile, workload: Workload, limits: Limits
-) -> Iterator[UnsolvedProblem]:
-    """Yields a problem for every cut of the step, with the strategies that its stages and micro-batches allow."""
+class _Cut:
+    """Holds the problems of a cut of the step into stages, pieces of rows and micro-batches of one size, which are not
+    made yet. They differ in schedule and number of micro-batches. `bound` counts compute alone: no solution costs
+    less.
+    """
+
+    def __init__(
+        self,
+        costs: CostModel,
+        shapes: list[StepShape],
+        strategies: list[LayerStrategy],
+        choices_of_ends: list[list[VocabularyStrategy]],
+        *,
+        padded: bool,
+        uniform: bool,
+    ):
+        self.costs, self.shapes, self.strategies, self.choices_of_ends = costs, shapes, strategies, choices_of_ends
+        self.padded, self.uniform = padded, uniform
+        tensors = {end.tensor for ends in choices_of_ends for end in ends}
+        of_layers, of_ends = costs.least_layers_ms(strategies), costs.least_ends_ms(sorted(tensors))
+        self.bound = round_down(PICOSECONDS * min(shape.least_ms(of_layers, of_ends) for shape in shapes))
+
+    def problems(self) -> Iterator[UnsolvedProblem]:
+        for ends in self.choices_of_ends:
+            options: dict[bool, OptionCosts] = {}
+            for shape in self.shapes:
+                again = shape.recompute_logits_in_backward
+                if again not in options:
+                    costs = self.costs.with_rows(shape.rows, context=shape.context, recompute_logits_in_backward=again)
+                    options[again] = OptionCosts(costs, shape.pipeline, self.strategies, ends, ends)
+                problem = UnsolvedProblem(options[again], shape, padded=self.padded)
+                yield from problem.uniform() if self.uniform else [problem]
+
+
+def _cuts(hardware: HardwareProfile, model: ModelProfile, workload: Workload, limits: Limits) -> Iterator[_Cut]:
+    """Yields every cut of the step, with the strategies that its stages and micro-batches allow."""
     for pipeline in pipeline_degrees(hardware.world_size, len(model.layers)):
         if limits.pipeline is not None and pipeline not in limits.pipeline:
             continue
         ranks = hardware.world_size // pipeline
-        choices_of_ends = _ends(vocabulary_strategies(ranks, model, limits), model.tied)
+        ends = _ends(vocabulary_strategies(ranks, model, limits), model.tied)
         costs = CostModel(hardware, model, workload, ranks, workload.rows)
-        of_layers = layer_strategies(ranks, model, limits)
-        for rows, counts in micro_batch_sizes(workload.rows):
+        degrees = context_degrees(ranks, model, workload.packed, limits)
+        of_layers = {context: layer_strategies(ranks, model, limits, context) for context in degrees}
+        for (rows, counts), context in itertools.product(micro_batch_sizes(workload.rows), degrees):
             counts = [count for count in counts if limits.micro_batches is None or count in limits.micro_batches]
             if not counts:
                 continue
             if model.whole_rows:  # which every rank needs, whatever the layers' strategies
                 rows = max(rows, ranks)
-            for padded_rows in _padded_rows(rows, ranks):
+            orders = list(schedules(pipeline, counts, model.layers, limits, model.router_loss))
+            for padded_rows in _padded_rows(rows, ranks // context):
                 # Every data rank needs a row of each micro-batch; padding rows are added only for that.
-                strategies = [one for one, data in of_layers if data <= padded_rows]
-                if not strategies or (padded_rows > rows and all(data != padded_rows for _, data in of_layers)):
+                strategies = [one for one, data in of_layers[context] if data <= padded_rows]
+                if not strategies or (padded_rows > rows and all(d != padded_rows for _, d in of_layers[context])):
                     continue
-                orders = list(schedules(pipeline, counts, model.layers, limits, model.router_loss))
                 shapes = [
                     StepShape(
                         pipeline=pipeline,
@@ -173,18 +223,18 @@ def _problems(
                         schedule=schedule,
                         rows=padded_rows,
                         virtual_stages=virtual,
+                        context=context,
                     )
                     for schedule, virtual, count in orders
                 ]
-                for ends in choices_of_ends:
-                    options: dict[bool, OptionCosts] = {}
-                    for shape in shapes:
-                        again = shape.recompute_logits_in_backward
-                        if again not in options:
-                            of_rows = costs.with_rows(padded_rows, recompute_logits_in_backward=again)
-                            options[again] = OptionCosts(of_rows, pipeline, strategies, ends, ends)
-                        problem = UnsolvedProblem(options[again], shape, padded=padded_rows > rows)
-                        yield from problem.uniform() if limits.uniform else [problem]
+                yield _Cut(
+                    costs.with_rows(padded_rows, context=context),
+                    shapes,
+                    strategies,
+                    ends,
+                    padded=padded_rows > rows,
+                    uniform=limits.uniform,
+                )
 
 
 def _padded_rows(rows: int, ranks: int) -> list[int]:
@@ -200,29 +250,35 @@ def _ends(vocabulary: list[VocabularyStrategy], tied: bool) -> list[list[Vocabul
     return [list(group) for _, group in by_tensor]
 
 
-def _best_first(
-    problems: list[UnsolvedProblem], budget: int, step: Step
-) -> tuple[list[tuple[PlanProblem, Solution]], int, int]:
-    """Solves problems in the order of their bounds, until the next bound exceeds the best cost.
-    A problem enters the queue with its quick bound, again with the bound of its cuts, and is then solved. A padded
-    problem whose solution is not exact is split, and its parts enter the queue. Returns solutions that were the best
-    for a while, at most one for each cut of the step, and the numbers of solved problems and kept labels.
+def _best_first(cuts: list[_Cut], budget: int, step: Step) -> tuple[list[tuple[PlanProblem, Solution]], int, int, int]:
+    """Solves the problems of cuts in the order of their bounds, until the next bound exceeds the best cost.
+    A cut enters the queue with its bound. Its problems enter with their quick bounds, again with the bounds of their
+    stages' cuts, and are then solved. A padded problem whose solution is not exact is split, and its parts enter the
+    queue. Returns solutions that were the best for a while, at most one for each cut of the step, and the numbers of
+    problems, of those that were solved and of kept labels.
     """
     numbers = itertools.count()
-    queue = [(problem.bound, next(numbers), problem, None, None) for problem in problems]
+    queue = [(cut.bound, next(numbers), cut, None, None) for cut in cuts]
     heapq.heapify(queue)
     limit: float = np.inf
-    found: dict[tuple[int, int, int], tuple[PlanProblem, Solution]] = {}
-    solved = states = 0
+    found: dict[tuple[int, ...], tuple[PlanProblem, Solution]] = {}
+    problems = solved = states = 0
     while queue:
         bound, _, unsolved, problem, bounds = heapq.heappop(queue)
         if bound > limit:
             break
+        if isinstance(unsolved, _Cut):
+            for one in unsolved.problems():
+                problems += 1
+                heapq.heappush(queue, (max(bound, one.bound), next(numbers), one, None, None))
+            step("searching for a plan")
+            continue
         if problem is None:
+            if unsolved.memory_bound > budget:
+                continue
             problem = unsolved.build(budget)
             bounds = CutBounds(problem.problem)
             heapq.heappush(queue, (max(bound, bounds.bound), next(numbers), unsolved, problem, bounds))
-            step("searching for a plan")
             continue
         result = solve(problem.problem, limit, bounds)
         solved, states = solved + 1, states + result.states
@@ -230,23 +286,24 @@ def _best_first(
             continue
         if problem.is_exact(result.solution):
             limit, shape = result.cost - 1, problem.shape
-            found[shape.pipeline, shape.micro_batches, shape.virtual_stages] = problem, result.solution
+            of_cut = shape.pipeline, shape.context, shape.micro_batches, shape.virtual_stages
+            found[of_cut] = problem, result.solution
             continue
         for part in unsolved.split(budget):
             bounds = CutBounds(part.problem)
             heapq.heappush(queue, (max(result.cost, bounds.bound), next(numbers), unsolved, part, bounds))
-    return list(found.values()), solved, states
+    return list(found.values()), problems, solved, states
 
 
-def _least_memory(problems: list[UnsolvedProblem], budget: int) -> int:
+def _least_memory(cuts: list[_Cut], budget: int) -> int:
     """Returns the bytes of the smallest budget with which some problem has a solution."""
     found = np.inf
-    least = [least_memory(unsolved.build(budget).problem) for unsolved in problems]
-    for index in np.argsort(least, kind="stable"):
-        if least[index] >= found:
-            break
-        unsolved, own = problems[index], least[index]
-        if unsolved.padded:
-            own = min(least_memory(part.problem) for part in unsolved.split(budget))
-        found = min(found, own)
+    for cut in reversed(cuts):  # smaller micro-batches need less
+        for unsolved in cut.problems():
+            if unsolved.memory_bound >= found:
+                continue
+            own = least_memory(unsolved.build(budget).problem)
+            if own < found and unsolved.padded:
+                own = min(least_memory(part.problem) for part in unsolved.split(budget))
+            found = min(found, own)
     return int(found)

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spans the search space: strategies of a layer, the embedding and the head on the ranks of one stage, and schedules.
 The strategies form a decision tree (Galvatron, arXiv 2211.13878, section 3): degrees of tensor, Ulysses and data
-parallelism, then Megatron sequence parallelism, then sharding, then the expert degree, then recompute. Context degrees
-stay 1. Tensor, Ulysses and expert degrees are those of the model profile, powers of two. All other degrees divide
-their ranks. Pipelines use 1F1B, or the interleaved schedule with equal virtual stages and at least as many
-micro-batches as pipeline ranks. GPipe is never faster than 1F1B and keeps more activations; but under it a loss of
-routers needs no forward of its own. Zero-bubble schedules have no cost formula.
+parallelism, then Megatron sequence parallelism, then sharding, then the expert degree, then recompute. All layers of a
+plan have the same context degree. Tensor, Ulysses and expert degrees are those of the model profile, powers of two.
+All other degrees divide their ranks. Pipelines use 1F1B, or the interleaved schedule with equal virtual stages and at
+least as many micro-batches as pipeline ranks. GPipe is never faster than 1F1B and keeps more activations; but under it
+a loss of routers needs no forward of its own. Zero-bubble schedules have no cost formula.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Limits:
         sharding (`tuple[str, ...]`): Allowed ones of "replicate", "zero2" and "zero3".
         hybrid_sharding (`bool`): Whether the shards of a replica may be on fewer ranks than all.
         recompute (`tuple[str, ...]`): Allowed ones of "none" and "full".
-        pipeline, micro_batches (`tuple[int, ...]`, *optional*): Degrees and numbers; None allows all.
+        pipeline, micro_batches, context (`tuple[int, ...]`, *optional*): Degrees and numbers; None allows all.
         virtual_stages (`int`): Maximum number of stages on each pipeline rank; more than 1 are interleaved.
         uniform (`bool`): Whether all layers have the same strategy.
         expert (`int`, *optional*): Maximum expert degree; None means no maximum.
@@ -49,13 +49,14 @@ class Limits:
     recompute: tuple[str, ...] = ("none", "full")
     pipeline: tuple[int, ...] | None = None
     micro_batches: tuple[int, ...] | None = None
+    context: tuple[int, ...] | None = None
     virtual_stages: int = 4
     uniform: bool = False
     expert: int | None = None
 
     def __post_init__(self):
         given = {"tensor": (self.tensor,), "expert": (self.expert,), "virtual_stages": (self.virtual_stages,)}
-        given |= {"pipeline": self.pipeline or (None,), "micro_batches": self.micro_batches or (None,)}
+        given |= {name: getattr(self, name) or (None,) for name in ("pipeline", "micro_batches", "context")}
         for name, values in given.items():
             for value in values:
                 if value is not None:
@@ -65,6 +66,15 @@ class Limits:
 def pipeline_degrees(world_size: int, layers: int) -> list[int]:
     """Returns the degrees that give every pipeline rank equally many ranks and at least one layer."""
     return [degree for degree in divisors(world_size) if degree <= layers]
+
+
+def context_degrees(ranks: int, model: ModelProfile, packed: bool, limits: Limits) -> list[int]:
+    """Returns the numbers of the `ranks` ranks of a stage that may share a document, 1 first; only 1 unless rows are
+    `packed` and the model allows it.
+    """
+    shared = packed and model.shares_documents
+    found = divisors(ranks) if shared else [1]
+    return [degree for degree in found if limits.context is None or degree in limits.context]
 
 
 def micro_batch_sizes(rows: int) -> list[tuple[int, range]]:
@@ -97,8 +107,12 @@ def schedules(
                 yield "interleaved", virtual, count
 
 
-def layer_strategies(ranks: int, model: ModelProfile, limits: Limits) -> list[tuple[LayerStrategy, int]]:
-    """Returns all strategies of a layer that the model profile has figures for, each with its data degree."""
+def layer_strategies(
+    ranks: int, model: ModelProfile, limits: Limits, context: int = 1
+) -> list[tuple[LayerStrategy, int]]:
+    """Returns all strategies of a layer of one context degree that the model profile has figures for, each with its
+    data degree.
+    """
     found = []
     weights = {weight for kind in model.kinds for weight in kind.weights}
     of_experts, dense = ([weight for weight in weights if weight.of_experts is one] for one in (True, False))
@@ -107,7 +121,7 @@ def layer_strategies(ranks: int, model: ModelProfile, limits: Limits) -> list[tu
         sequence = {"megatron"} if megatron_sp else {"none"} if tensor > 1 else set()
         if not sequence | ({"ulysses"} if ulysses > 1 else set()) <= set(limits.sequence):
             continue
-        if ranks % (tensor * ulysses) or tensor > (limits.tensor or ranks):
+        if ranks % (tensor * ulysses * context) or tensor > (limits.tensor or ranks):
             continue
         for sharding, shard_degree in _shardings(ranks // tensor, limits, tensor, dense):
             for expert, recompute in itertools.product(
@@ -117,6 +131,7 @@ def layer_strategies(ranks: int, model: ModelProfile, limits: Limits) -> list[tu
                     tensor=tensor,
                     megatron_sp=megatron_sp,
                     ulysses=ulysses,
+                    context=context,
                     sharding=sharding,
                     shard_degree=shard_degree,
                     expert=expert,
@@ -124,7 +139,7 @@ def layer_strategies(ranks: int, model: ModelProfile, limits: Limits) -> list[tu
                 )
                 mesh = MeshShape.of_experts(strategy, ranks)
                 if all(weight.can_be_sharded(mesh.tensor, mesh.shard) for weight in of_experts):
-                    found.append((strategy, ranks // (tensor * ulysses)))
+                    found.append((strategy, ranks // (tensor * ulysses * context)))
     return found
 
 

@@ -6,25 +6,37 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
 from galvatron_hf.data.lengths import sequence_lengths
-from galvatron_hf.trainer.arguments import nonfinite_policy, packing_mode
+from galvatron_hf.data.loader import read_once
+from galvatron_hf.models.families import adapter_for
+from galvatron_hf.models.lora import inner_model
+from galvatron_hf.parallel.validate import check_model, check_plan, sharing_obstacle
+from galvatron_hf.plan import ParallelPlan, SequenceGroups
+from galvatron_hf.trainer.arguments import nonfinite_policy, packing_mode, requested_step_plans
 from galvatron_hf.trainer.checkpoint.checkpointer import Checkpointer
 from galvatron_hf.trainer.data.dataset_rows import DatasetRows
-from galvatron_hf.trainer.data.packing_rules import PackingRules, is_padding_collator
+from galvatron_hf.trainer.data.packing_rules import (
+    ASKED,
+    PackingRules,
+    is_padding_collator,
+)
 from galvatron_hf.trainer.data.step_packer import StepPacker
+from galvatron_hf.trainer.data.step_plans import require_one_layout
 from galvatron_hf.trainer.evaluation import Evaluator
 from galvatron_hf.trainer.expert_dispatch import ExpertDispatch, dispatch_mode, lsh_options
 from galvatron_hf.trainer.fault.nonfinite_guard import NonfiniteGuard
 from galvatron_hf.trainer.overrides import computes_batches, has_custom_step, overrides, replaced
 from galvatron_hf.trainer.planning.auto_planner import AutoPlanner
+from galvatron_hf.trainer.planning.sequence_groups import with_sequence_groups
 from galvatron_hf.utils.progress import tell
 
 
@@ -75,6 +87,7 @@ class Components:
             known_lengths=lambda: _known_lengths(trainer),
             dataset_rows=lambda: dataset_rows(trainer),
             prepare=prepare_for_step,
+            plans=trainer._step_plans,
             may_change=lambda: has_callbacks_of_others(trainer),
             stateful_loader=trainer.accelerator.dataloader_config.use_stateful_dataloader,
         )
@@ -83,6 +96,7 @@ class Components:
             policy=lambda: nonfinite_policy(trainer.args),
             compute=lambda step: trainer._forward_backward(step),
             dataset_rows=lambda: dataset_rows(trainer),
+            computing=lambda step: packer.plans.model(step.plan),
         )
         evaluator = Evaluator(
             parallel=parallel,
@@ -91,6 +105,7 @@ class Components:
             prepare=prepare,
             count_items=count_items,
             pack=packer.pack_for_evaluation,
+            pack_for_logits=packer.pack_for_logits,
         )
         checkpointer = Checkpointer(
             parallel=parallel,
@@ -116,12 +131,13 @@ def auto_planner(trainer: GalvatronMixin) -> AutoPlanner:
 
     def packing() -> tuple[str, bool]:
         mode = packing_mode(trainer.args)
-        return mode, mode == "static" or (mode == "auto" and is_padding_collator(trainer.data_collator))
+        return mode, mode in ASKED or (mode == "auto" and is_padding_collator(trainer.data_collator))
 
     return AutoPlanner(
         args=trainer.args,
         dataset=lambda: trainer.train_dataset,
         packing=packing,
+        shares=lambda model: sharing_obstacle_of(trainer, model) is None,
         whole_batches=computes_batches(trainer),
     )
 
@@ -135,6 +151,56 @@ def _known_lengths(trainer: Trainer) -> np.ndarray | None:
     if trainer.train_dataset is None:
         return None
     return sequence_lengths(trainer.train_dataset, length_column=trainer.args.length_column_name)
+
+
+def row_lengths(trainer: Trainer) -> np.ndarray:
+    """Returns the tokens of the training set's rows as rank 0 knows them, empty if it does not; collective."""
+    found = read_once(lambda: _known_lengths(trainer))
+    return np.zeros(0, dtype=np.int64) if found is None else found
+
+
+def sharing_obstacle_of(trainer: Trainer, model: nn.Module) -> str | None:
+    """Returns why data ranks cannot share the documents of this Trainer's batches, or None."""
+    if not is_padding_collator(trainer.data_collator):
+        return "the collator does more than padding"
+    model = inner_model(model)
+    return packing_obstacle(trainer) or sharing_obstacle(model, adapter_for(model))
+
+
+def with_groups(
+    trainer: GalvatronMixin, plan: ParallelPlan, model: nn.Module, known: SequenceGroups | None = None
+) -> ParallelPlan:
+    """Returns a plan under which ranks may share documents, if the arguments say so; collective. `known` are the
+    groups of the search that found the plan.
+    """
+    return with_sequence_groups(
+        plan,
+        trainer.args,
+        inner_model(model).config,
+        obstacle=lambda: sharing_obstacle_of(trainer, model),
+        lengths=lambda: row_lengths(trainer),
+        known=known,
+    )
+
+
+def step_plans_of(trainer: GalvatronMixin) -> list[ParallelPlan]:
+    """Returns further plans under which steps may be computed: given ones, the checkpoint's, or those of the search
+    that found the plan. Plans that cannot run raise ValueError; collective.
+    """
+    args, model = trainer.args, trainer.model
+    if not getattr(args, "per_step", False):
+        return []
+    found = requested_step_plans(args)
+    if not found and trainer._requested_plan is None:
+        known = trainer._planner.step_plans if trainer._resumed_plan is None else trainer._resumed_step_plans
+        found = [replace(plan, precision=None, sequence_groups=None) for plan in known]
+    found = [with_groups(trainer, plan, model) for plan in found]
+    if found:
+        require_one_layout(args, model)
+    for plan in found:
+        check_plan(plan)
+        check_model(inner_model(model), adapter_for(inner_model(model)), plan)
+    return found
 
 
 def has_callbacks_of_others(trainer: Trainer) -> bool:

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, TrainingArguments
 
 from galvatron_hf.data.loader import batch_rows, equal_share, fill_rows
 from galvatron_hf.models.losses import without_labels
+from galvatron_hf.parallel.executor import PackedBatch
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.utils.compat import default_max_length
 
@@ -32,6 +33,8 @@ class Evaluator:
         label_names (`Callable`): returns the names of a batch's labels, as Trainer's `label_names`.
         prepare (`Callable`): moves a batch to the device, as Trainer's `_prepare_inputs`.
         pack (`Callable`): returns the packed micro-batches of a batch, or None if it stays padded.
+        pack_for_logits (`Callable`): returns the documents of a batch whose logits are wanted, or None if ranks
+            compute whole rows.
         repeats (`bool`): the loss of a smaller last batch is counted as often as that of the others.
     """
 
@@ -41,6 +44,7 @@ class Evaluator:
     prepare: Callable[[dict[str, Any]], dict[str, Any]]
     count_items: Callable[[list[dict[str, Any]]], torch.Tensor | None]
     pack: Callable[[dict[str, Any]], list[dict[str, Any]] | None]
+    pack_for_logits: Callable[[dict[str, Any]], PackedBatch | None] = lambda batch: None
     repeats: bool = False
     _real_rows: int = 0
     _whole: bool = False
@@ -65,6 +69,8 @@ class Evaluator:
         packed = self.pack(whole) if loss_only and labels is not None else None
         shares = -(-self._real_rows // self.args.world_size) * self.args.world_size
         options = {} if packed is not None else {"return_logits": not loss_only}
+        if not loss_only:
+            options["documents"] = self.pack_for_logits(whole)
         options |= self._loss_options(items)
         outputs = self.parallel.evaluate(fill_rows(batch, shares) if packed is None else packed, **options)
         if loss_only:

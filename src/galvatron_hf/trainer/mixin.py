@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from abc import ABCMeta
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -29,11 +30,12 @@ from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.comm.objects import gather_objects
 from galvatron_hf.parallel.layers.float8 import uses_float8
 from galvatron_hf.parallel.model import ParallelModel
+from galvatron_hf.parallel.other_plan import empty_copy
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.planner.search import SearchResult
+from galvatron_hf.trainer.argument_refusals import check_arguments
 from galvatron_hf.trainer.arguments import (
-    check_arguments,
     compile_options,
     packing_mode,
     requested_plan,
@@ -55,8 +57,17 @@ from galvatron_hf.trainer.checkpoint.plain_model import (
 )
 from galvatron_hf.trainer.checkpoint.random_state import load_random_state, plain_random_files
 from galvatron_hf.trainer.checkpoint.restart import checkpoint_of_restart
-from galvatron_hf.trainer.components import Components, added_callback, auto_planner
+from galvatron_hf.trainer.components import (
+    Components,
+    added_callback,
+    auto_planner,
+    step_plans_of,
+    with_groups,
+)
 from galvatron_hf.trainer.data.global_batches import GlobalBatches, SharedIterator, as_one_process
+from galvatron_hf.trainer.data.packing_rules import ASKED
+from galvatron_hf.trainer.data.step_packer import step_plans_of_checkpoint
+from galvatron_hf.trainer.data.step_plans import StepPlans, as_precise
 from galvatron_hf.trainer.evaluation import Prediction
 from galvatron_hf.trainer.fault.stop_signal import StopSignal
 from galvatron_hf.trainer.fault.watchdog import position_in_step, watched
@@ -144,7 +155,9 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
     plan_outcome: Outcome | None = None
     _components: Components | None = None
     _step_state: StepState | None = None
+    _step_plans: StepPlans | None = None
     _resumed_plan: ParallelPlan | None = None
+    _resumed_step_plans: Sequence[ParallelPlan] = ()
     _compile_options: dict[str, Any] | None = None
     _source: ModelSource
 
@@ -152,8 +165,10 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         """Refuses what cannot train under a plan, when all constructors have run."""
         if self._runs_parallel():
             check_trainer(self, self._requested_plan, self._planner)
-        elif packing_mode(self.args) == "static":
-            raise ValueError("packing='static' needs a plan, and this process has none; give parallel_plan.")
+        elif packing_mode(self.args) in ASKED:
+            raise ValueError(
+                f"packing={packing_mode(self.args)!r} needs a plan, and this process has none; give parallel_plan."
+            )
 
     # ---- Setting up ----
 
@@ -194,7 +209,10 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         plan = self._requested_plan or self._resumed_plan or self._planner.plan_for(inner_model(model))
         if plan is self._resumed_plan and self.args.bf16 and not uses_float8(plan):
             plan = replace(plan, precision=None)  # the arguments decide, as no plan was given to this run
-        return with_precision(plan, self.args)
+        known = None
+        if plan is not self._requested_plan:
+            plan, known = replace(plan, sequence_groups=None), plan.sequence_groups  # the arguments decide
+        return with_groups(self, with_precision(plan, self.args), model, known)
 
     def ensure_parallel(self) -> None:
         """Applies the plan to `self.model`, unless that is done; collective."""
@@ -206,9 +224,13 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         with told_once():
             plan, weights = self.plan_for(self.model), self._source.weights(self.model)
             plan, device = with_fp32_weights(self.model, plan), self.args.device
-            self.parallel = parallelize(self.model, plan, world=self._world, weights=weights, device=device)
+            others = [as_precise(other, plan, number) for number, other in enumerate(step_plans_of(self), 1)]
+            models = [empty_copy(self.model) for _ in others]
+            parallel = parallelize(self.model, plan, world=self._world, weights=weights, device=device)
+            self._step_plans = StepPlans.make(parallel, others, models)
+            self.parallel = parallel
         if self._compile_options is not None:
-            self.parallel.compile(**self._compile_options)
+            self._step_plans.compile(**self._compile_options)
         self.parallel.streams.seed = self.args.seed
         self.model.generate = partial(GalvatronMixin.generate, self)  # a subclass's own `generate` may call it
         self._components = Components.from_trainer(self)
@@ -247,6 +269,7 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
             if self.is_world_process_zero():
                 logger.warning(f"Training resumes from {checkpoint}.")
             self._resumed_plan = plan_of_checkpoint(checkpoint, self.args.world_size)
+            self._resumed_step_plans = step_plans_of_checkpoint(checkpoint, self.args.world_size)
         run, searching = super().train, self.hp_search_backend is not None
         kernels = without_trainers_own() if self._runs_parallel() else contextlib.nullcontext()
         with kernels, self._source.resuming(resumes):
@@ -329,7 +352,7 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
             tell(str(self.plan_outcome), not self.args.disable_tqdm, result=True)
 
     def _position(self) -> tuple[str, bool]:
-        return position_in_step(self.parallel, self.state.global_step + 1)
+        return position_in_step(self._step_plans.active, self.state.global_step + 1)
 
     def _prepare_for_training(self, *args, **kwargs):
         """Refuses optimizers that a plan cannot use."""
@@ -415,7 +438,9 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         self.parallel.streams.step = self.parallel.timeline.step = step.number
+        began = time.thread_time()
         self._step_state = replace(step, loss=self._forward_backward(step))
+        self._components.packer.add_seconds(time.thread_time() - began)
         every = self.args.torch_empty_cache_steps
         if every is not None and step.number % every == 0:
             clear_device_cache()
@@ -458,7 +483,7 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
             return torch.stack(losses).sum()
         require_labels(step.batch, self.parallel.runner.loss)
         smoothing = self.args.label_smoothing_factor
-        return self.parallel.forward_backward(step.batch, step.num_items, label_smoothing=smoothing)
+        return self._step_plans.forward_backward(step.plan, step.batch, step.num_items, label_smoothing=smoothing)
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """Clips by the norm of all ranks' gradients."""

@@ -21,6 +21,7 @@ class StepState:
     Attributes:
         number (`int`): optimizer steps before this one, over all epochs.
         placement ([`StepPlacement`], *optional*): the placement of the step's documents, if they are packed.
+        plan (`int`): the plan under which the step is computed, see [`StepPlans`].
         count (`int`): global batches of the step; fewer than usual where the data ends.
         batches (`tuple[dict[str, Any], ...]`): global batches of the step so far.
         num_items (`torch.Tensor` or `int`, *optional*): targets of all batches of the step.
@@ -34,6 +35,7 @@ class StepState:
 
     number: int
     placement: StepPlacement | None = None
+    plan: int = 0
     count: int = 1
     batches: tuple[dict[str, Any], ...] = ()
     num_items: torch.Tensor | int | None = None

@@ -26,4 +26,6 @@ class GalvatronTrainer(GalvatronMixin, Trainer):
 
 
 class GalvatronSeq2SeqTrainer(GalvatronMixin, Seq2SeqTrainer):
-    """Runs [`~transformers.Seq2SeqTrainer`] under a parallel plan; `predict_with_generate` generates on rank 0."""
+    """Runs [`~transformers.Seq2SeqTrainer`] under a parallel plan; `predict_with_generate` generates as
+    [`~galvatron_hf.trainer.generation.generate`] does.
+    """

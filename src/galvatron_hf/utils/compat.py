@@ -13,7 +13,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -494,3 +494,86 @@ def copy_generation_config(model: PreTrainedModel, other: PreTrainedModel) -> No
     """Gives another model of the same family the options with which a model generates, if it is one that does."""
     if getattr(model, "generation_config", None) is not None:
         other.generation_config = model.generation_config
+
+
+def generation_options(model: PreTrainedModel, given: Mapping[str, Any]) -> GenerationConfig:
+    """Returns the options with which a model generates if its `generate` is given some. What these and the given
+    `generation_config` leave open is that of the model's own. Expects `_prepare_generation_config`.
+    """
+    own = dict(given)
+    return model._prepare_generation_config(own.pop("generation_config", None), **own)[0]
+
+
+# ---- Attention kernels that return the log-sum-exp ----
+
+
+def flash_forward_on_cpu(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns attention [1, heads, T, D] of queries to keys and values [1, key/value heads, T', D], and the
+    log-sum-exp of the scores [1, heads, T] in float32. Causal queries have as many keys.
+    """
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
+
+
+def flash_backward_on_cpu(
+    gradient: torch.Tensor,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the gradients of queries, keys and values; output and log-sum-exp may be those of more keys."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, query, key, value, output, log_sum_exp, 0.0, causal, scale=scale
+    )
+
+
+def varlen_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_offsets: torch.Tensor,
+    key_offsets: torch.Tensor,
+    most_queries: int,
+    most_keys: int,
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns attention [T, heads, D] of documents on CUDA, see [`torch.nn.attention.varlen.varlen_attn`], and the
+    log-sum-exp of the scores [heads, T] in float32.
+    """
+    offsets = query_offsets, key_offsets, most_queries, most_keys
+    gqa = query.shape[1] != key.shape[1]
+    found = torch.ops.torch_attn._varlen_attn(
+        query, key, value, *offsets, causal, scale, [-1, 0 if causal else -1], gqa
+    )
+    return found[:2]
+
+
+def varlen_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    log_sum_exp: torch.Tensor,
+    query_offsets: torch.Tensor,
+    key_offsets: torch.Tensor,
+    most_queries: int,
+    most_keys: int,
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the gradients of [`varlen_forward`]; output and log-sum-exp may be those of more keys."""
+    offsets = query_offsets, key_offsets, most_queries, most_keys
+    random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # no weight is dropped
+    states = gradient, query, key, value, output, log_sum_exp.contiguous()
+    window = [-1, 0 if causal else -1]
+    return torch.ops.torch_attn._varlen_attn_backward(*states, *offsets, causal, random_state, scale, window)

@@ -1,21 +1,20 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""The documents of a packed row, and the packs into which data ranks cut it."""
+"""The documents of a packed row as attention takes them: with numbers that are copied to the device once."""
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
 
-from galvatron_hf.plan.layout import PackedRow, Rectangle
+from galvatron_hf.plan.deal import PADDING, Deal, Share
 from galvatron_hf.utils.device import to_device
 
 
-PADDING = -1
 # Lengths for which rows of documents are one batch of attention. cuDNN's kernel prepares a plan for each new shape, so
 # only lengths that come again may get there.
 ROW_MULTIPLE = 256
@@ -51,63 +50,55 @@ class DocumentBounds:
         return self._copy
 
 
-@dataclass(frozen=True, kw_only=True)
-class Documents:
-    """Holds whole documents, one after the other in one row. The documents between two cuts are a pack.
+class HeldDocuments:
+    """Holds the documents of one data rank of a layer, whole ones and its parts of shared ones.
 
-    Args:
-        bounds (`tuple[int, ...]`): offsets at which documents begin, and the end of the last: `0 = b_0 < ... < b_n`.
-        cuts (`tuple[int, ...]`): the bounds at which packs begin, and the end of the last.
-        rows (`tuple[int, ...]`, *optional*): the row of the global batch of each document, -1 for padding that no loss
-            counts; by default the document's index.
+    Attributes:
+        share ([`Share`]): what the rank has.
+        whole ([`DocumentBounds`], *optional*): its whole documents, in the share's order; None if it has none.
+        longest (`int`): tokens of the longest document, all its pieces together.
+        cache (`dict`): what attention has made of them.
     """
 
-    bounds: tuple[int, ...]
-    cuts: tuple[int, ...]
-    rows: tuple[int, ...] = field(default=())
-    _within: dict[Rectangle, DocumentBounds] = field(default_factory=dict, compare=False, repr=False)
+    def __init__(self, deal: Deal, share: Share):
+        self.share = share
+        self.whole = DocumentBounds(share.offsets) if share.whole_tokens else None
+        shared = (*(one for ring in share.rings for one in ring.documents), *share.gathered, *share.exchanged)
+        self.longest = max([0 if self.whole is None else self.whole.longest, *(one.length for one in shared)])
+        self._copies: dict[str, torch.Tensor] = {}
+        self.cache: dict[Any, Any] = {}
 
-    def __post_init__(self):
-        if not self.rows:
-            object.__setattr__(self, "rows", tuple(range(len(self.bounds) - 1)))
-        rising = all(start < stop for start, stop in pairwise(self.bounds))
-        if len(self.bounds) < 2 or self.bounds[0] != 0 or not rising or len(self.rows) != len(self.bounds) - 1:
-            raise ValueError(
-                f"bounds of {len(self.bounds)} offsets and {len(self.rows)} rows are not consecutive "
-                "documents; give 0, the end of each document in rising order, and one row for each."
-            )
-        ends = (self.cuts[0], self.cuts[-1]) if len(self.cuts) > 1 else None
-        if (
-            ends != (0, self.bounds[-1])
-            or not set(self.cuts) <= set(self.bounds)
-            or list(self.cuts) != sorted(self.cuts)
-        ):
-            raise ValueError(
-                f"cuts {list(self.cuts)[:8]} do not cut the row of {self.bounds[-1]} positions where documents end; "
-                "give 0, some of the bounds in rising order, and the last of them."
-            )
+    def on(self, device: torch.device) -> None:
+        """Copies what kernels read to a device."""
+        if self.whole is not None:
+            self.whole.on(device)
+        if self.share.order is not None:
+            self.order(device)
 
-    @property
-    def grid(self) -> PackedRow:
-        return PackedRow(self.cuts)
+    def order(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the indices that put the rank's tokens into the share's order, and those of the way back, [T]."""
+        if "order" not in self._copies or self._copies["order"].device != device:
+            order = torch.cat([torch.arange(*run, device="cpu") for run in self.share.order])
+            self._copies["order"] = to_device(order, device)
+            self._copies["inverse"] = to_device(torch.argsort(order), device)
+        return self._copies["order"], self._copies["inverse"]
 
-    def bounds_within(self, part: Rectangle) -> DocumentBounds:
-        """Returns the bounds of the whole documents in `part`, counted from its start."""
-        if part not in self._within:  # every layer needs them, and its recompute
-            first = bisect.bisect_left(self.bounds, part.position_start)
-            last = bisect.bisect_right(self.bounds, part.position_stop)
-            self._within[part] = DocumentBounds(bound - part.position_start for bound in self.bounds[first:last])
-        return self._within[part]
 
-    def real_tokens(self) -> torch.Tensor:
-        """Returns 1.0 for each position of a document, 0.0 for padding: [positions] on the host."""
-        real = torch.ones(self.bounds[-1], device="cpu")
-        for row, (start, stop) in zip(self.rows, pairwise(self.bounds), strict=True):
-            if row == PADDING:
-                real[start:stop] = 0.0
-        return real
+def held_documents(deal: Deal, data: int, index: int) -> DocumentBounds | HeldDocuments:
+    """Returns the documents of data rank `index` of `data`: bounds alone if all are whole."""
+    if (data, index) not in deal.cache:
+        share = deal.share(data, index)
+        deal.cache[data, index] = DocumentBounds(share.offsets) if share.is_whole else HeldDocuments(deal, share)
+    return deal.cache[data, index]
 
-    def rows_at(self, positions: Iterable[int]) -> list[int]:
-        """Returns the sorted rows of the global batch to which positions of the packed row belong, without padding."""
-        found = {self.rows[bisect.bisect_right(self.bounds, position) - 1] for position in positions}
-        return sorted(found - {PADDING})
+
+def token_positions(deal: Deal) -> torch.Tensor:
+    """Returns the position [1, positions] of each token of a row in its document, on the host."""
+    starts, places, lengths = np.array([(one.start, one.at, one.length) for one in deal.pieces]).T
+    return torch.from_numpy(np.arange(deal.tokens) + np.repeat(starts - places, lengths))[None]
+
+
+def real_tokens(deal: Deal) -> torch.Tensor:
+    """Returns 1.0 for each position of a document, 0.0 for padding: [positions] on the host."""
+    real, lengths = np.array([(deal.rows[one.document] != PADDING, one.length) for one in deal.pieces]).T
+    return torch.from_numpy(np.repeat(real, lengths).astype(np.float32))

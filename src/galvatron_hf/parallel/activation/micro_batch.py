@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,9 +16,10 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import create_bidirectional_mask
 
 from galvatron_hf.models.attention_masks import make_masks
-from galvatron_hf.parallel.activation.documents import Documents
+from galvatron_hf.parallel.activation.documents import real_tokens
 from galvatron_hf.parallel.router_loss import RouterStatistics
-from galvatron_hf.plan.layout import Grid, PackedRow, Rectangle
+from galvatron_hf.plan.deal import Deal
+from galvatron_hf.plan.layout import Grid, Layout, PackedRow, Rectangle
 from galvatron_hf.plan.resolved import EndLayouts
 from galvatron_hf.utils.compat import masks_of_rows
 from galvatron_hf.utils.device import to_device
@@ -55,7 +56,7 @@ class TokenStream:
         causal (`bool`): whether tokens attend to earlier ones alone.
         padded (`bool`, *optional*): whether the mask hides a position; None if only its values on the device say so.
         added_rows (`torch.Tensor`, *optional*): [real_rows], true for rows that no loss counts.
-        documents ([`Documents`], *optional*): the documents of a packed row, which do not attend to each other.
+        documents ([`Deal`], *optional*): the documents of a packed row, which do not attend to each other.
         others (`dict[str, torch.Tensor]`): further inputs [B, ...] of the family's forward, by name.
         masks (`dict`): attention masks made so far.
     """
@@ -68,7 +69,7 @@ class TokenStream:
     causal: bool = True
     padded: bool | None = None
     added_rows: torch.Tensor | None = None
-    documents: Documents | None = None
+    documents: Deal | None = None
     others: dict[str, torch.Tensor] = field(default_factory=dict)
     masks: dict = field(default_factory=dict)
 
@@ -85,6 +86,20 @@ class TokenStream:
         """Returns the shape [rows, positions], of which layouts are rectangles."""
         return Grid(self.rows, self.length) if self.documents is None else self.documents.grid
 
+    def in_deal_of(self, context: int | None) -> TokenStream:
+        """Returns the stream as layers of a context degree see it: its tokens in the order of their deal. It has the
+        shape of ids, not their values. None is the deal of embedding and head.
+        """
+        if self.documents is None or context not in self.documents.others:
+            return self
+        if ("deal", context) not in self.masks:
+            deal = self.documents.others[context]
+            ids = self.input_ids.new_zeros(1, 1).expand(1, deal.tokens)
+            self.masks["deal", context] = replace(
+                self, input_ids=ids, position_ids=None, real_length=deal.tokens, documents=deal, others={}, masks={}
+            )
+        return self.masks["deal", context]
+
     def positions(self) -> torch.Tensor:
         """Returns position ids [1 or B, S] for all rows; added positions repeat the last real one."""
         if self.position_ids is not None:
@@ -97,7 +112,7 @@ class TokenStream:
         to rows and for what fills packs.
         """
         if self.documents is not None:
-            return to_device(self.documents.real_tokens()[None], self.input_ids.device)
+            return to_device(real_tokens(self.documents)[None], self.input_ids.device)
         given = self.input_ids if self.attention_mask is None else self.attention_mask
         real = torch.zeros_like(given, dtype=torch.float32)
         inside = (slice(self.real_rows), slice(self.real_length))
@@ -161,6 +176,24 @@ class TokenStream:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeadRows:
+    """Says where the head runs on the tokens of a packed row: in the padded rows that its documents come from.
+
+    Attributes:
+        deal ([`Deal`]): the padded rows of the whole batch, of which a micro-batch has some documents.
+        layout ([`Layout`]): of the head's input.
+    """
+
+    deal: Deal
+    layout: Layout
+
+    @property
+    def length(self) -> int:
+        """Returns the positions of a padded row."""
+        return self.deal.cuts[1]
+
+
+@dataclass(frozen=True, kw_only=True)
 class MicroBatch:
     """Holds the inputs of one forward pass, whole on every rank of the stage.
 
@@ -173,8 +206,10 @@ class MicroBatch:
         routings (`dict`): where choices of experts went, by layer, and whether shared experts ran meanwhile, for
             layers that are computed again.
         shared (`dict`): what several layers of the stage that runs now take: states in a layout, biases of scores.
+        attended (`dict`): outputs of attention in rings, by layer, for layers that are computed again.
         read (`dict[str, torch.Tensor]`): the outputs [own rows, S, H] of stacks that others read, by the name under
             which the family returns them; set by the last stage in an evaluation that wants logits.
+        head_rows ([`HeadRows`], *optional*): given if the last stage returns what the head would take, in these rows.
     """
 
     streams: Mapping[str, TokenStream]
@@ -183,8 +218,10 @@ class MicroBatch:
     key: tuple[int, ...]
     options: ForwardOptions
     routings: dict = field(default_factory=dict)
+    attended: dict = field(default_factory=dict)
     shared: dict = field(default_factory=dict)
     read: dict[str, torch.Tensor] = field(default_factory=dict)
+    head_rows: HeadRows | None = None
 
     @property
     def first(self) -> TokenStream:
@@ -198,6 +235,38 @@ class MicroBatch:
     @property
     def device(self) -> torch.device:
         return self.first.input_ids.device
+
+
+class CurrentMicroBatch:
+    """Holds the micro-batch that is computed now, in forward or recompute; one for each parallelised model. `location`
+    names the part that computes, such as "layer 3", for reports of hanging ranks. While `whole_rows` is true there is
+    none: the family's own forward runs on rows that no rank has pieces of, as in generation. While
+    `keeps_rings` is true, layers that are computed again keep the output of attention in rings from the first time, so
+    that keys and values do not go round again.
+    """
+
+    def __init__(self):
+        self.keeps_rings = False
+        self.value: MicroBatch | None = None
+        self.location = "embedding"
+        self.whole_rows = False
+
+    @contextlib.contextmanager
+    def active(self, batch: MicroBatch) -> Iterator[None]:
+        outer, self.value = self.value, batch
+        try:
+            yield
+        finally:
+            self.value = outer
+
+    @contextlib.contextmanager
+    def of_whole_rows(self) -> Iterator[None]:
+        """Lets the family's own forward run on whole rows while the body runs."""
+        self.whole_rows = True
+        try:
+            yield
+        finally:
+            self.whole_rows = False
 
 
 def mask_on_device(mask: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor | None, bool | None]:

@@ -19,8 +19,9 @@ _observers: list[Observer] = []
 
 @contextlib.contextmanager
 def observe_collectives(observer: Observer) -> Iterator[None]:
-    """Calls `observer` for every collective of `collectives.py` while the body runs. Its arguments are the kind
-    ("all_reduce", "all_gather", "reduce_scatter" or "all_to_all"), this rank's input and the process group.
+    """Calls `observer` for every collective of `collectives.py` and every message of `transfers.py` while the body
+    runs. Its arguments are the kind ("all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "send"), this
+    rank's input and the process group.
     """
     _observers.append(observer)
     try:

@@ -17,6 +17,17 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def placed_like(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Returns the DTensor whose local piece is `local` and which lies on the ranks as `tensor` does; `local` itself if
+    that is a plain tensor.
+    """
+    if not isinstance(tensor, DTensor):
+        return local
+    return DTensor.from_local(
+        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
 def replicas(tensor: torch.Tensor) -> int:
     """Returns the number of ranks that hold the same piece of a DTensor; 1 for a plain tensor."""
     if not isinstance(tensor, DTensor):

@@ -15,10 +15,12 @@ from galvatron_hf.plan.resolved import RankGroup
 
 
 OF_ACTIVATIONS, OF_WEIGHTS, JOINING_STAGES = "ranks", "weights of ranks", "stages' ranks"
+OF_TOKENS = "documents of ranks"
 
 
 def _kind(group: RankGroup) -> str:
-    return JOINING_STAGES if group.joins_stages else OF_WEIGHTS if group.of_weights else OF_ACTIVATIONS
+    marks = {JOINING_STAGES: group.joins_stages, OF_WEIGHTS: group.of_weights, OF_TOKENS: group.of_tokens}
+    return next((kind for kind, marked in marks.items() if marked), OF_ACTIVATIONS)
 
 
 class ProcessGroups:
@@ -44,7 +46,7 @@ class ProcessGroups:
 
     def get(self, ranks: tuple[int, ...], kind: str = OF_ACTIVATIONS) -> list[ProcessGroup]:
         """Returns the groups of these ranks, one for each copy; refuses ranks for which none was prepared. `kind` is
-        "ranks", "weights of ranks" (by default the same groups) or "stages' ranks".
+        "ranks", "weights of ranks" (by default the same groups), "stages' ranks" or "documents of ranks".
         """
         if (ranks, kind) not in self._groups:
             if kind == OF_WEIGHTS:
@@ -78,6 +80,9 @@ class ProcessGroups:
         """
         tensors = [torch.zeros(1, device=self.device_type) for _ in range(3)]
         dist.all_reduce(tensors[0], group=process_group)
+        if group.of_tokens:  # messages between any two of them
+            pieces = torch.zeros(len(group.ranks), device=self.device_type)
+            dist.all_to_all_single(torch.empty_like(pieces), pieces, group=process_group)
         if group.joins_stages and len(group.ranks) == 2:
             peer = 1 - dist.get_group_rank(process_group, dist.get_rank())
             messages = [

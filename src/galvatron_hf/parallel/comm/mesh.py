@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from galvatron_hf.parallel.comm.gloo_threads import linger_at_exit
-from galvatron_hf.parallel.comm.groups import JOINING_STAGES, OF_ACTIVATIONS, OF_WEIGHTS, ProcessGroups
+from galvatron_hf.parallel.comm.groups import JOINING_STAGES, OF_ACTIVATIONS, OF_TOKENS, OF_WEIGHTS, ProcessGroups
 from galvatron_hf.parallel.comm.meeting import Meetings
+from galvatron_hf.parallel.comm.transfers import Transfers
 from galvatron_hf.plan.resolved import GroupKey, MeshShape, RankGroup
 from galvatron_hf.utils.compat import set_default_group_timeout
 
@@ -86,6 +87,10 @@ class StageMesh:
     def group(self, key: GroupKey) -> ProcessGroup | None:
         """Returns this rank's group, whose ranks are numbered in the stage's order; None for a group of one rank."""
         return None if key.size == 1 else self._group(key)
+
+    def transfers(self, key: GroupKey) -> Transfers | None:
+        """Returns the messages between this rank's group of ranks that may share documents; None for one rank."""
+        return None if key.size == 1 else Transfers(group=self._group(key, OF_TOKENS))
 
     def block(self, size: int) -> ProcessGroup | None:
         """Returns the group of this rank's aligned block of `size` ranks; None for a block of one."""

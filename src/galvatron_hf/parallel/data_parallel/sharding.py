@@ -7,7 +7,8 @@ summed, not averaged: the loss is already divided by the global number of target
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -64,7 +65,7 @@ class ShardedUnits:
         self.replicated: list[tuple[ReplicatedUnit, tuple[int, ...]]] = []
         self._taken: set[int] = set()
         self.wait_at_end = wait_at_end
-        self._ending = False
+        self._ending = self._held = False
 
     def add(
         self,
@@ -234,10 +235,20 @@ class ShardedUnits:
         """
 
         def release(*unused) -> None:
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() and not self._held:
                 self.reshard()
 
         model.register_forward_hook(release)
+
+    @contextlib.contextmanager
+    def several_forwards(self) -> Iterator[None]:
+        """Frees gathered weights after the last of several forward passes without gradients, which the body runs."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+            self.reshard()
 
 
 def shard_placement(parameter: nn.Parameter, shard_degree: int, of_experts: bool = False) -> Shard:

@@ -56,11 +56,19 @@ class WeightCopies:
 
     @torch.no_grad()
     def copy_weight(self) -> None:
-        """Copies the first to this rank's others, if it has it: loading fills the first alone."""
-        if self.has_first:
+        """Copies the first of this rank's copies to its others: loading fills that one alone."""
+        if len(self.own) > 1:
             first, *others = self.own
-            for other in others:
+            self._give(first, others)
+
+    def _give(self, first: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
+        """Copies a tensor to others of this rank; collective over its stage if they are cut differently."""
+        whole = None if self.uniform else full_tensor(first)
+        for other in others:
+            if whole is None:
                 local_tensor(other).copy_(local_tensor(first))
+            else:
+                assign(other, whole)
 
     @torch.no_grad()
     def sum_gradients(self, earlier: Sequence[torch.Tensor | None]) -> None:
@@ -69,16 +77,18 @@ class WeightCopies:
         if not gradients or gradients[0] is None:
             return
         first, *others = gradients
-        for other in others:
-            local_tensor(first).add_(local_tensor(other))
-        if self.group is not None and self.uniform:
-            dist.all_reduce(local_tensor(first), group=self.group)
-        elif self.group is not None:
-            whole = full_tensor(first).contiguous()
-            dist.all_reduce(whole, group=self.group)
+        if self.uniform:
+            for other in others:
+                local_tensor(first).add_(local_tensor(other))
+            if self.group is not None:
+                dist.all_reduce(local_tensor(first), group=self.group)
+        else:
+            whole = sum((full_tensor(other) for other in others), full_tensor(first)).contiguous()
+            if self.group is not None:
+                dist.all_reduce(whole, group=self.group)
             assign(first, whole)
-        for other in others:
-            local_tensor(other).copy_(local_tensor(first))
+        if others:
+            self._give(first, others)
         for gradient, before in zip(gradients, earlier, strict=True):
             if before is not None:
                 local_tensor(gradient).add_(local_tensor(before))
@@ -118,7 +128,7 @@ class TiedWeights:
         return [one.names[0] for one in self.weights if not one.has_first]
 
     def copy_weight(self) -> None:
-        """Copies the first copy of each weight to the others of this rank."""
+        """Copies the first copy that this rank has of each weight to its others."""
         for one in self.weights:
             one.copy_weight()
 

@@ -16,13 +16,13 @@ from torch import nn
 from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
 from galvatron_hf.models.slots import MissingModule
-from galvatron_hf.parallel.activation.documents import Documents
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.parallel.comm.collective_log import observe_collectives
 from galvatron_hf.parallel.comm.dtensor import local_tensor
 from galvatron_hf.parallel.comm.objects import gather_objects
 from galvatron_hf.parallel.executor import Batch
 from galvatron_hf.parallel.model import ParallelModel
+from galvatron_hf.plan.deal import Deal
 from galvatron_hf.plan.layout import Layout, Rectangle
 from galvatron_hf.plan.schedule import Action, Work
 
@@ -74,7 +74,7 @@ class _Watch:
         self.first: dict[int, NonFinite] = {}
         self.handles: list[torch.utils.hooks.RemovableHandle] = []
         self.weights: dict[int, nn.Parameter] = {}
-        self.module_index, self.check, self.name = 0, 0, ""
+        self.module_index, self.check, self.name, self.stack = 0, 0, "", parallel.adapter.stacks[0].name
         self.rectangle: Rectangle | None = None
 
     @contextlib.contextmanager
@@ -109,7 +109,7 @@ class _Watch:
 
     def _entered(self, index: int, name: str, stack: str, layout_of: Callable[[MicroBatch], Layout]):
         def enter(*unused) -> None:
-            self._go(index, name, self._rectangle(stack, layout_of))
+            self._go(index, name, stack, self._rectangle(stack, layout_of))
             self._watch_weights()
 
         return enter
@@ -122,16 +122,16 @@ class _Watch:
                     continue
                 self._look(f"the output of {name}", tensor)
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda gradient: self._gradient(index, name, rectangle, gradient))
+                    tensor.register_hook(lambda gradient: self._gradient(index, name, stack, rectangle, gradient))
 
         return leave
 
-    def _gradient(self, index: int, name: str, rectangle: Rectangle, gradient: torch.Tensor) -> None:
-        self._go(-index, name, rectangle)
+    def _gradient(self, index: int, name: str, stack: str, rectangle: Rectangle, gradient: torch.Tensor) -> None:
+        self._go(-index, name, stack, rectangle)
         self._look(f"the gradient of the output of {name}", gradient)
 
-    def _go(self, index: int, name: str, rectangle: Rectangle) -> None:
-        self.module_index, self.check, self.name, self.rectangle = index, 0, name, rectangle
+    def _go(self, index: int, name: str, stack: str, rectangle: Rectangle) -> None:
+        self.module_index, self.check, self.name, self.stack, self.rectangle = index, 0, name, stack, rectangle
 
     def _rectangle(self, stack: str, layout_of: Callable[[MicroBatch], Layout]) -> Rectangle:
         batch = self.parallel.runner.current.value
@@ -179,7 +179,9 @@ class _Watch:
     def _rows_of(self, tensor: torch.Tensor, micro_batch: int) -> tuple[int, ...]:
         """Returns the rows of the global batch with a wrong value; all rows of this rank if it is not known which."""
         if not isinstance(self.batch, Mapping) and "documents" in self.batch[0]:
-            return self._rows_of_packed(tensor, self.batch[micro_batch]["documents"])
+            documents = self.batch[micro_batch]["documents"]
+            of_stack = documents[self.stack] if isinstance(documents, Mapping) else documents
+            return self._rows_of_packed(tensor, of_stack)
         start, stop = self._rows_of_micro_batch(micro_batch)
         if self.rectangle is None:
             return tuple(range(start, stop))
@@ -200,14 +202,14 @@ class _Watch:
             return 0, sum(rows)  # the micro-batch is one of an unknown batch
         return sum(rows[:micro_batch]), sum(rows[: micro_batch + 1])
 
-    def _rows_of_packed(self, tensor: torch.Tensor, documents: Documents) -> tuple[int, ...]:
-        held = range(documents.bounds[-1])
+    def _rows_of_packed(self, tensor: torch.Tensor, documents: Deal) -> tuple[int, ...]:
+        held = range(documents.tokens)
         if self.rectangle is not None:
             held = range(self.rectangle.position_start, self.rectangle.position_stop)
             if tensor.ndim == 3 and tensor.shape[:2] == self.rectangle.shape:
                 wrong = tensor[0].isfinite().all(1).logical_not().tolist()
                 held = [position for position, is_wrong in zip(held, wrong, strict=True) if is_wrong]
-        return tuple(documents.rows_at(held) or documents.rows_at(range(documents.bounds[-1])))
+        return tuple(documents.rows_at(held) or documents.rows_at(range(documents.tokens)))
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,9 +18,12 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from galvatron_hf.models.llama4 import counts_positions, cuts_chunks
-from galvatron_hf.parallel.activation.documents import DocumentBounds
+from galvatron_hf.parallel.activation.documents import DocumentBounds, HeldDocuments
+from galvatron_hf.parallel.activation.micro_batch import CurrentMicroBatch
 from galvatron_hf.parallel.comm.collectives import exchange
 from galvatron_hf.parallel.comm.mesh import StageMesh
+from galvatron_hf.parallel.comm.transfers import Transfers
+from galvatron_hf.parallel.layers.shared_attention import attention_of_held
 from galvatron_hf.parallel.layers.tensor_parallel import set_key_value_groups
 from galvatron_hf.parallel.layers.varlen_attention import attention_by_document
 from galvatron_hf.plan.resolved import ResolvedLayer
@@ -28,6 +32,7 @@ from galvatron_hf.utils.compat import attention_implementation, set_attention_im
 
 IMPLEMENTATION = "galvatron"
 
+BIAS = "position_bias"
 POSITIONS = ("position_ids", "cache_position")  # attention by document needs the bounds alone
 
 
@@ -41,12 +46,18 @@ class ParallelAttention:
             sequence.
         key_value_copies (`int`): how often each key/value head is repeated before the exchange.
         dropout_stream (`Callable[[], ContextManager]`): the stream for attention dropout, one per shard of heads.
-        document_bounds (`Callable[[], DocumentBounds | None]`): returns the bounds of packed documents, None for rows
-            that are not packed; called once for each call of the attention.
+        document_bounds (`Callable[[], DocumentBounds | HeldDocuments | None]`): returns the bounds of packed
+            documents, or what the rank has of them if ranks share some, None for rows that are not packed; called once
+            for each call of the attention.
+        transfers (`Callable[[], Transfers | None]`): returns the messages between ranks that may share documents.
+        kept_rings (`Callable[[], dict | None]`): returns where outputs of rings are kept for a recompute, if they are.
+        current ([`CurrentMicroBatch`], *optional*): says whether rows are whole, and nothing is exchanged.
+        read_bounds (`Callable`, *optional*): returns the bounds of the documents of the stack whose output gives the
+            keys, if that is another one; there is no bias of scores then.
         per_head (`tuple[str, ...]`): parameters of the module with one entry for each head of the tensor rank.
+        first_head (`int`): the first of the tensor rank's heads.
         counts_from_row (`bool`): whether the module counts positions from the first of a row, so that documents may
             not be packed. It is found once: a compiled layer that looked would be compiled for each layer.
-        crosses (`bool`): whether its keys are those of another stack, without a bias of scores.
     """
 
     kernel: Callable
@@ -54,10 +65,18 @@ class ParallelAttention:
     ulysses_degree: int
     key_value_copies: int
     dropout_stream: Callable[[], contextlib.AbstractContextManager]
-    document_bounds: Callable[[], DocumentBounds | None]
+    document_bounds: Callable[[], DocumentBounds | HeldDocuments | None]
+    transfers: Callable[[], Transfers | None]
+    kept_rings: Callable[[], dict | None]
     counts_from_row: bool
     per_head: tuple[str, ...] = ()
-    crosses: bool = False
+    read_bounds: Callable[[], DocumentBounds | None] | None = None
+    current: CurrentMicroBatch | None = None
+    first_head: int = 0
+
+    @property
+    def on_whole_rows(self) -> bool:
+        return self.current is not None and self.current.whole_rows
 
 
 def configured_kernel(module: nn.Module, implementation: str) -> Callable:
@@ -71,13 +90,15 @@ def attach_attention(
     resolved: ResolvedLayer,
     mesh: StageMesh,
     dropout_stream: Callable[[], contextlib.AbstractContextManager],
-    document_bounds: Callable[[], DocumentBounds | None],
+    document_bounds: Callable[[], DocumentBounds | HeldDocuments | None],
+    kept_rings: Callable[[], dict | None],
     per_head: tuple[str, ...] = (),
-    crosses: bool = False,
+    read_bounds: Callable[[], DocumentBounds | None] | None = None,
+    current: CurrentMicroBatch | None = None,
 ) -> None:
     """Makes an attention module call [`galvatron_attention`], which calls the module's configured kernel. The module
-    is changed in place; `dropout_stream`, `document_bounds`, `per_head` and `crosses` are those of
-    [`ParallelAttention`].
+    is changed in place; `dropout_stream`, `document_bounds`, `kept_rings`, `per_head`, `read_bounds` and `current` are
+    those of [`ParallelAttention`].
     """
     set_key_value_groups(module, resolved.heads.query, resolved.heads.sent_key_value)
     module.parallel_attention = ParallelAttention(
@@ -87,9 +108,13 @@ def attach_attention(
         key_value_copies=resolved.heads.copies,
         dropout_stream=dropout_stream,
         document_bounds=document_bounds,
+        kept_rings=kept_rings,
+        transfers=functools.cache(lambda: mesh.transfers(resolved.data_ranks)),
         counts_from_row=counts_positions(module) or cuts_chunks(module),
         per_head=tuple(name for name in per_head if name in dict(module.named_parameters(recurse=False))),
-        crosses=crosses,
+        read_bounds=read_bounds,
+        current=current,
+        first_head=mesh.index % resolved.strategy.tensor * resolved.heads.query,
     )
     module.config = copy.copy(module.config)
     set_attention_implementation(module.config, IMPLEMENTATION)
@@ -124,8 +149,10 @@ def galvatron_attention(
     """
     parallel: ParallelAttention = module.parallel_attention
     group, degree = parallel.ulysses_group, parallel.ulysses_degree
-    if parallel.crosses:
-        kwargs.pop("position_bias", None)
+    if parallel.read_bounds is not None:
+        kwargs.pop(BIAS, None)
+    if parallel.on_whole_rows:
+        return _attend_on_whole_rows(module, query, key, value, attention_mask, dropout=dropout, **kwargs), None
     if degree > 1:
         if parallel.key_value_copies > 1:
             key, value = (states.repeat_interleave(parallel.key_value_copies, dim=1) for states in (key, value))
@@ -140,6 +167,30 @@ def galvatron_attention(
         (output,) = exchange((output,), 1, 2, group)
         output = output.contiguous()  # some families view it
     return output, None
+
+
+def _attend_on_whole_rows(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs,
+) -> torch.Tensor:
+    """Computes attention of the tensor rank's heads; the keys and values may be those of a cache. A bias of scores may
+    be that of all heads.
+    """
+    parallel: ParallelAttention = module.parallel_attention
+    bias, heads = kwargs.get(BIAS), query.shape[1]
+    if bias is not None and bias.shape[1] not in (1, heads):
+        kwargs[BIAS] = bias[:, parallel.first_head : parallel.first_head + heads]
+    groups = vars(module).get("num_key_value_groups")
+    set_key_value_groups(module, heads, key.shape[1])
+    try:
+        return parallel.kernel(module, query, key, value, attention_mask, **kwargs)[0]
+    finally:
+        if groups is not None:
+            module.num_key_value_groups = groups
 
 
 @contextlib.contextmanager
@@ -174,16 +225,22 @@ def _attend(
     **kwargs,
 ) -> torch.Tensor:
     """Computes attention of a rank's own heads over all positions, see [`galvatron_attention`]."""
-    bounds = module.parallel_attention.document_bounds()
+    parallel: ParallelAttention = module.parallel_attention
+    bounds = parallel.document_bounds()
     if bounds is None:
-        kernel = module.parallel_attention.kernel
-        return kernel(module, query, key, value, attention_mask, dropout=dropout, **kwargs)[0]
+        return parallel.kernel(module, query, key, value, attention_mask, dropout=dropout, **kwargs)[0]
     if attention_mask is not None:
         raise ValueError(
             f"{type(module).__name__} makes an attention mask of its own, which attention by document does not "
             "support; train with packing='none'."
         )
-    return attention_by_document(query, key, value, bounds, dropout=dropout, **_document_options(module, kwargs))
+    options = _document_options(module, kwargs)
+    if isinstance(bounds, HeldDocuments):
+        options |= {"dropout": dropout, "kept": parallel.kept_rings()}
+        return attention_of_held(query, key, value, bounds, parallel.transfers(), **options)
+    if parallel.read_bounds is not None:
+        options |= {"key_bounds": parallel.read_bounds(), "causal": False}
+    return attention_by_document(query, key, value, bounds, dropout=dropout, **options)
 
 
 @torch.compiler.disable(reason="a keyed random stream sets the state of a generator")
@@ -192,9 +249,16 @@ def _attend_with_dropout(module: nn.Module, *args: torch.Tensor | None, **kwargs
         return _attend(module, *args, **kwargs)
 
 
+def is_causal(module: nn.Module, given: dict[str, Any]) -> bool:
+    """Returns whether attention without a mask is causal, from the options `given` to its function or its module."""
+    causal = given.get("is_causal")
+    return getattr(module, "is_causal", True) if causal is None else causal
+
+
 def _document_options(module: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
     """Returns the options of a family's attention as arguments of [`attention_by_document`]."""
-    unknown = [name for name, value in given.items() if isinstance(value, torch.Tensor) and name not in POSITIONS]
+    known = (*POSITIONS, BIAS)
+    unknown = [name for name, value in given.items() if isinstance(value, torch.Tensor) and name not in known]
     if unknown:
         raise ValueError(
             f"{type(module).__name__} gives its attention {unknown[0]!r}, which attention by document does not "
@@ -205,12 +269,12 @@ def _document_options(module: nn.Module, given: dict[str, Any]) -> dict[str, Any
             f"{type(module).__name__} counts the positions of a row from its first, which attention by document does "
             "not support; train with packing='none'."
         )
-    causal = given.get("is_causal")
     return {
-        "causal": getattr(module, "is_causal", True) if causal is None else causal,
+        "causal": is_causal(module, given),
         "scale": given.get("scaling"),
         "sliding_window": given.get("sliding_window"),
         "softcap": given.get("softcap"),
+        "bias": given.get(BIAS),
     }
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +17,16 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig
 
 from galvatron_hf.models.adapter import LayerInputs, StackAdapter
-from galvatron_hf.parallel.activation.documents import DocumentBounds
-from galvatron_hf.parallel.activation.micro_batch import MicroBatch, TokenStream
+from galvatron_hf.parallel.activation.documents import DocumentBounds, HeldDocuments, held_documents
+from galvatron_hf.parallel.activation.micro_batch import CurrentMicroBatch, MicroBatch, TokenStream
 from galvatron_hf.parallel.activation.redistribute import redistribute
+from galvatron_hf.parallel.activation.token_move import move_tokens, positions_in
 from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.layers.rng import random_stream
 from galvatron_hf.parallel.layers.tensor_parallel import LocalParameter, local_parameters
 from galvatron_hf.plan.layout import Layout, Rectangle
 from galvatron_hf.plan.resolved import ResolvedLayer
+from galvatron_hf.utils.device import to_device
 
 
 if TYPE_CHECKING:
@@ -46,24 +48,6 @@ def layer_output(stack: StackAdapter, hidden: torch.Tensor) -> torch.Tensor | tu
     return hidden if stack.outputs is None else (hidden, *[None] * (stack.outputs - 1))
 
 
-class CurrentMicroBatch:
-    """Holds the micro-batch that is computed now, in forward or recompute; one for each parallelised model. `location`
-    names the part that computes, such as "layer 3", for reports of hanging ranks.
-    """
-
-    def __init__(self):
-        self.value: MicroBatch | None = None
-        self.location = "embedding"
-
-    @contextlib.contextmanager
-    def active(self, batch: MicroBatch) -> Iterator[None]:
-        outer, self.value = self.value, batch
-        try:
-            yield
-        finally:
-            self.value = outer
-
-
 @dataclass(kw_only=True)
 class ParallelLayer:
     """Runs one layer under its strategy; replaces the layer's `forward`.
@@ -76,6 +60,7 @@ class ParallelLayer:
         original (`Callable`): the family's `forward` of the layer.
         bias ([`SharedBias`], *optional*): makes the bias of its scores, if the stack has one.
         alone (`bool`): whether the plan has one stage.
+        recompute (`str`): whether the forward runs again for the backward; as the strategy says, if no step differs.
     """
 
     resolved: ResolvedLayer
@@ -91,8 +76,9 @@ class ParallelLayer:
     alone: bool = True
 
     def __post_init__(self):
+        self.recompute = self.resolved.strategy.recompute
         self.attended = False
-        self.bounds: DocumentBounds | None = None
+        self.bounds: DocumentBounds | HeldDocuments | None = None
         self.experts: ParallelExperts | None = None  # set by who makes the layer, if it has experts
         self.name = f"layer {self.resolved.index}"
         self.signature = inspect.signature(self.original)
@@ -104,10 +90,13 @@ class ParallelLayer:
         return self.stack.inputs
 
     def stream(self, batch: MicroBatch) -> TokenStream:
-        """Returns the tokens of the layer's stack."""
-        return batch.streams[self.stack.name]
+        """Returns the tokens of the layer's stack, in the order of its deal."""
+        return batch.streams[self.stack.name].in_deal_of(self.resolved.strategy.context)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor | tuple:
+        if self.current.whole_rows:
+            with local_parameters(self.views):
+                return self.original(*args, **kwargs)
         batch = self.current.value
         self._begin()
         bound = self.signature.bind_partial(*args, **kwargs)
@@ -133,7 +122,23 @@ class ParallelLayer:
     def _moved(self, batch: MicroBatch, tensor: torch.Tensor, source: Layout) -> torch.Tensor:
         if self.inputs.of_own_rows and self.resolved.source is None:
             tensor = self._with_added_positions(batch, tensor)
-        return redistribute(tensor, source, self.resolved.layout, grid=self.stream(batch).grid, mesh=self.mesh)
+        given = batch.streams[self.stack.name].in_deal_of(self.resolved.source_context)
+        own, layout = self.stream(batch), self.resolved.layout
+        if given is not own:
+            return move_tokens(tensor, given.documents, own.documents, src=source, dst=layout, mesh=self.mesh)
+        return redistribute(tensor, source, layout, grid=own.grid, mesh=self.mesh)
+
+    def _in_own_order(self, batch: MicroBatch, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns [1, S, ...] of all tokens of a packed row in the order of the layer's deal."""
+        given, own = batch.streams[self.stack.name], self.stream(batch)
+        if given is own or tensor.ndim < 2 or tensor.shape[1] != given.length:
+            return tensor
+        key = "order", id(tensor), self.resolved.strategy.context
+        if key not in batch.shared:
+            order = torch.from_numpy(positions_in(given.documents, own.documents).clip(min=0))
+            # The tensor is kept, so that no other one has its id.
+            batch.shared[key] = tensor, tensor.index_select(1, to_device(order, tensor.device))
+        return batch.shared[key][1]
 
     def _with_added_positions(self, batch: MicroBatch, tensor: torch.Tensor) -> torch.Tensor:
         """Lengthens [B, S, ...] by the positions that layouts need, which repeat the last one."""
@@ -145,14 +150,24 @@ class ParallelLayer:
 
     def _of_attended_rows(self, batch: MicroBatch, tensor: torch.Tensor) -> torch.Tensor:
         """Returns [1, S, ...] for all rows as it is, and [own rows, S, ...] for the rows of this layer's attention.
-        Without position ids a stack makes one row for all, see [`~galvatron_hf.models.layer_arguments`].
+        Without position ids a stack makes one row for all, see [`~galvatron_hf.models.layer_arguments`]. Those of a
+        rank's packs [1, own T, ...] become those of all packs, which the layers share.
         """
+        stream = self.stream(batch)
+        if stream.documents is not None:
+            key = "positions", id(tensor)
+            if key not in batch.shared:
+                # The tensor is kept, so that no other one has its id.
+                batch.shared[key] = tensor, self._of_rows(batch, tensor, Layout(data=1, replicas=self.mesh.size))
+            return batch.shared[key][1]
         tensor = self._with_added_positions(batch, tensor)
-        if tensor.shape[0] == 1 and self.stream(batch).position_ids is None:
+        if tensor.shape[0] == 1 and stream.position_ids is None:
             return tensor
         data = self.resolved.attention_layout.data
-        whole = Layout(data=data, replicas=self.mesh.size // data)
-        return redistribute(tensor, batch.ends.embedding, whole, grid=self.stream(batch).grid, mesh=self.mesh)
+        return self._of_rows(batch, tensor, Layout(data=data, replicas=self.mesh.size // data))
+
+    def _of_rows(self, batch: MicroBatch, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+        return redistribute(tensor, batch.ends.embedding, layout, grid=self.stream(batch).grid, mesh=self.mesh)
 
     def _read(self, batch: MicroBatch, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the output of the stack that the layer reads, in a layout that layers share."""
@@ -166,7 +181,7 @@ class ParallelLayer:
     @property
     def recomputes(self) -> bool:
         """Tells whether the forward that runs now is computed again for the backward, or is that again."""
-        return self.resolved.strategy.recompute == "full" and torch.is_grad_enabled()
+        return self.recompute == "full" and torch.is_grad_enabled()
 
     def compile(self, **options: Any) -> None:
         """Compiles the family's forward of the layer by `torch.compile` with `options`; what the layer communicates
@@ -189,10 +204,34 @@ class ParallelLayer:
         """Returns the packs of a packed row that this rank and the other sequence ranks attend to together."""
         return self.stream(batch).grid.rectangle(self.resolved.pack_layout, self.mesh.index)
 
-    def document_bounds(self) -> DocumentBounds | None:
-        """Returns the bounds of the documents in attention, None for rows that are not packed; records the call."""
+    def document_bounds(self) -> DocumentBounds | HeldDocuments | None:
+        """Returns the documents of the rank in attention, None for rows that are not packed; records the call."""
         self.attended = True
         return self.bounds
+
+    def kept_rings(self) -> dict | None:
+        """Returns where the layer keeps the output of attention in rings for its recompute; None if it does not."""
+        if not (self.current.keeps_rings and self.recomputes):
+            return None
+        return self.current.value.attended.setdefault(self.resolved.index, {})
+
+    def read_bounds(self) -> DocumentBounds | None:
+        """Returns the bounds of the documents of the stack that the layer reads, in attention."""
+        batch = self.current.value
+        read = batch.streams[self.stack.reads]
+        if read.documents is None:
+            return None
+        return self._held(read)
+
+    def longest(self, batch: MicroBatch) -> int:
+        """Returns the positions that attend to each other: of a row, or of the longest document of a packed row."""
+        stream = self.stream(batch)
+        return stream.length if stream.documents is None else self._held(stream).longest
+
+    def _held(self, stream: TokenStream) -> DocumentBounds | HeldDocuments:
+        """Returns what the rank has of the documents of a packed row."""
+        layout = self.resolved.pack_layout
+        return held_documents(stream.documents, layout.data, self.mesh.index // layout.replicas)
 
     def _compute(self, batch: MicroBatch, hidden: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         rectangle = self.rectangle(batch)
@@ -200,7 +239,7 @@ class ParallelLayer:
         stream = random_stream(hidden.device, *key) if self.layer.training else contextlib.nullcontext()
         self.attended, self.bounds, documents = False, None, self.stream(batch).documents
         if documents is not None:
-            self.bounds = documents.bounds_within(self.pack(batch))
+            self.bounds = self._held(self.stream(batch))
             self.bounds.on(hidden.device)  # a compiled layer finds the copy
         self._forget()
         try:
@@ -258,16 +297,18 @@ class ParallelLayer:
                 read = batch.streams[self.stack.reads]
                 value = read.masks_for_readers(stream.length, rectangle, self.config, dtype)
             elif name == inputs.bias:
-                value = self.bias.of_heads(batch, self.layer, self.resolved, self.mesh.index)
+                value = self.bias.of_heads(batch, self)
             elif name == inputs.no_bias:
                 value = torch.zeros(1, 1, 1, 1, dtype=dtype, device=batch.device)
             elif name in inputs.split_with_positions:
                 whole = (value,) if isinstance(value, torch.Tensor) else value
+                whole = tuple(self._in_own_order(batch, tensor) for tensor in whole)
                 if inputs.of_own_rows:
                     whole = tuple(self._of_attended_rows(batch, tensor) for tensor in whole)
                 parts = tuple(_part(tensor, stream, rectangle, positions=True) for tensor in whole)
                 value = parts[0] if isinstance(value, torch.Tensor) else parts
             elif name in inputs.whole_positions and isinstance(value, torch.Tensor):
+                value = self._in_own_order(batch, value)
                 if inputs.of_own_rows and value.ndim > 1:
                     value = self._of_attended_rows(batch, value)
                 if stream.documents is not None:

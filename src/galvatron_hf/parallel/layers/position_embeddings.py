@@ -5,17 +5,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from galvatron_hf.parallel.activation.micro_batch import TokenStream
+from galvatron_hf.parallel.activation.micro_batch import CurrentMicroBatch, TokenStream
 from galvatron_hf.plan.layout import Rectangle
-
-
-if TYPE_CHECKING:
-    from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch
 
 
 def count_from_own_position(
@@ -27,7 +23,11 @@ def count_from_own_position(
     original = module.forward
 
     def forward(first: Any, *others: Any, **options: Any) -> torch.Tensor:
+        if current.whole_rows:
+            return original(first, *others, **options)
         stream, own = current.value.streams[stack], rectangle_of()
+        if stream.documents is not None:
+            return _of_documents(original, (first, *others), options, stream, own)
         if own.shape[1] == stream.length:
             return original(first, *others, **options)
         options.pop("position_ids", None)
@@ -35,6 +35,26 @@ def count_from_own_position(
         return whole[..., own.position_start : own.position_stop, :]
 
     module.forward = forward
+
+
+def _of_documents(
+    original: Callable, arguments: tuple, options: dict[str, Any], stream: TokenStream, own: Rectangle
+) -> torch.Tensor:
+    """Returns the position embeddings [1, own T, H] of documents, out of those of a row as long as the longest."""
+    positions = stream.position_ids[0, own.position_start : own.position_stop]
+    longest = stream.documents.longest
+    options.pop("position_ids", None)
+    whole = original(*(_of_row(one, longest) for one in arguments), **options)
+    return whole.view(longest, whole.shape[-1])[positions][None]
+
+
+def _of_row(argument: Any, length: int) -> Any:
+    """Returns an argument for one row of some length; the values of tensors do not count."""
+    if isinstance(argument, torch.Tensor) and argument.ndim > 1:
+        return argument.new_zeros(()).expand(1, length, *argument.shape[2:])
+    if isinstance(argument, tuple) and len(argument) > 1:
+        return torch.Size((1, length, *argument[2:]))
+    return argument
 
 
 def _of_whole(argument: Any, stream: TokenStream, own: Rectangle) -> Any:

@@ -15,7 +15,6 @@ from torch import nn
 
 from galvatron_hf.models.adapter import RelativeBias
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
-from galvatron_hf.plan.resolved import ResolvedLayer
 from galvatron_hf.utils.compat import relative_position_buckets
 
 
@@ -35,23 +34,24 @@ class SharedBias:
     def __post_init__(self):
         self.table.forward = self._lookup
 
-    def of_heads(self, batch: MicroBatch, layer: nn.Module, resolved: ResolvedLayer, index: int) -> torch.Tensor:
-        """Returns the bias [1, own heads, S, S] of the heads whose attention rank `index` of the stage computes in a
-        layer. Layers with the same heads share it.
+    def of_heads(self, batch: MicroBatch, block: ParallelLayer) -> torch.Tensor:
+        """Returns the bias [1, own heads, S, S] of the heads whose attention this rank computes in a layer. Layers
+        with the same heads share it.
         """
+        resolved, index, length = block.resolved, block.mesh.index, block.longest(batch)
         shards, ulysses = resolved.head_shards, resolved.strategy.ulysses
         # Tensor ranks cut the heads first, and Ulysses ranks cut what each of them has.
         place = index % resolved.strategy.tensor * ulysses + resolved.ulysses_index(index)
-        key = resolved.stack, "bias", shards, place
+        key = resolved.stack, "bias", shards, place, length
         if key not in batch.shared:
-            length = batch.streams[resolved.stack].length
-            buckets = self.kind.buckets(layer.get_submodule(self.kind.attention), length, batch.device)
+            buckets = self.kind.buckets(block.layer.get_submodule(self.kind.attention), length, batch.device)
             heads = self.table.embedding_dim // shards
             batch.shared[key] = self.table(buckets, place * heads, heads).permute(2, 0, 1)[None]
         return batch.shared[key]
 
-    def _lookup(self, buckets: torch.Tensor, first: int, heads: int) -> torch.Tensor:
-        """Returns the numbers [S, S, heads] of the heads from `first` on."""
+    def _lookup(self, buckets: torch.Tensor, first: int = 0, heads: int | None = None) -> torch.Tensor:
+        """Returns the numbers [S, S, heads] of the heads from `first` on, by default of all."""
+        heads = self.table.embedding_dim if heads is None else heads
         return F.embedding(buckets, self.table.weight[:, first : first + heads])
 
 
@@ -65,10 +65,12 @@ class OwnBias:
     attention: nn.Module
     table: nn.Embedding
 
-    def __call__(self, *lengths: int, device: torch.device, **unused: int) -> torch.Tensor:
+    def __call__(self, *lengths: int, device: torch.device, **options: int) -> torch.Tensor:
         """Returns the bias [1, own heads, S, S]."""
-        batch, resolved = self.block.current.value, self.block.resolved
-        buckets = relative_position_buckets(self.attention, self.block.stream(batch).length, device)
+        if self.block.current.whole_rows:
+            return type(self.attention).compute_bias(self.attention, *lengths, device=device, **options)
+        resolved = self.block.resolved
+        buckets = relative_position_buckets(self.attention, self.block.longest(self.block.current.value), device)
         heads = self.table.weight.shape[1] // resolved.strategy.ulysses
         first = resolved.ulysses_index(self.block.mesh.index) * heads
         return F.embedding(buckets, self.table.weight[:, first : first + heads]).permute(2, 0, 1)[None]

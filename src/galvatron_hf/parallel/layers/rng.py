@@ -9,6 +9,7 @@ import hashlib
 import struct
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 
@@ -33,3 +34,14 @@ def random_stream(device: torch.device, *parts: int) -> Iterator[None]:
         yield
     finally:
         generator.set_state(state)
+
+
+@contextlib.contextmanager
+def numpy_stream(*parts: int) -> Iterator[None]:
+    """Runs its body on the stream of NumPy's generator keyed by `parts`, then restores the generator's state."""
+    state = np.random.get_state()
+    np.random.seed(stream_key(*parts) % 2**32)
+    try:
+        yield
+    finally:
+        np.random.set_state(state)

@@ -11,12 +11,13 @@ from transformers import PreTrainedModel
 
 from galvatron_hf.models.adapter import ModelAdapter, base_model
 from galvatron_hf.models.parameter_specs import layer_specs
+from galvatron_hf.parallel.activation.micro_batch import CurrentMicroBatch
 from galvatron_hf.parallel.comm.mesh import StageMesh
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.layers.attention import attach_attention
 from galvatron_hf.parallel.layers.experts import attach_experts
 from galvatron_hf.parallel.layers.lora import key_adapter_dropout
-from galvatron_hf.parallel.layers.parallel_layer import CurrentMicroBatch, ParallelLayer, draw_inner_dropout
+from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer, draw_inner_dropout
 from galvatron_hf.parallel.layers.relative_bias import SharedBias, attach_own_bias
 from galvatron_hf.parallel.layers.tensor_parallel import cut_layer
 from galvatron_hf.parallel.layers.whole_row_layer import WholeRowLayer
@@ -36,7 +37,7 @@ def parallelize_layers(
         layer, place = layers[resolved.index], places[resolved.index]
         stack, config = place.stack, place.stack.config(model)
         specs = layer_specs(layer, stack, config)
-        views = cut_layer(layer, stack, resolved.strategy, mesh.weights(resolved.weights), config)
+        views = cut_layer(layer, stack, resolved.strategy, mesh.weights(resolved.weights), config, current)
         if stack.bias is not None and stack.name not in biases:
             table = base_model(model).get_submodule(stack.bias.table)
             biases[stack.name] = SharedBias(kind=stack.bias, table=table)
@@ -61,8 +62,10 @@ def parallelize_layers(
                 mesh,
                 block.dropout_stream,
                 block.document_bounds,
+                block.kept_rings,
                 stack.per_head,
-                crosses=name in stack.cross,
+                read_bounds=block.read_bounds if name in stack.cross else None,
+                current=current,
             )
         attach_own_bias(block)
         if resolved.strategy.tensor > 1:

@@ -21,6 +21,7 @@ from galvatron_hf.models.adapter import StackAdapter, Style
 from galvatron_hf.models.heads import Heads
 from galvatron_hf.models.lora import lora_layers
 from galvatron_hf.models.parameter_specs import LinearKind, ParameterSpec, layer_specs, linear_kind
+from galvatron_hf.parallel.activation.micro_batch import CurrentMicroBatch
 from galvatron_hf.parallel.comm.collectives import (
     copy_to_group,
     gather_positions,
@@ -83,32 +84,38 @@ def cut_layer(
     strategy: LayerStrategy,
     mesh: WeightMesh,
     config: PreTrainedConfig,
+    current: CurrentMicroBatch,
 ) -> list[LocalParameter]:
     """Cuts the weights of one layer over its tensor ranks, in place, and puts the collectives at its regions' borders.
     The layer has whole weights and split projections. Returns the views of all its parameters but those of experts.
+    While `current.whole_rows` is true, no rank has pieces of positions.
     """
     if strategy.tensor == 1:
         return []
     specs = [spec for spec in layer_specs(layer, stack, config) if spec.mesh == "layer"]
     views = [cut_parameter(layer, spec, mesh, strategy.megatron_sp) for spec in specs]
     group, adapted = mesh.tensor_group, lora_layers(layer)
+
+    def cuts_positions() -> bool:
+        return strategy.megatron_sp and not current.whole_rows
+
     for name, module in layer.named_modules():
         kind, style = linear_kind(module), stack.style(name)
         if stack.is_expert(name, layer):
             continue
         if style is Style.ROW and name in adapted:
-            sum_adapted_outputs(module, _row_reduction(group, strategy.megatron_sp))
+            sum_adapted_outputs(module, _row_reduction(group, cuts_positions))
             continue
         if style is Style.ROW and (kind is None or any(name.startswith(f"{whole}.") for whole in adapted)):
             continue  # PEFT's modules around a linear one, and those inside
         if style is Style.ALL_FEATURES:
             _apply_to_all_features(module, group)
         elif style is Style.ROW:
-            _sum_row_outputs(module, kind, group, strategy.megatron_sp)
+            _sum_row_outputs(module, kind, group, cuts_positions)
         elif style is Style.COLUMN and kind is not None:
             setattr(module, kind.output_size, local_tensor(module.weight).shape[kind.output_dim])
     for region in stack.regions_of(layer):
-        _gather_region_input(layer.get_submodule(region), group, strategy.megatron_sp)
+        _gather_region_input(layer.get_submodule(region), group, cuts_positions)
     _set_local_attributes(layer, stack, stack.heads(config), strategy.tensor)
     return views
 
@@ -135,15 +142,22 @@ def set_key_value_groups(attention: nn.Module, query_heads: int, key_value_heads
         attention.num_key_value_groups = query_heads // key_value_heads
 
 
-def _row_reduction(group: dist.ProcessGroup, megatron_sp: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+def _row_reduction(
+    group: dist.ProcessGroup, cuts_positions: Callable[[], bool]
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns the sum over the ranks of a row-cut module's outputs, of all positions or of a rank's own."""
-    reduce = scatter_sum_positions if megatron_sp else reduce_from_group
-    return lambda output: reduce(output, group)
+
+    def reduce(output: torch.Tensor) -> torch.Tensor:
+        return scatter_sum_positions(output, group) if cuts_positions() else reduce_from_group(output, group)
+
+    return reduce
 
 
-def _sum_row_outputs(module: nn.Module, kind: LinearKind | None, group: dist.ProcessGroup, megatron_sp: bool) -> None:
+def _sum_row_outputs(
+    module: nn.Module, kind: LinearKind | None, group: dist.ProcessGroup, cuts_positions: Callable[[], bool]
+) -> None:
     """Makes a row-cut module sum its outputs over the ranks and add its bias once, afterwards."""
-    reduce = _row_reduction(group, megatron_sp)
+    reduce = _row_reduction(group, cuts_positions)
     inputs_first = kind is not None and kind.output_dim == 1
     own = module.forward if isinstance(module, nn.Linear) and type(module) is not nn.Linear else None  # in float8
 
@@ -177,12 +191,12 @@ def _apply_to_all_features(module: nn.Module, group: dist.ProcessGroup) -> None:
     module.forward = forward
 
 
-def _gather_region_input(region: nn.Module, group: dist.ProcessGroup, megatron_sp: bool) -> None:
+def _gather_region_input(region: nn.Module, group: dist.ProcessGroup, cuts_positions: Callable[[], bool]) -> None:
     """Makes the input of a region whole on every rank, and sums its gradient over the ranks."""
 
     def enter(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         # Pieces of one position come out of the gather as a strided view, which some linear modules cannot flatten.
-        return gather_positions(hidden, group).contiguous() if megatron_sp else copy_to_group(hidden, group)
+        return gather_positions(hidden, group).contiguous() if cuts_positions() else copy_to_group(hidden, group)
 
     def pre_hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if getattr(vars(module).get("forward"), "is_computed", False):

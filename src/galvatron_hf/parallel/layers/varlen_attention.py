@@ -34,17 +34,19 @@ def attention_by_document(
     sliding_window: int | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
+    bias: torch.Tensor | None = None,
+    key_bounds: DocumentBounds | None = None,
 ) -> torch.Tensor:
     """Computes attention of one packed row whose documents attend only inside themselves; memory is linear in T. The
-    CPU's fused kernel runs document by document, neighbours of equal length as one batch. Sliding windows,
+    CPU's fused kernel runs document by document, neighbours of equal length as one batch. Sliding windows, biases,
     soft-capping and dropout, which that kernel lacks, go over blocks of queries. On CUDA, bf16 and fp16 use
     `varlen_attn` if it supports the options, else the path of the CPU. Documents of one length are rows, for which
     `scaled_dot_product_attention` is up to twice as fast there.
 
     Args:
         query (`torch.Tensor`): [1, heads, T, D].
-        key, value (`torch.Tensor`): [1, key/value heads, T, D or value D]; each head serves `heads / key/value heads`
-            query heads.
+        key, value (`torch.Tensor`): [1, key/value heads, T or T', D or value D]; each head serves
+            `heads / key/value heads` query heads.
         bounds (`Sequence[int]` or [`DocumentBounds`]): offsets at which documents begin, and T: 0 = b0 < b1 < ... <
             bn = T.
         causal (`bool`): whether a token sees the tokens up to itself only.
@@ -53,29 +55,40 @@ def attention_by_document(
             this number to their attention function (bidirectional ones pass their config's number + 1).
         softcap (`float`, *optional*): scores become `softcap * tanh(scores / softcap)`, in float32.
         dropout (`float`): probability of dropping an attention weight; drawn from the default generator.
+        bias (`torch.Tensor`, *optional*): [1, heads, S, S], added to the scores of a document's first S tokens; S is
+            at least the length of the longest document.
+        key_bounds ([`DocumentBounds`], *optional*): the documents of the keys, which end at T', if they are others
+            than those of the queries. Each document of queries attends to the one with its number.
 
     Returns:
         `torch.Tensor`: [1, T, heads, value D].
     """
     bounds = bounds if isinstance(bounds, DocumentBounds) else DocumentBounds(bounds)
-    if bounds.tokens != query.shape[2]:
+    for found, states in ((bounds, query), (key_bounds or bounds, key)):
+        if found.tokens != states.shape[2]:
+            raise ValueError(
+                f"Document bounds {list(found.offsets)} do not end at the row's {states.shape[2]} tokens; pass the "
+                "offset where each document begins, and the number of tokens."
+            )
+    if key_bounds is not None and len(key_bounds.lengths) != len(bounds.lengths):
         raise ValueError(
-            f"Document bounds {list(bounds.offsets)} do not end at the row's {query.shape[2]} tokens; pass the "
-            "offset where each document begins, and the number of tokens."
+            f"{len(bounds.lengths)} documents of queries cannot attend to {len(key_bounds.lengths)} documents of "
+            "keys; give each its own."
         )
+    key_bounds = key_bounds or bounds
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     value_dim = value.shape[-1]
-    query, key, value = _same_head_dim(query, key, value)
+    query, key, value = same_head_dim(query, key, value)
     if sliding_window is not None and sliding_window >= bounds.longest:
         sliding_window = None
-    fused = softcap is None and dropout == 0.0
-    if fused and sliding_window is None and bounds.rows is not None:
+    fused = softcap is None and dropout == 0.0 and bias is None
+    if fused and sliding_window is None and None not in (bounds.rows, key_bounds.rows):
         output = _rows(query, key, value, bounds.rows, causal, scale)
-    elif fused and _has_varlen_kernel(query):
-        output = _varlen(query, key, value, bounds, causal, scale, sliding_window)
+    elif fused and has_varlen_kernel(query):
+        output = _varlen(query, key, value, bounds, key_bounds, causal, scale, sliding_window)
     else:
         options = dict(causal=causal, scale=scale, sliding_window=sliding_window, softcap=softcap, dropout=dropout)
-        output = _document_by_document(query, key, value, bounds, **options)
+        output = _document_by_document(query, key, value, bounds, key_bounds, bias, **options)
     return output[..., :value_dim]
 
 
@@ -85,6 +98,8 @@ def _document_by_document(
     key: torch.Tensor,
     value: torch.Tensor,
     bounds: DocumentBounds,
+    key_bounds: DocumentBounds,
+    bias: torch.Tensor | None,
     *,
     causal: bool,
     scale: float,
@@ -93,14 +108,14 @@ def _document_by_document(
     dropout: float,
 ) -> torch.Tensor:
     """Computes [`attention_by_document`] by kernels that know no documents."""
-    fused = softcap is None and dropout == 0.0
+    fused = softcap is None and dropout == 0.0 and bias is None
     outputs = []
-    for documents in _runs_of_equal_length((query, key, value), bounds.lengths):
+    for documents in _runs_of_equal_length((query, key, value), bounds.lengths, key_bounds.lengths):
         length = documents[0].shape[2]
         windowed = sliding_window is not None and sliding_window < length
         if not fused:
             weigh = functools.partial(_recomputed_block, scale=scale, softcap=softcap, dropout=dropout)
-            output = _attention_in_blocks(*documents, causal, sliding_window if windowed else None, weigh)
+            output = _attention_in_blocks(*documents, causal, sliding_window if windowed else None, weigh, bias)
         elif windowed:
             weigh = functools.partial(_fused_block, scale=scale)
             output = _attention_in_blocks(*documents, causal, sliding_window, weigh)
@@ -110,20 +125,24 @@ def _document_by_document(
     return torch.cat(outputs)[None]
 
 
-def _same_head_dim(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def same_head_dim(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Pads with zeros to the widest head, because the fused kernels have one width; scores and outputs stay."""
     widest = max(each.shape[-1] for each in states)
     return tuple(each if each.shape[-1] == widest else F.pad(each, (0, widest - each.shape[-1])) for each in states)
 
 
 def _runs_of_equal_length(
-    states: Sequence[torch.Tensor], lengths: Sequence[int]
+    states: Sequence[torch.Tensor], lengths: Sequence[int], key_lengths: Sequence[int]
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yields views [documents, heads, length, D] of [1, heads, T, D]: neighbours of equal length together."""
-    runs = [len(list(run)) for _, run in groupby(lengths)]
-    tokens = [length * documents for (length, _), documents in zip(groupby(lengths), runs, strict=True)]
+    """Yields views [documents, heads, length, D] of queries, keys and values [1, heads, T, D]: neighbours of equal
+    lengths together.
+    """
+    runs = [(*pair, len(list(run))) for pair, run in groupby(zip(lengths, key_lengths, strict=True))]
+    tokens = [length * documents for length, _, documents in runs]
+    key_tokens = [length * documents for _, length, documents in runs]
     # One split, not a slice each: its backward is one concatenation, that of a slice fills all T positions.
-    for documents, *pieces in zip(runs, *(each.split(tokens, dim=2) for each in states), strict=True):
+    splits = (each.split(sizes, dim=2) for each, sizes in zip(states, (tokens, key_tokens, key_tokens), strict=True))
+    for (*_, documents), *pieces in zip(runs, *splits, strict=True):
         if documents > 1:
             pieces = [piece.squeeze(0).unflatten(1, (documents, -1)).transpose(0, 1) for piece in pieces]
         yield tuple(pieces)
@@ -164,28 +183,34 @@ def _attention_in_blocks(
     causal: bool,
     window: int | None,
     weigh: Callable[..., torch.Tensor],
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes attention of documents [N, heads, S, D], one block of queries after the other. `weigh` takes queries,
     the blocks of keys and of values that they reach, and the mask to add to the scores (or None); it returns the
-    output [N, heads, block, D].
+    output [N, heads, block, D]. `bias` [1, heads, S or more, S or more] is added to the scores too.
     """
-    length = query.shape[2]
+    length = key.shape[2]
     reach = length - 1 if window is None else window - 1
-    block = min(BLOCK, length)
-    queries, keys, values = (states.split(block, dim=2) for states in (query, key, value))
+    block = min(BLOCK, query.shape[2])
+    queries, keys, values = (states.split(min(BLOCK, states.shape[2]), dim=2) for states in (query, key, value))
+    reaches_all = not causal and window is None
     blocks_back = min(-(-reach // block), len(queries) - 1)
     mask = None
     if causal or window is not None:
         mask = _block_mask(query, block, blocks_back, causal, window)
     outputs = []
     for index, rows in enumerate(queries):
-        first = max(0, index - blocks_back)
-        last = index if causal else min(len(keys) - 1, index + blocks_back)
+        first = 0 if reaches_all else max(0, index - blocks_back)
+        last = len(keys) - 1 if reaches_all else index if causal else min(len(keys) - 1, index + blocks_back)
         seen = None
         if mask is not None:
             begin = (blocks_back - index + first) * block
             columns = min((last + 1) * block, length) - first * block
             seen = mask[: rows.shape[2], begin : begin + columns]
+        if bias is not None:
+            own = slice(index * block, index * block + rows.shape[2])
+            added = bias[0, :, own, first * block : min((last + 1) * block, length)]
+            seen = added if seen is None else added + seen
         outputs.append(weigh(rows, keys[first : last + 1], values[first : last + 1], seen))
     return torch.cat(outputs, dim=2)
 
@@ -251,14 +276,15 @@ def _attention_from_scores(
     scores = (query.flatten(2, 3) @ key.mT).unflatten(2, query.shape[2:4]).float()
     scores = scores * scale if softcap is None else torch.tanh(scores * (scale / softcap)) * softcap
     if mask is not None:
-        scores.add_(mask)
+        scores.add_(mask if mask.ndim == 2 else mask.unflatten(0, (key_value_heads, -1)))
     weights = torch.softmax(scores, dim=-1).to(value.dtype)
     if dropout > 0.0:
         weights = F.dropout(weights, dropout)
     return (weights.flatten(2, 3) @ value).unflatten(2, query.shape[2:4]).flatten(1, 2)
 
 
-def _has_varlen_kernel(query: torch.Tensor) -> bool:
+def has_varlen_kernel(query: torch.Tensor) -> bool:
+    """Returns whether CUDA's kernel for documents of different lengths takes queries [..., D]."""
     head_dim = query.shape[-1]
     fits = query.dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
     return query.is_cuda and fits and _has_flash_attention(query.device)
@@ -282,12 +308,14 @@ def _varlen(
     key: torch.Tensor,
     value: torch.Tensor,
     bounds: DocumentBounds,
+    key_bounds: DocumentBounds,
     causal: bool,
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
     """Computes attention of all documents by one kernel of CUDA."""
-    offsets, longest = bounds.on(query.device), bounds.longest
+    offsets = bounds.on(query.device)
+    key_offsets = offsets if key_bounds is bounds else key_bounds.on(query.device)
     reach = -1 if window is None else window - 1  # on each side, without the token itself; -1 for all
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     output = varlen_attn(
@@ -295,9 +323,9 @@ def _varlen(
         key,
         value,
         offsets,
-        offsets,
-        longest,
-        longest,
+        key_offsets,
+        bounds.longest,
+        key_bounds.longest,
         scale=scale,
         window_size=(reach, 0 if causal else reach),
         enable_gqa=query.shape[1] != key.shape[1],

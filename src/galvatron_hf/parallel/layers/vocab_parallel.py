@@ -15,7 +15,7 @@ from torch import nn
 
 from galvatron_hf.models.adapter import LogitTransform
 from galvatron_hf.models.parameter_specs import vocabulary_specs, whole_specs
-from galvatron_hf.parallel.comm.collectives import copy_to_group
+from galvatron_hf.parallel.comm.collectives import copy_to_group, gather_positions
 from galvatron_hf.parallel.comm.mesh import WeightMesh
 from galvatron_hf.parallel.layers.tensor_parallel import LocalParameter, cut_parameter, local_parameters
 from galvatron_hf.parallel.layers.vocab_parallel_loss import (
@@ -126,13 +126,16 @@ class Head:
         """
         self.chunk_loss = torch.compile(loss_of_chunk, **options)
 
-    def __call__(self, hidden: torch.Tensor, request: HeadRequest) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Computes loss and logits of hidden states [B, S, H], which are equal on all tensor ranks.
+    def __call__(self, hidden: torch.Tensor, request: HeadRequest | None = None):
+        """Computes loss and logits of hidden states [B, S, H], which are equal on all tensor ranks. Without a request
+        the family's own forward calls, which gets the module's output [B, S, V].
 
         Returns:
             `tuple`: the sum of the targets' losses (fp32 scalar, *optional*), and the logits [own rows, S, V] after
                 the family's transform (*optional*).
         """
+        if request is None:
+            return self._output(hidden)
         with local_parameters(self.views) if self.views else contextlib.nullcontext():
             weight, bias = self.module.weight, self._bias(self.module.weight)
             loss = logits = None
@@ -157,3 +160,13 @@ class Head:
                 part = F.linear(copy_to_group(hidden, self.group), weight, bias)
                 logits = self.transform(gather_local_logits(part, self.group, vocab_size=self.size))
         return loss, logits
+
+    def _output(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the output of the module, whose parts of the vocabulary all tensor ranks gather."""
+        with local_parameters(self.views) if self.views else contextlib.nullcontext():
+            part = F.linear(hidden, self.module.weight, self.module.bias)
+        if self.group is None:
+            return part
+        largest = -(-self.size // self.mesh.tensor_degree)
+        part = F.pad(part, (0, largest - part.shape[-1]))
+        return gather_positions(part, self.group, dim=-1)[..., : self.size]

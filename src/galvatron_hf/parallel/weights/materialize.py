@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from galvatron_hf.models.fused_weights import FusedNames
-from galvatron_hf.parallel.comm.dtensor import local_region, local_tensor
+from galvatron_hf.parallel.comm.dtensor import local_region, local_tensor, placed_like
 from galvatron_hf.parallel.comm.objects import on_every_rank
 from galvatron_hf.parallel.data_parallel.sharding import ShardedUnits
 from galvatron_hf.parallel.model import ParallelModel
@@ -119,13 +118,4 @@ def weight_pieces(model: PreTrainedModel, fused: FusedNames) -> list[WeightPiece
 
 def _with_memory(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     local = torch.empty_like(local_tensor(parameter.detach()), device=device)
-    if isinstance(parameter, DTensor):
-        local = DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    return nn.Parameter(local, requires_grad=parameter.requires_grad)
+    return nn.Parameter(placed_like(parameter, local), requires_grad=parameter.requires_grad)

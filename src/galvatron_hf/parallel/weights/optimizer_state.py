@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from galvatron_hf.models.fused_weights import FusedNames
+from galvatron_hf.parallel.comm.dtensor import assign, full_tensor
 from galvatron_hf.plan.validation import show
 
 
@@ -89,10 +91,14 @@ class NamedOptimizerState:
         )
 
     def load_into(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], fused: FusedNames) -> None:
-        """Loads the state into an optimizer with any parameter groups; refuses one whose weights it lacks."""
-        state, groups, index, given = {}, [], 0, set()
+        """Loads the state into an optimizer with any parameter groups; refuses one whose weights it lacks. Collective
+        over ranks that have several copies of one weight.
+        """
+        state, groups, index = {}, [], 0
+        copied = Counter(names[id(one)] for group in optimizer.param_groups for one in group["params"])
         for group in optimizer.param_groups:
-            local = [names[id(parameter)] for parameter in group["params"]]
+            parameters = group["params"]
+            local = [names[id(parameter)] for parameter in parameters]
             missing = [name for name in local if fused.family_name(name) not in self.options]
             if missing:
                 raise ValueError(
@@ -106,12 +112,11 @@ class NamedOptimizerState:
             for name, value in options.items():
                 options[name] = tuple(value) if isinstance(group.get(name), tuple) else value
             groups.append({**group, **options, "params": list(range(index, index + len(local)))})
-            for name in local:
+            for name, parameter in zip(local, parameters, strict=True):
                 kinds = [*self.tensors.items(), *self.numbers.items()]
                 values = {kind: by_name[name] for kind, by_name in kinds if name in by_name}
-                if name in given:  # the second copy of a tied weight needs a separate state
-                    values = {kind: v.clone() if isinstance(v, torch.Tensor) else v for kind, v in values.items()}
-                given.add(name)
+                if copied[name] > 1:  # copies of a tied weight need separate states
+                    values = {kind: _copy_for(parameter, value) for kind, value in values.items()}
                 if values:
                     state[index] = values
                 index += 1
@@ -149,6 +154,18 @@ def check_groups(groups: Any, values: str) -> None:
         names, given = (group.get("names"), group.get(values)) if isinstance(group, dict) else (None, None)
         if not isinstance(given, dict) or not isinstance(names, list) or not all(type(name) is str for name in names):
             raise ValueError(f"a group is {show(group)}, without names and {values}: use another checkpoint")
+
+
+@torch.no_grad()
+def _copy_for(parameter: torch.Tensor, value: Any) -> Any:
+    """Returns a copy of a state of another weight, cut as the parameter is; collective if that is cut otherwise."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != parameter.shape:
+        return value.clone()
+    copy = torch.zeros_like(parameter, dtype=value.dtype)
+    assign(copy, full_tensor(value))
+    return copy
 
 
 def _plain(value: Any) -> Any:

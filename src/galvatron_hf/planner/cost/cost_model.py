@@ -5,7 +5,7 @@ A micro-batch takes `forward_ms` and `backward_ms` in a layer. Once in a step co
 replicas, weights gathered once) and `update_ms` (the optimizer). docs/communication.md defines what is sent. The
 hardware profile gives the time of a message, the model profile the time of compute. If the hardware overlaps
 communication with compute, with slowdown s, compute c and communication m take `max(c, m) + (s - 1) min(c, m)`.
-Otherwise (gloo) they take `c + m`.
+Otherwise (gloo) they take `c + m`. Messages of weights and of context ranks overlap compute, each on its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from functools import cached_property
 import numpy as np
 
 from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
+from galvatron_hf.plan.chunks import largest_share
 from galvatron_hf.plan.layout import HEAD_CHUNK_TOKENS, AttentionHeads, Layout
+from galvatron_hf.plan.ring_traffic import RingTraffic
+from galvatron_hf.planner.cost import rings
 from galvatron_hf.planner.cost.resharding import most_sent_tokens
 from galvatron_hf.planner.cost.strategy_costs import Distinct, PassCosts, StrategyCosts
 from galvatron_hf.planner.cost.weight_costs import GRADIENT_BYTES, WeightCosts, weight_costs
@@ -37,9 +40,9 @@ def _weights_key(strategy: LayerStrategy | VocabularyStrategy) -> tuple:
 
 class CostModel:
     """Computes costs on stages of `ranks` ranks for micro-batches of `rows` rows on all ranks together.
-    The workload gives lengths and number formats; its `rows` are not used. If `recompute_logits_in_backward`, the head
-    keeps its input and computes the logits again, with its gradients, in the backward. The head does so if several
-    micro-batches wait for their backward.
+    The workload gives lengths and number formats; its `rows` are not used. `context` is the context degree of all
+    layers. If `recompute_logits_in_backward`, the head keeps its input and computes the logits again, with its
+    gradients, in the backward. The head does so if several micro-batches wait for their backward.
     """
 
     def __init__(
@@ -50,9 +53,10 @@ class CostModel:
         ranks: int,
         rows: int,
         *,
+        context: int = 1,
         recompute_logits_in_backward: bool = False,
     ):
-        self.hardware, self.model, self.workload = hardware, model, workload
+        self.hardware, self.model, self.workload, self.context = hardware, model, workload, context
         self.ranks, self.rows, self.recompute_logits_in_backward = ranks, rows, recompute_logits_in_backward
         self.element = BYTES[workload.precision.compute]
         self.reduced = BYTES[workload.precision.reduce]
@@ -64,18 +68,31 @@ class CostModel:
         ]
         self._messages = self.reduced * max(sizes[:-1]), self.reduced * sizes[-1]
 
-    def with_rows(self, rows: int, *, recompute_logits_in_backward: bool = False) -> CostModel:
-        """Returns the model for micro-batches of other sizes; both share the costs that do not depend on the size."""
+    def with_rows(self, rows: int, *, context: int = 1, recompute_logits_in_backward: bool = False) -> CostModel:
+        """Returns the model for other micro-batches and another context degree; both share the costs that depend on
+        neither.
+        """
         other = CostModel(
             self.hardware,
             self.model,
             self.workload,
             self.ranks,
             rows,
+            context=context,
             recompute_logits_in_backward=recompute_logits_in_backward,
         )
         other._known_weights = self._known_weights
         return other
+
+    @property
+    def pieces(self) -> int:
+        """Returns the pieces of rows that context ranks make of a micro-batch; hidden states are laid out by them."""
+        return self.rows * self.context
+
+    def piece_tokens(self, length: int, ratio: float = 1.0) -> int:
+        """Returns the tokens of the largest piece of a row of `length` times `ratio` tokens."""
+        length = round(length * ratio)
+        return length if self.context == 1 else largest_share(length, self.context)
 
     # ---- Layers ----
 
@@ -165,15 +182,23 @@ class CostModel:
         """Returns the maximum tokens of a data rank, inside a tensor region, and between regions. A row has `length`
         times `ratio` tokens.
         """
-        shared = -(-self.rows // strategy.data_degree(self.ranks)) * round(length * ratio)
+        shared = self._rows(strategy) * self.piece_tokens(length, ratio)
         region = -(-shared // strategy.ulysses)
         return shared, region, -(-region // strategy.tensor) if strategy.megatron_sp else region
+
+    def _rows(self, strategy: LayerStrategy) -> int:
+        """Returns the most rows of a data rank."""
+        return -(-self.rows // strategy.data_degree(self.ranks))
+
+    def _squares(self, layer: LayerProfile, strategy: LayerStrategy) -> float:
+        """Returns the squared tokens of rows, to which a rank's attention is proportional."""
+        squares = self._rows(strategy) * self.workload.computed_square * layer.length_ratio**2 / strategy.ulysses
+        return squares if self.context == 1 else rings.CUTTING_FACTOR * squares / self.context
 
     def _computing(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
         """Returns forward and backward time. PyTorch's recompute, in the backward, ends with the last saved tensor."""
         _, region, between = self._tokens(strategy, self.workload.computed_length, layer.length_ratio)
-        times, rows = _at(layer.times, strategy.tensor), -(-self.rows // strategy.data_degree(self.ranks))
-        squares = rows * self.workload.computed_square * layer.length_ratio**2 / strategy.ulysses
+        times, squares = _at(layer.times, strategy.tensor), self._squares(layer, strategy)
         pairs = ((times.forward, times.forward_outside_tp), (times.backward, times.backward_outside_tp))
         factor = self.calibration_factors["computing"]
         forward, backward = (
@@ -255,9 +280,46 @@ class CostModel:
             )
             forward += exchange
             backward += exchange * (1 + again)
-        for more_forward, more_backward in (self._dispatch(layer, strategy), self._reading(layer, strategy)):
+        more = self._dispatch(layer, strategy), self._reading(layer, strategy), self._ring(layer, strategy)
+        for more_forward, more_backward in more:
             forward, backward = forward + more_forward, backward + more_backward
         return forward, backward
+
+    def _ring(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
+        """Returns by how much the messages of context ranks lengthen forward and backward. A message is as slow as the
+        slowest link of the ring: between nodes, if its ranks are on several.
+        """
+        if self.context == 1:
+            return 0.0, 0.0
+        times, squares = _at(layer.times, strategy.tensor), self._squares(layer, strategy)
+        factor, stride = self.calibration_factors["computing"], strategy.tensor * strategy.ulysses
+        if self.hardware.crosses_nodes(self.context, stride):
+            stride = max(stride, self.hardware.devices_per_node)
+        traffic = self.ring_traffic(strategy, self.workload.computed_length)
+        sizes = traffic.block_bytes, traffic.gradient_bytes
+        forward, backward = rings.exposed_ms(
+            self.context,
+            *(factor * fit.per_square * squares for fit in (times.forward, times.backward)),
+            *(self._ms("send", 2, stride, size, "sending") for size in sizes),
+            self._overlapped,
+        )
+        return forward, backward + forward * (strategy.recompute == "full")
+
+    def ring_traffic(self, strategy: LayerStrategy, length: int) -> RingTraffic:
+        """Returns what a rank sends for documents of `length` tokens. Ulysses ranks have exchanged their positions for
+        heads before.
+        """
+        model, ulysses = self.model, strategy.ulysses
+        heads = AttentionHeads.from_degrees(
+            query=model.heads, key_value=model.kv_heads, tensor=strategy.tensor, ulysses=ulysses
+        )
+        return RingTraffic(
+            degree=self.context,
+            tokens=self._tokens(strategy, length)[0],
+            key_value_heads=heads.sent_key_value // ulysses,
+            head_dim=model.head_dim,
+            element_bytes=self.element,
+        )
 
     def _reading(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
         """Returns the time of the messages by which a layer reads another stack. Its states enter the region of the
@@ -307,13 +369,33 @@ class CostModel:
             own, imbalance, under_degree, alone = experts
             (more_saved, most), (less_saved, least) = under_degree.bytes(own, imbalance), alone.bytes(own, 1.0)
             saved, working = max(0.0, saved + more_saved - less_saved), max(working, working + most - least)
+        if self.context > 1:
+            traffic = self.ring_traffic(strategy, self.workload.length)
+            working += rings.working_bytes(traffic, self.model.heads // (strategy.tensor * strategy.ulysses))
         if strategy.recompute == "none":
             return saved + read_bytes, working, 0.0
         kept = layer.recompute_bytes.get(key)
         kept_bytes = between * self.model.hidden * self.element if kept is None else shared * kept
         return kept_bytes + read_bytes, working, saved
 
+    def least_layers_ms(self, strategies: Sequence[LayerStrategy]) -> float:
+        """Returns the least compute of a micro-batch in all layers, forward and backward, under any strategy."""
+        distinct = {(one.tensor, one.megatron_sp, one.ulysses, one.expert, one.recompute): one for one in strategies}
+        least = [
+            min(sum(self._computing(kind, strategy_of_kind(one, kind))) for one in distinct.values())
+            for kind in self.model.kinds
+        ]
+        return sum(least[kind] for kind in self.model.layers)
+
     # ---- Embedding and head ----
+
+    def least_ends_ms(self, tensors: Sequence[int]) -> float:
+        """Returns the least compute of a micro-batch in embedding and head, under any of the tensor degrees."""
+        found = 0.0
+        for end, is_head in ((self.model.embedding, False), (self.model.head, True)):
+            passes = [self._pass_end(end, tensor, is_head) for tensor in tensors]
+            found += min(one.forward_ms + one.backward_ms for one in passes)
+        return found
 
     def end(self, end: EndProfile, strategies: Sequence[VocabularyStrategy], part: str) -> StrategyCosts:
         """Returns the costs of an end; `part` is "embedding", "head" or "tied" (both ends)."""
@@ -324,9 +406,9 @@ class CostModel:
         return self._units(passes.arrays(), weights.arrays(), strategies, part)
 
     def _pass_end(self, end: EndProfile, tensor: int, is_head: bool) -> PassCosts:
-        layout, workload = Layout.from_vocabulary(tensor, self.ranks, self.rows), self.workload
+        layout, workload = self.end_layout(tensor), self.workload
         kept, tokens = (
-            layout.most_tokens(self.rows, round(length * end.length_ratio))
+            layout.most_tokens(self.pieces, self.piece_tokens(length, end.length_ratio))
             for length in (workload.length, workload.computed_length)
         )
         times = _at(end.times, tensor)
@@ -394,8 +476,8 @@ class CostModel:
         return sum(self._resharding_ms(*pair) for pair in ((before, after), (after, before)))
 
     def _resharding_ms(self, before: Layout, after: Layout) -> float:
-        length = round(self.workload.computed_length * self.mean_ratio)
-        block, tokens = most_sent_tokens(before, after, self.rows, length)
+        length = self.piece_tokens(self.workload.computed_length, self.mean_ratio)
+        block, tokens = most_sent_tokens(before, after, self.pieces, length)
         if block == 1:
             return 0.0
         size = tokens * self.model.hidden * self.element * block / (block - 1)  # nothing of it stays on the rank
@@ -417,8 +499,12 @@ class CostModel:
         ratios = [self.model.kinds[kind].length_ratio for kind in self.model.layers]
         return sum(ratios) / len(ratios)
 
+    def end_layout(self, tensor: int) -> Layout:
+        """Returns the layout of hidden states at an end whose vocabulary `tensor` ranks split."""
+        return Layout.from_vocabulary(tensor, self.ranks, self.pieces)
+
     def boundary(self) -> Layout:
-        return Layout.from_vocabulary(1, self.ranks, self.rows)
+        return self.end_layout(1)
 
     @cached_property
     def boundary_bytes(self) -> int:
@@ -427,8 +513,8 @@ class CostModel:
 
     def _boundary_bytes(self, length: int) -> int:
         # Between two stages of a decoder also the encoder's output goes on; elsewhere fewer states do.
-        length = round(length * self.model.stage_ratio)
-        return self.boundary().most_tokens(self.rows, length) * self.model.hidden * self.element
+        tokens = self.boundary().most_tokens(self.pieces, self.piece_tokens(length, self.model.stage_ratio))
+        return tokens * self.model.hidden * self.element
 
     def received_ms(self, counts: np.ndarray) -> np.ndarray:
         """Returns (p,) the time that pipeline ranks wait for (p, p) messages from each other. A message is as slow as

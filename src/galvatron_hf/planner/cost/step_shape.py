@@ -21,6 +21,7 @@ class StepShape:
     which stands for all its virtual stages. Each of the `pipeline` = p pipeline ranks has world_size / p consecutive
     ranks and `virtual_stages` = v stages; v > 1 is interleaved and needs `micro_batches` = m >= p. The schedule is
     "1f1b", "gpipe" or "interleaved". `rows` are those of a micro-batch, padded so that every data rank has one.
+    `context` ranks share each row.
     """
 
     pipeline: int
@@ -28,6 +29,7 @@ class StepShape:
     schedule: str
     rows: int
     virtual_stages: int = 1
+    context: int = 1
 
     @classmethod
     def from_plan(cls, plan: ParallelPlan, workload: Workload, model: ModelProfile) -> StepShape:
@@ -40,7 +42,14 @@ class StepShape:
         rows, pipeline = max(-(-workload.rows // count), data), len(plan.rank_groups)
         virtual = len(plan.stages) // pipeline
         schedule = "1f1b" if plan.schedule == "interleaved" and virtual == 1 else plan.schedule
-        return cls(pipeline=pipeline, micro_batches=count, schedule=schedule, rows=rows, virtual_stages=virtual)
+        return cls(
+            pipeline=pipeline,
+            micro_batches=count,
+            schedule=schedule,
+            rows=rows,
+            virtual_stages=virtual,
+            context=plan.layers[0].context,
+        )
 
     def counts_choices(self, model: ModelProfile) -> bool:
         """Returns whether a step begins with a forward for the counts of routers alone: their loss needs the choices
@@ -113,6 +122,14 @@ class StepShape:
             most = min((1 + later) / others, 1 / (others - warmup / 3))
             later += most if warmup == others else min(most, (1 - later) / (others - warmup))
         return 1 + 1 / later
+
+    def least_ms(self, layers_ms: float, ends_ms: float) -> float:
+        """Returns a lower bound of a step, of which a micro-batch takes so long in all layers and in both ends."""
+        if self.warmup().any():
+            return max(self.least_step(), self.micro_batches / self.pipeline) * (layers_ms + ends_ms)
+        of_stages = layers_ms / self.virtual_stages
+        others = (self.passes - 1) * of_stages + (self.micro_batches - 1) * ends_ms
+        return of_stages + ends_ms + others / self.pipeline
 
     def reuse_count(self) -> np.ndarray:
         """Returns (p,) on how many of a rank's stages gradients reuse the memory that activations free. These are the

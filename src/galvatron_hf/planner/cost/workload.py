@@ -19,6 +19,7 @@ class Workload:
         precision ([`Precision`]): Number formats.
         mean_length (`int`, *optional*): Mean tokens of a row, which determine time; `length` if absent.
         mean_square (`float`, *optional*): Mean of the squared tokens of a row; `mean_length` squared if absent.
+        packed (`bool`): Whether rows are documents of packed rows, which ranks can share.
     """
 
     rows: int
@@ -26,6 +27,7 @@ class Workload:
     precision: Precision
     mean_length: int | None = None
     mean_square: float | None = None
+    packed: bool = False
 
     @property
     def computed_length(self) -> int:

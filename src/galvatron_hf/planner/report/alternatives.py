@@ -36,9 +36,13 @@ def alternatives(
     plan. Each has its best micro-batches and recompute within `memory_bytes` of a rank, and at most `virtual_stages`
     stages on each pipeline rank. A kind whose degrees the model and the ranks cannot have is left out.
     """
-    plain = Limits(tensor=1, sequence=(), hybrid_sharding=False, pipeline=(1,))
+    plain = Limits(tensor=1, sequence=(), hybrid_sharding=False, pipeline=(1,), context=(1,))
     megatron = Limits(
-        sequence=("megatron",), sharding=("replicate",), hybrid_sharding=False, virtual_stages=virtual_stages
+        sequence=("megatron",),
+        sharding=("replicate",),
+        hybrid_sharding=False,
+        context=(1,),
+        virtual_stages=virtual_stages,
     )
     kinds = {
         "DDP": replace(plain, sharding=("replicate",)),

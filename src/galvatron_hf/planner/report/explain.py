@@ -171,8 +171,8 @@ class _Stage:
             return sum(costs.resharding_ms(*pair) for pair in zip(layouts[:-1], layouts[1:], strict=True))
 
         layers = [Layout.from_strategy(plan.layers[layer], costs.ranks) for layer in self.layers]
-        opened = [Layout.from_vocabulary(plan.embedding.tensor, costs.ranks, costs.rows)] * self.first
-        closed = [Layout.from_vocabulary(plan.head.tensor, costs.ranks, costs.rows)] * self.last
+        opened = [costs.end_layout(plan.embedding.tensor)] * self.first
+        closed = [costs.end_layout(plan.head.tensor)] * self.last
         if self.shape.virtual_stages == 1:
             return chain(*(opened or [boundary]), *layers, *(closed or [boundary]))
         ends_ms = sum(chain(layout, boundary) for layout in (*opened, *closed))

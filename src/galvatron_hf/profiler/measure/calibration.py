@@ -27,12 +27,14 @@ from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.lora import has_adapters
 from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.comm.objects import from_rank_0, gather_objects, is_rank_0
+from galvatron_hf.parallel.data_parallel.sharding import DTYPES
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.parallel.validate import check_model
 from galvatron_hf.plan import ParallelPlan, Precision
 from galvatron_hf.profiler.measure.rounds import WANTED_ERROR, median_error, phase
 from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
-from galvatron_hf.profiler.trace.small_models import layer_kinds, most_copies, one_of_each
+from galvatron_hf.profiler.trace.isolated_rows import batch_of_rows
+from galvatron_hf.profiler.trace.small_models import image_positions, layer_kinds, most_copies, one_of_each
 from galvatron_hf.utils.progress import progress_bar
 
 
@@ -62,22 +64,25 @@ class _Steps:
     length: int
     device: torch.device
     length_ratio: float = 1.0
+    dtype: str = "fp32"
 
     def batch(self) -> dict[str, torch.Tensor]:
         """Returns rows of tokens and their labels; a second stack has these as tokens, `length_ratio` as many."""
         ids = torch.arange(self.rows * self.length, device=self.device).reshape(self.rows, self.length)
-        ids %= self.model.config.vocab_size
+        ids %= getattr(self.model.config, "vocab_size", 2)
         adapter = adapter_for(self.model)
         if len(adapter.stacks) == 1:
-            return {"input_ids": ids, **adapter.loss.example(ids)}
+            return batch_of_rows(adapter, ids, DTYPES[self.dtype])
         labels = ids[:, :1].expand(self.rows, max(1, round(self.length * self.length_ratio))).contiguous()
         last = adapter.stacks[-1]
         return {"input_ids": ids, last.tokens.ids: labels, "labels": labels}
 
     def new_model(self) -> PreTrainedModel:
-        """Returns the model on the meta device; one with adapters has random weights, as no source makes them."""
+        """Returns the model on the meta device. One with adapters has random weights, as no source makes them, and so
+        has one of images, whose weights before the layers are not made one by one.
+        """
         made = one_of_each(self.model, self.copies)
-        if not has_adapters(made):
+        if not has_adapters(made) and image_positions(self.model) is None:
             return made
         for module in made.modules():
             for name, weight in module.named_parameters(recurse=False):
@@ -119,7 +124,13 @@ def calibrate_profile(
     few = _with_layers(profile, model, predict, rows, length)
     ratio = profile.head.length_ratio
     steps = _Steps(
-        model=model, copies=few.layers.count(0), rows=rows, length=length, device=device, length_ratio=ratio
+        model=model,
+        copies=few.layers.count(0),
+        rows=rows,
+        length=length,
+        device=device,
+        length_ratio=ratio,
+        dtype=profile.dtype,
     )
     plans, step_ms = [], []
     for plan in _plans(steps.new_model(), rows, precision):

@@ -121,8 +121,8 @@ class LayerTimer:
         Returns the seconds of a round, approximately.
         """
         probed = PROBED_TOKENS[self.device.type]
-        length = min(self.length, probed, self.tokens)
-        few = min(probed, self.tokens) // length * length
+        length = self.counted.of_image or min(self.length, probed, self.tokens)
+        few = max(1, min(probed, self.tokens) // length) * length
         parts = self._parts(LayerStrategy())
         jobs = [*self._layer_jobs(parts, 1, few, length), *self._end_jobs(parts, 1, few)]
         for job in jobs:
@@ -136,13 +136,16 @@ class LayerTimer:
 
         while ROUNDS[0] * round_seconds() > seconds and self.tokens >= 2 * LEAST_TOKENS:
             self.tokens //= 2
-            self.length = min(self.length, self.tokens)
+            self.length = self.counted.of_image or min(self.length, self.tokens)
         return round_seconds()
 
     def points(self) -> list[tuple[int, int]]:
         """Returns (tokens, document length) of each micro-batch to time; tensor and chunk sizes divide them."""
-        found = []
+        found, of_image = [], self.counted.of_image
         for tokens in (self.tokens, self.tokens // 4, max(self.tokens // 16, min(self.tokens, LEAST_TOKENS // 4))):
+            if of_image is not None:
+                found.append((max(1, tokens // of_image) * of_image, of_image))
+                continue
             longest = min(self.length, tokens)
             for length in (longest, max(1, longest // 4)):
                 found.append((tokens // length * length, length))

@@ -29,7 +29,7 @@ from galvatron_hf.profiler.measure.rounds import WANTED_ERROR
 from galvatron_hf.profiler.profiles.layers import TimeFit, Times
 from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.profiler.trace.counted_model import CountedModel, ExpertPasses, PartTimes
-from galvatron_hf.profiler.trace.small_models import positions
+from galvatron_hf.profiler.trace.small_models import image_positions, positions
 from galvatron_hf.profiler.trace.tracing import describe, profile_of, rows_of_stacks
 from galvatron_hf.utils.allocator import keep_freed_memory
 
@@ -99,8 +99,9 @@ def profile_model(
     check_int("max_degree", max_degree, high=1 << 20)
     device = _default_device(device)
     most = positions(model) or sys.maxsize
-    tokens = tokens or DEFAULT_TOKENS
-    length = min(length or tokens, tokens, most)
+    tokens, of_image = tokens or DEFAULT_TOKENS, image_positions(model)
+    tokens = tokens if of_image is None else max(tokens, of_image)
+    length = of_image or min(length or tokens, tokens, most)
     for name, value in (("tokens", tokens), ("length", length), ("target_length", target_length or 1)):
         check_int(name, value, high=1 << 40)
     packed, ratio = rows_of_stacks(model, packed, length, target_length)
@@ -183,6 +184,8 @@ def _part_times(found: dict[Key, tuple[float, ...]], counted: CountedModel, time
             last = found["layer", kind, tensor, *timer.points()[0]][2]
             points = {key[3:]: times for key, times in found.items() if key[:3] == ("layer", kind, tensor)}
             sizes = [timer.tokens_of(kind, *point) for point in points]
+            if counted.of_image is not None:  # of one length, of which nothing depends then
+                sizes = [(tokens_of_point, 0) for tokens_of_point, _ in sizes]
             forward, backward = (_fit(sizes, [ms[way] for ms in points.values()]) for way in (0, 1))
             layers[kind][tensor] = Times(
                 forward=forward,

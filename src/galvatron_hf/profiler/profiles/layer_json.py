@@ -148,8 +148,10 @@ def read_end(where: str, given: Any) -> EndProfile:
         check_fields(place, entry, ("tensor", *_END_BYTES), required=("tensor", "saved_bytes"))
         check_int(f"{place}.tensor", entry["tensor"], high=MAX_SIZE)
         _read_bytes(place, entry, entry["tensor"], found)
+    # What a model of images has before its layers counts with its head.
+    weights = () if given["weights"] == [] else read_each(f"{where}.weights", given["weights"], _read_weight)
     return EndProfile(
-        weights=read_each(f"{where}.weights", given["weights"], _read_weight),
+        weights=weights,
         times=_read_times(f"{where}.times", given["times"]),
         **_read_ratios(where, given, _LAYER_RATIOS[:1]),
         **found,

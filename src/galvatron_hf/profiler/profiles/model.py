@@ -69,6 +69,8 @@ class ModelProfile:
             expert degree, where it was measured.
         stacks (`Mapping[str, int]`): Number of layers of each stack, as in [`ParallelPlan`]; empty for one stack.
         whole_rows (`bool`): Whether embedding and head need whole rows on every rank.
+        images (`bool`): Whether rows are images, of `max_length` positions each.
+        shares_documents (`bool`): Whether ranks can share documents of packed rows, as context degrees need.
         assumed, made (`Mapping[str, str]`): As in [`HardwareProfile`].
     """
 
@@ -93,6 +95,8 @@ class ModelProfile:
     expert_imbalance: Mapping[int, float] = field(default_factory=dict)
     stacks: Mapping[str, int] = field(default_factory=dict)
     whole_rows: bool = False
+    images: bool = False
+    shares_documents: bool = False
     assumed: Mapping[str, str] = field(default_factory=dict)
     made: Mapping[str, str] = field(default_factory=dict)
 
@@ -169,7 +173,7 @@ def _check_plain(given: Mapping[str, Any]) -> None:
         raise ValueError(f"name is {show(given['name'])}, which is not a word: write 'my model'")
     check_choice("dtype", given["dtype"], ("fp32", "bf16"))
     check_bool("tied", given["tied"])
-    for name in ("router_loss", "whole_rows"):
+    for name in ("router_loss", "whole_rows", "images", "shares_documents"):
         check_bool(name, given.get(name, False))
     if given.get("max_length") is not None:
         check_int("max_length", given["max_length"], high=MAX_SIZE)

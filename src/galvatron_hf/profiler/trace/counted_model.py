@@ -20,11 +20,11 @@ from galvatron_hf.profiler.profiles.layers import ExpertsProfile, ExpertTimes, T
 from galvatron_hf.profiler.trace.counting import Counts, OperationCount, count
 from galvatron_hf.profiler.trace.isolated_layers import IsolatedLayers
 from galvatron_hf.profiler.trace.isolated_rows import isolated_layers
-from galvatron_hf.profiler.trace.small_models import one_of_each, positions
+from galvatron_hf.profiler.trace.small_models import image_positions, one_of_each, positions
 from galvatron_hf.utils.compat import FakeTensorMode, experts_on_shapes
 
 
-END_TOKENS = (HEAD_CHUNK_TOKENS, 2 * HEAD_CHUNK_TOKENS)  # tokens in the traces of embedding and head
+END_TOKENS = HEAD_CHUNK_TOKENS  # fewest tokens in the traces of embedding and head
 
 Strategy = tuple[int, bool, int]  # tensor, megatron_sp, ulysses
 
@@ -87,6 +87,10 @@ class CountedModel:
         # What sequence ranks can share evenly, if learned positions reach so far.
         even, most = -(-length // 128) * 128, positions(self.small)
         self.length = length if self.whole_rows and (most is None or even > most) else even
+        self.of_image = image_positions(self.small)  # tokens of every row, if the model takes images
+        self.length = self.of_image or self.length
+        few = -(-END_TOKENS // (self.of_image or 1)) * (self.of_image or 1)
+        self.end_tokens = few, 2 * few  # in the traces of embedding and head
         if any(self.expert_counts()):
             self.small.set_experts_implementation("grouped_mm")  # others ask for values, which fakes have not
         self._parts: dict[tuple, IsolatedLayers] = {}
@@ -182,6 +186,10 @@ class CountedModel:
 
         return times
 
+    def tokens_of(self, strategy: LayerStrategy) -> int:
+        """Returns the tokens of a trace. Each rank has an image: positions are added only to be shared."""
+        return self.length * (1 if self.of_image is None else strategy.tensor * strategy.ulysses)
+
     def layers(self, strategy: LayerStrategy, tokens: int, length: int) -> list[Counts]:
         key = strategy, tokens, length
         if key not in self._layers:
@@ -194,7 +202,7 @@ class CountedModel:
         """Returns the counts of each kind of layer without its tensor-parallel regions."""
         parts = self.parts(strategy)
         with self.tracing(), parts.without_regions():
-            return [count(part) for part in parts.layers(parts.micro_batch(self.length, self.length))]
+            return [count(part) for part in parts.layers(parts.micro_batch(self.tokens_of(strategy), self.length))]
 
     def ends(self, tensor: int, tokens: int) -> dict[str, Counts]:
         if (tensor, tokens) not in self._ends:
@@ -210,8 +218,9 @@ class CountedModel:
         """Returns (saved, working) bytes per token of each kind of layer, by strategy."""
         found = {}
         for strategy in self.strategies(max_degree):
-            counts = self.layers(strategy, self.length, self.length)
-            tokens = [self.length * ratio for ratio in self.length_ratios]
+            traced = self.tokens_of(strategy)
+            counts = self.layers(strategy, traced, self.length)
+            tokens = [traced * ratio for ratio in self.length_ratios]
             found[strategy.tensor, strategy.megatron_sp, strategy.ulysses] = [
                 (each.saved_bytes / own, each.working_bytes / own) for each, own in zip(counts, tokens, strict=True)
             ]
@@ -222,7 +231,8 @@ class CountedModel:
         degrees = [2**power for power in range(max_degree.bit_length())]
         for tensor, megatron_sp, ulysses in itertools.product(degrees, (False, True), degrees):
             ranks = tensor * ulysses
-            if ranks > max_degree or self.length % ranks or (megatron_sp and tensor == 1):
+            uneven = self.of_image is None and self.length % ranks  # the runtime adds positions
+            if ranks > max_degree or uneven or (megatron_sp and tensor == 1):
                 continue
             strategy = LayerStrategy(tensor=tensor, megatron_sp=megatron_sp, ulysses=ulysses)
             try:
@@ -239,10 +249,12 @@ class CountedModel:
         layers: list[dict[int, Times]] = [{} for _ in kinds]
         for tensor in self.tensor_degrees(max_degree):
             strategy = LayerStrategy(tensor=tensor)
-            whole = self.layers(strategy, self.length, self.length)
-            halves = self.layers(strategy, self.length, self.length // 2)
+            traced = self.tokens_of(strategy)
+            whole = self.layers(strategy, traced, self.length)
+            # All images have the same positions, so that nothing depends on their number.
+            halves = whole if self.of_image else self.layers(strategy, traced, self.length // 2)
             for kind, outside in zip(kinds, self.outside(strategy), strict=True):
-                tokens = self.length * self.length_ratios[kind]
+                tokens = traced * self.length_ratios[kind]
                 forward, backward = (
                     _fit(speed.ms(getattr(whole[kind], name)), speed.ms(getattr(halves[kind], name)), tokens)
                     for name in ("forward", "backward")
@@ -264,13 +276,13 @@ class CountedModel:
 
     def end_degrees(self, max_degree: int) -> list[int]:
         """Returns the tensor degrees of embedding and head, up to one token of the vocabulary per rank."""
-        degrees = (2**power for power in range(1 if self.whole_rows else max_degree.bit_length()))
-        return [
-            degree for degree in degrees if degree <= adapter_for(self.small).embeddings(self.small)[0].weight.shape[0]
-        ]
+        if self.whole_rows:
+            return [1]
+        rows = adapter_for(self.small).embeddings(self.small)[0].weight.shape[0]
+        return [degree for degree in (2**power for power in range(max_degree.bit_length())) if degree <= rows]
 
     def _end_times(self, tensor: int, speed: Speed) -> dict[str, Times]:
-        first, second = END_TOKENS
+        first, second = self.end_tokens
         few, many = self.ends(tensor, first), self.ends(tensor, second)
         found = {}
         for name in ("embedding", "head"):
@@ -287,7 +299,7 @@ class CountedModel:
         fields = ("saved_bytes", "saved_fixed_bytes", "working_bytes", "working_fixed_bytes")
         found = {name: {field: {} for field in fields} for name in ("embedding", "head")}
         for tensor in degrees:
-            first, second = END_TOKENS
+            first, second = self.end_tokens
             few, many = self.ends(tensor, first), self.ends(tensor, second)
             for name, values in found.items():
                 short, long = few[name], many[name]
@@ -297,7 +309,7 @@ class CountedModel:
                 growth = (long.forward_peak_bytes - long.saved_bytes - chunk) / (second - first)
                 each = max(growth, (long.backward_peak_bytes - long.saved_bytes) / second)
                 for field, value in zip(fields, (*saved, each, chunk), strict=True):
-                    values[field][tensor] = value
+                    values[field][tensor] = max(0.0, value)
         return found
 
 

@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.trial_run import bound_arguments
-from galvatron_hf.parallel.activation.documents import Documents
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.parallel.layers.parallel_layer import ParallelLayer, layer_output
 from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest
 from galvatron_hf.parallel.single_rank import SingleRank, single_rank
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
+from galvatron_hf.plan.deal import Deal
 from galvatron_hf.utils.compat import without_forward_pre_hooks
 
 
@@ -112,7 +112,7 @@ class IsolatedLayers:
         packs = self.rank.resolved.packs
         ids = torch.zeros(1, tokens, dtype=torch.long, device=self.device)
         positions = torch.arange(tokens, device=self.device).remainder(length)[None]
-        documents = Documents(
+        documents = Deal.of_documents(
             bounds=tuple(range(0, tokens + 1, length)), cuts=tuple(range(0, tokens + 1, tokens // packs))
         )
         return self.rank.runner.micro_batch(
@@ -186,7 +186,7 @@ class IsolatedLayers:
             found[name, layout] = self._states(batch.streams[name].grid.rectangle(layout, 0).shape)
         if block.bias is not None:
             with torch.no_grad():
-                block.bias.of_heads(batch, block.layer, block.resolved, 0)
+                block.bias.of_heads(batch, block)
             own = {
                 key: value for key, value in batch.shared.items() if key[1] == "bias" and key[0] == block.stack.name
             }

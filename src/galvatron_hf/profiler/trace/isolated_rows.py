@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from galvatron_hf.models.adapter import ModelAdapter
 from galvatron_hf.models.families import adapter_for
+from galvatron_hf.models.input_names import IMAGES
 from galvatron_hf.parallel.activation.micro_batch import MicroBatch
 from galvatron_hf.parallel.layers.vocab_parallel import HeadRequest
 from galvatron_hf.plan import LayerStrategy
@@ -29,7 +31,8 @@ class IsolatedRows(IsolatedLayers):
     def micro_batch(self, tokens: int, length: int, ratio: float | None = None) -> MicroBatch:
         adapter = self.rank.stage.adapter
         ids = torch.zeros(tokens // length, length, dtype=torch.long, device=self.device)
-        return self.rank.runner.micro_batch(ids, **adapter.loss.example(ids), whole_loss=False)
+        batch = batch_of_rows(adapter, ids, self.dtype) | {"input_ids": ids}
+        return self.rank.runner.micro_batch(**batch, whole_loss=False)
 
     def embedding(self, batch: MicroBatch) -> Part:
         rank, adapter = self.rank, self.rank.stage.adapter
@@ -56,6 +59,14 @@ class IsolatedRows(IsolatedLayers):
 
     def _named(self, names: tuple[str, ...]) -> list[nn.Module]:
         return [self.rank.model.get_submodule(name) for name in names]
+
+
+def batch_of_rows(adapter: ModelAdapter, ids: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Returns rows of tokens [B, S], or as many images, with labels; the values of images and labels do not matter."""
+    labels, structure = adapter.loss.example(ids), adapter.structure
+    if structure is None or structure.images is None:
+        return {"input_ids": ids, **labels}
+    return {IMAGES: torch.zeros(len(ids), *structure.images, dtype=dtype, device=ids.device), **labels}
 
 
 def isolated_layers(small: PreTrainedModel, strategy: LayerStrategy, vocabulary: int = 1, **options: Any):

@@ -10,14 +10,13 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from galvatron_hf.models.adapter import base_model
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.lora import has_adapters
 from galvatron_hf.models.parameter_specs import ParameterSpec, model_specs
 from galvatron_hf.models.shape import ModelShape, WeightShape
 from galvatron_hf.plan import LayerStrategy
 from galvatron_hf.profiler.trace.isolated_rows import isolated_layers
-from galvatron_hf.profiler.trace.small_models import layer_kinds, one_of_each
+from galvatron_hf.profiler.trace.small_models import image_positions, layer_kinds, one_of_each
 from galvatron_hf.utils.compat import FakeTensorMode, experts_on_shapes
 
 
@@ -27,7 +26,7 @@ def model_shape_from_model(model: PreTrainedModel, small: PreTrainedModel | None
     """
     adapter = adapter_for(model)
     specs, kinds, stack = model_specs(model, adapter), layer_kinds(model), adapter.stacks[-1]
-    heads, tied = stack.heads(base_model(model).config), adapter.ties_embeddings(model)
+    heads, tied = stack.heads(stack.config(model)), adapter.ties_embeddings(model)
     keeps_formats = has_adapters(model)  # of frozen weights; all other weights are in fp32 at rest
     of_kinds = [specs.layers[kinds.index(kind)] for kind in range(max(kinds) + 1)]
     # The table of a bias that all layers of a stack share lies in one of them, and belongs to none.
@@ -68,6 +67,7 @@ def saves_after_last_region(small: PreTrainedModel) -> bool:
     """Returns whether a module with weights, such as a norm, takes the output of the last region of a layer."""
     parts = isolated_layers(small, LayerStrategy(), packed=len(adapter_for(small).stacks) == 1)
     seen: list[str] = []
+    tokens = image_positions(small) or 8
     layer, place = parts.rank.blocks[0].layer, parts.rank.stage.adapter.places(small)[0]
     regions = place.stack.regions_of(layer)
     hooks = [
@@ -79,7 +79,7 @@ def saves_after_last_region(small: PreTrainedModel) -> bool:
         parts.rank.model.set_experts_implementation("grouped_mm")  # others ask for values, which fakes have not
     with FakeTensorMode(allow_non_fake_inputs=True), experts_on_shapes(), torch.no_grad():
         parts.give_memory(torch.device("cpu"), torch.float32)
-        parts.layers(parts.micro_batch(8, 8))[0].run()
+        parts.layers(parts.micro_batch(tokens, tokens))[0].run()
     for hook in hooks:
         hook.remove()
     return seen[-1] not in regions

@@ -15,6 +15,7 @@ from galvatron_hf.models.adapter import ModelAdapter, RelativeBias, base_model
 from galvatron_hf.models.auto_classes import auto_model
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.lora import has_adapters
+from galvatron_hf.models.trial_run import takes_images
 from galvatron_hf.parallel.weights.adapted_model import AdaptedModel
 from galvatron_hf.utils.compat import model_from_config
 from galvatron_hf.utils.empty_weights import without_weights
@@ -103,9 +104,19 @@ def _settings(layer: nn.Module, bias: RelativeBias | None) -> tuple:
 
 
 def positions(model: PreTrainedModel) -> int | None:
-    """Returns the number of positions of the model; None if it is unlimited."""
+    """Returns the number of positions of the model, as many as an image has; None if it is unlimited."""
+    if (of_image := image_positions(model)) is not None:
+        return of_image
     config = base_model(model).config
     return getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+
+
+def image_positions(model: PreTrainedModel) -> int | None:
+    """Returns the positions of each row of a model that takes images; None for other models."""
+    if not takes_images(model):
+        return None
+    structure = adapter_for(model).structure
+    return None if structure is None else structure.positions
 
 
 def search_obstacle(model: PreTrainedModel) -> str | None:
@@ -138,8 +149,6 @@ def _small_or_reason(model: PreTrainedModel, copies: int) -> tuple[PreTrainedMod
     adapter = adapter_for(model)
     if adapter.structure is None:
         return _small_model(model, adapter, copies), None
-    if adapter.structure.images is not None:
-        return None, "takes images, which no profile covers yet"
     if adapter.structure.pipeline_obstacle is not None:
         return None, f"has layers that cannot be run alone, because {adapter.structure.pipeline_obstacle}"
     try:

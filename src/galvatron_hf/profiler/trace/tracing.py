@@ -15,12 +15,14 @@ from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.lora import check_adapters, inner_model
 from galvatron_hf.models.shape import ModelShape
 from galvatron_hf.parallel.data_parallel.sharding import DTYPES
+from galvatron_hf.parallel.validate import check_model
+from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.profiler.profiles.hardware import DEVICES, HardwareProfile
 from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile
 from galvatron_hf.profiler.profiles.model import EXPERT_IMBALANCE, ModelProfile
 from galvatron_hf.profiler.trace.counted_model import CountedModel, PartTimes, Speed
 from galvatron_hf.profiler.trace.shapes import model_shape_from_model, regions_of_kinds
-from galvatron_hf.profiler.trace.small_models import empty_model, layer_kinds, positions
+from galvatron_hf.profiler.trace.small_models import empty_model, image_positions, layer_kinds, positions
 
 
 # FLOP/s of a layer over those of a large matrix product.
@@ -71,7 +73,7 @@ def profile_from_config(
     """
     model = _read_model(config, adapter)
     longest = positions(model)
-    length = min(length or 4096, longest or sys.maxsize)
+    length = image_positions(model) or min(length or 4096, longest or sys.maxsize)
     packed, ratio = rows_of_stacks(model, packed, length, target_length)
     if dtype not in hardware.flops_per_s:
         raise ValueError(
@@ -226,9 +228,22 @@ def profile_of(
         adding_ms_per_element=adding_ms,
         router_loss=adapter_for(model).adds_router_loss(model),
         whole_rows=adapter_for(model).structure is not None,
+        images=image_positions(model) is not None,
+        shares_documents=_shares_documents(counts.small),
         assumed=assumed | ({EXPERT_IMBALANCE: IMBALANCE_TEXT} if has_experts else {}),
         made=made,
     )
+
+
+def _shares_documents(model: PreTrainedModel) -> bool:
+    """Returns whether the runtime lets ranks share the documents of packed rows."""
+    adapter = adapter_for(model)
+    plan = ParallelPlan.uniform(2, adapter.stack_sizes(model), context=2, sharding="replicate")
+    try:
+        check_model(model, adapter, plan)
+    except ValueError:
+        return False
+    return True
 
 
 def _head_weights(shape: ModelShape) -> tuple:

@@ -159,7 +159,7 @@ def join(batches: list[dict[str, Any]], pad_token_id: int) -> dict[str, Any]:
 
 def pad_token_id(model: PreTrainedModel) -> int:
     """Returns the model's padding token, 0 if it has none."""
-    pad = model.config.pad_token_id
+    pad = getattr(model.config, "pad_token_id", None)  # those of images have none
     return pad if pad is not None and pad >= 0 else 0
 
 

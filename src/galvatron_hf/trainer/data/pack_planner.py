@@ -5,18 +5,25 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from transformers import TrainingArguments
 from transformers.utils import logging
 
+from galvatron_hf.data.context_placement import in_smaller_blocks, place_in_blocks
+from galvatron_hf.data.cost import GroupCost
+from galvatron_hf.data.group_placement import GroupPlacement, place_groups
+from galvatron_hf.data.near_ranks import on_nodes
+from galvatron_hf.data.packing import PER_RANK
 from galvatron_hf.data.partition_exact import TooLargeError
-from galvatron_hf.data.placement import PLANNERS, Placement, in_order, place
+from galvatron_hf.data.placement import PLANNERS, Placement, SharedSequence, in_order, place
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.schedule import PipelineShape, can_order
-from galvatron_hf.trainer.data.sequence_cost import StepCost
+from galvatron_hf.trainer.data.sequence_cost import StepCost, degree_of
+from galvatron_hf.trainer.data.step_plans import PlanCost, StepPlans
+from galvatron_hf.trainer.data.step_variants import StepVariant
 
 
 logger = logging.get_logger(__name__)
@@ -34,6 +41,13 @@ class PackPlanner:
         rows_of_pack (`int`): rows of a data-parallel rank in one of the plan's padded micro-batches.
         longest_row (`int`): tokens of the training set's longest row; 0 if that is not known.
         planner (`str`): an algorithm of [`~data.placement.place`].
+        groups ([`GroupCost`]): the cost of documents that data ranks share.
+        degree (`int`): the most data ranks that may share a document.
+        recompute (`str`, *optional*): of all layers, if it is not the plan's.
+        share (`float`): tokens of a pack over those of one under the optimizer's plan.
+        number (`int`): of the plan under which steps are computed, 0 for the optimizer's.
+        move_seconds (`float`): for weights and gradients to move to another plan's layout and back.
+        variants (`tuple[PackPlanner, ...]`): planners of other ways to compute a step, the fastest of which is taken.
     """
 
     plan: ParallelPlan
@@ -44,17 +58,29 @@ class PackPlanner:
     longest_row: int
     cost: StepCost
     planner: str
+    groups: GroupCost
+    degree: int = 1
+    recompute: str | None = None
+    share: float = 1.0
+    number: int = 0
+    move_seconds: float = 0.0
+    variants: tuple[PackPlanner, ...] = ()
 
     @classmethod
     def from_model(
-        cls, parallel: ParallelModel, args: TrainingArguments, cost: StepCost, known: np.ndarray
+        cls,
+        parallel: ParallelModel,
+        args: TrainingArguments,
+        cost: StepCost,
+        known: np.ndarray,
+        plans: StepPlans | None = None,
     ) -> PackPlanner:
-        """Makes the planner for a model under its plan. `known` are the tokens of the training set's rows, empty if
-        they are not known. A `max_tokens_per_rank` that packs cannot have raises ValueError.
+        """Makes the planner for a model under its plan, and perhaps others. `known` are the tokens of the training
+        set's rows, empty if they are not known. A `max_tokens_per_rank` that packs cannot have raises ValueError.
         """
         rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         shares = parallel.plan.micro_batch_count * parallel.resolved.packs
-        return cls(
+        found = cls(
             plan=parallel.plan,
             packs=parallel.resolved.packs,
             multiple=pack_multiple(parallel, args),
@@ -63,28 +89,105 @@ class PackPlanner:
             longest_row=int(known.max(initial=0)),
             cost=cost,
             planner=getattr(args, "placement_planner", PLANNERS[0]),
+            groups=cost.of_groups(parallel),
+            degree=degree_of(parallel),
+        )
+        variants = [found._of_variant(variant) for variant in cost.variants]
+        for number, of_plan in enumerate((plans and plans.costs) or (), 1):
+            if of_plan is not None:
+                variants.append(found._of_plan(plans.model(number), args, number, of_plan))
+        return replace(found, variants=tuple(variants))
+
+    def _of_variant(self, variant: StepVariant) -> PackPlanner:
+        cost = replace(self.cost, sequence=variant.sequence)
+        groups = variant.of_groups(self.groups)
+        return replace(self, cost=cost, groups=groups, recompute=variant.recompute, share=variant.capacity)
+
+    def _of_plan(self, parallel: ParallelModel, args: TrainingArguments, number: int, found: PlanCost) -> PackPlanner:
+        return replace(
+            self,
+            plan=parallel.plan,
+            packs=parallel.resolved.packs,
+            multiple=pack_multiple(parallel, args),
+            cost=found.cost,
+            groups=found.cost.of_groups(parallel),
+            degree=degree_of(parallel),
+            share=found.capacity,
+            number=number,
+            move_seconds=found.move_seconds,
         )
 
     def capacity(self, lengths: np.ndarray) -> int:
         """Returns the most tokens of a pack; by default those of padded micro-batches of the longest rows."""
         if self.bound is not None:
-            return self.bound
-        longest = max(int(lengths.max(initial=0)), self.longest_row)
-        return -(-self.rows_of_pack * longest // self.multiple) * self.multiple
+            most = self.bound
+        else:
+            longest = max(int(lengths.max(initial=0)), self.longest_row)
+            most = -(-self.rows_of_pack * longest // self.multiple) * self.multiple
+        return max(1, int(most * self.share) // self.multiple) * self.multiple
+
+    @property
+    def limit(self) -> str:
+        """Names what a document may not exceed, for messages."""
+        if self.degree == 1:
+            return PER_RANK
+        return f"what {self.degree} ranks of max_tokens_per_rank hold together"
+
+    def longest_document(self, lengths: np.ndarray) -> int:
+        """Returns the most tokens of a document: of a pack, or of as many packs as may share it."""
+        return max(planner.longest_document_of_plan(lengths) for planner in (self, *self.variants))
+
+    def longest_document_of_plan(self, lengths: np.ndarray) -> int:
+        """Returns the most tokens of a document in a step that is computed as the plan says."""
+        most = self.capacity(lengths)
+        return most if self.degree == 1 else max(most, most // 2 * 2 * self.degree)  # chunks of even packs fit exactly
+
+    @property
+    def bound_of_documents(self) -> int | None:
+        """Returns the most tokens of a document, if the arguments give it."""
+        return None if self.bound is None else self.longest_document(np.zeros(0, dtype=np.int64))
 
     def place(self, lengths: np.ndarray, max_tokens: int | None = None) -> Placement:
-        """Places documents by cost, into a number of micro-batches that the plan's schedule can run."""
+        """Places documents by cost, into a number of micro-batches that the plan's schedule can run, and chooses the
+        fastest way to compute the step. A given `max_tokens` of a pack is for the plan's own way alone.
+        """
+        if not self.variants or max_tokens is not None:
+            return self._place(lengths, max_tokens)
+        fitting = [
+            one for one in (self, *self.variants) if lengths.max(initial=0) <= one.longest_document_of_plan(lengths)
+        ]
+        found = [(one, one._place(lengths)) for one in fitting or [self]]
+        return min(found, key=lambda pair: pair[0]._seconds(pair[1], lengths))[1]
+
+    def _seconds(self, placement: Placement, lengths: np.ndarray) -> float:
+        stages = len(self.plan.rank_groups)
+        seconds = placement.seconds(lengths, self.groups, overhead=self.cost.overhead, stages=stages)
+        return seconds + self.move_seconds
+
+    def _place(self, lengths: np.ndarray, max_tokens: int | None = None) -> Placement:
+        return self._as_computed(self._found(lengths, max_tokens))
+
+    def _as_computed(self, found: Placement) -> Placement:
+        """Returns a placement that says how its step is computed."""
+        return replace(found, recompute=self.recompute, plan=self.number)
+
+    def _found(self, lengths: np.ndarray, max_tokens: int | None) -> Placement:
         shape = PipelineShape.from_plan(self.plan)
-        find = functools.partial(
-            place,
-            lengths,
-            self.packs,
-            self.cost.sequence,
+        options = dict(
             max_tokens=max_tokens or self.capacity(lengths),
             overhead=self.cost.overhead,
             stages=len(self.plan.rank_groups),
             allowed=lambda count: can_order(shape, count),
         )
+        if self.plan.sequence_groups is not None:
+            degrees = self.groups.degrees(self.degree)
+            found = place_groups(lengths, self.packs, self.groups, candidates=degrees, **options)
+            return self._of_groups(found, lengths)
+        if self.degree > 1:
+            return self._with_others(
+                place_in_blocks(lengths, self.packs, self.degree, self.groups, **options), lengths
+            )
+        find = functools.partial(place, lengths, self.packs, self.cost.sequence, **options)
         try:
             return find(planner=self.planner, effort=EXACT_EFFORT)
         except TooLargeError:
@@ -94,12 +197,69 @@ class PackPlanner:
             )
             return find()
 
+    def _with_others(self, found: Placement, lengths: np.ndarray) -> Placement:
+        """Adds the placements for layers of other context degrees than those whose documents most packs share."""
+        if len({layer.context for layer in self.plan.layers}) == 1:
+            return found
+        ranks = len(self.plan.stages[0].ranks)
+        degrees = {layer.context: self.packs // layer.data_degree(ranks) for layer in self.plan.layers}
+        others = {
+            context: in_smaller_blocks(found, lengths, self.packs, self.degree, degree, self.groups)
+            for context, degree in degrees.items()
+            if degree != self.degree
+        }
+        return replace(found, others=others)
+
+    def _of_groups(self, found: GroupPlacement, lengths: np.ndarray) -> Placement:
+        """Returns a placement of groups with the execution of each shared document."""
+        micro_batches, shared = [], []
+        for pairs in found.micro_batches:
+            if self.groups.node_ranks is not None:
+                pairs = on_nodes(pairs, self.packs, self.groups.node_ranks)
+            whole: list[list[int]] = [[] for _ in range(self.packs)]
+            for document, ranks in pairs:
+                if len(ranks) == 1:
+                    whole[ranks[0]].append(document)
+            micro_batches.append(tuple(tuple(sorted(pack)) for pack in whole))
+            shared.append(
+                tuple(
+                    SharedSequence(document, ranks, self.groups.execution(int(lengths[document]), len(ranks)))
+                    for document, ranks in pairs
+                    if len(ranks) > 1
+                )
+            )
+        return Placement(tuple(micro_batches), tuple(shared))
+
     def in_order(self, lengths: np.ndarray, max_tokens: int | None = None) -> Placement:
-        return in_order(lengths, self.packs, max_tokens=max_tokens or self.capacity(lengths))
+        """Places documents in their order; those that a pack cannot hold come last, each in a micro-batch of its own
+        and shared by as many packs as may be. Of several ways to compute the step the one that holds most is taken.
+        """
+        if max_tokens is not None or not self.variants:
+            return self._in_order(lengths, max_tokens)
+        ways, longest = (self, *self.variants), lengths.max(initial=0)
+        fitting = [one for one in ways if longest <= one.longest_document_of_plan(lengths)]
+        return max(fitting or ways, key=lambda one: one.capacity(lengths))._in_order(lengths)
+
+    def _in_order(self, lengths: np.ndarray, max_tokens: int | None = None) -> Placement:
+        most = max_tokens or self.capacity(lengths)
+        short, long = np.flatnonzero(lengths <= most), np.flatnonzero(lengths > most)
+        if not len(long) or self.degree == 1:
+            return self._as_computed(self._with_others(in_order(lengths, self.packs, max_tokens=most), lengths))
+        found = in_order(lengths[short], self.packs, max_tokens=most) if len(short) else Placement(())
+        micro_batches = [tuple(tuple(short[list(pack)].tolist()) for pack in packs) for packs in found.micro_batches]
+        ranks = tuple(range(self.degree))
+        shared: list[tuple[SharedSequence, ...]] = [()] * len(micro_batches)
+        for document in long.tolist():
+            micro_batches.append(((),) * self.packs)
+            execution = self.groups.execution(int(lengths[document]), self.degree)
+            shared.append((SharedSequence(document, ranks, execution),))
+        return self._as_computed(self._with_others(Placement(tuple(micro_batches), tuple(shared)), lengths))
 
     def imbalance(self, placement: Placement, lengths: np.ndarray) -> float:
         """Returns the predicted time of the slowest rank over the mean of all ranks."""
-        return placement.imbalance(lengths, self.cost.sequence, stages=len(self.plan.rank_groups))
+        way = placement.recompute, placement.plan
+        planner = next((one for one in self.variants if (one.recompute, one.number) == way), self)
+        return placement.imbalance(lengths, planner.groups, stages=len(planner.plan.rank_groups))
 
 
 def pack_multiple(parallel: ParallelModel, args: TrainingArguments) -> int:
@@ -112,10 +272,12 @@ def pack_multiple(parallel: ParallelModel, args: TrainingArguments) -> int:
 
 def _pack_bound(parallel: ParallelModel, args: TrainingArguments) -> int | None:
     """Returns the most tokens of a pack that the arguments give, a multiple of [`pack_multiple`], or None."""
-    given = getattr(args, "max_tokens_per_rank", None)
+    given, groups = getattr(args, "max_tokens_per_rank", None), parallel.plan.sequence_groups
+    multiple = pack_multiple(parallel, args)
+    if given is None and groups is not None and groups.max_tokens_per_rank is not None:
+        return max(1, groups.max_tokens_per_rank // multiple) * multiple
     if given is None:
         return None
-    multiple = pack_multiple(parallel, args)
     if given % multiple:
         raise ValueError(
             f"max_tokens_per_rank={given} is not a multiple of {multiple}, as the tokens of a pack are under this "

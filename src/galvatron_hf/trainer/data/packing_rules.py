@@ -10,15 +10,16 @@ from typing import Any
 
 from transformers import (
     DataCollatorForSeq2Seq,
+    DataCollatorForTokenClassification,
     DataCollatorWithPadding,
     DefaultDataCollator,
-    PreTrainedConfig,
     default_data_collator,
 )
 from transformers.data.data_collator import DataCollatorForLanguageModeling, DataCollatorWithFlattening
 from transformers.utils import logging
 
 from galvatron_hf.data.packing import NotPackable
+from galvatron_hf.models.packing import rope_of_the_batch
 from galvatron_hf.parallel.layers.attention_probe import attention_obstacle
 from galvatron_hf.parallel.model import ParallelModel
 
@@ -28,13 +29,13 @@ logger = logging.get_logger(__name__)
 _KNOWN_COLLATORS = (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
+    DataCollatorForTokenClassification,
     DataCollatorWithFlattening,
     DataCollatorWithPadding,
     DefaultDataCollator,
 )
 _KNOWN_NAMES = {("trl.trainer.sft_trainer", "DataCollatorForLanguageModeling")}
-# Rotary embeddings that depend on the longest row of the whole batch.
-_ROPE_OF_THE_BATCH = ("dynamic", "longrope")
+ASKED = ("static", "dynamic")  # modes that pack or raise an error
 
 
 @dataclass(kw_only=True)
@@ -42,7 +43,7 @@ class PackingRules:
     """Decides whether batches are packed.
 
     Args:
-        mode (`Callable`): returns "auto", "static" or "none"; see [`GalvatronTrainingArguments`].
+        mode (`Callable`): returns "auto", "static", "dynamic" or "none"; see [`GalvatronTrainingArguments`].
         only_pads (`Callable`): returns whether the collator only pads token rows.
         obstacle (`Callable`): returns why the Trainer's own methods and arguments forbid packing, or None.
     """
@@ -58,47 +59,57 @@ class PackingRules:
         packing and it is not possible, raises ValueError.
         """
         if self.mode() == "none":
+            if self._shares:
+                raise ValueError(
+                    "packing='none' keeps rows whole, and the plan has ranks share documents (context or "
+                    "sequence_groups); set packing='auto'."
+                )
             return False
-        obstacle = self._obstacle()
-        if obstacle is not None and (self.mode() == "static" or self.only_pads()):
+        obstacle, asked = self._obstacle(), self._is_asked_for()
+        if obstacle is not None and (asked or self.only_pads()):
             self.pad_because(obstacle)
-        return obstacle is None and (self.mode() == "static" or self.only_pads())
+        return obstacle is None and (asked or self.only_pads())
+
+    @property
+    def _shares(self) -> bool:
+        return self.parallel.plan.shares_documents
+
+    def _is_asked_for(self) -> bool:
+        """Returns whether batches must be packed, by the arguments or because the plan has ranks share documents."""
+        return self.mode() in ASKED or self._shares
 
     def pad_because(self, reason: NotPackable | str) -> None:
-        """Warns that batches are padded, or raises ValueError if the arguments ask for packing."""
-        if self.mode() == "static":
-            raise ValueError(f"packing='static' is not possible, because {reason}; set packing='none'.")
+        """Warns that batches are padded, or raises ValueError if the arguments or the plan ask for packing."""
+        if self.mode() in ASKED:
+            raise ValueError(f"packing={self.mode()!r} is not possible, because {reason}; set packing='none'.")
+        if self._shares:
+            raise ValueError(
+                f"The plan has ranks share documents (context or sequence_groups), which is not possible, because "
+                f"{reason}; use context=1 without sequence_groups."
+            )
         logger.warning_once(f"Batches are padded and not packed, because {reason}.")
 
     def _obstacle(self) -> str | None:
         found = self.obstacle()
         if found is not None:
             return found
-        if self.parallel.adapter.structure is not None:
-            return f"{self.parallel.family.__name__} runs its layers by its own forward, which knows no documents"
-        config = self.parallel.config
-        if len(self.parallel.adapter.stacks) > 1:
-            return f"{self.parallel.family.__name__} has two stacks, whose documents are not packed together yet"
+        config, adapter, packing = self.parallel.config, self.parallel.adapter, self.parallel.packing
+        if packing.obstacle is not None:
+            return f"{self.parallel.family.__name__} {packing.obstacle}"
         rope = rope_of_the_batch(config)
         if rope is not None:
             return f"{rope!r} rotary embeddings depend on the longest row of the batch"
+        if packing.pairs is not None:
+            return None  # the families with an adapter of both stacks have no such attention
         if not self._attention_obstacle:
-            self._attention_obstacle.append(attention_obstacle(self.parallel.family, config))
+            (stack,) = adapter.stacks
+            self._attention_obstacle.append(attention_obstacle(self.parallel.family, config, stack.causal))
         return self._attention_obstacle[0]
 
 
 def is_padding_collator(collator: Any) -> bool:
-    """Returns whether a collator pads token rows and does nothing else."""
+    """Returns whether a collator pads token rows and at most masks tokens of them."""
     if collator is default_data_collator:
         return True
     kind = type(collator)
-    if kind is DataCollatorForLanguageModeling:
-        return not collator.mlm
     return kind in _KNOWN_COLLATORS or (kind.__module__, kind.__name__) in _KNOWN_NAMES
-
-
-def rope_of_the_batch(config: PreTrainedConfig) -> str | None:
-    """Returns the kind of rotary embeddings that depend on the longest row of a batch, or None."""
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
-    return next((kind for kind in _ROPE_OF_THE_BATCH if kind in kinds), None)

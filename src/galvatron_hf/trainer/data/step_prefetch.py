@@ -12,9 +12,10 @@ import numpy as np
 from transformers.utils import logging
 
 from galvatron_hf.data.lengths import LookAhead
-from galvatron_hf.data.packing import Sequences, limit_lengths, pieces
+from galvatron_hf.data.packing import PER_RANK, Sequences, limit_lengths, pieces
 from galvatron_hf.data.placement import Placement
 from galvatron_hf.data.plan_ahead import PlanAhead
+from galvatron_hf.models.packing import CAUSAL, Packing
 from galvatron_hf.trainer.checkpoint.random_state import random_state
 from galvatron_hf.trainer.data.pack_planner import PackPlanner
 
@@ -28,10 +29,13 @@ class StepPlacement:
 
     Attributes:
         placement ([`Placement`]): the micro-batch and pack of each document.
-        longest (`int`): most tokens of a document.
+        longest (`int`): most tokens of a document; `limit` names what says so.
         imbalance (`float`): predicted time of the slowest rank / mean time of all ranks.
         seconds (`float`): time that the planner took.
         hidden (`bool`): the placement was ready when the step was read.
+        shared_tokens (`int`): tokens of documents that several ranks share.
+        groups (`tuple[int, ...]`): the number of ranks of each of these documents.
+        keeps_rings (`bool`): whether recomputed layers keep the output of attention in rings.
     """
 
     placement: Placement
@@ -39,6 +43,10 @@ class StepPlacement:
     imbalance: float
     seconds: float
     hidden: bool
+    limit: str = PER_RANK
+    shared_tokens: int = 0
+    groups: tuple[int, ...] = ()
+    keeps_rings: bool = False
 
 
 class StepPrefetch:
@@ -47,14 +55,15 @@ class StepPrefetch:
     Args:
         planner (`Callable`): returns the [`PackPlanner`] with the present costs; also called in the background.
         long_sequences (`str`): treatment of documents that are too long.
+        packing ([`Packing`], *optional*): how rows become documents; by default those of a causal language model.
 
     Attributes:
         state_before_look (`dict`, *optional*): the random state before the next step was read, if that drew random
             numbers. A checkpoint of this step must not contain them.
     """
 
-    def __init__(self, planner: Callable[[], PackPlanner], long_sequences: str):
-        self._planner, self._long_sequences = planner, long_sequences
+    def __init__(self, planner: Callable[[], PackPlanner], long_sequences: str, packing: Packing = CAUSAL):
+        self._planner, self._long_sequences, self._packing = planner, long_sequences, packing
         self._plans = PlanAhead(lambda lengths: planner().place(lengths), lambda lengths: planner().in_order(lengths))
         self._looking: tuple[Iterator, LookAhead] | None = None
         self._read: Iterator | None = None
@@ -83,16 +92,21 @@ class StepPrefetch:
         that are too long raise ValueError, if the arguments refuse them.
         """
         planner = self._planner()
-        longest = planner.capacity(sequences.lengths)
-        lengths = limit_lengths(sequences, longest, self._long_sequences).lengths
+        longest = planner.longest_document(sequences.lengths)
+        limit = planner.limit
+        lengths = limit_lengths(sequences, longest, self._long_sequences, self._packing, limit).lengths
         planned = self._plans.take(lengths)
         if planned.failure is not None:
             logger.warning(
                 f"This step's sequences stay in the sampler's order: the planner failed ({planned.failure})."
             )
+        shared = [one for sequences in planned.placement.shared for one in sequences]
         return StepPlacement(
+            shared_tokens=int(sum(lengths[one.sequence] for one in shared)),
+            groups=tuple(len(one.ranks) for one in shared),
             placement=planned.placement,
             longest=longest,
+            limit=limit,
             imbalance=planner.imbalance(planned.placement, lengths),
             seconds=planned.seconds,
             hidden=planned.hidden,
@@ -114,14 +128,14 @@ class StepPrefetch:
         if random_state() != before:
             self.state_before_look, self._draws = before, True
         if following:
-            self.plan(lambda: Sequences.from_batches(following).lengths)
+            self.plan(lambda: Sequences.from_batches(following, self._packing).lengths)
 
     def end(self) -> None:
         self._plans.end()
 
     def _limited(self, lengths: np.ndarray) -> np.ndarray:
         """Returns the lengths of the documents that rows are cut into."""
-        lengths, bound = lengths[lengths > 0], self._planner().bound
+        lengths, bound = lengths[lengths > 0], self._planner().bound_of_documents
         return lengths if bound is None else pieces(lengths, bound, self._long_sequences).lengths
 
 

@@ -42,6 +42,7 @@ class NonfiniteGuard:
         policy (`Callable`): returns "stop" or "skip"; see [`GalvatronTrainingArguments`].
         compute (`Callable`): runs forward and backward of a step, and returns its loss.
         dataset_rows (`Callable`): returns the [`DatasetRows`] of the present run; called on rank 0.
+        computing (`Callable`, *optional*): returns the model that computes a step; by default `parallel`.
         skipped_steps (`int`): steps without an update since training began.
     """
 
@@ -49,6 +50,7 @@ class NonfiniteGuard:
     policy: Callable[[], str]
     compute: Callable[[StepState], torch.Tensor]
     dataset_rows: Callable[[], DatasetRows]
+    computing: Callable[[StepState], ParallelModel] | None = None
     skipped_steps: int = 0
     _skipped_in_a_row: int = 0
 
@@ -96,7 +98,8 @@ class NonfiniteGuard:
         devices = [parallel.device] if parallel.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             losses: list[torch.Tensor] = []
-            found = find_nonfinite(parallel, step.batch, lambda: losses.append(self.compute(step)))
+            computing = parallel if self.computing is None else self.computing(step)
+            found = find_nonfinite(computing, step.batch, lambda: losses.append(self.compute(step)))
         loss, norm = float(losses[0]), float(parallel.sum_with_grad_norm(0.0)[0])
         parallel.model.zero_grad()
         if found:

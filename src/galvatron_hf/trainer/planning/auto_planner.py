@@ -8,7 +8,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +20,26 @@ from transformers.utils import logging
 
 from galvatron_hf.data.lengths import sequence_lengths
 from galvatron_hf.models.families import adapter_for
-from galvatron_hf.models.lora import computes_in_bf16
+from galvatron_hf.models.lora import computes_in_bf16, has_adapters
 from galvatron_hf.parallel.comm.objects import from_rank_0
 from galvatron_hf.parallel.validate import check_model, check_plan
-from galvatron_hf.plan import ParallelPlan, Precision
+from galvatron_hf.plan import ParallelPlan, Precision, SequenceGroups
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.report.report import explain
 from galvatron_hf.planner.search import SearchResult, search_plan
 from galvatron_hf.planner.space import Limits
+from galvatron_hf.planner.step_plan_search import search_step_plans
+from galvatron_hf.planner.token_limit import most_tokens
 from galvatron_hf.profiler.cache import load_or_profile_hardware, load_or_profile_model
 from galvatron_hf.profiler.measure.model import config_digest
 from galvatron_hf.profiler.measure.rounds import WANTED_ERROR
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
-from galvatron_hf.profiler.trace.small_models import positions, search_obstacle
+from galvatron_hf.profiler.trace.small_models import image_positions, positions, search_obstacle
 from galvatron_hf.trainer.arguments import step_rows
 from galvatron_hf.trainer.checkpoint.random_state import random_state, restore_random_state
 from galvatron_hf.trainer.planning.calibration import calibrated
-from galvatron_hf.utils.units import GIB
+from galvatron_hf.utils.units import GIB, gib_rounded_up
 
 
 logger = logging.get_logger(__name__)
@@ -47,6 +49,8 @@ SAMPLED_BATCHES = 256
 MOST_TOKENS = 4096  # tokens of a micro-batch that is timed
 # Upper bounds for measuring the machine, the parts of the model and whole steps; accuracy usually ends them earlier.
 HARDWARE_SECONDS, MODEL_SECONDS, CALIBRATION_SECONDS = 40.0, 30.0, 240.0
+USUAL_ROWS = 2  # mean rows that a rank should hold, at least, where it shares longer ones
+SHARE_OF_TOKENS = 0.9  # of the budget: the memory of documents that ranks share is predicted up to 10% too low
 GPU_SHARE = 0.92  # of a GPU's memory; the driver, NCCL and fragmentation take the rest
 
 
@@ -57,15 +61,19 @@ class AutoPlanner:
     Args:
         dataset (`Callable`): returns the training set, or None.
         packing (`Callable`): returns the packing mode and whether the collator allows packing.
+        shares (`Callable`): returns whether ranks may share the documents of batches of a model.
         whole_batches (`bool`): each batch of a step is computed as a whole, which leaves pipelines nothing to do.
         search_result ([`SearchResult`], *optional*): the result of the last search, on rank 0.
+        step_plans (`list[ParallelPlan]`): further plans for some of the steps, if the arguments allow them.
     """
 
     args: TrainingArguments
     dataset: Callable[[], Any]
     packing: Callable[[], tuple[str, bool]]
+    shares: Callable[[nn.Module], bool] = lambda model: False
     whole_batches: bool = False
     search_result: SearchResult | None = None
+    step_plans: list[ParallelPlan] = field(default_factory=list)
     _found: tuple[Any, ParallelPlan] | None = None
 
     def plan_for(self, model: nn.Module) -> ParallelPlan:
@@ -91,6 +99,7 @@ class AutoPlanner:
 
     def plan_without_search(self, model: nn.Module) -> ParallelPlan:
         """Returns a plan with ZeRO-3 in all layers, which needs the least memory of simple plans."""
+        self.step_plans = []
         stacks = adapter_for(model).stack_sizes(model)
         recompute = "full" if self.args.activation_checkpointing else "none"
         return ParallelPlan.uniform(self.args.world_size, stacks, recompute=recompute)
@@ -102,9 +111,10 @@ class AutoPlanner:
 
     def _search_key(self, model: nn.Module) -> tuple:
         """Returns the values that a search depends on; while they stay, a plan that was found is kept."""
-        budget, tokens = (getattr(self.args, name, None) for name in ("memory_gib", "max_tokens_per_rank"))
+        names = "memory_gib", "max_tokens_per_rank", "per_step"
+        budget, tokens, per_step = (getattr(self.args, name, None) for name in names)
         batch = self.rows_of_step, id(self.dataset()), self.packing()[0], tokens
-        return config_digest(model), self._precision(model), batch, self.limits(), budget
+        return config_digest(model), self._precision(model), batch, self.limits(), budget, per_step
 
     def _search(self, model: nn.Module) -> ParallelPlan:
         shown = not self.args.disable_tqdm
@@ -128,7 +138,7 @@ class AutoPlanner:
             tokens=min(MOST_TOKENS, _rounded_up(workload.rows * workload.length)),
             length=length,
             target_length=None if ratio is None else max(1, round(ratio * length)),
-            packed=self.packing()[1],
+            packed=self._packs(model),
             accuracy=accuracy,
             seconds=MODEL_SECONDS,
             progress=shown,
@@ -137,25 +147,45 @@ class AutoPlanner:
                 model,
                 hardware,
                 rows=workload.rows,
-                length=min(workload.computed_length, MOST_TOKENS),
+                length=image_positions(model) or min(workload.computed_length, MOST_TOKENS),
                 device=self.args.device,
                 accuracy=accuracy,
                 seconds=CALIBRATION_SECONDS,
                 progress=shown,
             ),
         )
-        text = from_rank_0(lambda: self._search_on_rank_0(hardware, profile, workload).to_json())
-        plan = ParallelPlan.from_json(text)
-        check_plan(plan)
-        check_model(model, adapter_for(model), plan)
+        several = getattr(self.args, "per_step", False) and self._packs(model) and not has_adapters(model)
+
+        def search() -> list[str]:
+            found = self._search_on_rank_0(hardware, profile, workload)
+            others = self._search_step_plans() if several else []
+            return [one.to_json() for one in (found, *others)]
+
+        plan, *self.step_plans = map(ParallelPlan.from_json, from_rank_0(search))
+        for one in (plan, *self.step_plans):
+            check_plan(one)
+            check_model(model, adapter_for(model), one)
         return plan
 
+    def _search_step_plans(self) -> list[ParallelPlan]:
+        """Searches plans for some of the steps beside the one that was found; on rank 0."""
+        lengths, most = self.row_lengths(), getattr(self.args, "max_tokens_per_rank", None)
+        if most and getattr(self.args, "long_sequences", "error") != "error":
+            lengths = np.minimum(lengths, most)
+        if not len(lengths) or getattr(self.args, "expert_dispatch", "plain") != "plain":
+            return []
+        found = search_step_plans(self.search_result, lengths)
+        for one in found:
+            logger.warning(
+                f"{100 * one.share:.0f}% of the steps, those with rows of up to {one.longest} tokens, are predicted "
+                f"to take {one.estimate.step_ms + one.move_ms:.4g} ms under another plan, moves included, and "
+                f"{one.own_ms:.4g} ms under the optimizer's."
+            )
+        return [one.estimate.plan for one in found]
+
     def _search_on_rank_0(self, hardware: HardwareProfile, profile: ModelProfile, workload: Workload) -> ParallelPlan:
-        budget = memory_budget(self.args, hardware)
         shown = not self.args.disable_tqdm
-        result = search_plan(hardware, profile, workload, memory_bytes=budget, limits=self.limits(), progress=shown)
-        if result.best is None:
-            raise ValueError(result.no_plan_message)
+        result, groups = self._fastest(hardware, profile, workload)
         self.search_result = result
         from rich.console import Console
 
@@ -166,11 +196,49 @@ class AutoPlanner:
                 f"The fastest plan that was found takes {result.best.step_ms:.4g} ms a step, by prediction, and "
                 f"{max(result.best.memory_bytes) / GIB:.4g} GiB on a rank at most."
             )
-        return result.best.plan_with_prediction(workload)
+        return replace(result.best.plan_with_prediction(result.workload), sequence_groups=groups)
+
+    def _fastest(
+        self, hardware: HardwareProfile, profile: ModelProfile, workload: Workload
+    ) -> tuple[SearchResult, SequenceGroups | None]:
+        """Searches a plan. If groups are chosen for each micro-batch, a rank need not hold the longest row: it has to
+        hold a part of it and what is usual. The tokens that it can hold follow from the memory that the plan leaves.
+        If all ranks together cannot hold the longest row, a plan for longer ones is searched.
+        """
+        budget, shown = memory_budget(self.args, hardware), not self.args.disable_tqdm
+        searches = self.packing()[0] == "dynamic" and getattr(self.args, "max_tokens_per_rank", None) is None
+        longest = int(self.row_lengths().max(initial=0)) if searches else 0
+        if longest:
+            budget = int(SHARE_OF_TOKENS * budget)
+        usual = workload.length
+        while True:
+            options = dict(memory_bytes=budget, limits=self.limits(), progress=shown)
+            result = search_plan(hardware, profile, workload, **options)
+            if result.best is None and workload.length > usual:
+                given = gib_rounded_up(memory_budget(self.args, hardware))
+                raise ValueError(
+                    f"No plan leaves memory for the longest row of {longest} tokens, which all ranks may share; allow "
+                    f"more than {given} GiB a device, or use more devices or shorter rows."
+                )
+            if result.best is None:
+                raise ValueError(result.no_plan_message)
+            plan = result.best.plan
+            degree = plan.most_data_ranks
+            if not searches or not longest:
+                return result, None
+            tokens = most_tokens(hardware, profile, workload, plan, budget)
+            if tokens * degree >= longest or workload.length >= longest:
+                tokens = max(tokens, workload.length)  # which the search has priced
+                groups = SequenceGroups(max_tokens_per_rank=tokens, max_degree=degree)
+                return result, groups if degree > 1 else None
+            part = min(2 * workload.length, -(-longest // degree))  # at least a little more
+            workload = replace(workload, length=min(max(part, -(-11 * workload.length // 10)), longest))
 
     def limits(self) -> Limits:
         """Returns the part of the search space that the arguments and the Trainer's methods allow."""
         limits = Limits()
+        if self.packing()[0] == "dynamic":
+            limits = replace(limits, context=(1,))  # groups are chosen for each micro-batch
         if self.args.activation_checkpointing:
             limits = replace(limits, recompute=("full",))
         if self.whole_batches:
@@ -179,7 +247,10 @@ class AutoPlanner:
 
     def workload(self, model: nn.Module) -> Workload:
         """Returns the size of a step's batch, from the lengths of the dataset's rows; on rank 0."""
-        rows, precision, lengths = self.rows_of_step, self._precision(model), self.row_lengths()
+        rows, precision, of_image = self.rows_of_step, self._precision(model), image_positions(model)
+        if of_image is not None:
+            return Workload(rows=rows, length=of_image, precision=precision)
+        lengths = self.row_lengths()
         most = getattr(self.args, "max_tokens_per_rank", None)
         if not len(lengths):
             length = min(positions(model) or 1024, most or 1024)
@@ -187,19 +258,29 @@ class AutoPlanner:
                 f"The lengths of the dataset's rows are not known: the plan is searched for rows of {length} tokens."
             )
             return Workload(rows=rows, length=length, precision=precision)
-        if not self.packing()[1]:  # rows are padded to the longest of their batch
+        if not self._packs(model):  # rows are padded to the longest of their batch
             computed = np.random.default_rng(0).choice(lengths, (SAMPLED_BATCHES, rows)).max(axis=1)
         elif most and getattr(self.args, "long_sequences", "error") != "error":
             computed = lengths = np.minimum(lengths, most)
         else:
             computed = lengths
+        longest, mean = int(lengths.max()), max(1, round(float(computed.mean())))
+        packed = self._packs(model) and self.shares(model)
+        if packed and self.packing()[0] == "dynamic":
+            usual = USUAL_ROWS * mean if most is None else most
+            longest = min(longest, max(usual, -(-longest // self.args.world_size)))
         return Workload(
             rows=rows,
-            length=int(lengths.max()),
+            length=longest,
             precision=precision,
-            mean_length=max(1, round(float(computed.mean()))),
+            packed=packed,
+            mean_length=mean,
             mean_square=float(np.square(computed, dtype=float).mean()),
         )
+
+    def _packs(self, model: nn.Module) -> bool:
+        """Tells whether the batches of training will be packed."""
+        return self.packing()[1] and adapter_for(model).packing(model).obstacle is None
 
     def target_ratio(self, model: nn.Module) -> float | None:
         """Returns the mean tokens of a row of labels over those of its input, if the model has a second stack for
