@@ -13,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cpu_seconds import CpuSeconds  # noqa: E402
+from time_limit import TimeLimit, shuffled  # noqa: E402
 
 
 # Files of the fast tests that take longest. They begin first, so that two workers end at about the same time.
@@ -32,13 +33,21 @@ LONGEST = (
 
 def pytest_addoption(parser):
     parser.addoption("--cpu-seconds", metavar="FILE", help="write the CPU seconds of every test to this file")
+    parser.addoption("--seconds", metavar="N", type=float, help="skip the tests whose turn comes after N seconds")
+    parser.addoption("--order", metavar="NAME", help="shuffle the files, by this name")
 
 
 def pytest_configure(config):
     config.pluginmanager.register(CpuSeconds(config.getoption("cpu_seconds")))
+    if (seconds := config.getoption("seconds")) is not None:
+        config.pluginmanager.register(TimeLimit(seconds))
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if (name := config.getoption("order")) is not None:
+        places = shuffled((item.path for item in items), name)
+        items.sort(key=lambda item: places[item.path])
+        return
     order = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))  # stable: other files keep their order
 

@@ -202,6 +202,7 @@ def test_whole_steps_have_stretched_the_profile(ranks, tmp_path):
         assert all(LEAST <= factor <= MOST for factor in one.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [pytest.param("gpt2", marks=pytest.mark.slow), "llama", pytest.param("llama_tied", marks=pytest.mark.slow)],
@@ -331,9 +332,8 @@ FAST = ("deep", "tensor", "little memory")
 OTHERS = tuple(name for name in CASES if name not in FAST)
 
 
-@pytest.mark.parametrize(
-    "names, steps", [(FAST, 4), pytest.param(OTHERS, 6, marks=pytest.mark.slow)], ids=["fast", "others"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("names, steps", [(FAST, 4), (OTHERS, 6)], ids=["fast", "others"])
 def test_searched_plans_train_as_one_process(tmp_path, names, steps):
     plans = {name: searched(name) for name in CASES}
     for plan in plans.values():

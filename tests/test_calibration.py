@@ -51,6 +51,7 @@ def test_factors_bring_the_parts_to_what_was_measured():
     assert waiting == pytest.approx(0.0, abs=0.01)  # nobody waits for less than nothing
 
 
+@pytest.mark.slow
 def test_simple_plans_are_tried_until_their_steps_agree_and_one_of_them_at_least():
     """The median of all steps of a plan counts, not those of a slow pass."""
     counted(4)  # once, before the ranks are forked
@@ -66,6 +67,7 @@ def test_simple_plans_are_tried_until_their_steps_agree_and_one_of_them_at_least
     assert hurried == (tried[:1], [10.0])
 
 
+@pytest.mark.slow
 def test_whole_steps_are_tried_with_the_layers_there_are_up_to_eight_or_until_steps_are_long_enough():
     cases = [(3, 1e6), (9, 1e6), (3, 0.0), (9, 0.0)]
     for layers in (3, 9):

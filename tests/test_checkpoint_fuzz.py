@@ -104,6 +104,7 @@ def test_what_was_written_is_read(written):
     assert all(torch.equal(seen[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.slow
 @QUICK
 @given(st.data())
 def test_mutated_options_of_the_optimizer_change_no_weight(written, tmp_path_factory, data):

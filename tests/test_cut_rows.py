@@ -71,6 +71,7 @@ def case_of(model_type: str, task: str, plan: str, make_batch=batch_of, **change
     return reference(model, make_batch(model, task)), PLANS[plan]
 
 
+@pytest.mark.slow
 def test_encoders_under_tensor_and_sequence_ranks():
     cases = {
         "masked": case_of("bert", MASKED, "mixed", padded_left),

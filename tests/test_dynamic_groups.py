@@ -69,6 +69,7 @@ class Kinds(TrainerCallback):
             raise RuntimeError(f"No step was recomputed: {self.seen}.")
 
 
+@pytest.mark.slow
 def test_each_step_is_recomputed_or_not():
     """A rank holds rows above `max_tokens_per_rank` only with recompute, so that steps with one change to it."""
     more = dict(train=lambda: Rows(27, shortest=1, longest=44), options=dict(max_steps=3))
@@ -111,6 +112,7 @@ def only(*executions: str) -> Iterator[None]:
         raise RuntimeError(f"Documents were shared by {seen}, not by {executions}.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_executions_that_a_plan_allows(fast):
     """Groups use the executions of the plan alone, measured or not, and exchange heads only if all layers can."""

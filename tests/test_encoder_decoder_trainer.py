@@ -114,6 +114,7 @@ def generated(folder, trainer_class, args_class, eval_rows: int, **options: Any)
     return [found.predictions, found.label_ids, loss, found.metrics["test_loss"]]
 
 
+@pytest.mark.slow
 def test_tokens_are_generated_as_seq2seq_trainer_generates_them(tmp_path):
     wanted = generated(tmp_path / "plain", Seq2SeqTrainer, Seq2SeqTrainingArguments, 8)
     AcceleratorState._reset_state(True)
@@ -148,6 +149,7 @@ def test_a_run_resumes_under_another_plan(tmp_path, family):
             torch.testing.assert_close(resumed.weights[name], weight, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_saved_model_loads_in_transformers_and_by_shard(tmp_path):
     plain = ENCODER_DECODERS["t5"].build()
     options = dict(train_dataset=Pairs(27), data_collator=collate_pairs)

@@ -105,6 +105,7 @@ def test_both_kinds_of_family_under_every_kind_of_layer(family):
     check_cases(4, {name: (oracle, plan) for name, plan in PLANS.items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [pytest.param("t5", marks=pytest.mark.slow), "bart"])
 def test_pipelines_through_both_stacks(family):
     oracle = oracle_of(family)
@@ -128,6 +129,7 @@ def test_more_plans_of_every_family(family):
     check_cases(4, {name: (oracle, plan) for name, plan in shared_out(PLANS | PIPELINES, turn, 2).items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 36), marks=pytest.mark.slow)], ids=["fast", "many"])
 def test_random_plans(seeds):
     oracles = [oracle_of("t5"), oracle_of("mbart"), oracle_of("t5_gated", tie_word_embeddings=False)]

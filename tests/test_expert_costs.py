@@ -133,6 +133,7 @@ def test_a_layer_sends_what_the_formula_says():
         assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_a_recompute_gathers_no_weights_again():
     """Experts next to shared ones run in a recompute before FSDP2 has begun their backward."""
     model = EXPERT_FAMILIES["deepseek_v3"].build(num_hidden_layers=3)
@@ -179,6 +180,7 @@ def test_weights_gradients_and_optimizer_state_of_experts():
     run_ranks(work, RANKS)
 
 
+@pytest.mark.slow
 def test_saved_activations_of_a_layer_with_experts():
     """Counts an fp32 layer without a mask, with as many key/value heads as heads, whose experts are computed by
     `grouped_mm`; the routers' loss keeps what it needs apart.

@@ -55,6 +55,7 @@ FAST = {
     "gpt_oss": ["permuted"],
     "granitemoe": ["micro_batches"],
 }
+FASTEST = ("mixtral", "deepseek_v3")
 
 
 def family_plans(plain: PreTrainedModel) -> dict:
@@ -119,7 +120,10 @@ def check_family(folder: Path, family: str, names: list[str] | None = None) -> N
     assert all(torch.equal(again[key], tensor) for key, tensor in plain.state_dict().items())
 
 
-@pytest.mark.parametrize("family", list(FAST))
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[] if name in FASTEST else [pytest.mark.slow]) for name in FAST],
+)
 def test_files_of_transformers_are_loaded_and_written_again(tmp_path, family):
     check_family(tmp_path, family, FAST[family])
 

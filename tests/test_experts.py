@@ -111,6 +111,7 @@ def test_packed_rows_with_experts():
     run_ranks(work, 4)
 
 
+@pytest.mark.slow
 def test_a_loss_of_ones_own_has_that_of_the_routers():
     """Uses loss and aux_loss of the model's output in other proportions than the family does."""
     wanted = oracle_of("mixtral")
@@ -153,6 +154,7 @@ def test_losses_of_tokens_have_the_loss_of_the_routers():
     run_ranks(work, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("configured", [True, False])
 def test_a_call_may_ask_for_the_loss_of_the_routers_or_not(configured):
     plain = EXPERT_FAMILIES["mixtral"].build(output_router_logits=configured)

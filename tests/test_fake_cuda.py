@@ -52,6 +52,7 @@ BATCHES = ("padded", "masked", "packed")
 BF16 = {"compute": "bf16", "master": "fp32", "reduce": "fp32"}
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to compile the device that does nothing"),
     pytest.mark.skipif(torch.version.cuda is not None, reason="this build of torch has devices of its own"),
 ]
@@ -200,7 +201,6 @@ def test_a_step_waits_for_no_device(fast):
     check_waits_and_devices(fast["waits"], FAST)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("batch", BATCHES)
 def test_a_step_of_every_plan_waits_for_no_device(dry_runs, batch):
     """Takes a step of a third of the plans with each kind of batch."""
@@ -248,7 +248,6 @@ def test_layers_with_experts_wait_once_for_the_number_of_rows(fast):
     assert [reads_of_rows(one) for one in EXPERTS] == [16, 4]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", EXPERT_MODELS)
 def test_layers_with_experts_wait_as_often_as_said_under_every_plan(dry_runs, family):
     """Takes a third of the plans in each family."""
@@ -275,7 +274,6 @@ def test_a_step_in_trainers_loop_waits_once(fast):
     check_one_wait_in_a_step(*fast["trainer"])
 
 
-@pytest.mark.slow
 def test_a_step_of_other_plans_in_trainers_loop_waits_once(dry_runs):
     cases = [("1f1b", "padded", "gpt2"), ("zero_bubble", "packed", "llama"), ("mixed_a", "padded", "gemma2")]
     found = dry_run(dry_runs, [one for given in cases for one in in_trainer(*given)])
@@ -294,7 +292,6 @@ WAYS = {
 }
 
 
-@pytest.mark.slow
 def test_the_script_for_gpus_takes_its_steps_at_their_size(dry_runs):
     """Its loop is plain Trainer's and is tried on the CPU: `gpu.py --tiny --device cpu`."""
     found = dry_run(dry_runs, [{"work": "gpu script", "section": section} for section in WAYS])
@@ -373,7 +370,6 @@ def check_order_under(dry_runs: DryRuns, cases: dict[str, list[dict[str, Any]]])
         assert unequal_orders(seen) == [] and where_ranks_hang(seen) == [], plan
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("part", [0, 1])
 def test_all_ranks_of_a_communicator_do_the_same_under_pipelines(dry_runs, part):
     """Plays two thirds of the pipelines, and a quarter of the plans of one stage."""
@@ -385,7 +381,6 @@ def test_all_ranks_of_a_communicator_do_the_same_under_pipelines(dry_runs, part)
     check_order_under(dry_runs, {plan: of_all_ranks(plan, batch, families[plan]) for plan, batch in plans.items()})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("part", [0, 1])
 def test_all_ranks_do_the_same_under_plans_with_experts(dry_runs, part):
     """Plays a third of the plans with each of two families."""
@@ -397,7 +392,6 @@ def test_all_ranks_do_the_same_under_plans_with_experts(dry_runs, part):
 # ---- Two stacks ----
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sequence", "inside the encoder"])
 def test_all_ranks_of_two_stacks_wait_for_no_device_and_do_the_same(dry_runs, name):
     cases = of_all_ranks(f"two stacks, {name}", "masked", "t5")
@@ -409,7 +403,6 @@ def test_all_ranks_of_two_stacks_wait_for_no_device_and_do_the_same(dry_runs, na
 # ---- The checks can fail ----
 
 
-@pytest.mark.slow
 def test_faults_are_seen(dry_runs):
     faults = [one | {"fault": name} for name, one in FAULTS.items()]
     *found, first, second = dry_run(dry_runs, faults + of_all_ranks("pair", fault="one more sum"))

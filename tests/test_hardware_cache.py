@@ -96,6 +96,7 @@ def test_a_cache_that_cannot_be_written_is_no_failure(tmp_path, counted, caplog,
     assert "cannot be kept in" in _warned(caplog)
 
 
+@pytest.mark.slow
 def test_rank_0_alone_reads_and_writes(tmp_path):
     def load():
         own = tmp_path / str(dist.get_rank())

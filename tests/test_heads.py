@@ -95,6 +95,7 @@ def some_ignored(model: PreTrainedModel, task: str) -> dict[str, torch.Tensor]:
     return batch
 
 
+@pytest.mark.slow
 def test_every_kind_of_labels_of_rows():
     multi = dict(problem_type="multi_label_classification")
     cases = {

@@ -63,6 +63,7 @@ def test_matrix_products_are_those_of_the_closed_form():
         assert cut.forward.per_token == pytest.approx(layer.forward.per_token / tensor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit", "clip"])
 def test_plans_that_are_found_run(name):
     """Sequence degrees divide no image: the runtime adds positions, which are counted."""
@@ -84,6 +85,7 @@ def test_a_configuration_of_images_gives_a_classifier():
     assert auto_model(CLIPConfig()).__name__ == "AutoModelForImageClassification"
 
 
+@pytest.mark.slow
 def test_the_search_command_plans_images(tmp_path, capsys):
     CONFIG.save_pretrained(tmp_path)
     case = ["search", "--model", str(tmp_path), "--cluster", "h100", "--devices-per-node", "2", "--global-batch", "4"]

@@ -81,6 +81,7 @@ def killed(tmp_path_factory) -> tuple[subprocess.CompletedProcess, Path]:
     return job_that_fails(folder, "os.kill(os.getpid(), signal.SIGKILL)"), folder
 
 
+@pytest.mark.slow
 def test_torchrun_trains_as_one_process(killed):
     process, folder = killed
     assert (folder / "steps.json").exists(), process.stderr[-4000:]
@@ -95,6 +96,7 @@ def assert_ended(process: subprocess.CompletedProcess, folder: Path) -> None:
     assert left.stdout == ""
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_in_a_step_ends_the_job_and_leaves_no_process(killed):
     process, folder = killed
     assert_ended(process, folder)
@@ -105,7 +107,8 @@ def test_a_rank_that_dies_in_a_step_ends_the_job_and_leaves_no_process(killed):
 def test_an_exception_in_a_step_ends_the_job_and_is_shown_first(tmp_path):
     process = job_that_fails(tmp_path, "raise RuntimeError('this rank fails')")
     assert_ended(process, tmp_path)
-    assert process.stderr.index("this rank fails") < process.stderr.index("Connection")
+    before_other_ranks, *_ = process.stderr.partition("Connection")  # what a rank says that has lost another one
+    assert "this rank fails" in before_other_ranks
 
 
 @pytest.mark.slow

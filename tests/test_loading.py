@@ -89,8 +89,8 @@ def check_family(family: str, folder: Path, plans: dict) -> None:
     "family, plan",
     [
         ("phi3", "mixed_b"),
-        ("gpt2", "1f1b_uneven"),
-        ("gemma2", "interleaved"),
+        pytest.param("gpt2", "1f1b_uneven", marks=pytest.mark.slow),
+        pytest.param("gemma2", "interleaved", marks=pytest.mark.slow),
         pytest.param("gemma2", "1f1b_uneven", marks=pytest.mark.slow),
         pytest.param("llama_tied", "mixed_b", marks=pytest.mark.slow),
         pytest.param("llama_tied", "interleaved", marks=pytest.mark.slow),

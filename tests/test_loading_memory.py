@@ -80,6 +80,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pipeline", pytest.param("flat", marks=pytest.mark.slow)])
 def test_peak_is_the_shard_and_the_largest_tensor(folder, name, capsys):
     def work() -> dict[str, tuple[int, int]]:

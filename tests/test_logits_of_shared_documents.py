@@ -189,6 +189,7 @@ def test_rows_that_are_computed_whole():
     check_cases(WHOLE, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_logits_are_those_of_one_process(fast):
     check_cases({name: one for name, one in CASES.items() if (name in FAST) is fast})

@@ -288,6 +288,7 @@ def check_like_plain_layers(cases: dict[str, tuple[Reference, ParallelPlan]]) ->
     assert all(any(of_rank[name] for of_rank in pairs) for name in cases), "some plan compresses nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [

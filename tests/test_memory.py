@@ -148,6 +148,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.slow
 def test_saved_activations():
     """Counts an fp32 Llama layer without a mask, with as many key/value heads as heads (the kernel repeats none)."""
     rows, length = 8, 16
@@ -189,6 +190,7 @@ print(faults())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no mallopt")
 def test_freed_memory_stays_with_the_process():
     """Counts pages that a process gets from the kernel while it makes and frees 64 MiB ten times."""

@@ -100,6 +100,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed, families", RUNS)
 def test_saved_bytes_are_those_of_the_runtime_on_real_ranks(packed, families):
     models = {family: FAMILIES[family].build(max_position_embeddings=TOKENS) for family in families}

@@ -45,6 +45,7 @@ def one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_degree", [4, pytest.param(64, marks=pytest.mark.slow)])
 def test_a_large_model_is_profiled_from_its_configuration(max_degree):
     config = LlamaConfig(
@@ -100,6 +101,7 @@ def quick(dtype: str = "fp32", **options) -> ModelProfile:
     return profile_model(empty_model(small_config()), dtype=dtype, device="cpu", tokens=128, seconds=0.5, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, packed",
     [
@@ -124,6 +126,7 @@ def test_every_part_is_measured_for_every_degree(dtype, packed):
     assert ModelProfile.from_json(profile.to_json()) == profile
 
 
+@pytest.mark.slow
 def test_bookkeeping_of_a_checkpoint_is_measured_for_each_layer(monkeypatch):
     """The repeated forward is not part of it. A forward takes 5 ms on this clock, and a checkpoint 20 ms longer."""
     now, forward = [0.0], LlamaMLP.forward
@@ -160,6 +163,7 @@ def test_measuring_leaves_the_model_and_the_random_numbers_alone():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_all_ranks_get_the_same_profile():
     texts = run_ranks(lambda: quick().to_json(), 2)
     assert texts[0] == texts[1]
@@ -281,6 +285,7 @@ def test_models_that_the_runtime_does_not_know_are_refused():
         quick("fp16")
 
 
+@pytest.mark.slow
 def test_the_command_counts_for_a_cluster_and_measures_here(tmp_path, capsys):
     GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=96).save_pretrained(tmp_path)
     output = tmp_path / "profile.json"

@@ -280,6 +280,7 @@ def complaint(oracle: Reference, plan: ParallelPlan, world: WorldMesh) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_nothing_is_seen_without_an_error(oracles):
     def work():
         world = WorldMesh("cpu")
@@ -289,6 +290,7 @@ def test_nothing_is_seen_without_an_error(oracles):
     assert all(not any(found) for found in run_ranks(work, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2))])
 def test_every_injected_error_is_seen(oracles, part):
     mutations = dict(list(MUTATIONS.items())[part::3])

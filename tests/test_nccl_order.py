@@ -228,6 +228,7 @@ def hangs(ranks: list[Issued], **rules) -> list[str]:
     return play_collectives([[name for name, *_ in issued.calls] for issued in ranks], members, **rules)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERT_ORDERS)
 def test_ranks_with_experts_never_wait_for_each_other(issued, name):
     """Whatever streams communicators share, and whichever hosts are late."""
@@ -236,6 +237,7 @@ def test_ranks_with_experts_never_wait_for_each_other(issued, name):
             assert hangs(issued[name], streams=streams, slow=slow) == []
 
 
+@pytest.mark.slow
 def test_experts_exchange_rows_where_no_weights_are_moved(issued):
     """Weights are moved by operators that work in place, rows by functional ones."""
     of_weights = {"_allgather_base_", "_reduce_scatter_base_"}
@@ -246,6 +248,7 @@ def test_experts_exchange_rows_where_no_weights_are_moved(issued):
             assert not [call for call in rank.calls if call[0] in exchanging and call[1] in of_weights], name
 
 
+@pytest.mark.slow
 def test_the_routers_loss_is_one_sum_between_forwards_and_backwards(issued):
     for name in ("expert_4", "recompute", "gpipe"):
         for rank in issued[name]:
@@ -266,6 +269,7 @@ def test_ranks_that_issue_in_another_order_hang():
     assert play_collectives(waiting, members) and play_collectives([["a"], []], members)
 
 
+@pytest.mark.slow
 def test_a_rank_that_exchanges_rows_too_early_hangs(issued):
     """Moves one exchange of one rank ahead of the collective before it, of another communicator."""
     ranks, draw = issued["all_kinds"], random.Random(0)

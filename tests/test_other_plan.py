@@ -128,6 +128,7 @@ PAIRS = {
 FAST = ("mixed", "stages", "from stages")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fast", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_steps_under_several_plans_are_those_of_one_process(fast):
     cases = {}
@@ -202,6 +203,7 @@ def changed(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.slow
 def test_a_model_that_was_changed_after_it_was_built():
     """Steps have the activations and buffers of the model itself, and what layers count goes on under all plans."""
     steps = steps_of("llama", 4, change=changed)

@@ -50,6 +50,7 @@ def case_of(model_type: str, task: str, plan: str, types: bool = False, **change
     return reference(model, batch_of(model, task, types)), PLANS[plan]
 
 
+@pytest.mark.slow
 def test_documents_of_encoders():
     cases = {
         "two types of tokens": case_of("bert", MASKED, "mixed", types=True),

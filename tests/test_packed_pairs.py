@@ -64,6 +64,7 @@ def oracle_of(family: str, **changes: Any) -> Reference:
     return reference(model, batch_of(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["t5", pytest.param("bart", marks=pytest.mark.slow)])
 def test_pairs_under_every_kind_of_layer(family):
     found = oracle_of(family)

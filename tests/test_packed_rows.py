@@ -106,6 +106,7 @@ def oracle_of(family: str) -> Reference:
     return reference(FAMILIES[family].build(), long_tailed())
 
 
+@pytest.mark.slow
 @EVERY_UNIFORM_PLAN
 def test_every_strategy_by_itself(world_size, names):
     oracle, plans = oracle_of("llama"), uniform_plans(world_size)
@@ -143,6 +144,7 @@ FAST_SCHEDULES = {
 SLOW_SCHEDULES = {name: "llama" for name in pipeline_plans() if FAST_SCHEDULES.get(name) != "llama"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("families", [FAST_SCHEDULES, pytest.param(SLOW_SCHEDULES, marks=pytest.mark.slow)], ids=len)
 def test_every_schedule(families):
     plans = pipeline_plans()

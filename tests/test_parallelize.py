@@ -112,12 +112,14 @@ def test_every_mix_of_layers_and_order_of_ranks(family):
     check_cases(4, {name: (oracle, plan) for name, plan in plans.items()})
 
 
+@pytest.mark.slow
 @EVERY_UNIFORM_PLAN
 def test_every_strategy_by_itself(world_size, names):
     oracle, plans = oracle_of("llama"), uniform_plans(world_size)
     check_cases(world_size, {name: (oracle, plans[name]) for name in names})
 
 
+@pytest.mark.slow
 def test_eight_ranks():
     check_cases(8, {"one row": (oracle_of("llama", "one_row"), uniform_plans(8)["megatron_sp_ulysses"])})
 
@@ -245,6 +247,7 @@ def check_random_plans(drawn: list[tuple[str, str, ParallelPlan]], *, evaluation
     check_cases(drawn[0][-1].world_size, cases, evaluation=evaluation)
 
 
+@pytest.mark.slow
 def test_random_plans():
     check_random_plans(drawn(plans_and_inputs(4), 3), evaluation=False)
 

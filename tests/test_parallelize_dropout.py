@@ -50,6 +50,7 @@ def same(first, second) -> bool:
     return first[0] == second[0] and all(torch.equal(first[1][name], second[1][name]) for name in first[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", families("gpt2", "llama_eager"))
 def test_streams_are_replayed_and_keyed_by_step(family):
     plain, plan = MODELS[family](), dataclasses.replace(mixed_plans()["mixed_a"], micro_batches=2)

@@ -87,6 +87,7 @@ def test_sgd_updates_and_losses(family, names, batches):
     check_sgd_updates(FAMILIES[family].build(), {name: mixed_plans()[name] for name in names}, batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, batches",
     [("permuted", BATCH_NAMES), pytest.param("mixed_a", MORE_BATCHES, marks=pytest.mark.slow)],
@@ -118,6 +119,7 @@ def distance(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) ->
     return total_norm({name: first[name] - second[name] for name in second})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [("mixed_b", "mixed_c"), pytest.param(("mixed_a",), marks=pytest.mark.slow)], ids="-".join
 )

@@ -48,6 +48,7 @@ def test_a_configuration_tells_the_layers_of_its_model(family):
     assert count_layers(model.config) == sum(adapter_for(model).stack_sizes(model).values()) == 3
 
 
+@pytest.mark.slow
 def test_ranks_hold_what_the_table_says():
     models = {family: FAMILIES[family].build() for family in SPEC_FAMILIES}
     specs = {family: named_specs(model) for family, model in models.items()}

@@ -71,6 +71,7 @@ def oracle_of(name: str, batch: str = "right") -> Reference:
     return reference(inner_model(MODELS[name]()), BATCHES[batch]())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
 def test_adapters_under_every_kind_of_plan(part):
     cases = {}

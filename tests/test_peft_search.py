@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 from peft import get_peft_model
 
@@ -42,6 +43,7 @@ def test_a_profile_knows_what_is_trained_and_keeps_it_as_json():
         assert counted == sum(one.numel() for one in model.parameters() if one.requires_grad is trained)
 
 
+@pytest.mark.slow
 def test_frozen_layers_take_less_time_and_adapters_more_than_none():
     plain, frozen, base = (FAMILIES["llama"].build(**LARGER) for _ in range(3))
     frozen.model.layers.requires_grad_(False)
@@ -70,6 +72,7 @@ def test_costs_of_frozen_weights():
     assert replicated.state_bytes == 64 * 32 * 2 + 4 * 32 * (16 + 2)  # the trained weight has a copy in bf16
 
 
+@pytest.mark.slow
 def test_the_commands_take_an_adapter(tmp_path, capsys):
     FAMILIES["llama"].build(**LARGER).config.save_pretrained(tmp_path / "model")
     lora().save_pretrained(tmp_path / "lora")

@@ -99,6 +99,7 @@ def trained(plain: dict, folder: Path, cases: list[tuple[str, str]]) -> dict[str
     return {"logs": first, "folder": folder}
 
 
+@pytest.mark.slow
 def test_losses_norms_and_evaluations_are_those_of_one_process(plain, runs):
     check_logs(plain, runs)
 
@@ -118,6 +119,7 @@ def check_logs(plain: dict, runs: dict[str, Any]) -> None:
             assert own == pytest.approx(other, rel=RELATIVE, abs=1e-9), model
 
 
+@pytest.mark.slow
 def test_adapters_alone_are_saved_in_pefts_format(plain, runs):
     check_adapters(plain, runs)
 
@@ -145,12 +147,14 @@ def check_adapters(plain: dict, runs: dict[str, Any]) -> None:
             assert set(os.listdir(plan / "final")) == files and files >= ADAPTER_FILES
 
 
+@pytest.mark.slow
 def test_checkpoints_have_no_weights_of_the_model_that_is_adapted(runs):
     stored = StateReader(runs["folder"] / "wrapped" / "tensor" / "checkpoint-3" / STATE_FOLDER)
     names = {name for name in stored.read_metadata().state_dict_metadata if name.startswith("model.")}
     assert names and all("lora_" in name or "modules_to_save" in name or "bias" in name for name in names)
 
 
+@pytest.mark.slow
 def test_merged_adapters_give_the_logits_of_the_trained_model(plain, runs):
     batch = {name: value for name, value in BATCHES["plain"]().items() if name != "labels"}
     for model, family, plan in (("wrapped", "llama", "tensor"), ("fused", "phi3", "pipeline")):
@@ -160,6 +164,7 @@ def test_merged_adapters_give_the_logits_of_the_trained_model(plain, runs):
         torch.testing.assert_close(logits, wanted, rtol=0, atol=2e-5 * float(wanted.abs().max()))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_plan_resumes_without_a_plan(plain, runs, tmp_path):
     for model, plan in (("wrapped", "tensor"), ("fused", "pipeline")):
         run = made(tmp_path / model, model, eval_strategy="steps", eval_steps=3)
@@ -170,6 +175,7 @@ def test_a_checkpoint_of_a_plan_resumes_without_a_plan(plain, runs, tmp_path):
             assert own == pytest.approx(other, rel=RELATIVE, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_the_best_adapters_are_loaded_and_generate_and_auto_classes_open_the_folder(tmp_path):
     """The base has a folder of its own, whose name the adapters' configuration has."""
     FAMILIES["llama"].build().save_pretrained(tmp_path / "base")

@@ -69,6 +69,7 @@ def test_every_schedule():
     check_cases(4, {name: (oracle, plan) for name, plan in pipeline_plans().items()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_eight_ranks(part):
     oracle, plans = oracle_of("llama", ["right", "odd"][part]), pipeline_plans_on_eight()
@@ -76,6 +77,7 @@ def test_eight_ranks(part):
     check_cases(8, {name: (oracle, plans[name]) for name in names})
 
 
+@pytest.mark.slow
 def test_more_layers_than_stages():
     """Puts eight layers into eight virtual stages of four ranks, and into stages of one to five layers."""
     S, four = LayerStrategy, [(0,), (2,), (1,), (3,)]
@@ -178,6 +180,7 @@ def test_every_family(family):
     check_cases(4, cases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names, batches",
     [
@@ -244,6 +247,7 @@ def test_sgd_updates_and_losses(family, names, batches):
     check_sgd_updates(FAMILIES[family].build(), {name: pipeline_plans()[name] for name in names}, batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan, batches",
     [("zero3_zero2", BATCH_NAMES), pytest.param("1f1b_mixed", MORE_BATCHES, marks=pytest.mark.slow)],
@@ -261,6 +265,7 @@ def test_adamw_losses_of_tied_embeddings(plan, batches):
     run_ranks(work, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [("1f1b_mixed", "zero_bubble"), pytest.param(("gpipe_apart", "interleaved"), marks=pytest.mark.slow)],
@@ -291,6 +296,7 @@ def test_bf16_is_as_near_to_fp32_as_one_process_in_bf16(names):
             assert abs(parallel_loss - exact.loss) <= max(2 * loss_distance, 2**-8 * exact.loss), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family, schedules, numbers",
     [
@@ -358,6 +364,7 @@ def kept(strategy):
     return dataclasses.replace(strategy, sharding="zero2") if strategy.sharding == "zero3" else strategy
 
 
+@pytest.mark.slow
 def test_random_plans():
     check_random_plans(drawn(pipelines_and_inputs(4), 3), evaluation=False)
 

@@ -377,6 +377,7 @@ def test_weights_and_gradients_between_micro_batches(held, plan):
             check_weights((PLANS | ZERO_BUBBLE)[name], rank, moments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["gpipe", "1f1b", "1f1b_zero2"])
 def test_buffers_of_communication_between_micro_batches(held, plan):
     """Checks what the reduction keeps: its last input, the embedding's whole gradient, or the final norm's.

@@ -211,6 +211,7 @@ def complaint(oracle: Reference, plan: ParallelPlan, world: WorldMesh) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_nothing_is_seen_without_an_error(oracles):
     def work():
         world = WorldMesh("cpu")

@@ -283,6 +283,7 @@ def test_a_whole_run_is_that_of_one_process(gpt2, plain):
         assert_same_steps(runs["gpt2 staged"], plain["gpt2"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
     [
@@ -317,6 +318,7 @@ def test_auto_takes_the_plan_of_the_checkpoint_and_goes_on_bit_for_bit(gpt2):
         assert_equal_weights(continued.weights, whole.weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family, source", [pytest.param("gpt2", "gpt2_staged", marks=pytest.mark.slow), ("llama_tied", "tied_staged")]
 )

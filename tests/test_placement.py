@@ -179,6 +179,7 @@ def test_numbers_that_nothing_fits_into_are_not_tried_one_by_one(monkeypatch):
     assert len(found.micro_batches) == 64 and len(tried) <= 4
 
 
+@pytest.mark.slow
 def test_the_default_is_near_the_exact_placement_of_a_dozen_sequences():
     random = np.random.default_rng(1)
     for _ in range(6):

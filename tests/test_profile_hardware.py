@@ -32,6 +32,7 @@ def measured():
     return [HardwareProfile.from_json(text) for text in texts]
 
 
+@pytest.mark.slow
 def test_ranks_agree(measured):
     assert all(profile == measured[0] for profile in measured)
 

@@ -167,6 +167,7 @@ def test_truncated_rows_are_the_beginnings(tokenizer):
     assert rows == [ids[:9] for ids in full]
 
 
+@pytest.mark.slow
 def test_fingerprint_is_the_same_in_another_process_and_follows_the_content(tmp_path, tokenizer):
     tokenizer.save_pretrained(tmp_path)
     code = (

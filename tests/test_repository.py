@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from cpu_seconds import above_limit
+from time_limit import shuffled
 
 
 ROOT = Path(__file__).parent.parent
@@ -112,7 +113,8 @@ def suite(tmp_path) -> Callable[..., str]:
     """Returns a function that runs pytest with options on a test file, with this conftest's plugins and no others."""
     # Without the fixture of all tests, whose imports take seconds.
     (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text().split("@pytest.fixture")[0])
-    shutil.copy(ROOT / "tests" / "cpu_seconds.py", tmp_path)
+    for helper in ("cpu_seconds.py", "time_limit.py"):
+        shutil.copy(ROOT / "tests" / helper, tmp_path)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
 
@@ -147,3 +149,26 @@ def test_a_fast_test_above_the_limit_is_reported(suite, tmp_path):
     (tmp_path / "seconds.txt").write_text(seconds + "20.10 9.00 test_some.py::test_long\n")
     said = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert said == "test_some.py::test_long took 20.1 CPU s, over 15: make it cheaper or mark it slow\n"
+
+
+def test_tests_whose_turn_comes_too_late_are_skipped_by_name(suite):
+    """Runs a test that takes longer than the limit, and two after it, of which one has a fixture that fails."""
+    tests = (
+        "import time, pytest\n"
+        "@pytest.fixture\ndef fails():\n    raise AssertionError\n"
+        "def test_long():\n    time.sleep(1.2)\n"
+        "def test_late():\n    raise AssertionError\n"
+        "def test_with_a_fixture(fails):\n    pass\n"
+    )
+    for workers in ((), ("-p", "xdist.plugin", "-n", "1")):
+        said = suite(tests, "-rs", "--seconds=1", "--order=a commit", *workers)
+        assert re.findall(r"SKIPPED \[1\] (\S+): (.*)", said) == [
+            (f"test_some.py:{line}", "its turn came after the 1 s of this run") for line in (7, 9)
+        ]
+        assert "1 passed, 2 skipped" in said
+
+
+def test_the_name_of_a_run_shuffles_its_files():
+    files = [Path(f"test_{index}.py") for index in range(20)]
+    orders = [sorted(files, key=shuffled(reversed(files * 2), name).get) for name in ("a", "b", "a")]
+    assert orders[0] == orders[2] != orders[1] and sorted(orders[1]) == sorted(files)

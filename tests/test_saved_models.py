@@ -79,6 +79,7 @@ def saved(request, tmp_path_factory) -> tuple[Path, Path, dict[str, Run]]:
     return plain, ranks, on_ranks(lambda: saved_families(ranks, names, MIXED, options=SHORT))[0]
 
 
+@pytest.mark.slow
 def test_saved_model_opens_anywhere_with_the_trained_weights(saved):
     plain, ranks, runs = saved
     for family, seen in runs.items():

@@ -34,6 +34,8 @@ from test_trainer_saving import FailOnce, raised
 from trainer_runs import Run, assert_equal_weights, assert_same_steps, on_ranks, run, trainer
 
 
+pytestmark = pytest.mark.slow
+
 STAGES = pipelined([(0,), (1,)], (LayerStrategy(),) * 4)
 FLAT = ParallelPlan.uniform(2, 4, sharding="zero2")
 STEPS = dict(max_steps=3)
@@ -173,7 +175,6 @@ def runs(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     return folder, on_ranks(work, 2)
 
 
-@pytest.mark.slow
 def test_a_limit_of_one_leaves_the_newest_checkpoint_beside_the_best(runs):
     found = by_step(runs[0] / "best")
     assert [path.name for path in found] == ["checkpoint-1", "checkpoint-3"]

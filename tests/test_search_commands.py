@@ -193,6 +193,7 @@ def long_model(tmp_path):
     return saved_model(tmp_path, heads=4)
 
 
+@pytest.mark.slow
 def test_a_model_profile_of_other_devices_than_the_cluster_is_refused(capsys, tmp_path, long_model):
     counted, rows = str(tmp_path / "profile.json"), ["--global-batch", "8", "--seq-length", "64"]
     assert main(["profile-model", "--model", long_model, "--cluster", "h100", "--output", counted]) == 0
@@ -221,6 +222,7 @@ def test_sums_in_fewer_bits_than_layers_compute_in_are_refused(capsys, long_mode
     assert "--reduce-dtype is bf16, but layers compute in fp32" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_all_devices_may_share_a_layer(capsys, tmp_path, long_model):
     """Uses as many ranks as the heads allow, on two nodes, for a batch of one row."""
     profile = str(tmp_path / "profile.json")

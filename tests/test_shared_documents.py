@@ -177,6 +177,7 @@ def test_documents_that_ranks_share_under_every_plan(execution):
     check_all(execution)
 
 
+@pytest.mark.slow
 def test_documents_of_encoders_that_ranks_share():
     """Every token sees the whole document, wherever that lies."""
     cases = {}

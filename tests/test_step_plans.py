@@ -139,6 +139,7 @@ def test_auto_has_the_plans_of_its_search(tmp_path):
     check_cases({"auto": replace(one, own_options=own)}, 2)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_plans_of_its_checkpoint(tmp_path):
     """Without a plan in its arguments, a run that resumes computes its steps under those of the checkpoint."""
     options = dict(packing="static", max_tokens_per_rank=256, per_step=True, lr_scheduler_type="constant")
@@ -168,6 +169,7 @@ def test_a_resumed_run_has_the_plans_of_its_checkpoint(tmp_path):
         assert (then[name] - value).abs().max() <= 1e-6 * value.abs().max(), name
 
 
+@pytest.mark.slow
 def test_a_plan_that_takes_longer_is_not_taken(tmp_path):
     """Measured: moves alone take longer than a step of a few tokens."""
 
@@ -283,6 +285,7 @@ def finds(plan: ParallelPlan, seen: list[Workload]):
     return search
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan, count",
     [
@@ -302,6 +305,7 @@ def test_each_other_plan_is_found_once(plan, count):
     assert len(seen) == 2 and seen[0].mean_square < seen[1].mean_square
 
 
+@pytest.mark.slow
 def test_memory_is_for_the_mean_row_at_least():
     lengths, seen = np.array([100] * 90 + [20_000] * 10), []
     with (
@@ -350,6 +354,7 @@ def test_light_steps_get_a_plan_that_the_longest_row_forbids():
     assert light.own_ms > light.estimate.step_ms + light.move_ms
 
 
+@pytest.mark.slow
 def test_equal_rows_get_no_other_plan():
     hardware = hardware_preset("h100", nodes=1, devices_per_node=8)
     work = replace(workload(64, length=4096, packed=True), precision=Precision(compute="bf16"))

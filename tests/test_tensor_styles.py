@@ -50,6 +50,7 @@ def test_cut_layers_match_one_process(part):
     )
 
 
+@pytest.mark.slow
 def test_sinks_of_more_ranks_than_key_value_heads():
     model = tiny_model("gpt_oss", num_key_value_heads=1)
     plans: dict[str, ParallelPlan] = {

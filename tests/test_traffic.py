@@ -155,6 +155,7 @@ CONTEXT_CASES = {
 }
 
 
+@pytest.mark.slow
 def test_rings_send_what_the_cost_model_says():
     """Shares rows of one length, so that all blocks are equally long; one message for all rows of a ring."""
     length, model = 24, FAMILIES["llama"].build()

@@ -238,12 +238,14 @@ def test_plan_of_the_checkpoint_is_used_unless_another_one_is_given(ranks):
     assert runs["gpt2 b"].result.layers == SECOND.layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES_AND_SLOW)
 def test_checkpoint_of_plain_trainer_resumes_under_a_plan(request, plain, family):
     for runs in runs_of(request, family)[1]:
         assert_same_steps(runs[f"{family} plain"], plain[1][family], after=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES_AND_SLOW)
 def test_checkpoint_of_ranks_resumes_on_one_process(request, tmp_path, family):
     folder, (whole, *_) = runs_of(request, family)
@@ -262,6 +264,7 @@ def test_one_process_continues_the_generators_of_rank_0(ranks, tmp_path):
     assert torch.get_rng_state().numpy().tobytes() == base64.b64decode(saved["torch"])
 
 
+@pytest.mark.slow
 def test_checkpoint_resumes_on_two_ranks(ranks, tmp_path):
     """Resumes from a checkpoint whose plan is for four ranks, so that another plan is asked of the planner."""
     folder, (whole, *_) = ranks
@@ -309,6 +312,7 @@ def test_state_of_a_scheduler_that_looks_at_the_evaluation(ranks, pair):
         json.loads((checkpoint / "scheduler.json").read_text(), parse_constant=refuse)
 
 
+@pytest.mark.slow
 def test_own_state_is_read_without_unpickling(ranks, tmp_path, monkeypatch):
     folder, (whole, *_) = ranks
 

@@ -133,6 +133,7 @@ def with_one_row_of_positions(rows):
     return {"position_ids": torch.arange(batch["input_ids"].shape[1])[None], **batch}
 
 
+@pytest.mark.slow
 @TWO_AND_FOUR_RANKS
 def test_every_kind_of_data_gives_the_rows_of_one_process(world_size):
     plan, split = light_plan(world_size), light_plan(world_size, micro_batches=2)
@@ -212,6 +213,7 @@ def check_own_losses(*names: str, world_size: int) -> None:
     check_cases(cases, world_size)
 
 
+@pytest.mark.slow
 def test_losses_of_the_users_own():
     names = ("smoothing", "calls_super_smoothing", "ignores_the_count", "mean_of_logits", "weighted_rows")
     check_own_losses(*names, world_size=2)
@@ -240,6 +242,7 @@ def saved_logits(trainer: Trainer) -> np.ndarray | None:
         return model(Rows(3).rows[0][None]).logits.numpy()
 
 
+@pytest.mark.slow
 def test_events_counters_and_the_saved_model_are_those_of_one_process():
     """Compares with one process that accumulates. The second step of an epoch is ragged; one case has two epochs."""
     options = evaluating(2, logging_steps=2, eval_on_start=True, save_strategy="steps", save_steps=3)
@@ -276,6 +279,7 @@ def distance(seen: Outcome, exact: Outcome) -> dict[str, float]:
     return {"gradients": (error / scale) ** 0.5, "losses": worst}
 
 
+@pytest.mark.slow
 def test_bf16_is_as_near_to_fp32_as_one_process_in_bf16():
     case = Case(plan=MIXED["mixed_a"], **EVALUATED, options=evaluating(2, max_steps=2))
     rounded = with_options(case, bf16=True)
@@ -331,6 +335,7 @@ def check_random(plans: list[ParallelPlan], ranks: int, **options) -> None:
     check_cases({plan.to_json(): replace(case, plan=plan) for plan in plans}, ranks)
 
 
+@pytest.mark.slow
 def test_random_plans():
     check_random(drawn(random_plans(4), 2), 4, max_steps=2, eval_steps=2)
 

@@ -157,6 +157,7 @@ def twice(trainer: Trainer):
     return [evaluate(trainer), evaluate(trainer)]
 
 
+@pytest.mark.slow
 def test_prediction_and_repeated_evaluation():
     check_cases(
         {

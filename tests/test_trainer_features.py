@@ -287,6 +287,7 @@ def test_recomputing_everywhere_is_a_constraint_for_the_automatic_plan(tmp_path)
         assert_same_steps(found, wanted)
 
 
+@pytest.mark.slow
 def test_mixin_on_somebodys_own_trainer_whose_callback_generates_and_evaluates(plain, ranks):
     whole, wanted = plain["user"]
     for found in ranks:
@@ -297,6 +298,7 @@ def test_mixin_on_somebodys_own_trainer_whose_callback_generates_and_evaluates(p
     assert ranks[0]["user"][0].random == whole.random  # rank 0 reads the data
 
 
+@pytest.mark.slow
 def test_predictions_are_generated(plain, ranks):
     for found in ranks:
         (seen, seen_labelled), (wanted, wanted_labelled) = found["generating"], plain["generating"]

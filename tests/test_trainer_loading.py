@@ -23,6 +23,8 @@ from tiny_models import FAMILIES
 from trainer_runs import Run, assert_equal_weights, assert_same_steps, on_ranks, run, trainer
 
 
+pytestmark = pytest.mark.slow
+
 MIXED = replace(mixed_plans()["mixed_b"], micro_batches=1)
 STAGES = pipeline_plans()["1f1b_mixed"]
 STEPS = dict(max_steps=3)
@@ -164,7 +166,6 @@ def more_ranks(tmp_path_factory, folders) -> list[dict[str, Any]]:
     return on_ranks(work)
 
 
-@pytest.mark.slow
 def test_model_given_by_name_trains_as_plain_trainer_trains_the_loaded_one(plain, ranks):
     for runs in ranks[1]:
         assert_same_steps(runs["mixed"], plain["llama_tied"])
@@ -192,14 +193,12 @@ def test_evaluation_and_generation_before_any_training(plain, ranks):
         assert runs["untrained"] == (pytest.approx(loss, rel=1e-5), tokens)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "wanted"), [("stages", "llama_tied"), ("fresh", "fresh"), ("gpt2", "gpt2")])
 def test_more_models_without_weights_train_as_plain_trainer_trains_them(more_plain, more_ranks, name, wanted):
     for runs in more_ranks:
         assert_same_steps(runs[name], more_plain[wanted])
 
 
-@pytest.mark.slow
 def test_bf16_files_become_the_masters_that_a_bf16_model_gets(more_ranks):
     for runs in more_ranks:
         assert runs["bf16"].steps() == runs["bf16_loaded"].steps()
@@ -207,7 +206,6 @@ def test_bf16_files_become_the_masters_that_a_bf16_model_gets(more_ranks):
         assert {tensor.dtype for tensor in runs["bf16"].weights.values()} == {torch.float32}
 
 
-@pytest.mark.slow
 def test_hyperparameter_search_over_a_named_model(tmp_path, folders, more_ranks):
     def loaded() -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(folders["llama_tied"], dtype="float32")

@@ -67,6 +67,7 @@ def test_the_oracle_of_one_process():
     check_cases({name: case(plans[name], max_steps=2) for name in ("mixed_a", "1f1b_mixed")})
 
 
+@pytest.mark.slow
 def test_plans_of_two_ranks():
     """Trains with a document on each rank, with documents that all ranks share, and with several stages on a rank."""
     plans = {
@@ -134,6 +135,7 @@ def targets_across_documents():
     return mock.patch.object(step_packer, "pack", shifted)
 
 
+@pytest.mark.slow
 def test_faults_of_packing_are_seen():
     one = replace(case(REPLICATE, max_steps=1, per_device_train_batch_size=2), after=None)
     # Rotary embeddings do not see where a document begins; learned ones do.
@@ -184,6 +186,7 @@ FAST_COLLATORS = ("language_modeling", "trl_padding_free")
 SLOW_COLLATORS = tuple(name for name in COLLATORS if name not in FAST_COLLATORS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [FAST_COLLATORS, pytest.param(SLOW_COLLATORS, marks=pytest.mark.slow)], ids=["two", "others"]
 )
@@ -230,6 +233,7 @@ HIDDEN = {
 }
 
 
+@pytest.mark.slow
 def test_what_is_logged(tmp_path, monkeypatch):
     """Plans all steps ahead but the first. A stream's second step is not planned ahead either, because its first read
     tells whether reading draws random numbers; nor is any step of a user's sampler, which may choose rows later, or
@@ -255,6 +259,7 @@ def test_what_is_logged(tmp_path, monkeypatch):
         assert "cut_sequences" not in logs[-1]
 
 
+@pytest.mark.slow
 def test_the_planner_is_the_one_that_was_asked_for(tmp_path):
     """Places six documents by differencing at 80 to 72 tokens, where 77 to 75 is possible; the losses are the same."""
     lengths, options = (40, 35, 30, 25, 20, 2), dict(max_steps=1, per_device_train_batch_size=3)

@@ -102,6 +102,7 @@ def test_documents_are_timed_anew_under_another_plan_alone(resumed):
     assert timed == {"whole": 1, "then": 0, "other": 1}
 
 
+@pytest.mark.slow
 def test_another_dataset_and_evaluations_before_and_after(tmp_path):
     """Trains and evaluates on other rows. Rank 0 alone knows their lengths: all ranks compute its placement."""
 

@@ -30,10 +30,10 @@ from tiny_models import FAMILIES
 from trainer_runs import Run, StopAt, assert_equal_weights, on_ranks, run
 
 
+pytestmark = pytest.mark.slow
+
 MIXED = replace(mixed_plans()["mixed_a"], micro_batches=2)
-# Saving does much the same under each plan: the fast tests take two ranks, and four for one failed save.
 PLANS = {"light": light_plan(2, micro_batches=2), "flat": MIXED, "stages": pipeline_plans()["1f1b_mixed"]}
-SLOW = ("flat", "stages")
 STEPS = dict(max_steps=4, logging_steps=1)
 SAVING = STEPS | dict(save_strategy="steps", save_steps=1)
 BACKGROUND = SAVING | dict(async_save=True, save_full_weights=False)
@@ -100,7 +100,7 @@ class Vanish(TrainerCallback):
         dist.barrier()
 
 
-@pytest.fixture(scope="module", params=["light", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.fixture(scope="module", params=PLANS)
 def runs(request, tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     """Returns the folder and the results of all ranks under one plan, from one world."""
     plan, folder = PLANS[request.param], tmp_path_factory.mktemp(request.param)
@@ -249,7 +249,6 @@ def test_weights_are_put_together_from_a_checkpoint_without_them(runs, tmp_path)
     check_exported(checkpoint, seen["continued in background"], tmp_path / "half")
 
 
-@pytest.mark.slow
 def test_a_failed_save_in_the_background_of_four_ranks(tmp_path):
     folder = tmp_path / "continued"
     of_ranks = on_ranks(lambda: failing(folder, MIXED, "continue", async_save=True, save_full_weights=False))

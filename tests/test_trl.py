@@ -131,6 +131,7 @@ def test_preferences_and_completions_are_trained_as_on_one_process(tmp_path):
     check(tmp_path, light_plan(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan, names",
     [

@@ -84,6 +84,7 @@ def test_a_profile_says_what_each_stack_has_of_a_row(profile):
     assert "tokens of the decoder" in profile.made
 
 
+@pytest.mark.slow
 def test_twice_the_targets_cost_the_decoder_more_and_the_encoder_nothing(profile):
     longer = profile_from_config(
         CONFIG, hardware_preset("h100", 1, 4), length=LENGTH, target_length=2 * TARGET, max_degree=4
@@ -146,6 +147,7 @@ def test_no_plan_of_two_stacks_is_faster_than_the_one_found():
             assert estimate_plan(hardware, model, work, found.best.plan).step_ms == found.best.step_ms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["t5", "bart"])
 def test_searched_plans_run(family):
     """Searches on a cluster with slow links and little memory, and has the runtime look at the plans."""

@@ -83,6 +83,7 @@ def test_a_classifier_of_rows_has_no_head_to_speak_of():
 SLOW_HYBRIDS = ("jamba", "qwen3_next", "recurrent_gemma")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["mamba", "lfm2_moe", *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW_HYBRIDS)]
 )
@@ -99,6 +100,7 @@ def test_hybrids_have_their_kinds_of_layer_and_plans_that_run(name):
     assert len(plans) >= 2
 
 
+@pytest.mark.slow
 def test_no_plan_on_whole_rows_is_faster_than_the_one_found():
     model = BertForMaskedLM(CONFIG)
     profile = profile_from_config(model, HARDWARE, "fp32", length=32, max_degree=4)

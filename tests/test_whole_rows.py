@@ -63,6 +63,7 @@ FAST = {
 }
 
 
+@pytest.mark.slow
 def test_whole_rows_match_one_process():
     cases = {}
     for number, (model_type, names) in enumerate(FAST.items()):

@@ -51,6 +51,7 @@ FAST = [("layers_of_two", "nan_in_backward"), ("pipeline_of_two", "nan_in_backwa
 SLOW = [(plan, kind) for plan in ("layers", "replicate", "pipeline") for kind in WHAT]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan, kind", FAST + [pytest.param(*cell, marks=pytest.mark.slow) for cell in SLOW])
 def test_a_bad_number_on_one_rank_stops_all_before_the_step(tmp_path, plan, kind, uninterrupted):
     job = Job(folder=tmp_path, plan=plan)
