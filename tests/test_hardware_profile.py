@@ -324,7 +324,7 @@ def test_presets_have_every_group_of_every_cluster(name):
 def test_presets_say_where_each_figure_is_from(name):
     profile = hardware_preset(name, 2, 8)
     figures = {"memory_bytes", "flops_per_s", "links inside a node", "links between nodes", "overlap_slowdown"}
-    assert set(profile.assumed) == figures
+    assert set(profile.assumed) == figures | {"memory bandwidth", "attention", "launches"}
     assert all(len(source) > 10 for source in profile.assumed.values())
     assert profile.made == {"cluster": name}
 
@@ -344,12 +344,31 @@ def test_a_ring_over_nodes_uses_the_adapters_of_all_its_ranks():
         assert profile.link("all_gather", ranks, stride).bytes_per_s == gigabytes * 1e9
     # of 32 pieces a rank sends 24 to other nodes through its own adapter
     wire_ms = 1e3 * 24 / 32 * 64 * MIB / 24e9
-    steps_ms = 0.010 * math.log2(8) + 0.020 * math.log2(4)
+    steps_ms = 0.0034 * math.log2(8) + 0.014 * math.log2(4)
     assert profile.ms("all_to_all", 32, 1, 64 * MIB) == pytest.approx(wire_ms + steps_ms)
 
 
+@pytest.mark.parametrize("nodes", [1, 2, 64])
+def test_a_ring_takes_a_step_for_each_rank_and_a_tree_for_each_level(nodes):
+    """Compares with NCCL's own formulas (`ncclTopoTuneModel` in src/graph/tuning.cc)."""
+    profile, ranks, inside, across = hardware_preset("h100", nodes, 8), 8 * nodes, 3.4e-3, 14e-3
+    gathered = (nodes - 1) * across + (ranks - nodes) * inside
+    assert profile.link("all_gather", ranks, 1).latency_ms == pytest.approx(gathered)
+    assert profile.link("reduce_scatter", ranks, 1).latency_ms == pytest.approx(gathered)
+    tree = 2 * ((8 - 1) * inside + math.log2(nodes) * across)
+    assert profile.link("all_reduce", ranks, 1).latency_ms == pytest.approx(min(2 * gathered, tree))
+    assert profile.link("send", 2, 1).latency_ms == pytest.approx(inside)
+
+
+def test_what_crosses_nodes_is_not_hidden_as_well_as_what_stays_in_one():
+    assert hardware_preset("h100", 2, 8).overlap_slowdown > hardware_preset("h100", 1, 8).overlap_slowdown > 1
+    assert hardware_preset("cpu", 2, 8).overlap_slowdown is None
+
+
 def test_an_unknown_preset_is_refused_with_the_nearest():
-    with pytest.raises(ValueError, match="the cluster is 'H100s', which is not one of a100-80g, .*: use 'h100'"):
+    with pytest.raises(
+        ValueError, match="the cluster is 'H100s', which is not one of a100-40g, a100-80g, .*: use 'h100'"
+    ):
         hardware_preset("H100s", 1, 8)
     with pytest.raises(ValueError, match="nodes is 0"):
         hardware_preset("h100", 0, 8)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from galvatron_hf.models.shape import ModelShape
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy
 from galvatron_hf.plan.deal import Deal
-from galvatron_hf.profiler.trace.counted_model import CountedModel
-from galvatron_hf.profiler.trace.counting import count
+from galvatron_hf.profiler.profiles.attention_rates import AttentionRates
+from galvatron_hf.profiler.profiles.layers import TimeFit
+from galvatron_hf.profiler.trace.counted_model import CountedModel, Speed
+from galvatron_hf.profiler.trace.counting import AttentionKernel, Counts, count
 from galvatron_hf.profiler.trace.isolated_layers import Part
 from galvatron_hf.profiler.trace.shapes import model_shape_from_model
 from galvatron_hf.profiler.trace.small_models import empty_model, layer_kinds
@@ -195,6 +198,76 @@ def test_most_bytes_alive_are_counted_step_by_step():
     assert counts.backward_peak_bytes == 6 * 4000
     assert counts.forward_peak_bytes == 3 * 4000
     assert counts.forward.moved_bytes == 2 * 2 * 4000
+
+
+def counted(run: Callable[[torch.Tensor], torch.Tensor], size: int = 1000) -> Counts:
+    given = torch.ones(size, requires_grad=True)
+    return count(Part(run=lambda: run(given), input=given, modules=()))
+
+
+def test_bytes_are_those_that_an_operation_touches():
+    """Memory is not moved by its allocation, is read and written in place, and is read where it is selected."""
+    forward = counted(lambda given: given + torch.empty_like(given)).forward
+    assert (forward.moved_bytes, forward.launches) == (3 * 4000, 1)
+    assert counted(lambda given: given.clone().mul_(2)).forward.moved_bytes == 2 * 4000 + 2 * 4000
+    where = torch.zeros(10, dtype=torch.long)
+    assert counted(lambda given: given.gather(0, where)).forward.moved_bytes == 2 * 40
+    added = counted(lambda given: torch.zeros(1000).scatter_add_(0, where, given[:10].clone())).forward
+    assert added.moved_bytes == 4000 + 2 * 40 + 3 * (80 + 40)  # the zeros, the copy, and what is added
+
+
+def test_products_write_their_results_and_are_priced_by_flops_and_bytes():
+    weight = torch.ones(50, 30)
+    forward = counted(lambda given: given.view(20, 50) @ weight).forward
+    assert (forward.product_flops, forward.moved_bytes) == (2 * 20 * 50 * 30, 4 * 20 * 30)
+    assert Speed(flops_per_ms=1e3, bytes_per_ms=10.0).ms(forward) == 60 + 240
+
+
+def test_fused_operations_move_what_enters_and_what_leaves():
+    """Compares with sums by hand."""
+    counts = counted(lambda given: (given.exp().sin() * 2).exp())
+    # One kernel. It reads the input and writes both results of exp, which the backward reads; sin saves the first.
+    assert (counts.forward.fused_bytes, counts.forward.fused_launches) == (4000 + 2 * 4000, 1)
+    assert counts.forward.moved_bytes == 4 * 2 * 4000
+    weight = torch.ones(50, 20)
+    split = counted(lambda given: (given.exp().view(20, 50) @ weight).cos().sin())
+    # exp reads and writes, the product writes, and one kernel reads that and writes the results of cos and sin.
+    assert split.forward.fused_launches == 3
+    assert split.forward.fused_bytes == 2 * 4000 + 4 * 400 + (1600 + 2 * 1600)
+
+
+def test_the_host_needs_time_for_each_operation():
+    work = counted(lambda given: given.exp().sin()).forward
+    eager, compiled = (Speed(flops_per_ms=1.0, bytes_per_ms=1e9, launch_ms=5.0, compiled=one) for one in (False, True))
+    assert (eager.least_ms(work), compiled.least_ms(work)) == (10.0, 5.0)
+    assert TimeFit(per_token=1.0, least=10.0).ms(3, 0) == 10 and TimeFit(per_token=1.0, least=10.0).ms(30, 0) == 30
+
+
+@pytest.mark.parametrize(
+    "head_dim, length, causal, backward, teraflops",
+    [(128, 512, True, False, 191), (128, 16384, True, False, 335), (64, 4096, False, False, 321)]
+    + [(128, 2048, False, True, 291), (64, 16384, False, True, 291), (128, 1 << 20, True, False, 335)]
+    + [(128, 256, True, False, 191 / 2), (128, 2048, True, True, 291 * 298 / 362), (256, 16384, False, False, 298)],
+)
+def test_attention_has_the_rates_of_its_authors_charts(head_dim, length, causal, backward, teraflops):
+    kernel = dict(head_dim=head_dim, length=length, causal=causal, backward=backward)
+    assert AttentionRates(forward=1.0, backward=1.0).flops_per_s(**kernel) == pytest.approx(teraflops * 1e12)
+    half = AttentionRates(forward=0.5, backward=0.25).flops_per_s(**kernel)
+    assert half == pytest.approx((0.25 if backward else 0.5) * teraflops * 1e12)
+
+
+def test_attention_is_counted_apart_with_its_shape():
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+    )
+    [layer] = CountedModel(empty_model(config), torch.bfloat16, TOKENS, packed=True).layers(
+        LayerStrategy(), TOKENS, TOKENS // 2
+    )
+    shape = dict(head_dim=16, length=TOKENS // 2, causal=True)
+    assert set(layer.forward.attention_flops) == {AttentionKernel(**shape, backward=False)}
+    assert {kernel for kernel, flops in layer.backward.attention_flops.items() if flops} == {
+        AttentionKernel(**shape, backward=True)
+    }
 
 
 def test_the_head_keeps_its_weight_gradient_and_works_on_a_chunk():

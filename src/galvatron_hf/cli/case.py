@@ -23,7 +23,7 @@ from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.estimate import Estimate
 from galvatron_hf.planner.report.alternatives import Alternative
 from galvatron_hf.planner.space import Limits
-from galvatron_hf.profiler.profiles.hardware import DEVICES, HardwareProfile
+from galvatron_hf.profiler.profiles.hardware import MADE_OF, HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile, read_imbalance
 from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.utils.progress import at_work
@@ -230,7 +230,7 @@ def _check_same_devices(hardware: HardwareProfile, model: ModelProfile) -> None:
     """Raises ValueError if the profiles are of different devices. A measured profile is not compared with a preset,
     because they name devices differently.
     """
-    for key in DEVICES:
+    for key in MADE_OF:
         links, layers = hardware.made.get(key), model.made.get(key)
         if None not in (links, layers) and links != layers:
             raise ValueError(f"The model profile is of {layers}, the hardware profile of {links}: profile one device.")

@@ -26,7 +26,8 @@ from galvatron_hf.plan.validation import (
 
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
-DEVICES = ("cluster", "devices")  # names in `made` of a preset, and of measured machines
+PRESET = "cluster"  # names a preset in `made`
+MADE_OF = (PRESET, "devices")  # the second names measured machines
 _MAX_BYTES = 1 << 60
 
 

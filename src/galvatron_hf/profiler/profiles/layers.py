@@ -12,18 +12,19 @@ from galvatron_hf.models.shape import WeightShape
 
 @dataclass(frozen=True, kw_only=True)
 class TimeFit:
-    """Models the time of a pass in ms: per_token * T + per_square * S + fixed, with coefficients of 0 or more. T is
-    the number of tokens. S is the sum of the squared document lengths. `error` is the median of |fitted / measured -
-    1|, and 0 if nothing was measured.
+    """Models the time of a pass in ms: per_token * T + per_square * S + fixed, with coefficients of 0 or more, and
+    `least` at least, which the host needs to issue its operations. T is the number of tokens. S is the sum of the
+    squared document lengths. `error` is the median of |fitted / measured - 1|, and 0 if nothing was measured.
     """
 
     per_token: float
     per_square: float = 0.0
     fixed: float = 0.0
     error: float = 0.0
+    least: float = 0.0
 
     def ms(self, tokens: float, squares: float) -> float:
-        return self.per_token * tokens + self.per_square * squares + self.fixed
+        return max(self.least, self.per_token * tokens + self.per_square * squares + self.fixed)
 
 
 @dataclass(frozen=True, kw_only=True)

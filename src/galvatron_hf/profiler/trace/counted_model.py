@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.plan import LayerStrategy
 from galvatron_hf.plan.layout import HEAD_CHUNK_TOKENS
+from galvatron_hf.profiler.profiles.attention_rates import AttentionRates
 from galvatron_hf.profiler.profiles.layers import ExpertsProfile, ExpertTimes, TimeFit, Times
-from galvatron_hf.profiler.trace.counting import Counts, OperationCount, count
+from galvatron_hf.profiler.trace.counting import AttentionKernel, Counts, OperationCount, count
 from galvatron_hf.profiler.trace.isolated_layers import IsolatedLayers
 from galvatron_hf.profiler.trace.isolated_rows import isolated_layers
 from galvatron_hf.profiler.trace.small_models import image_positions, one_of_each, positions
@@ -31,13 +32,35 @@ Strategy = tuple[int, bool, int]  # tensor, megatron_sp, ulysses
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Holds the assumed rate of matrix products and attention, and the memory bandwidth of the other operations."""
+    """Holds the assumed rates of a device. What products compute and write, and what other operations read and write,
+    takes time one after the other.
+
+    Attributes:
+        flops_per_ms (`float`): Rate of matrix products.
+        bytes_per_ms (`float`): Memory bandwidth.
+        attention ([`AttentionRates`], *optional*): Rates of fused attention; by default that of products.
+        launch_ms (`float`): Time from one operation to the next that the host needs to issue it.
+        compiled (`bool`): Whether torch.compile fuses the layers' operations.
+    """
 
     flops_per_ms: float
     bytes_per_ms: float
+    attention: AttentionRates | None = None
+    launch_ms: float = 0.0
+    compiled: bool = False
 
     def ms(self, work: OperationCount) -> float:
-        return work.flops / self.flops_per_ms + work.moved_bytes / self.bytes_per_ms
+        """Returns the time of the device's work."""
+        attention = sum(flops / self._attention_per_ms(kernel) for kernel, flops in work.attention_flops.items())
+        moved = work.fused_bytes if self.compiled else work.moved_bytes
+        return work.product_flops / self.flops_per_ms + attention + moved / self.bytes_per_ms
+
+    def least_ms(self, work: OperationCount) -> float:
+        """Returns the time that the host needs to issue the operations."""
+        return (work.fused_launches if self.compiled else work.launches) * self.launch_ms
+
+    def _attention_per_ms(self, kernel: AttentionKernel) -> float:
+        return self.flops_per_ms if self.attention is None else self.attention.flops_per_s(**asdict(kernel)) / 1e3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +279,10 @@ class CountedModel:
             for kind, outside in zip(kinds, self.outside(strategy), strict=True):
                 tokens = traced * self.length_ratios[kind]
                 forward, backward = (
-                    _fit(speed.ms(getattr(whole[kind], name)), speed.ms(getattr(halves[kind], name)), tokens)
+                    replace(
+                        _fit(speed.ms(getattr(whole[kind], name)), speed.ms(getattr(halves[kind], name)), tokens),
+                        least=speed.least_ms(getattr(whole[kind], name)),
+                    )
                     for name in ("forward", "backward")
                 )
                 layers[kind][tensor] = Times(
@@ -290,7 +316,8 @@ class CountedModel:
             for direction in ("forward", "backward"):
                 short, long = (speed.ms(getattr(counts[name], direction)) for counts in (few, many))
                 slope, rest = _line(short, long, first, second)
-                fits.append(TimeFit(per_token=slope, fixed=rest))
+                least = speed.least_ms(getattr(few[name], direction))
+                fits.append(TimeFit(per_token=slope, fixed=rest, least=least))
             found[name] = Times(forward=fits[0], backward=fits[1])
         return found
 

@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -58,20 +58,71 @@ _FORMULAS = {
 }
 
 
+# What kernels of attention read is small beside what they compute: their time follows from FLOPs alone.
+_ATTENTION = {CPU_ATTENTION: False, CPU_ATTENTION_BACKWARD: True}  # and whether it is the backward
+_ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+_SELECTIONS = {
+    aten.embedding,
+    aten.gather,
+    aten.index,
+    aten.index_select,
+}  # read what they give, not all that they get
+_ADDITIONS = {aten.scatter_add_, aten.index_add_, aten.scatter_}  # write where they are told, not all that they get
+
+
+_SUMS = ("product_flops", "moved_bytes", "launches", "fused_bytes", "fused_launches")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionKernel:
+    """Describes a call of fused attention over documents of `length` tokens."""
+
+    head_dim: int
+    length: int
+    causal: bool
+    backward: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class OperationCount:
-    """Counts the operations of one pass. `flops` are of matrix products and attention; a causal mask halves those of
-    attention. `moved_bytes` are those that all other operations read and write.
+    """Counts the operations of one pass.
+
+    Attributes:
+        product_flops (`int`): FLOPs of matrix products.
+        attention_flops (`Mapping[AttentionKernel, int]`): FLOPs of fused attention; a causal mask halves them.
+        moved_bytes (`int`): Bytes that products write, and that all other operations read and write.
+        launches (`int`): Operations that compute or move something.
+        fused_bytes, fused_launches (`int`): The same if torch.compile makes one kernel of operations that follow each
+            other without a product or attention between them: what only they read is not moved.
     """
 
-    flops: int
-    moved_bytes: int
+    product_flops: int = 0
+    attention_flops: Mapping[AttentionKernel, int] = field(default_factory=dict)
+    moved_bytes: int = 0
+    launches: int = 0
+    fused_bytes: int = 0
+    fused_launches: int = 0
+
+    @property
+    def flops(self) -> int:
+        """Returns the FLOPs of products and attention."""
+        return self.product_flops + sum(self.attention_flops.values())
 
     def __add__(self, other: OperationCount) -> OperationCount:
-        return OperationCount(flops=self.flops + other.flops, moved_bytes=self.moved_bytes + other.moved_bytes)
+        return self._combined(other, 1)
 
     def __sub__(self, other: OperationCount) -> OperationCount:
-        return OperationCount(flops=self.flops - other.flops, moved_bytes=self.moved_bytes - other.moved_bytes)
+        return self._combined(other, -1)
+
+    def _combined(self, other: OperationCount, sign: int) -> OperationCount:
+        kernels = {**self.attention_flops, **other.attention_flops}
+        return OperationCount(
+            attention_flops={
+                kernel: self.attention_flops.get(kernel, 0) + sign * other.attention_flops.get(kernel, 0)
+                for kernel in kernels
+            },
+            **{name: getattr(self, name) + sign * getattr(other, name) for name in _SUMS},
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +148,79 @@ class Counts:
         return max(self.forward_peak_bytes, self.backward_peak_bytes) - self.saved_bytes
 
 
+def _counted(operation, args: tuple, kwargs: dict, results, inputs: list, fresh: list) -> OperationCount:
+    """Returns the count of one operation; `fresh` are its results that do not share memory with its inputs."""
+    packet = operation.overloadpacket
+    formula = _FORMULAS.get(packet)
+    places = [place for place, writes in enumerate(written_arguments(operation)) if writes and place < len(args)]
+    written = tree_leaves(([args[place] for place in places], kwargs.get("out", [])))
+    if packet in _ATTENTION:
+        backward = _ATTENTION[packet]
+        query, key = args[backward], args[backward + 1]
+        causal = bool(args[7] if backward else (args[4] if len(args) > 4 else kwargs.get("is_causal", False)))
+        kernel = AttentionKernel(head_dim=query.shape[-1], length=key.shape[-2], causal=causal, backward=backward)
+        flops = formula(*args, **kwargs, out_val=results)
+        return OperationCount(attention_flops={kernel: flops}, launches=1)
+    if formula is not None:
+        flops = formula(*args, **kwargs, out_val=results)
+        return OperationCount(product_flops=flops, moved_bytes=_nbytes((*fresh, *written)), launches=1)
+    if packet in _ALLOCATIONS or not (fresh or written):
+        return OperationCount()
+    if packet in _ADDITIONS:
+        moved = 3 * _nbytes([one for one in inputs if one is not written[0]])
+    else:
+        moved = _nbytes((*(fresh if packet in _SELECTIONS else inputs), *fresh, *written))
+    return OperationCount(moved_bytes=moved, launches=1)
+
+
+class _Log:
+    """Keeps the operations of a trace in their order, to say what fused ones move."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[bool, int, dict[int, int], dict[int, int]]] = []
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def add(self, fuses: bool, moved_bytes: int, read: dict[int, int], made: dict[int, int]) -> None:
+        """Adds an operation; `read` and `made` are bytes by storage. One that fuses may become part of a kernel."""
+        self.entries.append((fuses, moved_bytes, read, made))
+
+    def fused(self, begin: int, end: int) -> tuple[int, int]:
+        """Returns the bytes that operations `begin` to `end` move if they are fused, and their kernels. A kernel reads
+        each tensor that it has not made once, and writes what is read after it or never.
+        """
+        last_read = {number: index for index, (_, _, read, _) in enumerate(self.entries) for number in read}
+        moved = kernels = 0
+        index = begin
+        while index < end:
+            stop = index + 1
+            if self.entries[index][0]:
+                while stop < end and self.entries[stop][0]:
+                    stop += 1
+                read, made = {}, {}
+                for _, _, more_read, more_made in self.entries[index:stop]:
+                    read |= {number: size for number, size in more_read.items() if number not in made}
+                    made |= more_made
+                moved += sum(read.values())
+                moved += sum(size for number, size in made.items() if not index <= last_read.get(number, -1) < stop)
+            else:
+                moved += self.entries[index][1]
+            kernels, index = kernels + 1, stop
+        return moved, kernels
+
+
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
 class _Counter(TorchDispatchMode):
     """Adds up FLOPs and moved bytes, and follows the lifetimes of the results."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations = OperationCount(flops=0, moved_bytes=0)
+        self.operations = OperationCount()
+        self.log = _Log()
         self._events: list[
             tuple[int, int]
         ] = []  # (number of a storage, its bytes when created or minus them when freed)
@@ -115,16 +233,23 @@ class _Counter(TorchDispatchMode):
         here = {storage_key(tensor) for tensor in inputs}
         outputs = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
         fresh = [tensor for tensor in outputs if storage_key(tensor) not in here]
-        writes = any(written_arguments(operation))
-        formula = _FORMULAS.get(operation.overloadpacket)
-        if formula is not None:
-            self.operations += OperationCount(flops=formula(*args, **(kwargs or {}), out_val=results), moved_bytes=0)
-        elif fresh or writes:
-            read = fresh if operation.overloadpacket is aten.embedding else inputs
-            self.operations += OperationCount(flops=0, moved_bytes=sum(tensor.nbytes for tensor in (*read, *fresh)))
+        found = _counted(operation, args, kwargs or {}, results, inputs, fresh)
+        self.operations += found
         for tensor in fresh:
             self.note(tensor)
+        if found.launches:
+            fuses = not found.flops
+            self.log.add(fuses, found.moved_bytes, self._sizes(inputs), self._sizes(fresh))
         return results
+
+    def _sizes(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+        """Returns the bytes of tensors by the number of their storage; weights have none but their key."""
+        sizes: dict[int, int] = {}
+        for tensor in tensors:
+            key = storage_key(tensor)
+            number = self._numbers.get(key, key)
+            sizes[number] = max(sizes.get(number, 0), tensor.nbytes)
+        return sizes
 
     def note(self, tensor: torch.Tensor) -> None:
         """Counts the tensor's memory until it is freed."""
@@ -199,14 +324,14 @@ def count(part: Part) -> Counts:
         if part.input is not None:
             counter.note(part.input)
         with counter:
-            until = counter.operations
+            until, until_entry = counter.operations, 0
 
             def note_work() -> None:
-                nonlocal until
-                until = counter.operations
+                nonlocal until, until_entry
+                until, until_entry = counter.operations, len(counter.log)
 
             output, saved_bytes = saved_tensors(part, note_work)
-            forward, middle = counter.operations, counter.moment
+            forward, middle, middle_entry = counter.operations, counter.moment, len(counter.log)
             with torch.autograd.set_multithreading_enabled(False):  # the counter sees this thread alone
                 if output.requires_grad:  # not that of a frozen embedding
                     output.backward(torch.ones_like(output))
@@ -215,10 +340,16 @@ def count(part: Part) -> Counts:
         for hook in hooks:
             hook.remove()
         part.forget_gradients()
+    log = counter.log
+
+    def with_fused(work: OperationCount, begin: int, end: int) -> OperationCount:
+        moved, kernels = log.fused(begin, end)
+        return replace(work, fused_bytes=moved, fused_launches=kernels)
+
     return Counts(
-        forward=forward,
-        backward=counter.operations - forward,
-        forward_after_last_saved=forward - until,
+        forward=with_fused(forward, 0, middle_entry),
+        backward=with_fused(counter.operations - forward, middle_entry, len(log)),
+        forward_after_last_saved=with_fused(forward - until, until_entry, middle_entry),
         saved_bytes=saved_bytes,
         forward_peak_bytes=counter.peak_bytes(0, middle),
         backward_peak_bytes=counter.peak_bytes(middle, end),

@@ -65,7 +65,7 @@ def _inside(name: str, regions: Iterable[str]) -> bool:
 
 def saves_after_last_region(small: PreTrainedModel) -> bool:
     """Returns whether a module with weights, such as a norm, takes the output of the last region of a layer."""
-    parts = isolated_layers(small, LayerStrategy(), packed=len(adapter_for(small).stacks) == 1)
+    parts = isolated_layers(small, LayerStrategy(), packed=False)  # which every family allows
     seen: list[str] = []
     tokens = image_positions(small) or 8
     layer, place = parts.rank.blocks[0].layer, parts.rank.stage.adapter.places(small)[0]

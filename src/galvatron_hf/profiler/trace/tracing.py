@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -17,7 +18,9 @@ from galvatron_hf.models.shape import ModelShape
 from galvatron_hf.parallel.data_parallel.sharding import DTYPES
 from galvatron_hf.parallel.validate import check_model
 from galvatron_hf.plan import ParallelPlan
-from galvatron_hf.profiler.profiles.hardware import DEVICES, HardwareProfile
+from galvatron_hf.profiler.profiles.attention_rates import AttentionRates
+from galvatron_hf.profiler.profiles.devices import DEVICES, Device
+from galvatron_hf.profiler.profiles.hardware import MADE_OF, PRESET, HardwareProfile
 from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile
 from galvatron_hf.profiler.profiles.model import EXPERT_IMBALANCE, ModelProfile
 from galvatron_hf.profiler.trace.counted_model import CountedModel, PartTimes, Speed
@@ -25,12 +28,10 @@ from galvatron_hf.profiler.trace.shapes import model_shape_from_model, regions_o
 from galvatron_hf.profiler.trace.small_models import empty_model, image_positions, layer_kinds, positions
 
 
-# FLOP/s of a layer over those of a large matrix product.
-EFFICIENCY = 0.85
-# Memory bandwidth in bytes/s by device name, from data sheets.
-BANDWIDTHS = {"a100": 2.04e12, "h100": 3.35e12, "h200": 4.8e12, "4090": 1.01e12}
-# FLOPs per byte of other devices: GPUs, and one CPU core.
-FLOPS_PER_BYTE = {"gpu": 200.0, "cpu": 20.0}
+# FLOP/s of a layer's matrix products over those of large ones.
+EFFICIENCY = 0.9
+# FLOPs per byte of memory of devices that are not known: GPUs, and one CPU core.
+FLOPS_PER_BYTE = {"gpu": 240.0, "cpu": 20.0}
 CPU_FLOPS = 1e13  # FLOP/s that no CPU core reaches
 IMBALANCE_TEXT = (
     "most rows at a rank over their mean as in trained routers of 8 experts, for degrees that expert_imbalance lacks"
@@ -50,6 +51,8 @@ def profile_from_config(
     packed: bool = True,
     max_degree: int = 64,
     efficiency: float = EFFICIENCY,
+    speed: Speed | None = None,
+    compiled: bool = False,
 ) -> ModelProfile:
     """Counts the work of a model from its configuration, without weights and without a device.
 
@@ -66,7 +69,9 @@ def profile_from_config(
         packed (`bool`, defaults to `True`): Whether micro-batches are packed documents, or rows without padding, as
             those of an encoder and a decoder are.
         max_degree (`int`, defaults to 64): Largest product of tensor and Ulysses degree of a layer.
-        efficiency (`float`, *optional*): FLOP/s of a layer over those of a large matrix product.
+        efficiency (`float`, *optional*): FLOP/s of a layer's matrix products over those of large ones.
+        speed ([`Speed`], *optional*): Rates of the device; by default [`speed_of`] the hardware.
+        compiled (`bool`, defaults to `False`): Whether torch.compile fuses the operations of layers.
 
     Raises:
         ValueError: If the configuration is missing, its family is unknown, or its sizes do not fit together.
@@ -80,18 +85,16 @@ def profile_from_config(
             f"The hardware profile {hardware.name!r} has no rate for {dtype!r}; use one of "
             f"{', '.join(sorted(hardware.flops_per_s))}, or profile the machine."
         )
-    flops = hardware.flops_per_s[dtype] * efficiency
-    bandwidth = memory_bandwidth(hardware)
-    speed = Speed(flops_per_ms=flops / 1e3, bytes_per_ms=bandwidth / 1e3)
+    speed = replace(speed or speed_of(hardware, dtype, efficiency), compiled=compiled)
     assumed = {
         **hardware.assumed,
-        "times": f"counted FLOPs at {efficiency:g} of the rate of matrix products and other operations' bytes at "
-        f"{bandwidth / 1e9:,.0f} GB/s; nothing was measured",
+        "times": f"counted: products at {efficiency:g} of the rate of large ones, then what they write and other "
+        f"operations' bytes at {speed.bytes_per_ms / 1e6:,.0f} GB/s; nothing was measured",
     }
     try:
         with torch.random.fork_rng(devices=[]):
             made = describe(length, packed, ratio) | {
-                key: hardware.made[key] for key in DEVICES if key in hardware.made
+                key: hardware.made[key] for key in MADE_OF if key in hardware.made
             }
             counts = CountedModel(model, DTYPES[dtype], length, packed, length_ratio=ratio)
             return profile_of(
@@ -126,11 +129,37 @@ def rows_of_stacks(model: PreTrainedModel, packed: bool, length: int, target_len
     return packs, 1.0 if target_length is None else target_length / length
 
 
-def memory_bandwidth(hardware: HardwareProfile) -> float:
-    """Returns the assumed memory bandwidth of a device in bytes/s."""
-    fastest = max(hardware.flops_per_s.values())
-    guess = fastest / FLOPS_PER_BYTE["gpu" if fastest > CPU_FLOPS else "cpu"]
-    return next((rate for name, rate in BANDWIDTHS.items() if name in hardware.name.lower()), guess)
+def speed_of(hardware: HardwareProfile, dtype: str, efficiency: float = EFFICIENCY) -> Speed:
+    """Returns the assumed rates of a device: those of the known one that the profile names, or guesses."""
+    products = hardware.flops_per_s[dtype]
+    device = known_device(hardware)
+    if device is not None:
+        attention, bandwidth, launch_ms = (
+            figure[0] for figure in (device.attention, device.memory_bytes_per_s, device.launch_ms)
+        )
+    else:
+        fastest = max(hardware.flops_per_s.values())
+        is_gpu = fastest > CPU_FLOPS
+        share = fastest / DEVICES["h100"].flops[0]["bf16"]
+        attention = AttentionRates(forward=share, backward=share) if is_gpu else None
+        bandwidth = fastest / FLOPS_PER_BYTE["gpu" if is_gpu else "cpu"]
+        launch_ms = DEVICES["h100" if is_gpu else "cpu"].launch_ms[0]
+    return Speed(
+        flops_per_ms=products * efficiency / 1e3,
+        bytes_per_ms=bandwidth / 1e3,
+        attention=attention,
+        launch_ms=launch_ms,
+    )
+
+
+def known_device(hardware: HardwareProfile) -> Device | None:
+    """Returns the device of a preset, or that of the same name as measured ones, such as "NVIDIA H100 80GB HBM3"."""
+    preset = hardware.made.get(PRESET)
+    if preset is not None:
+        return DEVICES.get(preset)
+    words = hardware.name.lower().replace("-", " ").split()
+    gpus = [name for name in DEVICES if name != "cpu" and name.split("-")[0].removeprefix("rtx") in words]
+    return next((DEVICES[name] for name in gpus if name.partition("-")[2].rstrip("g") in hardware.name), None)
 
 
 def _read_model(
