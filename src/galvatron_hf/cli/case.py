@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from dataclasses import asdict, replace
@@ -22,6 +23,7 @@ from galvatron_hf.planner.cost import rings
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.estimate import Estimate
 from galvatron_hf.planner.report.alternatives import Alternative
+from galvatron_hf.planner.report.throughput import throughput_of
 from galvatron_hf.planner.space import Limits
 from galvatron_hf.profiler.profiles.hardware import MADE_OF, HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile, read_imbalance
@@ -31,6 +33,7 @@ from galvatron_hf.utils.units import GIB
 
 
 _MOST_ROWS, _MOST_TOKENS = 1 << 20, 1 << 30
+_EXAMPLES = {"--tokens": "1e12", "--price-per-hour": "2.5"}
 
 
 def add_case_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,6 +87,11 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DEGREE=X",
         help="most rows at a rank over their mean, by expert degree, as a training run has measured: 4=1.3 8=1.6",
     )
+    work.add_argument(
+        "--compiled", action="store_true", help="price layers that torch.compile has fused; with --model only"
+    )
+    work.add_argument("--tokens", type=float, metavar="N", help="also say what a run of N tokens takes, such as 1e12")
+    work.add_argument("--price-per-hour", type=float, metavar="X", help="price of a device-hour, with --tokens")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
@@ -118,6 +126,13 @@ def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile,
         raise ValueError(f"--seq-length {given.seq_length} is above {_MOST_TOKENS}: give the tokens of one row.")
     if given.memory_gib is not None and not 1 / GIB <= given.memory_gib < 2**20:
         raise ValueError(f"--memory-gib {given.memory_gib} is not the memory of a device: give GiB, such as 80.")
+    for name, value in (("--tokens", given.tokens), ("--price-per-hour", given.price_per_hour)):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} {value:g} is not a number above 0: give such as {_EXAMPLES[name]}.")
+    if given.price_per_hour is not None and given.tokens is None:
+        raise ValueError("--price-per-hour is for a run of so many tokens: give --tokens too.")
+    if given.compiled and given.model is None:
+        raise ValueError("--compiled is for a model that is traced, and a profile was measured: give --model.")
     hardware, model = _galvatron(given) if given.galvatron_profiles is not None else _profiles(given)
     if given.expert_imbalance is not None:
         model = _with_imbalance(model, given.expert_imbalance)
@@ -209,6 +224,7 @@ def _profiles(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]
             length=given.seq_length,
             target_length=given.target_length,
             packed=False,
+            compiled=given.compiled,
             **degrees,
         )
 
@@ -247,6 +263,35 @@ def warn_of_precision(plan: ParallelPlan, workload: Workload) -> None:
     if plan.precision not in (None, workload.precision):
         own, priced_in = (json.dumps(asdict(precision)) for precision in (plan.precision, workload.precision))
         print(f"The plan's precision is {own}; the prediction is for {priced_in}.", file=sys.stderr)
+
+
+def pace_of(
+    given: argparse.Namespace, hardware: HardwareProfile, model: ModelProfile, workload: Workload, step_ms: float
+) -> tuple[str, ...]:
+    """Returns the lines that say how fast a plan is, and what a run of --tokens takes."""
+    pace = throughput_of(hardware, model, workload, step_ms)
+    lines = (f"{pace.text()} (predicted)",)
+    if given.tokens is None:
+        return lines
+    return (*lines, f"{pace.text_of_run(given.tokens, given.price_per_hour)} (predicted, without interruptions)")
+
+
+def pace_values(
+    given: argparse.Namespace, hardware: HardwareProfile, model: ModelProfile, workload: Workload, step_ms: float
+) -> dict[str, Any]:
+    """Returns the same as JSON values."""
+    pace = throughput_of(hardware, model, workload, step_ms)
+    values = {
+        "tokens_per_second": pace.tokens_per_second,
+        "tokens_per_second_and_device": pace.tokens_per_second_and_device,
+        "mfu": pace.mfu,
+    }
+    if given.tokens is not None:
+        hours = pace.device_hours(given.tokens)
+        values |= {"days": pace.days(given.tokens), "device_hours": hours}
+        if given.price_per_hour is not None:
+            values["price"] = hours * given.price_per_hour
+    return values
 
 
 def priced(estimate: Estimate) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from galvatron_hf.cli.case import (
     add_case_arguments,
     add_plan_argument,
     assumptions,
+    pace_of,
+    pace_values,
     priced,
     read_case,
     read_plan,
@@ -41,10 +43,12 @@ def run(given: argparse.Namespace) -> int:
         more = {
             "search_seconds": 0.0,
             "memory_budget_bytes": budget,
+            **pace_values(given, hardware, model, workload, found.estimate.step_ms),
             "step_ms_by_kind": found.step_ms(),
             "assumed": assumptions(hardware, model, plan),
         }
         print(json.dumps(priced(replace(found.estimate, plan=plan)) | more, indent=2))
         return 0
-    Console().print(Report(explanation=found, others=[], budget=budget))
+    pace = pace_of(given, hardware, model, workload, found.estimate.step_ms)
+    Console().print(Report(explanation=found, others=[], budget=budget, pace=pace))
     return 0

@@ -15,6 +15,8 @@ from galvatron_hf.cli.case import (
     add_plan_argument,
     add_rounds_argument,
     assumptions,
+    pace_of,
+    pace_values,
     priced,
     priced_all,
     read_case,
@@ -56,6 +58,7 @@ def run(given: argparse.Namespace) -> int:
     if given.json:
         more = {
             "memory_budget_bytes": budget,
+            **pace_values(given, hardware, model, workload, found.estimate.step_ms),
             "step_ms_by_kind": found.step_ms(),
             "stages": [asdict(stage) for stage in found.stages],
             "alternatives": priced_all(others),
@@ -63,5 +66,6 @@ def run(given: argparse.Namespace) -> int:
         }
         print(json.dumps(priced(replace(found.estimate, plan=plan)) | more, indent=2))
         return 0
-    Console().print(Report(explanation=found, others=others, budget=budget))
+    pace = pace_of(given, hardware, model, workload, found.estimate.step_ms)
+    Console().print(Report(explanation=found, others=others, budget=budget, pace=pace))
     return 0

@@ -18,6 +18,7 @@ COMMANDS = {
     "profile-model": "measure forward, backward and memory of a model's layers on this machine",
     "search": "find the fastest plan for a model on a cluster",
     "estimate": "predict time and memory of a plan",
+    "rent": "compare offers of devices: time and price of a run, and the cheapest in time",
     "explain": "show where a plan's time and memory go, and faster plans",
 }
 

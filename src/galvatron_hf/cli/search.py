@@ -14,6 +14,8 @@ from galvatron_hf.cli.case import (
     add_case_arguments,
     add_rounds_argument,
     assumptions,
+    pace_of,
+    pace_values,
     priced,
     priced_all,
     read_case,
@@ -75,6 +77,7 @@ def run(given: argparse.Namespace) -> int:
             most = limits.virtual_stages
             others = alternatives(hardware, model, workload, memory_bytes=budget, virtual_stages=most, progress=True)
         found = priced(replace(result.best, plan=result.best.plan_with_prediction(workload))) | {
+            **pace_values(given, hardware, model, workload, result.best.step_ms),
             "search_seconds": result.seconds,
             "memory_budget_bytes": budget,
             "memory_quantum_bytes": 1,
@@ -87,13 +90,16 @@ def run(given: argparse.Namespace) -> int:
         }
         print(json.dumps(found, indent=2))
         return 0
-    _show(result, given.compare, (hardware, model, workload))
+    _show(result, given, (hardware, model, workload))
     return 0
 
 
-def _show(result: SearchResult, compare: bool, case: tuple[HardwareProfile, ModelProfile, Workload]) -> None:
+def _show(
+    result: SearchResult, given: argparse.Namespace, case: tuple[HardwareProfile, ModelProfile, Workload]
+) -> None:
     console = Console()
-    console.print(explain(result, compare=compare, progress=True))
+    report = explain(result, compare=given.compare, progress=True)
+    console.print(replace(report, pace=pace_of(given, *case, result.best.step_ms)))
     console.print(
         f"{result.cuts} ways to cut the step, {result.problems} problems of the best, {result.solved} of them "
         f"searched to the end with {result.states} partial plans, memory counted in bytes, {result.seconds:.1f} s"

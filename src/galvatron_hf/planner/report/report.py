@@ -21,11 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Prints an explanation and other plans as text, or as tables of `rich`; `budget` is in bytes of a rank."""
+    """Prints an explanation and other plans as text, or as tables of `rich`; `budget` is in bytes of a rank, and
+    `pace` are lines that say how fast the plan is.
+    """
 
     explanation: Explanation
     others: list[Alternative]
     budget: int
+    pace: tuple[str, ...] = ()
 
     def __rich_console__(self, *unused: Any) -> Iterator[Table | str]:
         estimate = self.explanation.estimate
@@ -33,6 +36,7 @@ class Report:
         yield self._stage_table()
         yield self._time_table()
         yield f"{estimate.step_ms:.1f} ms a step, {estimate.samples_per_second:.2f} samples/s (predicted)"
+        yield from self.pace
         missing = (max(estimate.memory_bytes) - self.budget) / GIB
         if missing > 0:
             yield f"The plan does not fit: it needs {missing:.2f} GiB more on a device."

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from galvatron_hf.profiler.profiles.attention_rates import SOURCE, AttentionRates
+from galvatron_hf.profiler.profiles.hardware import PRESET, HardwareProfile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,7 @@ class Device:
     Attributes:
         memory: bytes.
         flops: FLOP/s of large matrix products by number format.
+        peak_flops: FLOP/s of the data sheet, of dense products, by number format; empty if there is none.
         memory_bytes_per_s: bandwidth of the memory.
         attention ([`AttentionRates`] or None): rates of fused attention; None for those of matrix products.
         launch_ms: time from one operation that Python issues to the next, during which the device may wait.
@@ -29,6 +31,7 @@ class Device:
 
     memory: tuple[float, str]
     flops: tuple[dict[str, float], str]
+    peak_flops: dict[str, float]
     memory_bytes_per_s: tuple[float, str]
     attention: tuple[AttentionRates | None, str]
     launch_ms: tuple[float, str]
@@ -65,6 +68,8 @@ _HOPPER_FLOPS = (
     "720 of 989 TFLOP/s (bf16): MI300X vs H100 vs H200 Benchmark, SemiAnalysis, December 2024; the same share of 67 "
     "(fp32), NVIDIA data sheet, SXM",
 )
+_AMPERE_PEAK = {"fp32": 19.5e12, "bf16": 312e12}
+_HOPPER_PEAK = {"fp32": 67e12, "bf16": 989e12}
 _HOPPER_ATTENTION = AttentionRates(forward=1.0, backward=1.0), SOURCE
 _AMPERE_ATTENTION = (
     AttentionRates(forward=187 / 368, backward=187 / 368),
@@ -84,6 +89,7 @@ DEVICES = {
     "a100-40g": Device(
         memory=(40e9, "NVIDIA A100 data sheet: 40 GB"),
         flops=_AMPERE_FLOPS,
+        peak_flops=_AMPERE_PEAK,
         memory_bytes_per_s=(0.9 * 1.555e12, f"NVIDIA A100 data sheet, 40 GB SXM: 1,555 GB/s, {_COPIES}"),
         attention=_AMPERE_ATTENTION,
         launch_ms=_EAGER,
@@ -96,6 +102,7 @@ DEVICES = {
     "a100-80g": Device(
         memory=(80e9, "NVIDIA A100 data sheet: 80 GB"),
         flops=_AMPERE_FLOPS,
+        peak_flops=_AMPERE_PEAK,
         memory_bytes_per_s=(0.9 * 2.039e12, f"NVIDIA A100 data sheet, 80 GB SXM: 2,039 GB/s, {_COPIES}"),
         attention=_AMPERE_ATTENTION,
         launch_ms=_EAGER,
@@ -108,6 +115,7 @@ DEVICES = {
     "h100": Device(
         memory=(80e9, "NVIDIA H100 SXM data sheet: 80 GB"),
         flops=_HOPPER_FLOPS,
+        peak_flops=_HOPPER_PEAK,
         memory_bytes_per_s=(0.9 * 3.35e12, f"NVIDIA H100 SXM data sheet: 3.35 TB/s, {_COPIES}"),
         attention=_HOPPER_ATTENTION,
         launch_ms=_EAGER,
@@ -120,6 +128,7 @@ DEVICES = {
     "h200": Device(
         memory=(141e9, "NVIDIA H200 SXM data sheet: 141 GB"),
         flops=_HOPPER_FLOPS,
+        peak_flops=_HOPPER_PEAK,
         memory_bytes_per_s=(0.9 * 4.8e12, f"NVIDIA H200 SXM data sheet: 4.8 TB/s, {_COPIES}"),
         attention=_HOPPER_ATTENTION,
         launch_ms=_EAGER,
@@ -135,6 +144,7 @@ DEVICES = {
             {"fp32": 75e12 * 0.73, "bf16": 1429e12},
             "1,429 of 2,250 TFLOP/s (bf16) that products sustain (stas00/ml-engineering); fp32 guessed",
         ),
+        peak_flops={"fp32": 75e12, "bf16": 2250e12},
         memory_bytes_per_s=(0.9 * 8e12, f"NVIDIA DGX B200 data sheet: 64 TB/s for 8 devices, {_COPIES}"),
         attention=_share_of_h100(1429e12),
         launch_ms=_EAGER,
@@ -151,6 +161,7 @@ DEVICES = {
             "620 of 1,307 TFLOP/s (bf16): MI300X vs H100 vs H200 Benchmark, SemiAnalysis, December 2024; the same "
             "share of 163 (fp32), AMD data sheet",
         ),
+        peak_flops={"fp32": 163.4e12, "bf16": 1307e12},
         memory_bytes_per_s=(0.8 * 5.3e12, "AMD Instinct MI300X data sheet: 5.3 TB/s, of which copies reach 0.8"),
         attention=_share_of_h100(620e12),
         launch_ms=_EAGER,
@@ -166,6 +177,7 @@ DEVICES = {
             {"fp32": 91.6e12 * 0.73, "bf16": 362e12 * 0.73},
             "NVIDIA L40S data sheet: 91.6 (fp32) and 362 (bf16, dense) TFLOP/s, times the share that an H100 reaches",
         ),
+        peak_flops={"fp32": 91.6e12, "bf16": 362e12},
         memory_bytes_per_s=(0.9 * 0.864e12, f"NVIDIA L40S data sheet: 864 GB/s, {_COPIES}"),
         attention=_share_of_h100(362e12 * 0.73),
         launch_ms=_EAGER,
@@ -182,6 +194,7 @@ DEVICES = {
             "NVIDIA Ada white paper: 82.6 (fp32) and 165.2 (bf16 with fp32 sums) TFLOP/s, which attention reaches too "
             "(tl_doc/flash_perf.md, apache/tvm)",
         ),
+        peak_flops={"fp32": 82.6e12, "bf16": 165.2e12},
         memory_bytes_per_s=(0.9 * 1.008e12, f"NVIDIA Ada white paper: 1,008 GB/s, {_COPIES}"),
         attention=(
             AttentionRates(forward=169 / 362, backward=125 / 291),
@@ -201,6 +214,7 @@ DEVICES = {
     "cpu": Device(
         memory=(8 * 2**30, "guessed: 8 GiB per rank"),
         flops=({"fp32": 1.0e11, "bf16": 2.0e11}, _GUESSED),
+        peak_flops={},
         memory_bytes_per_s=(1.0e10, _GUESSED),
         attention=(None, "attention at the rate of products"),
         launch_ms=(0.0, "operations are part of the time"),
@@ -211,3 +225,13 @@ DEVICES = {
         overlap=(None, "gloo: no overlap"),
     ),
 }
+
+
+def known_device(hardware: HardwareProfile) -> Device | None:
+    """Returns the device of a preset, or that of the same name as measured ones, such as "NVIDIA H100 80GB HBM3"."""
+    preset = hardware.made.get(PRESET)
+    if preset is not None:
+        return DEVICES.get(preset)
+    words = hardware.name.lower().replace("-", " ").split()
+    gpus = [name for name in DEVICES if name != "cpu" and name.split("-")[0].removeprefix("rtx") in words]
+    return next((DEVICES[name] for name in gpus if name.partition("-")[2].rstrip("g") in hardware.name), None)

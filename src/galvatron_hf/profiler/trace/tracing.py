@@ -19,8 +19,8 @@ from galvatron_hf.parallel.data_parallel.sharding import DTYPES
 from galvatron_hf.parallel.validate import check_model
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.profiler.profiles.attention_rates import AttentionRates
-from galvatron_hf.profiler.profiles.devices import DEVICES, Device
-from galvatron_hf.profiler.profiles.hardware import MADE_OF, PRESET, HardwareProfile
+from galvatron_hf.profiler.profiles.devices import DEVICES, known_device
+from galvatron_hf.profiler.profiles.hardware import MADE_OF, HardwareProfile
 from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile
 from galvatron_hf.profiler.profiles.model import EXPERT_IMBALANCE, ModelProfile
 from galvatron_hf.profiler.trace.counted_model import CountedModel, PartTimes, Speed
@@ -150,16 +150,6 @@ def speed_of(hardware: HardwareProfile, dtype: str, efficiency: float = EFFICIEN
         attention=attention,
         launch_ms=launch_ms,
     )
-
-
-def known_device(hardware: HardwareProfile) -> Device | None:
-    """Returns the device of a preset, or that of the same name as measured ones, such as "NVIDIA H100 80GB HBM3"."""
-    preset = hardware.made.get(PRESET)
-    if preset is not None:
-        return DEVICES.get(preset)
-    words = hardware.name.lower().replace("-", " ").split()
-    gpus = [name for name in DEVICES if name != "cpu" and name.split("-")[0].removeprefix("rtx") in words]
-    return next((DEVICES[name] for name in gpus if name.partition("-")[2].rstrip("g") in hardware.name), None)
 
 
 def _read_model(
