@@ -33,6 +33,7 @@ from galvatron_hf.utils.units import GIB
 
 
 _MOST_ROWS, _MOST_TOKENS = 1 << 20, 1 << 30
+MEMORY_FRACTION = 0.92  # of a device that a plan may use
 _EXAMPLES = {"--tokens": "1e12", "--price-per-hour": "2.5"}
 
 
@@ -60,7 +61,16 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
         "--devices-per-node", type=int, metavar="N", help="devices of a machine (default: 8, or the profile's)"
     )
     profiles.add_argument(
-        "--memory-gib", type=float, metavar="X", help="memory of a device (default: the preset's or profile's)"
+        "--memory-gib",
+        type=float,
+        metavar="X",
+        help="memory that a plan may use on a device (default: --memory-fraction of the preset's or profile's)",
+    )
+    profiles.add_argument(
+        "--memory-fraction",
+        type=float,
+        metavar="X",
+        help=f"share of a device's memory that a plan may use (default: {MEMORY_FRACTION}, as in training)",
     )
     work = parser.add_argument_group("workload")
     work.add_argument("--global-batch", type=int, required=True, metavar="N", help="rows of an optimizer step")
@@ -133,6 +143,10 @@ def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile,
         raise ValueError("--price-per-hour is for a run of so many tokens: give --tokens too.")
     if given.compiled and given.model is None:
         raise ValueError("--compiled is for a model that is traced, and a profile was measured: give --model.")
+    if given.memory_fraction is not None and not 0 < given.memory_fraction <= 1:
+        raise ValueError(f"--memory-fraction {given.memory_fraction:g} is not a share: give one above 0, up to 1.")
+    if given.memory_fraction is not None and given.memory_gib is not None:
+        raise ValueError("--memory-gib and --memory-fraction exclude each other: give one of them.")
     hardware, model = _galvatron(given) if given.galvatron_profiles is not None else _profiles(given)
     if given.expert_imbalance is not None:
         model = _with_imbalance(model, given.expert_imbalance)
@@ -154,8 +168,10 @@ def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile,
         raise ValueError(
             f"--seq-length {given.seq_length} is above the {model.max_length} positions of {model.name}: give fewer."
         )
-    budget = hardware.memory_bytes if given.memory_gib is None else int(given.memory_gib * GIB)
-    return hardware, model, workload, budget
+    if given.memory_gib is not None:
+        return hardware, model, workload, int(given.memory_gib * GIB)
+    fraction = MEMORY_FRACTION if given.memory_fraction is None else given.memory_fraction
+    return hardware, model, workload, int(fraction * hardware.memory_bytes)
 
 
 def _with_imbalance(model: ModelProfile, given: list[str]) -> ModelProfile:

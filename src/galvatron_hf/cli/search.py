@@ -26,6 +26,7 @@ from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.report.alternatives import alternatives
 from galvatron_hf.planner.report.report import explain
 from galvatron_hf.planner.search import SearchResult, search_plan
+from galvatron_hf.planner.simplify import TOLERANCE, simplest
 from galvatron_hf.planner.space import Limits
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
@@ -50,12 +51,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, nargs="+", metavar="N", help="context degrees to search (default: all)")
     add_rounds_argument(parser)
     parser.add_argument("--no-recompute", action="store_true", help="search plans without recompute only")
+    parser.add_argument(
+        "--simplicity",
+        type=float,
+        default=100 * TOLERANCE,
+        metavar="PERCENT",
+        help="return the simplest plan that takes at most so much longer than the fastest one (default: 1)",
+    )
     parser.add_argument("--compare", action="store_true", help="also find the best DDP, ZeRO-3 and Megatron plans")
     parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
     """Prints the plan that was found, and writes it to --output."""
+    if not 0 <= given.simplicity <= 100:
+        raise ValueError(f"--simplicity {given.simplicity:g} is not a share of time in percent: give 0 to 100.")
     hardware, model, workload, budget = read_case(given)
     limits = Limits(
         tensor=given.max_tensor,
@@ -67,8 +77,8 @@ def run(given: argparse.Namespace) -> int:
         virtual_stages=virtual_stages_of(given),
     )
     result = search_plan(hardware, model, workload, memory_bytes=budget, limits=limits, progress=True)
-    if result.best is None:
-        raise ValueError(result.no_plan_message)
+    fastest, chosen = result.best, simplest(result, given.simplicity / 100)
+    result = replace(result, best=chosen)
     if given.output is not None:
         result.best.plan_with_prediction(workload).to_json(given.output)
     if given.json:
@@ -78,6 +88,7 @@ def run(given: argparse.Namespace) -> int:
             others = alternatives(hardware, model, workload, memory_bytes=budget, virtual_stages=most, progress=True)
         found = priced(replace(result.best, plan=result.best.plan_with_prediction(workload))) | {
             **pace_values(given, hardware, model, workload, result.best.step_ms),
+            "fastest_step_ms": fastest.step_ms,
             "search_seconds": result.seconds,
             "memory_budget_bytes": budget,
             "memory_quantum_bytes": 1,
@@ -91,6 +102,9 @@ def run(given: argparse.Namespace) -> int:
         print(json.dumps(found, indent=2))
         return 0
     _show(result, given, (hardware, model, workload))
+    more = 100 * (chosen.step_ms / fastest.step_ms - 1)
+    if chosen.plan != fastest.plan:
+        print(f"The fastest plan takes {more:.2g}% less time and is less simple; --simplicity 0 shows it.")
     return 0
 
 

@@ -1,0 +1,147 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Finds a simpler plan that is predicted to take hardly longer than the fastest one.
+
+A gain of a tenth of a percent is less than the cost model's error, and a plan with few strategies is easier to read,
+change and trust. What is simple is an order, see [`complexity`]. The simplest of many plans is returned, which need
+not be the simplest of all.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
+from galvatron_hf.planner.cost.workload import Workload
+from galvatron_hf.planner.estimate import Estimate, estimate_plan
+from galvatron_hf.planner.search import SearchResult, search_plan
+from galvatron_hf.profiler.profiles.hardware import HardwareProfile
+from galvatron_hf.profiler.profiles.model import ModelProfile
+
+
+TOLERANCE = 0.01
+MOST_PLANS = 2_000  # that are priced; each takes a millisecond or two
+
+
+def complexity(plan: ParallelPlan, devices_per_node: int) -> tuple[int, ...]:
+    """Returns what makes a plan hard to read or to trust, what matters most first: weights that are gathered from
+    other nodes for each micro-batch of a pipeline; numbers of different strategies, of runs of equal layers, of ends
+    that differ from the layers beside them, of shards over a part of the ranks; and stages on each pipeline rank.
+    """
+    layers, ranks = plan.layers, len(plan.stages[0].ranks)
+    crosses = ranks > devices_per_node
+    in_pipeline = len(plan.rank_groups) > 1 and plan.micro_batch_count > 1
+    regathered = any(
+        layer.sharding == "zero3" and (layer.shard_degree or ranks) * layer.tensor > devices_per_node
+        for layer in set(layers)
+    )
+    ends = sum(end != of_layer(layer) for end, layer in zip((plan.embedding, plan.head), (layers[0], layers[-1])))
+    return (
+        int(in_pipeline and crosses and regathered),
+        len(set(layers)),
+        1 + sum(one != other for one, other in itertools.pairwise(layers)),
+        ends,
+        sum(layer.shard_degree is not None for layer in set(layers)),
+        len(plan.stages) // len(plan.rank_groups),
+    )
+
+
+def of_layer(layer: LayerStrategy) -> VocabularyStrategy:
+    """Returns the strategy of an end that goes with a layer's, as in `ParallelPlan.uniform`."""
+    return VocabularyStrategy(tensor=layer.tensor, sharding=layer.sharding, shard_degree=layer.shard_degree)
+
+
+def simplest(result: SearchResult, tolerance: float = TOLERANCE) -> Estimate:
+    """Returns the simplest plan that was found to take at most 1 + `tolerance` times as long as the fastest one, and
+    that fits; of equally simple ones the fastest. Looked at are what was found on the way, the best plans of one
+    strategy with the stages of the fastest plan and as many micro-batches or twice as many, and what changes of these
+    lead to. Raises `ValueError` if nothing fits.
+    """
+    if result.best is None:
+        raise ValueError(result.no_plan_message)
+    longest, case = (1 + tolerance) * result.best.step_ms, (result.hardware, result.model, result.workload)
+    numbers, seen = itertools.count(), set()
+    queue: list[tuple] = []
+    found: list[tuple] = []
+
+    def add(plan: ParallelPlan | None) -> None:
+        if plan is None or plan in seen:
+            return
+        seen.add(plan)
+        one = _estimate(*case, plan)
+        if one is not None and one.step_ms <= longest and max(one.memory_bytes) <= result.memory_bytes:
+            entry = complexity(plan, result.hardware.devices_per_node), one.step_ms, next(numbers), one
+            heapq.heappush(queue, entry)
+            found.append(entry)
+
+    for one in (result.best, *result.runners_up):
+        add(one.plan)
+    if tolerance > 0:
+        for plan in _uniform(result):
+            add(plan)
+    while tolerance > 0 and queue and len(seen) < MOST_PLANS:
+        for plan in _simpler(heapq.heappop(queue)[-1].plan):
+            add(plan)
+    return min(found)[-1]
+
+
+def _uniform(result: SearchResult) -> Iterator[ParallelPlan]:
+    """Yields the best plans of one strategy with the stages of the fastest plan."""
+    best = result.best.plan
+    for count in {best.micro_batch_count, min(result.workload.rows, 2 * best.micro_batch_count)}:
+        limits = replace(
+            result.limits,
+            uniform=True,
+            pipeline=(len(best.rank_groups),),
+            micro_batches=(count,),
+            context=None if result.limits.context is None else (best.layers[0].context,),
+        )
+        case = result.hardware, result.model, result.workload
+        found = search_plan(*case, memory_bytes=result.memory_bytes, limits=limits).best
+        if found is not None:
+            yield found.plan
+
+
+def _estimate(
+    hardware: HardwareProfile, model: ModelProfile, workload: Workload, plan: ParallelPlan
+) -> Estimate | None:
+    """Returns the estimate of a plan, or None if it has no price."""
+    try:
+        return estimate_plan(hardware, model, workload, plan)
+    except ValueError:
+        return None
+
+
+def _simpler(plan: ParallelPlan) -> Iterator[ParallelPlan | None]:
+    """Yields plans in which one strategy takes another's place, a run of layers takes its neighbour's, ends those of
+    the layers beside them, shards are over all ranks, or weights stay gathered; None for an impossible one.
+    """
+    layers, kinds = plan.layers, list(dict.fromkeys(plan.layers))
+    for one, other in itertools.permutations(kinds, 2):
+        yield _changed(plan, layers=tuple(other if layer == one else layer for layer in layers))
+    runs = [(key, len(list(group))) for key, group in itertools.groupby(layers)]
+    bounds = [0, *itertools.accumulate(count for _, count in runs)]
+    for index, beside in itertools.product(range(len(runs)), (-1, 1)):
+        if 0 <= index + beside < len(runs):
+            run = (runs[index + beside][0],) * runs[index][1]
+            yield _changed(plan, layers=layers[: bounds[index]] + run + layers[bounds[index + 1] :])
+    first, last = of_layer(layers[0]), of_layer(layers[-1])
+    for embedding, head in ((first, plan.head), (plan.embedding, last), (first, last), (first, first)):
+        yield _changed(plan, embedding=embedding, head=head)
+    for one in kinds:
+        others = [replace(one, shard_degree=None)] if one.shard_degree is not None else []
+        if one.sharding == "zero3":
+            others += [replace(one, sharding="zero2"), replace(one, sharding="replicate", shard_degree=None)]
+        for other in others:
+            yield _changed(plan, layers=tuple(other if layer == one else layer for layer in layers))
+
+
+def _changed(plan: ParallelPlan, **changes) -> ParallelPlan | None:
+    try:
+        changed = replace(plan, **changes)
+    except ValueError:
+        return None
+    return None if changed == plan else changed

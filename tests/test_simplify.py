@@ -1,0 +1,117 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Simple plans near the fastest one."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from transformers import LlamaConfig
+
+from galvatron_hf.cli.main import main
+from galvatron_hf.plan import LayerStrategy, ParallelPlan, Stage, VocabularyStrategy
+from galvatron_hf.planner.estimate import estimate_plan
+from galvatron_hf.planner.search import search_plan
+from galvatron_hf.planner.simplify import complexity, simplest
+from galvatron_hf.planner.space import Limits
+from planner_cases import random_hardware, random_model, workload
+
+
+def result_of(seed: int, share: float = 1.0):
+    """Returns the result of a search in which memory is scarce, so that plans have several strategies."""
+    model = random_model(seed, layers=6)
+    hardware = random_hardware(seed, world_size=4, memory_bytes=1 << 40)
+    limits = Limits(pipeline=(1, 2), virtual_stages=1)
+    most = max(search_plan(hardware, model, workload(8), limits=limits).best.memory_bytes)
+    least = search_plan(hardware, model, workload(8), memory_bytes=1, limits=limits).least_memory_bytes
+    budget = int(least + share * (most - least))
+    return search_plan(hardware, model, workload(8), memory_bytes=budget, limits=limits)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_simple_plan_is_within_the_tolerance_and_fits(seed):
+    result = result_of(seed, share=0.5)
+    nodes = result.hardware.devices_per_node
+    fewer = 0
+    for tolerance in (0.01, 0.1, 0.5):
+        found = simplest(result, tolerance)
+        assert (
+            found.step_ms <= (1 + tolerance) * result.best.step_ms and max(found.memory_bytes) <= result.memory_bytes
+        )
+        again = estimate_plan(result.hardware, result.model, result.workload, found.plan)
+        assert (again.step_ms, again.memory_bytes) == (found.step_ms, found.memory_bytes)
+        assert complexity(found.plan, nodes) <= complexity(result.best.plan, nodes)
+        fewer = max(fewer, len(set(result.best.plan.layers)) - len(set(found.plan.layers)))
+    assert simplest(result, 0.0).step_ms == result.best.step_ms
+    assert fewer > 0 or len(set(result.best.plan.layers)) == 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_plan_of_one_strategy_is_found_where_the_search_finds_one(seed):
+    """Compares with the best plan of one strategy with the same stages, of a search of its own."""
+    result = result_of(seed, share=0.5)
+    best = result.best.plan
+    limits = replace(
+        result.limits, uniform=True, pipeline=(len(best.rank_groups),), micro_batches=(best.micro_batch_count,)
+    )
+    case = result.hardware, result.model, result.workload
+    uniform = search_plan(*case, memory_bytes=result.memory_bytes, limits=limits).best
+    if uniform is not None:
+        found = simplest(result, uniform.step_ms / result.best.step_ms - 1 + 1e-9)
+        assert len(set(found.plan.layers)) == 1
+
+
+def plan_of(*layers: LayerStrategy, pipeline: int = 1, embedding=None) -> ParallelPlan:
+    ranks, share = 16 // pipeline, len(layers) // pipeline
+    stages = tuple(
+        Stage(ranks=tuple(range(at * ranks, (at + 1) * ranks)), layers=(at * share, (at + 1) * share))
+        for at in range(pipeline)
+    )
+    ends = VocabularyStrategy(sharding=layers[0].sharding)
+    return ParallelPlan(
+        world_size=16, stacks={"decoder": len(layers)}, micro_batches=4, stages=stages, layers=layers,
+        embedding=embedding or ends, head=VocabularyStrategy(sharding=layers[-1].sharding),
+    )  # fmt: skip
+
+
+def test_what_is_simpler_is_an_order():
+    plain, other = LayerStrategy(sharding="zero2"), LayerStrategy(sharding="zero3")
+    part = LayerStrategy(sharding="zero2", shard_degree=4)
+    plans = [
+        plan_of(plain, plain, plain, plain),
+        plan_of(part, part, part, part),
+        plan_of(plain, plain, plain, plain, embedding=VocabularyStrategy(tensor=2)),
+        plan_of(plain, plain, other, other),
+        plan_of(plain, other, plain, other),
+        plan_of(plain, other, part, part),
+    ]
+    ranks = [complexity(plan, 16) for plan in plans]
+    # Shards over a part of the ranks have ends of their own here.
+    assert ranks[0] == min(ranks) and ranks[3] < ranks[4] < ranks[5] and ranks[1] < ranks[3] and ranks[2] < ranks[3]
+    across = plan_of(other, other, other, other, pipeline=2)
+    assert complexity(across, 4) > complexity(plans[5], 4) and complexity(across, 16)[0] == 0
+    assert complexity(plan_of(*(replace(other, shard_degree=4),) * 4, pipeline=2), 4)[0] == 0
+
+
+def test_the_command_says_that_a_faster_plan_is_less_simple(tmp_path, capsys):
+    LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, vocab_size=256
+    ).save_pretrained(tmp_path)
+    flags = ["search", "--model", str(tmp_path), "--cluster", "cpu", "--devices-per-node", "4", "--seq-length", "128"]
+    flags += ["--global-batch", "8", "--json"]
+    found = {}
+    for percent in ("0", "20"):
+        assert main([*flags, "--simplicity", percent]) == 0
+        found[percent] = json.loads(capsys.readouterr().out)
+    assert found["0"]["step_ms"] == found["0"]["fastest_step_ms"] == found["20"]["fastest_step_ms"]
+    assert found["20"]["step_ms"] <= 1.2 * found["0"]["step_ms"]
+    assert found["0"]["memory_budget_bytes"] == int(0.92 * 8 * 2**30)
+    assert main([*flags, "--memory-fraction", "0.5"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory_budget_bytes"] == 4 * 2**30
+    for more, sentence in (
+        (["--simplicity", "-1"], "--simplicity -1 is not a share of time"),
+        (["--memory-fraction", "2"], "--memory-fraction 2 is not a share"),
+        (["--memory-fraction", "0.5", "--memory-gib", "3"], "exclude each other"),
+    ):
+        assert main([*flags, *more]) == 1
+        assert sentence in capsys.readouterr().err
