@@ -88,8 +88,8 @@ def profile_from_config(
     speed = replace(speed or speed_of(hardware, dtype, efficiency), compiled=compiled)
     assumed = {
         **hardware.assumed,
-        "times": f"counted: products at {efficiency:g} of the rate of large ones, then what they write and other "
-        f"operations' bytes at {speed.bytes_per_ms / 1e6:,.0f} GB/s; nothing was measured",
+        "times": f"counted FLOPs: products at {efficiency:g} of the rate of large ones, then what they write and "
+        f"other operations' bytes at {speed.bytes_per_ms / 1e6:,.0f} GB/s; nothing was measured",
     }
     try:
         with torch.random.fork_rng(devices=[]):
