@@ -45,7 +45,7 @@ WORK = Workload(rows=16, length=LENGTH, precision=Precision(compute="bf16"))
 def profile() -> ModelProfile:
     """Returns T5's profile by counting, for rows of 256 tokens in the encoder and of 64 in the decoder."""
     return profile_from_config(
-        CONFIG, hardware_preset("h100", 1, 4), length=LENGTH, target_length=TARGET, max_degree=4
+        CONFIG, hardware_preset("cpu", 1, 4), length=LENGTH, target_length=TARGET, max_degree=4
     )
 
 
@@ -87,9 +87,9 @@ def test_a_profile_says_what_each_stack_has_of_a_row(profile):
 @pytest.mark.slow
 def test_twice_the_targets_cost_the_decoder_more_and_the_encoder_nothing(profile):
     longer = profile_from_config(
-        CONFIG, hardware_preset("h100", 1, 4), length=LENGTH, target_length=2 * TARGET, max_degree=4
+        CONFIG, hardware_preset("cpu", 1, 4), length=LENGTH, target_length=2 * TARGET, max_degree=4
     )
-    hardware = hardware_preset("h100", 1, 4)
+    hardware = hardware_preset("cpu", 1, 4)
     few, many = (CostModel(hardware, one, WORK, 4, 16) for one in (profile, longer))
     for kind, changes in ((0, False), (1, True)):
         first, second = (one.layer(kind, [LayerStrategy(sharding="replicate")]) for one in (few, many))
@@ -107,7 +107,7 @@ def test_what_a_layer_reads_is_sent_as_its_strategy_asks(profile):
         def _resharding_ms(self, before, after):
             return 0.0
 
-    costs = Bytes(hardware_preset("h100", 1, 4), profile, WORK, 4, 16)
+    costs = Bytes(hardware_preset("cpu", 1, 4), profile, WORK, 4, 16)
     decoder, rows, element = profile.kinds[1], 16, 2
     states = LENGTH * HIDDEN * element  # of a row of the encoder
     # A data rank of four has 4 rows, one of two 8.
