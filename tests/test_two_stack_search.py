@@ -44,9 +44,7 @@ WORK = Workload(rows=16, length=LENGTH, precision=Precision(compute="bf16"))
 @pytest.fixture(scope="module")
 def profile() -> ModelProfile:
     """Returns T5's profile by counting, for rows of 256 tokens in the encoder and of 64 in the decoder."""
-    return profile_from_config(
-        CONFIG, hardware_preset("cpu", 1, 4), length=LENGTH, target_length=TARGET, max_degree=4
-    )
+    return profile_from_config(CONFIG, hardware_preset("cpu", 1, 4), length=LENGTH, target_length=TARGET, max_degree=4)
 
 
 def test_layers_of_a_stack_are_of_one_kind_though_one_has_the_table_of_the_bias():
