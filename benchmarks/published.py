@@ -82,8 +82,8 @@ TRITON = 1 / 1.9
 # least with the square of the clock.
 AT_500_W = (500 / 700) ** 0.5
 HBM2E = 2.0 / 3.35
-# NeMo AutoModel measures with routers that choose all experts equally often (`fake_balanced_gate`), and with
-# TransformerEngine's fused operations: they count as compiled.
+# NeMo AutoModel is taken to measure with routers that choose all experts equally often: it has a gate that does
+# (`FakeBalancedGate`), and does not say. TransformerEngine's fused operations count as compiled.
 BALANCED = {2: 1.0, 4: 1.0, 8: 1.0}
 
 

@@ -43,7 +43,7 @@ class Device:
 
 
 _EAGER = 0.005, "guessed: 5 us from one eager operation to the next"
-# Steps of NCCL's rings with its protocol for large messages.
+# Steps of NCCL's rings with its protocol for large messages; those of its trees are taken to be as long.
 _NCCL = "src/graph/tuning.cc of NVIDIA/nccl: hwLat, ring, simple protocol"
 _NVLINK_MS = 0.0034, f"3.4 us a step ({_NCCL}, NVLink)"
 _PCIE_MS = 0.0057, f"5.7 us a step ({_NCCL}, PCI)"
