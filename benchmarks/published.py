@@ -38,6 +38,7 @@ DEFAULTS = {
     "sharding": "zero3", "recompute": "none", "source": "",
 }  # fmt: skip
 CLUSTERS = {"h100_80gb": "h100", "a100_80gb": "a100-80g", "a100_40gb": "a100-40g"}
+SHARDINGS = {"ddp": "replicate", "none": "replicate", "zero1": "zero2"}  # other names, and the nearest of ours
 DEVICES_PER_NODE = 8
 LLAMA = dict(vocab_size=128_256, num_key_value_heads=8, tie_word_embeddings=False)
 # Sizes of published models, from their config.json.
@@ -120,7 +121,7 @@ def profile_of(
     speed = speed_of(hardware, "bf16")
     if model.startswith("mpt"):
         speed = replace(speed, attention=speed.attention.times(TRITON))
-    if model.startswith("megatron"):  # of 2021, before fused attention
+    if "megatron" in f"{model} {source}".lower():  # of 2021, before fused attention
         config._attn_implementation = "eager"
     if "500 W" in source:
         speed = replace(
@@ -169,7 +170,7 @@ def predicted(row: dict[str, str]) -> float:
             megatron_sp=tensor > 1,
             context=context,
             expert=int(row["expert"]),
-            sharding=row["sharding"],
+            sharding=SHARDINGS.get(row["sharding"], row["sharding"]),
             recompute="none" if recompute == "unstated" else recompute,
         )
         times.append(estimate_plan(hardware_of(row["gpu"], gpus), model, workload, plan).step_ms)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,12 +19,15 @@ from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy
 from galvatron_hf.plan.deal import Deal
 from galvatron_hf.profiler.profiles.attention_rates import AttentionRates
+from galvatron_hf.profiler.profiles.devices import DEVICES
 from galvatron_hf.profiler.profiles.layers import TimeFit
+from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.profiler.trace.counted_model import CountedModel, Speed
 from galvatron_hf.profiler.trace.counting import AttentionKernel, Counts, count
 from galvatron_hf.profiler.trace.isolated_layers import Part
 from galvatron_hf.profiler.trace.shapes import model_shape_from_model
 from galvatron_hf.profiler.trace.small_models import empty_model, layer_kinds
+from galvatron_hf.profiler.trace.tracing import speed_of
 from memory_formulas import LayerShape, saved_activation_bytes
 from ranks import run_ranks
 from test_memory import measure_saved
@@ -240,7 +244,24 @@ def test_the_host_needs_time_for_each_operation():
     work = counted(lambda given: given.exp().sin()).forward
     eager, compiled = (Speed(flops_per_ms=1.0, bytes_per_ms=1e9, launch_ms=5.0, compiled=one) for one in (False, True))
     assert (eager.least_ms(work), compiled.least_ms(work)) == (10.0, 5.0)
-    assert TimeFit(per_token=1.0, least=10.0).ms(3, 0) == 10 and TimeFit(per_token=1.0, least=10.0).ms(30, 0) == 30
+    fit = TimeFit(per_token=1.0, least=10.0)
+    assert (fit.ms(3, 0), fit.ms(30, 0), fit.ms(30, 0, without=5), fit.ms(12, 0, without=5)) == (10, 30, 25, 10)
+
+
+def test_rates_are_those_of_the_device_that_a_profile_names():
+    """A measured profile has its own rate of products, and the other rates of the device of its name."""
+    preset = hardware_preset("a100-40g", 1, 2)
+    speed = speed_of(preset, "bf16", efficiency=0.5)
+    device = DEVICES["a100-40g"]
+    assert (speed.flops_per_ms, speed.bytes_per_ms) == (0.5 * 265e9, device.memory_bytes_per_s[0] / 1e3)
+    assert (speed.attention, speed.launch_ms) == (device.attention[0], device.launch_ms[0])
+    measured = replace(preset, name="NVIDIA A100-SXM4-80GB", made={}, flops_per_s={"bf16": 200e12})
+    speed = speed_of(measured, "bf16", efficiency=1.0)
+    assert (speed.flops_per_ms, speed.bytes_per_ms) == (200e9, DEVICES["a100-80g"].memory_bytes_per_s[0] / 1e3)
+    unknown = speed_of(replace(measured, name="some GPU"), "bf16", efficiency=1.0)
+    assert unknown.attention.forward == pytest.approx(200 / 720) and unknown.launch_ms > 0
+    core = speed_of(replace(measured, name="a core", flops_per_s={"bf16": 1e11}), "bf16", efficiency=1.0)
+    assert core.attention is None and core.launch_ms == 0
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,12 @@ def test_a_pace_is_told_in_tokens_days_hours_and_a_price():
     assert pace.mfu == pytest.approx(model_flops(model, work) / 0.064 / (16 * 989e12))
     tokens = 200_000 * 86_400 * 2.5
     assert (pace.days(tokens), pace.device_hours(tokens)) == (2.5, 2.5 * 24 * 16)
-    assert pace.text_of_run(tokens, 2.0) == "4.32e+10 tokens: 2.5 days, 960 device-hours, 1,920 at 2 an hour"
+    run = "4.32e+10 tokens: 2.5 days, 960 device-hours, 1,920 at 2 an hour (predicted, without interruptions)"
+    assert pace.lines(tokens, 2.0)[1] == run and pace.lines() == pace.lines(tokens)[:1]
+    assert pace.lines()[0] == f"200,000 tokens/s, 12,500 a device, {pace.mfu:.0%} MFU (predicted)"
+    values = pace.values(tokens, 2.0)
+    assert (values["days"], values["device_hours"], values["price"]) == (2.5, 960, 1920)
+    assert "days" not in pace.values() and "price" not in pace.values(tokens)
     assert throughput_of(hardware_preset("cpu", 1, 2), model, work, 64.0).mfu is None
     unknown = replace(hardware_preset("h100", 1, 2), name="my machine", made={})
     assert throughput_of(unknown, model, work, 64.0).mfu is None
@@ -98,13 +103,18 @@ def test_an_offer_without_memory_has_no_plan(flags, capsys):
         ([], "give its length, such as --tokens 1e12"),
         (["--tokens", "-1"], "--tokens -1 is not a number above 0"),
         (["--tokens", "1e9", "--deadline", "soon"], "--deadline soon is not a time"),
-        (["--tokens", "1e9", "--nodes", "2"], "leave --nodes out"),
-        (["--tokens", "1e9", "--price-per-hour", "2"], "leave --price-per-hour out"),
     ],
 )
 def test_flags_that_do_not_fit_are_told_in_a_sentence(flags, more, sentence, capsys):
     assert main([*flags, *more]) == 1
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--nodes", "--cluster", "--hardware-profile", "--price-per-hour"])
+def test_offers_alone_name_devices_and_prices(flags, flag, capsys):
+    with pytest.raises(SystemExit):
+        main([*flags, "--tokens", "1e9", flag, "2"])
+    assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from galvatron_hf.planner.cost import rings
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.estimate import Estimate
 from galvatron_hf.planner.report.alternatives import Alternative
-from galvatron_hf.planner.report.throughput import throughput_of
 from galvatron_hf.planner.space import Limits
 from galvatron_hf.profiler.profiles.hardware import MADE_OF, HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile, read_imbalance
@@ -39,69 +38,85 @@ _EXAMPLES = {"--tokens": "1e12", "--price-per-hour": "2.5"}
 
 def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that name the model, the cluster and the workload."""
-    profiles = parser.add_argument_group("model and cluster")
-    profiles.add_argument("--model", metavar="PATH", help="a folder with a config.json, or such a file")
-    profiles.add_argument(
+    add_model_arguments(parser)
+    add_cluster_arguments(parser)
+    add_workload_arguments(parser)
+    parser.add_argument("--price-per-hour", type=float, metavar="X", help="price of a device-hour, with --tokens")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that name the model, and the memory that it may use."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", metavar="PATH", help="a folder with a config.json, or such a file")
+    group.add_argument(
         "--adapter", metavar="DIR", help="a folder with PEFT's adapter_config.json: LoRA on the frozen --model"
     )
-    profiles.add_argument("--cluster", metavar="NAME", help="a preset of devices, such as h100; none need be present")
-    profiles.add_argument(
+    group.add_argument(
         "--model-profile", metavar="FILE", help="the output of `galvatron profile-model`, instead of --model"
     )
-    profiles.add_argument(
-        "--hardware-profile", metavar="FILE", help="the output of `galvatron profile-hardware`, instead of --cluster"
+    group.add_argument(
+        "--compiled", action="store_true", help="price layers that torch.compile has fused; with --model only"
     )
-    profiles.add_argument(
-        "--galvatron-profiles",
-        metavar="DIR",
-        help="a folder of Galvatron's profiles, with model/ and hardware/, measured under Megatron-SP",
-    )
-    profiles.add_argument("--nodes", type=int, metavar="N", help="machines (default: 1, or the profile's)")
-    profiles.add_argument(
-        "--devices-per-node", type=int, metavar="N", help="devices of a machine (default: 8, or the profile's)"
-    )
-    profiles.add_argument(
+    group.add_argument(
         "--memory-gib",
         type=float,
         metavar="X",
         help="memory that a plan may use on a device (default: --memory-fraction of the preset's or profile's)",
     )
-    profiles.add_argument(
+    group.add_argument(
         "--memory-fraction",
         type=float,
         metavar="X",
         help=f"share of a device's memory that a plan may use (default: {MEMORY_FRACTION}, as in training)",
     )
-    work = parser.add_argument_group("workload")
-    work.add_argument("--global-batch", type=int, required=True, metavar="N", help="rows of an optimizer step")
-    work.add_argument(
+
+
+def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that name the cluster."""
+    group = parser.add_argument_group("cluster")
+    group.add_argument("--cluster", metavar="NAME", help="a preset of devices, such as h100; none need be present")
+    group.add_argument(
+        "--hardware-profile", metavar="FILE", help="the output of `galvatron profile-hardware`, instead of --cluster"
+    )
+    group.add_argument(
+        "--galvatron-profiles",
+        metavar="DIR",
+        help="a folder of Galvatron's profiles, with model/ and hardware/, measured under Megatron-SP",
+    )
+    group.add_argument("--nodes", type=int, metavar="N", help="machines (default: 1, or the profile's)")
+    group.add_argument(
+        "--devices-per-node", type=int, metavar="N", help="devices of a machine (default: 8, or the profile's)"
+    )
+
+
+def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the workload, and of the output."""
+    group = parser.add_argument_group("workload")
+    group.add_argument("--global-batch", type=int, required=True, metavar="N", help="rows of an optimizer step")
+    group.add_argument(
         "--seq-length", type=int, required=True, metavar="N", help="tokens of a row, or positions of an image"
     )
-    work.add_argument(
+    group.add_argument(
         "--target-length",
         type=int,
         metavar="N",
         help="tokens of a row in the decoder of a --model with an encoder too (default: those of --seq-length)",
     )
-    work.add_argument(
+    group.add_argument(
         "--dtype", choices=("bf16", "fp32"), help="number format of compute (default: bf16, or the model profile's)"
     )
-    work.add_argument(
+    group.add_argument(
         "--reduce-dtype",
         choices=("bf16", "fp32"),
         help="number format of gradient sums (default: fp32, or bf16 with --galvatron-profiles)",
     )
-    work.add_argument(
+    group.add_argument(
         "--expert-imbalance",
         nargs="+",
         metavar="DEGREE=X",
         help="most rows at a rank over their mean, by expert degree, as a training run has measured: 4=1.3 8=1.6",
     )
-    work.add_argument(
-        "--compiled", action="store_true", help="price layers that torch.compile has fused; with --model only"
-    )
-    work.add_argument("--tokens", type=float, metavar="N", help="also say what a run of N tokens takes, such as 1e12")
-    work.add_argument("--price-per-hour", type=float, metavar="X", help="price of a device-hour, with --tokens")
+    group.add_argument("--tokens", type=float, metavar="N", help="also say what a run of N tokens takes, such as 1e12")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
@@ -279,35 +294,6 @@ def warn_of_precision(plan: ParallelPlan, workload: Workload) -> None:
     if plan.precision not in (None, workload.precision):
         own, priced_in = (json.dumps(asdict(precision)) for precision in (plan.precision, workload.precision))
         print(f"The plan's precision is {own}; the prediction is for {priced_in}.", file=sys.stderr)
-
-
-def pace_of(
-    given: argparse.Namespace, hardware: HardwareProfile, model: ModelProfile, workload: Workload, step_ms: float
-) -> tuple[str, ...]:
-    """Returns the lines that say how fast a plan is, and what a run of --tokens takes."""
-    pace = throughput_of(hardware, model, workload, step_ms)
-    lines = (f"{pace.text()} (predicted)",)
-    if given.tokens is None:
-        return lines
-    return (*lines, f"{pace.text_of_run(given.tokens, given.price_per_hour)} (predicted, without interruptions)")
-
-
-def pace_values(
-    given: argparse.Namespace, hardware: HardwareProfile, model: ModelProfile, workload: Workload, step_ms: float
-) -> dict[str, Any]:
-    """Returns the same as JSON values."""
-    pace = throughput_of(hardware, model, workload, step_ms)
-    values = {
-        "tokens_per_second": pace.tokens_per_second,
-        "tokens_per_second_and_device": pace.tokens_per_second_and_device,
-        "mfu": pace.mfu,
-    }
-    if given.tokens is not None:
-        hours = pace.device_hours(given.tokens)
-        values |= {"days": pace.days(given.tokens), "device_hours": hours}
-        if given.price_per_hour is not None:
-            values["price"] = hours * given.price_per_hour
-    return values
 
 
 def priced(estimate: Estimate) -> dict[str, Any]:

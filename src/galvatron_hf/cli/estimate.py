@@ -14,8 +14,6 @@ from galvatron_hf.cli.case import (
     add_case_arguments,
     add_plan_argument,
     assumptions,
-    pace_of,
-    pace_values,
     priced,
     read_case,
     read_plan,
@@ -23,6 +21,7 @@ from galvatron_hf.cli.case import (
 )
 from galvatron_hf.planner.report.explain import explain_plan
 from galvatron_hf.planner.report.report import Report
+from galvatron_hf.planner.report.throughput import throughput_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,16 +38,18 @@ def run(given: argparse.Namespace) -> int:
     plan = read_plan(given.plan, hardware.world_size)
     warn_of_precision(plan, workload)
     found = explain_plan(hardware, model, workload, plan)
+    pace = throughput_of(hardware, model, workload, found.estimate.step_ms)
     if given.json:
         more = {
             "search_seconds": 0.0,
             "memory_budget_bytes": budget,
-            **pace_values(given, hardware, model, workload, found.estimate.step_ms),
+            **pace.values(given.tokens, given.price_per_hour),
             "step_ms_by_kind": found.step_ms(),
             "assumed": assumptions(hardware, model, plan),
         }
         print(json.dumps(priced(replace(found.estimate, plan=plan)) | more, indent=2))
         return 0
-    pace = pace_of(given, hardware, model, workload, found.estimate.step_ms)
-    Console().print(Report(explanation=found, others=[], budget=budget, pace=pace))
+    Console().print(
+        Report(explanation=found, others=[], budget=budget, pace=pace.lines(given.tokens, given.price_per_hour))
+    )
     return 0

@@ -15,8 +15,6 @@ from galvatron_hf.cli.case import (
     add_plan_argument,
     add_rounds_argument,
     assumptions,
-    pace_of,
-    pace_values,
     priced,
     priced_all,
     read_case,
@@ -27,6 +25,7 @@ from galvatron_hf.cli.case import (
 from galvatron_hf.planner.report.alternatives import Alternative, alternatives
 from galvatron_hf.planner.report.explain import explain_plan
 from galvatron_hf.planner.report.report import Report
+from galvatron_hf.planner.report.throughput import throughput_of
 from galvatron_hf.planner.search import search_plan
 from galvatron_hf.planner.space import Limits
 
@@ -55,10 +54,11 @@ def run(given: argparse.Namespace) -> int:
         Alternative(name="the fastest", best=result.best, least_memory_bytes=result.least_memory_bytes),
         *alternatives(hardware, model, workload, memory_bytes=budget, virtual_stages=most, progress=True),
     ]
+    pace = throughput_of(hardware, model, workload, found.estimate.step_ms)
     if given.json:
         more = {
             "memory_budget_bytes": budget,
-            **pace_values(given, hardware, model, workload, found.estimate.step_ms),
+            **pace.values(given.tokens, given.price_per_hour),
             "step_ms_by_kind": found.step_ms(),
             "stages": [asdict(stage) for stage in found.stages],
             "alternatives": priced_all(others),
@@ -66,6 +66,7 @@ def run(given: argparse.Namespace) -> int:
         }
         print(json.dumps(priced(replace(found.estimate, plan=plan)) | more, indent=2))
         return 0
-    pace = pace_of(given, hardware, model, workload, found.estimate.step_ms)
-    Console().print(Report(explanation=found, others=others, budget=budget, pace=pace))
+    Console().print(
+        Report(explanation=found, others=others, budget=budget, pace=pace.lines(given.tokens, given.price_per_hour))
+    )
     return 0

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from galvatron_hf.cli.case import add_case_arguments, priced, read_case
+from galvatron_hf.cli.case import add_model_arguments, add_workload_arguments, priced, read_case
 from galvatron_hf.cli.files import output_file
 from galvatron_hf.plan.validation import MAX_RANKS, check_fields, check_int, check_number, show
 from galvatron_hf.planner.cost.workload import Workload
@@ -60,8 +60,7 @@ class Quote:
         named = {"offer": self.offer.name, "price_per_hour": self.offer.price_per_hour}
         if self.pace is None:
             return named | {"no_plan": self.message}
-        pace = {"tokens_per_second": self.pace.tokens_per_second, "mfu": self.pace.mfu}
-        return named | pace | {"days": self.days(tokens), "price": self.price(tokens)} | priced(self.best)
+        return named | self.pace.values(tokens, self.offer.price_per_hour) | priced(self.best)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--deadline", metavar="TIME", help="longest run, such as 36h, 30d or 6w (default: none)")
     parser.add_argument("--output", type=output_file, metavar="FILE", help="write the cheapest offer's plan here")
-    add_case_arguments(parser)
+    add_model_arguments(parser)
+    add_workload_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -87,9 +87,6 @@ def run(given: argparse.Namespace) -> int:
     """Prints a quote for each offer, and the cheapest one in time."""
     if given.tokens is None:
         raise ValueError("galvatron rent prices a run: give its length, such as --tokens 1e12.")
-    for flag in ("cluster", "nodes", "devices_per_node", "hardware_profile", "galvatron_profiles", "price_per_hour"):
-        if getattr(given, flag) is not None:
-            raise ValueError(f"--offers names the devices and their prices: leave --{flag.replace('_', '-')} out.")
     deadline = math.inf if given.deadline is None else days_of(given.deadline)
     quotes = [quote(given, offer) for offer in read_offers(given.offers)]
     in_time = [one for one in quotes if one.days(given.tokens) <= deadline]
@@ -111,6 +108,7 @@ def run(given: argparse.Namespace) -> int:
 def quote(given: argparse.Namespace, offer: Offer) -> Quote:
     """Returns the quote of an offer."""
     devices = dict(cluster=offer.cluster, nodes=offer.nodes, devices_per_node=offer.devices_per_node)
+    devices |= dict(hardware_profile=None, galvatron_profiles=None, price_per_hour=offer.price_per_hour)
     hardware, model, workload, budget = read_case(argparse.Namespace(**{**vars(given), **devices}))
     result = search_plan(hardware, model, workload, memory_bytes=budget, progress=True)
     if result.best is None:

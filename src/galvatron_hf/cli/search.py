@@ -14,8 +14,6 @@ from galvatron_hf.cli.case import (
     add_case_arguments,
     add_rounds_argument,
     assumptions,
-    pace_of,
-    pace_values,
     priced,
     priced_all,
     read_case,
@@ -25,6 +23,7 @@ from galvatron_hf.cli.files import output_file
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.report.alternatives import alternatives
 from galvatron_hf.planner.report.report import explain
+from galvatron_hf.planner.report.throughput import throughput_of
 from galvatron_hf.planner.search import SearchResult, search_plan
 from galvatron_hf.planner.simplify import TOLERANCE, simplest
 from galvatron_hf.planner.space import Limits
@@ -87,7 +86,7 @@ def run(given: argparse.Namespace) -> int:
             most = limits.virtual_stages
             others = alternatives(hardware, model, workload, memory_bytes=budget, virtual_stages=most, progress=True)
         found = priced(replace(result.best, plan=result.best.plan_with_prediction(workload))) | {
-            **pace_values(given, hardware, model, workload, result.best.step_ms),
+            **throughput_of(hardware, model, workload, result.best.step_ms).values(given.tokens, given.price_per_hour),
             "fastest_step_ms": fastest.step_ms,
             "search_seconds": result.seconds,
             "memory_budget_bytes": budget,
@@ -113,7 +112,8 @@ def _show(
 ) -> None:
     console = Console()
     report = explain(result, compare=given.compare, progress=True)
-    console.print(replace(report, pace=pace_of(given, *case, result.best.step_ms)))
+    pace = throughput_of(*case, result.best.step_ms)
+    console.print(replace(report, pace=pace.lines(given.tokens, given.price_per_hour)))
     console.print(
         f"{result.cuts} ways to cut the step, {result.problems} problems of the best, {result.solved} of them "
         f"searched to the end with {result.states} partial plans, memory counted in bytes, {result.seconds:.1f} s"

@@ -202,7 +202,7 @@ class CostModel:
         pairs = ((times.forward, times.forward_outside_tp), (times.backward, times.backward_outside_tp))
         factor = self.calibration_factors["computing"]
         forward, backward = (
-            factor * (fit.ms(region, squares) - outside * (region - between)) for fit, outside in pairs
+            factor * fit.ms(region, squares, without=outside * (region - between)) for fit, outside in pairs
         )
         experts = self._experts(layer, strategy, self.workload.computed_length)
         if experts is not None:

@@ -40,16 +40,26 @@ class Throughput:
         """Returns the hours that so many tokens take, summed over the devices."""
         return tokens / self.tokens_per_second / 3_600 * self.devices
 
-    def text(self) -> str:
-        """Returns the pace as text."""
-        each = f"{self.tokens_per_second:,.0f} tokens/s, {self.tokens_per_second_and_device:,.0f} a device"
-        return each if self.mfu is None else f"{each}, {self.mfu:.0%} MFU"
-
-    def text_of_run(self, tokens: float, price_per_hour: float | None = None) -> str:
-        """Returns as text what so many tokens take; `price_per_hour` is that of one device."""
+    def lines(self, tokens: float | None = None, price_per_hour: float | None = None) -> tuple[str, ...]:
+        """Returns the pace as text, and what a run of `tokens` takes; `price_per_hour` is that of one device."""
+        pace = f"{self.tokens_per_second:,.0f} tokens/s, {self.tokens_per_second_and_device:,.0f} a device"
+        pace += " (predicted)" if self.mfu is None else f", {self.mfu:.0%} MFU (predicted)"
+        if tokens is None:
+            return (pace,)
         hours = self.device_hours(tokens)
         cost = "" if price_per_hour is None else f", {hours * price_per_hour:,.0f} at {price_per_hour:g} an hour"
-        return f"{tokens:.3g} tokens: {self.days(tokens):,.1f} days, {hours:,.0f} device-hours{cost}"
+        run = f"{tokens:.3g} tokens: {self.days(tokens):,.1f} days, {hours:,.0f} device-hours{cost}"
+        return pace, f"{run} (predicted, without interruptions)"
+
+    def values(self, tokens: float | None = None, price_per_hour: float | None = None) -> dict[str, float | None]:
+        """Returns the same as JSON values."""
+        pace = {"tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
+        pace["tokens_per_second_and_device"] = self.tokens_per_second_and_device
+        if tokens is None:
+            return pace
+        hours = self.device_hours(tokens)
+        cost = {} if price_per_hour is None else {"price": hours * price_per_hour}
+        return pace | {"days": self.days(tokens), "device_hours": hours} | cost
 
 
 def throughput_of(hardware: HardwareProfile, model: ModelProfile, workload: Workload, step_ms: float) -> Throughput:

@@ -7,7 +7,7 @@ Rates of products are those of large ones, bandwidths of links those of a ring a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from galvatron_hf.profiler.profiles.attention_rates import SOURCE, AttentionRates
 from galvatron_hf.profiler.profiles.hardware import PRESET, HardwareProfile
@@ -85,58 +85,44 @@ def _share_of_h100(flops: float) -> tuple[AttentionRates, str]:
     return AttentionRates(forward=share, backward=share), f"{SOURCE}, times the ratio of bf16 products, {share:.2f}"
 
 
+_A100 = Device(
+    memory=(80e9, "NVIDIA A100 data sheet: 80 GB"),
+    flops=_AMPERE_FLOPS,
+    peak_flops=_AMPERE_PEAK,
+    memory_bytes_per_s=(0.9 * 2.039e12, f"NVIDIA A100 data sheet, 80 GB SXM: 2,039 GB/s, {_COPIES}"),
+    attention=_AMPERE_ATTENTION,
+    launch_ms=_EAGER,
+    inside_bytes_per_s=_AMPERE_NVLINK,
+    across_bytes_per_s=_HDR,
+    inside_ms=_NVLINK_MS,
+    across_ms=_NETWORK_MS,
+    overlap=_OVERLAP,
+)
+_H100 = Device(
+    memory=(80e9, "NVIDIA H100 SXM data sheet: 80 GB"),
+    flops=_HOPPER_FLOPS,
+    peak_flops=_HOPPER_PEAK,
+    memory_bytes_per_s=(0.9 * 3.35e12, f"NVIDIA H100 SXM data sheet: 3.35 TB/s, {_COPIES}"),
+    attention=_HOPPER_ATTENTION,
+    launch_ms=_EAGER,
+    inside_bytes_per_s=_HOPPER_NVLINK,
+    across_bytes_per_s=_NDR,
+    inside_ms=_NVLINK_MS,
+    across_ms=_NETWORK_MS,
+    overlap=_OVERLAP,
+)
 DEVICES = {
-    "a100-40g": Device(
+    "a100-40g": replace(
+        _A100,
         memory=(40e9, "NVIDIA A100 data sheet: 40 GB"),
-        flops=_AMPERE_FLOPS,
-        peak_flops=_AMPERE_PEAK,
         memory_bytes_per_s=(0.9 * 1.555e12, f"NVIDIA A100 data sheet, 40 GB SXM: 1,555 GB/s, {_COPIES}"),
-        attention=_AMPERE_ATTENTION,
-        launch_ms=_EAGER,
-        inside_bytes_per_s=_AMPERE_NVLINK,
-        across_bytes_per_s=_HDR,
-        inside_ms=_NVLINK_MS,
-        across_ms=_NETWORK_MS,
-        overlap=_OVERLAP,
     ),
-    "a100-80g": Device(
-        memory=(80e9, "NVIDIA A100 data sheet: 80 GB"),
-        flops=_AMPERE_FLOPS,
-        peak_flops=_AMPERE_PEAK,
-        memory_bytes_per_s=(0.9 * 2.039e12, f"NVIDIA A100 data sheet, 80 GB SXM: 2,039 GB/s, {_COPIES}"),
-        attention=_AMPERE_ATTENTION,
-        launch_ms=_EAGER,
-        inside_bytes_per_s=_AMPERE_NVLINK,
-        across_bytes_per_s=_HDR,
-        inside_ms=_NVLINK_MS,
-        across_ms=_NETWORK_MS,
-        overlap=_OVERLAP,
-    ),
-    "h100": Device(
-        memory=(80e9, "NVIDIA H100 SXM data sheet: 80 GB"),
-        flops=_HOPPER_FLOPS,
-        peak_flops=_HOPPER_PEAK,
-        memory_bytes_per_s=(0.9 * 3.35e12, f"NVIDIA H100 SXM data sheet: 3.35 TB/s, {_COPIES}"),
-        attention=_HOPPER_ATTENTION,
-        launch_ms=_EAGER,
-        inside_bytes_per_s=_HOPPER_NVLINK,
-        across_bytes_per_s=_NDR,
-        inside_ms=_NVLINK_MS,
-        across_ms=_NETWORK_MS,
-        overlap=_OVERLAP,
-    ),
-    "h200": Device(
+    "a100-80g": _A100,
+    "h100": _H100,
+    "h200": replace(
+        _H100,
         memory=(141e9, "NVIDIA H200 SXM data sheet: 141 GB"),
-        flops=_HOPPER_FLOPS,
-        peak_flops=_HOPPER_PEAK,
         memory_bytes_per_s=(0.9 * 4.8e12, f"NVIDIA H200 SXM data sheet: 4.8 TB/s, {_COPIES}"),
-        attention=_HOPPER_ATTENTION,
-        launch_ms=_EAGER,
-        inside_bytes_per_s=_HOPPER_NVLINK,
-        across_bytes_per_s=_NDR,
-        inside_ms=_NVLINK_MS,
-        across_ms=_NETWORK_MS,
-        overlap=_OVERLAP,
     ),
     "b200": Device(
         memory=(180e9, "NVIDIA DGX B200 data sheet: 1,440 GB for 8 devices"),

@@ -23,8 +23,9 @@ class TimeFit:
     error: float = 0.0
     least: float = 0.0
 
-    def ms(self, tokens: float, squares: float) -> float:
-        return max(self.least, self.per_token * tokens + self.per_square * squares + self.fixed)
+    def ms(self, tokens: float, squares: float, without: float = 0.0) -> float:
+        """Returns the time of a pass; `without` are ms of work that other ranks do."""
+        return max(self.least, self.per_token * tokens + self.per_square * squares + self.fixed - without)
 
 
 @dataclass(frozen=True, kw_only=True)
