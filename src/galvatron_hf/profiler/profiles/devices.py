@@ -57,7 +57,7 @@ _NDR = 47e9, "NDR 400 Gb/s adapter per device: 46-48 GB/s, NVIDIA/nccl-tests#290
 _HDR = 24e9, "HDR 200 Gb/s adapter per device: 24 GB/s, NVIDIA/nccl#1048"
 _AMPERE_NVLINK = 232e9, "NVLink 3, 300 GB/s each way: busbw 232.5 GB/s, NVIDIA/nccl-tests#175"
 _HOPPER_NVLINK = 370e9, "NVLink 4, 450 GB/s each way: busbw 370 GB/s without SHARP, NVIDIA/nccl-tests#212"
-_COPIES = "of which copies reach 0.9"
+_REACHED = "guessed that 0.9 of it is reached"
 _AMPERE_FLOPS = (
     {"fp32": 19.5e12 * 0.85, "bf16": 265e12},
     "265 TFLOP/s (bf16): 312 of the NVIDIA A100 data sheet at 1,200 of 1,410 MHz, to which its power limit leads "
@@ -89,7 +89,7 @@ _A100 = Device(
     memory=(80e9, "NVIDIA A100 data sheet: 80 GB"),
     flops=_AMPERE_FLOPS,
     peak_flops=_AMPERE_PEAK,
-    memory_bytes_per_s=(0.9 * 2.039e12, f"NVIDIA A100 data sheet, 80 GB SXM: 2,039 GB/s, {_COPIES}"),
+    memory_bytes_per_s=(0.9 * 2.039e12, f"NVIDIA A100 data sheet, 80 GB SXM: 2,039 GB/s, {_REACHED}"),
     attention=_AMPERE_ATTENTION,
     launch_ms=_EAGER,
     inside_bytes_per_s=_AMPERE_NVLINK,
@@ -102,7 +102,7 @@ _H100 = Device(
     memory=(80e9, "NVIDIA H100 SXM data sheet: 80 GB"),
     flops=_HOPPER_FLOPS,
     peak_flops=_HOPPER_PEAK,
-    memory_bytes_per_s=(0.9 * 3.35e12, f"NVIDIA H100 SXM data sheet: 3.35 TB/s, {_COPIES}"),
+    memory_bytes_per_s=(0.9 * 3.35e12, f"NVIDIA H100 SXM data sheet: 3.35 TB/s, {_REACHED}"),
     attention=_HOPPER_ATTENTION,
     launch_ms=_EAGER,
     inside_bytes_per_s=_HOPPER_NVLINK,
@@ -115,14 +115,14 @@ DEVICES = {
     "a100-40g": replace(
         _A100,
         memory=(40e9, "NVIDIA A100 data sheet: 40 GB"),
-        memory_bytes_per_s=(0.9 * 1.555e12, f"NVIDIA A100 data sheet, 40 GB SXM: 1,555 GB/s, {_COPIES}"),
+        memory_bytes_per_s=(0.9 * 1.555e12, f"NVIDIA A100 data sheet, 40 GB SXM: 1,555 GB/s, {_REACHED}"),
     ),
     "a100-80g": _A100,
     "h100": _H100,
     "h200": replace(
         _H100,
         memory=(141e9, "NVIDIA H200 SXM data sheet: 141 GB"),
-        memory_bytes_per_s=(0.9 * 4.8e12, f"NVIDIA H200 SXM data sheet: 4.8 TB/s, {_COPIES}"),
+        memory_bytes_per_s=(0.9 * 4.8e12, f"NVIDIA H200 SXM data sheet: 4.8 TB/s, {_REACHED}"),
     ),
     "b200": Device(
         memory=(180e9, "NVIDIA DGX B200 data sheet: 1,440 GB for 8 devices"),
@@ -131,7 +131,7 @@ DEVICES = {
             "1,429 of 2,250 TFLOP/s (bf16) that products sustain (stas00/ml-engineering); fp32 guessed",
         ),
         peak_flops={"fp32": 75e12, "bf16": 2250e12},
-        memory_bytes_per_s=(0.9 * 8e12, f"NVIDIA DGX B200 data sheet: 64 TB/s for 8 devices, {_COPIES}"),
+        memory_bytes_per_s=(0.9 * 8e12, f"NVIDIA DGX B200 data sheet: 64 TB/s for 8 devices, {_REACHED}"),
         attention=_share_of_h100(1429e12),
         launch_ms=_EAGER,
         inside_bytes_per_s=(2 * 370e9, "NVLink 5, twice NVLink 4: the same share of it"),
@@ -148,7 +148,10 @@ DEVICES = {
             "share of 163 (fp32), AMD data sheet",
         ),
         peak_flops={"fp32": 163.4e12, "bf16": 1307e12},
-        memory_bytes_per_s=(0.8 * 5.3e12, "AMD Instinct MI300X data sheet: 5.3 TB/s, of which copies reach 0.8"),
+        memory_bytes_per_s=(
+            0.8 * 5.3e12,
+            "AMD Instinct MI300X data sheet: 5.3 TB/s, guessed that 0.8 of it is reached",
+        ),
         attention=_share_of_h100(620e12),
         launch_ms=_EAGER,
         inside_bytes_per_s=(300e9, "Infinity Fabric, 7 links of 64 GB/s each way: guessed to reach 300 GB/s"),
@@ -164,7 +167,7 @@ DEVICES = {
             "NVIDIA L40S data sheet: 91.6 (fp32) and 362 (bf16, dense) TFLOP/s, times the share that an H100 reaches",
         ),
         peak_flops={"fp32": 91.6e12, "bf16": 362e12},
-        memory_bytes_per_s=(0.9 * 0.864e12, f"NVIDIA L40S data sheet: 864 GB/s, {_COPIES}"),
+        memory_bytes_per_s=(0.9 * 0.864e12, f"NVIDIA L40S data sheet: 864 GB/s, {_REACHED}"),
         attention=_share_of_h100(362e12 * 0.73),
         launch_ms=_EAGER,
         inside_bytes_per_s=(20e9, "PCIe 4, 32 GB/s each way: guessed to reach 20 GB/s"),
@@ -181,7 +184,7 @@ DEVICES = {
             "(tl_doc/flash_perf.md, apache/tvm)",
         ),
         peak_flops={"fp32": 82.6e12, "bf16": 165.2e12},
-        memory_bytes_per_s=(0.9 * 1.008e12, f"NVIDIA Ada white paper: 1,008 GB/s, {_COPIES}"),
+        memory_bytes_per_s=(0.9 * 1.008e12, f"NVIDIA Ada white paper: 1,008 GB/s, {_REACHED}"),
         attention=(
             AttentionRates(forward=169 / 362, backward=125 / 291),
             f"{SOURCE}, times 0.47 and 0.43: 169 and 125 TFLOP/s without a mask at 2K tokens (tl_doc/flash_perf.md, "
