@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -372,7 +371,10 @@ def count(case: dict[str, Any]) -> dict[str, Any]:
             counts = CountedModel(empty_model(config), torch.bfloat16, length, packed, device)
             (layer,), ends = counts.layers(LayerStrategy(), 2 * length, length), counts.ends(1, length)
             parts = {"layer": layer, "head": ends["head"]}
-            found[f"{device} {packed}"] = {name: asdict(part) for name, part in parts.items()}
+            found[f"{device} {packed}"] = {
+                name: {"saved_bytes": part.saved_bytes, "forward_peak_bytes": part.forward_peak_bytes}
+                for name, part in parts.items()
+            }
     return found
 
 
