@@ -20,6 +20,7 @@ from galvatron_hf.planner.estimate import estimate_plan
 from galvatron_hf.planner.report.explain import explain_plan
 from galvatron_hf.planner.search import _cuts, search_plan
 from galvatron_hf.planner.solver.cut_bounds import least_memory
+from galvatron_hf.planner.solver.dp import solve
 from galvatron_hf.planner.space import Limits
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile, Link
 from galvatron_hf.profiler.profiles.presets import hardware_preset
@@ -75,9 +76,27 @@ def test_no_problem_is_cheaper_or_smaller_than_its_quick_bounds(pipeline, virtua
         hardware = random_hardware(seed, world_size=4, memory_bytes=1 << 40)
         limits = Limits(pipeline=(pipeline,), virtual_stages=virtual, hybrid_sharding=False, sequence=("ulysses",))
         for cut in _cuts(hardware, model, workload(6, packed=True), limits):
-            for problem in cut.problems():
-                assert cut.bound <= problem.bound
+            for bound, make in cut.problems(1 << 40):
+                problem = make()
+                assert cut.bound <= bound
                 assert problem.memory_bound <= least_memory(problem.build(1).problem)
+
+
+def test_quick_bounds_know_the_memory():
+    """Compares each problem's quick bound with its solution under budgets that are too little for the fastest one."""
+    model, hardware, raised = random_model(1, layers=3), random_hardware(1, world_size=4, memory_bytes=1 << 40), 0
+    few = Limits(hybrid_sharding=False, tensor=1, sequence=("ulysses",), micro_batches=(1, 3))
+    for (pipeline, virtual), uniform in itertools.product([(1, 1), (2, 1), (2, 3)], (False, True)):
+        limits = replace(few, pipeline=(pipeline,), virtual_stages=virtual, uniform=uniform)
+        for cut in _cuts(hardware, model, workload(6), limits):
+            for free, make in cut.problems(1 << 40):
+                problem = make()
+                least = least_memory(problem.build(1).problem)
+                for budget in (int(1.02 * least), int(1.3 * least)):
+                    bound, cost = problem.bound(budget), solve(problem.build(budget).problem).cost
+                    assert cost is None or max(free, bound) <= cost
+                    raised += bound > free
+    assert raised
 
 
 def test_rows_that_are_not_packed_are_not_shared():

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 
 if TYPE_CHECKING:
     from galvatron_hf.plan import LayerStrategy
@@ -162,32 +164,41 @@ class PackedRow:
 # (indices `[k*g, (k+1)*g)`) in which that is possible.
 
 
-def _exact_rectangle(layout: Layout, index: int) -> Rectangle:
+@lru_cache(maxsize=4096)
+def _rectangles(layout: Layout, grid: Grid | PackedRow) -> np.ndarray:
+    """Returns (ranks, 4) first row, row stop, first position and position stop of each rank of the stage."""
+    if grid.packed:
+        every = [grid.rectangle(layout, index) for index in range(layout.ranks)]
+        return np.array([(one.row_start, one.row_stop, one.position_start, one.position_stop) for one in every])
+    rows, positions = np.divmod(np.arange(layout.ranks) // layout.replicas, layout.positions)
+    edges = [(rows + k) * grid.rows // layout.data for k in (0, 1)]
+    edges += [(positions + k) * grid.length // layout.positions for k in (0, 1)]
+    return np.stack(edges, axis=1)
+
+
+def _exact_rectangles(layout: Layout) -> np.ndarray:
     # On a grid of ranks x ranks every boundary is a whole number. Floor boundaries are monotone, so two rectangles
     # that are disjoint here are disjoint (or empty) for every number of rows and positions.
-    return layout.rectangle(index, layout.ranks, layout.ranks)
+    return _rectangles(layout, Grid(layout.ranks, layout.ranks))
 
 
-def _may_meet(here: Rectangle, there: Rectangle, rows_only: bool) -> bool:
-    """Returns whether two rectangles can have a token in common for some shape of the micro-batch."""
-    if not rows_only:
-        return here.intersection(there) is not None
-    return here.row_start < there.row_stop and there.row_start < here.row_stop
+def _areas(here: np.ndarray, there: np.ndarray) -> np.ndarray:
+    """Returns the tokens that rectangles (..., 4) have in common."""
+    rows = np.minimum(here[..., 1], there[..., 1]) - np.maximum(here[..., 0], there[..., 0])
+    positions = np.minimum(here[..., 3], there[..., 3]) - np.maximum(here[..., 2], there[..., 2])
+    return np.maximum(rows, 0) * np.maximum(positions, 0)
 
 
 @lru_cache(maxsize=4096)
-def _needs(src: Layout, dst: Layout, packed: bool) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Returns for each rank the pieces of `src` that its `dst` rectangle touches, each as the ranks that hold it."""
-    holders: dict[Rectangle, list[int]] = {}
-    for index in range(src.ranks):
-        holders.setdefault(_exact_rectangle(src, index), []).append(index)
-    # Packs have any number of positions: it is not known where position pieces of several packs end.
-    rows_only = packed and src.data != dst.data
-    wanted = [_exact_rectangle(dst, index) for index in range(dst.ranks)]
-    return tuple(
-        tuple(tuple(ranks) for piece, ranks in holders.items() if _may_meet(piece, there, rows_only))
-        for there in wanted
-    )
+def _needs(src: Layout, dst: Layout, packed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Returns every pair of a rank and a piece of `src` that its `dst` rectangle touches, in order of the ranks.
+    With r replicas, ranks k r to (k + 1) r - 1 hold piece k.
+    """
+    pieces, wanted = _exact_rectangles(src)[None, :: src.replicas].copy(), _exact_rectangles(dst)[:, None].copy()
+    if packed and src.data != dst.data:  # packs have any number of positions: it is not known where their parts end
+        for rectangles in (pieces, wanted):
+            rectangles[..., 2:] = 0, src.ranks
+    return np.nonzero(_areas(pieces, wanted))
 
 
 @lru_cache(maxsize=4096)
@@ -203,12 +214,11 @@ def block_size(src: Layout, dst: Layout, packed: bool = False) -> int:
             f"Cannot move an activation from {src} to {dst}, because they span {ranks} and {dst.ranks} ranks;"
             " use layouts of the same stage."
         )
+    takers, pieces = _needs(src, dst, packed)
+    first, last = pieces * src.replicas, (pieces + 1) * src.replicas - 1
     for size in (size for size in range(1, ranks) if ranks % size == 0):
-        if all(
-            any(holder // size == index // size for holder in holders)
-            for index, pieces in enumerate(_needs(src, dst, packed))
-            for holders in pieces
-        ):
+        block = takers // size
+        if ((first // size <= block) & (block <= last // size)).all():
             return size
     return ranks
 
@@ -223,23 +233,33 @@ def block_sizes(layouts: Sequence[Layout]) -> tuple[int, ...]:
 @lru_cache(maxsize=4096)
 def sources(src: Layout, dst: Layout, packed: bool = False) -> tuple[tuple[int, ...], ...]:
     """Returns for each rank the ranks from which it takes the pieces it needs; itself for pieces that it holds."""
-    ranks = src.ranks
-    size = block_size(src, dst, packed)
+    found: list[list[int]] = [[] for _ in range(src.ranks)]
+    for taker, giver in zip(*(one.tolist() for one in _transfers(src, dst, packed)), strict=True):
+        found[taker].append(giver)
+    return tuple(map(tuple, found))
+
+
+@lru_cache(maxsize=4096)
+def _transfers(src: Layout, dst: Layout, packed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the pairs of a rank and a rank from which it takes a piece, in order of the takers."""
+    ranks, replicas, size = src.ranks, src.replicas, block_size(src, dst, packed)
+    takers, pieces = _needs(src, dst, packed)
+    givers = np.where(takers // replicas == pieces, takers, pieces * replicas)  # a rank that holds a piece keeps it
+    if replicas == 1:
+        return takers, givers
     divisors = [divisor for divisor in range(1, ranks + 1) if ranks % divisor == 0]
+    areas = _areas(_exact_rectangles(src)[::replicas][pieces], _exact_rectangles(dst)[takers]).tolist()
     given = [0] * ranks
-
-    def choose(index: int, holders: tuple[int, ...]) -> int:
-        if index in holders:
-            return index
-        near = [holder for holder in holders if holder // size == index // size]
+    for place, (taker, piece) in enumerate(zip(takers.tolist(), pieces.tolist(), strict=True)):
+        if givers[place] == taker:
+            continue
+        first, block = piece * replicas, taker // size * size
+        near = range(max(first, block), min(first + replicas, block + size))
         # nearest first (the smallest block with both), then the one that has given least
-        source = min(near, key=lambda h: (next(d for d in divisors if h // d == index // d), given[h], h))
-        common = _exact_rectangle(src, source).intersection(_exact_rectangle(dst, index))
-        given[source] += common.area if common is not None else 0
-        return source
-
-    needs = _needs(src, dst, packed)
-    return tuple(tuple(choose(index, holders) for holders in pieces) for index, pieces in enumerate(needs))
+        giver = min(near, key=lambda h: (next(d for d in divisors if h // d == taker // d), given[h], h))  # noqa: B023
+        given[giver] += areas[place]
+        givers[place] = giver
+    return takers, givers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,13 +300,11 @@ def move_of_rank(src: Layout, dst: Layout, grid: Grid | PackedRow, index: int) -
 @lru_cache(maxsize=4096)
 def sent_tokens(src: Layout, dst: Layout, grid: Grid | PackedRow) -> tuple[int, ...]:
     """Returns for each rank how many tokens (rows times positions) leave it in a change of layout."""
-    sent = [0] * src.ranks
-    for taker, givers in enumerate(sources(src, dst, grid.packed)):
-        wanted = grid.rectangle(dst, taker)
-        for giver in givers:
-            common = None if giver == taker else wanted.intersection(grid.rectangle(src, giver))
-            sent[giver] += 0 if common is None else common.area
-    return tuple(sent)
+    takers, givers = _transfers(src, dst, grid.packed)
+    areas = _areas(_rectangles(src, grid)[givers], _rectangles(dst, grid)[takers]) * (takers != givers)
+    sent = np.zeros(src.ranks, dtype=np.int64)
+    np.add.at(sent, givers, areas)
+    return tuple(sent.tolist())
 
 
 def even_parts(count: int, parts: int) -> list[tuple[int, int]]:

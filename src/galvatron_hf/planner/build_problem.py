@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from galvatron_hf.planner.option_costs import OptionCosts, StepCosts, picosecond
 from galvatron_hf.planner.solver.cut_bounds import round_down
 from galvatron_hf.planner.solver.pareto import nondominated
 from galvatron_hf.planner.solver.problem import Options, SearchProblem, Solution
+from galvatron_hf.planner.solver.stage_bounds import GRID
 from galvatron_hf.profiler.profiles.model import ModelProfile
 
 
@@ -70,9 +72,9 @@ class PlanProblem:
 
 
 class UnsolvedProblem:
-    """Holds a problem with a quick lower bound, whose resharding costs are not computed yet.
+    """Holds a problem whose changes of layout have no cost yet, with quick bounds.
     If `padded`, padding rows were added for a layer with as many data ranks. Solutions without such a layer stand for
-    other plans, see `split`. `bound` gives each layer its cheapest option and ignores memory; no solution costs less.
+    other plans, see `split`.
     """
 
     def __init__(self, options: OptionCosts, shape: StepShape, *, padded: bool = False):
@@ -83,39 +85,67 @@ class UnsolvedProblem:
         self._step = StepCosts(options, shape)
         self._columns = self._step.layers()
         self._starts, self._finishes = self._step.starts(), self._step.finishes()
-        self.bound = self._bound()
 
-    def _bound(self) -> float:
-        kinds, stages = self.kinds, self.shape.pipeline
-        rest = [tuple(costs.sum() for costs in self._step.stages())]
-        rest += [(end.first_cost, end.other_cost) for end in (self._starts, self._finishes)]
+    def bound(self, budget: int) -> float:
+        """Returns a lower bound of the cost of every solution within a budget in bytes of a rank. Changes of layout
+        are free, and ranks share their memory: for a multiplier l >= 0, `cost + l * (memory - budget)` of all ranks is
+        at most the cost.
+        """
+        return float(self._bounds(budget, lambda costs, counts: costs.min(axis=2) @ counts))
 
-        def least(first_weight: float, other_weight: float) -> float:
-            """Returns the minimum of a weighted sum of F and O over all stages."""
-            costs = first_weight * self._columns["first_cost"] + other_weight * self._columns["other_cost"]
-            fixed = sum((first_weight * first + other_weight * other).min() for first, other in rest)
-            return round_down(float(costs.min(axis=1)[kinds].sum() + fixed))
+    def _bounds(self, budget: int, of_layers: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
+        """Returns bounds (...) from costs of all layers: `of_layers` makes (P, ...) of (P, K, S) costs of a layer with
+        P multipliers and of (K,) numbers of layers.
+        """
+        stages, counts = self.shape.pipeline, np.bincount(self.kinds, minlength=len(self._columns["state"]))
+        held, fixed = self._least_held()
+        of_stages = [costs.sum() for costs in self._step.stages()]
+
+        def least(first_weight: float, other_weight: float) -> np.ndarray:
+            """Returns the bounds of a weighted sum of F and O over all stages, which bounds the cost."""
+
+            def weighted(first: np.ndarray, other: np.ndarray) -> np.ndarray:
+                return first_weight * first + other_weight * other
+
+            layers = weighted(self._columns["first_cost"], self._columns["other_cost"])
+            scale = max(float(layers.min(axis=1) @ counts), 1.0) / (stages * budget)
+            multipliers = scale * GRID
+            rest = weighted(*of_stages) + multipliers * (fixed - stages * budget)
+            for end in (self._starts, self._finishes):
+                costs = weighted(end.first_cost, end.other_cost)
+                rest = rest + (costs + multipliers[:, None] * end.memory).min(axis=1)
+            found = of_layers(layers + multipliers[:, None, None] * held, counts)
+            return (found.T + rest).max(axis=-1)
 
         if not self.shape.warmup().any():
-            return least(1.0, 1 / stages)
+            return round_down(least(1.0, 1 / stages))
         # F times the least step, as O is at least m - 1 times F; or the mean F + O of stages; or a mixture of both.
-        step = self.shape.least_step()
-        return max(least(share * step + (1 - share) / stages, (1 - share) / stages) for share in (0.0, 0.5, 0.9, 1.0))
+        step, shares = self.shape.least_step(), (0.0, 0.5, 0.9, 1.0)
+        bounds = [least(share * step + (1 - share) / stages, (1 - share) / stages) for share in shares]
+        return round_down(np.max(bounds, axis=0))
+
+    def _least_held(self) -> tuple[np.ndarray, float]:
+        """Returns (K, S) bytes that an option holds in the stage where it needs the least, and those that all ranks
+        hold together whatever the options.
+        """
+        shape, ends = self.shape, (self._starts, self._finishes)
+        flight, reused = (values[:, None, None] for values in (shape.in_flight(), shape.reuse_count()))
+        held = self._columns["state"] + flight * self._columns["activation"] - reused * self._columns["reused"]
+        working = self._columns["working"].min(axis=1)[self.kinds]
+        if shape.pipeline > 1:
+            most = shape.pipeline * working.min()
+        else:
+            most = max(working.max(), *(end.working.min() for end in ends))
+        return held.min(axis=0), shape.boundary_copies().sum() * self.options.costs.boundary_bytes + most
 
     @property
     def memory_bound(self) -> float:
         """Returns bytes of which some rank needs at least as many, whatever the cut: the mean of all pipeline ranks
         with options that need the least, and the least working memory.
         """
-        shape, columns, ends = self.shape, self._columns, (self._starts, self._finishes)
-        flight, reused = (values[:, None, None] for values in (shape.in_flight(), shape.reuse_count()))
-        held = columns["state"] + flight * columns["activation"] - reused * columns["reused"]  # (p, K, S)
-        total = held.min(axis=(0, 2))[self.kinds].sum() + sum(end.memory.min() for end in ends)
-        total += shape.boundary_copies().sum() * self.options.costs.boundary_bytes
-        working = columns["working"].min(axis=1)[self.kinds]
-        if shape.pipeline > 1:
-            return total / shape.pipeline + working.min()
-        return total + max(working.max(), *(end.working.min() for end in ends))
+        held, fixed = self._least_held()
+        ends = sum(end.memory.min() for end in (self._starts, self._finishes))
+        return (held.min(axis=1)[self.kinds].sum() + ends + fixed) / self.shape.pipeline
 
     def build(self, budget: int, *, prune: bool = True) -> PlanProblem:
         """Builds the whole problem for a budget in bytes of a rank. If `prune`, it leaves out strategies that cannot
@@ -178,16 +208,18 @@ class UnsolvedProblem:
             strategies = [whole.strategies[index] for index in useful]
             yield replace(whole, problem=problem.restricted(useful), strategies=strategies)
 
-    def uniform(self) -> Iterator[UnsolvedProblem]:
-        """Yields, for each strategy, the problem in which all layers have it."""
-        for index, strategy in enumerate(self.strategies):
-            if self.padded and strategy.data_degree(self.options.costs.ranks) != self.shape.rows:
-                continue
-            one = copy.copy(self)
-            one.strategies, one.padded = [strategy], False
-            one._columns = {name: column[..., [index]] for name, column in self._columns.items()}
-            one.bound = one._bound()
-            yield one
+    def uniform(self, budget: int) -> Iterator[tuple[float, Callable[[], UnsolvedProblem]]]:
+        """Yields, for each strategy, the bound of the problem in which all layers have it, and what makes it."""
+        bounds = self._bounds(budget, lambda costs, counts: np.einsum("pks,k->ps", costs, counts))
+        for index, (bound, strategy) in enumerate(zip(bounds.tolist(), self.strategies, strict=True)):
+            if not self.padded or strategy.data_degree(self.options.costs.ranks) == self.shape.rows:
+                yield bound, partial(self._only, index)
+
+    def _only(self, index: int) -> UnsolvedProblem:
+        one = copy.copy(self)
+        one.strategies, one.padded = [self.strategies[index]], False
+        one._columns = {name: column[..., [index]] for name, column in self._columns.items()}
+        return one
 
 
 def _pruned_layers(

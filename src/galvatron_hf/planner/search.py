@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -182,7 +182,8 @@ class _Cut:
         of_layers, of_ends = costs.least_layers_ms(strategies), costs.least_ends_ms(sorted(tensors))
         self.bound = round_down(PICOSECONDS * min(shape.least_ms(of_layers, of_ends) for shape in shapes))
 
-    def problems(self) -> Iterator[UnsolvedProblem]:
+    def problems(self, budget: int) -> Iterator[tuple[float, Callable[[], UnsolvedProblem]]]:
+        """Yields the bound of each problem within a budget in bytes of a rank, and what makes the problem."""
         for ends in self.choices_of_ends:
             options: dict[bool, OptionCosts] = {}
             for shape in self.shapes:
@@ -191,7 +192,10 @@ class _Cut:
                     costs = self.costs.with_rows(shape.rows, context=shape.context, recompute_logits_in_backward=again)
                     options[again] = OptionCosts(costs, shape.pipeline, self.strategies, ends, ends)
                 problem = UnsolvedProblem(options[again], shape, padded=self.padded)
-                yield from problem.uniform() if self.uniform else [problem]
+                if self.uniform:
+                    yield from problem.uniform(budget)
+                else:
+                    yield problem.bound(budget), lambda problem=problem: problem
 
 
 def _cuts(hardware: HardwareProfile, model: ModelProfile, workload: Workload, limits: Limits) -> Iterator[_Cut]:
@@ -268,12 +272,13 @@ def _best_first(cuts: list[_Cut], budget: int, step: Step) -> tuple[list[tuple[P
         if bound > limit:
             break
         if isinstance(unsolved, _Cut):
-            for one in unsolved.problems():
+            for own, make in unsolved.problems(budget):
                 problems += 1
-                heapq.heappush(queue, (max(bound, one.bound), next(numbers), one, None, None))
+                heapq.heappush(queue, (max(bound, own), next(numbers), make, None, None))
             step("searching for a plan")
             continue
         if problem is None:
+            unsolved = unsolved()
             if unsolved.memory_bound > budget:
                 continue
             problem = unsolved.build(budget)
@@ -299,7 +304,8 @@ def _least_memory(cuts: list[_Cut], budget: int) -> int:
     """Returns the bytes of the smallest budget with which some problem has a solution."""
     found = np.inf
     for cut in reversed(cuts):  # smaller micro-batches need less
-        for unsolved in cut.problems():
+        for _, make in cut.problems(budget):
+            unsolved = make()
             if unsolved.memory_bound >= found:
                 continue
             own = least_memory(unsolved.build(budget).problem)

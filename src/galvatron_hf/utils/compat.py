@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -368,22 +369,23 @@ def calls_registered_attention(attention: nn.Module) -> bool:
     """Tells whether an attention module calls the attention function that its configuration names. Expects
     `ALL_ATTENTION_FUNCTIONS` in its forward.
     """
-    try:
-        source = inspect.getsource(type(attention).forward)
-    except (OSError, TypeError):  # a class that was typed in, or a built-in
-        return False
-    return hasattr(attention, "config") and "ALL_ATTENTION_FUNCTIONS" in source
+    return hasattr(attention, "config") and "ALL_ATTENTION_FUNCTIONS" in _source(type(attention).forward)
 
 
 def masks_by_implementation(attention: nn.Module) -> bool:
     """Tells whether an attention module changes its mask only for attention functions of some names, as attention with
     an index of positions does. Expects `if self.config._attn_implementation in (...)` in its forward.
     """
+    return re.search(r"_attn_implementation in \(", _source(type(attention).forward)) is not None
+
+
+@lru_cache(maxsize=256)
+def _source(function: Callable) -> str:
+    """Returns the text of a function; none if there is no file, as of a class that was typed in, or of a built-in."""
     try:
-        source = inspect.getsource(type(attention).forward)
-    except OSError:  # a class that was typed in
-        return False
-    return re.search(r"_attn_implementation in \(", source) is not None
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""
 
 
 @contextlib.contextmanager

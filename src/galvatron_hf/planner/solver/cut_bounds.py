@@ -42,11 +42,17 @@ class CutBounds:
         rows = self._before[-1].get(self.problem.layers)
         return np.inf if rows is None else round_down(float(rows[:, 1:].max(axis=1).min()))
 
-    def stage(self, stage: int, begin: int, count: int) -> np.ndarray:
-        """Returns (4,) bounds of F and of each path of `count` layers from `begin` on; infinite if nothing fits."""
-        lower = self._lower[self._firsts[begin]]
-        first, total, steady = (lower.get(one, lower[TOTAL])[stage, count] for one in (FIRST, TOTAL, STEADY))
-        return np.array([first, total, (2 * total + steady) / 3, steady])
+    @cached_property
+    def _own(self) -> np.ndarray:
+        """Returns (p, L, longest + 1, 4) bounds of F and of each path of a stage, by first layer and number of layers;
+        infinite if nothing fits.
+        """
+        found = {}
+        for begin, lower in self._lower.items():
+            first, total, steady = (lower.get(one, lower[TOTAL]) for one in (FIRST, TOTAL, STEADY))
+            rows = np.stack([first, total, (2 * total + steady) / 3, steady], axis=2)
+            found[begin] = np.where(np.isfinite(rows).all(axis=2, keepdims=True), rows, np.inf)
+        return np.stack([found[first] for first in self._firsts], axis=1)
 
     def improve(self, limit: float) -> None:
         """Refines the bounds of every stage and number of layers that a solution within the limit may have."""
@@ -57,21 +63,21 @@ class CutBounds:
             stages, counts = np.array(sorted(found)).T
             for objective in self.objectives:
                 self._lower[first][objective][stages, counts] = self.stages.refine(objective, first, stages, counts)
-        for name in ("_before", "_after"):
+        for name in ("_own", "_before", "_after"):
             self.__dict__.pop(name, None)
         self.bound = self._whole()
 
     def within(self, limit: float) -> list[tuple[int, int, int]]:
         """Returns each (stage, first layer, number of layers) that a solution within the limit may have."""
-        found = []
+        found, weights = [], self.problem.later_stage_weights
         for stage in range(self.problem.stages):
             for begin in self._before[stage]:
                 for count in self._counts(stage, begin):
-                    own, others = self.stage(stage, begin, count), self.others(stage, begin, count)
-                    if others is None or not np.isfinite(own).all():
+                    own, others = self._own[stage, begin, count], self.others(stage, begin, count)
+                    if others is None or own[0] == np.inf:
                         continue
                     before, after = others
-                    whole = self._joined(self._joined(before, own[None]), after)
+                    whole = joined(joined(before, own[None], weights), after, weights)
                     if float(whole[:, 1:].max(axis=1).min()) <= limit:
                         found.append((stage, begin, count))
         return found
@@ -103,15 +109,16 @@ class CutBounds:
     @cached_property
     def _before(self) -> list[dict[int, np.ndarray]]:
         """Returns rows of the first stages, by their number and then by their number of layers."""
-        fronts = [{0: NO_STAGES}]
+        fronts, layers = [{0: NO_STAGES}], self.problem.layers
         for stage in range(self.problem.stages):
-            found: dict[int, list[np.ndarray]] = {}
-            for begin, rows in fronts[-1].items():
-                for count in self._counts(stage, begin):
-                    own = self.stage(stage, begin, count)[None]
-                    if np.isfinite(own).all():
-                        found.setdefault(begin + count, []).append(self._joined(rows, own))
-            fronts.append({end: _front(np.concatenate(parts)) for end, parts in found.items()})
+            begins = sorted(fronts[-1])
+            rows, at = _of_places(fronts[-1], begins)
+            later = self.problem.stages - 1 - stage
+            found: dict[int, np.ndarray] = {}
+            for end in [layers] if later == 0 else range(begins[0] + 1, layers - later + 1) if begins else []:
+                earlier = np.searchsorted(at, end)
+                self._add(found, end, rows[:earlier], self._own[stage, at[:earlier], end - at[:earlier]])
+            fronts.append(found)
         return fronts
 
     @cached_property
@@ -119,51 +126,56 @@ class CutBounds:
         """Returns rows of a stage and all later ones, by stage and then by first layer."""
         fronts: list[dict[int, np.ndarray]] = [{self.problem.layers: NO_STAGES}]
         for stage in range(self.problem.stages - 1, -1, -1):
+            rows, at = _of_places(fronts[0], sorted(fronts[0]))
             found: dict[int, np.ndarray] = {}
             for begin in self._before[stage]:
-                parts = []
-                for count in self._counts(stage, begin):
-                    own, rest = self.stage(stage, begin, count)[None], fronts[0].get(begin + count)
-                    if rest is not None and np.isfinite(own).all():
-                        parts.append(self._joined(own, rest))
-                if parts:
-                    found[begin] = _front(np.concatenate(parts))
+                earlier = np.searchsorted(at, begin, side="right")
+                self._add(found, begin, self._own[stage, begin, at[earlier:] - begin], rows[earlier:])
             fronts.insert(0, found)
         return fronts
 
-    def _joined(self, runs: np.ndarray, later: np.ndarray) -> np.ndarray:
-        return joined(runs, later, self.problem.later_stage_weights)
+    def _add(self, found: dict[int, np.ndarray], place: int, runs: np.ndarray, later: np.ndarray) -> None:
+        """Adds the front of (N, 4) runs each of which goes on with one of (N, 4) later runs, if any fits."""
+        rows = _followed(runs, later, self.problem.later_stage_weights)
+        rows = rows[np.isfinite(rows[:, 0])]
+        if len(rows):
+            found[place] = rows[nondominated(rows)]
 
 
-def round_down(bound: float) -> float:
+def round_down(bound: float | np.ndarray) -> float | np.ndarray:
     """Returns a bound less what rounding may have added to its sum of floating-point numbers."""
     return bound - 1e-9 * abs(bound) - 1.0
 
 
 def joined(runs: np.ndarray, later: np.ndarray, later_stage_weights: tuple[int, ...]) -> np.ndarray:
     """Returns rows (N * M, 4) of each of (N, 4) runs of stages followed by each of (M, 4) runs."""
-    runs, later = runs[:, None], later[None]
+    return _followed(runs[:, None], later[None], later_stage_weights).reshape(-1, runs.shape[-1])
+
+
+def _followed(runs: np.ndarray, later: np.ndarray, later_stage_weights: tuple[int, ...]) -> np.ndarray:
+    """Returns rows (..., 4) of runs (..., 4) of stages that go on with others (..., 4)."""
     weighted = np.array(later_stage_weights) * later[..., :1]
     paths = np.maximum(runs[..., 1:] + weighted, runs[..., :1] + later[..., 1:])
-    return np.concatenate([runs[..., :1] + later[..., :1], paths], axis=2).reshape(-1, 1 + len(later_stage_weights))
+    return np.concatenate([runs[..., :1] + later[..., :1], paths], axis=-1)
 
 
-def _front(rows: np.ndarray) -> np.ndarray:
-    return rows[nondominated(rows)]
+def _of_places(fronts: dict[int, np.ndarray], places: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the rows (N, 4) of several layers at which stages meet, and (N,) these layers."""
+    if not places:
+        return np.zeros((0, NO_STAGES.shape[1])), np.zeros(0, dtype=np.int64)
+    at = np.repeat(places, [len(fronts[place]) for place in places])
+    return np.concatenate([fronts[place] for place in places]), at
 
 
 def least_memory(problem: SearchProblem) -> float:
     """Returns the smallest budget, in bytes, with which the problem has a solution."""
-    stages = StageBounds(problem)
+    stages, layers = StageBounds(problem), problem.layers
     tables = {first: stages.least_memory(first) for first in stages.classes}
-    fronts = {0: 0.0}
+    own = np.stack([tables[stages.class_of(begin)] for begin in range(layers)], axis=1)  # (p, L, longest + 1)
+    counts = np.arange(layers + 1) - np.arange(layers)[:, None]  # (L, L + 1), by first layer and layer after the last
+    possible = (counts > 0) & (counts <= stages.longest)
+    least = np.where(np.arange(layers + 1) == 0, 0.0, np.inf)  # by number of layers of the first stages
     for stage in range(problem.stages):
-        found: dict[int, float] = {}
-        later = problem.stages - 1 - stage
-        for begin, most in fronts.items():
-            own = tables[stages.class_of(begin)][stage]
-            ends = [problem.layers] if later == 0 else range(begin + 1, problem.layers - later + 1)
-            for end in ends:
-                found[end] = min(found.get(end, np.inf), max(most, float(own[end - begin])))
-        fronts = found
-    return fronts[problem.layers]
+        of_stage = np.where(possible, np.take_along_axis(own[stage], np.where(possible, counts, 0), axis=1), np.inf)
+        least = np.maximum(least[:-1, None], of_stage).min(axis=0)
+    return float(least[layers])

@@ -229,6 +229,8 @@ class _Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         results = operation(*args, **(kwargs or {}))
+        if isinstance(results, torch.device):  # as of two operations in three on fake tensors
+            return results
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         here = {storage_key(tensor) for tensor in inputs}
         outputs = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
