@@ -90,10 +90,10 @@ class DryRuns:
             self.errors.seek(0)
             said = f"The dry run of {case.get('name')} ended with {code}:\n{self.errors.read()[-6000:]}"
             self.end()
+            self.start()  # other tests go on with the new one
             if code not in CRASHES or attempt:
                 raise AssertionError(said)
             warnings.warn(said, stacklevel=2)
-            self.start()
 
     def printed_for(self, case: dict[str, Any]) -> dict[str, Any] | None:
         """Returns what the script prints for a case, or None if it ends before."""

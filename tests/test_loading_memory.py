@@ -86,13 +86,13 @@ def test_peak_is_the_shard_and_the_largest_tensor(folder, name, capsys):
     def work() -> dict[str, tuple[int, int]]:
         world = WorldMesh("cpu")
         load(PLANS[name], world, weights=folder)  # what is set up once is not counted
-        return dict(
-            read=peak_bytes(lambda: load(PLANS[name], world, weights=folder)),
-            initialised=peak_bytes(lambda: load(PLANS[name], world)),
-            naive=peak_bytes(
-                lambda: parallelize(AutoModelForCausalLM.from_pretrained(folder), PLANS[name], world).model
-            ),
+        ways = dict(
+            read=lambda: load(PLANS[name], world, weights=folder),
+            initialised=lambda: load(PLANS[name], world),
+            naive=lambda: parallelize(AutoModelForCausalLM.from_pretrained(folder), PLANS[name], world).model,
         )
+        # The least of two: what the process touches for the first time, such as pages of libraries, can only add.
+        return {way: min(peak_bytes(made) for _ in range(2)) for way, made in ways.items()}
 
     for rank, seen in enumerate(run_ranks(work, 4)):
         bounds = {way: shard + largest_bytes() + CONSTANT_BYTES for way, (_, shard) in seen.items()}

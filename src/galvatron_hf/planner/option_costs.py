@@ -43,8 +43,8 @@ class OptionCosts:
         embeddings: Sequence[VocabularyStrategy],
         heads: Sequence[VocabularyStrategy],
     ):
-        self.costs, self.strategies = costs, list(strategies)
-        self.embeddings, self.heads = list(embeddings), list(heads)
+        self.costs, self.strategies = costs, strategies
+        self.embeddings, self.heads = embeddings, heads
         model, one_unit = costs.model, costs.model.tied and pipeline == 1
         self.layers = [costs.layer(kind, self.strategies) for kind in range(len(model.kinds))]
         if one_unit:
@@ -59,7 +59,8 @@ class OptionCosts:
         def indices(found: Iterable[Layout]) -> np.ndarray:
             return np.array([layouts.setdefault(layout, len(layouts)) for layout in found])
 
-        self.layer_layouts = indices(Layout.from_strategy(one, costs.ranks) for one in self.strategies)
+        of_layers, index = costs.layouts(strategies)
+        self.layer_layouts = indices(of_layers)[index]
         self.start_layouts, self.finish_layouts = (
             indices(costs.end_layout(one.tensor) for one in ends) for ends in (self.embeddings, self.heads)
         )
@@ -124,8 +125,8 @@ class StepCosts:
             memory = memory - (flight == count) * columns["reused"]
             working = np.maximum(working, columns["working"] + end_only)
         if self.shape.virtual_stages > 1:  # every virtual stage begins and ends in the layout between stages
-            boundary = self.costs.boundary()
-            ms = [self.costs.resharding_ms(self.options.layouts[index], boundary) for index in layout]
+            boundary, (distinct, own) = self.costs.boundary(), np.unique(layout, return_inverse=True)
+            ms = np.array([self.costs.resharding_ms(self.options.layouts[one], boundary) for one in distinct])[own]
             first, other = first + picoseconds(ms), other + (count - 1) * picoseconds(ms)
             layout = zeros
         return Options(first_cost=first, other_cost=other, memory=memory, working=working, layout=layout)

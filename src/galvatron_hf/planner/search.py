@@ -208,6 +208,7 @@ def _cuts(hardware: HardwareProfile, model: ModelProfile, workload: Workload, li
         costs = CostModel(hardware, model, workload, ranks, workload.rows)
         degrees = context_degrees(ranks, model, workload.packed, limits)
         of_layers = {context: layer_strategies(ranks, model, limits, context) for context in degrees}
+        known: dict[tuple[int, int], list[LayerStrategy]] = {}
         for (rows, counts), context in itertools.product(micro_batch_sizes(workload.rows), degrees):
             counts = [count for count in counts if limits.micro_batches is None or count in limits.micro_batches]
             if not counts:
@@ -217,9 +218,12 @@ def _cuts(hardware: HardwareProfile, model: ModelProfile, workload: Workload, li
             orders = list(schedules(pipeline, counts, model.layers, limits, model.router_loss))
             for padded_rows in _padded_rows(rows, ranks // context):
                 # Every data rank needs a row of each micro-batch; padding rows are added only for that.
-                strategies = [one for one, data in of_layers[context] if data <= padded_rows]
-                if not strategies or (padded_rows > rows and all(d != padded_rows for _, d in of_layers[context])):
+                most = max((data for _, data in of_layers[context] if data <= padded_rows), default=0)
+                if most == 0 or rows < padded_rows != most:
                     continue
+                if (context, most) not in known:
+                    known[context, most] = [one for one, data in of_layers[context] if data <= most]
+                strategies = known[context, most]
                 shapes = [
                     StepShape(
                         pipeline=pipeline,
@@ -256,10 +260,10 @@ def _ends(vocabulary: list[VocabularyStrategy], tied: bool) -> list[list[Vocabul
 
 def _best_first(cuts: list[_Cut], budget: int, step: Step) -> tuple[list[tuple[PlanProblem, Solution]], int, int, int]:
     """Solves the problems of cuts in the order of their bounds, until the next bound exceeds the best cost.
-    A cut enters the queue with its bound. Its problems enter with their quick bounds, again with the bounds of their
-    stages' cuts, and are then solved. A padded problem whose solution is not exact is split, and its parts enter the
-    queue. Returns solutions that were the best for a while, at most one for each cut of the step, and the numbers of
-    problems, of those that were solved and of kept labels.
+    A cut enters the queue with its bound. Its problems enter with their quick bounds, again with the bounds of all
+    cuts of the layers, first without the cost of changes of layout, and are then solved. A padded problem whose
+    solution is not exact is split, and its parts enter the queue. Returns solutions that were the best for a while, at
+    most one for each cut of the step, and the numbers of problems, of those that were solved and of kept labels.
     """
     numbers = itertools.count()
     queue = [(cut.bound, next(numbers), cut, None, None) for cut in cuts]
@@ -282,6 +286,10 @@ def _best_first(cuts: list[_Cut], budget: int, step: Step) -> tuple[list[tuple[P
             if unsolved.memory_bound > budget:
                 continue
             problem = unsolved.build(budget)
+            own = CutBounds(problem.problem, free_moves=True).bound
+            heapq.heappush(queue, (max(bound, own), next(numbers), unsolved, problem, None))
+            continue
+        if bounds is None:
             bounds = CutBounds(problem.problem)
             heapq.heappush(queue, (max(bound, bounds.bound), next(numbers), unsolved, problem, bounds))
             continue

@@ -11,9 +11,10 @@ Otherwise (gloo) they take `c + m`. Messages of weights and of context ranks ove
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from galvatron_hf.plan.layout import HEAD_CHUNK_TOKENS, AttentionHeads, Layout
 from galvatron_hf.plan.ring_traffic import RingTraffic
 from galvatron_hf.planner.cost import rings
 from galvatron_hf.planner.cost.resharding import most_sent_tokens
-from galvatron_hf.planner.cost.strategy_costs import Distinct, PassCosts, StrategyCosts
+from galvatron_hf.planner.cost.strategy_costs import Grouped, PassCosts, StrategyCosts
 from galvatron_hf.planner.cost.weight_costs import GRADIENT_BYTES, WeightCosts, weight_costs
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
@@ -32,6 +33,11 @@ from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfi
 
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+Strategies = Sequence[LayerStrategy] | Sequence[VocabularyStrategy]
+
+
+def _pass_key(strategy: LayerStrategy) -> tuple:
+    return strategy.tensor, strategy.megatron_sp, strategy.ulysses, strategy.recompute, strategy.expert
 
 
 def _weights_key(strategy: LayerStrategy | VocabularyStrategy) -> tuple:
@@ -61,6 +67,7 @@ class CostModel:
         self.element = BYTES[workload.precision.compute]
         self.reduced = BYTES[workload.precision.reduce]
         self._known_weights: dict[tuple, WeightCosts] = {}
+        self._known_of_strategies: dict[tuple, tuple[Strategies, Any]] = {}
         self.calibration_factors = dict.fromkeys(CALIBRATION_FACTORS, 1.0) | dict(model.calibration_factors)
         # Bytes of the gradient messages of the largest kind of layer and of the head.
         sizes = [
@@ -81,7 +88,7 @@ class CostModel:
             context=context,
             recompute_logits_in_backward=recompute_logits_in_backward,
         )
-        other._known_weights = self._known_weights
+        other._known_weights, other._known_of_strategies = self._known_weights, self._known_of_strategies
         return other
 
     @property
@@ -98,12 +105,14 @@ class CostModel:
 
     def layer(self, kind: int, strategies: Sequence[LayerStrategy]) -> StrategyCosts:
         """Returns the costs of one kind of layer; of a dense one, as [`strategy_of_kind`] changes the strategies."""
-        layer, passes, weights = self.model.kinds[kind], Distinct(), Distinct()
-        for strategy in (strategy_of_kind(one, layer) for one in strategies):
-            key = (strategy.tensor, strategy.megatron_sp, strategy.ulysses, strategy.recompute, strategy.expert)
-            passes.add(key, self._pass, layer, strategy)
-            weights.add(_weights_key(strategy), self._weights, layer, strategy)
-        return self._units(passes.arrays(), weights.arrays(), strategies, "layer")
+        layer = self.model.kinds[kind]
+
+        def of_kind() -> list[LayerStrategy]:
+            return [strategy_of_kind(one, layer) for one in strategies]
+
+        passes = self._kept(strategies, ("passes", kind), lambda: Grouped(of_kind(), _pass_key))
+        passed = passes.arrays([self._pass(layer, one) for one in passes.distinct])
+        return self._units(passed, self._weights_of(layer, strategies, of_kind), strategies, "layer")
 
     def _pass(self, layer: LayerProfile, strategy: LayerStrategy) -> PassCosts:
         forward, backward = self._computing(layer, strategy)
@@ -380,9 +389,9 @@ class CostModel:
 
     def least_layers_ms(self, strategies: Sequence[LayerStrategy]) -> float:
         """Returns the least compute of a micro-batch in all layers, forward and backward, under any strategy."""
-        distinct = {(one.tensor, one.megatron_sp, one.ulysses, one.expert, one.recompute): one for one in strategies}
+        distinct = self._kept(strategies, ("distinct",), lambda: Grouped(strategies, _pass_key)).distinct
         least = [
-            min(sum(self._computing(kind, strategy_of_kind(one, kind))) for one in distinct.values())
+            min(sum(self._computing(kind, strategy_of_kind(one, kind))) for one in distinct)
             for kind in self.model.kinds
         ]
         return sum(least[kind] for kind in self.model.layers)
@@ -399,11 +408,9 @@ class CostModel:
 
     def end(self, end: EndProfile, strategies: Sequence[VocabularyStrategy], part: str) -> StrategyCosts:
         """Returns the costs of an end; `part` is "embedding", "head" or "tied" (both ends)."""
-        passes, weights = Distinct(), Distinct()
-        for strategy in strategies:
-            passes.add(strategy.tensor, self._pass_end, end, strategy.tensor, part != "embedding")
-            weights.add(_weights_key(strategy), self._weights, end, strategy)
-        return self._units(passes.arrays(), weights.arrays(), strategies, part)
+        passes = self._kept(strategies, ("passes", "end"), lambda: Grouped(strategies, lambda one: one.tensor))
+        passed = passes.arrays([self._pass_end(end, one.tensor, part != "embedding") for one in passes.distinct])
+        return self._units(passed, self._weights_of(end, strategies, lambda: strategies), strategies, part)
 
     def _pass_end(self, end: EndProfile, tensor: int, is_head: bool) -> PassCosts:
         layout, workload = self.end_layout(tensor), self.workload
@@ -436,6 +443,37 @@ class CostModel:
         )
 
     # ---- Weights ----
+
+    def _weights_of(
+        self, owner: LayerProfile | EndProfile, strategies: Strategies, of_owner: Callable[[], Strategies]
+    ) -> WeightCosts:
+        """Returns arrays (S,) of the costs of weights; `of_owner` gives the strategies as the owner has them."""
+
+        def arrays() -> WeightCosts:
+            groups = Grouped(of_owner(), _weights_key)
+            return groups.arrays([self._weights(owner, one) for one in groups.distinct])
+
+        is_dense = getattr(owner, "experts", None) is None
+        return self._kept(strategies, ("weights", id(owner.weights), is_dense), arrays)
+
+    def _kept(self, strategies: Strategies, name: tuple, make: Callable[[], Any]) -> Any:
+        """Returns what is the same for all rows, and makes it only once for these very strategies: a search asks for
+        the same ones hundreds of times.
+        """
+        key = id(strategies), *name
+        if key not in self._known_of_strategies:
+            self._known_of_strategies[key] = strategies, make()  # with the strategies, whose identity is the key
+        return self._known_of_strategies[key][1]
+
+    def layouts(self, strategies: Strategies) -> tuple[list[Layout], np.ndarray]:
+        """Returns the distinct layouts of layers, and (S,) the index of each strategy's."""
+
+        def make() -> tuple[list[Layout], np.ndarray]:
+            found: dict[Layout, int] = {}
+            index = [found.setdefault(Layout.from_strategy(one, self.ranks), len(found)) for one in strategies]
+            return list(found), np.array(index)
+
+        return self._kept(strategies, ("layouts",), make)
 
     def _weights(self, owner: LayerProfile | EndProfile, strategy: LayerStrategy | VocabularyStrategy) -> WeightCosts:
         key = (id(owner.weights), *_weights_key(strategy))

@@ -1,13 +1,13 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
 """Holds the cost of a layer or an end under each of several strategies, and computes its peak of working memory.
-[`Distinct`] computes shared parts once: the forward and backward of a micro-batch ([`PassCosts`]) do not depend on
+[`Grouped`] computes shared parts once: the forward and backward of a micro-batch ([`PassCosts`]) do not depend on
 sharding, and the weights ([`~planner.cost.weight_costs.WeightCosts`]) do not depend on recompute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,24 +161,21 @@ class PassCosts:
     released_bytes: float = 0.0
 
 
-class Distinct:
-    """Collects the costs of strategies and computes each distinct one once."""
+class Grouped:
+    """Groups strategies whose costs are equal. `distinct` has one of each group, in order of appearance."""
 
-    def __init__(self):
-        self._index_of_key: dict[Any, int] = {}
-        self._distinct: list[PassCosts | WeightCosts] = []
-        self._index_of_strategy: list[int] = []
+    def __init__(self, strategies: Sequence[Any], key: Callable[[Any], Any]):
+        groups: dict[Any, int] = {}
+        self._index = np.array([groups.setdefault(key(one), len(groups)) for one in strategies])
+        first = np.unique(self._index, return_index=True)[1]
+        self.distinct = [strategies[place] for place in first]
 
-    def add(self, key: Any, make: Callable[..., PassCosts | WeightCosts], *given: Any) -> None:
-        """Adds the next strategy, with `make(*given)` or the costs made for the same key before."""
-        index = self._index_of_key.get(key)
-        if index is None:
-            index = self._index_of_key[key] = len(self._distinct)
-            self._distinct.append(make(*given))
-        self._index_of_strategy.append(index)
-
-    def arrays(self) -> PassCosts | WeightCosts:
-        """Returns the fields as arrays (S,)."""
-        kind, order = type(self._distinct[0]), self._index_of_strategy
-        names = kind.__annotations__
-        return kind(**{name: np.array([getattr(one, name) for one in self._distinct], float)[order] for name in names})
+    def arrays(self, costs: list[PassCosts] | list[WeightCosts]) -> PassCosts | WeightCosts:
+        """Returns the fields of each group's costs as arrays (S,)."""
+        kind = type(costs[0])
+        return kind(
+            **{
+                name: np.array([getattr(one, name) for one in costs], float)[self._index]
+                for name in kind.__annotations__
+            }
+        )

@@ -21,10 +21,12 @@ class CutBounds:
     A run of consecutive stages has a row of four lower bounds: the sum of its F, and its longest path of each of the
     three kinds (see `problem.py`). Rows of two neighbouring runs give the row of both. Rows that are not dominated are
     enough to bound all cuts. Stages are bounded for each of `objectives`; no solution costs less than `bound`.
+    If `free_moves`, changes of layout cost nothing, and one row with the least of each bound stands for all cuts: that
+    bounds less closely, and takes a small part of the time.
     """
 
-    def __init__(self, problem: SearchProblem):
-        self.problem, self.stages = problem, StageBounds(problem)
+    def __init__(self, problem: SearchProblem, *, free_moves: bool = False):
+        self.problem, self.stages = problem, StageBounds(problem, free_moves=free_moves)
         # One stage has only the total. Without warm-up all paths of a stage are equal.
         several = (TOTAL, FIRST, STEADY) if problem.warmup.any() else (TOTAL, FIRST)
         self.objectives = (TOTAL,) if problem.stages == 1 else several
@@ -139,7 +141,7 @@ class CutBounds:
         rows = _followed(runs, later, self.problem.later_stage_weights)
         rows = rows[np.isfinite(rows[:, 0])]
         if len(rows):
-            found[place] = rows[nondominated(rows)]
+            found[place] = rows.min(axis=0)[None] if self.stages.free_moves else rows[nondominated(rows)]
 
 
 def round_down(bound: float | np.ndarray) -> float | np.ndarray:

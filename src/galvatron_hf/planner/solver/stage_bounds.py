@@ -42,10 +42,12 @@ STEADY = Objective(1, 1, without_warmup=True)
 
 
 class StageBounds:
-    """Bounds stages of at most `longest` layers; `allowances` are (W,) bytes of working memory, rising."""
+    """Bounds stages of at most `longest` layers; `allowances` are (W,) bytes of working memory, rising. If
+    `free_moves`, changes of layout cost nothing: that bounds less closely, and takes a small part of the time.
+    """
 
-    def __init__(self, problem: SearchProblem):
-        self.problem = problem
+    def __init__(self, problem: SearchProblem, *, free_moves: bool = False):
+        self.problem, self.free_moves = problem, free_moves
         working = [problem.working[problem.allowed], problem.starts.working, problem.finishes.working]
         self.allowances = np.unique(np.concatenate(working))
         self.longest = problem.layers - (problem.stages - 1)
@@ -174,6 +176,8 @@ class StageBounds:
         self, objective: Objective, first: int, stages: np.ndarray, multipliers: np.ndarray, longest: int
     ) -> np.ndarray:
         """Returns (Q, longest + 1) minimums of cost + multiplier * (memory - budget), by number of layers."""
+        if self.free_moves:
+            return self._without_moves(objective, first, stages, multipliers, longest)
         kinds, found = self.problem.kinds, np.full((len(stages), longest + 1), np.inf)
         # The long axes come last, (..., W, Q), because numpy is fastest along the last axis.
         resharding = np.ascontiguousarray(self.resharding(objective, stages).transpose(1, 2, 0)[:, :, None])
@@ -184,6 +188,18 @@ class StageBounds:
         for count in range(1, min(longest, len(kinds) - first) + 1):
             reached = _resharded(reached, resharding) + by_layout[kinds[first + count - 1]]
             found[:, count] = (reached + closing).min(axis=(0, 1))
+        return found
+
+    def _without_moves(
+        self, objective: Objective, first: int, stages: np.ndarray, multipliers: np.ndarray, longest: int
+    ) -> np.ndarray:
+        """Returns lower bounds of what `forward` returns, with any layout at once."""
+        kinds, found = self.problem.kinds, np.full((len(stages), longest + 1), np.inf)
+        least = self.costs(objective, stages, multipliers).min(axis=3)  # (Q, W, K)
+        ends = self.opening(objective, stages, multipliers).min(axis=2)
+        ends = ends + self.closing(objective, stages, multipliers).min(axis=2)  # (Q, W)
+        layers = least[:, :, kinds[first : first + longest]].cumsum(axis=2)
+        found[:, 1 : 1 + layers.shape[2]] = (layers + ends[..., None]).min(axis=1)
         return found
 
 
