@@ -8,7 +8,6 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
@@ -208,12 +207,12 @@ class UnsolvedProblem:
             strategies = [whole.strategies[index] for index in useful]
             yield replace(whole, problem=problem.restricted(useful), strategies=strategies)
 
-    def uniform(self, budget: int) -> Iterator[tuple[float, Callable[[], UnsolvedProblem]]]:
-        """Yields, for each strategy, the bound of the problem in which all layers have it, and what makes it."""
+    def uniform(self, budget: int) -> Iterator[tuple[float, UnsolvedProblem]]:
+        """Yields the problems in which all layers have one strategy, in the order of their bounds, after these."""
         bounds = self._bounds(budget, lambda costs, counts: np.einsum("pks,k->ps", costs, counts))
-        for index, (bound, strategy) in enumerate(zip(bounds.tolist(), self.strategies, strict=True)):
-            if not self.padded or strategy.data_degree(self.options.costs.ranks) == self.shape.rows:
-                yield bound, partial(self._only, index)
+        for index in np.argsort(bounds, kind="stable").tolist():
+            if not self.padded or self.strategies[index].data_degree(self.options.costs.ranks) == self.shape.rows:
+                yield float(bounds[index]), self._only(index)
 
     def _only(self, index: int) -> UnsolvedProblem:
         one = copy.copy(self)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -182,8 +183,10 @@ class _Cut:
         of_layers, of_ends = costs.least_layers_ms(strategies), costs.least_ends_ms(sorted(tensors))
         self.bound = round_down(PICOSECONDS * min(shape.least_ms(of_layers, of_ends) for shape in shapes))
 
-    def problems(self, budget: int) -> Iterator[tuple[float, Callable[[], UnsolvedProblem]]]:
-        """Yields the bound of each problem within a budget in bytes of a rank, and what makes the problem."""
+    def problems(self, budget: int) -> Iterator[Iterator[tuple[float, UnsolvedProblem]]]:
+        """Yields groups of problems in the order of their bounds, each problem after the bound of its solutions within
+        a budget in bytes of a rank.
+        """
         for ends in self.choices_of_ends:
             options: dict[bool, OptionCosts] = {}
             for shape in self.shapes:
@@ -192,10 +195,7 @@ class _Cut:
                     costs = self.costs.with_rows(shape.rows, context=shape.context, recompute_logits_in_backward=again)
                     options[again] = OptionCosts(costs, shape.pipeline, self.strategies, ends, ends)
                 problem = UnsolvedProblem(options[again], shape, padded=self.padded)
-                if self.uniform:
-                    yield from problem.uniform(budget)
-                else:
-                    yield problem.bound(budget), lambda problem=problem: problem
+                yield problem.uniform(budget) if self.uniform else iter([(problem.bound(budget), problem)])
 
 
 def _cuts(hardware: HardwareProfile, model: ModelProfile, workload: Workload, limits: Limits) -> Iterator[_Cut]:
@@ -271,27 +271,37 @@ def _best_first(cuts: list[_Cut], budget: int, step: Step) -> tuple[list[tuple[P
     limit: float = np.inf
     found: dict[tuple[int, ...], tuple[PlanProblem, Solution]] = {}
     problems = solved = states = 0
+
+    def enter(bound: float, *entry: Any) -> None:
+        if bound <= limit:
+            heapq.heappush(queue, (bound, next(numbers), *entry))
+
+    def enter_next(group: Iterator[tuple[float, UnsolvedProblem]], least: float) -> None:
+        nonlocal problems
+        for bound, unsolved in itertools.islice(group, 1):
+            problems += 1
+            enter(max(bound, least), unsolved, group, None)
+
     while queue:
         bound, _, unsolved, problem, bounds = heapq.heappop(queue)
         if bound > limit:
             break
         if isinstance(unsolved, _Cut):
-            for own, make in unsolved.problems(budget):
-                problems += 1
-                heapq.heappush(queue, (max(bound, own), next(numbers), make, None, None))
+            for group in unsolved.problems(budget):
+                enter_next(group, bound)
             step("searching for a plan")
             continue
-        if problem is None:
-            unsolved = unsolved()
+        if not isinstance(problem, PlanProblem):
+            enter_next(problem, bound)
             if unsolved.memory_bound > budget:
                 continue
             problem = unsolved.build(budget)
             own = CutBounds(problem.problem, free_moves=True).bound
-            heapq.heappush(queue, (max(bound, own), next(numbers), unsolved, problem, None))
+            enter(max(bound, own), unsolved, problem, None)
             continue
         if bounds is None:
             bounds = CutBounds(problem.problem)
-            heapq.heappush(queue, (max(bound, bounds.bound), next(numbers), unsolved, problem, bounds))
+            enter(max(bound, bounds.bound), unsolved, problem, bounds)
             continue
         result = solve(problem.problem, limit, bounds)
         solved, states = solved + 1, states + result.states
@@ -304,7 +314,7 @@ def _best_first(cuts: list[_Cut], budget: int, step: Step) -> tuple[list[tuple[P
             continue
         for part in unsolved.split(budget):
             bounds = CutBounds(part.problem)
-            heapq.heappush(queue, (max(result.cost, bounds.bound), next(numbers), unsolved, part, bounds))
+            enter(max(result.cost, bounds.bound), unsolved, part, bounds)
     return list(found.values()), problems, solved, states
 
 
@@ -312,8 +322,7 @@ def _least_memory(cuts: list[_Cut], budget: int) -> int:
     """Returns the bytes of the smallest budget with which some problem has a solution."""
     found = np.inf
     for cut in reversed(cuts):  # smaller micro-batches need less
-        for _, make in cut.problems(budget):
-            unsolved = make()
+        for _, unsolved in itertools.chain.from_iterable(cut.problems(budget)):
             if unsolved.memory_bound >= found:
                 continue
             own = least_memory(unsolved.build(budget).problem)
