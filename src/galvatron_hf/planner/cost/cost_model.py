@@ -67,6 +67,7 @@ class CostModel:
         self.element = BYTES[workload.precision.compute]
         self.reduced = BYTES[workload.precision.reduce]
         self._known_weights: dict[tuple, WeightCosts] = {}
+        self._known_passes: dict[tuple, PassCosts] = {}
         self._known_of_strategies: dict[tuple, tuple[Strategies, Any]] = {}
         self.calibration_factors = dict.fromkeys(CALIBRATION_FACTORS, 1.0) | dict(model.calibration_factors)
         # Bytes of the gradient messages of the largest kind of layer and of the head.
@@ -88,7 +89,8 @@ class CostModel:
             context=context,
             recompute_logits_in_backward=recompute_logits_in_backward,
         )
-        other._known_weights, other._known_of_strategies = self._known_weights, self._known_of_strategies
+        for name in ("_known_weights", "_known_passes", "_known_of_strategies"):
+            setattr(other, name, getattr(self, name))
         return other
 
     @property
@@ -115,6 +117,14 @@ class CostModel:
         return self._units(passed, self._weights_of(layer, strategies, of_kind), strategies, "layer")
 
     def _pass(self, layer: LayerProfile, strategy: LayerStrategy) -> PassCosts:
+        if layer.read_ratio:  # depends on the layout between stages, and so on all rows
+            return self._new_pass(layer, strategy)
+        key = id(layer), *_pass_key(strategy), self._rows(strategy), self.context
+        if key not in self._known_passes:
+            self._known_passes[key] = self._new_pass(layer, strategy)
+        return self._known_passes[key]
+
+    def _new_pass(self, layer: LayerProfile, strategy: LayerStrategy) -> PassCosts:
         forward, backward = self._computing(layer, strategy)
         region_forward, region_backward = self._regions(layer, strategy)
         saved, working, recomputed = self._activations(layer, strategy)
@@ -390,10 +400,10 @@ class CostModel:
     def least_layers_ms(self, strategies: Sequence[LayerStrategy]) -> float:
         """Returns the least compute of a micro-batch in all layers, forward and backward, under any strategy."""
         distinct = self._kept(strategies, ("distinct",), lambda: Grouped(strategies, _pass_key)).distinct
-        least = [
-            min(sum(self._computing(kind, strategy_of_kind(one, kind))) for one in distinct)
-            for kind in self.model.kinds
-        ]
+        least = []
+        for kind in self.model.kinds:
+            passes = [self._pass(kind, strategy_of_kind(one, kind)) for one in distinct]
+            least.append(min(one.forward_ms + one.backward_ms for one in passes))
         return sum(least[kind] for kind in self.model.layers)
 
     # ---- Embedding and head ----

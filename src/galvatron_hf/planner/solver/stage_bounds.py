@@ -21,6 +21,7 @@ from galvatron_hf.planner.solver.problem import SearchProblem
 # Multipliers are tried in units of (cost of the stage / budget), then between the neighbours of the best.
 GRID = np.concatenate([[0.0], np.geomspace(0.004, 40.0, 9)])
 REFINED_POINTS, REFINEMENTS = 7, 4
+FEW_ALLOWANCES = 16
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,20 @@ STEADY = Objective(1, 1, without_warmup=True)
 
 class StageBounds:
     """Bounds stages of at most `longest` layers; `allowances` are (W,) bytes of working memory, rising. If
-    `free_moves`, changes of layout cost nothing: that bounds less closely, and takes a small part of the time.
+    `free_moves`, changes of layout cost nothing and similar allowances are one: that bounds less closely, and takes a
+    small part of the time.
     """
 
     def __init__(self, problem: SearchProblem, *, free_moves: bool = False):
         self.problem, self.free_moves = problem, free_moves
         working = [problem.working[problem.allowed], problem.starts.working, problem.finishes.working]
         self.allowances = np.unique(np.concatenate(working))
+        # Of joined allowances, the least is held, and the largest decides which options are allowed.
+        self._held = self.allowances
+        if free_moves and len(self.allowances) > FEW_ALLOWANCES:
+            first = np.arange(FEW_ALLOWANCES) * len(self.allowances) // FEW_ALLOWANCES
+            self._held = self.allowances[first]
+            self.allowances = self.allowances[np.append(first[1:] - 1, len(self.allowances) - 1)]
         self.longest = problem.layers - (problem.stages - 1)
         self._multipliers: dict[tuple[Objective, int], np.ndarray] = {}
 
@@ -117,23 +125,46 @@ class StageBounds:
 
     # ---- Shortest paths ----
 
-    def costs(self, objective: Objective, stages: np.ndarray, multipliers: np.ndarray) -> np.ndarray:
-        """Returns (Q, W, K, S) costs of a layer, infinite if it is not allowed."""
+    def option_costs(self, objective: Objective, stages: np.ndarray, multipliers: np.ndarray) -> np.ndarray:
+        """Returns (Q, K, S) costs of a layer."""
         problem = self.problem
         first, other = (weights[:, None, None] for weights in objective.weights(problem, stages))
         costs = first * problem.first_cost + other * problem.other_cost
-        costs = costs + multipliers[:, None, None] * problem.memory(stages)
-        within = problem.allowed & (problem.working <= self.allowances[:, None, None])
-        return np.where(within, costs[:, None], np.inf)
+        return costs + multipliers[:, None, None] * problem.memory(stages)
 
-    def by_layout(self, costs: np.ndarray) -> np.ndarray:
-        """Returns (Q, W, K, Y) minimum costs in each layout."""
-        layouts = self.problem.first_resharding.shape[0]
-        found = np.full((*costs.shape[:3], layouts), np.inf)
-        for layout in range(layouts):
-            members = self.problem.layout == layout
-            if members.any():
-                found[..., layout] = costs[..., members].min(axis=3)
+    def costs(self, objective: Objective, stages: np.ndarray, multipliers: np.ndarray) -> np.ndarray:
+        """Returns (Q, W, K, S) costs of a layer, infinite if it is not allowed."""
+        problem = self.problem
+        within = problem.allowed & (problem.working <= self.allowances[:, None, None])
+        return np.where(within, self.option_costs(objective, stages, multipliers)[:, None], np.inf)
+
+    @cached_property
+    def _by_working(self) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+        """Returns for each layout (one stands for all if moves are free) and each kind the allowed options by rising
+        working memory, and (W,) how many of them are within each allowance.
+        """
+        problem = self.problem
+        layouts = 0 * problem.layout if self.free_moves else problem.layout
+        found = []
+        for layout in range(1 if self.free_moves else problem.first_resharding.shape[0]):
+            of_kinds = []
+            for allowed, working in zip(problem.allowed, problem.working, strict=True):
+                options = np.nonzero(allowed & (layouts == layout))[0]
+                options = options[np.argsort(working[options], kind="stable")]
+                of_kinds.append((options, np.searchsorted(working[options], self.allowances, side="right")))
+            found.append(of_kinds)
+        return found
+
+    def by_layout(self, objective: Objective, stages: np.ndarray, multipliers: np.ndarray) -> np.ndarray:
+        """Returns (Q, W, K, Y) minimum costs of a layer in each layout; Y is 1 if moves are free."""
+        costs = self.option_costs(objective, stages, multipliers)
+        kinds, groups = costs.shape[1], self._by_working
+        found = np.full((len(stages), len(self.allowances), kinds, len(groups)), np.inf)
+        for layout, of_kinds in enumerate(groups):
+            for kind, (options, counts) in enumerate(of_kinds):
+                if len(options):
+                    least = np.minimum.accumulate(costs[:, kind, options], axis=1)
+                    found[..., kind, layout] = np.where(counts > 0, least[:, np.maximum(counts, 1) - 1], np.inf)
         return found
 
     def resharding(self, objective: Objective, stages: np.ndarray) -> np.ndarray:
@@ -144,7 +175,7 @@ class StageBounds:
     def opening(self, objective: Objective, stages: np.ndarray, multipliers: np.ndarray) -> np.ndarray:
         """Returns (Q, W, Y) costs before a stage's first layer."""
         problem = self.problem
-        held = problem.stage_memory[stages, None] + self.allowances - problem.budget
+        held = problem.stage_memory[stages, None] + self._held - problem.budget
         first, other = objective.weights(problem, stages)
         fixed = first * problem.stage_first_cost[stages] + other * problem.stage_other_cost[stages]
         constants = fixed[:, None] + multipliers[:, None] * held  # (Q, W)
@@ -181,7 +212,7 @@ class StageBounds:
         kinds, found = self.problem.kinds, np.full((len(stages), longest + 1), np.inf)
         # The long axes come last, (..., W, Q), because numpy is fastest along the last axis.
         resharding = np.ascontiguousarray(self.resharding(objective, stages).transpose(1, 2, 0)[:, :, None])
-        costs = self.by_layout(self.costs(objective, stages, multipliers))
+        costs = self.by_layout(objective, stages, multipliers)
         by_layout = np.ascontiguousarray(costs.transpose(2, 3, 1, 0))
         reached = np.ascontiguousarray(self.opening(objective, stages, multipliers).transpose(2, 1, 0))
         closing = np.ascontiguousarray(self.closing(objective, stages, multipliers).transpose(2, 1, 0))
@@ -195,7 +226,7 @@ class StageBounds:
     ) -> np.ndarray:
         """Returns lower bounds of what `forward` returns, with any layout at once."""
         kinds, found = self.problem.kinds, np.full((len(stages), longest + 1), np.inf)
-        least = self.costs(objective, stages, multipliers).min(axis=3)  # (Q, W, K)
+        least = self.by_layout(objective, stages, multipliers)[..., 0]  # (Q, W, K)
         ends = self.opening(objective, stages, multipliers).min(axis=2)
         ends = ends + self.closing(objective, stages, multipliers).min(axis=2)  # (Q, W)
         layers = least[:, :, kinds[first : first + longest]].cumsum(axis=2)
@@ -230,7 +261,7 @@ class Distances:
         stages, multipliers = np.array([stage]), np.array([multiplier])
         resharding = bounds.resharding(objective, stages)[0]
         costs = bounds.costs(objective, stages, multipliers)
-        by_layout = bounds.by_layout(costs)[0]  # (W, K, Y)
+        by_layout = bounds.by_layout(objective, stages, multipliers)[0]  # (W, K, Y)
         kinds = bounds.problem.kinds[first : first + count]
         before = [bounds.opening(objective, stages, multipliers)[0]]
         for kind in kinds:
