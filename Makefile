@@ -23,12 +23,13 @@ BF16 := $(shell grep -qE 'amx_bf16|avx512_bf16' /proc/cpuinfo 2>/dev/null && ech
 # One thread per rank: the ranks of the tests and of the quickstart already fill the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install quickstart notebooks families test test-slow test-float8 test-all style quality clean
+.PHONY: help install quickstart notebooks families plans test test-slow test-float8 test-all style quality clean
 
 help:
 	@echo "make quickstart   train a small Llama on the standard library's source with 4 CPU ranks"
 	@echo "make notebooks    execute the notebooks and save their outputs"
 	@echo "make families     try every model of transformers with the heads of eight tasks, write docs/families*.md"
+	@echo "make plans        search plans of public models on five clusters, write them into docs/plans.md"
 	@echo "make test         the fast tests"
 	@echo "make test-slow    the slow tests"
 	@echo "make test-float8  the tests of float8, after installing torchao"
@@ -54,6 +55,9 @@ quickstart: $(INSTALLED)
 
 notebooks: $(INSTALLED)
 	$(BIN)/python notebooks/execute.py
+
+plans: $(INSTALLED)
+	$(BIN)/python docs/make_plans.py
 
 families: $(INSTALLED)
 	$(BIN)/python docs/make_families.py

@@ -53,6 +53,10 @@ class ModelArguments:
         default=None, metadata={"help": "A pretrained model, local or on the Hub. Absent: a new one of `model_type`."}
     )
     model_type: str = field(default="llama", metadata={"help": "Architecture of a new model."})
+    config_name: str | None = field(
+        default=None,
+        metadata={"help": "A configuration of a new model, local or on the Hub, instead of `model_type`."},
+    )
     config_overrides: dict | str | None = field(
         default=None,
         metadata={"help": "Fields of the model's configuration as JSON, e.g. '{\"hidden_size\": 256}'."},
@@ -67,6 +71,8 @@ class ModelArguments:
     vocab_size: int = field(default=4096, metadata={"help": "Number of tokens of a new tokenizer."})
 
     def __post_init__(self):
+        if self.config_name is not None and self.model_name_or_path is not None:
+            raise ValueError("config_name is for a new model, and model_name_or_path names one: give one of them.")
         if isinstance(self.config_overrides, str):
             self.config_overrides = json.loads(self.config_overrides)
 
@@ -78,7 +84,8 @@ class DataArguments:
     dataset_name: str = field(
         default="python-stdlib",
         metadata={
-            "help": "python-stdlib, a folder of text files, a txt, json, jsonl, csv or parquet file, a Hub dataset"
+            "help": "python-stdlib, a folder of text files or of json, jsonl, csv or parquet files, such a file or a "
+            "txt file (also .gz), a Hub dataset"
         },
     )
     dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset."})
@@ -158,14 +165,17 @@ def get_model(args: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTr
     """Returns the pretrained model's name, or a new model, equal on every rank because the seed is set."""
     if args.model_name_or_path is not None:
         return args.model_name_or_path  # each rank then reads only its own weights
-    config = AutoConfig.for_model(
-        args.model_type,
+    tokens = dict(
         vocab_size=len(tokenizer),
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        **(args.config_overrides or {}),
     )
+    values = tokens | dict(args.config_overrides or {})
+    if args.config_name is not None:
+        config = AutoConfig.from_pretrained(args.config_name, **values)
+    else:
+        config = AutoConfig.for_model(args.model_type, **values)
     return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype))
 
 

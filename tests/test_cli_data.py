@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares `galvatron data` and its forecast with loaders that really pad, counted FLOPs and written-out sums."""
 
+import gzip
 import io
 import json
 import statistics
@@ -24,6 +25,7 @@ from galvatron_hf.data.cost import GroupCost, SequenceCost, assumed_sharing
 from galvatron_hf.data.forecast import DataWorkload, forecast_modes
 from galvatron_hf.data.group_placement import place_groups
 from galvatron_hf.data.placement import place
+from tiny_models import word_tokenizer
 
 
 COST = SequenceCost(per_token=3e-5, per_token_squared=2e-8, per_sequence=1e-3)
@@ -182,11 +184,33 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "bad.jsonl").write_text("{not json")
     (tmp_path / "bad.arrow").write_text("not arrow")
     (tmp_path / "empty.txt").write_text("0\n")
+    (tmp_path / "nothing.jsonl").touch()
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "lengths").write_text("5\n")
+    (tmp_path / "rows.csv").write_text("length,name\n" + "".join(f"{length},a\n" for length in LENGTHS))
+    with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
+        file.write((tmp_path / "rows.jsonl").read_text())
+    shards = tmp_path / "shards" / "train"
+    shards.mkdir(parents=True)
+    for number in range(3):
+        ROWS.shard(3, number, contiguous=True).to_parquet(shards / f"{number}.parquet")
     return tmp_path
 
 
 @pytest.mark.parametrize(
-    "name", ["saved", "splits", "rows.parquet", "rows.json", "rows.jsonl", "rows.arrow", "lengths.txt"]
+    "name",
+    [
+        "saved",
+        "splits",
+        "rows.parquet",
+        "rows.json",
+        "rows.jsonl",
+        "rows.arrow",
+        "lengths.txt",
+        "rows.csv",
+        "rows.jsonl.gz",
+        "shards",
+    ],
 )
 def test_every_form_of_a_dataset_gives_the_same_figures(folder, capsys, name):
     written = folder / "figures.json"
@@ -201,6 +225,20 @@ def test_every_form_of_a_dataset_gives_the_same_figures(folder, capsys, name):
     printed = capsys.readouterr().out
     assert "203 sequences" in printed and "relative and not measured" in printed and "tokens/s\n" not in printed
     assert "\x1b" not in printed
+
+
+def test_text_is_counted_in_tokens(folder, capsys):
+    """A file of text has a row in each line; the words of a row are its tokens."""
+    word_tokenizer().save_pretrained(folder / "words")
+    lines = ["w1 w2 w3", "w4", "w5 w6"] * 8
+    (folder / "raw.txt").write_text("\n".join(lines) + "\n")
+    Dataset.from_dict({"text": lines, "other": lines}).to_json(folder / "text.jsonl")
+    for name in ("raw.txt", "text.jsonl"):
+        flags = ["data", str(folder / name), "--tokenizer", str(folder / "words"), "--batch-size", "8"]
+        assert main(flags) == 0
+        assert "24 sequences, 48 tokens" in capsys.readouterr().out
+    assert main([*flags, "--column", "other"]) == 0
+    assert "24 sequences, 48 tokens" in capsys.readouterr().out
 
 
 def test_column_and_split_are_chosen(folder, capsys):
@@ -265,7 +303,13 @@ def test_a_terminal_without_unicode_gets_plain_bars(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "arguments, reason",
     [
-        (["absent/folder/of/rows"], "cannot be opened as a dataset"),
+        (["absent/folder/of/rows"], "'absent/folder/of/rows' does not exist"),
+        (["absent.csv"], "'absent.csv' does not exist"),
+        (["nothing.jsonl"], "'nothing.jsonl' is empty"),
+        (["nothing"], "no file in it has rows"),
+        (["texts", "--tokenizer", "absent/tokenizer/folder"], "tokenizer='absent/tokenizer/folder' cannot be loaded"),
+        (["saved", "--tokenizer", "words"], "no text in the column 'text'"),
+        (["lengths", "--tokenizer", "words"], "is a file of lengths, which has no tokenizer"),
         (["long.txt"], "is '9223372036854775807', which is longer than any sequence"),
         (["long.txt", "--split", "test"], "split='test', but 'long.txt' is a file of lengths"),
         (["long.txt", "--seed", "-1"], "seed=-1 is out of range: give a number from 0"),

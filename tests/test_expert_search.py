@@ -89,7 +89,9 @@ def test_times_of_experts_are_added_by_hand():
 )
 def test_elements_of_experts_on_a_rank(strategy, elements):
     weights = [weight for weight in random_model(0, layers=1, experts=True).kinds[0].weights if weight.of_experts]
-    found = weight_costs(weights, strategy, 8, element=4, reduced=4, ms=lambda *unused: 0.0)
+    found = weight_costs(
+        weights, strategy, 8, element=4, reduced=4, ms=lambda *unused: 0.0, copying_ms=lambda size: 0.0
+    )
     assert found.elements == elements
 
 

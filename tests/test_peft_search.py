@@ -62,7 +62,7 @@ def test_costs_of_frozen_weights():
         sent[kind] = size
         return size
 
-    options = dict(ranks=4, element=4, reduced=4, ms=ms)
+    options = dict(ranks=4, element=4, reduced=4, ms=ms, copying_ms=lambda size: 0.0)
     costs = weight_costs([frozen, trained], LayerStrategy(), **options)
     assert sent["all_gather"] == 4 * (64 + 4) * 32 / 4 and sent["reduce_scatter"] == 4 * 4 * 32
     assert costs.state_bytes == (64 * 32 * 4 + 4 * 32 * 16) / 4

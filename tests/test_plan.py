@@ -144,13 +144,24 @@ def test_the_table_shows_strategies_and_folds_layers():
     )
     cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in str(plan).splitlines() if "│" in line]
     assert cells == [
-        ["embedding", "0-7", "1", "-", "8", "zero3 over 8", "-", "-"],
-        ["encoder 0-1", "0-7", "2", "megatron 2", "4", "zero3 over 4", "1", "none"],
-        ["decoder 2-3", "0-7", "2", "megatron 2", "4", "zero3 over 4", "1", "none"],
-        ["decoder 4-11", "0-7", "1", "ulysses 4", "2", "zero3 over 8", "1", "full"],
-        ["head", "0-7", "1", "-", "8", "zero3 over 8", "-", "-"],
+        ["embedding", "0-7", "1", "-", "8", "zero3 over 8", "-"],
+        ["encoder 0-1", "0-7", "2", "megatron 2", "4", "zero3 over 4", "none"],
+        ["decoder 2-3", "0-7", "2", "megatron 2", "4", "zero3 over 4", "none"],
+        ["decoder 4-11", "0-7", "1", "ulysses 4", "2", "zero3 over 8", "full"],
+        ["head", "0-7", "1", "-", "8", "zero3 over 8", "-"],
     ]
     assert plan_table(plan).row_count == 5
+
+
+def test_the_table_has_no_column_for_what_a_plan_lacks():
+    def columns(**strategy) -> list[str]:
+        return [column.header for column in plan_table(ParallelPlan.uniform(4, 2, **strategy)).columns]
+
+    always = ["part", "ranks", "data", "sharding"]
+    assert columns() == always
+    assert columns(tensor=2) == ["part", "ranks", "tensor", "data", "sharding"]
+    assert columns(context=2, recompute="full") == ["part", "ranks", "sequence", "data", "sharding", "recompute"]
+    assert columns(expert=2) == ["part", "ranks", "data", "sharding", "expert"]
 
 
 def test_importing_plans_and_the_planner_loads_neither_torch_nor_transformers():

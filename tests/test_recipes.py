@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The recipes: corpus, tokenizer, rows, arguments, plans, and a whole run of the script that people edit."""
 
+import gzip
 import json
 import os
 import re
@@ -128,6 +129,50 @@ def test_missing_column_and_unknown_file_are_refused(tmp_path):
     (tmp_path / "corpus.pdf").write_text("x")
     with pytest.raises(ValueError, match="is not a kind of file that is read: use "):
         text.load_documents(str(tmp_path / "corpus.pdf"), None, "text", 10, seed=0)
+
+
+def test_folders_of_rows_and_compressed_files_are_read(tmp_path):
+    dataset = Dataset.from_dict({"text": DOCUMENTS})
+    for number in range(2):
+        (tmp_path / "parquet" / "part").mkdir(parents=True, exist_ok=True)
+        dataset.shard(2, number).to_parquet(tmp_path / "parquet" / "part" / f"{number}.parquet")
+    (tmp_path / "parquet" / "README.md").write_text("What this is.")
+    dataset.to_json(tmp_path / "rows.jsonl")
+    with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
+        file.write((tmp_path / "rows.jsonl").read_text())
+    for name in ("parquet", "rows.jsonl.gz"):
+        found = text.load_dataset_of(str(tmp_path / name), None)["train"]
+        assert sorted(found["text"]) == sorted(DOCUMENTS)
+
+
+def test_binary_and_broken_files_are_no_documents(tmp_path):
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    (folder / "a.txt").write_text(DOCUMENTS[0])
+    (folder / "weights.bin").write_bytes(bytes(range(256)))
+    (folder / "none.txt").touch()
+    [document] = text.load_dataset_of(str(folder), None)["train"]["text"]
+    assert document.rstrip() == DOCUMENTS[0].rstrip()
+    (folder / "a.txt").unlink()
+    with pytest.raises(ValueError, match="mixed' has no file with text"):
+        text.load_dataset_of(str(folder), None)
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ValueError, match="empty.jsonl' is empty: remove it"):
+        text.load_dataset_of(str(tmp_path / "empty.jsonl"), None)
+    (tmp_path / "broken.parquet").write_text("no parquet")
+    with pytest.raises(ValueError, match="broken.parquet' cannot be read as parquet"):
+        text.load_dataset_of(str(tmp_path / "broken.parquet"), None)
+
+
+def test_a_new_model_of_a_configuration(tmp_path, tokenizer):
+    LlamaConfig(hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64).save_pretrained(
+        tmp_path
+    )
+    args = train_clm.ModelArguments(config_name=str(tmp_path), config_overrides={"num_hidden_layers": 1})
+    config = train_clm.get_model(args, tokenizer).config
+    assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (48, 1, len(tokenizer))
+    with pytest.raises(ValueError, match="give one of them"):
+        train_clm.ModelArguments(config_name="one", model_name_or_path="other")
 
 
 # --- tokens and rows

@@ -250,7 +250,7 @@ def test_nothing_that_a_plan_may_say_is_faster_than_the_one_found(world, tied, s
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_whole_copies_that_keep_no_cast_copy_are_found_where_others_do_not_fit(world):
-    """Finds zero3 of one piece: as fast as replicated weights, in memory that has no room for these."""
+    """Finds zero3 of one piece: but for copies as fast as replicated weights, in memory that has no room for these."""
     hardware, work = hardware_preset("h100", 1, world), workload(world, 64)
     work = replace(work, precision=Precision(compute="bf16"))
     sizes = dict(hidden_size=64, intermediate_size=192, num_hidden_layers=6, num_attention_heads=8, vocab_size=512)
@@ -259,7 +259,8 @@ def test_whole_copies_that_keep_no_cast_copy_are_found_where_others_do_not_fit(w
         estimate_plan(hardware, model, work, ParallelPlan.uniform(world, 6, recompute="full", **sharding))
         for sharding in (dict(sharding="replicate"), dict(sharding="zero3", shard_degree=1))
     )
-    assert bare.step_ms == whole.step_ms and max(bare.memory_bytes) < max(whole.memory_bytes)
+    assert whole.step_ms < bare.step_ms < 1.001 * whole.step_ms
+    assert max(bare.memory_bytes) < max(whole.memory_bytes)
     limits = Limits(tensor=1, sequence=(), pipeline=(1,), micro_batches=(1,))
     best = search_plan(hardware, model, work, memory_bytes=max(bare.memory_bytes), limits=limits).best
     assert best.step_ms <= bare.step_ms

@@ -153,7 +153,7 @@ def test_the_tables_name_what_was_assumed(capsys):
         ([*FLAGS, "--cluster", "h100"], "exclude each other: give one of them"),
         (["--global-batch", "8", "--seq-length", "128", "--cluster", "h100"], "No model is given"),
         (["--global-batch", "8", "--seq-length", "128"], "No cluster is given"),
-        (["--global-batch", "0", "--seq-length", "128"], "count from 1"),
+        (["--global-batch", "0", "--seq-length", "128"], "--global-batch 0 counts from 1"),
         ([*FLAGS, "--rounds", "0"], "--rounds 0 is not a number of stages: give 1 or more."),
         ([*FLAGS, "--max-tensor", "0"], "tensor is 0, which is outside"),
         ([*FLAGS, "--max-expert", "0"], "expert is 0, which is outside"),

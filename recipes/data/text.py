@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+from datasets.exceptions import DatasetsError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from data import python_stdlib
 
 
+_COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 _FILE_BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 _TOKENIZER_CHARACTERS = 8_000_000  # a sample suffices for a small vocabulary, and takes seconds
 
@@ -34,8 +36,9 @@ def load_documents(
 
     Args:
         name (`str`):
-            `python-stdlib`, a folder of text files (one document each), a `.txt`, `.json`, `.jsonl`, `.csv` or
-            `.parquet` file, a folder written by `Dataset.save_to_disk`, or a dataset of the Hub.
+            `python-stdlib`, a folder of text files (one document each) or of `.json`, `.jsonl`, `.csv` or `.parquet`
+            files, one such file or a `.txt` file, also compressed as `.gz`, a folder written by
+            `Dataset.save_to_disk`, or a dataset of the Hub.
         config (`str`, *optional*):
             The configuration of a dataset of the Hub.
         text_column (`str`):
@@ -51,7 +54,7 @@ def load_documents(
         [`~datasets.DatasetDict`] with the splits `train` and `validation` and `text_column` as only column.
 
     Raises:
-        `ValueError`: if there is no such column, or no document.
+        `ValueError`: if there is no such column, or no document, or a file is empty or broken.
     """
     loaded = load_dataset_of(name, config)
     documents = loaded if isinstance(loaded, DatasetDict) else DatasetDict(train=loaded)
@@ -79,19 +82,54 @@ def load_dataset_of(name: str, config: str | None) -> Dataset | DatasetDict:
     if name == python_stdlib.NAME:
         return python_stdlib.load_python_stdlib()
     if path.is_file():
-        if path.suffix not in _FILE_BUILDERS:
+        if _builder(path) is None:
             raise ValueError(
                 f"dataset_name={name!r} is not a kind of file that is read: use {sorted(_FILE_BUILDERS)}."
             )
-        return load_dataset(_FILE_BUILDERS[path.suffix], data_files=str(path))
-    if path.is_dir():
-        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-            return load_from_disk(name)
-        files = sorted(str(file) for file in path.rglob("*") if file.is_file())
-        if not files:
-            raise ValueError(f"dataset_name={name!r} is an empty folder: put one text file per document there.")
-        return load_dataset("text", data_files=files, sample_by="document", encoding_errors="ignore")
-    return load_dataset(name, config)
+        return _of_files(name, _builder(path), [path])
+    if not path.is_dir():
+        return load_dataset(name, config)
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        return load_from_disk(name)
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    if not files:
+        raise ValueError(f"dataset_name={name!r} is an empty folder: put one text file per document there.")
+    of_rows = [file for file in files if _builder(file) not in (None, "text")]
+    if of_rows:
+        builder = _builder(of_rows[0])
+        return _of_files(name, builder, [file for file in of_rows if _builder(file) == builder])
+    return _of_files(name, "text", [file for file in files if _is_text(file)], sample_by="document")
+
+
+def _builder(path: Path) -> str | None:
+    """Returns the kind of a file's rows, by its name without that of its compression."""
+    suffixes = [suffix for suffix in path.suffixes if suffix not in _COMPRESSED]
+    return _FILE_BUILDERS.get(suffixes[-1]) if suffixes else None
+
+
+def _is_text(path: Path) -> bool:
+    """Returns whether a file has something that is no binary data."""
+    with open(path, "rb") as file:
+        begin = file.read(8192)
+    return bool(begin.strip()) and b"\0" not in begin
+
+
+def _of_files(name: str, builder: str, files: list[Path], **options: str) -> DatasetDict:
+    """Opens files of one kind; names the first one that is empty."""
+    if not files:
+        raise ValueError(f"dataset_name={name!r} has no file with text: put one text file per document there.")
+    for file in files:
+        if file.stat().st_size == 0:
+            raise ValueError(f"dataset_name={name!r}: {str(file)!r} is empty: remove it, or fill it.")
+    if builder == "text":
+        options["encoding_errors"] = "ignore"
+    try:
+        return load_dataset(builder, data_files=[str(file) for file in files], **options)
+    except (DatasetsError, OSError, ValueError) as error:
+        reason = str(error.__cause__ or error).strip().partition("\n")[0].rstrip(".")
+        raise ValueError(
+            f"dataset_name={name!r} cannot be read as {builder} ({reason}): correct its files."
+        ) from error
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -7,6 +7,7 @@ GPU and no launcher is needed: presets or profiles stand for the cluster.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -14,14 +15,18 @@ import sys
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
+
 from galvatron_hf.interop.galvatron.hardware import read_galvatron_hardware
 from galvatron_hf.interop.galvatron.model import read_galvatron_model
 from galvatron_hf.interop.galvatron.plan import read_galvatron_plan
 from galvatron_hf.plan import ParallelPlan, Precision
 from galvatron_hf.plan.serialization import read_object
+from galvatron_hf.plan.validation import divisors
+from galvatron_hf.plan.words import WORDS, PlanWords
 from galvatron_hf.planner.cost import rings
 from galvatron_hf.planner.cost.workload import Workload
-from galvatron_hf.planner.estimate import Estimate
+from galvatron_hf.planner.estimate import Estimate, estimate_plan
 from galvatron_hf.planner.report.alternatives import Alternative
 from galvatron_hf.planner.space import Limits
 from galvatron_hf.profiler.profiles.hardware import MADE_OF, HardwareProfile
@@ -47,7 +52,9 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that name the model, and the memory that it may use."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model", metavar="PATH", help="a folder with a config.json, or such a file")
+    group.add_argument(
+        "--model", metavar="PATH", help="a folder with a config.json, such a file, or the id of a model on the Hub"
+    )
     group.add_argument(
         "--adapter", metavar="DIR", help="a folder with PEFT's adapter_config.json: LoRA on the frozen --model"
     )
@@ -83,6 +90,12 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a folder of Galvatron's profiles, with model/ and hardware/, measured under Megatron-SP",
     )
+    group.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="devices in all, instead of --nodes: one machine if they fit in it, else as many as they fill",
+    )
     group.add_argument("--nodes", type=int, metavar="N", help="machines (default: 1, or the profile's)")
     group.add_argument(
         "--devices-per-node", type=int, metavar="N", help="devices of a machine (default: 8, or the profile's)"
@@ -96,6 +109,18 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--seq-length", type=int, required=True, metavar="N", help="tokens of a row, or positions of an image"
     )
+    group.add_argument(
+        "--dataset",
+        metavar="NAME",
+        help="rows as long as those of this dataset, cut to --seq-length: a folder, a file or an id on the Hub, as "
+        "`galvatron data` takes it (default: all rows have --seq-length)",
+    )
+    group.add_argument(
+        "--dataset-column",
+        metavar="NAME",
+        help="the column of --dataset with token ids, or with text if there is a --tokenizer",
+    )
+    group.add_argument("--tokenizer", metavar="NAME", help="a tokenizer for a --dataset of text")
     group.add_argument(
         "--target-length",
         type=int,
@@ -121,8 +146,13 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds the argument that names the file of a plan."""
-    parser.add_argument("--plan", required=True, metavar="FILE", help="a plan of this project or of Galvatron")
+    """Adds the argument that names a plan."""
+    parser.add_argument(
+        "--plan",
+        required=True,
+        metavar="PLAN",
+        help=f"the file of a plan of this project or of Galvatron, or a plan in words: {WORDS}; such as tp4+pp2+zero2",
+    )
 
 
 def add_rounds_argument(parser: argparse.ArgumentParser) -> None:
@@ -140,11 +170,10 @@ def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile,
     """Returns the hardware profile, the model profile, the workload and the bytes of a device. A missing, wrong or
     repeated argument raises a ValueError of one sentence.
     """
-    sizes = (given.global_batch, given.seq_length, given.target_length, given.nodes, given.devices_per_node)
-    if min(size for size in sizes if size is not None) < 1:
-        raise ValueError(
-            "--global-batch, --seq-length, --target-length, --nodes and --devices-per-node count from 1: give more."
-        )
+    for name in ("global_batch", "seq_length", "target_length", "gpus", "nodes", "devices_per_node"):
+        value = getattr(given, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} counts from 1: give more.")
     if given.global_batch > _MOST_ROWS:
         raise ValueError(f"--global-batch {given.global_batch} is above {_MOST_ROWS}: give the rows of one step.")
     if given.seq_length > _MOST_TOKENS:
@@ -162,6 +191,7 @@ def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile,
         raise ValueError(f"--memory-fraction {given.memory_fraction:g} is not a share: give one above 0, up to 1.")
     if given.memory_fraction is not None and given.memory_gib is not None:
         raise ValueError("--memory-gib and --memory-fraction exclude each other: give one of them.")
+    lengths = _lengths(given)
     hardware, model = _galvatron(given) if given.galvatron_profiles is not None else _profiles(given)
     if given.expert_imbalance is not None:
         model = _with_imbalance(model, given.expert_imbalance)
@@ -174,6 +204,13 @@ def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile,
         precision=Precision(compute=model.dtype, reduce=reduce_dtype if model.dtype == "bf16" else "fp32"),
         packed=True,
     )
+    if lengths is not None:
+        workload = replace(
+            workload,
+            length=int(lengths.max()),
+            mean_length=round(float(lengths.mean())),
+            mean_square=float(np.square(lengths, dtype=np.float64).mean()),
+        )
     if model.images and given.seq_length != model.max_length:
         raise ValueError(
             f"--seq-length {given.seq_length} is not the {model.max_length} positions of an image of {model.name}: "
@@ -187,6 +224,19 @@ def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile,
         return hardware, model, workload, int(given.memory_gib * GIB)
     fraction = MEMORY_FRACTION if given.memory_fraction is None else given.memory_fraction
     return hardware, model, workload, int(fraction * hardware.memory_bytes)
+
+
+def _lengths(given: argparse.Namespace) -> np.ndarray | None:
+    """Returns the tokens of the dataset's rows, cut to --seq-length; None without a dataset."""
+    if given.dataset is None:
+        return None
+    from galvatron_hf.data.named_dataset import named_lengths  # it imports datasets
+
+    every = named_lengths(given.dataset, column=given.dataset_column, tokenizer=given.tokenizer)
+    lengths = np.minimum(every[every > 0], given.seq_length)
+    if not len(lengths):
+        raise ValueError(f"--dataset {given.dataset} has no row with a token: give another dataset or column.")
+    return lengths
 
 
 def _with_imbalance(model: ModelProfile, given: list[str]) -> ModelProfile:
@@ -237,7 +287,8 @@ def _profiles(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]
         hardware = hardware_preset(given.cluster, *_cluster_of(given))
     else:
         hardware = HardwareProfile.from_json(given.hardware_profile)
-        _check_same(given, nodes=hardware.nodes, devices_per_node=hardware.devices_per_node)
+        size = dict(gpus=hardware.world_size, nodes=hardware.nodes, devices_per_node=hardware.devices_per_node)
+        _check_same(given, **size)
     if given.model_profile is not None:
         model = ModelProfile.from_json(given.model_profile)
         _check_same(given, dtype=model.dtype)
@@ -261,7 +312,19 @@ def _profiles(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]
 
 
 def _cluster_of(given: argparse.Namespace) -> tuple[int, int]:
-    return given.nodes or 1, given.devices_per_node or 8
+    if given.gpus is None:
+        return given.nodes or 1, given.devices_per_node or 8
+    if given.nodes is not None:
+        raise ValueError("--gpus counts the devices of all machines: leave --nodes out.")
+    if given.gpus <= (given.devices_per_node or 8):
+        return 1, given.gpus
+    nodes, rest = divmod(given.gpus, given.devices_per_node or 8)
+    if rest:
+        raise ValueError(
+            f"--gpus {given.gpus} does not fill machines of {given.devices_per_node or 8} devices: give "
+            f"{given.gpus - rest}, or --devices-per-node."
+        )
+    return nodes, given.devices_per_node or 8
 
 
 def _check_same(given: argparse.Namespace, **profiled: int | str) -> None:
@@ -283,10 +346,27 @@ def _check_same_devices(hardware: HardwareProfile, model: ModelProfile) -> None:
             raise ValueError(f"The model profile is of {layers}, the hardware profile of {links}: profile one device.")
 
 
-def read_plan(path: str, world_size: int) -> ParallelPlan:
-    """Reads a plan of this project or of Galvatron."""
-    raw = read_object(path)
-    return read_galvatron_plan(raw, world_size) if "pp_deg" in raw else ParallelPlan.from_json(raw)
+def read_plan(
+    given: argparse.Namespace, hardware: HardwareProfile, model: ModelProfile, workload: Workload, budget: int
+) -> ParallelPlan:
+    """Reads a plan of this project or of Galvatron, or makes a plan in words. If its words do not say how many
+    micro-batches it has, it has those with which it is fastest, of those with which it fits.
+    """
+    words = None if os.path.exists(given.plan) else PlanWords.from_text(given.plan)
+    if words is None:
+        raw = read_object(given.plan)
+        return read_galvatron_plan(raw, hardware.world_size) if "pp_deg" in raw else ParallelPlan.from_json(raw)
+    plan = words.plan(hardware.world_size, model.stack_sizes)
+    if words.micro_batches is not None or workload.rows == 1:
+        return plan
+    found = []
+    for count in divisors(workload.rows):
+        with contextlib.suppress(ValueError):  # such as fewer micro-batches than stages
+            found.append(estimate_plan(hardware, model, workload, replace(plan, micro_batches=count)))
+    fitting = [one for one in found if max(one.memory_bytes) <= budget]
+    if fitting:
+        return min(fitting, key=lambda one: one.step_ms).plan
+    return min(found, key=lambda one: max(one.memory_bytes)).plan if found else plan
 
 
 def warn_of_precision(plan: ParallelPlan, workload: Workload) -> None:

@@ -19,10 +19,15 @@ _BAR = 24  # characters of the longest bar
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `galvatron data`."""
-    parser.add_argument("dataset", help="a save_to_disk folder, a file of rows or of lengths, or an id on the Hub")
+    parser.add_argument(
+        "dataset", help="a save_to_disk folder, a folder of files, a file of rows or of lengths, or an id on the Hub"
+    )
     parser.add_argument("--config", help="the configuration of a dataset of the Hub")
     parser.add_argument("--split", help="the split of the dataset (default: train)")
-    parser.add_argument("--column", default="input_ids", help="the column of token ids (default: input_ids)")
+    parser.add_argument(
+        "--column", help="the column of token ids (default: input_ids), or of text with --tokenizer (default: text)"
+    )
+    parser.add_argument("--tokenizer", help="a tokenizer, local or on the Hub, for a dataset of text")
     parser.add_argument("--cost", metavar="A,B,C", help="measured cost: s tokens take A*s + B*s*s + C seconds")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
     numbers = {
@@ -64,7 +69,9 @@ def _figures(given: argparse.Namespace) -> dict[str, Any]:
         steps=given.steps,
         seed=given.seed,
     )
-    every = named_lengths(given.dataset, split=given.split, column=given.column, config=given.config)
+    every = named_lengths(
+        given.dataset, split=given.split, column=given.column, config=given.config, tokenizer=given.tokenizer
+    )
     lengths = every[every > 0]
     if not len(lengths):
         raise ValueError(f"{given.dataset!r} has no sequence with a token: give another dataset or column.")

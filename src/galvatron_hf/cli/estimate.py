@@ -8,8 +8,6 @@ import argparse
 import json
 from dataclasses import replace
 
-from rich.console import Console
-
 from galvatron_hf.cli.case import (
     add_case_arguments,
     add_plan_argument,
@@ -19,6 +17,8 @@ from galvatron_hf.cli.case import (
     read_plan,
     warn_of_precision,
 )
+from galvatron_hf.cli.files import console
+from galvatron_hf.plan.words import check_is_plan
 from galvatron_hf.planner.report.explain import explain_plan
 from galvatron_hf.planner.report.report import Report
 from galvatron_hf.planner.report.throughput import throughput_of
@@ -34,8 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Prints the predicted time and memory of a plan."""
+    check_is_plan(given.plan)
     hardware, model, workload, budget = read_case(given)
-    plan = read_plan(given.plan, hardware.world_size)
+    plan = read_plan(given, hardware, model, workload, budget)
     warn_of_precision(plan, workload)
     found = explain_plan(hardware, model, workload, plan)
     pace = throughput_of(hardware, model, workload, found.estimate.step_ms)
@@ -45,11 +46,12 @@ def run(given: argparse.Namespace) -> int:
             "memory_budget_bytes": budget,
             **pace.values(given.tokens, given.price_per_hour),
             "step_ms_by_kind": found.step_ms(),
+            "hidden_communication_ms": found.hidden_ms,
             "assumed": assumptions(hardware, model, plan),
         }
         print(json.dumps(priced(replace(found.estimate, plan=plan)) | more, indent=2))
         return 0
-    Console().print(
+    console().print(
         Report(explanation=found, others=[], budget=budget, pace=pace.lines(given.tokens, given.price_per_hour))
     )
     return 0

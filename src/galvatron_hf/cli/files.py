@@ -1,11 +1,22 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Output files of commands."""
+"""Output of commands: files and tables."""
 
 from __future__ import annotations
 
 import argparse
 import os
+
+from rich.console import Console
+
+
+PIPE_WIDTH = 250  # of tables for a file or another command, which have no width; rich draws them as wide as they are
+
+
+def console() -> Console:
+    """Returns the console of the standard output."""
+    made = Console()
+    return made if made.is_terminal or "COLUMNS" in os.environ else Console(width=PIPE_WIDTH)
 
 
 def output_file(path: str) -> str:

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from galvatron_hf.cli.case import add_model_arguments, add_workload_arguments, priced, read_case
-from galvatron_hf.cli.files import output_file
+from galvatron_hf.cli.files import console, output_file
 from galvatron_hf.plan.validation import MAX_RANKS, check_fields, check_int, check_number, show
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.estimate import Estimate
@@ -108,7 +107,7 @@ def run(given: argparse.Namespace) -> int:
 def quote(given: argparse.Namespace, offer: Offer) -> Quote:
     """Returns the quote of an offer."""
     devices = dict(cluster=offer.cluster, nodes=offer.nodes, devices_per_node=offer.devices_per_node)
-    devices |= dict(hardware_profile=None, galvatron_profiles=None, price_per_hour=offer.price_per_hour)
+    devices |= dict(hardware_profile=None, galvatron_profiles=None, gpus=None, price_per_hour=offer.price_per_hour)
     hardware, model, workload, budget = read_case(argparse.Namespace(**{**vars(given), **devices}))
     result = search_plan(hardware, model, workload, memory_bytes=budget, progress=True)
     if result.best is None:
@@ -151,7 +150,7 @@ def days_of(text: str) -> float:
 
 
 def _show(quotes: list[Quote], cheapest: Quote | None, tokens: float, deadline: float) -> None:
-    console = Console()
+    out = console()
     table = Table(title=f"{tokens:.3g} tokens (predicted, without interruptions)", title_justify="left")
     table.add_column("offer")
     for name in ("devices", "tokens/s", "MFU", "days", "price"):
@@ -165,11 +164,11 @@ def _show(quotes: list[Quote], cheapest: Quote | None, tokens: float, deadline: 
         late = "" if one.days(tokens) <= deadline else " (late)"
         days, price = f"{one.days(tokens):,.1f}{late}", f"{one.price(tokens):,.0f}"
         table.add_row(one.offer.name, offer, f"{one.pace.tokens_per_second:,.0f}", mfu, days, price)
-    console.print(table)
+    out.print(table)
     if cheapest is None:
-        console.print("No offer trains so many tokens in time.")
+        out.print("No offer trains so many tokens in time.")
     else:
-        console.print(
+        out.print(
             f"{cheapest.offer.name} is the cheapest in time: {cheapest.price(tokens):,.0f} for "
             f"{cheapest.days(tokens):,.1f} days."
         )

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import replace
-
-from rich.console import Console
+from typing import Any
 
 from galvatron_hf.cli.case import (
     add_case_arguments,
@@ -19,14 +19,16 @@ from galvatron_hf.cli.case import (
     read_case,
     virtual_stages_of,
 )
-from galvatron_hf.cli.files import output_file
+from galvatron_hf.cli.files import console, output_file
+from galvatron_hf.cli.stopping import Stop, stop_at_interrupt
 from galvatron_hf.planner.cost.workload import Workload
+from galvatron_hf.planner.estimate import Estimate
 from galvatron_hf.planner.report.alternatives import alternatives
 from galvatron_hf.planner.report.report import explain
 from galvatron_hf.planner.report.throughput import throughput_of
 from galvatron_hf.planner.search import SearchResult, search_plan
 from galvatron_hf.planner.simplify import TOLERANCE, simplest
-from galvatron_hf.planner.space import Limits
+from galvatron_hf.planner.space import FEATURES, Limits
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
 
@@ -57,6 +59,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PERCENT",
         help="return the simplest plan that takes at most so much longer than the fastest one (default: 1)",
     )
+    parser.add_argument(
+        "--forbid",
+        nargs="+",
+        default=[],
+        metavar="WHAT",
+        help=f"leave this out of the search: {', '.join(FEATURES)}",
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help="end each search after so long, as Ctrl-C does, with the best plan so far and how far it may be from the "
+        "fastest one (default: no limit)",
+    )
     parser.add_argument("--compare", action="store_true", help="also find the best DDP, ZeRO-3 and Megatron plans")
     parser.set_defaults(run=run)
 
@@ -65,7 +81,16 @@ def run(given: argparse.Namespace) -> int:
     """Prints the plan that was found, and writes it to --output."""
     if not 0 <= given.simplicity <= 100:
         raise ValueError(f"--simplicity {given.simplicity:g} is not a share of time in percent: give 0 to 100.")
+    if given.time_limit is not None and not 0 < given.time_limit < math.inf:
+        raise ValueError(f"--time-limit {given.time_limit:g} is no time: give seconds, such as 10.")
+    limits = _limits(given)
     hardware, model, workload, budget = read_case(given)
+    with stop_at_interrupt(given.time_limit) as stop:
+        _search(given, (hardware, model, workload), budget, limits, stop)
+    return 0
+
+
+def _limits(given: argparse.Namespace) -> Limits:
     limits = Limits(
         tensor=given.max_tensor,
         expert=given.max_expert,
@@ -75,48 +100,69 @@ def run(given: argparse.Namespace) -> int:
         context=None if given.context is None else tuple(given.context),
         virtual_stages=virtual_stages_of(given),
     )
-    result = search_plan(hardware, model, workload, memory_bytes=budget, limits=limits, progress=True)
+    for feature in given.forbid:
+        limits = limits.without(feature)
+    return limits
+
+
+def _search(
+    given: argparse.Namespace,
+    case: tuple[HardwareProfile, ModelProfile, Workload],
+    budget: int,
+    limits: Limits,
+    stop: Stop,
+) -> None:
+    result = search_plan(*case, memory_bytes=budget, limits=limits, progress=True, stop=stop)
     fastest, chosen = result.best, simplest(result, given.simplicity / 100)
     result = replace(result, best=chosen)
     if given.output is not None:
-        result.best.plan_with_prediction(workload).to_json(given.output)
+        result.best.plan_with_prediction(result.workload).to_json(given.output)
+    stop.begin()  # each search of the comparison has the time limit
     if given.json:
-        others = []
-        if given.compare:
-            most = limits.virtual_stages
-            others = alternatives(hardware, model, workload, memory_bytes=budget, virtual_stages=most, progress=True)
-        found = priced(replace(result.best, plan=result.best.plan_with_prediction(workload))) | {
-            **throughput_of(hardware, model, workload, result.best.step_ms).values(given.tokens, given.price_per_hour),
-            "fastest_step_ms": fastest.step_ms,
-            "search_seconds": result.seconds,
-            "memory_budget_bytes": budget,
-            "memory_quantum_bytes": 1,
-            "branches": result.cuts,
-            "branches_solved": result.solved,
-            "states": result.states,
-            "runners_up": [priced(estimate) for estimate in result.runners_up],
-            "alternatives": priced_all(others),
-            "assumed": assumptions(hardware, model, result.best.plan),
-        }
-        print(json.dumps(found, indent=2))
-        return 0
-    _show(result, given, (hardware, model, workload))
+        print(json.dumps(_values(given, result, fastest, stop), indent=2))
+        return
+    _show(given, result, stop)
     more = 100 * (chosen.step_ms / fastest.step_ms - 1)
     if chosen.plan != fastest.plan:
         print(f"The fastest plan takes {more:.2g}% less time and is less simple; --simplicity 0 shows it.")
-    return 0
 
 
-def _show(
-    result: SearchResult, given: argparse.Namespace, case: tuple[HardwareProfile, ModelProfile, Workload]
-) -> None:
-    console = Console()
-    report = explain(result, compare=given.compare, progress=True)
+def _values(given: argparse.Namespace, result: SearchResult, fastest: Estimate, stop: Stop) -> dict[str, Any]:
+    case, budget, others = (result.hardware, result.model, result.workload), result.memory_bytes, []
+    if given.compare:
+        most = result.limits.virtual_stages
+        others = alternatives(*case, memory_bytes=budget, virtual_stages=most, progress=True, stop=stop)
+    plan = result.best.plan_with_prediction(result.workload)
+    return priced(replace(result.best, plan=plan)) | {
+        **throughput_of(*case, result.best.step_ms).values(given.tokens, given.price_per_hour),
+        "fastest_step_ms": fastest.step_ms,
+        "bound_step_ms": fastest.step_ms if result.bound_ms is None else result.bound_ms,
+        "search_seconds": result.seconds,
+        "memory_budget_bytes": budget,
+        "memory_quantum_bytes": 1,
+        "branches": result.cuts,
+        "branches_solved": result.solved,
+        "states": result.states,
+        "runners_up": [priced(estimate) for estimate in result.runners_up],
+        "alternatives": priced_all(others),
+        "assumed": assumptions(*case[:2], result.best.plan),
+    }
+
+
+def _show(given: argparse.Namespace, result: SearchResult, stop: Stop) -> None:
+    out, case = console(), (result.hardware, result.model, result.workload)
+    report = explain(result, compare=given.compare, progress=True, stop=stop)
     pace = throughput_of(*case, result.best.step_ms)
-    console.print(replace(report, pace=pace.lines(given.tokens, given.price_per_hour)))
-    console.print(
+    out.print(replace(report, pace=pace.lines(given.tokens, given.price_per_hour)))
+    if result.bound_ms is not None:
+        more = result.best.step_ms / result.bound_ms - 1
+        out.print(
+            f"The search was stopped after {result.seconds:.1f} s: no plan takes less than {result.bound_ms:.1f} ms, "
+            f"so this one takes at most {more:.1%} longer than the fastest one."
+        )
+    out.print(
         f"{result.cuts} ways to cut the step, {result.problems} problems of the best, {result.solved} of them "
         f"searched to the end with {result.states} partial plans, memory counted in bytes, {result.seconds:.1f} s"
     )
     assumed = sorted(assumptions(*case[:2], result.best.plan))
-    console.print(f"Predicted, not measured{'; assumed: ' + ', '.join(assumed) if assumed else ''}.")
+    out.print(f"Predicted, not measured{'; assumed: ' + ', '.join(assumed) if assumed else ''}.")

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,57 +15,119 @@ from galvatron_hf.data.lengths import sequence_lengths
 
 
 _DIGITS = 9  # digits of a length, so that a sum of billions of lengths has 64 bits
-_BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+_BUILDERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+_TEXT = (".txt", ".text", ".md")  # raw text, if there is a tokenizer
+_COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
+_SAVED = ("dataset_dict.json", "state.json", "dataset_info.json")  # what save_to_disk writes
+TOKENS = "input_ids"
 
 
 def named_lengths(
-    name: str, *, split: str | None = None, column: str = "input_ids", config: str | None = None
+    name: str,
+    *,
+    split: str | None = None,
+    column: str | None = None,
+    config: str | None = None,
+    tokenizer: str | None = None,
 ) -> np.ndarray:
     """Returns the number of tokens of every row of a dataset, int64 [rows].
 
     Args:
-        name (`str`): a folder written by `save_to_disk`, an id on the Hub, or a file. A `.parquet`, `.json`, `.jsonl`
-            or `.arrow` file has rows; any other file has one length in each line.
+        name (`str`): a folder written by `save_to_disk`, a folder of files, a file, or an id on the Hub. Files of rows
+            are `.parquet`, `.json`, `.jsonl`, `.csv` with a header, and `.arrow`, also compressed as `.gz`; with a
+            tokenizer `.txt` too, each of whose lines is a row. Any other file has one length in each line.
         split (`str`, *optional*): a split as in `load_dataset`; `train` if absent.
-        column (`str`, *optional*): name of the column of token ids.
+        column (`str`, *optional*): name of the column of token ids (default: `input_ids`), or of text if there is a
+            tokenizer (default: `text`).
         config (`str`, *optional*): configuration of a dataset on the Hub.
+        tokenizer (`str`, *optional*): a tokenizer, local or on the Hub, that makes tokens of text.
 
     Raises:
-        ValueError: if the dataset cannot be opened, or has no lists of token ids.
+        ValueError: if the dataset cannot be opened, or has no lists of token ids and no text.
     """
     path = Path(name)
-    if path.is_file() and path.suffix not in (*_BUILDERS, ".arrow"):
-        for what, given in (("split", split), ("config", config)):
+    if not path.exists() and (path.is_absolute() or path.suffix in _suffixes(tokenizer) or name.count("/") > 1):
+        raise ValueError(f"{name!r} does not exist: give a folder, a file, or an id on the Hub.")
+    if path.is_file() and path.stat().st_size == 0:
+        raise ValueError(f"{name!r} is empty: give a file with rows.")
+    if path.is_file() and _kind(path) not in (*_suffixes(tokenizer), ".arrow"):
+        for what, given in (("split", split), ("config", config), ("tokenizer", tokenizer)):
             if given is not None:
                 raise ValueError(
                     f"{what}={given!r}, but {name!r} is a file of lengths, which has no {what}: leave it out."
                 )
         return _written_lengths(path)
     try:
-        dataset = _open(path, name, split, config)
-    except (DatasetsError, OSError, ValueError) as error:
+        dataset = _open(path, name, split, config, _suffixes(tokenizer))
+    except (DatasetsError, OSError, ValueError, TypeError) as error:
         reason = str(error.__cause__ or error).strip().partition("\n")[0].rstrip(".")
         raise ValueError(
             f"{name!r} cannot be opened as a dataset ({reason}): give a folder saved with save_to_disk, a file of "
             "token ids, a file with one length per line, or an id on the Hub."
         ) from error
+    if tokenizer is not None:
+        return _tokenized_lengths(dataset, name, column or "text", tokenizer)
+    column = column or TOKENS
     lengths = sequence_lengths(dataset, column)
     if lengths is None:
         raise ValueError(
-            f"{name!r} has no lists of token ids in the column {column!r}: tokenise it, or name another of "
-            f"its columns {dataset.column_names}."
+            f"{name!r} has no lists of token ids in the column {column!r}: name another of its columns "
+            f"{dataset.column_names}, or give a tokenizer for one of text."
         )
     return lengths
 
 
-def _open(path: Path, name: str, split: str | None, config: str | None) -> Dataset:
-    if path.is_dir():
+def _suffixes(tokenizer: str | None) -> tuple[str, ...]:
+    """Returns the suffixes of files that have rows."""
+    return tuple(_BUILDERS) if tokenizer is None else (*_BUILDERS, *_TEXT)
+
+
+def _kind(path: Path) -> str:
+    """Returns the suffix of a file, without that of its compression."""
+    suffixes = [one for one in path.suffixes if one not in _COMPRESSED]
+    return suffixes[-1] if suffixes else ""
+
+
+def _open(path: Path, name: str, split: str | None, config: str | None, suffixes: Sequence[str]) -> Dataset:
+    if path.is_dir() and any((path / one).exists() for one in _SAVED):
         return _one_split(load_from_disk(name), split)
+    if path.is_dir():
+        return _of_files(sorted(one for one in path.rglob("*") if _kind(one) in suffixes), split)
     if path.is_file():
-        if path.suffix == ".arrow":
-            return Dataset.from_file(name)
-        return load_dataset(_BUILDERS[path.suffix], data_files=name, split=split or "train")
+        return Dataset.from_file(name) if path.suffix == ".arrow" else _of_files([path], split)
     return load_dataset(name, config, split=split or "train")
+
+
+def _of_files(files: Sequence[Path], split: str | None) -> Dataset:
+    """Opens the files of the kind of which there are most."""
+    kinds = [_BUILDERS.get(_kind(one), "text") for one in files]
+    if not kinds:
+        raise ValueError("no file in it has rows")
+    kind = max(kinds, key=kinds.count)
+    chosen = [str(one) for one, own in zip(files, kinds, strict=True) if own == kind]
+    return load_dataset(kind, data_files=chosen, split=split or "train")
+
+
+def _tokenized_lengths(dataset: Dataset, name: str, column: str, tokenizer: str) -> np.ndarray:
+    """Returns the tokens of each row of text."""
+    from transformers import AutoTokenizer
+
+    if column not in dataset.column_names or dataset.features[column].dtype not in ("string", "large_string"):
+        raise ValueError(
+            f"{name!r} has no text in the column {column!r}: name another of its columns {dataset.column_names}."
+        )
+    try:
+        made = AutoTokenizer.from_pretrained(tokenizer)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:120]
+        raise ValueError(f"tokenizer={tokenizer!r} cannot be loaded ({reason}): give a folder or an id.") from error
+
+    def lengths(rows: dict) -> dict:
+        texts = [text or "" for text in rows[column]]
+        return {"length": [len(ids) for ids in made(texts, verbose=False)["input_ids"]]}
+
+    found = dataset.map(lengths, batched=True, remove_columns=dataset.column_names)
+    return np.array(found["length"], dtype=np.int64)
 
 
 def _one_split(dataset: Dataset | DatasetDict, split: str | None) -> Dataset:

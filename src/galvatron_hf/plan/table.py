@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from galvatron_hf.plan import ParallelPlan
 
 COLUMNS = ("part", "ranks", "tensor", "sequence", "data", "sharding", "expert", "recompute")
+NOTHING = {"tensor": ("1",), "expert": ("1",), "recompute": ("none",)}  # what plans without the feature have
 
 
 def plan_table(plan: "ParallelPlan") -> "Table":
@@ -22,13 +23,20 @@ def plan_table(plan: "ParallelPlan") -> "Table":
     from rich.table import Table
 
     table = Table(title=_title(plan), title_justify="left")
-    for name in COLUMNS:
+    rows = plan_rows(plan)
+    shown = [index for index, name in enumerate(COLUMNS) if _says_something(name, [row[index] for row in rows])]
+    for name in (COLUMNS[index] for index in shown):
         # Long lists of ranks and combined degrees wrap; names and counts are never cut.
         wraps = name in ("ranks", "sequence")
         table.add_column(name, justify="right" if name in ("tensor", "data", "expert") else "left", no_wrap=not wraps)
-    for row in plan_rows(plan):
-        table.add_row(*row)
+    for row in rows:
+        table.add_row(*(row[index] for index in shown))
     return table
+
+
+def _says_something(name: str, cells: list[str]) -> bool:
+    """Returns whether a column has anything but what a plan without the feature has."""
+    return not set(cells) <= {"-", *NOTHING.get(name, ())}
 
 
 def plan_text(plan: "ParallelPlan", width: int = 119) -> str:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -50,6 +49,7 @@ class SearchResult:
         runners_up (`list[Estimate]`): plans of other pipeline degrees, context degrees and micro-batch counts that
             were the best for a while.
         least_memory_bytes (`int`, *optional*): if nothing fits, the smallest budget with which a plan does.
+        bound_ms (`float`, *optional*): if the search was stopped before its end, no plan takes less time.
         cuts, problems, solved, states (`int`): number of ways to cut the step, of the problems of those that their
             bound did not rule out, of the problems that were solved, and of partial solutions that were kept.
     """
@@ -57,6 +57,7 @@ class SearchResult:
     best: Estimate | None
     runners_up: list[Estimate]
     least_memory_bytes: int | None
+    bound_ms: float | None
     seconds: float
     cuts: int
     problems: int
@@ -71,6 +72,8 @@ class SearchResult:
     @property
     def no_plan_message(self) -> str:
         """Explains in one sentence why there is no best plan."""
+        if self.least_memory_bytes is None:
+            return f"The search was stopped after {self.seconds:.1f} s without a plan that fits: search longer."
         return (
             f"No plan fits {gib_rounded_up(self.memory_bytes)} GiB a device: the least is "
             f"{gib_rounded_up(self.least_memory_bytes)} GiB; allow that much, or use more devices, shorter rows or a "
@@ -86,9 +89,11 @@ def search_plan(
     memory_bytes: int | None = None,
     limits: Limits | None = None,
     progress: bool = False,
+    stop: Callable[[], bool] | None = None,
 ) -> SearchResult:
     """
     Finds the fastest plan under the cost model. The result is exact: no plan of the space is predicted to be faster.
+    If it is stopped before, the result has the best plan so far, or that of a small part of the space.
 
     Args:
         hardware ([`HardwareProfile`]), model ([`ModelProfile`]): The profiles.
@@ -96,6 +101,7 @@ def search_plan(
         memory_bytes (`int`, *optional*): Memory budget of a rank; None is the device's memory.
         limits ([`Limits`], *optional*): Limits of the space.
         progress (`bool`, defaults to `False`): Whether the first rank shows a bar.
+        stop (`Callable`, *optional*): Asked again and again; the search ends when it returns True.
 
     Raises:
         ValueError: if no plan is within the limits.
@@ -111,21 +117,27 @@ def search_plan(
             "degrees, or profile the model with more of them."
         )
     with progress_bar(len(cuts), progress) as step:
-        found, problems, solved, states = _best_first(cuts, budget, step)
+        search = _Search(budget, step, stop or (lambda: False))
+        search.run(cuts)
     estimates = [
         estimate_solution(problem, solution, workload, problem.plan(solution, workload, model))
-        for problem, solution in found
+        for problem, solution in search.solutions
     ]
+    if not estimates and search.stopped_at is not None:
+        few = search_plan(hardware, model, workload, memory_bytes=budget, limits=_few_plans(limits)).best
+        estimates = [] if few is None else [few]
     estimates.sort(key=lambda estimate: estimate.step_ms)
+    ended = search.stopped_at is None
     return SearchResult(
         best=estimates[0] if estimates else None,
         runners_up=estimates[1:],
-        least_memory_bytes=None if estimates else _least_memory(cuts, budget),
+        least_memory_bytes=_least_memory(cuts, budget) if ended and not estimates else None,
+        bound_ms=None if ended else search.stopped_at / PICOSECONDS,
         seconds=time.perf_counter() - begun,
         cuts=len(cuts),
-        problems=problems,
-        solved=solved,
-        states=states,
+        problems=search.problems,
+        solved=search.solved,
+        states=search.states,
         hardware=hardware,
         model=model,
         workload=workload,
@@ -204,10 +216,11 @@ def _cuts(hardware: HardwareProfile, model: ModelProfile, workload: Workload, li
         if limits.pipeline is not None and pipeline not in limits.pipeline:
             continue
         ranks = hardware.world_size // pipeline
-        ends = _ends(vocabulary_strategies(ranks, model, limits), model.tied)
+        own = limits.without("zero3") if pipeline > 1 and not limits.zero3_in_pipeline else limits
+        ends = _ends(vocabulary_strategies(ranks, model, own), model.tied)
         costs = CostModel(hardware, model, workload, ranks, workload.rows)
         degrees = context_degrees(ranks, model, workload.packed, limits)
-        of_layers = {context: layer_strategies(ranks, model, limits, context) for context in degrees}
+        of_layers = {context: layer_strategies(ranks, model, own, context) for context in degrees}
         known: dict[tuple[int, int], list[LayerStrategy]] = {}
         for (rows, counts), context in itertools.product(micro_batch_sizes(workload.rows), degrees):
             counts = [count for count in counts if limits.micro_batches is None or count in limits.micro_batches]
@@ -258,64 +271,88 @@ def _ends(vocabulary: list[VocabularyStrategy], tied: bool) -> list[list[Vocabul
     return [list(group) for _, group in by_tensor]
 
 
-def _best_first(cuts: list[_Cut], budget: int, step: Step) -> tuple[list[tuple[PlanProblem, Solution]], int, int, int]:
+def _few_plans(limits: Limits) -> Limits:
+    """Returns limits within which a search is short, with some plan for almost every case."""
+    return replace(limits, uniform=True, hybrid_sharding=False, virtual_stages=1, context=limits.context or (1,))
+
+
+# A task of the search: it yields bounds, each with another task that may not cost less, or with None, after which it
+# waits until no other task has a smaller bound.
+_Task = Iterator[tuple[float, "_Task | None"]]
+
+
+class _Search:
     """Solves the problems of cuts in the order of their bounds, until the next bound exceeds the best cost.
-    A cut enters the queue with its bound. Its problems enter with their quick bounds, again with the bounds of all
-    cuts of the layers, first without the cost of changes of layout, and are then solved. A padded problem whose
-    solution is not exact is split, and its parts enter the queue. Returns solutions that were the best for a while, at
-    most one for each cut of the step, and the numbers of problems, of those that were solved and of kept labels.
+
+    Attributes:
+        solutions (`list`): solutions that were the best for a while, at most one for each cut of the step.
+        problems, solved, states (`int`): as in [`SearchResult`].
+        stopped_at (`float`, *optional*): bound at which the search was stopped; None if it came to its end.
     """
-    numbers = itertools.count()
-    queue = [(cut.bound, next(numbers), cut, None, None) for cut in cuts]
-    heapq.heapify(queue)
-    limit: float = np.inf
-    found: dict[tuple[int, ...], tuple[PlanProblem, Solution]] = {}
-    problems = solved = states = 0
 
-    def enter(bound: float, *entry: Any) -> None:
-        if bound <= limit:
-            heapq.heappush(queue, (bound, next(numbers), *entry))
+    def __init__(self, budget: int, step: Step, stop: Callable[[], bool]):
+        self.budget, self.step, self.stop = budget, step, stop
+        self.limit: float = np.inf
+        self.problems = self.solved = self.states = 0
+        self.stopped_at: float | None = None
+        self._found: dict[tuple[int, ...], tuple[PlanProblem, Solution]] = {}
 
-    def enter_next(group: Iterator[tuple[float, UnsolvedProblem]], least: float) -> None:
-        nonlocal problems
-        for bound, unsolved in itertools.islice(group, 1):
-            problems += 1
-            enter(max(bound, least), unsolved, group, None)
+    @property
+    def solutions(self) -> list[tuple[PlanProblem, Solution]]:
+        return list(self._found.values())
 
-    while queue:
-        bound, _, unsolved, problem, bounds = heapq.heappop(queue)
-        if bound > limit:
-            break
-        if isinstance(unsolved, _Cut):
-            for group in unsolved.problems(budget):
-                enter_next(group, bound)
-            step("searching for a plan")
-            continue
-        if not isinstance(problem, PlanProblem):
-            enter_next(problem, bound)
-            if unsolved.memory_bound > budget:
-                continue
-            problem = unsolved.build(budget)
-            own = CutBounds(problem.problem, free_moves=True).bound
-            enter(max(bound, own), unsolved, problem, None)
-            continue
-        if bounds is None:
-            bounds = CutBounds(problem.problem)
-            enter(max(bound, bounds.bound), unsolved, problem, bounds)
-            continue
-        result = solve(problem.problem, limit, bounds)
-        solved, states = solved + 1, states + result.states
+    def run(self, cuts: list[_Cut]) -> None:
+        """Searches all cuts of the step."""
+        numbers = itertools.count()
+        queue = [(cut.bound, next(numbers), self._cut(cut)) for cut in cuts]
+        heapq.heapify(queue)
+        while queue:
+            bound, _, task = heapq.heappop(queue)
+            if bound > self.limit:
+                return
+            if self.stop():
+                self.stopped_at = bound
+                return
+            for own, other in task:
+                if max(own, bound) <= self.limit:
+                    heapq.heappush(queue, (max(own, bound), next(numbers), task if other is None else other))
+                if other is None:
+                    break
+
+    def _cut(self, cut: _Cut) -> _Task:
+        for group in cut.problems(self.budget):
+            yield cut.bound, self._group(group)
+        self.step("searching for a plan")
+
+    def _group(self, problems: Iterator[tuple[float, UnsolvedProblem]]) -> _Task:
+        """Enters problems that come in the order of their bounds."""
+        for bound, unsolved in problems:
+            yield bound, None
+            self.problems += 1
+            yield bound, self._problem(unsolved)
+
+    def _problem(self, unsolved: UnsolvedProblem) -> _Task:
+        """Bounds all cuts of the layers, first without the cost of changes of layout, and solves the problem."""
+        if unsolved.memory_bound <= self.budget:
+            problem = unsolved.build(self.budget)
+            yield CutBounds(problem.problem, free_moves=True).bound, None
+            yield from self._solved(unsolved, problem)
+
+    def _solved(self, unsolved: UnsolvedProblem, problem: PlanProblem) -> _Task:
+        """Solves a problem. If it has padding rows that its solution does not need, it is split."""
+        bounds = CutBounds(problem.problem)
+        yield bounds.bound, None
+        result = solve(problem.problem, self.limit, bounds)
+        self.solved, self.states = self.solved + 1, self.states + result.states
         if result.cost is None:
-            continue
+            return
         if problem.is_exact(result.solution):
-            limit, shape = result.cost - 1, problem.shape
+            self.limit, shape = result.cost - 1, problem.shape
             of_cut = shape.pipeline, shape.context, shape.micro_batches, shape.virtual_stages
-            found[of_cut] = problem, result.solution
-            continue
-        for part in unsolved.split(budget):
-            bounds = CutBounds(part.problem)
-            enter(max(result.cost, bounds.bound), unsolved, part, bounds)
-    return list(found.values()), problems, solved, states
+            self._found[of_cut] = problem, result.solution
+            return
+        for part in unsolved.split(self.budget):
+            yield result.cost, self._solved(unsolved, part)
 
 
 def _least_memory(cuts: list[_Cut], budget: int) -> int:

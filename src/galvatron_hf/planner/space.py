@@ -14,14 +14,14 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from galvatron_hf.models.shape import WeightShape
 from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
 from galvatron_hf.plan.pipeline_shape import PipelineShape, can_order, in_a_round
 from galvatron_hf.plan.resolved import MeshShape
-from galvatron_hf.plan.validation import check_int, divisors
+from galvatron_hf.plan.validation import check_choice, check_int, divisors
 from galvatron_hf.profiler.profiles.model import ModelProfile
 
 
@@ -40,6 +40,8 @@ class Limits:
         virtual_stages (`int`): Maximum number of stages on each pipeline rank; more than 1 are interleaved.
         uniform (`bool`): Whether all layers have the same strategy.
         expert (`int`, *optional*): Maximum expert degree; None means no maximum.
+        zero3_in_pipeline (`bool`): Whether stages of a pipeline may have "zero3", which gathers weights again for each
+            micro-batch.
     """
 
     tensor: int | None = None
@@ -53,6 +55,12 @@ class Limits:
     virtual_stages: int = 4
     uniform: bool = False
     expert: int | None = None
+    zero3_in_pipeline: bool = True
+
+    def without(self, feature: str) -> Limits:
+        """Returns the limits without one of `FEATURES`; raises `ValueError` for another word."""
+        check_choice("a forbidden feature", feature, tuple(FEATURES))
+        return FEATURES[feature](self)
 
     def __post_init__(self):
         given = {"tensor": (self.tensor,), "expert": (self.expert,), "virtual_stages": (self.virtual_stages,)}
@@ -61,6 +69,28 @@ class Limits:
             for value in values:
                 if value is not None:
                     check_int(name, value, high=sys.maxsize)
+
+
+def _lacking(limits: Limits, field: str, value: str) -> Limits:
+    return replace(limits, **{field: tuple(one for one in getattr(limits, field) if one != value)})
+
+
+# What `Limits.without` leaves out.
+FEATURES: dict[str, Callable[[Limits], Limits]] = {
+    "pipeline": lambda limits: replace(limits, pipeline=(1,)),
+    "interleaved": lambda limits: replace(limits, virtual_stages=1),
+    "zero3-in-pipeline": lambda limits: replace(limits, zero3_in_pipeline=False),
+    "tensor": lambda limits: replace(limits, tensor=1),
+    "ulysses": lambda limits: _lacking(limits, "sequence", "ulysses"),
+    "megatron-sp": lambda limits: _lacking(limits, "sequence", "megatron"),
+    "context": lambda limits: replace(limits, context=(1,)),
+    "expert": lambda limits: replace(limits, expert=1),
+    "zero2": lambda limits: _lacking(limits, "sharding", "zero2"),
+    "zero3": lambda limits: _lacking(limits, "sharding", "zero3"),
+    "hybrid-sharding": lambda limits: replace(limits, hybrid_sharding=False),
+    "recompute": lambda limits: replace(limits, recompute=("none",)),
+    "mixed-layers": lambda limits: replace(limits, uniform=True),
+}
 
 
 def pipeline_degrees(world_size: int, layers: int) -> list[int]:

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +16,7 @@ from galvatron_hf.data.packing import LONG_SEQUENCES
 from galvatron_hf.data.placement import PLANNERS
 from galvatron_hf.plan import ParallelPlan, Precision
 from galvatron_hf.plan.supported import require_compilable
+from galvatron_hf.plan.words import PlanWords, check_is_plan
 from galvatron_hf.profiler.measure.rounds import WANTED_ERROR
 from galvatron_hf.trainer.expert_dispatch import DISPATCHES
 
@@ -34,8 +37,8 @@ class GalvatronTrainingArguments(TrainingArguments):
     parallel_plan: str | None = field(
         default="auto",
         metadata={
-            "help": 'The path of a plan, or "auto", which measures the machine and the model and trains under the '
-            "fastest plan that a search finds."
+            "help": 'The path of a plan; a plan in words for all layers, such as "ddp", "zero3" or "tp4+pp2"; or '
+            '"auto", which measures the machine and the model and trains under the fastest plan that a search finds.'
         },
     )
     global_batch_size: int | None = field(
@@ -214,14 +217,26 @@ class GalvatronSeq2SeqTrainingArguments(Seq2SeqTrainingArguments, GalvatronTrain
     """Adds the plan to [`~transformers.Seq2SeqTrainingArguments`], see [`GalvatronTrainingArguments`]."""
 
 
-def requested_plan(args: TrainingArguments) -> ParallelPlan | None:
-    """Returns the plan that the arguments give; None for "auto". A file that is not a plan raises ValueError."""
-    plan = getattr(args, "parallel_plan", "auto")
-    if plan is None or plan == "auto":
+def gives_plan(args: TrainingArguments) -> bool:
+    """Returns whether the arguments give a plan, or leave it to a search."""
+    return getattr(args, "parallel_plan", "auto") not in (None, "auto")
+
+
+def requested_plan(args: TrainingArguments, stacks: Callable[[], Mapping[str, int]]) -> ParallelPlan | None:
+    """Returns the plan that the arguments give; None for "auto". `stacks` returns the model's layers, for a plan in
+    words. A file that is not a plan raises ValueError.
+    """
+    if not gives_plan(args):
         return None
+    plan = args.parallel_plan
     if isinstance(plan, ParallelPlan):
         return with_micro_batches(plan, args)
     try:
+        if isinstance(plan, (str, os.PathLike)):
+            check_is_plan(plan)
+            words = PlanWords.from_text(plan)
+            if words is not None and not os.path.exists(plan):
+                return with_micro_batches(words.plan(args.world_size, stacks()), args)
         return with_micro_batches(ParallelPlan.from_json(plan), args)
     except ValueError as error:
         raise ValueError(f"parallel_plan={str(plan)!r}: {error}") from error

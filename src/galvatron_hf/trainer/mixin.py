@@ -174,7 +174,7 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Checks the arguments first: Trainer calls this before it changes the model, and for each trial."""
-        self._requested_plan = requested_plan(self.args)
+        self._requested_plan = requested_plan(self.args, self._source.stacks)
         if self._runs_parallel():
             check_arguments(self.args, self._requested_plan)
         super().create_accelerator_and_postprocess()

@@ -163,13 +163,18 @@ class CostModel:
         gathered = np.where(weights.next_bytes > 0, weights.message_bytes, 0.0)
         previous = layer if part == "embedding" else np.maximum(reduced, gathered)
         gradient = weights.elements * GRADIENT_BYTES
+        communication = np.maximum(0.0, forward + backward - computing)
+        messages = weights.gather_ms + again + weights.reduce_ms
+        regions = passed.region_forward_ms + passed.region_backward_ms
+        reductions = (weights.replica_reduce_ms, self.hardware.exposed_sync), (weights.shard_reduce_ms, 1.0)
+        exposed = sum(self._exposed(passed.backward_ms, ms, share) for ms, share in reductions)
         return StrategyCosts(
             forward_ms=forward,
             backward_ms=backward,
-            communication_ms=np.maximum(0.0, forward + backward - computing),
-            sync_ms=weights.gather_once_ms
-            + self._exposed(passed.backward_ms, weights.replica_reduce_ms, self.hardware.exposed_sync)
-            + self._exposed(passed.backward_ms, weights.shard_reduce_ms, 1.0),
+            communication_ms=communication,
+            hidden_ms=_hidden(messages + regions, communication),
+            sync_ms=weights.gather_once_ms + exposed,
+            hidden_sync_ms=_hidden(weights.replica_reduce_ms + weights.shard_reduce_ms, exposed),
             update_ms=weights.elements * model.optimizer_ms_per_element
             + weights.count * model.optimizer_ms_per_weight,
             adding_ms=weights.elements * model.adding_ms_per_element,
@@ -495,6 +500,7 @@ class CostModel:
                 element=self.element,
                 reduced=self.reduced,
                 ms=self._ms,
+                copying_ms=self._copying_ms,
             )
         return self._known_weights[key]
 
@@ -537,6 +543,12 @@ class CostModel:
         launch = self.model.collective_launch_ms if launches else 0.0
         return launch + self.calibration_factors[factor] * float(self.hardware.ms(kind, ranks, stride, size))
 
+    def _copying_ms(self, size: float) -> float:
+        """Returns the time of copying so many bytes. The memory reads and writes each, while an addition of gradients
+        reads two numbers of 4 bytes and writes one.
+        """
+        return self.calibration_factors["weights"] * self.model.adding_ms_per_element * 2 * size / (3 * GRADIENT_BYTES)
+
     def later_stage_ms(self) -> float:
         """Returns the time per micro-batch of positions and rotary embeddings, on each stage after the first."""
         return self.calibration_factors["computing"] * _at(self.model.embedding.times, 1).forward.fixed
@@ -576,6 +588,12 @@ class CostModel:
         strides = self.ranks, max(self.ranks, hardware.devices_per_node)
         inside, between = (self._ms("send", 2, stride, size, "sending") for stride in strides)
         return (counts * np.where(crosses, between, inside)).sum(axis=1)
+
+
+def _hidden(communication: np.ndarray, exposed: np.ndarray) -> np.ndarray:
+    """Returns what of communication is not exposed; rounding leaves nothing where nothing is hidden."""
+    hidden = communication - exposed
+    return np.where(hidden > 1e-9 * communication, hidden, 0.0)
 
 
 def strategy_of_kind(strategy: LayerStrategy, layer: LayerProfile) -> LayerStrategy:

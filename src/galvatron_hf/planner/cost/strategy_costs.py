@@ -23,7 +23,8 @@ class StrategyCosts:
     Attributes:
         forward_ms, backward_ms: one micro-batch, communication included; the backward includes recompute.
         communication_ms: the part of forward_ms + backward_ms that is not compute.
-        sync_ms: gradient reductions once in a step, before the update.
+        hidden_ms: messages of weights in one micro-batch that compute hides.
+        sync_ms: gradient reductions once in a step, before the update; hidden_sync_ms is what the backward hides.
         update_ms: the optimizer, once in a step.
         adding_ms: the addition of a micro-batch's gradients to the earlier ones.
         state_bytes: weights, gradients, optimizer state, and weights that stay gathered.
@@ -53,7 +54,9 @@ class StrategyCosts:
     forward_ms: np.ndarray
     backward_ms: np.ndarray
     communication_ms: np.ndarray
+    hidden_ms: np.ndarray
     sync_ms: np.ndarray
+    hidden_sync_ms: np.ndarray
     update_ms: np.ndarray
     adding_ms: np.ndarray
     state_bytes: np.ndarray

@@ -81,16 +81,18 @@ def weight_costs(
     element: int,
     reduced: int,
     ms: Callable[[str, int, int, float, str], float],
+    copying_ms: Callable[[float], float],
 ) -> WeightCosts:
     """Computes the costs of a layer or an end on a stage of `ranks` ranks.
 
     Args:
         element, reduced (`int`): Bytes of an element in compute, and in gradient reductions.
         ms (`Callable`): Milliseconds of a collective, from kind, ranks, stride, bytes and calibration factor.
+        copying_ms (`Callable`): Milliseconds of copying so many bytes into a message or out of it.
     """
     of_experts = [weight for weight in weights if weight.of_experts]
     others = [weight for weight in weights if not weight.of_experts]
-    options = dict(sharding=strategy.sharding, element=element, reduced=reduced, ms=ms)
+    options = dict(sharding=strategy.sharding, element=element, reduced=reduced, ms=ms, copying_ms=copying_ms)
     costs = _unit_costs(others, MeshShape.from_strategy(strategy, ranks), **options)
     if not of_experts:
         return costs
@@ -105,8 +107,11 @@ def _unit_costs(
     element: int,
     reduced: int,
     ms: Callable[[str, int, int, float, str], float],
+    copying_ms: Callable[[float], float],
 ) -> WeightCosts:
-    """Computes the costs of one FSDP unit."""
+    """Computes the costs of one FSDP unit. It copies the rank's shards into a message, and all weights out of it; all
+    gradients into the message that reduces them. Alone, a rank copies its weights once and its gradients twice.
+    """
     replicas, shards, tensor = mesh.sizes
     sizes = [weight.shard_elements(tensor, 0, shards) for weight in weights]
     trained, elements = [weight for weight in weights if weight.trained], sum(sizes)
@@ -114,6 +119,8 @@ def _unit_costs(
     gather = ms("all_gather", shards, tensor, elements * element, "weights")
     reduce = ms("reduce_scatter", shards, tensor, shards * updated * reduced, "weights")
     unsharded, gradients, replicated = shards * elements, shards * updated, sharding == "replicate"
+    gather += copying_ms((unsharded + elements * (shards > 1)) * element)
+    reduce += copying_ms((gradients + updated * (shards == 1)) * reduced)
     # Whole weights are used as they are, unless they are cast.
     cast = shards * sum(size for weight, size in zip(weights, sizes, strict=True) if weight.stored_bytes > element)
     factor = "synchronization" if shards == 1 else "weights"

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from galvatron_hf.planner.cost.workload import Workload
@@ -16,7 +17,9 @@ from galvatron_hf.profiler.profiles.model import ModelProfile
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """Holds the best plan of one kind that fits, or else None and the smallest budget with which one does."""
+    """Holds the best plan of one kind that fits, or else None and the smallest budget with which one does, unless the
+    search was stopped.
+    """
 
     name: str
     best: Estimate | None
@@ -31,10 +34,12 @@ def alternatives(
     memory_bytes: int,
     virtual_stages: int = Limits.virtual_stages,
     progress: bool = False,
+    stop: Callable[[], bool] | None = None,
 ) -> list[Alternative]:
     """Searches DDP, ZeRO-3, Megatron's tensor and pipeline parallelism, ZeRO-3 with Ulysses, and the best uniform
     plan. Each has its best micro-batches and recompute within `memory_bytes` of a rank, and at most `virtual_stages`
-    stages on each pipeline rank. A kind whose degrees the model and the ranks cannot have is left out.
+    stages on each pipeline rank. A kind whose degrees the model and the ranks cannot have is left out. `stop` is that
+    of [`search_plan`].
     """
     plain = Limits(tensor=1, sequence=(), hybrid_sharding=False, pipeline=(1,), context=(1,))
     megatron = Limits(
@@ -55,7 +60,7 @@ def alternatives(
     for name, limits in kinds.items():
         try:
             result = search_plan(
-                hardware, model, workload, memory_bytes=memory_bytes, limits=limits, progress=progress
+                hardware, model, workload, memory_bytes=memory_bytes, limits=limits, progress=progress, stop=stop
             )
         except ValueError:
             continue

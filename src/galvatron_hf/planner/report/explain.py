@@ -29,6 +29,7 @@ class StageParts:
             collectives, and changes of layout with messages between stages.
         sync_ms, update_ms (`float`): once in a step: gradient reductions that compute does not hide, and the optimizer
             with gradient additions.
+        hidden_ms, hidden_sync_ms (`float`): communication that compute hides, in one micro-batch and once in a step.
         state_bytes (`int`): weights, gradients and optimizer state.
         activation_bytes (`int`): activations of all micro-batches in flight.
         working_bytes (`int`): maximum of temporary memory over layers and ends.
@@ -41,6 +42,8 @@ class StageParts:
     layout_ms: float
     sync_ms: float
     update_ms: float
+    hidden_ms: float
+    hidden_sync_ms: float
     state_bytes: int
     activation_bytes: int
     working_bytes: int
@@ -65,6 +68,12 @@ class Explanation:
     stages: tuple[StageParts, ...]
     slowest: int
     once_ms: float = 0.0
+
+    @property
+    def hidden_ms(self) -> float:
+        """Returns the milliseconds of weights' and gradients' messages in a step that compute hides."""
+        stage = self.stages[self.slowest]
+        return self.estimate.plan.micro_batch_count * stage.hidden_ms + stage.hidden_sync_ms
 
     def step_ms(self) -> dict[str, float]:
         """Returns the milliseconds of a step by purpose; their sum is the estimate's."""
@@ -121,6 +130,8 @@ class _Stage:
             communication_ms=communication,
             layout_ms=self._resharding_ms() + float(costs.received_ms(shape.receives())[self.index]),
             sync_ms=self._total("sync_ms"),
+            hidden_ms=self._total("hidden_ms"),
+            hidden_sync_ms=self._total("hidden_sync_ms"),
             update_ms=float(sum(unit.virtual_stages * unit.costs.total_update_ms(count)[0] for unit in self.units)),
             state_bytes=sum(unit.state_bytes for unit in self.units),
             activation_bytes=sum(unit.activation_bytes for unit in self.units),

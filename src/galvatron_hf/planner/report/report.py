@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ class Report:
         yield plan_table(estimate.plan)
         yield self._stage_table()
         yield self._time_table()
+        hidden, waited = self.explanation.hidden_ms, self.explanation.step_ms()["communication"]
+        yield f"Of communication {waited:.1f} ms are waited for, and {hidden:.1f} ms hidden by computing (predicted)."
         yield f"{estimate.step_ms:.1f} ms a step, {estimate.samples_per_second:.2f} samples/s (predicted)"
         yield from self.pace
         missing = (max(estimate.memory_bytes) - self.budget) / GIB
@@ -75,7 +77,9 @@ class Report:
         table = _table("Other plans (predicted)", "plan", ("ms a step",))
         table.add_column("compared with the plan above")
         for other in self.others:
-            if other.best is None:
+            if other.best is None and other.least_memory_bytes is None:
+                table.add_row(other.name, "-", "none was found in time")
+            elif other.best is None:
                 missing = (other.least_memory_bytes - self.budget) / GIB
                 table.add_row(other.name, "-", f"does not fit: needs {missing:.2f} GiB more on a device")
             else:
@@ -84,16 +88,19 @@ class Report:
         return table
 
 
-def explain(result: SearchResult, *, compare: bool = True, progress: bool = False) -> Report:
+def explain(
+    result: SearchResult, *, compare: bool = True, progress: bool = False, stop: Callable[[], bool] | None = None
+) -> Report:
     """Reports where the time and the memory of the best plan of a search go.
     If `compare`, it also searches the best DDP, ZeRO-3, Megatron and Ulysses plans, which takes about as long as the
-    search. Raises `ValueError` if no plan fits, with the smallest budget with which one does.
+    search; `stop` ends these, as in [`search_plan`]. Raises `ValueError` if no plan fits, with the smallest budget
+    with which one does.
     """
     if result.best is None:
         raise ValueError(result.no_plan_message)
     case, budget = (result.hardware, result.model, result.workload), result.memory_bytes
-    virtual = result.limits.virtual_stages
-    others = alternatives(*case, memory_bytes=budget, virtual_stages=virtual, progress=progress) if compare else []
+    options = dict(virtual_stages=result.limits.virtual_stages, progress=progress, stop=stop)
+    others = alternatives(*case, memory_bytes=budget, **options) if compare else []
     return Report(explanation=explain_plan(*case, result.best.plan), others=others, budget=budget)
 
 

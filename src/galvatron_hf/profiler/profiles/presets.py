@@ -17,6 +17,7 @@ from galvatron_hf.profiler.profiles.hardware import PRESET, HardwareProfile, Lin
 
 
 PRESETS = tuple(DEVICES)
+MOST_DEVICES = 1 << 14
 
 
 def hardware_preset(name: str, nodes: int, devices_per_node: int) -> HardwareProfile:
@@ -26,6 +27,11 @@ def hardware_preset(name: str, nodes: int, devices_per_node: int) -> HardwarePro
     check_choice("the cluster", name, PRESETS)
     check_int("nodes", nodes, high=MAX_RANKS)
     check_int("devices_per_node", devices_per_node, high=MAX_RANKS)
+    if nodes * devices_per_node > MOST_DEVICES:
+        raise ValueError(
+            f"{nodes} nodes of {devices_per_node} devices are more than {MOST_DEVICES}, and no plan for so many is "
+            "searched: use fewer."
+        )
     device = DEVICES[name]
     links = [
         _link(device, kind, ranks, stride, devices_per_node)

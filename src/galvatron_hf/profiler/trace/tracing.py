@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import replace
 
@@ -174,15 +175,26 @@ def with_adapter(model: PreTrainedModel, folder: str | os.PathLike) -> PreTraine
 
 
 def read_config(source: PreTrainedConfig | str | os.PathLike) -> PreTrainedConfig:
-    """Returns a configuration, or reads it from a folder or `config.json`; raises `ValueError` if there is none."""
+    """Returns a configuration, or reads it from a folder, a `config.json` or the Hub; raises `ValueError` if there is
+    none.
+    """
     if isinstance(source, PreTrainedConfig):
         return source
-    if not os.path.exists(source):
-        raise ValueError(f"{str(source)!r} is no folder and no file: give a folder with a config.json, or the file.")
+    is_here = os.path.exists(source)
+    if not is_here and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", os.fspath(source)) is None:
+        raise ValueError(
+            f"{str(source)!r} is no folder and no file, and no id of the Hub: give a folder with a config.json, or "
+            "that file."
+        )
     try:
-        return AutoConfig.from_pretrained(source, local_files_only=True)
+        return AutoConfig.from_pretrained(source, local_files_only=is_here)
     except Exception as error:  # configuration classes raise various errors
         problem = " ".join(str(error).split())[:120]
+        if not is_here:
+            raise ValueError(
+                f"{str(source)!r} is no folder and no file, and the Hub gives no configuration for it ({problem}): "
+                "give a folder with a config.json, or that file."
+            ) from None
         raise ValueError(
             f"{str(source)!r} has no configuration that transformers knows ({problem}); give a config.json."
         ) from None

@@ -14,11 +14,13 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel, TrainingArguments
 
 from galvatron_hf.models.auto_classes import auto_model
+from galvatron_hf.models.families import adapter_for
+from galvatron_hf.models.lora import inner_model
 from galvatron_hf.parallel.weights.materialize import on_meta
 from galvatron_hf.parallel.weights.pretrained import pretrained_on_meta
 from galvatron_hf.parallel.weights.safetensors import WeightFiles
 from galvatron_hf.parallel.weights.sources import FamilyWeights, LaterWeights, WeightSource
-from galvatron_hf.trainer.arguments import requested_plan
+from galvatron_hf.trainer.arguments import gives_plan
 
 
 # Options of `from_pretrained` with which a configuration is found.
@@ -39,17 +41,29 @@ class ModelSource:
     def __init__(self):
         self._weights_come_later = False
         self._named: tuple[nn.Module, WeightFiles] | None = None
+        self._given: nn.Module | None = None
+
+    def stacks(self) -> dict[str, int]:
+        """Returns the layers of each stack of the model that the constructor was given."""
+        if self._given is None:
+            raise ValueError(
+                "a plan in words is made for the model's layers, and the model is not among the constructor's "
+                "arguments: pass the model, or the file of a plan"
+            )
+        model = inner_model(self._given)
+        return adapter_for(model).stack_sizes(model)
 
     def with_model(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Returns the arguments of Trainer's constructor, with a model in place of a model's name."""
         given = args[0] if args else kwargs.get("model")
         if not isinstance(given, (str, os.PathLike)):
+            self._given = given
             return args, kwargs
         training_args = args[1] if len(args) > 1 else kwargs.get("args")
         if training_args is None:
             training_args = TrainingArguments("tmp_trainer")  # Trainer's default
             args, kwargs = args[:1], kwargs | {"args": training_args}
-        model = self.model(given, training_args)
+        model = self._given = self.model(given, training_args)
         return ((model, *args[1:]), kwargs) if args else (args, kwargs | {"model": model})
 
     def model(self, given: nn.Module | str | os.PathLike, args: TrainingArguments) -> nn.Module | PreTrainedModel:
@@ -57,7 +71,7 @@ class ModelSource:
         if not isinstance(given, (str, os.PathLike)):
             return given
         options = getattr(args, "model_init_kwargs", None) or {}
-        if args.world_size == 1 and requested_plan(args) is None:
+        if args.world_size == 1 and not gives_plan(args):
             where = {name: options[name] for name in _CONFIG_OPTIONS if name in options}
             return auto_model(AutoConfig.from_pretrained(given, **where)).from_pretrained(given, **options)
         model, files = pretrained_on_meta(given, **options)

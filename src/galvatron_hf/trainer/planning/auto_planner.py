@@ -27,6 +27,7 @@ from galvatron_hf.plan import ParallelPlan, Precision, SequenceGroups
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.report.report import explain
 from galvatron_hf.planner.search import SearchResult, search_plan
+from galvatron_hf.planner.simplify import simplest
 from galvatron_hf.planner.space import Limits
 from galvatron_hf.planner.step_plan_search import search_step_plans
 from galvatron_hf.planner.token_limit import most_tokens
@@ -201,9 +202,10 @@ class AutoPlanner:
     def _fastest(
         self, hardware: HardwareProfile, profile: ModelProfile, workload: Workload
     ) -> tuple[SearchResult, SequenceGroups | None]:
-        """Searches a plan. If groups are chosen for each micro-batch, a rank need not hold the longest row: it has to
-        hold a part of it and what is usual. The tokens that it can hold follow from the memory that the plan leaves.
-        If all ranks together cannot hold the longest row, a plan for longer ones is searched.
+        """Searches the simplest plan of those that are about as fast as the fastest one. If groups are chosen for each
+        micro-batch, a rank need not hold the longest row: it has to hold a part of it and what is usual. The tokens
+        that it can hold follow from the memory that the plan leaves. If all ranks together cannot hold the longest
+        row, a plan for longer ones is searched.
         """
         budget, shown = memory_budget(self.args, hardware), not self.args.disable_tqdm
         searches = self.packing()[0] == "dynamic" and getattr(self.args, "max_tokens_per_rank", None) is None
@@ -222,6 +224,7 @@ class AutoPlanner:
                 )
             if result.best is None:
                 raise ValueError(result.no_plan_message)
+            result = replace(result, best=simplest(result))
             plan = result.best.plan
             degree = plan.most_data_ranks
             if not searches or not longest:
