@@ -6,7 +6,8 @@ in about forty minutes on one core.
 
     python docs/make_plans.py [--only llama-3.1-8b ...]
 
-With `--only` the rows are printed, and the page stays. Sizes of models are those of their published configurations.
+With `--only` the rows are printed, and the page stays. Sizes of models are those of their published configurations;
+dropout is off.
 """
 
 from __future__ import annotations
@@ -86,8 +87,10 @@ def experts(count: int, chosen: int, size: int) -> dict[str, int]:
     return dict(num_experts=count, num_experts_per_tok=chosen, moe_intermediate_size=size, norm_topk_prob=True)
 
 
+NO_DROPOUT = dict(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)  # fused attention has none
+
 MODELS = (
-    Model("GPT-2 XL", "gpt2", 1024, dict(n_embd=1600, n_layer=48, n_head=25)),
+    Model("GPT-2 XL", "gpt2", 1024, dict(n_embd=1600, n_layer=48, n_head=25, **NO_DROPOUT)),
     Model("Llama-3.2-1B", "llama", 8192, sizes(2048, 8192, 16, 32, 8, 128256, head_dim=64, tie_word_embeddings=True)),
     Model("Llama-3.1-8B", "llama", 8192, sizes(4096, 14336, 32, 32, 8, 128256)),
     Model("Llama-3.1-8B, 128K tokens", "llama", 131072, sizes(4096, 14336, 32, 32, 8, 128256)),
@@ -115,7 +118,13 @@ MODELS = (
         sizes(2048, 6144, 48, 32, 4, 151936, head_dim=128, **experts(128, 8, 768)),
     ),
     Model("DeepSeek-V3", "deepseek_v3", 4096, {}),
-    Model("T5-3B", "t5", 512, dict(d_model=1024, d_kv=128, d_ff=16384, num_layers=24, num_heads=32), target=128),
+    Model(
+        "T5-3B",
+        "t5",
+        512,
+        dict(d_model=1024, d_kv=128, d_ff=16384, num_layers=24, num_heads=32, dropout_rate=0.0),
+        target=128,
+    ),
     Model(
         "Flan-T5-XXL",
         "t5",
@@ -126,6 +135,7 @@ MODELS = (
             d_ff=10240,
             num_layers=24,
             num_heads=64,
+            dropout_rate=0.0,
             feed_forward_proj="gated-gelu",
             tie_word_embeddings=False,
         ),
