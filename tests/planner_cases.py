@@ -137,6 +137,7 @@ def random_model(
         if seed % 2
         else {},
         collective_launch_ms=float(draw.uniform(0, 0.1)) if seed % 2 else 0.0,
+        weights_launch_ms=0.05 if seed % 2 else 0.0,
         router_loss=experts,
         shares_documents=True,
         expert_imbalance={2: 1.25} if experts and seed % 2 else {},

@@ -14,7 +14,7 @@ from galvatron_hf.parallel.comm.mesh import WorldMesh
 from galvatron_hf.parallel.parallelize import parallelize
 from galvatron_hf.plan import LayerStrategy, Precision
 from galvatron_hf.profiler.measure import calibration
-from galvatron_hf.profiler.measure.calibration import MOST, NOISE, SPREAD, fitted_factors
+from galvatron_hf.profiler.measure.calibration import MOST, NOISE, SPREAD, WAIT_SPREAD, WAITS, fitted_factors
 from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
 from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.profiler.trace.tracing import profile_from_config
@@ -27,28 +27,28 @@ from trainer_runs import on_ranks
 def test_factors_bring_the_parts_to_what_was_measured():
     """Fits factors to twelve plans: a part that no plan has, and a part near zero, keep the factor 1.
 
-    Times that are sums of parts have their factors in closed form: a ridge regression toward 1, of the wait toward 0.
+    Times that are sums of parts have their factors in closed form: a ridge regression toward 1, of waits toward 0.
     """
     draw = np.random.default_rng(0)
-    parts, counts = draw.uniform(0, 10, (12, len(CALIBRATION_FACTORS))), draw.integers(0, 8, 12)
+    parts, counts = draw.uniform(0, 10, (12, len(CALIBRATION_FACTORS))), draw.integers(0, 8, (12, len(WAITS)))
     parts[:, 3], parts[:, 4] = 0.0, 1e-3
-    truth, wait = np.array([1.1, 2.0, 3.0, 2.0, 4.0]), 0.75
-    measured = 5 + parts @ truth + counts * wait
-    found, waiting, off = fitted_factors(lambda factors, wait: 5 + parts @ factors + counts * wait, measured)
+    truth, waits = np.array([1.1, 2.0, 3.0, 2.0, 4.0]), np.array([0.75, 3.0])
+    measured = 5 + parts @ truth + counts @ waits
+    found, waiting, off = fitted_factors(lambda factors, waits: 5 + parts @ factors + counts @ waits, measured)
     columns = np.column_stack([parts, counts]) / measured[:, None] / NOISE
     wanted = (measured - 5 - parts.sum(axis=1)) / measured / NOISE
-    prior = np.eye(len(CALIBRATION_FACTORS) + 1) / SPREAD**2
-    closed = np.append(np.ones(len(CALIBRATION_FACTORS)), 0.0) + np.linalg.solve(
+    prior = np.diag(1 / np.array([SPREAD] * len(CALIBRATION_FACTORS) + [*WAIT_SPREAD]) ** 2)
+    closed = np.append(np.ones(len(CALIBRATION_FACTORS)), np.zeros(len(WAITS))) + np.linalg.solve(
         columns.T @ columns + prior, columns.T @ wanted
     )
-    assert np.allclose([*found, waiting], closed, rtol=2e-3)
-    assert np.allclose(closed[:3], truth[:3], rtol=0.05) and closed[-1] == pytest.approx(wait, rel=0.05)
+    assert np.allclose([*found, *waiting], closed, rtol=2e-3)
+    assert np.allclose(closed[:3], truth[:3], rtol=0.05) and closed[-2:] == pytest.approx(waits, rel=0.05)
     assert np.allclose(found[3:], 1.0, atol=0.01)
     assert off < 0.005
-    found, _, _ = fitted_factors(lambda factors, wait: parts @ factors, parts @ (100 * truth))
+    found, _, _ = fitted_factors(lambda factors, waits: parts @ factors, parts @ (100 * truth))
     assert np.allclose(found[:3], MOST, rtol=1e-3)
-    _, waiting, _ = fitted_factors(lambda factors, wait: 10 + counts * wait, np.full(12, 9.0))
-    assert waiting == pytest.approx(0.0, abs=0.01)  # nobody waits for less than nothing
+    _, waiting, _ = fitted_factors(lambda factors, waits: 10 + counts @ waits, np.full(12, 9.0))
+    assert waiting == pytest.approx((0.0, 0.0), abs=0.01)  # nobody waits for less than nothing
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def tried_plans(seconds: float, *passes: tuple[float, ...]) -> tuple[list[str], 
 
     def fitted(predicted, measured):
         seen.extend(measured.tolist())
-        return (1.0,) * len(CALIBRATION_FACTORS), 0.0, 0.0
+        return (1.0,) * len(CALIBRATION_FACTORS), (0.0,) * len(WAITS), 0.0
 
     model, hardware = FAMILIES["llama"].build(num_hidden_layers=4), hardware_preset("cpu", 1, 2)
     with pytest.MonkeyPatch.context() as patch:

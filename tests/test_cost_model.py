@@ -122,20 +122,23 @@ def test_messages_within_a_node_are_priced_as_such():
     assert two.received_ms(halves.receives()) == pytest.approx([between, between])
 
 
-def test_ranks_wait_before_each_collective_of_activations_and_weights():
-    """They do not wait before sums of copies, which are one message of many layers, nor if they are alone."""
+def test_ranks_wait_before_each_collective_and_each_use_of_sharded_weights():
+    """They do not wait before sums of copies, which are one message of many layers. Weights of a single shard take
+    their time too.
+    """
     hardware, model = random_hardware(0, world_size=4, memory_bytes=1 << 40), random_model(0, layers=4)
-    patient = replace(model, collective_launch_ms=0.5)
+    patient = replace(model, collective_launch_ms=0.5, weights_launch_ms=0.25)
     strategies = [
         LayerStrategy(sharding="replicate"),
         LayerStrategy(sharding="zero3"),
+        LayerStrategy(sharding="zero3", shard_degree=1),
         LayerStrategy(sharding="replicate", ulysses=2),
         LayerStrategy(sharding="replicate", ulysses=2, recompute="full"),
     ]
     at_once, late = (CostModel(hardware, one, workload(8), 4, 4).layer(0, strategies) for one in (model, patient))
     more = late.forward_ms + late.backward_ms - at_once.forward_ms - at_once.backward_ms
     # Gathered twice and reduced once; inputs of attention and results, forward and backward, and forward again.
-    assert more == pytest.approx([0.0, 0.5 * 3, 0.5 * 4, 0.5 * 6])
+    assert more == pytest.approx([0.0, 0.25 * 3, 0.25 * 3, 0.5 * 4, 0.5 * 6])
     assert late.sync_ms == pytest.approx(at_once.sync_ms)
 
 
@@ -186,9 +189,11 @@ def test_shards_of_a_single_piece_are_priced_as_whole_weights_that_are_copied(se
     whole = estimate_plan(hardware, model, workload(8), ParallelPlan.uniform(4, 3, sharding="replicate"))
     layers = sum(elements(model.kinds[kind]) for kind in model.layers)
     ends = elements(model.head) + (0 if model.tied else elements(model.embedding))
+    units, launch = 1 if model.tied else 2, model.weights_launch_ms
     for sharding, uses in (("zero2", 1), ("zero3", 2)):
         cut = ParallelPlan.uniform(4, 3, sharding=sharding, shard_degree=1)
         copied = 4 * ((uses + 2) * layers + (1 + 2) * ends)
         found = estimate_plan(hardware, model, workload(8), cut).step_ms
         factor = model.calibration_factors.get("weights", 1.0)
-        assert found - whole.step_ms == pytest.approx(factor * copying_ms(model, copied), rel=1e-6)
+        launched = launch * ((uses + 1) * len(model.layers) + 2 * units)
+        assert found - whole.step_ms == pytest.approx(factor * copying_ms(model, copied) + launched, rel=1e-6)

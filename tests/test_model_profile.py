@@ -87,9 +87,12 @@ def test_what_training_has_measured_is_kept_in_json():
     profile = random_model(0, layers=2)
     stretch = {name: 1.0 + 0.25 * index for index, name in enumerate(CALIBRATION_FACTORS)}
     update = dict(optimizer_ms_per_weight=0.125, optimizer_ms_per_element=2.0**-20, adding_ms_per_element=2.0**-22)
-    measured = replace(profile, calibration_factors=stretch, collective_launch_ms=0.75, **update)
+    measured = replace(
+        profile, calibration_factors=stretch, collective_launch_ms=0.75, weights_launch_ms=0.25, **update
+    )
     again = ModelProfile.from_json(measured.to_json())
     assert again == measured != profile
+    assert again.weights_launch_ms == 0.25
     assert (again.calibration_factors, again.collective_launch_ms, again.optimizer_ms_per_weight) == (
         stretch,
         0.75,

@@ -539,8 +539,9 @@ class CostModel:
 
     def _ms(self, kind: str, ranks: int, stride: int, size: float, factor: str = "communication") -> float:
         """Returns the time of a collective in a training step."""
-        launches = ranks > 1 and factor in ("communication", "weights")
-        launch = self.model.collective_launch_ms if launches else 0.0
+        launch = self.model.collective_launch_ms if ranks > 1 and factor == "communication" else 0.0
+        if factor == "weights" and (ranks > 1 or kind != "all_reduce"):
+            launch = self.model.weights_launch_ms
         return launch + self.calibration_factors[factor] * float(self.hardware.ms(kind, ranks, stride, size))
 
     def _copying_ms(self, size: float) -> float:

@@ -119,8 +119,8 @@ def _unit_costs(
     gather = ms("all_gather", shards, tensor, elements * element, "weights")
     reduce = ms("reduce_scatter", shards, tensor, shards * updated * reduced, "weights")
     unsharded, gradients, replicated = shards * elements, shards * updated, sharding == "replicate"
-    gather += copying_ms((unsharded + elements * (shards > 1)) * element)
-    reduce += copying_ms((gradients + updated * (shards == 1)) * reduced)
+    gather = (gather + copying_ms((unsharded + elements * (shards > 1)) * element)) * (elements > 0)
+    reduce = (reduce + copying_ms((gradients + updated * (shards == 1)) * reduced)) * (updated > 0)
     # Whole weights are used as they are, unless they are cast.
     cast = shards * sum(size for weight, size in zip(weights, sizes, strict=True) if weight.stored_bytes > element)
     factor = "synchronization" if shards == 1 else "weights"

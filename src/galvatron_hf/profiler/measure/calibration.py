@@ -3,8 +3,8 @@
 """Measures how much longer computation and communication take in whole training steps than alone.
 Between two collectives the ranks do not keep exactly the same pace, and each collective waits for the slowest. Kernels
 find cold caches, and collectives meet each other. A few simple plans of a model with few layers are therefore trained
-for some steps on the real ranks. The profile keeps the factors, and the wait before each collective of activations or
-weights, that bring the predictions nearest to the measured steps.
+for some steps on the real ranks. The profile keeps the factors, the wait before each collective of activations, and
+what each use of sharded weights takes, that bring the predictions nearest to the measured steps.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ SETUP_SECONDS = 0.5  # of a plan in one pass, approximately
 MICRO_BATCHES = 8  # of plans that are to wait for many messages
 MEMORY_SHARE = 0.5  # share of a device's memory that a plan may use
 LEAST, MOST = 0.25, 8.0  # factors outside these bounds are disturbances
-NOISE, SPREAD = 0.04, 1.0  # relative noise of a measured step; prior deviation of factors, and of the wait in ms
+NOISE, SPREAD = 0.04, 1.0  # relative noise of a measured step; prior deviation of factors
+WAITS = ("collective_launch_ms", "weights_launch_ms")
+WAIT_SPREAD = 1.0, 4.0  # prior deviation in ms
 
 # (profile, plan, rows, length) -> (milliseconds of a step, largest bytes of a rank)
 Predict = Callable[[ModelProfile, ParallelPlan, int, int], tuple[float, int]]
@@ -146,17 +148,18 @@ def calibrate_profile(
     if not measured:
         return profile
 
-    def predicted(factors: np.ndarray, collective_launch_ms: float) -> np.ndarray:
+    def predicted(factors: np.ndarray, waits: np.ndarray) -> np.ndarray:
         factors_by_name = dict(zip(CALIBRATION_FACTORS, factors.tolist(), strict=True))
-        tried = replace(few, calibration_factors=factors_by_name, collective_launch_ms=collective_launch_ms)
+        waits_by_name = dict(zip(WAITS, waits.tolist(), strict=True))
+        tried = replace(few, calibration_factors=factors_by_name, **waits_by_name)
         return np.array([predict(tried, plan, rows, length)[0] for plan in plans[: len(measured)]])
 
-    factors, collective_launch_ms, error = from_rank_0(lambda: fitted_factors(predicted, np.array(measured)))
+    factors, waits, error = from_rank_0(lambda: fitted_factors(predicted, np.array(measured)))
     made = {"whole steps": f"of {len(measured)} plans, {100 * error:.1f}% off in the median"}
     return replace(
         profile,
         calibration_factors=dict(zip(CALIBRATION_FACTORS, factors, strict=True)),
-        collective_launch_ms=collective_launch_ms,
+        **dict(zip(WAITS, waits, strict=True)),
         made=dict(profile.made) | made,
     )
 
@@ -197,29 +200,29 @@ def _measured(
 
 
 def fitted_factors(
-    predicted: Callable[[np.ndarray, float], np.ndarray], measured: np.ndarray
-) -> tuple[tuple[float, ...], float, float]:
-    """Fits the factors, in the order of `CALIBRATION_FACTORS`, and the wait before collectives.
-    Plan i has predicted and measured times p_i and m_i. The unknowns f_j are the factors (f0 = 1) and the wait in ms
-    (f0 = 0). The fit minimizes sum_i ((p_i / m_i - 1) / NOISE)^2 + sum_j ((f_j - f0_j) / SPREAD)^2. The second sum
-    keeps the unknowns of work that is a small part of every plan near f0. `predicted` returns milliseconds [n] of the
-    plans for factors [m] and a wait; `measured` are milliseconds [n]. Returns the factors, the wait, and the median of
-    the remaining relative errors.
+    predicted: Callable[[np.ndarray, np.ndarray], np.ndarray], measured: np.ndarray
+) -> tuple[tuple[float, ...], tuple[float, ...], float]:
+    """Fits the factors, in the order of `CALIBRATION_FACTORS`, and the waits, in that of `WAITS`.
+    Plan i has predicted and measured times p_i and m_i. The unknowns f_j are the factors (f0 = 1, s = SPREAD) and the
+    waits in ms (f0 = 0, s = WAIT_SPREAD). The fit minimizes sum_i ((p_i / m_i - 1) / NOISE)^2 + sum_j ((f_j - f0_j) /
+    s_j)^2. The second sum keeps the unknowns of work that is a small part of every plan near f0. `predicted` returns
+    milliseconds [n] of the plans for factors [m] and waits [2]; `measured` are milliseconds [n]. Returns the factors,
+    the waits, and the median of the remaining relative errors.
     """
-    usual = np.array([1.0] * len(CALIBRATION_FACTORS) + [0.0])
-    bounds = np.array([(LEAST, MOST)] * len(CALIBRATION_FACTORS) + [(0.0, np.inf)]).T
+    count = len(CALIBRATION_FACTORS)
+    usual, spread = np.array([1.0] * count + [0.0] * len(WAITS)), np.array([SPREAD] * count + [*WAIT_SPREAD])
+    bounds = np.array([(LEAST, MOST)] * count + [(0.0, np.inf)] * len(WAITS)).T
 
     def errors(found: np.ndarray) -> np.ndarray:
-        return predicted(found[:-1], float(found[-1])) / measured - 1
+        return predicted(found[:count], found[count:]) / measured - 1
 
     def residuals(found: np.ndarray) -> np.ndarray:
-        return np.concatenate([errors(found) / NOISE, (found - usual) / SPREAD])
+        return np.concatenate([errors(found) / NOISE, (found - usual) / spread])
 
     # The predictions have kinks where another stage becomes the slowest, hence the large difference step.
     start = np.ones_like(usual)
     found = least_squares(residuals, start, bounds=bounds, diff_step=1e-3, xtol=1e-3, ftol=1e-4).x
-    *factors, collective_launch_ms = found.tolist()
-    return tuple(factors), collective_launch_ms, float(np.median(np.abs(errors(found))))
+    return tuple(found[:count].tolist()), tuple(found[count:].tolist()), float(np.median(np.abs(errors(found))))
 
 
 def _plans(small: PreTrainedModel, rows: int, precision: Precision) -> list[ParallelPlan]:
@@ -235,6 +238,7 @@ def _plans(small: PreTrainedModel, rows: int, precision: Precision) -> list[Para
         dict(sharding="replicate", micro_batches=2),
         dict(sharding="zero2", ulysses=2, micro_batches=2, recompute="full"),
         dict(sharding="zero3", tensor=2, megatron_sp=True),
+        dict(sharding="zero3", pipeline=2, micro_batches=many),
         dict(sharding="zero2", tensor=2, micro_batches=2),
         dict(sharding="replicate", pipeline=2, ulysses=2, micro_batches=many, recompute="full"),
         dict(sharding="zero3", shard_degree=2, recompute="full", micro_batches=2),

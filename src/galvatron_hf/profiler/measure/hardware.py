@@ -29,7 +29,7 @@ SIZES = {
     "cpu": (4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20),
     "cuda": (64 << 10, 512 << 10, 4 << 20, 16 << 20, 64 << 20, 256 << 20),
 }
-METHOD = "5"  # of measuring machines, models and whole steps; a new number makes all kept profiles stale
+METHOD = "6"  # of measuring machines, models and whole steps; a new number makes all kept profiles stale
 SECONDS = 40.0  # upper bound of timing links
 _ROUNDS = 3, 9  # of each measurement: fewest and most
 _OVERLAP_MS = 20.0

@@ -62,8 +62,10 @@ class ModelProfile:
             "computing" and of four kinds of messages: "communication" (activations of tensor and Ulysses ranks, layout
             changes), "synchronization" (gradients of replicas), "weights" (gathers of weights and reduce-scatters of
             gradients) and "sending" (between stages). Empty if not calibrated: all are 1.
-        collective_launch_ms (`float`): Wait of the ranks for each other before each collective of activations or
-            weights; 0 if not calibrated.
+        collective_launch_ms (`float`): Wait of the ranks for each other before each collective of activations; 0 if
+            not calibrated.
+        weights_launch_ms (`float`): What each gather of a layer's weights and each reduction of its gradients takes
+            besides messages and copies, on one rank too; 0 if not calibrated.
         router_loss (`bool`): Whether the model adds a loss of its routers.
         expert_imbalance (`Mapping[int, float]`): Most choices of experts that arrive at a rank over their mean, by
             expert degree, where it was measured.
@@ -91,6 +93,7 @@ class ModelProfile:
     adding_ms_per_element: float = 0.0
     calibration_factors: Mapping[str, float] = field(default_factory=dict)
     collective_launch_ms: float = 0.0
+    weights_launch_ms: float = 0.0
     router_loss: bool = False
     expert_imbalance: Mapping[int, float] = field(default_factory=dict)
     stacks: Mapping[str, int] = field(default_factory=dict)
@@ -182,6 +185,7 @@ def _check_plain(given: Mapping[str, Any]) -> None:
         "optimizer_ms_per_weight",
         "adding_ms_per_element",
         "collective_launch_ms",
+        "weights_launch_ms",
     ):
         check_number(name, given.get(name, 0.0))
     factors = given.get("calibration_factors", {})
