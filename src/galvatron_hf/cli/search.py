@@ -125,6 +125,9 @@ def _search(
     more = 100 * (chosen.step_ms / fastest.step_ms - 1)
     if chosen.plan != fastest.plan:
         print(f"The fastest plan takes {more:.2g}% less time and is less simple; --simplicity 0 shows it.")
+    if given.output is not None:
+        rows = result.workload.rows
+        print(f"Train under it with parallel_plan={given.output!r} and global_batch_size={rows}.")
 
 
 def _values(given: argparse.Namespace, result: SearchResult, fastest: Estimate, stop: Stop) -> dict[str, Any]:
