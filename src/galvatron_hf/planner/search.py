@@ -357,13 +357,20 @@ class _Search:
 
 def _least_memory(cuts: list[_Cut], budget: int) -> int:
     """Returns the bytes of the smallest budget with which some problem has a solution."""
+
+    def problems() -> Iterator[UnsolvedProblem]:
+        for cut in reversed(cuts):  # smaller micro-batches need less
+            for _, unsolved in itertools.chain.from_iterable(cut.problems(budget)):
+                yield unsolved
+
     found = np.inf
-    for cut in reversed(cuts):  # smaller micro-batches need less
-        for _, unsolved in itertools.chain.from_iterable(cut.problems(budget)):
-            if unsolved.memory_bound >= found:
-                continue
-            own = least_memory(unsolved.build(budget).problem)
-            if own < found and unsolved.padded:
-                own = min(least_memory(part.problem) for part in unsolved.split(budget))
-            found = min(found, own)
+    # The problem that may need the least comes first, so that most others need not be looked at.
+    best = min(problems(), key=lambda one: one.memory_bound)
+    for unsolved in itertools.chain([best], problems()):
+        if unsolved.memory_bound >= found:
+            continue
+        own = least_memory(unsolved.build(budget).problem)
+        if own < found and unsolved.padded:
+            own = min(least_memory(part.problem) for part in unsolved.split(budget))
+        found = min(found, own)
     return int(found)

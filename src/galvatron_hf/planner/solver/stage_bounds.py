@@ -207,7 +207,7 @@ class StageBounds:
         self, objective: Objective, first: int, stages: np.ndarray, multipliers: np.ndarray, longest: int
     ) -> np.ndarray:
         """Returns (Q, longest + 1) minimums of cost + multiplier * (memory - budget), by number of layers."""
-        if self.free_moves:
+        if self.free_moves or objective == MEMORY:  # changes of layout hold no memory
             return self._without_moves(objective, first, stages, multipliers, longest)
         kinds, found = self.problem.kinds, np.full((len(stages), longest + 1), np.inf)
         # The long axes come last, (..., W, Q), because numpy is fastest along the last axis.
@@ -226,7 +226,7 @@ class StageBounds:
     ) -> np.ndarray:
         """Returns lower bounds of what `forward` returns, with any layout at once."""
         kinds, found = self.problem.kinds, np.full((len(stages), longest + 1), np.inf)
-        least = self.by_layout(objective, stages, multipliers)[..., 0]  # (Q, W, K)
+        least = self.by_layout(objective, stages, multipliers).min(axis=3)  # (Q, W, K)
         ends = self.opening(objective, stages, multipliers).min(axis=2)
         ends = ends + self.closing(objective, stages, multipliers).min(axis=2)  # (Q, W)
         layers = least[:, :, kinds[first : first + longest]].cumsum(axis=2)
