@@ -474,6 +474,7 @@ def test_generation_without_settings_stops_at_the_default_length():
 
 
 def test_accelerate_asks_the_registered_dataloader_for_its_end():
+    GradientState._reset_state()  # a Trainer of an earlier test may have left its loader
     state = GradientState()
     loader = torch.utils.data.DataLoader([])
     loader.end_of_dataloader, loader.remainder = True, 3
