@@ -185,6 +185,8 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "bad.arrow").write_text("not arrow")
     (tmp_path / "empty.txt").write_text("0\n")
     (tmp_path / "nothing.jsonl").touch()
+    (tmp_path / "lengths.txt.gz").write_bytes(gzip.compress(b"5"))
+    Dataset.from_dict({"text": [{"a": 1}]}).save_to_disk(tmp_path / "structs")
     (tmp_path / "nothing").mkdir()
     (tmp_path / "lengths").write_text("5\n")
     (tmp_path / "rows.csv").write_text("length,name\n" + "".join(f"{length},a\n" for length in LENGTHS))
@@ -307,6 +309,10 @@ def test_a_terminal_without_unicode_gets_plain_bars(tmp_path, monkeypatch):
         (["absent.csv"], "'absent.csv' does not exist"),
         (["nothing.jsonl"], "'nothing.jsonl' is empty"),
         (["nothing"], "no file in it has rows"),
+        ([""], "The name of the dataset is empty"),
+        (["absent.jsonl.gz"], "'absent.jsonl.gz' does not exist"),
+        (["lengths.txt.gz"], "is compressed, which is read of files of rows alone"),
+        (["structs", "--tokenizer", "words"], "no text in the column 'text'"),
         (["texts", "--tokenizer", "absent/tokenizer/folder"], "tokenizer='absent/tokenizer/folder' cannot be loaded"),
         (["saved", "--tokenizer", "words"], "no text in the column 'text'"),
         (["lengths", "--tokenizer", "words"], "is a file of lengths, which has no tokenizer"),

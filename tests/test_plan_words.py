@@ -55,10 +55,13 @@ def test_words_that_exclude_each_other_are_refused(text, reason):
         PlanWords.from_text(text)
 
 
-def test_a_text_that_is_nothing_is_told_so(tmp_path):
+def test_a_text_that_is_nothing_is_told_so(tmp_path, monkeypatch):
     (tmp_path / "plan.json").write_text("{}")
     for text in ("tp4+pp2", str(tmp_path / "plan.json"), '{"version": 1}'):
         check_is_plan(text)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ddp").mkdir()  # such as an output folder
+    check_is_plan("ddp")
     with pytest.raises(ValueError, match="'zero4' is no file, and not made of ddp, zero2"):
         check_is_plan("zero4")
 
@@ -85,7 +88,7 @@ def case(tmp_path) -> list[str]:
     return [*files, "--seq-length", "8", "--global-batch", "8", "--json"]
 
 
-def test_the_commands_take_words_with_the_fastest_micro_batches(case, tmp_path, capsys):
+def test_the_commands_take_words_with_the_fastest_micro_batches(case, tmp_path, capsys, monkeypatch):
     def step_ms(plan: str) -> float:
         assert main(["estimate", *case, "--plan", plan]) == 0
         return json.loads(capsys.readouterr().out)["step_ms"]
@@ -95,6 +98,9 @@ def test_the_commands_take_words_with_the_fastest_micro_batches(case, tmp_path, 
     path = tmp_path / "plan.json"
     ParallelPlan.uniform(4, 4, pipeline=2, micro_batches=4, sharding="zero2").to_json(path)
     assert step_ms(str(path)) == counted[4]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "zero3").mkdir()
+    assert step_ms("zero3") > 0
     assert main(["estimate", *case, "--plan", "zero4"]) == 1
     assert "'zero4' is no file" in capsys.readouterr().err
     assert main(["estimate", *case, "--plan", "tp3"]) == 1

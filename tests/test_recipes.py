@@ -151,6 +151,12 @@ def test_binary_and_broken_files_are_no_documents(tmp_path):
     (folder / "a.txt").write_text(DOCUMENTS[0])
     (folder / "weights.bin").write_bytes(bytes(range(256)))
     (folder / "none.txt").touch()
+    (folder / "b.txt.gz").write_bytes(gzip.compress(DOCUMENTS[1].encode()))
+    (folder / "meta.json").write_text('{"license": "MIT"}')
+    found = {document.rstrip() for document in text.load_dataset_of(str(folder), None)["train"]["text"]}
+    assert found == {DOCUMENTS[0].rstrip(), DOCUMENTS[1].rstrip(), '{"license": "MIT"}'}
+    (folder / "b.txt.gz").unlink()
+    (folder / "meta.json").unlink()
     [document] = text.load_dataset_of(str(folder), None)["train"]["text"]
     assert document.rstrip() == DOCUMENTS[0].rstrip()
     (folder / "a.txt").unlink()

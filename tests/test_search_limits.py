@@ -48,6 +48,11 @@ def test_a_search_that_was_stopped_without_a_plan_says_so():
     model, hardware = random_model(1, layers=4), random_hardware(1, world_size=4, memory_bytes=1)
     stopped = search_plan(hardware, model, workload(8), stop=lambda: True)
     assert stopped.best is None and "stopped after" in stopped.no_plan_message
+    calls = itertools.count()  # it has seen all problems, of which none has a solution
+    ended = search_plan(hardware, model, workload(8), stop=lambda: next(calls) > 100_000)
+    assert ended.bound_ms is None and ended.least_memory_bytes > 1
+    with pytest.raises(ValueError, match="memory_bytes=0 is not the memory of a rank"):
+        search_plan(hardware, model, workload(8), memory_bytes=0)
 
 
 def features_of(plan: ParallelPlan) -> set[str]:
@@ -167,6 +172,11 @@ def test_the_command_forbids(flags, capsys):
     assert main(["search", *flags, "--json", "--forbid", "pipeline", "recompute"]) == 0
     plan = ParallelPlan.from_json(json.dumps(json.loads(capsys.readouterr().out)["plan"]))
     assert not {"pipeline", "recompute"} & features_of(plan)
+    for word, more in (("pipeline", ["--pipeline", "2"]), ("tensor", ["--max-tensor", "2"])):
+        assert main(["search", *flags, "--forbid", word, *more]) == 1
+        assert f"--forbid {word} and {more[0]} exclude each other" in capsys.readouterr().err
+    assert main(["search", *flags, "--memory-fraction", "1e-12"]) == 1
+    assert "No plan fits" in capsys.readouterr().err
     assert main(["search", *flags, "--forbid", "zero4"]) == 1
     assert "a forbidden feature is 'zero4'" in capsys.readouterr().err
 
@@ -187,6 +197,8 @@ def test_the_rows_of_a_dataset_are_priced(flags, tmp_path, capsys):
     (tmp_path / "none").write_text("0\n")
     assert main(["estimate", *flags, "--plan", "zero3", "--dataset", str(tmp_path / "none")]) == 1
     assert "has no row with a token" in capsys.readouterr().err
+    assert main(["estimate", *flags, "--plan", "zero3", "--tokenizer", "words"]) == 1
+    assert "--tokenizer is for a --dataset" in capsys.readouterr().err
 
 
 def test_a_model_of_the_hub_is_read_by_its_id(monkeypatch, capsys):

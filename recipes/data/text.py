@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -94,11 +95,13 @@ def load_dataset_of(name: str, config: str | None) -> Dataset | DatasetDict:
     files = sorted(file for file in path.rglob("*") if file.is_file())
     if not files:
         raise ValueError(f"dataset_name={name!r} is an empty folder: put one text file per document there.")
-    of_rows = [file for file in files if _builder(file) not in (None, "text")]
-    if of_rows:
-        builder = _builder(of_rows[0])
-        return _of_files(name, builder, [file for file in of_rows if _builder(file) == builder])
-    return _of_files(name, "text", [file for file in files if _is_text(file)], sample_by="document")
+    of_rows = Counter(builder for builder in map(_builder, files) if builder not in (None, "text"))
+    texts = [file for file in files if _builder(file) in (None, "text") and _is_text(file)]
+    builder, count = of_rows.most_common(1)[0] if of_rows else (None, 0)
+    if count > len(texts):
+        return _of_files(name, builder, [file for file in files if _builder(file) == builder])
+    documents = [file for file in files if _is_text(file)]
+    return _of_files(name, "text", documents, sample_by="document")
 
 
 def _builder(path: Path) -> str | None:
@@ -108,7 +111,9 @@ def _builder(path: Path) -> str | None:
 
 
 def _is_text(path: Path) -> bool:
-    """Returns whether a file has something that is no binary data."""
+    """Returns whether a file has something that is no binary data, but for compressed text."""
+    if path.suffix in _COMPRESSED:
+        return _builder(path) == "text"
     with open(path, "rb") as file:
         begin = file.read(8192)
     return bool(begin.strip()) and b"\0" not in begin

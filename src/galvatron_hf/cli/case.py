@@ -223,12 +223,15 @@ def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile,
     if given.memory_gib is not None:
         return hardware, model, workload, int(given.memory_gib * GIB)
     fraction = MEMORY_FRACTION if given.memory_fraction is None else given.memory_fraction
-    return hardware, model, workload, int(fraction * hardware.memory_bytes)
+    return hardware, model, workload, max(1, int(fraction * hardware.memory_bytes))
 
 
 def _lengths(given: argparse.Namespace) -> np.ndarray | None:
     """Returns the tokens of the dataset's rows, cut to --seq-length; None without a dataset."""
     if given.dataset is None:
+        for name in ("dataset_column", "tokenizer"):
+            if getattr(given, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} is for a --dataset: give one, or leave it out.")
         return None
     from galvatron_hf.data.named_dataset import named_lengths  # it imports datasets
 
@@ -350,9 +353,9 @@ def read_plan(
     given: argparse.Namespace, hardware: HardwareProfile, model: ModelProfile, workload: Workload, budget: int
 ) -> ParallelPlan:
     """Reads a plan of this project or of Galvatron, or makes a plan in words. If its words do not say how many
-    micro-batches it has, it has those with which it is fastest, of those with which it fits.
+    micro-batches it has, it has the number with which it is fastest, of those that divide the rows and fit.
     """
-    words = None if os.path.exists(given.plan) else PlanWords.from_text(given.plan)
+    words = None if os.path.isfile(given.plan) else PlanWords.from_text(given.plan)
     if words is None:
         raw = read_object(given.plan)
         return read_galvatron_plan(raw, hardware.world_size) if "pp_deg" in raw else ParallelPlan.from_json(raw)

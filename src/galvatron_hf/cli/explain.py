@@ -62,7 +62,7 @@ def run(given: argparse.Namespace) -> int:
             raise ValueError(result.no_plan_message)
         fastest.plan_with_prediction(workload).to_json(given.output)
     others = [
-        Alternative(name="the fastest", best=fastest, least_memory_bytes=result.least_memory_bytes),
+        Alternative(name="the fastest", best=result.best, least_memory_bytes=result.least_memory_bytes),
         *alternatives(hardware, model, workload, memory_bytes=budget, virtual_stages=most, progress=True),
     ]
     pace = throughput_of(hardware, model, workload, found.estimate.step_ms)

@@ -33,6 +33,16 @@ from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
 
 
+# Flags that choose from what a word after --forbid leaves out.
+_FLAGS = {
+    "pipeline": "pipeline",
+    "interleaved": "rounds",
+    "tensor": "max_tensor",
+    "context": "context",
+    "expert": "max_expert",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `galvatron search`."""
     parser.description = (
@@ -70,8 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--time-limit",
         type=float,
         metavar="SECONDS",
-        help="end each search after so long, as Ctrl-C does, with the best plan so far and how far it may be from the "
-        "fastest one (default: no limit)",
+        help="end each search after so long, as Ctrl-C does, when the problem at hand is solved, with the best plan "
+        "so far and how far it may be from the fastest one (default: no limit)",
     )
     parser.add_argument("--compare", action="store_true", help="also find the best DDP, ZeRO-3 and Megatron plans")
     parser.set_defaults(run=run)
@@ -101,6 +111,11 @@ def _limits(given: argparse.Namespace) -> Limits:
         virtual_stages=virtual_stages_of(given),
     )
     for feature in given.forbid:
+        flag = _FLAGS.get(feature)
+        if flag is not None and getattr(given, flag) is not None:
+            raise ValueError(
+                f"--forbid {feature} and --{flag.replace('_', '-')} exclude each other: give one of them."
+            )
         limits = limits.without(feature)
     return limits
 
@@ -113,7 +128,7 @@ def _search(
     stop: Stop,
 ) -> None:
     result = search_plan(*case, memory_bytes=budget, limits=limits, progress=True, stop=stop)
-    fastest, chosen = result.best, simplest(result, given.simplicity / 100)
+    fastest, chosen = result.best, simplest(result, given.simplicity / 100, stop)
     result = replace(result, best=chosen)
     if given.output is not None:
         result.best.plan_with_prediction(result.workload).to_json(given.output)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def named_lengths(
 
     Args:
         name (`str`): a folder written by `save_to_disk`, a folder of files, a file, or an id on the Hub. Files of rows
-            are `.parquet`, `.json`, `.jsonl`, `.csv` with a header, and `.arrow`, also compressed as `.gz`; with a
+            are `.parquet`, `.json`, `.jsonl` and `.csv` with a header, also compressed as `.gz`, and `.arrow`; with a
             tokenizer `.txt` too, each of whose lines is a row. Any other file has one length in each line.
         split (`str`, *optional*): a split as in `load_dataset`; `train` if absent.
         column (`str`, *optional*): name of the column of token ids (default: `input_ids`), or of text if there is a
@@ -45,12 +46,16 @@ def named_lengths(
     Raises:
         ValueError: if the dataset cannot be opened, or has no lists of token ids and no text.
     """
-    path = Path(name)
-    if not path.exists() and (path.is_absolute() or path.suffix in _suffixes(tokenizer) or name.count("/") > 1):
+    path, kinds = Path(name), (*_suffixes(tokenizer), ".arrow")
+    if not name.strip():
+        raise ValueError("The name of the dataset is empty: give a folder, a file, or an id on the Hub.")
+    if not path.exists() and (path.is_absolute() or _kind(path) in kinds or name.count("/") > 1):
         raise ValueError(f"{name!r} does not exist: give a folder, a file, or an id on the Hub.")
     if path.is_file() and path.stat().st_size == 0:
         raise ValueError(f"{name!r} is empty: give a file with rows.")
-    if path.is_file() and _kind(path) not in (*_suffixes(tokenizer), ".arrow"):
+    if path.is_file() and path.suffix in _COMPRESSED and _kind(path) not in _suffixes(tokenizer):
+        raise ValueError(f"{name!r} is compressed, which is read of files of rows alone: decompress it.")
+    if path.is_file() and _kind(path) not in kinds:
         for what, given in (("split", split), ("config", config), ("tokenizer", tokenizer)):
             if given is not None:
                 raise ValueError(
@@ -59,7 +64,7 @@ def named_lengths(
         return _written_lengths(path)
     try:
         dataset = _open(path, name, split, config, _suffixes(tokenizer))
-    except (DatasetsError, OSError, ValueError, TypeError) as error:
+    except (DatasetsError, OSError, ValueError, TypeError, IndexError) as error:
         reason = str(error.__cause__ or error).strip().partition("\n")[0].rstrip(".")
         raise ValueError(
             f"{name!r} cannot be opened as a dataset ({reason}): give a folder saved with save_to_disk, a file of "
@@ -92,7 +97,7 @@ def _open(path: Path, name: str, split: str | None, config: str | None, suffixes
     if path.is_dir() and any((path / one).exists() for one in _SAVED):
         return _one_split(load_from_disk(name), split)
     if path.is_dir():
-        return _of_files(sorted(one for one in path.rglob("*") if _kind(one) in suffixes), split)
+        return _of_files(sorted(one for one in path.rglob("*") if one.is_file() and _kind(one) in suffixes), split)
     if path.is_file():
         return Dataset.from_file(name) if path.suffix == ".arrow" else _of_files([path], split)
     return load_dataset(name, config, split=split or "train")
@@ -103,7 +108,7 @@ def _of_files(files: Sequence[Path], split: str | None) -> Dataset:
     kinds = [_BUILDERS.get(_kind(one), "text") for one in files]
     if not kinds:
         raise ValueError("no file in it has rows")
-    kind = max(kinds, key=kinds.count)
+    kind = Counter(kinds).most_common(1)[0][0]
     chosen = [str(one) for one, own in zip(files, kinds, strict=True) if own == kind]
     return load_dataset(kind, data_files=chosen, split=split or "train")
 
@@ -112,10 +117,13 @@ def _tokenized_lengths(dataset: Dataset, name: str, column: str, tokenizer: str)
     """Returns the tokens of each row of text."""
     from transformers import AutoTokenizer
 
-    if column not in dataset.column_names or dataset.features[column].dtype not in ("string", "large_string"):
+    kind = getattr(dataset.features.get(column), "dtype", None)
+    if kind not in ("string", "large_string"):
         raise ValueError(
             f"{name!r} has no text in the column {column!r}: name another of its columns {dataset.column_names}."
         )
+    if not len(dataset):
+        return np.zeros(0, dtype=np.int64)
     try:
         made = AutoTokenizer.from_pretrained(tokenizer)
     except (OSError, ValueError) as error:

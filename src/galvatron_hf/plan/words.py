@@ -76,7 +76,7 @@ class PlanWords:
 def check_is_plan(source: str | os.PathLike) -> None:
     """Raises `ValueError` for a text that is neither JSON, nor a file, nor a plan in words."""
     text = os.fspath(source)
-    if not text.lstrip().startswith("{") and not os.path.exists(text) and PlanWords.from_text(text) is None:
+    if not text.lstrip().startswith("{") and not os.path.isfile(text) and PlanWords.from_text(text) is None:
         raise ValueError(f"{show(text)} is no file, and not made of {WORDS}, joined by +: correct it")
 
 

@@ -40,6 +40,9 @@ from galvatron_hf.utils.progress import Step, progress_bar
 from galvatron_hf.utils.units import gib_rounded_up
 
 
+SECONDS_FOR_FEW = 30.0  # for a plan of a small part of the space, if a search is stopped without one
+
+
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
     """Holds the outcome of a search, with what was searched for.
@@ -109,6 +112,8 @@ def search_plan(
     begun = time.perf_counter()
     limits = limits or Limits()
     budget = hardware.memory_bytes if memory_bytes is None else memory_bytes
+    if budget < 1:
+        raise ValueError(f"memory_bytes={budget} is not the memory of a rank: give bytes.")
     _check_limits(limits, hardware.world_size, model, workload)
     cuts = list(_cuts(hardware, model, workload, limits))
     if not cuts:
@@ -119,13 +124,17 @@ def search_plan(
     with progress_bar(len(cuts), progress) as step:
         search = _Search(budget, step, stop or (lambda: False))
         search.run(cuts)
-    estimates = [
-        estimate_solution(problem, solution, workload, problem.plan(solution, workload, model))
-        for problem, solution in search.solutions
-    ]
+
+    def estimated(search: _Search) -> list[Estimate]:
+        plans = [problem.plan(solution, workload, model) for problem, solution in search.solutions]
+        found = zip(search.solutions, plans, strict=True)
+        return [estimate_solution(problem, solution, workload, plan) for (problem, solution), plan in found]
+
+    estimates = estimated(search)
     if not estimates and search.stopped_at is not None:
-        few = search_plan(hardware, model, workload, memory_bytes=budget, limits=_few_plans(limits)).best
-        estimates = [] if few is None else [few]
+        search_few = _Search(budget, lambda what: None, Deadline(SECONDS_FOR_FEW))
+        search_few.run(list(_cuts(hardware, model, workload, _few_plans(limits))))
+        estimates = estimated(search_few)
     estimates.sort(key=lambda estimate: estimate.step_ms)
     ended = search.stopped_at is None
     return SearchResult(
@@ -271,6 +280,16 @@ def _ends(vocabulary: list[VocabularyStrategy], tied: bool) -> list[list[Vocabul
     return [list(group) for _, group in by_tensor]
 
 
+class Deadline:
+    """Tells whether so many seconds have passed since it was made."""
+
+    def __init__(self, seconds: float):
+        self._end = time.monotonic() + seconds
+
+    def __call__(self) -> bool:
+        return time.monotonic() > self._end
+
+
 def _few_plans(limits: Limits) -> Limits:
     """Returns limits within which a search is short, with some plan for almost every case."""
     return replace(limits, uniform=True, hybrid_sharding=False, virtual_stages=1, context=limits.context or (1,))
@@ -314,7 +333,7 @@ class _Search:
                 self.stopped_at = bound
                 return
             for own, other in task:
-                if max(own, bound) <= self.limit:
+                if max(own, bound) <= self.limit and own < np.inf:
                     heapq.heappush(queue, (max(own, bound), next(numbers), task if other is None else other))
                 if other is None:
                     break

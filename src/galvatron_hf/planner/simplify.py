@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
@@ -54,11 +54,11 @@ def of_layer(layer: LayerStrategy) -> VocabularyStrategy:
     return VocabularyStrategy(tensor=layer.tensor, sharding=layer.sharding, shard_degree=layer.shard_degree)
 
 
-def simplest(result: SearchResult, tolerance: float = TOLERANCE) -> Estimate:
+def simplest(result: SearchResult, tolerance: float = TOLERANCE, stop: Callable[[], bool] = lambda: False) -> Estimate:
     """Returns the simplest plan that was found to take at most 1 + `tolerance` times as long as the fastest one, and
     that fits; of equally simple ones the fastest. Looked at are what was found on the way, the best plans of one
     strategy with the stages of the fastest plan and as many micro-batches or twice as many, and what changes of these
-    lead to. Raises `ValueError` if nothing fits.
+    lead to, until `stop` returns True. Raises `ValueError` if nothing fits.
     """
     if result.best is None:
         raise ValueError(result.no_plan_message)
@@ -80,18 +80,20 @@ def simplest(result: SearchResult, tolerance: float = TOLERANCE) -> Estimate:
     for one in (result.best, *result.runners_up):
         add(one.plan)
     if tolerance > 0:
-        for plan in _uniform(result):
+        for plan in _uniform(result, stop):
             add(plan)
-    while tolerance > 0 and queue and len(seen) < MOST_PLANS:
+    while tolerance > 0 and queue and len(seen) < MOST_PLANS and not stop():
         for plan in _simpler(heapq.heappop(queue)[-1].plan):
             add(plan)
     return min(found)[-1]
 
 
-def _uniform(result: SearchResult) -> Iterator[ParallelPlan]:
+def _uniform(result: SearchResult, stop: Callable[[], bool]) -> Iterator[ParallelPlan]:
     """Yields the best plans of one strategy with the stages of the fastest plan."""
     best = result.best.plan
     for count in {best.micro_batch_count, min(result.workload.rows, 2 * best.micro_batch_count)}:
+        if stop():
+            return
         limits = replace(
             result.limits,
             uniform=True,
@@ -100,7 +102,7 @@ def _uniform(result: SearchResult) -> Iterator[ParallelPlan]:
             context=None if result.limits.context is None else (best.layers[0].context,),
         )
         case = result.hardware, result.model, result.workload
-        found = search_plan(*case, memory_bytes=result.memory_bytes, limits=limits).best
+        found = search_plan(*case, memory_bytes=result.memory_bytes, limits=limits, stop=stop).best
         if found is not None:
             yield found.plan
 

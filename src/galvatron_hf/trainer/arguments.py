@@ -37,7 +37,7 @@ class GalvatronTrainingArguments(TrainingArguments):
     parallel_plan: str | None = field(
         default="auto",
         metadata={
-            "help": 'The path of a plan; a plan in words for all layers, such as "ddp", "zero3" or "tp4+pp2"; or '
+            "help": 'The path of a plan; a plan in words for all layers, such as "ddp", "zero3" or "tp4+pp2+mb8"; or '
             '"auto", which measures the machine and the model and trains under the fastest plan that a search finds.'
         },
     )
@@ -235,7 +235,7 @@ def requested_plan(args: TrainingArguments, stacks: Callable[[], Mapping[str, in
         if isinstance(plan, (str, os.PathLike)):
             check_is_plan(plan)
             words = PlanWords.from_text(plan)
-            if words is not None and not os.path.exists(plan):
+            if words is not None and not os.path.isfile(plan):
                 return with_micro_batches(words.plan(args.world_size, stacks()), args)
         return with_micro_batches(ParallelPlan.from_json(plan), args)
     except ValueError as error:

@@ -17,7 +17,7 @@ from galvatron_hf.profiler.profiles.hardware import PRESET, HardwareProfile, Lin
 
 
 PRESETS = tuple(DEVICES)
-MOST_DEVICES = 1 << 14
+MOST_DEVICES = 1 << 12
 
 
 def hardware_preset(name: str, nodes: int, devices_per_node: int) -> HardwareProfile:

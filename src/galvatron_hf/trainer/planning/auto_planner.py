@@ -194,7 +194,7 @@ class AutoPlanner:
             Console().print(explain(result, compare=False))
         else:
             logger.warning(
-                f"The fastest plan that was found takes {result.best.step_ms:.4g} ms a step, by prediction, and "
+                f"The plan that was found takes {result.best.step_ms:.4g} ms a step, by prediction, and "
                 f"{max(result.best.memory_bytes) / GIB:.4g} GiB on a rank at most."
             )
         return replace(result.best.plan_with_prediction(result.workload), sequence_groups=groups)
