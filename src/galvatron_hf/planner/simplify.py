@@ -28,8 +28,9 @@ MOST_PLANS = 2_000  # that are priced; each takes a millisecond or two
 
 def complexity(plan: ParallelPlan, devices_per_node: int) -> tuple[int, ...]:
     """Returns what makes a plan hard to read or to trust, what matters most first: weights that are gathered from
-    other nodes for each micro-batch of a pipeline; numbers of different strategies, of runs of equal layers, of ends
-    that differ from the layers beside them, of shards over a part of the ranks; and stages on each pipeline rank.
+    other nodes for each micro-batch of a pipeline; numbers of strategies that differ in more than recompute, of all
+    strategies, of runs of equal layers, of ends that differ from the layers beside them, of shards over a part of the
+    ranks; and stages on each pipeline rank.
     """
     layers, ranks = plan.layers, len(plan.stages[0].ranks)
     crosses = ranks > devices_per_node
@@ -41,6 +42,7 @@ def complexity(plan: ParallelPlan, devices_per_node: int) -> tuple[int, ...]:
     ends = sum(end != of_layer(layer) for end, layer in zip((plan.embedding, plan.head), (layers[0], layers[-1])))
     return (
         int(in_pipeline and crosses and regathered),
+        len({replace(layer, recompute="none") for layer in layers}),
         len(set(layers)),
         1 + sum(one != other for one, other in itertools.pairwise(layers)),
         ends,
@@ -57,8 +59,9 @@ def of_layer(layer: LayerStrategy) -> VocabularyStrategy:
 def simplest(result: SearchResult, tolerance: float = TOLERANCE, stop: Callable[[], bool] = lambda: False) -> Estimate:
     """Returns the simplest plan that was found to take at most 1 + `tolerance` times as long as the fastest one, and
     that fits; of equally simple ones the fastest. Looked at are what was found on the way, the best plans of one
-    strategy with the stages of the fastest plan and as many micro-batches or twice as many, and what changes of these
-    lead to, until `stop` returns True. Raises `ValueError` if nothing fits.
+    strategy with the stages of the fastest plan and as many micro-batches or twice as many, plans of one of its
+    strategies that recompute as few layers as fit, and what changes of these lead to, until `stop` returns True.
+    Raises `ValueError` if nothing fits.
     """
     if result.best is None:
         raise ValueError(result.no_plan_message)
@@ -80,7 +83,7 @@ def simplest(result: SearchResult, tolerance: float = TOLERANCE, stop: Callable[
     for one in (result.best, *result.runners_up):
         add(one.plan)
     if tolerance > 0:
-        for plan in _uniform(result, stop):
+        for plan in itertools.chain(_uniform(result, stop), _partly_recomputed(result)):
             add(plan)
     while tolerance > 0 and queue and len(seen) < MOST_PLANS and not stop():
         for plan in _simpler(heapq.heappop(queue)[-1].plan):
@@ -107,6 +110,32 @@ def _uniform(result: SearchResult, stop: Callable[[], bool]) -> Iterator[Paralle
             yield found.plan
 
 
+def _partly_recomputed(result: SearchResult) -> Iterator[ParallelPlan]:
+    """Yields, for each strategy of the fastest plan, a plan in which all layers have it, and the last ones of each
+    stage, as few as fit, recompute.
+    """
+    best, case = result.best.plan, (result.hardware, result.model, result.workload)
+
+    def plan_of(strategy: LayerStrategy, count: int) -> ParallelPlan | None:
+        again = {layer for stage in best.stages for layer in range(*stage.layers)[-count:] if count}
+        layers = (replace(strategy, recompute="full" if at in again else "none") for at in range(best.num_layers))
+        return _changed(best, layers=tuple(layers))
+
+    def fits(plan: ParallelPlan | None) -> bool:
+        found = None if plan is None else _estimate(*case, plan)
+        return found is not None and max(found.memory_bytes) <= result.memory_bytes
+
+    most = max(len(range(*stage.layers)) for stage in best.stages)
+    for strategy in dict.fromkeys(replace(layer, recompute="none") for layer in best.layers):
+        few, many = 0, most
+        while few < many:
+            middle = (few + many) // 2
+            few, many = (few, middle) if fits(plan_of(strategy, middle)) else (middle + 1, many)
+        plan = plan_of(strategy, few)
+        if plan is not None and "full" in result.limits.recompute:
+            yield plan
+
+
 def _estimate(
     hardware: HardwareProfile, model: ModelProfile, workload: Workload, plan: ParallelPlan
 ) -> Estimate | None:
@@ -118,12 +147,14 @@ def _estimate(
 
 
 def _simpler(plan: ParallelPlan) -> Iterator[ParallelPlan | None]:
-    """Yields plans in which one strategy takes another's place, a run of layers takes its neighbour's, ends those of
-    the layers beside them, shards are over all ranks, or weights stay gathered; None for an impossible one.
+    """Yields plans in which one strategy takes another's place, with its own recompute or the other's, a run of layers
+    takes its neighbour's, ends those of the layers beside them, shards are over all ranks, or weights stay gathered;
+    None for an impossible one.
     """
     layers, kinds = plan.layers, list(dict.fromkeys(plan.layers))
     for one, other in itertools.permutations(kinds, 2):
-        yield _changed(plan, layers=tuple(other if layer == one else layer for layer in layers))
+        for taken in {other, replace(other, recompute=one.recompute)}:
+            yield _changed(plan, layers=tuple(taken if layer == one else layer for layer in layers))
     runs = [(key, len(list(group))) for key, group in itertools.groupby(layers)]
     bounds = [0, *itertools.accumulate(count for _, count in runs)]
     for index, beside in itertools.product(range(len(runs)), (-1, 1)):
