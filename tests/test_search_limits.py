@@ -17,6 +17,7 @@ from galvatron_hf.cli.main import main
 from galvatron_hf.cli.stopping import Stop, stop_at_interrupt
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.planner.search import _cuts, search_plan
+from galvatron_hf.planner.simplify import simplest
 from galvatron_hf.planner.space import FEATURES, Limits
 from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.profiler.trace import tracing
@@ -101,9 +102,12 @@ def test_what_is_forbidden_is_in_no_plan(fastest, feature):
     for case, memory in chosen:
         free = search_plan(*case, memory_bytes=memory).best
         found = search_plan(*case, memory_bytes=memory, limits=Limits().without(feature))
-        for one in (found.best, *found.runners_up):
-            assert one is None or feature not in features_of(one.plan)
-        assert found.best is None or found.best.step_ms >= free.step_ms
+        if found.best is None:
+            continue
+        for one in (found.best, *found.runners_up, simplest(found), simplest(found, 0.3)):
+            assert feature not in features_of(one.plan) and found.limits.allows(one.plan)
+        assert not found.limits.allows(free.plan)
+        assert found.best.step_ms >= free.step_ms
 
 
 def test_strategies_that_are_forbidden_are_not_searched():

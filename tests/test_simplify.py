@@ -61,6 +61,14 @@ def test_a_plan_of_one_strategy_is_found_where_the_search_finds_one(seed):
         assert len(set(found.plan.layers)) == 1
 
 
+def test_layers_that_have_to_recompute_do():
+    """The Trainer asks for it by an argument, whatever is simpler."""
+    model, hardware = random_model(1, layers=6), random_hardware(1, world_size=4, memory_bytes=1 << 40)
+    result = search_plan(hardware, model, workload(8), limits=Limits(recompute=("full",)))
+    for tolerance in (0.01, 0.5):
+        assert {layer.recompute for layer in simplest(result, tolerance).plan.layers} == {"full"}
+
+
 def plan_of(*layers: LayerStrategy, pipeline: int = 1, embedding=None) -> ParallelPlan:
     ranks, share = 16 // pipeline, len(layers) // pipeline
     stages = tuple(

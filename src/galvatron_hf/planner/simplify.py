@@ -71,7 +71,7 @@ def simplest(result: SearchResult, tolerance: float = TOLERANCE, stop: Callable[
     found: list[tuple] = []
 
     def add(plan: ParallelPlan | None) -> None:
-        if plan is None or plan in seen:
+        if plan is None or plan in seen or not result.limits.allows(plan):
             return
         seen.add(plan)
         one = _estimate(*case, plan)
@@ -132,7 +132,7 @@ def _partly_recomputed(result: SearchResult) -> Iterator[ParallelPlan]:
             middle = (few + many) // 2
             few, many = (few, middle) if fits(plan_of(strategy, middle)) else (middle + 1, many)
         plan = plan_of(strategy, few)
-        if plan is not None and "full" in result.limits.recompute:
+        if plan is not None:
             yield plan
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from galvatron_hf.models.shape import WeightShape
-from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
+from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
 from galvatron_hf.plan.pipeline_shape import PipelineShape, can_order, in_a_round
 from galvatron_hf.plan.resolved import MeshShape
 from galvatron_hf.plan.validation import check_choice, check_int, divisors
@@ -61,6 +61,36 @@ class Limits:
         """Returns the limits without one of `FEATURES`; raises `ValueError` for another word."""
         check_choice("a forbidden feature", feature, tuple(FEATURES))
         return FEATURES[feature](self)
+
+    def allows(self, plan: ParallelPlan) -> bool:
+        """Returns whether a plan is within the limits."""
+        ranks, stages = len(plan.stages[0].ranks), len(plan.rank_groups)
+        chosen = (self.pipeline, stages), (self.micro_batches, plan.micro_batch_count)
+        chosen += tuple((self.context, layer.context) for layer in set(plan.layers))
+        return (
+            all(allowed is None or one in allowed for allowed, one in chosen)
+            and len(plan.stages) // stages <= self.virtual_stages
+            and not (self.uniform and len(set(plan.layers)) > 1)
+            and all(self._allows_layer(layer, ranks) for layer in set(plan.layers))
+            and all(self._allows_weights(one, ranks, stages) for one in {*plan.layers, plan.embedding, plan.head})
+        )
+
+    def _allows_layer(self, layer: LayerStrategy, ranks: int) -> bool:
+        sequence = {"megatron"} if layer.megatron_sp else {"none"} if layer.tensor > 1 else set()
+        return (
+            sequence | ({"ulysses"} if layer.ulysses > 1 else set()) <= set(self.sequence)
+            and layer.recompute in self.recompute
+            and layer.expert <= (self.expert or ranks)
+        )
+
+    def _allows_weights(self, one: LayerStrategy | VocabularyStrategy, ranks: int, stages: int) -> bool:
+        alone = one.sharding == "replicate" and one.tensor == ranks  # there is nothing to shard
+        return (
+            one.tensor <= (self.tensor or ranks)
+            and (alone or one.sharding in self.sharding)
+            and (self.hybrid_sharding or one.shard_degree is None)
+            and not (stages > 1 and one.sharding == "zero3" and not self.zero3_in_pipeline)
+        )
 
     def __post_init__(self):
         given = {"tensor": (self.tensor,), "expert": (self.expert,), "virtual_stages": (self.virtual_stages,)}
