@@ -22,7 +22,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from galvatron_hf.plan import Precision
-from galvatron_hf.plan.words import words_of
+from galvatron_hf.plan.plan_words import words_of
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.report.throughput import throughput_of
 from galvatron_hf.planner.search import search_plan

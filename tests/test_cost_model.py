@@ -176,6 +176,20 @@ def test_the_sum_of_copies_of_shards_hides_behind_nothing_where_computing_hides_
     assert found == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("sharding", ["replicate", "zero2", "zero3"])
+def test_what_of_communication_is_hidden_and_exposed_is_all_of_it(sharding):
+    """Computing takes so long that it hides all messages but for what it is slowed down; or hides nothing."""
+    model, hardware = random_model(0, layers=2), random_hardware(0, world_size=4, memory_bytes=1 << 40)
+    slow = replace(model, calibration_factors={"computing": 1e6})
+    plan = ParallelPlan.uniform(4, 2, sharding=sharding)
+    for overlap in (None, 1.25):
+        found = explain_plan(replace(hardware, overlap_slowdown=overlap, exposed_sync=1.0), slow, workload(4), plan)
+        alone = explain_plan(replace(hardware, overlap_slowdown=None, exposed_sync=1.0), slow, workload(4), plan)
+        exposed, whole = (one.step_ms()["communication"] - one.once_ms for one in (found, alone))
+        assert found.hidden_ms + exposed == pytest.approx(whole, rel=1e-6)
+        assert found.hidden_ms == 0.0 if overlap is None else 0.0 < found.hidden_ms < 0.76 * whole
+
+
 def copying_ms(model: ModelProfile, size: float) -> float:
     """Returns the time of reading and writing so many bytes; adding a gradient moves 12 bytes of an element."""
     return model.adding_ms_per_element * 2 * size / 12

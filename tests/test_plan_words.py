@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from galvatron_hf import ParallelPlan
 from galvatron_hf.cli.main import main
 from galvatron_hf.plan import LayerStrategy
-from galvatron_hf.plan.words import PlanWords, check_is_plan, words_of
+from galvatron_hf.plan.plan_words import PlanWords, check_is_plan, words_of
 from galvatron_hf.profiler.profiles.presets import hardware_preset
 from planner_cases import random_model
 from tiny_models import FAMILIES

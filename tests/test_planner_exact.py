@@ -4,6 +4,7 @@
 
 import pytest
 
+from galvatron_hf.planner.solver import stage_bounds
 from galvatron_hf.planner.solver.cut_bounds import CutBounds
 from galvatron_hf.planner.solver.dp import solve
 from galvatron_hf.planner.solver.problem import score
@@ -51,9 +52,22 @@ def test_the_bound_of_all_cuts_is_below_the_best():
         problem = random_problem(seed, layers=5, stages=1 + seed % 3, options=3, kinds=1 + seed % 2, tightness=0.2)
         best, bounds = brute_force(problem), CutBounds(problem)
         if best is not None:
-            assert bounds.bound <= best
+            assert max(bounds.bound, CutBounds(problem, free_moves=True).bound) <= best
             bounds.improve(best)
             assert bounds.bound <= best
+
+
+def test_the_coarse_bound_is_below_the_best_with_allowances_that_are_joined(monkeypatch):
+    """Joins the allowances of working memory to one or two, of which a problem has more."""
+    joined = 0
+    for few in (1, 2):
+        monkeypatch.setattr(stage_bounds, "FEW_ALLOWANCES", few)
+        for seed in range(40):
+            problem = random_problem(seed, layers=5, stages=1 + seed % 3, options=4, kinds=2, tightness=0.2)
+            best, coarse = brute_force(problem), CutBounds(problem, free_moves=True)
+            joined += len(CutBounds(problem).stages.allowances) > len(coarse.stages.allowances)
+            assert best is None or coarse.bound <= best
+    assert joined
 
 
 def test_a_limit_below_the_best_finds_nothing_and_one_at_it_finds_it():

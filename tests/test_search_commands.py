@@ -21,8 +21,14 @@ FLAGS = ["--galvatron-profiles", str(DATA / "galvatron_profiles"), "--nodes", "1
 FLAGS += ["--memory-gib", "38", "--global-batch", "64", "--seq-length", "2048"]
 
 
-def test_search_and_estimate_print_the_same_of_a_plan(capsys, tmp_path):
+def test_search_and_estimate_print_the_same_of_a_plan(capsys, tmp_path, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
     path = tmp_path / "plan.json"
+    assert main(["search", *FLAGS, "--output", str(path)]) == 0
+    printed = capsys.readouterr().out
+    rows = FLAGS[FLAGS.index("--global-batch") + 1]
+    assert f"parallel_plan={str(path)!r} and global_batch_size={rows}." in printed
+    assert "\u2026" not in printed  # a pipe has no width at which a table would be cut
     assert main(["search", *FLAGS, "--json", "--output", str(path)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert main(["estimate", *FLAGS, "--json", "--plan", str(path)]) == 0

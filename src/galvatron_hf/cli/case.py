@@ -21,9 +21,9 @@ from galvatron_hf.interop.galvatron.hardware import read_galvatron_hardware
 from galvatron_hf.interop.galvatron.model import read_galvatron_model
 from galvatron_hf.interop.galvatron.plan import read_galvatron_plan
 from galvatron_hf.plan import ParallelPlan, Precision
+from galvatron_hf.plan.plan_words import WORDS, PlanWords
 from galvatron_hf.plan.serialization import read_object
 from galvatron_hf.plan.validation import divisors
-from galvatron_hf.plan.words import WORDS, PlanWords
 from galvatron_hf.planner.cost import rings
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.estimate import Estimate, estimate_plan

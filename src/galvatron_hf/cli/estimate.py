@@ -17,8 +17,8 @@ from galvatron_hf.cli.case import (
     read_plan,
     warn_of_precision,
 )
-from galvatron_hf.cli.files import console
-from galvatron_hf.plan.words import check_is_plan
+from galvatron_hf.cli.output import console
+from galvatron_hf.plan.plan_words import check_is_plan
 from galvatron_hf.planner.report.explain import explain_plan
 from galvatron_hf.planner.report.report import Report
 from galvatron_hf.planner.report.throughput import throughput_of

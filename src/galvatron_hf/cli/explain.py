@@ -22,9 +22,9 @@ from galvatron_hf.cli.case import (
     virtual_stages_of,
     warn_of_precision,
 )
-from galvatron_hf.cli.files import console, output_file
+from galvatron_hf.cli.output import console, output_file
+from galvatron_hf.plan.plan_words import check_is_plan
 from galvatron_hf.plan.table import plan_table
-from galvatron_hf.plan.words import check_is_plan
 from galvatron_hf.planner.report.alternatives import Alternative, alternatives
 from galvatron_hf.planner.report.explain import Explanation, explain_plan
 from galvatron_hf.planner.report.report import Report

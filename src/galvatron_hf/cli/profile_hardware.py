@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from galvatron_hf.cli.files import output_file
+from galvatron_hf.cli.output import output_file
 
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from galvatron_hf.cli.files import output_file
+from galvatron_hf.cli.output import output_file
 from galvatron_hf.cli.profile_hardware import add_accuracy, given_options, launched_ranks
 from galvatron_hf.plan.validation import check_int
 

@@ -19,7 +19,7 @@ from galvatron_hf.cli.case import (
     read_case,
     virtual_stages_of,
 )
-from galvatron_hf.cli.files import console, output_file
+from galvatron_hf.cli.output import console, output_file
 from galvatron_hf.cli.stopping import Stop, stop_at_interrupt
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.estimate import Estimate

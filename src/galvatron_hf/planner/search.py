@@ -124,17 +124,16 @@ def search_plan(
     with progress_bar(len(cuts), progress) as step:
         search = _Search(budget, step, stop or (lambda: False))
         search.run(cuts)
-
-    def estimated(search: _Search) -> list[Estimate]:
-        plans = [problem.plan(solution, workload, model) for problem, solution in search.solutions]
-        found = zip(search.solutions, plans, strict=True)
-        return [estimate_solution(problem, solution, workload, plan) for (problem, solution), plan in found]
-
-    estimates = estimated(search)
-    if not estimates and search.stopped_at is not None:
-        search_few = _Search(budget, lambda what: None, Deadline(SECONDS_FOR_FEW))
-        search_few.run(list(_cuts(hardware, model, workload, _few_plans(limits))))
-        estimates = estimated(search_few)
+    solutions = search.solutions
+    if not solutions and search.stopped_at is not None:
+        until = time.monotonic() + SECONDS_FOR_FEW
+        few = _Search(budget, lambda what: None, lambda: time.monotonic() > until)
+        few.run(list(_cuts(hardware, model, workload, _few_plans(limits))))
+        solutions = few.solutions
+    estimates = [
+        estimate_solution(problem, solution, workload, problem.plan(solution, workload, model))
+        for problem, solution in solutions
+    ]
     estimates.sort(key=lambda estimate: estimate.step_ms)
     ended = search.stopped_at is None
     return SearchResult(
@@ -278,16 +277,6 @@ def _ends(vocabulary: list[VocabularyStrategy], tied: bool) -> list[list[Vocabul
         return [vocabulary]
     by_tensor = itertools.groupby(vocabulary, key=lambda strategy: strategy.tensor)
     return [list(group) for _, group in by_tensor]
-
-
-class Deadline:
-    """Tells whether so many seconds have passed since it was made."""
-
-    def __init__(self, seconds: float):
-        self._end = time.monotonic() + seconds
-
-    def __call__(self) -> bool:
-        return time.monotonic() > self._end
 
 
 def _few_plans(limits: Limits) -> Limits:

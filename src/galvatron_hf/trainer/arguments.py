@@ -15,8 +15,8 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from galvatron_hf.data.packing import LONG_SEQUENCES
 from galvatron_hf.data.placement import PLANNERS
 from galvatron_hf.plan import ParallelPlan, Precision
+from galvatron_hf.plan.plan_words import PlanWords, check_is_plan
 from galvatron_hf.plan.supported import require_compilable
-from galvatron_hf.plan.words import PlanWords, check_is_plan
 from galvatron_hf.profiler.measure.rounds import WANTED_ERROR
 from galvatron_hf.trainer.expert_dispatch import DISPATCHES
 

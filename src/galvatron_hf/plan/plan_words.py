@@ -18,7 +18,7 @@ from galvatron_hf.plan.validation import show
 _SHARDINGS = {"ddp": "replicate", "zero2": "zero2", "zero3": "zero3"}
 _DEGREES = {"tp": "tensor", "ulysses": "ulysses", "cp": "context", "ep": "expert"}
 _WORD = re.compile(rf"({'|'.join(_SHARDINGS)}|sp|recompute)|({'|'.join(_DEGREES)}|pp|mb)(\d{{1,7}})")
-WORDS = "ddp, zero2, zero3, tpN, sp (with tpN), ulyssesN, cpN, epN, ppN, mbN, recompute"
+WORDS = ", ".join([*_SHARDINGS, *(f"{word}N" for word in (*_DEGREES, "pp", "mb")), "sp (with tpN)", "recompute"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +27,11 @@ class PlanWords:
     or shards of them under `zero2` and `zero3`.
 
     Attributes:
-        text (`str`): the words, joined by `+`.
         pipeline (`int`): stages.
         micro_batches (`int`, *optional*): micro-batches of a step; None leaves them to what the plan is for.
         strategy (`Mapping`): fields of [`LayerStrategy`] that differ from the defaults.
     """
 
-    text: str
     pipeline: int
     micro_batches: int | None
     strategy: Mapping[str, Any]
@@ -61,7 +59,7 @@ class PlanWords:
             strategy["megatron_sp"] = True
         if strategy.pop("recompute", None):
             strategy["recompute"] = "full"
-        return cls(text="+".join(words), pipeline=pipeline, micro_batches=micro_batches, strategy=strategy)
+        return cls(pipeline=pipeline, micro_batches=micro_batches, strategy=strategy)
 
     def plan(self, world_size: int, stacks: Mapping[str, int], micro_batches: int | None = None) -> ParallelPlan:
         """Returns the plan on so many ranks for a model with these layers; `micro_batches` applies if the words do not
