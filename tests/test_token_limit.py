@@ -14,6 +14,8 @@ from transformers import LlamaConfig
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, SequenceGroups
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.estimate import estimate_plan
+from galvatron_hf.planner.search import search_plan
+from galvatron_hf.planner.simplify import simplest
 from galvatron_hf.planner.token_limit import MULTIPLE, most_tokens
 from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.profiler.trace.tracing import profile_from_config
@@ -137,6 +139,15 @@ def test_a_given_number_of_tokens_stays():
     work = made.workload(tiny())
     assert work.length == 50_000 and made.limits().context == (1,)
     assert made._fastest(HARDWARE, MODEL, replace(work, precision=Precision()))[1] is None
+
+
+def test_the_plan_is_the_simplest_of_those_that_are_about_as_fast():
+    made = planner(2 << 30, LENGTHS, space={}, max_tokens_per_rank=8192)
+    work = replace(made.workload(tiny()), precision=Precision())
+    found, _ = made._fastest(HARDWARE, MODEL, work)
+    whole = search_plan(HARDWARE, MODEL, work, memory_bytes=found.memory_bytes, limits=made.limits())
+    assert found.best.plan == simplest(whole).plan != whole.best.plan
+    assert found.best.step_ms <= 1.01 * whole.best.step_ms
 
 
 def tiny():
