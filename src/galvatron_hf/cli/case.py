@@ -1,33 +1,23 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of `galvatron search`, `estimate` and `explain`, read into profiles, a workload, a budget and a plan. No
-GPU and no launcher is needed: presets or profiles stand for the cluster.
+"""Reads the arguments of `galvatron search`, `estimate`, `explain` and `rent` into profiles, a workload and a budget.
+No GPU and no launcher is needed: presets or profiles stand for the cluster.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import math
 import os
-import sys
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
+from galvatron_hf.cli.case_arguments import MEMORY_FRACTION
 from galvatron_hf.interop.galvatron.hardware import read_galvatron_hardware
 from galvatron_hf.interop.galvatron.model import read_galvatron_model
-from galvatron_hf.interop.galvatron.plan import read_galvatron_plan
-from galvatron_hf.plan import ParallelPlan, Precision
-from galvatron_hf.plan.plan_words import WORDS, PlanWords
-from galvatron_hf.plan.serialization import read_object
-from galvatron_hf.plan.validation import divisors
-from galvatron_hf.planner.cost import rings
+from galvatron_hf.plan import Precision
 from galvatron_hf.planner.cost.workload import Workload
-from galvatron_hf.planner.estimate import Estimate, estimate_plan
-from galvatron_hf.planner.report.alternatives import Alternative
 from galvatron_hf.planner.space import Limits
 from galvatron_hf.profiler.profiles.hardware import MADE_OF, HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile, read_imbalance
@@ -37,133 +27,7 @@ from galvatron_hf.utils.units import GIB
 
 
 _MOST_ROWS, _MOST_TOKENS = 1 << 20, 1 << 30
-MEMORY_FRACTION = 0.92  # of a device that a plan may use
 _EXAMPLES = {"--tokens": "1e12", "--price-per-hour": "2.5"}
-
-
-def add_case_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that name the model, the cluster and the workload."""
-    add_model_arguments(parser)
-    add_cluster_arguments(parser)
-    add_workload_arguments(parser)
-    parser.add_argument("--price-per-hour", type=float, metavar="X", help="price of a device-hour, with --tokens")
-
-
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that name the model, and the memory that it may use."""
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model", metavar="PATH", help="a folder with a config.json, such a file, or the id of a model on the Hub"
-    )
-    group.add_argument(
-        "--adapter", metavar="DIR", help="a folder with PEFT's adapter_config.json: LoRA on the frozen --model"
-    )
-    group.add_argument(
-        "--model-profile", metavar="FILE", help="the output of `galvatron profile-model`, instead of --model"
-    )
-    group.add_argument(
-        "--compiled", action="store_true", help="price layers that torch.compile has fused; with --model only"
-    )
-    group.add_argument(
-        "--memory-gib",
-        type=float,
-        metavar="X",
-        help="memory that a plan may use on a device (default: --memory-fraction of the preset's or profile's)",
-    )
-    group.add_argument(
-        "--memory-fraction",
-        type=float,
-        metavar="X",
-        help=f"share of a device's memory that a plan may use (default: {MEMORY_FRACTION}, as in training)",
-    )
-
-
-def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that name the cluster."""
-    group = parser.add_argument_group("cluster")
-    group.add_argument("--cluster", metavar="NAME", help="a preset of devices, such as h100; none need be present")
-    group.add_argument(
-        "--hardware-profile", metavar="FILE", help="the output of `galvatron profile-hardware`, instead of --cluster"
-    )
-    group.add_argument(
-        "--galvatron-profiles",
-        metavar="DIR",
-        help="a folder of Galvatron's profiles, with model/ and hardware/, measured under Megatron-SP",
-    )
-    group.add_argument(
-        "--gpus",
-        type=int,
-        metavar="N",
-        help="devices in all, instead of --nodes: one machine if they fit in it, else as many as they fill",
-    )
-    group.add_argument("--nodes", type=int, metavar="N", help="machines (default: 1, or the profile's)")
-    group.add_argument(
-        "--devices-per-node", type=int, metavar="N", help="devices of a machine (default: 8, or the profile's)"
-    )
-
-
-def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the workload, and of the output."""
-    group = parser.add_argument_group("workload")
-    group.add_argument("--global-batch", type=int, required=True, metavar="N", help="rows of an optimizer step")
-    group.add_argument(
-        "--seq-length", type=int, required=True, metavar="N", help="tokens of a row, or positions of an image"
-    )
-    group.add_argument(
-        "--dataset",
-        metavar="NAME",
-        help="rows as long as those of this dataset, cut to --seq-length: a folder, a file or an id on the Hub, as "
-        "`galvatron data` takes it (default: all rows have --seq-length)",
-    )
-    group.add_argument(
-        "--dataset-column",
-        metavar="NAME",
-        help="the column of --dataset with token ids, or with text if there is a --tokenizer",
-    )
-    group.add_argument("--tokenizer", metavar="NAME", help="a tokenizer for a --dataset of text")
-    group.add_argument(
-        "--target-length",
-        type=int,
-        metavar="N",
-        help="tokens of a row in the decoder of a --model with an encoder too (default: those of --seq-length)",
-    )
-    group.add_argument(
-        "--dtype", choices=("bf16", "fp32"), help="number format of compute (default: bf16, or the model profile's)"
-    )
-    group.add_argument(
-        "--reduce-dtype",
-        choices=("bf16", "fp32"),
-        help="number format of gradient sums (default: fp32, or bf16 with --galvatron-profiles)",
-    )
-    group.add_argument(
-        "--expert-imbalance",
-        nargs="+",
-        metavar="DEGREE=X",
-        help="most rows at a rank over their mean, by expert degree, as a training run has measured: 4=1.3 8=1.6",
-    )
-    group.add_argument("--tokens", type=float, metavar="N", help="also say what a run of N tokens takes, such as 1e12")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-
-
-def add_plan_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds the argument that names a plan."""
-    parser.add_argument(
-        "--plan",
-        required=True,
-        metavar="PLAN",
-        help=f"the file of a plan of this project or of Galvatron, or a plan in words: {WORDS}; such as tp4+pp2+zero2",
-    )
-
-
-def add_rounds_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds the argument that limits interleaved pipelines."""
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        metavar="N",
-        help="maximum of virtual stages on each pipeline rank (default: 4, or 1 with --galvatron-profiles, because "
-        "Galvatron's plans are not interleaved)",
-    )
 
 
 def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile, Workload, int]:
@@ -347,57 +211,3 @@ def _check_same_devices(hardware: HardwareProfile, model: ModelProfile) -> None:
         links, layers = hardware.made.get(key), model.made.get(key)
         if None not in (links, layers) and links != layers:
             raise ValueError(f"The model profile is of {layers}, the hardware profile of {links}: profile one device.")
-
-
-def read_plan(
-    given: argparse.Namespace, hardware: HardwareProfile, model: ModelProfile, workload: Workload, budget: int
-) -> ParallelPlan:
-    """Reads a plan of this project or of Galvatron, or makes a plan in words. If its words do not say how many
-    micro-batches it has, it has the number with which it is fastest, of those that divide the rows and fit.
-    """
-    words = None if os.path.isfile(given.plan) else PlanWords.from_text(given.plan)
-    if words is None:
-        raw = read_object(given.plan)
-        return read_galvatron_plan(raw, hardware.world_size) if "pp_deg" in raw else ParallelPlan.from_json(raw)
-    plan = words.plan(hardware.world_size, model.stack_sizes)
-    if words.micro_batches is not None or workload.rows == 1:
-        return plan
-    found = []
-    for count in divisors(workload.rows):
-        with contextlib.suppress(ValueError):  # such as fewer micro-batches than stages
-            found.append(estimate_plan(hardware, model, workload, replace(plan, micro_batches=count)))
-    fitting = [one for one in found if max(one.memory_bytes) <= budget]
-    if fitting:
-        return min(fitting, key=lambda one: one.step_ms).plan
-    return min(found, key=lambda one: max(one.memory_bytes)).plan if found else plan
-
-
-def warn_of_precision(plan: ParallelPlan, workload: Workload) -> None:
-    """Warns on standard error if the plan has other number formats than the prediction."""
-    if plan.precision not in (None, workload.precision):
-        own, priced_in = (json.dumps(asdict(precision)) for precision in (plan.precision, workload.precision))
-        print(f"The plan's precision is {own}; the prediction is for {priced_in}.", file=sys.stderr)
-
-
-def priced(estimate: Estimate) -> dict[str, Any]:
-    """Returns a plan with its predicted time and memory, for JSON."""
-    return {
-        "samples_per_second": estimate.samples_per_second,
-        "step_ms": estimate.step_ms,
-        "memory_bytes": list(estimate.memory_bytes),
-        "plan": json.loads(estimate.plan.to_json()),
-    }
-
-
-def priced_all(others: list[Alternative]) -> dict[str, Any]:
-    """Returns the best plan of each alternative as JSON values, or the memory it would need."""
-    return {
-        other.name: priced(other.best) if other.best else {"least_memory_bytes": other.least_memory_bytes}
-        for other in others
-    }
-
-
-def assumptions(hardware: HardwareProfile, model: ModelProfile, plan: ParallelPlan) -> dict[str, str]:
-    """Returns the source of each assumed figure in the prediction of a plan."""
-    of_plan = rings.ASSUMED if any(layer.context > 1 for layer in plan.layers) else {}
-    return {**hardware.assumed, **model.assumed, **of_plan}

@@ -8,16 +8,10 @@ import argparse
 import json
 from dataclasses import replace
 
-from galvatron_hf.cli.case import (
-    add_case_arguments,
-    add_plan_argument,
-    assumptions,
-    priced,
-    read_case,
-    read_plan,
-    warn_of_precision,
-)
-from galvatron_hf.cli.output import console
+from galvatron_hf.cli.case import read_case
+from galvatron_hf.cli.case_arguments import add_case_arguments, add_plan_argument
+from galvatron_hf.cli.given_plan import read_plan, warn_of_precision
+from galvatron_hf.cli.output import assumptions, console, priced
 from galvatron_hf.plan.plan_words import check_is_plan
 from galvatron_hf.planner.report.explain import explain_plan
 from galvatron_hf.planner.report.report import Report

@@ -10,19 +10,10 @@ from dataclasses import asdict, replace
 
 from rich.console import Console
 
-from galvatron_hf.cli.case import (
-    add_case_arguments,
-    add_plan_argument,
-    add_rounds_argument,
-    assumptions,
-    priced,
-    priced_all,
-    read_case,
-    read_plan,
-    virtual_stages_of,
-    warn_of_precision,
-)
-from galvatron_hf.cli.output import console, output_file
+from galvatron_hf.cli.case import read_case, virtual_stages_of
+from galvatron_hf.cli.case_arguments import add_case_arguments, add_plan_argument, add_rounds_argument
+from galvatron_hf.cli.given_plan import read_plan, warn_of_precision
+from galvatron_hf.cli.output import assumptions, console, output_file, priced, priced_all
 from galvatron_hf.plan.plan_words import check_is_plan
 from galvatron_hf.plan.table import plan_table
 from galvatron_hf.planner.report.alternatives import Alternative, alternatives

@@ -14,8 +14,9 @@ from typing import Any
 
 from rich.table import Table
 
-from galvatron_hf.cli.case import add_model_arguments, add_workload_arguments, priced, read_case
-from galvatron_hf.cli.output import console, output_file
+from galvatron_hf.cli.case import read_case
+from galvatron_hf.cli.case_arguments import add_model_arguments, add_workload_arguments
+from galvatron_hf.cli.output import console, output_file, priced
 from galvatron_hf.plan.validation import MAX_RANKS, check_fields, check_int, check_number, show
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.estimate import Estimate

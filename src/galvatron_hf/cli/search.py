@@ -10,16 +10,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from galvatron_hf.cli.case import (
-    add_case_arguments,
-    add_rounds_argument,
-    assumptions,
-    priced,
-    priced_all,
-    read_case,
-    virtual_stages_of,
-)
-from galvatron_hf.cli.output import console, output_file
+from galvatron_hf.cli.case import read_case, virtual_stages_of
+from galvatron_hf.cli.case_arguments import add_case_arguments, add_rounds_argument
+from galvatron_hf.cli.output import assumptions, console, output_file, priced, priced_all
 from galvatron_hf.cli.stopping import Stop, stop_at_interrupt
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.estimate import Estimate
