@@ -25,7 +25,7 @@ relative to the profile; the errors are also printed with predictions multiplied
 A shape is HIDDENxLAYERSxHEADSxKV_HEADSxINTERMEDIATExVOCABULARYxLENGTHxROWS; rows are those of a step. With
 xEXPERTSxTOP_K it is a Qwen3-MoE; predictions then know how uneven the choices of its routers are for the first rows.
 With :TARGET it is a T5 with so many LAYERS in each stack, whose rows have LENGTH tokens in the encoder, and TARGET in
-the decoder.
+the decoder. With /packed rows are documents of packed rows, and half of the plans have ranks share them.
 
 Evidence tier: measured on devices emulated by CPU quotas (gloo).
 """

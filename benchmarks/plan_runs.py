@@ -86,7 +86,7 @@ def _profiles(shape: Shape, watch: CoreWatch) -> tuple[str, str]:
     watch.wait_for_quiet()
     dist.barrier()
     lengths = dict(length=shape.length, target_length=shape.target_length or None)
-    model = profile_model(whole, device="cpu", tokens=tokens, packed=False, **lengths)
+    model = profile_model(whole, device="cpu", tokens=tokens, packed=shape.packed, **lengths)
     watch.wait_for_quiet()
     dist.barrier()
     model = calibrated(model, whole, hardware, device=cpu, seconds=CALIBRATION_SECONDS, **steps)
@@ -125,7 +125,7 @@ def make_trainer(plan: ParallelPlan, shape: Shape, world: int, steps: int, folde
         report_to="none",
         disable_tqdm=True,
         parallel_plan=plan,
-        packing="none",
+        packing="static" if shape.packed else "none",
     )
     data = Rows(shape, shape.rows * steps)
     trainer = GalvatronTrainer(shape.model(), args, train_dataset=data)

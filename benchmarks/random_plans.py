@@ -19,14 +19,15 @@ from transformers import (
 from galvatron_hf import LayerStrategy, ParallelPlan
 from galvatron_hf.plan import Precision, Stage
 from galvatron_hf.planner.cost.workload import Workload
-from galvatron_hf.planner.space import Limits, layer_strategies, schedules, vocabulary_strategies
+from galvatron_hf.planner.space import Limits, context_degrees, layer_strategies, schedules, vocabulary_strategies
 from galvatron_hf.profiler.profiles.model import ModelProfile
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """A Llama, or a Qwen3-MoE if there are `experts` of which a token chooses `top_k`, and the rows of a step. Or a T5
-    with as many layers in each stack, if a row has `target_length` tokens in the decoder.
+    with as many layers in each stack, if a row has `target_length` tokens in the decoder. Rows that are `packed` are
+    documents, which ranks may share.
     """
 
     hidden: int
@@ -40,17 +41,22 @@ class Shape:
     experts: int = 0
     top_k: int = 0
     target_length: int = 0
+    packed: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "Shape":
+        text, _, packed = text.partition("/")
+        if packed not in ("", "packed"):
+            raise ValueError(f"{packed!r} does not say how rows are: write packed, or nothing.")
         sizes, _, target = text.partition(":")
         values = list(map(int, sizes.split("x")))
         named = dict(zip(list(cls.__annotations__)[: len(values)], values, strict=True))
-        return cls(**named, target_length=int(target or 0))
+        return cls(**named, target_length=int(target or 0), packed=bool(packed))
 
     def __str__(self) -> str:
         sizes = "x".join(str(value) for value in list(asdict(self).values())[: 10 if self.experts else 8])
-        return f"{sizes}:{self.target_length}" if self.target_length else sizes
+        sizes = f"{sizes}:{self.target_length}" if self.target_length else sizes
+        return f"{sizes}-packed" if self.packed else sizes  # of files too
 
     def model(self) -> PreTrainedModel:
         torch.manual_seed(0)
@@ -110,11 +116,13 @@ class Shape:
         return found
 
     def workload(self) -> Workload:
-        return Workload(rows=self.rows, length=self.length, precision=Precision(compute="fp32"))
+        return Workload(rows=self.rows, length=self.length, precision=Precision(compute="fp32"), packed=self.packed)
 
 
 def draw_plans(world: int, model: ModelProfile, shape: Shape, count: int, seed: int) -> list[ParallelPlan]:
-    """Draws different plans from the search space, about half of them pipelines, some of these interleaved."""
+    """Draws different plans from the search space, about half of them pipelines, some of these interleaved. Of packed
+    rows half of the plans have ranks share documents.
+    """
     drawn, plans = random.Random(seed), {}
     layers_of_model = len(model.layers)
     pipelines = [degree for degree in (1, 2, 4, 8) if world % degree == 0 and degree <= min(world, layers_of_model)]
@@ -124,7 +132,11 @@ def draw_plans(world: int, model: ModelProfile, shape: Shape, count: int, seed: 
         most = {1: (1, 1, 2, 4), 2: (2, 4, 8), 4: (4, 8)}.get(pipeline, (pipeline,))
         micro_batches = min(drawn.choice(most), shape.rows)
         rows = -(-shape.rows // micro_batches)
-        allowed = [one for one, data in layer_strategies(ranks, model, Limits()) if data <= rows]
+        contexts = context_degrees(ranks, model, shape.packed, Limits())
+        context = drawn.choice(contexts[1:]) if len(contexts) > 1 and drawn.random() < 0.5 else 1
+        allowed = [one for one, data in layer_strategies(ranks, model, Limits(), context) if data <= rows]
+        if not allowed:  # fewer rows than ranks, and heads that they cannot share
+            continue
         ends = vocabulary_strategies(ranks, model, Limits())
         schedule, rounds, _ = drawn.choice(list(schedules(pipeline, [micro_batches], model.layers, Limits())))
         share = layers_of_model // rounds
@@ -176,7 +188,9 @@ def brief(plan: ParallelPlan) -> str:
 
 def describe(strategy) -> str:
     megatron, ulysses = getattr(strategy, "megatron_sp", False), getattr(strategy, "ulysses", 1)
+    context = getattr(strategy, "context", 1)
     sharding = {"replicate": "dp", "zero2": "z2", "zero3": "z3"}[strategy.sharding] + str(strategy.shard_degree or "")
     expert = getattr(strategy, "expert", 1)
     degrees = f"t{strategy.tensor}{'s' if megatron else ''}{f'u{ulysses}' if ulysses > 1 else ''}"
+    degrees += f"c{context}" if context > 1 else ""
     return f"{degrees}{f'x{expert}' if expert > 1 else ''}{sharding}"

@@ -150,7 +150,7 @@ def row(model: Model, cluster: Cluster) -> tuple[str, ...]:
     hardware = hardware_preset(cluster.device, cluster.nodes, 8)
     most = min(hardware.world_size, 64 if hardware.world_size <= 64 else 16)
     lengths = dict(length=model.length, target_length=model.target)
-    profile = profile_from_config(model.config(), hardware, packed=False, max_degree=most, **lengths)
+    profile = profile_from_config(model.config(), hardware, max_degree=most, **lengths)
     workload = Workload(
         rows=max(1, cluster.tokens // model.length),
         length=model.length,

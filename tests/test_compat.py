@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.attention.varlen import varlen_attn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, T5Config
 from transformers.masking_utils import create_bidirectional_mask, create_masks_for_generate
 from transformers.modeling_utils import LoadStateDictInfo
@@ -125,11 +126,12 @@ class Seen(compat.TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.operations = []
+        self.operations, self.arguments = [], []
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         assert isinstance(operation, compat.OpOverload)
         self.operations.append(operation)
+        self.arguments.append(args)
         return operation(*args, **(kwargs or {}))
 
 
@@ -147,6 +149,20 @@ def test_the_attention_of_a_cpu_is_the_kernel_that_is_counted():
         nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
     packets = {operation.overloadpacket for operation in seen.operations}
     assert {compat.CPU_ATTENTION, compat.CPU_ATTENTION_BACKWARD} <= packets
+
+
+def test_attention_by_document_on_a_gpu_is_the_kernel_that_is_counted():
+    """The places of what is counted among the arguments: query, longest document, and window."""
+    with compat.FakeTensorMode(), Seen() as seen:
+        query = torch.ones(8, 2, 16, dtype=torch.bfloat16, requires_grad=True)
+        bounds = torch.tensor([0, 4, 8], dtype=torch.int32)
+        varlen_attn(query, query, query, bounds, bounds, 4, 4, window_size=(2, 0)).sum().backward()
+    forward, backward = (
+        next(args for operation, args in zip(seen.operations, seen.arguments) if operation.overloadpacket is kind)
+        for kind in (compat.VARLEN_ATTENTION, compat.VARLEN_ATTENTION_BACKWARD)
+    )
+    assert (forward[0].shape, forward[6], forward[9]) == (query.shape, 4, [2, 0])
+    assert (backward[1].shape, backward[8], backward[13]) == (query.shape, 4, [2, 0])
 
 
 def test_the_schema_tells_which_arguments_an_operator_writes():

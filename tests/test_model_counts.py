@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import Gemma2Config, LlamaConfig, MistralConfig, PreTrainedConfig, PreTrainedModel
 
 from equivalence import single_stage
 from galvatron_hf.models.shape import ModelShape
@@ -23,7 +23,7 @@ from galvatron_hf.profiler.profiles.devices import DEVICES
 from galvatron_hf.profiler.profiles.layers import TimeFit
 from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.profiler.trace.counted_model import CountedModel, Speed
-from galvatron_hf.profiler.trace.counting import AttentionKernel, Counts, count
+from galvatron_hf.profiler.trace.counting import AttentionKernel, Counts, count, pairs_in_window
 from galvatron_hf.profiler.trace.isolated_layers import Part
 from galvatron_hf.profiler.trace.shapes import model_shape_from_model
 from galvatron_hf.profiler.trace.small_models import empty_model, layer_kinds
@@ -289,6 +289,52 @@ def test_attention_is_counted_apart_with_its_shape():
     assert {kernel for kernel, flops in layer.backward.attention_flops.items() if flops} == {
         AttentionKernel(**shape, backward=True)
     }
+
+
+@pytest.mark.parametrize("length, left, right", [(7, 2, 0), (7, 2, 2), (7, 9, 0), (7, -1, 0), (7, -1, -1), (1, 3, 3)])
+def test_pairs_of_a_window_are_those_of_a_mask(length, left, right):
+    seen = [
+        (query, key)
+        for query in range(length)
+        for key in range(length)
+        if (left < 0 or query - key <= left) and (right < 0 or key - query <= right)
+    ]
+    assert pairs_in_window(length, left, right) == len(seen)
+
+
+def packed_layer(config: type[PreTrainedConfig], length: int, gpu_kernels: bool, **options) -> Counts:
+    """Returns the counts of a layer with packed documents, 4 heads of 16 and 2 key/value heads."""
+    sizes = dict(vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=1)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    model = empty_model(config(**sizes, **heads, **options))
+    counts = CountedModel(model, torch.bfloat16, 2 * TOKENS, packed=True, gpu_kernels=gpu_kernels)
+    [layer] = counts.layers(LayerStrategy(), 2 * TOKENS, length)
+    return layer
+
+
+@pytest.mark.parametrize("window", [8, 100, None])
+def test_packed_rows_are_counted_as_the_kernel_of_a_gpu(window):
+    """The documents are not of a length for which they are rows of one batch."""
+    length = 64
+    found = packed_layer(MistralConfig, length, True, sliding_window=window)
+    pairs = 2 * TOKENS // length * sum(min(token + 1, window or length) for token in range(length))
+    shape = dict(head_dim=16, length=min(2 * (window or length), length), causal=True)
+    forward, backward = (AttentionKernel(**shape, backward=one) for one in (False, True))
+    assert found.forward.attention_flops == {forward: 2 * 2 * 4 * 16 * pairs}
+    assert {kernel: flops for kernel, flops in found.backward.attention_flops.items() if flops} == {
+        backward: 5 * 2 * 4 * 16 * pairs
+    }
+    on_cpu = packed_layer(MistralConfig, length, False, sliding_window=window)
+    assert found.forward.launches < on_cpu.forward.launches
+    assert found.forward.product_flops == on_cpu.forward.product_flops
+
+
+def test_rows_and_soft_caps_take_the_same_kernels_on_a_gpu():
+    rows = MistralConfig, 2 * TOKENS
+    assert packed_layer(*rows, True) == packed_layer(*rows, False)
+    given = Gemma2Config, 64
+    found = packed_layer(*given, True, sliding_window=8)
+    assert found == packed_layer(*given, False, sliding_window=8) and not found.forward.attention_flops
 
 
 def test_the_head_keeps_its_weight_gradient_and_works_on_a_chunk():

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MistralConfig, Phi3Config
 
 from galvatron_hf.cli.main import main
 from galvatron_hf.plan import ParallelPlan, Precision
@@ -197,6 +197,38 @@ def saved_model(folder: Path, heads: int) -> str:
 @pytest.fixture
 def long_model(tmp_path):
     return saved_model(tmp_path, heads=4)
+
+
+def test_rows_are_packed_as_in_training_where_the_family_allows_it(capsys, tmp_path):
+    """A window of packed rows is one kernel that computes what is in it; a mask computes all."""
+    case = ["estimate", "--plan", "ddp", "--cluster", "h100", "--gpus", "1", "--global-batch", "8", "--json"]
+    case += ["--seq-length", "2048"]
+    heads = dict(num_attention_heads=4, num_key_value_heads=2)
+    sizes = dict(hidden_size=512, intermediate_size=64, num_hidden_layers=2, vocab_size=64, **heads)
+
+    def step_ms(config, *flags: str) -> float:
+        config.save_pretrained(tmp_path)
+        assert main([*case, "--model", str(tmp_path), *flags]) == 0
+        return json.loads(capsys.readouterr().out)["step_ms"]
+
+    windows = MistralConfig(sliding_window=128, **sizes)
+    packed = step_ms(windows)
+    assert packed == step_ms(windows, "--packed") < step_ms(windows, "--no-packed")
+    llama = LlamaConfig(**sizes)
+    assert step_ms(llama) == pytest.approx(step_ms(llama, "--no-packed"), rel=0.01)
+    assert main([*case, "--model", saved_longrope(tmp_path), "--packed"]) == 1
+    assert "--packed is for models whose rows can be documents" in capsys.readouterr().err
+    assert main(["search", *FLAGS, "--no-packed"]) == 1
+    assert "--no-packed is for a model that is traced" in capsys.readouterr().err
+
+
+def saved_longrope(folder: Path) -> str:
+    """Saves a configuration whose rotary embeddings depend on the longest row, so that rows cannot be packed."""
+    factors = dict(short_factor=[1.0] * 8, long_factor=[2.0] * 8)
+    rope = dict(rope_type="longrope", original_max_position_embeddings=64, rope_theta=1e4, **factors)
+    sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
+    Phi3Config(rope_parameters=rope, max_position_embeddings=4096, pad_token_id=0, **sizes).save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from transformers import Trainer
 from transformers.data.data_collator import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq
 
 from galvatron_hf import GalvatronTrainer
+from galvatron_hf.parallel import packing_obstacle
 from galvatron_hf.trainer.data import pack_planner, packing_rules, step_packer, step_prefetch
 from oracle import collate
 from packing_runs import (
@@ -230,7 +231,7 @@ def test_what_packing_cannot_keep_is_refused(tmp_path):
 def test_a_family_with_more_than_windows_is_padded_or_refused(tmp_path):
     def work() -> tuple[list, str]:
         obstacle = mock.patch.object(
-            packing_rules, "attention_obstacle", lambda *_: "Sinks gives its attention 's_aux'"
+            packing_obstacle, "attention_obstacle", lambda *_: "Sinks gives its attention 's_aux'"
         )
         messages: list[str] = []
         packing_rules.logger.warning_once = messages.append

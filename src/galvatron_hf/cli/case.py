@@ -7,9 +7,12 @@ No GPU and no launcher is needed: presets or profiles stand for the cluster.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import math
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -22,6 +25,7 @@ from galvatron_hf.planner.space import Limits
 from galvatron_hf.profiler.profiles.hardware import MADE_OF, HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile, read_imbalance
 from galvatron_hf.profiler.profiles.presets import hardware_preset
+from galvatron_hf.utils.cache_folder import cache_folder
 from galvatron_hf.utils.progress import at_work
 from galvatron_hf.utils.units import GIB
 
@@ -49,6 +53,9 @@ def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile,
             raise ValueError(f"{name} {value:g} is not a number above 0: give such as {_EXAMPLES[name]}.")
     if given.price_per_hour is not None and given.tokens is None:
         raise ValueError("--price-per-hour is for a run of so many tokens: give --tokens too.")
+    if given.packed is not None and given.model is None:
+        flag = "--packed" if given.packed else "--no-packed"
+        raise ValueError(f"{flag} is for a model that is traced, and a profile is of its own rows: give --model.")
     if given.compiled and given.model is None:
         raise ValueError("--compiled is for a model that is traced, and a profile was measured: give --model.")
     if given.memory_fraction is not None and not 0 < given.memory_fraction <= 1:
@@ -66,7 +73,7 @@ def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile,
         rows=given.global_batch,
         length=given.seq_length,
         precision=Precision(compute=model.dtype, reduce=reduce_dtype if model.dtype == "bf16" else "fp32"),
-        packed=True,
+        packed=given.packed is not False,
     )
     if lengths is not None:
         workload = replace(
@@ -161,20 +168,44 @@ def _profiles(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]
         _check_same(given, dtype=model.dtype)
         _check_same_devices(hardware, model)
         return hardware, model
-    from galvatron_hf.profiler.trace.tracing import profile_from_config  # it imports torch
+    profile = _traced(given, hardware)
+    if given.packed and not profile.packed:
+        raise ValueError(
+            f"--packed is for models whose rows can be documents of one packed row, and those of {profile.name} "
+            "cannot: leave it out."
+        )
+    return hardware, profile
 
-    degrees = dict(max_degree=min(hardware.world_size, 64 if hardware.world_size <= 64 else 16))
+
+def _traced(given: argparse.Namespace, hardware: HardwareProfile) -> ModelProfile:
+    """Returns the profile of --model: one that an earlier command has kept, or the counts of a trace."""
+    from galvatron_hf.profiler.trace.kept_traces import kept_trace
+    from galvatron_hf.profiler.trace.tracing import profile_from_config, read_config  # it imports torch
+
+    config, adapter = read_config(given.model), None
+    if given.adapter is not None:
+        with contextlib.suppress(OSError):  # told below
+            adapter = (Path(given.adapter) / "adapter_config.json").read_text()
+    options = dict(
+        dtype=given.dtype or "bf16",
+        length=given.seq_length,
+        target_length=given.target_length,
+        packed=given.packed is not False,
+        compiled=given.compiled,
+        max_degree=min(hardware.world_size, 64 if hardware.world_size <= 64 else 16),
+    )
+    circumstances = dict(
+        **options,
+        config=config.to_dict(),
+        name=config.name_or_path,
+        adapter=adapter,
+        hardware=json.loads(hardware.to_json()),
+    )
     with at_work("tracing the model"):
-        return hardware, profile_from_config(
-            given.model,
-            hardware,
-            given.dtype or "bf16",
-            adapter=given.adapter,
-            length=given.seq_length,
-            target_length=given.target_length,
-            packed=False,
-            compiled=given.compiled,
-            **degrees,
+        return kept_trace(
+            cache_folder() / "traces",
+            circumstances,
+            lambda: profile_from_config(config, hardware, adapter=given.adapter, **options),
         )
 
 

@@ -99,6 +99,12 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of a row in the decoder of a --model with an encoder too (default: those of --seq-length)",
     )
     group.add_argument(
+        "--packed",
+        action=argparse.BooleanOptionalAction,
+        help="rows are documents of packed rows, as in training, or rows without padding (default: packed where the "
+        "family of --model allows it)",
+    )
+    group.add_argument(
         "--dtype", choices=("bf16", "fp32"), help="number format of compute (default: bf16, or the model profile's)"
     )
     group.add_argument(

@@ -3,6 +3,7 @@
 """Shapes of the weights of a model, from which its costs under a plan are counted; loads no torch."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from galvatron_hf.plan.layout import second_cut
@@ -77,6 +78,13 @@ class WeightShape:
         if self.shard_dim(tensor, shards) == 0:
             return -(-local[0] // shards) * math.prod(local[1:])
         return math.prod(local) // shards
+
+
+def product_elements(weights: Iterable[WeightShape], chosen: float = 1.0) -> float:
+    """Returns the elements of the weights of matrix products that a token meets; of experts the share `chosen`."""
+    return sum(
+        math.prod(weight.shape) * (chosen if weight.of_experts else 1.0) for weight in weights if len(weight.shape) > 1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,7 +135,7 @@ class UnsolvedProblem:
             most = shape.pipeline * working.min()
         else:
             most = max(working.max(), *(end.working.min() for end in ends))
-        return held.min(axis=0), shape.boundary_copies().sum() * self.options.costs.boundary_bytes + most
+        return held.min(axis=0), self.options.costs.stage_bytes(shape).sum() + most
 
     @property
     def memory_bound(self) -> float:
@@ -168,7 +168,7 @@ class UnsolvedProblem:
             reuse_count=shape.reuse_count(),
             stage_first_cost=stage_first_cost,
             stage_other_cost=stage_other_cost + picoseconds(costs.hardware.step_ms),
-            stage_memory=shape.boundary_copies() * costs.boundary_bytes,
+            stage_memory=costs.stage_bytes(shape),
             starts=starts,
             finishes=finishes,
             budget=budget,

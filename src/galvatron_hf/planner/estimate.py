@@ -28,18 +28,21 @@ class Estimate:
         step_ms (`float`): time of one optimizer step.
         samples_per_second (`float`): throughput in rows.
         memory_bytes (`tuple[int, ...]`): peak memory of a rank of each pipeline rank.
+        bubble_ms (`float`): time of the step in which the slowest pipeline rank waits for the others.
     """
 
     plan: ParallelPlan
     step_ms: float
     samples_per_second: float
     memory_bytes: tuple[int, ...]
+    bubble_ms: float = 0.0
 
     def plan_with_prediction(self, workload: Workload) -> ParallelPlan:
         """Returns the plan with the prediction in its `meta`; training compares it with what it measures."""
         predicted = {
             "step_ms": self.step_ms,
             "memory_bytes": list(self.memory_bytes),
+            "bubble_ms": self.bubble_ms,
             "rows": workload.rows,
             "length": workload.length,
         }
@@ -70,8 +73,13 @@ def estimate_solution(problem: PlanProblem, solution: Solution, workload: Worklo
     if found.cost <= 0:
         raise ValueError("The profiles predict a step of 0 ms; profile the hardware and the model again.")
     step_ms = found.cost / PICOSECONDS
+    busiest = max(first + other for first, other in zip(found.first_cost, found.other_cost, strict=True))
     return Estimate(
-        plan=plan, step_ms=step_ms, samples_per_second=1e3 * workload.rows / step_ms, memory_bytes=found.memory
+        plan=plan,
+        step_ms=step_ms,
+        samples_per_second=1e3 * workload.rows / step_ms,
+        memory_bytes=found.memory,
+        bubble_ms=(found.cost - busiest) / PICOSECONDS,
     )
 
 

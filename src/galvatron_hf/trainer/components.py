@@ -21,6 +21,8 @@ from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.lora import inner_model
 from galvatron_hf.parallel.validate import check_model, check_plan, sharing_obstacle
 from galvatron_hf.plan import ParallelPlan, SequenceGroups
+from galvatron_hf.profiler.trace.small_models import empty_model
+from galvatron_hf.profiler.trace.training_flops import TrainingFlops
 from galvatron_hf.trainer.arguments import nonfinite_policy, packing_mode, requested_step_plans
 from galvatron_hf.trainer.checkpoint.checkpointer import Checkpointer
 from galvatron_hf.trainer.data.dataset_rows import DatasetRows
@@ -36,7 +38,9 @@ from galvatron_hf.trainer.expert_dispatch import ExpertDispatch, dispatch_mode, 
 from galvatron_hf.trainer.fault.nonfinite_guard import NonfiniteGuard
 from galvatron_hf.trainer.overrides import computes_batches, has_custom_step, overrides, replaced
 from galvatron_hf.trainer.planning.auto_planner import AutoPlanner
+from galvatron_hf.trainer.planning.pace import Pace
 from galvatron_hf.trainer.planning.sequence_groups import with_sequence_groups
+from galvatron_hf.trainer.planning.step_meter import is_predicted, prediction
 from galvatron_hf.utils.progress import tell
 
 
@@ -56,6 +60,7 @@ class Components:
     evaluator: Evaluator
     checkpointer: Checkpointer
     dispatch: ExpertDispatch
+    pace: Pace
 
     @classmethod
     def from_trainer(cls, trainer: GalvatronMixin) -> Components:
@@ -75,6 +80,7 @@ class Components:
                 prepared["attention_mask"] = batch["attention_mask"]
             return prepared
 
+        pace = _pace(trainer)
         packer = StepPacker(
             parallel=parallel,
             args=args,
@@ -87,6 +93,7 @@ class Components:
             known_lengths=lambda: _known_lengths(trainer),
             dataset_rows=lambda: dataset_rows(trainer),
             prepare=prepare_for_step,
+            count=pace.count,
             plans=trainer._step_plans,
             may_change=lambda: has_callbacks_of_others(trainer),
             stateful_loader=trainer.accelerator.dataloader_config.use_stateful_dataloader,
@@ -123,7 +130,26 @@ class Components:
             mode=dispatch_mode(args),
             tell=lambda text: trainer.is_world_process_zero() and tell(text, not args.disable_tqdm, result=True),
         )
-        return cls(packer=packer, guard=guard, evaluator=evaluator, checkpointer=checkpointer, dispatch=dispatch)
+        return cls(
+            packer=packer,
+            guard=guard,
+            evaluator=evaluator,
+            checkpointer=checkpointer,
+            dispatch=dispatch,
+            pace=pace,
+        )
+
+
+def _pace(trainer: GalvatronMixin) -> Pace:
+    parallel, args = trainer.parallel, trainer.args
+    plan, rows = parallel.plan, trainer._planner.rows_of_step
+    return Pace(
+        device=args.device,
+        devices=args.world_size,
+        dtype=parallel.resolved.precision.compute,
+        flops=lambda: TrainingFlops.of(empty_model(parallel.model.config, parallel.family)),
+        predicted=prediction(plan) if is_predicted(plan, rows) else None,
+    )
 
 
 def auto_planner(trainer: GalvatronMixin) -> AutoPlanner:

@@ -306,7 +306,8 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         trace_dir = os.environ.get("GALVATRON_TRACE") or getattr(args, "trace_dir", None)
         self._stop_signal = StopSignal()
         with contextlib.ExitStack() as run:
-            run.enter_context(added_callback(self.callback_handler, parts.dispatch))
+            for part in (parts.dispatch, parts.pace):
+                run.enter_context(added_callback(self.callback_handler, part))
             run.enter_context(self._measured())
             run.enter_context(parts.checkpointer.settled())
             run.enter_context(traced(self.parallel.timeline, trace_dir))
@@ -537,12 +538,11 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         self.current_flos = 0
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
-        """Adds the time that saving has taken, measurements of packing, and skipped steps."""
+        """Adds the pace of steps, the time that saving has taken, measurements of packing, and skipped steps."""
         if self.parallel is not None:
-            self._components.checkpointer.add_logs(logs)
-            self._components.packer.add_logs(logs)
-            self._components.guard.add_logs(logs)
-            self._components.dispatch.add_logs(logs)
+            parts = self._components
+            for part in (parts.checkpointer, parts.packer, parts.guard, parts.dispatch, parts.pace):
+                part.add_logs(logs)
         super().log(logs, *args, **kwargs)
 
     def _report_to_hp_search(self, trial, step: int, metrics: dict[str, float]) -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.attention.varlen  # registers its operators
 from torch import nn
 from torch._C._profiler import _EventType as ProfilerEventType  # noqa: F401  kinds of `experimental_event_tree` events
 from torch._ops import OpOverload
@@ -144,6 +145,10 @@ functional_collectives = torch.ops._c10d_functional
 # The CPU's attention kernel and its backward, for which `torch.utils.flop_counter` has no formula.
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+# What `torch.nn.attention.varlen` calls, and its backward. `torch.utils.flop_counter` has formulas, without windows.
+VARLEN_ATTENTION = torch.ops.torch_attn._varlen_attn
+VARLEN_ATTENTION_BACKWARD = torch.ops.torch_attn._varlen_attn_backward
 
 
 # What takes the place of grouped matrix products under `experts_on_shapes`, and its backward.

@@ -24,6 +24,7 @@ from galvatron_hf.plan.layout import HEAD_CHUNK_TOKENS, AttentionHeads, Layout
 from galvatron_hf.plan.ring_traffic import RingTraffic
 from galvatron_hf.planner.cost import rings
 from galvatron_hf.planner.cost.resharding import most_sent_tokens
+from galvatron_hf.planner.cost.step_shape import StepShape
 from galvatron_hf.planner.cost.strategy_costs import Grouped, PassCosts, StrategyCosts
 from galvatron_hf.planner.cost.weight_costs import GRADIENT_BYTES, WeightCosts, weight_costs
 from galvatron_hf.planner.cost.workload import Workload
@@ -571,6 +572,24 @@ class CostModel:
     def boundary_bytes(self) -> int:
         """Returns the maximum bytes of hidden states that a rank sends to the next stage, for the longest rows."""
         return self._boundary_bytes(self.workload.length)
+
+    def stage_bytes(self, shape: StepShape) -> np.ndarray:
+        """Returns (p,) bytes that pipeline ranks hold besides their layers and ends: hidden states of boundaries, and
+        the bias of scores of each micro-batch in flight, with the gradient of one.
+        """
+        biases = [one for one in self._bias_bytes() if one]
+        bias = (sum if shape.pipeline == 1 else max)(biases) if biases else 0
+        return shape.boundary_copies() * self.boundary_bytes + (shape.in_flight() + 1) * bias
+
+    def _bias_bytes(self) -> list[int]:
+        """Returns the bytes of the bias [1, heads, S, S] of each stack, as a rank with all heads has it."""
+        found, first = [], 0
+        for count in self.model.stack_sizes.values():
+            layer = self.model.kinds[self.model.layers[first]]
+            length = math.ceil(self.workload.length * layer.length_ratio)
+            found.append(layer.bias_heads * length**2 * self.element)
+            first += count
+        return found
 
     def _boundary_bytes(self, length: int) -> int:
         # Between two stages of a decoder also the encoder's output goes on; elsewhere fewer states do.

@@ -33,7 +33,7 @@ class StageParts:
         state_bytes (`int`): weights, gradients and optimizer state.
         activation_bytes (`int`): activations of all micro-batches in flight.
         working_bytes (`int`): maximum of temporary memory over layers and ends.
-        boundary_bytes (`int`): messages between stages.
+        boundary_bytes (`int`): hidden states between stages, and biases of scores that layers share.
     """
 
     layers: tuple[tuple[int, int], ...]
@@ -138,7 +138,7 @@ class _Stage:
             working_bytes=max(
                 int(unit.costs.peak_working_bytes(**needs)[0]) + unit.end_only_bytes for unit in self.units
             ),
-            boundary_bytes=int(shape.boundary_copies()[self.index]) * costs.boundary_bytes,
+            boundary_bytes=int(costs.stage_bytes(shape)[self.index]),
         )
 
     def _layer_units(self) -> list[_Unit]:

@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from galvatron_hf.models.shape import product_elements
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.profiler.profiles.devices import known_device
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
@@ -82,19 +82,16 @@ def model_flops(model: ModelProfile, workload: Workload) -> float:
     pairs = workload.rows * workload.computed_square
     width = model.heads * model.head_dim
     layers = sum(
-        6 * _weights(model.kinds[kind]) * tokens * model.kinds[kind].length_ratio
+        6
+        * product_elements(model.kinds[kind].weights, _chosen(model.kinds[kind]))
+        * tokens
+        * model.kinds[kind].length_ratio
         + 12 * width * pairs * model.kinds[kind].length_ratio ** 2
         for kind in model.layers
     )
-    head = sum(math.prod(weight.shape) for weight in model.head.weights if len(weight.shape) > 1)
-    return layers + 6 * head * tokens * model.head.length_ratio
+    return layers + 6 * product_elements(model.head.weights) * tokens * model.head.length_ratio
 
 
-def _weights(layer: LayerProfile) -> float:
-    """Returns the weights of a layer's products that a token meets."""
-    chosen = 1.0 if layer.experts is None else layer.experts.top_k / layer.experts.count
-    return sum(
-        math.prod(weight.shape) * (chosen if weight.of_experts else 1.0)
-        for weight in layer.weights
-        if len(weight.shape) > 1
-    )
+def _chosen(layer: LayerProfile) -> float:
+    """Returns the share of its experts that a token chooses."""
+    return 1.0 if layer.experts is None else layer.experts.top_k / layer.experts.count

@@ -221,6 +221,11 @@ def known_device(hardware: HardwareProfile) -> Device | None:
     preset = hardware.made.get(PRESET)
     if preset is not None:
         return DEVICES.get(preset)
-    words = hardware.name.lower().replace("-", " ").split()
-    gpus = [name for name in DEVICES if name != "cpu" and name.split("-")[0].removeprefix("rtx") in words]
-    return next((DEVICES[name] for name in gpus if name.partition("-")[2].rstrip("g") in hardware.name), None)
+    return device_of_name(hardware.name)
+
+
+def device_of_name(name: str) -> Device | None:
+    """Returns the device that its driver calls so, such as "NVIDIA H100 80GB HBM3"; None if it is not known."""
+    words = name.lower().replace("-", " ").split()
+    gpus = [one for one in DEVICES if one != "cpu" and one.split("-")[0].removeprefix("rtx") in words]
+    return next((DEVICES[one] for one in gpus if one.partition("-")[2].rstrip("g") in name), None)

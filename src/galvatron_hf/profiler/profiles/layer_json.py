@@ -37,6 +37,7 @@ def layer_values(kind: LayerProfile) -> dict[str, Any]:
         "saves_after_last_region": kind.saves_after_last_region,
         **({} if kind.experts is None else {"experts": _expert_values(kind.experts)}),
         **_ratios(kind, _LAYER_RATIOS),
+        **({"bias_heads": kind.bias_heads} if kind.bias_heads else {}),
     }
 
 
@@ -85,7 +86,8 @@ def read_each(name: str, value: Any, read: Callable[[str, Any], T]) -> tuple[T, 
 def read_layer(where: str, given: Any) -> LayerProfile:
     """Reads what [`layer_values`] returned; `where` names it in errors."""
     names = ("weights", "times", "bytes", "regions", "saves_after_last_region")
-    check_fields(where, given, (*names, "experts", *_LAYER_RATIOS), required=names)
+    check_fields(where, given, (*names, "experts", *_LAYER_RATIOS, "bias_heads"), required=names)
+    check_int(f"{where}.bias_heads", given.get("bias_heads", 0), low=0, high=MAX_SIZE)
     check_int(f"{where}.regions", given["regions"], low=0, high=1024)
     check_bool(f"{where}.saves_after_last_region", given["saves_after_last_region"])
     found: dict[str, dict] = {name: {} for name in _LAYER_BYTES}
@@ -109,6 +111,7 @@ def read_layer(where: str, given: Any) -> LayerProfile:
         regions=given["regions"],
         saves_after_last_region=given["saves_after_last_region"],
         experts=experts,
+        bias_heads=given.get("bias_heads", 0),
         **_read_ratios(where, given, _LAYER_RATIOS),
         **found,
     )

@@ -117,6 +117,8 @@ class LayerProfile:
         length_ratio (`float`): Tokens that a row has in the layer's stack, for each token of the workload's rows.
         read_ratio (`float`): The same of the stack that it reads by cross-attention; 0 if it reads none. The costs of
             reading are in the other figures, for this ratio.
+        bias_heads (`int`): Heads of a bias of scores [1, heads, S, S] that the layers of a stack share; 0 for none. It
+            is in no other figure.
     """
 
     weights: tuple[WeightShape, ...]
@@ -129,6 +131,7 @@ class LayerProfile:
     experts: ExpertsProfile | None = None
     length_ratio: float = 1.0
     read_ratio: float = 0.0
+    bias_heads: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,8 @@ EXPERT_IMBALANCE = "expert imbalance"  # the name of this assumption
 # Most choices that arrive at a rank over their mean, by expert degree: the middle of what trained routers of 8 experts
 # showed, 1.1-1.7, 1.5-2.8 and 2.4-3.2. Other models and data differ.
 ASSUMED_IMBALANCE = {2: 1.4, 4: 2.1, 8: 2.8}
+MICRO_BATCHES = "micro-batches"  # what a profile's `made` says of them
+PACKED = "packed"
 CALIBRATION_FACTORS = ("computing", "communication", "synchronization", "weights", "sending")
 _VERSION = 1
 
@@ -102,6 +104,11 @@ class ModelProfile:
     shares_documents: bool = False
     assumed: Mapping[str, str] = field(default_factory=dict)
     made: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def packed(self) -> bool:
+        """Returns whether the costs are those of packed documents, and not of rows."""
+        return self.made.get(MICRO_BATCHES) == PACKED
 
     @property
     def stack_sizes(self) -> dict[str, int]:

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from galvatron_hf.models.families import adapter_for
+from galvatron_hf.parallel.layers.varlen_attention import kernels_of_gpus
 from galvatron_hf.plan import LayerStrategy
 from galvatron_hf.plan.layout import HEAD_CHUNK_TOKENS
 from galvatron_hf.profiler.profiles.attention_rates import AttentionRates
@@ -88,8 +89,8 @@ class PartTimes:
 class CountedModel:
     """Counts the operations and bytes of a model's parts on one rank under any strategy. `model` may be on the meta
     device and is not changed. Traced documents have `length` tokens, rounded up to a multiple of 128. `device` chooses
-    the operators: those of a GPU can be traced where PyTorch finds one. A row has `length_ratio` tokens in the last of
-    two stacks for each in the first.
+    the operators: those of a GPU can be traced where PyTorch finds one. On a CPU packed rows take the kernels of a GPU
+    if `gpu_kernels`. A row has `length_ratio` tokens in the last of two stacks for each in the first.
     """
 
     def __init__(
@@ -100,7 +101,9 @@ class CountedModel:
         packed: bool,
         device: torch.device | str = "cpu",
         length_ratio: float = 1.0,
+        gpu_kernels: bool = False,
     ):
+        self.gpu_kernels = gpu_kernels
         self.small, self.dtype, self.packed = one_of_each(model), dtype, packed
         self.device, self.length_ratio = torch.device(device), length_ratio
         adapter = adapter_for(self.small)
@@ -145,7 +148,7 @@ class CountedModel:
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
         """Lets operators run on shapes alone while the body runs; [`CountedModel.parts`] was called before."""
-        with self.mode, experts_on_shapes():
+        with self.mode, experts_on_shapes(), kernels_of_gpus() if self.gpu_kernels else contextlib.nullcontext():
             yield
 
     def top_k(self) -> list[int]:

@@ -17,6 +17,8 @@ from galvatron_hf.utils.compat import (
     CPU_ATTENTION_BACKWARD,
     GROUPED_MM,
     GROUPED_MM_BACKWARD,
+    VARLEN_ATTENTION,
+    VARLEN_ATTENTION_BACKWARD,
     TorchDispatchMode,
     storage_key,
     tree_leaves,
@@ -60,6 +62,8 @@ _FORMULAS = {
 
 # What kernels of attention read is small beside what they compute: their time follows from FLOPs alone.
 _ATTENTION = {CPU_ATTENTION: False, CPU_ATTENTION_BACKWARD: True}  # and whether it is the backward
+_VARLEN = {VARLEN_ATTENTION: False, VARLEN_ATTENTION_BACKWARD: True}
+_PRODUCTS = {False: 2, True: 5}  # of attention: the backward computes scores again
 _ALLOCATIONS = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 _SELECTIONS = {
     aten.embedding,
@@ -75,7 +79,9 @@ _SUMS = ("product_flops", "moved_bytes", "launches", "fused_bytes", "fused_launc
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionKernel:
-    """Describes a call of fused attention over documents of `length` tokens."""
+    """Describes a call of fused attention over documents of `length` tokens. A window is as fast as documents twice as
+    long as it, in which a token of a causal one sees as many on average.
+    """
 
     head_dim: int
     length: int
@@ -148,12 +154,41 @@ class Counts:
         return max(self.forward_peak_bytes, self.backward_peak_bytes) - self.saved_bytes
 
 
+def pairs_in_window(length: int, left: int, right: int) -> int:
+    """Returns the pairs of a query and a key in a document of `length` tokens, if a query sees so many tokens before
+    and after itself; -1 for all.
+    """
+
+    def on_one_side(reach: int) -> int:
+        seen = length - 1 if reach < 0 else min(reach, length - 1)
+        return seen * (seen + 1) // 2 + (length - 1 - seen) * seen
+
+    return length + on_one_side(left) + on_one_side(right)
+
+
+def _varlen(args: tuple, backward: bool) -> OperationCount:
+    """Counts a call of the kernel for documents, which all have equal lengths."""
+    query, length = args[backward], args[8 if backward else 6]
+    left, right = args[13 if backward else 9]
+    tokens, heads, head_dim = query.shape
+    kernel = AttentionKernel(
+        head_dim=head_dim,
+        length=length if left < 0 else min(length, 2 * (left + 1)),
+        causal=right == 0,
+        backward=backward,
+    )
+    pairs = tokens // length * pairs_in_window(length, left, right)
+    return OperationCount(attention_flops={kernel: _PRODUCTS[backward] * 2 * heads * head_dim * pairs}, launches=1)
+
+
 def _counted(operation, args: tuple, kwargs: dict, results, inputs: list, fresh: list) -> OperationCount:
     """Returns the count of one operation; `fresh` are its results that do not share memory with its inputs."""
     packet = operation.overloadpacket
     formula = _FORMULAS.get(packet)
     places = [place for place, writes in enumerate(written_arguments(operation)) if writes and place < len(args)]
     written = tree_leaves(([args[place] for place in places], kwargs.get("out", [])))
+    if packet in _VARLEN:
+        return _varlen(args, _VARLEN[packet])
     if packet in _ATTENTION:
         backward = _ATTENTION[packet]
         query, key = args[backward], args[backward + 1]

@@ -13,17 +13,19 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from galvatron_hf.models.adapter import StackAdapter
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.lora import check_adapters, inner_model
 from galvatron_hf.models.shape import ModelShape
 from galvatron_hf.parallel.data_parallel.sharding import DTYPES
+from galvatron_hf.parallel.packing_obstacle import packing_obstacle_of
 from galvatron_hf.parallel.validate import check_model
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.profiler.profiles.attention_rates import AttentionRates
 from galvatron_hf.profiler.profiles.devices import DEVICES, known_device
 from galvatron_hf.profiler.profiles.hardware import MADE_OF, HardwareProfile
 from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile
-from galvatron_hf.profiler.profiles.model import EXPERT_IMBALANCE, ModelProfile
+from galvatron_hf.profiler.profiles.model import EXPERT_IMBALANCE, MICRO_BATCHES, PACKED, ModelProfile
 from galvatron_hf.profiler.trace.counted_model import CountedModel, PartTimes, Speed
 from galvatron_hf.profiler.trace.shapes import model_shape_from_model, regions_of_kinds
 from galvatron_hf.profiler.trace.small_models import empty_model, image_positions, layer_kinds, positions
@@ -68,7 +70,7 @@ def profile_from_config(
         target_length (`int`, *optional*): Tokens that a row has in the decoder, if the model has an encoder too, for
             `length` tokens in the encoder; by default as many.
         packed (`bool`, defaults to `True`): Whether micro-batches are packed documents, or rows without padding, as
-            those of an encoder and a decoder are.
+            those of an encoder and a decoder are, and of a family that cannot be packed.
         max_degree (`int`, defaults to 64): Largest product of tensor and Ulysses degree of a layer.
         efficiency (`float`, *optional*): FLOP/s of a layer's matrix products over those of large ones.
         speed ([`Speed`], *optional*): Rates of the device; by default [`speed_of`] the hardware.
@@ -78,6 +80,7 @@ def profile_from_config(
         ValueError: If the configuration is missing, its family is unknown, or its sizes do not fit together.
     """
     model = _read_model(config, adapter)
+    _check_heads(model)
     longest = positions(model)
     length = image_positions(model) or min(length or 4096, longest or sys.maxsize)
     packed, ratio = rows_of_stacks(model, packed, length, target_length)
@@ -97,7 +100,8 @@ def profile_from_config(
             made = describe(length, packed, ratio) | {
                 key: hardware.made[key] for key in MADE_OF if key in hardware.made
             }
-            counts = CountedModel(model, DTYPES[dtype], length, packed, length_ratio=ratio)
+            on_gpu = speed.attention is not None
+            counts = CountedModel(model, DTYPES[dtype], length, packed, length_ratio=ratio, gpu_kernels=on_gpu)
             return profile_of(
                 model,
                 dtype,
@@ -118,6 +122,17 @@ def profile_from_config(
         ) from error
 
 
+def _check_heads(model: PreTrainedModel) -> None:
+    """Raises `ValueError` for heads that cannot share key/value heads evenly."""
+    for stack in adapter_for(model).stacks:
+        heads = stack.heads(stack.config(model))
+        if heads.query % heads.key_value:
+            raise ValueError(
+                f"The model of this {type(model.config).__name__} does not run ({heads.query} heads cannot share "
+                f"{heads.key_value} key/value heads evenly); give a configuration whose sizes fit together."
+            )
+
+
 def rows_of_stacks(model: PreTrainedModel, packed: bool, length: int, target_length: int | None) -> tuple[bool, float]:
     """Returns whether micro-batches are packed, and the tokens of a row in the last stack for each in the first."""
     adapter = adapter_for(model)
@@ -126,7 +141,7 @@ def rows_of_stacks(model: PreTrainedModel, packed: bool, length: int, target_len
         raise ValueError(
             f"{type(model).__name__} has one stack of layers, and target_length is for two: leave it out."
         )
-    packs = packed and len(stacks) == 1 and adapter.structure is None
+    packs = packed and len(stacks) == 1 and adapter.structure is None and packing_obstacle_of(model) is None
     return packs, 1.0 if target_length is None else target_length / length
 
 
@@ -218,7 +233,7 @@ def profile_of(
     shape, kinds = model_shape_from_model(model, counts.small), layer_kinds(model)
     regions, has_experts = regions_of_kinds(model), any(experts is not None for experts in times.experts)
     bytes_of, stacks = counts.layer_bytes(max_degree), adapter_for(model).stack_sizes(model)
-    reads = [place.stack.reads is not None for place in adapter_for(counts.small).places(counts.small)]
+    stacks_of_kinds = [place.stack for place in adapter_for(counts.small).places(counts.small)]
     ends = counts.end_bytes(sorted(times.embedding))
     return ModelProfile(
         name=os.path.basename(model.config.name_or_path.rstrip("/")) or model.config.model_type,
@@ -237,7 +252,8 @@ def profile_of(
                 saves_after_last_region=shape.saves_after_last_region,
                 experts=times.experts[kind],
                 length_ratio=counts.length_ratios[kind],
-                read_ratio=1.0 if reads[kind] else 0.0,
+                read_ratio=0.0 if stacks_of_kinds[kind].reads is None else 1.0,
+                bias_heads=_bias_heads(stacks_of_kinds[kind], model),
             )
             for kind in range(max(kinds) + 1)
         ),
@@ -277,6 +293,11 @@ def _shares_documents(model: PreTrainedModel) -> bool:
     return True
 
 
+def _bias_heads(stack: StackAdapter, model: PreTrainedModel) -> int:
+    """Returns the heads of the bias of scores that the layers of a stack share."""
+    return 0 if stack.bias is None else stack.heads(stack.config(model)).query
+
+
 def _head_weights(shape: ModelShape) -> tuple:
     """Returns the weights of the final norm and of the head; a tied head has the weight of the embedding."""
     return (*shape.final_norm, *(shape.embedding[:1] if shape.tied else ()), *shape.head)
@@ -286,5 +307,5 @@ def describe(length: int, packed: bool, ratio: float = 1.0) -> dict[str, str]:
     """Returns document length and kind of micro-batches for a profile's `made`, and the ratio of two stacks' lengths
     if they differ.
     """
-    made = {"longest document": f"{length} tokens", "micro-batches": "packed" if packed else "rows"}
+    made = {"longest document": f"{length} tokens", MICRO_BATCHES: PACKED if packed else "rows"}
     return made if ratio == 1.0 else made | {"tokens of the decoder": f"{ratio:.4g} for each of the encoder"}

@@ -19,9 +19,8 @@ from transformers.data.data_collator import DataCollatorForLanguageModeling, Dat
 from transformers.utils import logging
 
 from galvatron_hf.data.packing import NotPackable
-from galvatron_hf.models.packing import rope_of_the_batch
-from galvatron_hf.parallel.layers.attention_probe import attention_obstacle
 from galvatron_hf.parallel.model import ParallelModel
+from galvatron_hf.parallel.packing_obstacle import packing_obstacle
 
 
 logger = logging.get_logger(__name__)
@@ -52,7 +51,7 @@ class PackingRules:
     mode: Callable[[], str]
     only_pads: Callable[[], bool]
     obstacle: Callable[[], str | None] = lambda: None
-    _attention_obstacle: list[str | None] = field(default_factory=list)
+    _obstacle_of_model: list[str | None] = field(default_factory=list)
 
     def packs(self) -> bool:
         """Returns whether batches are packed, as far as that does not depend on the batches. If the arguments ask for
@@ -93,18 +92,13 @@ class PackingRules:
         found = self.obstacle()
         if found is not None:
             return found
-        config, adapter, packing = self.parallel.config, self.parallel.adapter, self.parallel.packing
-        if packing.obstacle is not None:
-            return f"{self.parallel.family.__name__} {packing.obstacle}"
-        rope = rope_of_the_batch(config)
-        if rope is not None:
-            return f"{rope!r} rotary embeddings depend on the longest row of the batch"
-        if packing.pairs is not None:
-            return None  # the families with an adapter of both stacks have no such attention
-        if not self._attention_obstacle:
-            (stack,) = adapter.stacks
-            self._attention_obstacle.append(attention_obstacle(self.parallel.family, config, stack.causal))
-        return self._attention_obstacle[0]
+        if not self._obstacle_of_model:
+            parallel = self.parallel
+            causal = parallel.adapter.stacks[-1].causal
+            self._obstacle_of_model.append(
+                packing_obstacle(parallel.family, parallel.config, parallel.packing, causal=causal)
+            )
+        return self._obstacle_of_model[0]
 
 
 def is_padding_collator(collator: Any) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ class StepPacker:
     Args:
         known_lengths (`Callable`): returns the tokens of the training set's rows, or None if they are not known.
         prepare (`Callable`): moves a batch to the device, as Trainer's `_prepare_inputs`.
+        count (`Callable`): is called with the real tokens of each document, or row, of a step.
         plans ([`StepPlans`], *optional*): the plans of steps; by default that of `parallel` alone.
         stateful_loader (`bool`): the loader's own state is saved, so it must not be read ahead.
         may_change (`Callable`): returns whether something may change the dataset's rows between two steps.
@@ -67,6 +68,7 @@ class StepPacker:
     known_lengths: Callable[[], np.ndarray | None]
     dataset_rows: Callable[[], DatasetRows]
     prepare: Callable[[dict[str, Any]], dict[str, Any]]
+    count: Callable[[np.ndarray], None] = lambda lengths: None
     plans: StepPlans | None = None
     stateful_loader: bool = False
     may_change: Callable[[], bool] = lambda: False
@@ -246,10 +248,12 @@ class StepPacker:
         parallel.keep_rings(placement is not None and step.placement.keeps_rings)
         if placement is None:
             batch = join(list(step.batches), pad_token_id(self.parallel.model))
+            self.count(_row_tokens(batch))
             return replace(step, batch=self.prepare(batch))
         sequences = Sequences.from_batches(step.batches, self.parallel.packing)
         sequences = self._limited(sequences, step.placement.longest, step.placement.limit)
         self.cut_sequences += sequences.cut
+        self.count(sequences.lengths)
         parts, items = self._micro_batches(sequences, placement), step.num_items
         if self._record is not None:
             self._record.tokens += sequences.tokens
@@ -373,6 +377,14 @@ def step_plans_of_checkpoint(folder: str, world_size: int) -> list[ParallelPlan]
         return []
     found = [ParallelPlan.from_json(plan) for plan in read_object(path, "plans of steps").get("plans", ())]
     return [plan for plan in found if plan.world_size == world_size]
+
+
+def _row_tokens(batch: Mapping[str, Any]) -> np.ndarray:
+    """Returns the real tokens of each row of a batch in the host's memory; empty if it has no tokens."""
+    mask, ids = batch.get("attention_mask"), batch.get("input_ids")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        return mask.sum(dim=1).numpy(force=True)
+    return np.full(ids.shape[0], ids.shape[1]) if isinstance(ids, torch.Tensor) else np.zeros(0, dtype=np.int64)
 
 
 def _positions(part: dict[str, Any]) -> int:

@@ -20,8 +20,9 @@ from transformers.utils import logging
 
 from galvatron_hf.data.lengths import sequence_lengths
 from galvatron_hf.models.families import adapter_for
-from galvatron_hf.models.lora import computes_in_bf16, has_adapters
+from galvatron_hf.models.lora import computes_in_bf16, has_adapters, inner_model
 from galvatron_hf.parallel.comm.objects import from_rank_0
+from galvatron_hf.parallel.packing_obstacle import packing_obstacle_of
 from galvatron_hf.parallel.validate import check_model, check_plan
 from galvatron_hf.plan import ParallelPlan, Precision, SequenceGroups
 from galvatron_hf.planner.cost.workload import Workload
@@ -40,6 +41,7 @@ from galvatron_hf.profiler.trace.small_models import image_positions, positions,
 from galvatron_hf.trainer.arguments import step_rows
 from galvatron_hf.trainer.checkpoint.random_state import random_state, restore_random_state
 from galvatron_hf.trainer.planning.calibration import calibrated
+from galvatron_hf.utils.cache_folder import cache_folder
 from galvatron_hf.utils.units import GIB, gib_rounded_up
 
 
@@ -283,7 +285,7 @@ class AutoPlanner:
 
     def _packs(self, model: nn.Module) -> bool:
         """Tells whether the batches of training will be packed."""
-        return self.packing()[1] and adapter_for(model).packing(model).obstacle is None
+        return self.packing()[1] and packing_obstacle_of(inner_model(model)) is None
 
     def target_ratio(self, model: nn.Module) -> float | None:
         """Returns the mean tokens of a row of labels over those of its input, if the model has a second stack for
@@ -324,11 +326,8 @@ class AutoPlanner:
 
 def profile_folder(args: Any) -> Path:
     """Returns the folder of profiles: `profile_dir`, or `GALVATRON_CACHE`, or a folder in the user's cache."""
-    given = getattr(args, "profile_dir", None) or os.environ.get("GALVATRON_CACHE")
-    if given:
-        return Path(given)
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(cache) / "galvatron-hf"
+    given = getattr(args, "profile_dir", None)
+    return Path(given) if given else cache_folder()
 
 
 def memory_budget(args: Any, hardware: HardwareProfile) -> int:
