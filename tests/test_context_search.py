@@ -97,6 +97,27 @@ def test_quick_bounds_know_the_memory():
     assert raised
 
 
+def test_bounds_of_one_strategy_know_the_fullest_stage():
+    """Compares them with the solution of each strategy, under budgets that leave few layers to the first stages."""
+    model, hardware = random_model(2, layers=6), random_hardware(2, world_size=4, memory_bytes=1 << 40)
+    few = Limits(hybrid_sharding=False, tensor=1, sequence=("ulysses",), micro_batches=(1, 4), uniform=True)
+    ruled_out = fits = 0
+    for pipeline, virtual in ((1, 1), (2, 1), (2, 3), (4, 1)):
+        limits = replace(few, pipeline=(pipeline,), virtual_stages=virtual)
+        for cut in _cuts(hardware, model, workload(4), limits):
+            for problems in cut.problems(1 << 40):
+                every = [problem for _, problem in problems]
+                least = min(least_memory(problem.build(1).problem) for problem in every)
+                for budget in (least, int(1.2 * least), int(2 * least)):
+                    for problem in every:
+                        bound = problem._fullest_stage_bounds(budget).max()
+                        cost = solve(problem.build(budget).problem).cost
+                        assert bound <= (np.inf if cost is None else cost)
+                        ruled_out += bound == np.inf
+                        fits += cost is not None
+    assert ruled_out and fits
+
+
 def test_rows_that_are_not_packed_are_not_shared():
     hardware = random_hardware(0, world_size=4, memory_bytes=1 << 40)
     for model, packed, shared in itertools.product((True, False), (True, False), (True, False)):

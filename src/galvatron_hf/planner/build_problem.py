@@ -210,9 +210,29 @@ class UnsolvedProblem:
     def uniform(self, budget: int) -> Iterator[tuple[float, UnsolvedProblem]]:
         """Yields the problems in which all layers have one strategy, in the order of their bounds, after these."""
         bounds = self._bounds(budget, lambda costs, counts: np.einsum("pks,k->ps", costs, counts))
+        bounds = np.maximum(bounds, self._fullest_stage_bounds(budget))
         for index in np.argsort(bounds, kind="stable").tolist():
             if not self.padded or self.strategies[index].data_degree(self.options.costs.ranks) == self.shape.rows:
                 yield float(bounds[index]), self._only(index)
+
+    def _fullest_stage_bounds(self, budget: int) -> np.ndarray:
+        """Returns (S,) bounds of the cost if all layers have one strategy, infinite if they do not fit: what memory
+        leaves to the other stages makes the stage with most layers take at least so many.
+        """
+        columns, shape = self._columns, self.shape
+        flight, reused = (values[:, None, None] for values in (shape.in_flight(), shape.reuse_count()))
+        held = columns["state"] + flight * columns["activation"] - reused * columns["reused"]
+        free = budget - self.options.costs.stage_bytes(shape).astype(float)
+        free[0] -= self._starts.memory.min()
+        free[-1] -= self._finishes.memory.min()
+        most = np.floor((free[:, None] - columns["working"].min(axis=0)) / held.min(axis=1)).clip(0)
+        sizes = np.arange(1, len(self.kinds) + 1)
+        placed = np.minimum(most[..., None], sizes).sum(axis=0)  # (S, L) layers, if no stage has more than so many
+        fewest = 1 + (placed < len(self.kinds)).sum(axis=1)
+        fits = (most.min(axis=0) >= 1) & (placed[:, -1] >= len(self.kinds))
+        stages = np.sum(self._step.stages(), axis=0).min()
+        cost = fewest * (columns["first_cost"] + columns["other_cost"]).min(axis=0) + stages
+        return np.where(fits, round_down(cost), np.inf)
 
     def _only(self, index: int) -> UnsolvedProblem:
         one = copy.copy(self)
