@@ -54,6 +54,13 @@ class Drawing:
             f'marker-end="url(#head)"{start}/>'
         )
 
+    def vertical(self, x: float, y: float, text: str) -> None:
+        """Draws a line of text that runs upwards."""
+        self.elements.append(
+            f'<text x="{x:g}" y="{y:g}" font-size="12" text-anchor="middle" fill="{INK}" '
+            f'transform="rotate(-90 {x:g} {y:g})">{escape(text)}</text>'
+        )
+
     def band(self, x: float, y: float, width: float, text: str) -> None:
         """Draws a collective: a band over the ranks that call it."""
         self.box(x, y, width, 24, "#fff3b0", text)
@@ -124,7 +131,7 @@ def sharded() -> Drawing:
 
 def tensor() -> Drawing:
     """Draws the two matrices of an MLP, cut over two ranks."""
-    one = Drawing(620, 236, "Tensor parallelism: the first matrix is cut by output features, the second by input features")
+    one = Drawing(620, 236, "Tensor parallelism: one matrix is cut by output features, the next by input features")
     for rank, y in enumerate((34, 132)):
         one.text(14, y + 36, f"rank {rank}", anchor="start", bold=True)
         one.box(70, y + 12, 70, 46, GREY, "x")
@@ -139,12 +146,12 @@ def tensor() -> Drawing:
         one.box(382, y + 35 * rank, 70, 35, PALE[rank], f"B{rank}")
         one.arrow(452, y + 35, 478, y + 35)
     one.box(480, 34, 34, 168, "#fff3b0")
-    one.elements.append(f'<text x="501" y="118" font-size="12" text-anchor="middle" fill="{INK}" transform="rotate(-90 501 118)">all-reduce</text>')  # noqa: E501
+    one.vertical(501, 118, "all-reduce")
     one.arrow(514, 118, 538, 118)
     one.text(578, 122, "h0 B0 + h1 B1", 11)
     one.text(210, 22, "first matrix", 11)
     one.text(417, 22, "second matrix", 11)
-    one.text(310, 226, "the dashed half of each matrix is on the other rank".replace("dashed", "white"), 11)
+    one.text(310, 226, "the white half of each matrix is on the other rank", 11)
     return one
 
 
@@ -169,14 +176,11 @@ def megatron_sp() -> Drawing:
                 one.text(x + width / 2, y + 42, f"half of the {split}", 9)
         else:
             one.box(x + 2, 30, 22, 110, "#fff3b0")
-            one.elements.append(
-                f'<text x="{x + 17:g}" y="85" font-size="11" text-anchor="middle" fill="{INK}" '
-                f'transform="rotate(-90 {x + 17:g} 85)">{name}</text>'
-            )
+            one.vertical(x + 17, 85, name)
         x += width + 6
     for rank, y in enumerate((57, 121)):
         one.text(10, y, f"rank {rank}", anchor="start", bold=True)
-    one.text(340, 164, "One all-reduce of tensor parallelism becomes a gather before and a scatter after: the bytes are the same.", 11)  # noqa: E501
+    one.text(340, 164, "An all-reduce becomes a gather before the matrices and a scatter after them: equal bytes.", 11)
     return one
 
 

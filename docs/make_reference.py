@@ -104,8 +104,11 @@ class Docstring:
         """Returns the name, the type and the text of each entry of a section."""
         lines = self.sections.get(section, "").strip("\n")
         items = [item for item in re.split(r"\n(?=    \S)", lines) if item.strip()]
-        found = [_ENTRY.fullmatch(_one_line(item)) for item in items]
-        return [(match[1], match[2] or "", match[3]) for match in found if match is not None]
+        found = [(item, _ENTRY.fullmatch(_one_line(item))) for item in items]
+        for item, match in found:
+            if match is None:
+                raise ValueError(f"{section} has {item.strip()!r}, which has no name: write `name: text`.")
+        return [(match[1], match[2] or "", match[3]) for _, match in found]
 
 
 def _one_line(text: str) -> str:
@@ -152,7 +155,7 @@ def _field_table(kind: type, names: tuple[str, ...]) -> list[str]:
     for name in names:
         form, text = documented[name]
         kept = ", ".join(part for part in form.split(", ") if not part.startswith(("defaults", "*optional*")))
-        lines.append(f"| `{name}` | {_references(kept, '')} | {_default(fields[name])} | {_references(text, '')} |")
+        lines.append(f"| `{name}` | {_references(kept)} | {_default(fields[name])} | {_references(text)} |")
     return lines
 
 
@@ -194,9 +197,9 @@ def arguments_page() -> str:
         "",
         "## Arguments of TrainingArguments",
         "",
-        "*Honoured* arguments do what they do on one process. *Refused* ones raise a `ValueError` before training. Those "
-        "with *no effect* change no result. An argument that a later version of transformers adds is refused unless it "
-        "has its default.",
+        "*Honoured* arguments do what they do on one process. *Refused* ones raise a `ValueError` before training. "
+        "Those with *no effect* change no result. An argument that a later version of transformers adds is refused "
+        "unless it has its default.",
         "",
         as_markdown(),
     ]
@@ -371,29 +374,28 @@ def _parameter(one: inspect.Parameter) -> str:
 
 def _body(documented: Any) -> Iterator[str]:
     parts = Docstring.of(documented)
-    yield _references(parts.text, "#")
+    yield _references(parts.text, linked=True)
     for section in parts.sections:
         if section == "Example":
             yield from ("", "Example:", "", inspect.cleandoc(parts.sections[section]).strip())
             continue
         yield from ("", f"**{section}**", "")
-        entries = parts.entries(section)
-        if entries and section in ("Args", "Attributes", "Raises"):
-            for name, form, text in entries:
+        if section in ("Args", "Attributes", "Raises"):
+            for name, form, text in parts.entries(section):
                 bare = name.strip("`")
                 names = ", ".join(f"`{one}`" for one in bare.split(", "))
-                kind = f" ({_references(form, '#')})" if form else ""
-                yield f"- {names}{kind}: {_references(text, '#')}"
+                kind = f" ({_references(form, linked=True)})" if form else ""
+                yield f"- {names}{kind}: {_references(text, linked=True)}"
         else:
-            yield _references(_one_line(parts.sections[section]), "#")
+            yield _references(_one_line(parts.sections[section]), linked=True)
 
 
-def _references(text: str, page: str) -> str:
-    """Returns a text whose references, such as [`ParallelPlan`], are code, and links on the page of the API."""
+def _references(text: str, linked: bool = False) -> str:
+    """Returns a text whose references, such as [`ParallelPlan`], are code, or links on the page of the API."""
 
     def link(match: re.Match[str]) -> str:
         name = match[1].lstrip("~").rpartition(".")[2]
-        return f"[`{name}`](#{name.lower()})" if page and name in NAMES else f"`{name}`"
+        return f"[`{name}`](#{name.lower()})" if linked and name in NAMES else f"`{name}`"
 
     return re.sub(r"\[`([~\w.]+)`\]", link, text)
 

@@ -1,7 +1,7 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of mkdocs: make pages of CONTRIBUTING and CHANGELOG, and put the files outside docs/ that pages link to into the
-site, so that one link works in the repository and in the site.
+"""Hooks of mkdocs: make pages of CONTRIBUTING and CHANGELOG, and put the files outside docs/ that pages link to into
+the site, so that one link works in the repository and in the site.
 """
 
 from __future__ import annotations
