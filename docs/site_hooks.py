@@ -33,9 +33,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         _with_links(text, file.src_uri, wanted)
     for target in sorted(wanted):
         name = target.removeprefix(f"{COPIES}/")
-        files.append(
-            File.generated(config, target, abs_src_path=str(ROOT / name), inclusion=InclusionLevel.INCLUDED)
-        )
+        files.append(File.generated(config, target, abs_src_path=str(ROOT / name), inclusion=InclusionLevel.INCLUDED))
     return files
 
 

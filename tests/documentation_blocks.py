@@ -1,7 +1,7 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Runs blocks of Python of several pages, given as JSON: each page in a fork with a folder of its own, after the imports
-that most of them need.
+"""Runs blocks of Python of several pages, given as JSON: each page in a fork with a folder of its own, after the
+imports that most of them need.
 """
 
 from __future__ import annotations

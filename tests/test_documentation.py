@@ -189,7 +189,7 @@ def test_the_reference_has_every_field_argument_and_command():
     pages = {name: (make_reference.FOLDER / name).read_text(encoding="utf-8") for name in make_reference.PAGES}
     for name in (*make_reference.PLAN_FIELDS, *make_reference.LAYER_FIELDS, *make_reference.GROUP_FIELDS):
         assert f"| `{name}` |" in pages["plan.md"]
-    assert "| `parallel_plan` | `str` | `\"auto\"` |" in pages["arguments.md"]
+    assert '| `parallel_plan` | `str` | `"auto"` |' in pages["arguments.md"]
     for name in make_reference.COMMANDS:
         assert f"## galvatron {name}" in pages["cli.md"]
     for name in __import__("galvatron_hf").__all__:
