@@ -83,6 +83,7 @@ API = {
 }
 NAMES = {name for group in API.values() for name in group}
 SECTIONS = ("Args", "Attributes", "Returns", "Raises", "Yields", "Example")
+_CODE = re.compile(r"(`[^`]*`)")
 _HEADER = re.compile(rf"^({'|'.join(SECTIONS)}):$", re.M)
 _ENTRY = re.compile(r"(\*{0,2}[`\w][`\w, ]*?)(?: \((.+?)\))?: (.*)", re.S)
 
@@ -117,6 +118,23 @@ def _one_line(text: str) -> str:
 
 # ---- Plan ----
 
+# What the types of the dataclasses are in JSON.
+JSON_TYPES = {
+    "`int`": "integer",
+    "`bool`": "true or false",
+    "`str`": "string",
+    "`dict`": "object",
+    "`Mapping[str, int]`": "object of integers",
+    "`tuple[int, ...]`": "list of integers",
+    "`tuple[int, int]`": "list of two integers",
+    "`tuple[str, ...]`": "list of strings",
+    "`tuple[Stage, ...]`": "list of [stages](#stages)",
+    "`tuple[LayerStrategy, ...]`": "list of [layers](#layers)",
+    "[`Precision`]": "[object](#precision)",
+    "[`VocabularyStrategy`]": "[object](#embedding-and-head)",
+    "[`SequenceGroups`]": "[object](#sequence-groups)",
+}
+
 
 def plan_page() -> str:
     """Returns the page with every field of a plan, its default and its meaning."""
@@ -126,8 +144,8 @@ def plan_page() -> str:
             "Layers",
             LayerStrategy,
             LAYER_FIELDS,
-            "Each entry of `layers` also has `span`, the half-open range `[first, end]` of the layers for which it "
-            "holds. Spans follow one another and cover all layers.",
+            "Each entry of `layers` also has `span`, which is required: `[first, end]` are the layers from `first` to "
+            "`end` - 1. Spans follow one another and cover all layers.",
         ),
         ("Embedding and head", VocabularyStrategy, VOCABULARY_FIELDS, "The fields of `embedding` and of `head`."),
         ("Precision", Precision, ("compute", "master", "reduce"), "The fields of `precision`."),
@@ -155,7 +173,8 @@ def _field_table(kind: type, names: tuple[str, ...]) -> list[str]:
     for name in names:
         form, text = documented[name]
         kept = ", ".join(part for part in form.split(", ") if not part.startswith(("defaults", "*optional*")))
-        lines.append(f"| `{name}` | {_references(kept)} | {_default(fields[name])} | {_references(text)} |")
+        text = re.sub(r"\bNone\b", "`null`", _references(text))
+        lines.append(f"| `{name}` | {JSON_TYPES[kept]} | {_default(fields[name])} | {text} |")
     return lines
 
 
@@ -214,8 +233,14 @@ def _type(annotation: Any) -> str:
 
 def _code(text: str) -> str:
     """Marks the names of arguments, which have an underscore, and quoted values as code."""
-    text = re.sub(r'(?<![`\w"\'])"([^"`]+)"', r'`"\1"`', text)
-    return re.sub(r"(?<![`\w\"$/=.])([a-z]+(?:_[a-z0-9]+)+(?:=[\w\"']+)?)(?![\w`\"])", r"`\1`", text)
+    parts = _CODE.split(text)
+    for index in range(0, len(parts), 2):
+        marked = re.sub(r"(?<![\w\"'])((?:\w+=)?\"[^\"]+\")", r"`\1`", parts[index])
+        pieces = _CODE.split(marked)
+        for piece in range(0, len(pieces), 2):
+            pieces[piece] = re.sub(r"(?<![\w$/.])([a-z]+(?:_[a-z0-9]+)+(?:\.json)?(?:=[\w']+)?)(?!\w)", r"`\1`", pieces[piece])
+        parts[index] = "".join(pieces)
+    return "".join(parts)
 
 
 # ---- Commands ----
@@ -249,11 +274,13 @@ def commands_page() -> str:
 def _command(parser: argparse.ArgumentParser, text: str, level: int) -> Iterator[str]:
     description = parser.description or f"{text[0].upper()}{text[1:]}."
     yield from ("", f"{'#' * level} {parser.prog}", "", _escaped(_code(description)))
-    for group in parser._action_groups:
+    usual = [group for group in parser._action_groups if group.title in _USUAL_GROUPS]
+    named_groups = [group for group in parser._action_groups if group.title not in _USUAL_GROUPS]
+    for group in (usual[0], *named_groups, *usual[1:]):  # arguments by position come first, other options last
         actions = [action for action in group._group_actions if not isinstance(action, _NOT_LISTED)]
         if actions:
-            named = group.title not in ("options", "optional arguments", "positional arguments")
-            yield from ("", f"| {group.title if named else 'argument'} | |", "|---|---|")
+            title = "argument" if group in usual else group.title
+            yield from ("", f"| {title} | |", "|---|---|")
             yield from (f"| {_invocation(action)} | {_help(parser, action)} |" for action in actions)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -262,6 +289,7 @@ def _command(parser: argparse.ArgumentParser, text: str, level: int) -> Iterator
                 yield from _command(of_action, helps[name], level + 1)
 
 
+_USUAL_GROUPS = ("positional arguments", "options")
 _NOT_LISTED = (argparse._HelpAction, argparse._SubParsersAction)
 
 
@@ -284,9 +312,9 @@ def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
 
 def _escaped(text: str) -> str:
     """Returns a text whose characters have no meaning in Markdown, but for those in code."""
-    parts = re.split(r"(`[^`]*`)", text)
+    parts = _CODE.split(text)
     for index in range(0, len(parts), 2):
-        parts[index] = re.sub(r"([*<|_])", r"\\\1", parts[index])
+        parts[index] = re.sub(r"([*<|])", r"\\\1", parts[index])
     return "".join(parts)
 
 
@@ -315,12 +343,12 @@ def api_page() -> str:
 def _entry(documented: Any, name: str, module: str) -> Iterator[str]:
     yield from ("", f"### {name}", "", f"`galvatron_hf.{module}`", "")
     if not _inherits_signature(documented):
-        yield from ("```python", _signature(documented, name), "```", "")
+        yield from ("```py", _signature(documented, name), "```", "")
     yield from _body(documented)
     for method_name, method in _methods(documented):
         yield from ("", f"#### {name}.{method_name}", "")
         if not isinstance(method, property):
-            yield from ("```python", _signature(method, method_name), "```", "")
+            yield from ("```py", _signature(method, method_name), "```", "")
         yield from _body(method.fget if isinstance(method, property) else method)
 
 
@@ -368,7 +396,7 @@ def _parameter(one: inspect.Parameter) -> str:
     text = f"{stars}{one.name}" + ("" if annotation is one.empty else f": {annotation}")
     if one.default is one.empty:
         return text
-    default = "..." if repr(one.default).startswith("<") else repr(one.default)
+    default = "..." if "<" in repr(one.default) else repr(one.default)
     return f"{text} = {default}" if ": " in text else f"{text}={default}"
 
 

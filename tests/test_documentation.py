@@ -98,7 +98,7 @@ def test_python_of_the_documentation_compiles():
     for page, code, _ in _blocks("python"):
         compile(code, str(page), "exec")
         count += 1
-    assert count > 30
+    assert count > 15
 
 
 def test_marked_python_of_the_documentation_runs(tmp_path):
