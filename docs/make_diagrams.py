@@ -148,7 +148,7 @@ def tensor() -> Drawing:
     one.box(480, 34, 34, 168, "#fff3b0")
     one.vertical(501, 118, "all-reduce")
     one.arrow(514, 118, 538, 118)
-    one.text(578, 122, "h0 B0 + h1 B1", 11)
+    one.text(582, 122, "h0 B0 + h1 B1", 10)
     one.text(210, 22, "first matrix", 11)
     one.text(417, 22, "second matrix", 11)
     one.text(310, 226, "the white half of each matrix is on the other rank", 11)
@@ -159,11 +159,11 @@ def megatron_sp() -> Drawing:
     """Draws the path of two ranks through a layer with positions split between the regions."""
     one = Drawing(680, 176, "Megatron sequence parallelism: positions are split where weights are not")
     parts = (
-        ("norm", "positions", 88),
+        ("norm", "positions", 98),
         ("all-gather", "", 26),
         ("attention", "heads", 104),
         ("reduce-scatter", "", 26),
-        ("norm", "positions", 88),
+        ("norm", "positions", 98),
         ("all-gather", "", 26),
         ("MLP", "features", 104),
         ("reduce-scatter", "", 26),
@@ -290,7 +290,7 @@ def expert() -> Drawing:
     for rank in range(2):
         x = 60 + 290 * rank
         one.text(x + 105, 18, f"rank {rank}", bold=True)
-        one.box(x, 26, 210, 30, PALE[rank], "its tokens, and the router's choices")
+        one.box(x, 26, 210, 30, PALE[rank], "tokens and their choices", 11)
         one.arrow(x + 105, 56, x + 105, 74)
         one.arrow(x + 105, 100, x + 105, 116)
         for expert_index in range(2):

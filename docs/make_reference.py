@@ -238,7 +238,9 @@ def _code(text: str) -> str:
         marked = re.sub(r"(?<![\w\"'])((?:\w+=)?\"[^\"]+\")", r"`\1`", parts[index])
         pieces = _CODE.split(marked)
         for piece in range(0, len(pieces), 2):
-            pieces[piece] = re.sub(r"(?<![\w$/.])([a-z]+(?:_[a-z0-9]+)+(?:\.json)?(?:=[\w']+)?)(?!\w)", r"`\1`", pieces[piece])
+            pieces[piece] = re.sub(
+                r"(?<![\w$/.])([a-z]+(?:_[a-z0-9]+)+(?:\.json)?(?:=[\w']+)?)(?!\w)", r"`\1`", pieces[piece]
+            )
         parts[index] = "".join(pieces)
     return "".join(parts)
 
