@@ -398,7 +398,8 @@ def _parameter(one: inspect.Parameter) -> str:
     text = f"{stars}{one.name}" + ("" if annotation is one.empty else f": {annotation}")
     if one.default is one.empty:
         return text
-    default = "..." if "<" in repr(one.default) else repr(one.default)
+    written = json.dumps(one.default) if isinstance(one.default, str) else repr(one.default)  # as ruff quotes it
+    default = "..." if "<" in written else written
     return f"{text} = {default}" if ": " in text else f"{text}={default}"
 
 
