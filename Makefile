@@ -23,11 +23,13 @@ BF16 := $(shell grep -qE 'amx_bf16|avx512_bf16' /proc/cpuinfo 2>/dev/null && ech
 # One thread per rank: the ranks of the tests and of the quickstart already fill the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install quickstart notebooks families plans test test-slow test-float8 test-all style quality clean
+.PHONY: help install quickstart notebooks docs reference families plans test test-slow test-float8 test-all style quality clean
 
 help:
 	@echo "make quickstart   train a small Llama on the standard library's source with 4 CPU ranks"
 	@echo "make notebooks    execute the notebooks and save their outputs"
+	@echo "make docs         build the documentation as a site in output/site"
+	@echo "make reference    write docs/reference and the pictures of docs/concepts from the code"
 	@echo "make families     try every model of transformers with the heads of eight tasks, write docs/families*.md"
 	@echo "make plans        search plans of public models on five clusters, write them into docs/plans.md"
 	@echo "make test         the fast tests"
@@ -45,7 +47,7 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 		{ echo "$(PYTHON) is older than Python 3.11, which transformers needs: run make with PYTHON=python3.11 or later"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install $$(grep '^torch==' constraints.txt) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
-	$(BIN)/python -m pip install -e '.[dev,notebooks]' -c constraints.txt
+	$(BIN)/python -m pip install -e '.[dev,notebooks,docs]' -c constraints.txt
 	touch $@
 
 quickstart: $(INSTALLED)
@@ -55,6 +57,14 @@ quickstart: $(INSTALLED)
 
 notebooks: $(INSTALLED)
 	$(BIN)/python notebooks/execute.py
+
+# Material warns on every build of a later version of mkdocs, which constraints.txt keeps out.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+reference: $(INSTALLED)
+	$(BIN)/python docs/make_reference.py
+	$(BIN)/python docs/make_diagrams.py
 
 plans: $(INSTALLED)
 	$(BIN)/python docs/make_plans.py

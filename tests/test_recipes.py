@@ -294,7 +294,8 @@ def test_plans_of_the_recipes_run_in_this_release(path):
 
 
 def test_plan_of_the_documentation_runs_in_this_release():
-    plan = ParallelPlan.from_json(re.search(r"```json\n(.*?)```", (ROOT / "docs" / "plans.md").read_text(), re.S)[1])
+    page = (ROOT / "docs" / "writing-a-plan.md").read_text()
+    plan = ParallelPlan.from_json(re.search(r"```json\n(.*?)```", page, re.S)[1])
     assert unsupported(plan) == []
 
 

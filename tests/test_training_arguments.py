@@ -167,7 +167,7 @@ def test_every_argument_has_its_row():
 
 
 def test_the_documentation_has_the_same_table():
-    text = (Path(__file__).parents[1] / "docs" / "arguments.md").read_text()
+    text = (Path(__file__).parents[1] / "docs" / "reference" / "arguments.md").read_text()
     assert as_markdown() in text
 
 

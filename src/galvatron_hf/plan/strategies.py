@@ -171,7 +171,11 @@ class LayerStrategy:
 @dataclass(frozen=True, kw_only=True)
 class VocabularyStrategy:
     """States how the R ranks of a stage compute the embedding (with positions) or the head (with the final norm).
-    `tensor` ranks split the vocabulary; sharding is that of [`LayerStrategy`].
+
+    Args:
+        tensor (`int`, defaults to 1): Ranks that split the vocabulary.
+        sharding (`str`, defaults to `"zero3"`): As in [`LayerStrategy`].
+        shard_degree (`int`, *optional*): As in [`LayerStrategy`]; None means R / tensor.
     """
 
     tensor: int = 1
@@ -251,8 +255,11 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Names the global `ranks` of one pipeline stage, in the order over which degrees are laid out, and its `layers`.
-    `layers` is a half-open range of global layer indices.
+    """Names the ranks and the layers of one pipeline stage.
+
+    Args:
+        ranks (`tuple[int, ...]`): Global ranks, in the order over which degrees are laid out.
+        layers (`tuple[int, int]`): Half-open range of global layer indices.
     """
 
     ranks: tuple[int, ...]
@@ -274,9 +281,14 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceGroups:
-    """Limits sequence groups that are chosen for each micro-batch, as in FlexSP (arXiv 2412.01523). A rank has at most
-    `max_tokens_per_rank` tokens of a micro-batch (None: as many as padded rows have), and a group at most `max_degree`
-    ranks. `kinds` are the ways in which a group may compute attention, see [`~galvatron_hf.plan.deal.Deal`].
+    """Limits sequence groups that are chosen for each micro-batch, as in FlexSP (arXiv 2412.01523).
+
+    Args:
+        max_tokens_per_rank (`int`, *optional*): Most tokens of a micro-batch on a rank; None means as many as padded
+            rows have.
+        max_degree (`int`): Most ranks of a group.
+        kinds (`tuple[str, ...]`, defaults to all three): Ways in which a group may compute attention: `"ring"`,
+            `"gather"` and `"ulysses"`, see [`~galvatron_hf.plan.deal.Deal`].
     """
 
     max_tokens_per_rank: int | None

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a plan makes of each field of [`~transformers.TrainingArguments`]: one row for each.
 
-`docs/arguments.md` shows the rows. A field without a row, as a later version of transformers may add one, is refused
-unless it has its default.
+`docs/reference/arguments.md` shows the rows. A field without a row, as a later version of transformers may add one, is
+refused unless it has its default.
 """
 
 from __future__ import annotations
@@ -184,6 +184,6 @@ def unknown_arguments(args: TrainingArguments) -> Iterator[str]:
 
 
 def as_markdown() -> str:
-    """Returns the table of `docs/arguments.md`."""
+    """Returns the table of `docs/reference/arguments.md`."""
     rows = (f"| `{name}` | {row.kind} | {row.how} |" for name, row in ARGUMENTS.items())
     return "\n".join(["| Argument | Under a plan | |", "|---|---|---|", *rows])
