@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.pipeline_shape import PipelineShape, can_order
@@ -17,7 +18,11 @@ from galvatron_hf.planner.option_costs import PICOSECONDS, OptionCosts
 from galvatron_hf.planner.solver.problem import Solution, score
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
+from galvatron_hf.utils.drawing import drawing
 
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
@@ -34,6 +39,12 @@ class Estimate:
     step_ms: float
     samples_per_second: float
     memory_bytes: tuple[int, ...]
+
+    def plot(self) -> Figure:
+        """Draws the plan with its prediction; see [`~galvatron_hf.plots.plan_diagram.plan_figure`]. Raises ImportError
+        if matplotlib is missing.
+        """
+        return drawing("plan_diagram").plan_figure(self.plan, self)
 
     def plan_with_prediction(self, workload: Workload) -> ParallelPlan:
         """Returns the plan with the prediction in its `meta`; training compares it with what it measures."""

@@ -59,6 +59,7 @@ class StepPacker:
         stateful_loader (`bool`): the loader's own state is saved, so it must not be read ahead.
         may_change (`Callable`): returns whether something may change the dataset's rows between two steps.
         cut_sequences (`int`): documents that were truncated or split so far, because they were too long.
+        last_placed (`tuple`, *optional*): the placement of the last packed step, and the tokens of its documents.
     """
 
     parallel: ParallelModel
@@ -72,6 +73,7 @@ class StepPacker:
     may_change: Callable[[], bool] = lambda: False
     cut_sequences: int = 0
     cost: StepCost | None = None
+    last_placed: tuple[StepPlacement, np.ndarray] | None = None
     prefetch: StepPrefetch | None = None
     _record: PackingRecord | None = None
     _lengths: np.ndarray | None = None
@@ -95,7 +97,7 @@ class StepPacker:
         Documents that are too long raise ValueError, if their lengths are known.
         """
         self.end()
-        self._record, self._lengths, self.cut_sequences = None, None, 0
+        self._record, self._lengths, self.cut_sequences, self.last_placed = None, None, 0, None
         if checkpoint is not None:
             self._load(checkpoint, saved_plan)
         if self.rules.packs():
@@ -250,6 +252,7 @@ class StepPacker:
         sequences = Sequences.from_batches(step.batches, self.parallel.packing)
         sequences = self._limited(sequences, step.placement.longest, step.placement.limit)
         self.cut_sequences += sequences.cut
+        self.last_placed = step.placement, sequences.lengths
         parts, items = self._micro_batches(sequences, placement), step.num_items
         if self._record is not None:
             self._record.tokens += sequences.tokens
