@@ -299,10 +299,12 @@ def plot(capsys, *arguments: str) -> dict:
 
 
 def test_plans_steps_and_memory_are_drawn_from_the_arguments_of_other_commands(capsys, tmp_path):
-    case = [*FLAGS, "--plan", "tp2+pp2+mb4"]
+    case = [*FLAGS, "--plan", "tp2+sp+pp2+mb4"]
     plan = plot(capsys, "plan", *case, "--output", str(tmp_path / "plan.png"))
     memory = plot(capsys, "memory", *case, "--output", str(tmp_path / "memory.svg"))
-    steps = plot(capsys, "timeline", *case, "--trace", str(trace(tmp_path / "t.json")), "--output", str(tmp_path / "t.png"))
+    steps = plot(
+        capsys, "timeline", *case, "--trace", str(trace(tmp_path / "t.json")), "--output", str(tmp_path / "t.png")
+    )
     assert main(["estimate", *case, "--json"]) == 0
     estimate = json.loads(capsys.readouterr().out)
     assert plan["predicted_step_ms"] == steps["timelines"][0]["predicted_step_ms"] == estimate["step_ms"]

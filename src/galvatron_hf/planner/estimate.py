@@ -24,6 +24,7 @@ from galvatron_hf.utils.drawing import drawing
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """Holds the prediction of a plan; nothing in it was measured.

@@ -111,9 +111,7 @@ def step_deal(
             for shared in placement.shared_in(number):
                 _share(bins[-1], shared.sequence, shared.ranks, lengths)
     imbalance = None if cost is None else step_imbalance(placement.loads(lengths, cost), stages)
-    return StepDeal(
-        bins=tuple(tuple(map(tuple, ranks)) for ranks in bins), imbalance=imbalance, limit=limit
-    )
+    return StepDeal(bins=tuple(tuple(map(tuple, ranks)) for ranks in bins), imbalance=imbalance, limit=limit)
 
 
 def run_deal(values: Mapping[str, Any]) -> StepDeal:
@@ -205,5 +203,3 @@ def _title(deal: StepDeal, drawn: int) -> str:
     if deal.limit is not None:
         text += f"; at most {deal.limit:,} tokens (dashed)"
     return text
-
-

@@ -1,7 +1,7 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Finds when each rank computes: as predicted, by playing the plan's schedule with predicted times, or as measured, from
-the trace of a training run.
+"""Finds when each rank computes: as predicted, by playing the plan's schedule with predicted times, or as measured,
+from the trace of a training run.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ class StepTimeline:
     @property
     def idle_share(self) -> float:
         """Returns the share of the rows' time in which they neither compute nor sum nor update."""
-        busy = sum(
-            span.end_ms - span.begin_ms for spans in self.rows.values() for span in spans if span.kind != WAIT
-        )
+        busy = sum(span.end_ms - span.begin_ms for spans in self.rows.values() for span in spans if span.kind != WAIT)
         return 1 - busy / (len(self.rows) * self.end_ms)
 
     def values(self) -> dict[str, Any]:
@@ -84,8 +82,8 @@ class StepTimeline:
 def predicted_timeline(explanation: Explanation) -> StepTimeline:
     """Plays the schedule of a plan with the predicted forward and backward of each stage, in the order in which the
     runtime computes, and then the gradient sums, with the constant time of a step, and the update of each pipeline
-    rank. Messages have no spans: their predicted time is part of the forward and the backward. The cost model has formulas for a step instead
-    (docs/search.md), so that the end of the played step may differ from `step_ms`.
+    rank. Messages have no spans: their predicted time is part of the forward and the backward. The cost model has
+    formulas for a step instead (docs/search.md), so that the end of the played step may differ from `step_ms`.
     """
     from galvatron_hf.plan.schedule import Work, actions  # it imports torch
 
@@ -162,7 +160,9 @@ def measured_timeline(path: str | os.PathLike, step: int | None = None) -> StepT
         steps = sorted({event["args"]["step"] for event in spans})
     except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
         reason = str(error).splitlines()[0] if isinstance(error, OSError) else f"it is no trace ({error!r})"
-        raise ValueError(f"{file!r} cannot be read: {reason}; give the timeline.json of a run with trace_dir.") from None
+        raise ValueError(
+            f"{file!r} cannot be read: {reason}; give the timeline.json of a run with trace_dir."
+        ) from None
     if not spans:
         raise ValueError(f"{file!r} has no step: train longer with trace_dir.")
     chosen = steps[-1] if step is None else step

@@ -75,9 +75,18 @@ def _draw(axes: Axes, timeline: StepTimeline, width: float) -> None:
         for span in spans:
             length = span.end_ms - span.begin_ms
             label = "" if span.micro_batch is None or span.kind == WAIT else _label(span, timeline.stages, len(rows))
-            fits = length * scale > 5.2 * len(label) + 3
+            label = label if length * scale > 5.2 * len(label) + 3 else ""
             height = _BAR if span.kind != WAIT else 0.5 * _BAR
-            box(axes, span.begin_ms, row - height / 2, length, height, LOOKS[span.kind], label * fits, fontsize=7)
+            box(
+                axes,
+                span.begin_ms,
+                row - height / 2,
+                length,
+                height,
+                LOOKS[span.kind],
+                label,
+                fontsize=7,
+            )
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(rows) - 0.45, -0.55)

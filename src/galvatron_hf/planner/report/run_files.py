@@ -73,9 +73,10 @@ class TrainingRun:
     Attributes:
         global_step (`int`): steps of the run, with those before a checkpoint that it resumed from.
         log_history (`list[dict]`): Trainer's log.
-        outcome (`dict`, *optional*): predicted and measured time and memory, as in `GalvatronTrainer.plan_outcome`; None
-            under a plan without a prediction for this batch.
-        step_ms (`Sequence[float]`): measured times of rank 0's last steps, without the warm-up; empty without `outcome`.
+        outcome (`dict`, *optional*): predicted and measured time and memory, as in `GalvatronTrainer.plan_outcome`;
+            None under a plan without a prediction for this batch.
+        step_ms (`Sequence[float]`): measured times of rank 0's last steps, without the warm-up; empty without
+            `outcome`.
         deal (`dict`, *optional*): the documents of the last packed step: their `lengths`, the indices on each rank of
             each micro-batch (`micro_batches`), those that ranks share (`shared`: index, ranks, execution), and the
             `predicted_imbalance`.
@@ -103,7 +104,9 @@ class TrainingRun:
         try:
             run = cls(**given)
         except TypeError as error:
-            raise ValueError(f"{os.fspath(path)!r} lacks a part or has an unknown one ({error}): train again.") from None
+            raise ValueError(
+                f"{os.fspath(path)!r} lacks a part or has an unknown one ({error}): train again."
+            ) from None
         if not isinstance(run.log_history, list) or not all(isinstance(log, Mapping) for log in run.log_history):
             raise ValueError(f"{os.fspath(path)!r} has a log_history that is no list of objects: train again.")
         return run

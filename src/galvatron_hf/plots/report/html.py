@@ -1,7 +1,7 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the elements of a page: headings, values, tables and pictures. A number stands in a `data` element, whose value
-is the number as the run's JSON has it, and whose text is rounded.
+"""Writes the elements of a page: headings, values, tables and pictures. A number stands in a `data` element, whose
+value is the number as the run's JSON has it, and whose text is rounded.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *
 
 
 def picture(figure: Figure, name: str, text: str, caption: str) -> str:
-    """Returns a picture with its caption; `text` says what it shows to readers who do not see it, `caption` is HTML."""
+    """Returns a picture with its caption; `text` tells readers who do not see it what it shows; `caption` is HTML."""
     return f"<figure>{inline_svg(figure, name, text)}<figcaption>{caption}</figcaption></figure>"
 
 
@@ -119,7 +119,7 @@ def page(title: str, *parts: str) -> str:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src \'unsafe-inline\'; '
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         'img-src data:">\n'
         f'<title>{escape(title)}</title>\n<link rel="icon" href="data:,">\n<style>{STYLE}</style>\n</head>\n'
         f"<body>\n<main>\n{chr(10).join(part for part in parts if part)}\n</main>\n</body>\n</html>\n"

@@ -188,7 +188,7 @@ def _step_time(report: RunReport) -> str:
                 timeline_figure(report.timeline, width=_WIDTH),
                 "traced",
                 f"Measured timeline of step {report.timeline.step}: when each rank computes and waits.",
-                f"{MEASURED} Step {number(report.timeline.step)} of the trace, counted from 0; updates are not traced.",
+                f"{MEASURED} Step {number(report.timeline.step)}, counted from 0. Updates are not traced.",
             )
         )
     if pictures:
@@ -322,6 +322,9 @@ def _profile_texts(report: RunReport) -> str:
         return ""
     hardware, model = report.profiles.hardware, report.profiles.model
     assumed = {**hardware.assumed, **model.assumed}
-    lines = [f"machine: {hardware.name}, {hardware.nodes} x {hardware.devices_per_node} devices", f"model: {model.name}"]
+    lines = [
+        f"machine: {hardware.name}, {hardware.nodes} x {hardware.devices_per_node} devices",
+        f"model: {model.name}",
+    ]
     lines += [f"assumed, not measured: {name} ({source})" for name, source in assumed.items()]
     return paragraph("The profiles of the search are of:") + listed(lines)

@@ -111,9 +111,7 @@ def _with_run(found: RunReport, root: Path) -> RunReport:
         if not isinstance(logs, list) or not all(isinstance(log, Mapping) for log in logs):
             raise ValueError(f"{os.fspath(root / source)!r} has no log_history: give the output_dir of a run.")
         run = TrainingRun(global_step=int(state.get("global_step", 0)), log_history=logs)
-        found = _lacking(
-            found, f"{RUN_FILE} is missing, because training has not ended: the log is that of {source}."
-        )
+        found = _lacking(found, f"{RUN_FILE} is missing, because training has not ended: the log is that of {source}.")
     found = replace(found, run=run, sources=(*found.sources, source))
     if run.outcome is None:
         return _lacking(

@@ -49,7 +49,6 @@ from galvatron_hf.utils.compat import copy_generation_config
 logger = logging.get_logger(__name__)
 
 
-
 @dataclass(kw_only=True)
 class Checkpointer:
     """Saves and loads the weights, optimizer, scheduler and Trainer's files of a parallelised model. All methods are
