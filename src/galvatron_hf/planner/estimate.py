@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.pipeline_shape import PipelineShape, can_order
@@ -19,10 +19,6 @@ from galvatron_hf.planner.solver.problem import Solution, score
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.utils.drawing import drawing
-
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +37,9 @@ class Estimate:
     samples_per_second: float
     memory_bytes: tuple[int, ...]
 
-    def plot(self) -> Figure:
-        """Draws the plan with its prediction; see [`~galvatron_hf.plots.plan_diagram.plan_figure`]. Raises ImportError
-        if matplotlib is missing.
+    def plot(self) -> Any:
+        """Draws the plan with its prediction; returns a `Figure` of matplotlib. See
+        [`~galvatron_hf.plots.plan_diagram.plan_figure`]. Raises ImportError if matplotlib is missing.
         """
         return drawing("plan_diagram").plan_figure(self.plan, self)
 

@@ -150,13 +150,13 @@ def deal_figure(deal: StepDeal, *, width: float = WIDTH) -> Figure:
     while drawn < len(counts) and (not drawn or sum(counts[: drawn + 1]) <= _MOST_BARS):
         drawn += 1
     bars = sum(counts[:drawn])
-    most = max(float(tokens.max()), float(deal.limit or 0)) if (deal.limit or 0) <= 3 * tokens.max() else tokens.max()
+    limit = deal.limit if deal.limit is not None and deal.limit <= 1.5 * tokens.max() else None  # else it is far away
+    most = float(max(tokens.max(), limit or 0))
     with settings():
         figure, [axes] = new_figure(0.2 * bars + 0.14 * drawn + 1.5, width=width)
         axes.set_xlim(0, 1.14 * most)
         row, labels, places = 0.0, [], []
         for number in range(drawn):
-            begin = row
             for rank, documents in enumerate(deal.bins[number]):
                 left = 0.0
                 for index, held in enumerate(documents):
@@ -165,21 +165,20 @@ def deal_figure(deal: StepDeal, *, width: float = WIDTH) -> Figure:
                     box(axes, left, row - 0.42, held.tokens, 0.84, style, label, fontsize=6.5)
                     left += held.tokens
                 axes.text(left + 0.008 * most, row, f"{left:,.0f}", va="center", ha="left", fontsize=7)
-                labels.append(f"rank {rank}")
+                labels.append(f"mb {number}, rank {rank}" if rank == 0 else f"rank {rank}")
                 places.append(row)
                 row += 1
-            axes.text(1.135 * most, (begin + row - 1) / 2, f"mb {number}", rotation=90, va="center", ha="right")
             if number + 1 < drawn:
                 axes.axhline(row - 0.5 + 0.35, color=QUIET, linewidth=0.8)
             row += 0.7
-        if deal.limit is not None and deal.limit <= most:
-            axes.axvline(deal.limit, color=VERMILLION, linestyle="--", linewidth=1.4)
+        if limit is not None:
+            axes.axvline(limit, color=VERMILLION, linestyle="--", linewidth=1.4)
         axes.set_yticks(places, labels, fontsize=7)
         axes.tick_params(axis="y", length=0)
         axes.set_ylim(row - 0.7 - 0.4, -0.6)
         axes.set_xlabel("tokens; numbers in the bars are documents of the step")
         no_spines(axes, "left")
-        axes.set_title(_title(deal, drawn))
+        axes.set_title(_title(deal, drawn, limit is not None))
         legend = [_pair(), _SHARED.patch("shared by several ranks")] if _shares(deal) else [_pair()]
         legend_below(figure, legend, columns=2)
     return figure
@@ -193,13 +192,18 @@ def _shares(deal: StepDeal) -> bool:
     return any(len(held.ranks) > 1 for ranks in deal.bins for one in ranks for held in one)
 
 
-def _title(deal: StepDeal, drawn: int) -> str:
+def _title(deal: StepDeal, drawn: int, dashed: bool) -> str:
     documents = len({held.document for ranks in deal.bins for one in ranks for held in one})
-    text = f"{documents} documents, {len(deal.bins)} micro-batches (mb), {len(deal.bins[0])} data ranks"
+    text = f"{documents} documents, {_counted(len(deal.bins), 'micro-batch', 'es')} (mb), "
+    text += _counted(len(deal.bins[0]), "data rank", "s")
     if drawn < len(deal.bins):
         text += f"; the first {drawn} micro-batches"
     if deal.imbalance is not None:
         text += f"\nslowest rank / mean: {deal.imbalance:.3f} (predicted)"
     if deal.limit is not None:
-        text += f"; at most {deal.limit:,} tokens (dashed)"
+        text += f"; at most {deal.limit:,} tokens" + " (dashed)" * dashed
     return text
+
+
+def _counted(count: int, name: str, plural: str) -> str:
+    return f"{count} {name}{plural if count != 1 else ''}"

@@ -125,9 +125,8 @@ def lengths_figure(bins: LengthBins, *, width: float = WIDTH) -> Figure:
         above.set_ylabel("sequences")
         below.set_ylabel("positions")
         below.yaxis.set_major_formatter(lambda value, place: _short(value))
-        below.set_xticks(
-            places, [f"{_short(low)}-" for low in bins.bounds[:-1]], rotation=45 if len(places) > 9 else 0
-        )
+        names = [f"{low}-" if low < 1 << 14 else f"{low >> 10}Ki-" for low in bins.bounds[:-1].tolist()]
+        below.set_xticks(places, names, rotation=45 if len(places) > 9 else 0)
         below.set_xlabel("tokens of a sequence (from, up to the next bin)")
         above.set_title(
             f"{bins.batches * bins.batch_size:,} sequences in {bins.batches:,} global batches of {bins.batch_size:,}"

@@ -69,7 +69,7 @@ def memory_figure(
             for number, kind in enumerate(KINDS):
                 size = stage.bytes_by_kind[kind] / unit
                 if size > 0:
-                    wide = size / right > 0.09
+                    wide = size / right > 0.065
                     box(axes, left, row - _BAR / 2, size, _BAR, look(number), f"{size:.3g}" if wide else "")
                 left += size
             if peak is not None:

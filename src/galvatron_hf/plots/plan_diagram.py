@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.plan_words import end_words, layer_words
@@ -152,8 +151,10 @@ def _label_axes(axes: Axes, plan: ParallelPlan, estimate: Estimate | None) -> No
         names.append(name)
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(axis="y", length=0)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
-    label = "layer (counted from 0)"
+    every = next(one for one in (1, 2, 4, 5, 10, 20, 50, 100, 1000) if plan.num_layers <= 12 * one)
+    layers = range(0, plan.num_layers, every)
+    axes.set_xticks([layer + 0.5 for layer in layers], list(map(str, layers)))
+    label = "layer, counted from 0"
     if estimate is not None:
         label += f"; predicted: {estimate.step_ms:,.4g} ms a step, memory of a rank"
     axes.set_xlabel(label)

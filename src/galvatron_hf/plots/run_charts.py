@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from galvatron_hf.plots.style import BLUE, INK, VERMILLION, WIDTH, legend_below, new_figure, settings
+from galvatron_hf.plots.style import INK, MEASURED, PREDICTED, WIDTH, legend_below, new_figure, settings
 
 
 def series(log_history: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
@@ -37,11 +37,13 @@ def series_figure(
         label (`str`): What the numbers are, with the unit.
         width (`float`, defaults to 7): Inches.
     """
-    looks = ((BLUE, "-", "o"), (VERMILLION, "--", "s"), ("#009e73", ":", "^"))
+    looks = ((MEASURED, "-", "o"), (INK, ":", "^"))
     with settings():
         figure, [axes] = new_figure(2.6, width=width)
         entries = []
-        for (name, text), (colour, line, marker) in zip(names.items(), looks, strict=False):
+        for number, (name, text) in enumerate(names.items()):
+            predicted = name.startswith("predicted")
+            colour, line, marker = (PREDICTED, "--", "s") if predicted else looks[number % len(looks)]
             steps, values = series(log_history, name)
             style = dict(color=colour, linestyle=line, marker=marker if len(steps) <= 40 else "", markersize=4)
             axes.plot(steps, values, **style)
@@ -70,12 +72,12 @@ def step_times_figure(
     with settings():
         figure, [axes] = new_figure(2.9, width=width)
         steps = range(first_step, first_step + len(step_ms))
-        points = dict(linestyle="none", marker="o", color=BLUE, markersize=4 if len(step_ms) <= 200 else 2)
+        points = dict(linestyle="none", marker="o", color=MEASURED, markersize=4 if len(step_ms) <= 200 else 2)
         axes.plot(steps, step_ms, **points)
         entries = [Line2D([], [], label="measured step", **points)]
         lines = [("median of these steps", median, dict(color=INK, linestyle="-", linewidth=1.2))]
         if predicted_ms is not None:
-            lines.append(("predicted step", predicted_ms, dict(color=VERMILLION, linestyle="--", linewidth=1.6)))
+            lines.append(("predicted step", predicted_ms, dict(color=PREDICTED, linestyle="--", linewidth=1.6)))
         for label, value, style in lines:
             axes.axhline(value, **style)
             entries.append(Line2D([], [], label=f"{label}: {value:,.4g} ms", **style))

@@ -73,6 +73,8 @@ SKY, ORANGE, GREEN, YELLOW, PURPLE, VERMILLION, BLUE = (
     "#d55e00",
     "#0072b2",
 )
+# Of lines that are measured and predicted; a report replaces them with its own colours of both.
+MEASURED, PREDICTED = "#0072b3", "#d55e01"
 GREY = "#c4c8cc"
 _FILLS = (SKY, ORANGE, GREEN, YELLOW, PURPLE, VERMILLION, BLUE)
 _HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo")

@@ -13,9 +13,9 @@ from galvatron_hf.plots.style import (
     GREEN,
     GREY,
     ORANGE,
+    PREDICTED,
     PURPLE,
     SKY,
-    VERMILLION,
     WIDTH,
     Look,
     box,
@@ -63,7 +63,7 @@ def timeline_figure(*timelines: StepTimeline, width: float = WIDTH) -> Figure:
         kinds = {span.kind for one in timelines for spans in one.rows.values() for span in spans}
         legend = [LOOKS[kind].patch(kind) for kind in LOOKS if kind in kinds]
         if any(one.step_ms is not None for one in timelines):
-            legend.append(Line2D([], [], color=VERMILLION, linestyle="--", linewidth=1.6, label="predicted step"))
+            legend.append(Line2D([], [], color=PREDICTED, linestyle="--", linewidth=1.6, label="predicted step"))
         legend_below(figure, legend, columns=5 if width >= 6 else 2)
     return figure
 
@@ -93,7 +93,7 @@ def _draw(axes: Axes, timeline: StepTimeline, width: float) -> None:
     no_spines(axes, "left")
     axes.set_title(_title(timeline, len(rows)))
     if timeline.step_ms is not None:
-        axes.axvline(timeline.step_ms, color=VERMILLION, linestyle="--", linewidth=1.6)
+        axes.axvline(timeline.step_ms, color=PREDICTED, linestyle="--", linewidth=1.6)
 
 
 def _label(span, stages: int, rows: int) -> str:

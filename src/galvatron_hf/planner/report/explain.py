@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.utils.drawing import drawing
 
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 KINDS = ("weights", "gradients", "optimizer states", "activations", "working")  # of memory
 
@@ -85,15 +82,15 @@ class Explanation:
     slowest: int
     once_ms: float = 0.0
 
-    def plot_memory(self, budget: int | None = None) -> Figure:
-        """Draws the memory of ranks by kind; see [`~galvatron_hf.plots.memory.memory_figure`]. Raises ImportError if
-        matplotlib is missing.
+    def plot_memory(self, budget: int | None = None) -> Any:
+        """Draws the memory of ranks by kind; returns a `Figure` of matplotlib. See
+        [`~galvatron_hf.plots.memory.memory_figure`]. Raises ImportError if matplotlib is missing.
         """
         return drawing("memory").memory_figure(self, budget)
 
-    def plot_timeline(self) -> Figure:
-        """Draws the predicted step; see [`~galvatron_hf.plots.timeline.timeline_figure`]. Raises ImportError if
-        matplotlib is missing.
+    def plot_timeline(self) -> Any:
+        """Draws the predicted step; returns a `Figure` of matplotlib. See
+        [`~galvatron_hf.plots.timeline.timeline_figure`]. Raises ImportError if matplotlib is missing.
         """
         return drawing("timeline").timeline_figure(drawing("spans").predicted_timeline(self))
 

@@ -35,7 +35,7 @@ p, li { max-width: 46rem; overflow-wrap: anywhere; }
   padding: 0; }
 .facts div { background: var(--panel); border: 1px solid var(--line); border-radius: 0.4rem; padding: 0.5rem 0.7rem; }
 .facts dt { color: var(--quiet); font-size: 0.85rem; }
-.facts dd { margin: 0; font-size: 1.15rem; font-weight: 600; overflow-wrap: anywhere; }
+.facts dd { margin: 0; font-size: 1.05rem; font-weight: 600; overflow-wrap: anywhere; }
 .facts small { display: block; font-size: 0.8rem; font-weight: 400; }
 .pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 27rem), 1fr)); gap: 1rem; }
 figure { margin: 0.6rem 0; min-width: 0; }
@@ -43,11 +43,11 @@ figure svg { display: block; width: 100%; max-width: 38rem; height: auto; }
 figure svg * { stroke-linejoin: round; stroke-linecap: butt; }
 figure svg text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, Arial, sans-serif; }
 figcaption { color: var(--quiet); font-size: 0.9rem; }
-.scroll { overflow-x: auto; margin: 0.6rem 0; }
+.scroll { overflow-x: auto; margin: 0.2rem 0 1rem; }
 .scroll:focus-visible { outline: 2px solid var(--measured); }
 .tall { max-height: 24rem; overflow-y: auto; }
 table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; }
-caption { text-align: left; color: var(--quiet); padding-bottom: 0.3rem; }
+.caption { color: var(--quiet); font-size: 0.9rem; margin: 1.2rem 0 0; }
 th, td { padding: 0.25rem 0.7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 thead th { background: var(--ground); position: sticky; top: 0; }
@@ -92,8 +92,9 @@ def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     frame = f'class="scroll{" tall" * tall}" role="region" tabindex="0" aria-label="{escape(caption)}"'
+    name = escape(caption)
     return (
-        f"<div {frame}><table><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead>"
+        f'<p class="caption">{name}</p><div {frame}><table aria-label="{name}"><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
 

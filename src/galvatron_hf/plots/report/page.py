@@ -125,8 +125,9 @@ def _summary(report: RunReport) -> str:
     return facts(entries)
 
 
-def _mib(size: int) -> str:
-    return f"{number(size, f'{size / _MIB:,.1f}')} MiB"
+def _mib(size: int, unit: str = " MiB") -> str:
+    amount = size / _MIB
+    return number(size, f"{amount:,.0f}" if amount >= 1e3 else f"{amount:.4g}") + unit
 
 
 def _plan(report: RunReport) -> str:
@@ -135,7 +136,6 @@ def _plan(report: RunReport) -> str:
     rows = [[escape(cell) for cell in row] for row in plan_rows(plan)]
     return section(
         "Plan",
-        paragraph(escape(plan_title(plan)) + "."),
         picture(
             plan_figure(plan, width=_WIDTH),
             "plan",
@@ -219,14 +219,14 @@ def _memory(report: RunReport) -> str:
     predicted = list(report.predicted_bytes) or [None] * len(groups)
     if any(one is not None for one in (*predicted, *peaks)):
         kinds = KINDS if report.explanation is not None else ()
-        columns = ("ranks", *(f"{kind}, predicted" for kind in kinds), "all, predicted", "peak, measured")
+        columns = ("ranks", *kinds, "peak, predicted", "peak, measured")
         rows = []
         for index, group in enumerate(groups):
             stage = None if report.explanation is None else report.explanation.stages[index].bytes_by_kind
-            cells = [_mib(stage[kind]) for kind in kinds]
-            cells += ["-" if one is None else _mib(one) for one in (predicted[index], peaks[index])]
+            cells = [_mib(stage[kind], "") for kind in kinds]
+            cells += ["-" if one is None else _mib(one, "") for one in (predicted[index], peaks[index])]
             rows.append([escape(ranks_text(group)), *cells])
-        parts.append(table("Peak memory of one rank", columns, rows))
+        parts.append(table("Memory of one rank in MiB; kinds are predicted", columns, rows))
     if budget is not None:
         parts.append(paragraph(f"The search allowed {_mib(budget)} on a rank."))
     return section("Memory", *parts)

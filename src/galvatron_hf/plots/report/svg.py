@@ -11,10 +11,11 @@ from html import escape
 import matplotlib
 from matplotlib.figure import Figure
 
-from galvatron_hf.plots.style import INK, settings
+from galvatron_hf.plots.style import INK, MEASURED, PREDICTED, settings
 
 
 _NAMED = re.compile(r'\bid="([^"]+)"')
+_COLOURS = {INK: "currentColor", MEASURED: "var(--measured)", PREDICTED: "var(--predicted)"}
 _USED = re.compile(r'(url\(#|href="#)([^")]+)')
 
 
@@ -35,7 +36,8 @@ def inline_svg(figure: Figure, name: str, text: str) -> str:
     svg = re.sub(r"<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)  # would hold for the page
     svg = _NAMED.sub(lambda match: f'id="{name}-{match[1]}"', svg)
     svg = _USED.sub(lambda match: f"{match[1]}{name}-{match[2]}", svg)
-    svg = svg.replace(INK, "currentColor")
+    for colour, of_page in _COLOURS.items():
+        svg = svg.replace(colour, of_page)
     head, body = svg.split(">", 1)
     box = re.search(r'viewBox="([^"]+)"', head)[1]
     names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
