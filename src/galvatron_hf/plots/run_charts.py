@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -37,13 +38,13 @@ def series_figure(
         label (`str`): What the numbers are, with the unit.
         width (`float`, defaults to 7): Inches.
     """
-    looks = ((MEASURED, "-", "o"), (INK, ":", "^"))
+    looks = itertools.cycle([(MEASURED, "-", "o"), (INK, ":", "^")])
     with settings():
         figure, [axes] = new_figure(2.6, width=width)
         entries = []
-        for number, (name, text) in enumerate(names.items()):
+        for name, text in names.items():
             predicted = name.startswith("predicted")
-            colour, line, marker = (PREDICTED, "--", "s") if predicted else looks[number % len(looks)]
+            colour, line, marker = (PREDICTED, "--", "s") if predicted else next(looks)
             steps, values = series(log_history, name)
             style = dict(color=colour, linestyle=line, marker=marker if len(steps) <= 40 else "", markersize=4)
             axes.plot(steps, values, **style)
