@@ -91,7 +91,7 @@ def accuracy_figure(comparisons: Sequence[Comparison], *, width: float = WIDTH) 
     sources = list(dict.fromkeys(one.source for one in comparisons))
     size = min(width, 5.2)
     with settings():
-        figure, [axes] = new_figure(size + 0.4, width=size)
+        figure, [axes] = new_figure(size + 0.75, width=size)
         axes.set(xlim=(low, high), ylim=(low, high))
         if high / low > 8:
             axes.set(xscale="log", yscale="log")
