@@ -10,7 +10,7 @@ Four ranks have a share of a core each (cpu_quota.py), scheduled every milliseco
 namespace (hosts.py). The script creates and removes all of these. With `--hosts 2` two ranks each are on a host, with
 a slow link between the hosts. The script profiles the machine and the model like `parallel_plan="auto"`, draws plans
 from the search space (half of them pipelines), and writes the predictions to OUTPUT/predictions-SHAPE.json before it
-trains.
+trains, and predictions with measurements to OUTPUT/cases-SHAPE.json after it, for `galvatron plot accuracy`.
 
 Plans are trained in turns: `--together` runs take `--steps` steps each, `--rounds` times. The first two steps of a
 turn do not count, because their caches are cold. The first run of each lot is there twice: the difference of the two
@@ -37,6 +37,7 @@ import signal
 import statistics
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from cpu_interference import CoreWatch, cpu_interference
@@ -47,6 +48,7 @@ from plan_runs import devices, measure, parser_of_runs, profiled
 from random_plans import Shape, brief, draw_plans
 
 from galvatron_hf import ParallelPlan
+from galvatron_hf.plan.plan_words import words_of
 from galvatron_hf.planner.estimate import estimate_plan
 
 
@@ -120,7 +122,15 @@ def compare(shape: Shape, seats: list[Seat], options: argparse.Namespace, watch:
             "steps do not count",
             flush=True,
         )
+    write_cases(options.output / f"cases-{shape}.json", str(shape), cases)
     return cases
+
+
+def write_cases(path: Path, name: str, cases: list[Case]) -> None:
+    """Writes predictions and measurements, which `galvatron plot accuracy` draws."""
+    measured = ("predicted_ms", "measured_ms", "predicted_bytes", "measured_bytes", "drift")
+    values = [{"plan": words_of(case.plan)} | {name: getattr(case, name) for name in measured} for case in cases]
+    path.write_text(json.dumps({"name": name, "cases": values}, indent=1))
 
 
 def summary(cases: list[Case]) -> str:

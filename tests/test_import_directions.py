@@ -24,9 +24,11 @@ ORDER = (
     "planner",
     "interop",
     "trainer",
+    "plots",
     "cli",
 )
 PLANNER_IMPORTS = ("utils", "plan", "models", "profiler.profiles", "planner")
+PLOTS_IMPORTS = ("utils", "plan", "profiler.profiles", "planner", "data", "plots")
 # These run where torch is not installed or slow to load.
 WITHOUT_TORCH = ("plan", "planner", "profiler.profiles", "models.shape", "interop", "cli.main")
 WITH_TORCH = ("plan.schedule",)  # it plays torch's own schedules
@@ -99,8 +101,9 @@ def wrong_directions(imports: list[Import]) -> list[str]:
         if each.target.startswith("external:") or not each.importer:
             continue  # the package itself offers names of all packages
         package, target = each.importer.split(".")[0], each.target.split(".")[0]
-        if package == "planner":
-            right = any(f"{each.target}.".startswith(f"{allowed}.") for allowed in PLANNER_IMPORTS)
+        if package in ("planner", "plots"):
+            allowed = PLANNER_IMPORTS if package == "planner" else PLOTS_IMPORTS
+            right = any(f"{each.target}.".startswith(f"{one}.") for one in allowed)
         else:
             right = target in ORDER and ORDER.index(target) <= ORDER.index(package)
         if not right:
@@ -143,6 +146,14 @@ def test_imports_point_one_way():
     assert wrong_directions(IMPORTS) == []
 
 
+def test_pictures_alone_import_matplotlib():
+    """What plans, predicts and trains runs without it; methods that draw load the pictures by name."""
+    users = {
+        each.importer for each in IMPORTS if each.target.split(".")[0] == "external:matplotlib" and not each.typing
+    }
+    assert users and {name.split(".")[0] for name in users} == {"plots"}
+
+
 def test_no_imports_form_a_circle():
     assert circle(IMPORTS) == []
 
@@ -179,6 +190,8 @@ def test_layers_send_through_the_collectives_of_parallel_comm_alone():
         ("plan.table", "from galvatron_hf.interop.galvatron.plan import to_galvatron", wrong_directions),
         ("planner.search", "def f():\n    import galvatron_hf.parallel.model", wrong_directions),
         ("planner.search", "from galvatron_hf.profiler import cache", wrong_directions),
+        ("planner.estimate", "def f():\n    from galvatron_hf.plots.memory import memory_figure", wrong_directions),
+        ("plots.memory", "from galvatron_hf.trainer.trainer import GalvatronTrainer", wrong_directions),
         ("utils.machine", "if TYPE_CHECKING:\n    from galvatron_hf.trainer.trainer import T", wrong_directions),
         ("plan.validation", "def f():\n    from galvatron_hf.plan.plan import ParallelPlan", circle),
         ("plan.validation", "import torch", torch_importers),

@@ -12,11 +12,11 @@ from galvatron_hf.plan.plan_words import WORDS
 MEMORY_FRACTION = 0.92  # of a device that a plan may use
 
 
-def add_case_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that name the model, the cluster and the workload."""
+def add_case_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Adds the arguments that name the model, the cluster and the workload, which may be `required`."""
     add_model_arguments(parser)
     add_cluster_arguments(parser)
-    add_workload_arguments(parser)
+    add_workload_arguments(parser, required=required)
     parser.add_argument("--price-per-hour", type=float, metavar="X", help="price of a device-hour, with --tokens")
 
 
@@ -73,12 +73,12 @@ def add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the workload, and of the output."""
+def add_workload_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """Adds the arguments of the workload, whose sizes may be `required`, and of the output."""
     group = parser.add_argument_group("workload")
-    group.add_argument("--global-batch", type=int, required=True, metavar="N", help="rows of an optimizer step")
+    group.add_argument("--global-batch", type=int, required=required, metavar="N", help="rows of an optimizer step")
     group.add_argument(
-        "--seq-length", type=int, required=True, metavar="N", help="tokens of a row, or positions of an image"
+        "--seq-length", type=int, required=required, metavar="N", help="tokens of a row, or positions of an image"
     )
     group.add_argument(
         "--dataset",
@@ -122,11 +122,11 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
-def add_plan_argument(parser: argparse.ArgumentParser) -> None:
+def add_plan_argument(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Adds the argument that names a plan."""
     parser.add_argument(
         "--plan",
-        required=True,
+        required=required,
         metavar="PLAN",
         help=f"the file of a plan of this project or of Galvatron, or a plan in words: {WORDS}; such as tp4+pp2+zero2",
     )

@@ -7,18 +7,29 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 
+if TYPE_CHECKING:
+    from galvatron_hf.data.cost import SequenceCost
+    from galvatron_hf.data.forecast import DataWorkload
+
 _BAR = 24  # characters of the longest bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `galvatron data`."""
+    add_dataset_arguments(parser)
+    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
+    parser.set_defaults(run=run)
+
+
+def add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that name a dataset, its global batches and the cost of a sequence."""
     parser.add_argument(
         "dataset", help="a save_to_disk folder, a folder of files, a file of rows or of lengths, or an id on the Hub"
     )
@@ -29,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tokenizer", help="a tokenizer, local or on the Hub, for a dataset of text")
     parser.add_argument("--cost", metavar="A,B,C", help="measured cost: s tokens take A*s + B*s*s + C seconds")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures to this file")
     numbers = {
         "--max-length": (None, "cut longer sequences to N tokens"),
         "--batch-size": (64, "sequences of a global batch (default: 64)"),
@@ -42,7 +52,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     }
     for name, (default, text) in numbers.items():
         parser.add_argument(name, type=int, metavar="N", default=default, help=text)
-    parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -55,34 +64,62 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def _figures(given: argparse.Namespace) -> dict[str, Any]:
-    # These import torch, which the command's --help does not need.
-    from galvatron_hf.data.cost import SequenceCost
-    from galvatron_hf.data.forecast import DataWorkload, forecast_modes
-    from galvatron_hf.data.named_dataset import named_lengths
+def batches_of(given: argparse.Namespace) -> DataWorkload:
+    """Returns the global batches of the arguments."""
+    from galvatron_hf.data.forecast import DataWorkload  # it imports torch, which --help does not need
 
     if not 0 <= given.seed < 1 << 63:
         raise ValueError(f"seed={given.seed} is out of range: give a number from 0 to 2^63 - 1.")
-    coefficients = measured_cost(given.cost) if given.cost is not None else flops(given.hidden_size, given.layers)
-    workload = DataWorkload(
-        **{name: getattr(given, name) for name in ("batch_size", "ranks", "max_tokens")},
-        steps=given.steps,
-        seed=given.seed,
-    )
+    names = ("batch_size", "ranks", "max_tokens", "steps", "seed")
+    return DataWorkload(**{name: getattr(given, name) for name in names})
+
+
+def cost_of(given: argparse.Namespace) -> SequenceCost:
+    """Returns the cost of a sequence, measured or counted."""
+    from galvatron_hf.data.cost import SequenceCost
+
+    return SequenceCost(**_coefficients(given))
+
+
+def _coefficients(given: argparse.Namespace) -> dict[str, float]:
+    return measured_cost(given.cost) if given.cost is not None else flops(given.hidden_size, given.layers)
+
+
+def read_lengths(given: argparse.Namespace) -> tuple[np.ndarray, int]:
+    """Returns the tokens of the dataset's sequences, and the number of rows without tokens."""
+    from galvatron_hf.data.named_dataset import named_lengths
+
     every = named_lengths(
         given.dataset, split=given.split, column=given.column, config=given.config, tokenizer=given.tokenizer
     )
     lengths = every[every > 0]
     if not len(lengths):
         raise ValueError(f"{given.dataset!r} has no sequence with a token: give another dataset or column.")
-    if given.max_length is not None and given.max_length < 1:
-        raise ValueError(f"max_length={given.max_length} is less than 1: give a positive number.")
-    kept = np.minimum(lengths, given.max_length or lengths.max())
-    modes = forecast_modes(kept, workload, SequenceCost(**coefficients))
+    return lengths, len(every) - len(lengths)
+
+
+def kept_lengths(given: argparse.Namespace) -> np.ndarray:
+    """Returns the tokens of the dataset's sequences, cut to --max-length."""
+    return _cut(read_lengths(given)[0], given.max_length)
+
+
+def _cut(lengths: np.ndarray, max_length: int | None) -> np.ndarray:
+    if max_length is not None and max_length < 1:
+        raise ValueError(f"max_length={max_length} is less than 1: give a positive number.")
+    return np.minimum(lengths, max_length or lengths.max())
+
+
+def _figures(given: argparse.Namespace) -> dict[str, Any]:
+    from galvatron_hf.data.forecast import forecast_modes
+
+    workload, coefficients, cost = batches_of(given), _coefficients(given), cost_of(given)
+    lengths, empty = read_lengths(given)
+    kept = _cut(lengths, given.max_length)
+    modes = forecast_modes(kept, workload, cost)
     longest = int(kept.max())
     return {
         "dataset": given.dataset,
-        "lengths": summary(lengths) | {"rows_without_tokens": len(every) - len(lengths)},
+        "lengths": summary(lengths) | {"rows_without_tokens": empty},
         "histogram": histogram(lengths),
         "cut": {
             "max_length": given.max_length,

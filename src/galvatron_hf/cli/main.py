@@ -20,6 +20,8 @@ COMMANDS = {
     "estimate": "predict time and memory of a plan",
     "rent": "compare offers of devices: time and price of a run, and the cheapest in time",
     "explain": "show where a plan's time and memory go, and faster plans",
+    "plot": "draw a plan, a step, memory, lengths, a deal, or predictions against measurements",
+    "report": "make one HTML page of a training run",
 }
 
 

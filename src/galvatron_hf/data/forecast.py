@@ -111,21 +111,10 @@ def forecast_modes(lengths: np.ndarray, workload: DataWorkload, cost: SequenceCo
     Raises:
         ValueError: if there are fewer sequences than `batch_size`, or a sequence is longer than all ranks hold.
     """
-    batches = len(lengths) // workload.batch_size
-    if not batches:
-        raise ValueError(
-            f"batch_size={workload.batch_size} is more than the {len(lengths)} sequences that there are: give a "
-            "smaller one."
-        )
+    sampled = drawn_batches(lengths, workload)
+    grouped = _drawn(lengths, workload, _grouped_order(lengths, workload))
     longest = int(lengths.max())
     limit, rows = workload.token_limit(longest), workload.padded_rows(longest)
-    chosen = np.random.default_rng(workload.seed).permutation(batches)[: workload.steps]
-
-    def drawn(order: Sequence[int]) -> list[np.ndarray]:
-        return list(lengths[np.asarray(order)[: batches * workload.batch_size].reshape(batches, -1)[chosen]])
-
-    sampled = drawn(_random_order(len(lengths), workload.seed))
-    grouped = drawn(_grouped_order(lengths, workload))
     dynamic = _dynamic(sampled, workload.ranks, limit, cost)
     if longest > limit:
         return [dynamic]
@@ -135,6 +124,31 @@ def forecast_modes(lengths: np.ndarray, workload: DataWorkload, cost: SequenceCo
         _forecast("packed", sampled, [_packed(batch, workload.ranks, limit, cost) for batch in sampled], cost),
         dynamic,
     ]
+
+
+def drawn_batches(lengths: np.ndarray, workload: DataWorkload) -> list[np.ndarray]:
+    """Returns the lengths [batch_size] of each of the forecast's global batches, in the sampler's order. Raises
+    ValueError if there are fewer sequences than `batch_size`.
+    """
+    if len(lengths) < workload.batch_size:
+        raise ValueError(
+            f"batch_size={workload.batch_size} is more than the {len(lengths)} sequences that there are: give a "
+            "smaller one."
+        )
+    return _drawn(lengths, workload, _random_order(len(lengths), workload.seed))
+
+
+def padded_lengths(batch: np.ndarray, ranks: int, rows: int) -> np.ndarray:
+    """Returns the computed positions [n] of the n sequences of a batch that is padded as plain Trainer does: `rows`
+    consecutive rows of each rank are padded to the longest of them.
+    """
+    return _padded(batch, ranks, rows).reshape(-1)
+
+
+def _drawn(lengths: np.ndarray, workload: DataWorkload, order: Sequence[int]) -> list[np.ndarray]:
+    batches = len(lengths) // workload.batch_size
+    chosen = np.random.default_rng(workload.seed).permutation(batches)[: workload.steps]
+    return list(lengths[np.asarray(order)[: batches * workload.batch_size].reshape(batches, -1)[chosen]])
 
 
 def _dynamic(batches: list[np.ndarray], ranks: int, limit: int, cost: SequenceCost) -> Forecast:

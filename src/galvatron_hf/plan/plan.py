@@ -5,7 +5,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from galvatron_hf.plan.serialization import (
     check_covered,
@@ -29,7 +29,11 @@ from galvatron_hf.plan.strategies import (
 )
 from galvatron_hf.plan.table import plan_text
 from galvatron_hf.plan.validation import MAX_MICRO_BATCHES, MAX_RANKS, check_choice, check_int, divisors, nearest, show
+from galvatron_hf.utils.drawing import drawing
 
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["LayerStrategy", "ParallelPlan", "Precision", "SequenceGroups", "Stage", "VocabularyStrategy"]
 
@@ -186,6 +190,12 @@ class ParallelPlan:
 
     def __str__(self) -> str:
         return plan_text(self)
+
+    def plot(self) -> "Figure":
+        """Draws the plan with matplotlib; see [`~galvatron_hf.plots.plan_diagram.plan_figure`]. Raises ImportError if
+        matplotlib is missing.
+        """
+        return drawing("plan_diagram").plan_figure(self)
 
     def check_tied(self) -> None:
         """Raises `ValueError` if embedding and head cannot share one tied weight under this plan."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from galvatron_hf.plan.plan import ParallelPlan
-from galvatron_hf.plan.strategies import LayerStrategy
+from galvatron_hf.plan.strategies import LayerStrategy, VocabularyStrategy
 from galvatron_hf.plan.validation import show
 
 
@@ -86,15 +86,25 @@ def words_of(plan: ParallelPlan) -> str:
     for layer in plan.layers:
         counts[layer] = counts.get(layer, 0) + 1
     alone = len(counts) == 1
-    layers = [_layer_words(layer) if alone else f"{count} x {_layer_words(layer)}" for layer, count in counts.items()]
+    layers = [layer_words(layer) if alone else f"{count} x {layer_words(layer)}" for layer, count in counts.items()]
     ranks, rounds = len(plan.rank_groups), len(plan.stages) // len(plan.rank_groups)
     pipeline = [] if ranks == 1 else [f"pp{ranks}" + (f" of {rounds} stages" if rounds > 1 else "")]
     return ", ".join([*pipeline, f"mb{plan.micro_batch_count}", *layers])
 
 
-def _layer_words(layer: LayerStrategy) -> str:
+def layer_words(layer: LayerStrategy) -> str:
+    """Returns the strategy of a layer in words, such as `tp2+sp+zero3`."""
     degrees = [f"{word}{getattr(layer, name)}" for word, name in _DEGREES.items() if getattr(layer, name) > 1]
-    sharding = next(word for word, name in _SHARDINGS.items() if name == layer.sharding)
-    shards = "" if layer.shard_degree is None else f"/{layer.shard_degree}"
-    more = ["sp"] * layer.megatron_sp + [sharding + shards] + ["recompute"] * (layer.recompute == "full")
-    return "+".join([*degrees, *more])
+    return "+".join([*degrees, *["sp"] * layer.megatron_sp, _sharding_words(layer)]) + (
+        "+recompute" if layer.recompute == "full" else ""
+    )
+
+
+def end_words(end: VocabularyStrategy) -> str:
+    """Returns the strategy of the embedding or the head in words, such as `tp2+zero3`."""
+    return (f"tp{end.tensor}+" if end.tensor > 1 else "") + _sharding_words(end)
+
+
+def _sharding_words(strategy: LayerStrategy | VocabularyStrategy) -> str:
+    sharding = next(word for word, name in _SHARDINGS.items() if name == strategy.sharding)
+    return sharding if strategy.shard_degree is None else f"{sharding}/{strategy.shard_degree}"

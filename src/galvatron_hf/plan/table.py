@@ -22,7 +22,7 @@ def plan_table(plan: "ParallelPlan") -> "Table":
     """Returns a table with one row for the embedding, each span of equal neighbouring layers, and the head."""
     from rich.table import Table
 
-    table = Table(title=_title(plan), title_justify="left")
+    table = Table(title=plan_title(plan), title_justify="left")
     rows = plan_rows(plan)
     shown = [index for index, name in enumerate(COLUMNS) if _says_something(name, [row[index] for row in rows])]
     for name in (COLUMNS[index] for index in shown):
@@ -64,7 +64,8 @@ def plan_rows(plan: "ParallelPlan") -> list[tuple[str, ...]]:
     return rows
 
 
-def _title(plan: "ParallelPlan") -> str:
+def plan_title(plan: "ParallelPlan") -> str:
+    """Returns the sizes of a plan in one line."""
     title = f"{plan.world_size} ranks, {plan.num_layers} layers, {plan.micro_batch_count} micro-batch"
     title += "es" if plan.micro_batch_count > 1 else ""
     if len(plan.stages) > 1:
@@ -84,7 +85,7 @@ def _layer_row(part: str, strategy: LayerStrategy, ranks: tuple[int, ...]) -> tu
     sequence += [f"megatron {strategy.tensor}"] if strategy.megatron_sp else []
     return (
         part,
-        _ranks(ranks),
+        ranks_text(ranks),
         str(strategy.tensor),
         ", ".join(sequence) or "-",
         str(strategy.data_degree(len(ranks))),
@@ -96,7 +97,7 @@ def _layer_row(part: str, strategy: LayerStrategy, ranks: tuple[int, ...]) -> tu
 
 def _vocabulary_row(part: str, strategy: VocabularyStrategy, ranks: tuple[int, ...]) -> tuple[str, ...]:
     data = str(strategy.data_degree(len(ranks)))
-    return (part, _ranks(ranks), str(strategy.tensor), "-", data, _sharding(strategy, len(ranks)), "-", "-")
+    return (part, ranks_text(ranks), str(strategy.tensor), "-", data, _sharding(strategy, len(ranks)), "-", "-")
 
 
 def _sharding(strategy: LayerStrategy | VocabularyStrategy, ranks: int) -> str:
@@ -107,7 +108,8 @@ def _sharding(strategy: LayerStrategy | VocabularyStrategy, ranks: int) -> str:
     return f"{strategy.sharding} over {pieces}" + (f" x {copies}" if copies > 1 else "")
 
 
-def _ranks(ranks: tuple[int, ...]) -> str:
+def ranks_text(ranks: tuple[int, ...]) -> str:
+    """Returns ranks in a few characters, such as `0-3` or `0-6 by 2`."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     if len(ranks) < 3 or any(b - a != step for a, b in zip(ranks, ranks[1:])):
         return ",".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]},{ranks[1]}...{ranks[-1]} ({len(ranks)})"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.pipeline_shape import PipelineShape, can_order
@@ -17,6 +18,7 @@ from galvatron_hf.planner.option_costs import PICOSECONDS, OptionCosts
 from galvatron_hf.planner.solver.problem import Solution, score
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
+from galvatron_hf.utils.drawing import drawing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,12 @@ class Estimate:
     samples_per_second: float
     memory_bytes: tuple[int, ...]
     bubble_ms: float = 0.0
+
+    def plot(self) -> Any:
+        """Draws the plan with its prediction; returns a `Figure` of matplotlib. See
+        [`~galvatron_hf.plots.plan_diagram.plan_figure`]. Raises ImportError if matplotlib is missing.
+        """
+        return drawing("plan_diagram").plan_figure(self.plan, self)
 
     def plan_with_prediction(self, workload: Workload) -> ParallelPlan:
         """Returns the plan with the prediction in its `meta`; training compares it with what it measures."""

@@ -77,6 +77,7 @@ from galvatron_hf.trainer.liger import apply_kernels, without_trainers_own
 from galvatron_hf.trainer.neftune import add_embedding_noise
 from galvatron_hf.trainer.overrides import Guard, computes_batches, overrides, predicts_batches, replaced
 from galvatron_hf.trainer.planning.auto_planner import AutoPlanner
+from galvatron_hf.trainer.planning.run_record import write_profiles, write_run
 from galvatron_hf.trainer.planning.step_meter import (
     Outcome,
     StepMeter,
@@ -237,6 +238,8 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         # Trainer then leaves placement and wrapping of the model to us.
         self.is_distributed_loading_by_transformers = True
         write_plan(plan, self.args)
+        if self._requested_plan is None and self._resumed_plan is None:
+            write_profiles(self.search_result, plan, self.args)
         if self.is_world_process_zero():
             tell(str(plan), not self.args.disable_tqdm, result=True)
 
@@ -284,7 +287,9 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         with self._accompanied():
             result = super()._inner_training_loop(*args, **kwargs)
             self._components.dispatch.measure_imbalance()
-            return result
+        placed, trace = self._components.packer.last_placed, self._trace_dir
+        write_run(self.state, self.args, self.plan_outcome, placed, trace, inner_model(self.model))
+        return result
 
     def _prepare_run(self, checkpoint: str | None) -> None:
         """Brings model and components into the state in which a training run begins; collective."""
@@ -303,14 +308,13 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
     def _accompanied(self) -> Iterator[None]:
         """Accompanies a training run: measurement, saving, timeline, logs of losses, signals, watchdog, packing."""
         parts, args = self._components, self.args
-        trace_dir = os.environ.get("GALVATRON_TRACE") or getattr(args, "trace_dir", None)
         self._stop_signal = StopSignal()
         with contextlib.ExitStack() as run:
             for part in (parts.dispatch, parts.pace):
                 run.enter_context(added_callback(self.callback_handler, part))
             run.enter_context(self._measured())
             run.enter_context(parts.checkpointer.settled())
-            run.enter_context(traced(self.parallel.timeline, trace_dir))
+            run.enter_context(traced(self.parallel.timeline, self._trace_dir))
             run.enter_context(parts.guard.unfiltered(args))
             run.enter_context(added_callback(self.callback_handler, self._stop_signal))
             run.enter_context(self._stop_signal.listening())
@@ -318,6 +322,10 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
             run.callback(parts.packer.end)
             run.enter_context(replaced(self, **self._guarded_methods()))
             yield
+
+    @property
+    def _trace_dir(self) -> str | None:
+        return os.environ.get("GALVATRON_TRACE") or getattr(self.args, "trace_dir", None)
 
     def _make_train_loader(self, method):
         """Joins as many batches of a subclass's own loader as make a global batch."""

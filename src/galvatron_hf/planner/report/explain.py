@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -13,10 +14,15 @@ from galvatron_hf.plan.layout import Layout
 from galvatron_hf.planner.cost.cost_model import CostModel
 from galvatron_hf.planner.cost.step_shape import StepShape
 from galvatron_hf.planner.cost.strategy_costs import StrategyCosts
+from galvatron_hf.planner.cost.weight_costs import GRADIENT_BYTES, MOMENT_BYTES
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.estimate import Estimate, estimate_plan, stage_costs
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
+from galvatron_hf.utils.drawing import drawing
+
+
+KINDS = ("weights", "gradients", "optimizer states", "activations", "working")  # of memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +36,14 @@ class StageParts:
         sync_ms, update_ms (`float`): once in a step: gradient reductions that compute does not hide, and the optimizer
             with gradient additions.
         hidden_ms, hidden_sync_ms (`float`): communication that compute hides, in one micro-batch and once in a step.
+        forward_ms, backward_ms (`tuple[float, ...]`): forward and backward of one micro-batch in each stage of the
+            rank; their sum is `micro_batch_ms`. Half of `layout_ms` counts as forward.
         state_bytes (`int`): weights, gradients and optimizer state.
         activation_bytes (`int`): activations of all micro-batches in flight.
         working_bytes (`int`): maximum of temporary memory over layers and ends.
         boundary_bytes (`int`): hidden states between stages, and biases of scores that layers share.
+        bytes_by_kind (`dict[str, int]`): the same bytes by [`KINDS`]; their sum is `memory_bytes`. "weights" include
+            gathered ones, "activations" the messages between stages.
     """
 
     layers: tuple[tuple[int, int], ...]
@@ -48,6 +58,9 @@ class StageParts:
     activation_bytes: int
     working_bytes: int
     boundary_bytes: int
+    forward_ms: tuple[float, ...]
+    backward_ms: tuple[float, ...]
+    bytes_by_kind: dict[str, int]
 
     @property
     def micro_batch_ms(self) -> float:
@@ -68,6 +81,18 @@ class Explanation:
     stages: tuple[StageParts, ...]
     slowest: int
     once_ms: float = 0.0
+
+    def plot_memory(self, budget: int | None = None) -> Any:
+        """Draws the memory of ranks by kind; returns a `Figure` of matplotlib. See
+        [`~galvatron_hf.plots.memory.memory_figure`]. Raises ImportError if matplotlib is missing.
+        """
+        return drawing("memory").memory_figure(self, budget)
+
+    def plot_timeline(self) -> Any:
+        """Draws the predicted step; returns a `Figure` of matplotlib. See
+        [`~galvatron_hf.plots.timeline.timeline_figure`]. Raises ImportError if matplotlib is missing.
+        """
+        return drawing("timeline").timeline_figure(drawing("spans").predicted_timeline(self))
 
     @property
     def hidden_ms(self) -> float:
@@ -124,22 +149,48 @@ class _Stage:
         share, communication = plan.num_layers // shape.virtual_stages, self._total("communication_ms")
         positions_ms = int(shape.stages_after_first()[self.index]) * costs.later_stage_ms()
         begins = range(0, shape.virtual_stages * share, share)
+        layout_ms = self._resharding_ms() + float(costs.received_ms(shape.receives())[self.index])
+        working = max(int(unit.costs.peak_working_bytes(**needs)[0]) + unit.end_only_bytes for unit in self.units)
+        boundary = int(costs.stage_bytes(shape)[self.index])
         return StageParts(
             layers=tuple(tuple(begin + layer for layer in plan.stages[self.index].layers) for begin in begins),
             computing_ms=self._total("forward_ms") + self._total("backward_ms") - communication + positions_ms,
             communication_ms=communication,
-            layout_ms=self._resharding_ms() + float(costs.received_ms(shape.receives())[self.index]),
+            layout_ms=layout_ms,
             sync_ms=self._total("sync_ms"),
             hidden_ms=self._total("hidden_ms"),
             hidden_sync_ms=self._total("hidden_sync_ms"),
             update_ms=float(sum(unit.virtual_stages * unit.costs.total_update_ms(count)[0] for unit in self.units)),
             state_bytes=sum(unit.state_bytes for unit in self.units),
             activation_bytes=sum(unit.activation_bytes for unit in self.units),
-            working_bytes=max(
-                int(unit.costs.peak_working_bytes(**needs)[0]) + unit.end_only_bytes for unit in self.units
-            ),
-            boundary_bytes=int(costs.stage_bytes(shape)[self.index]),
+            working_bytes=working,
+            boundary_bytes=boundary,
+            forward_ms=self._stage_ms("forward_ms", layout_ms / 2, costs.later_stage_ms()),
+            backward_ms=self._stage_ms("backward_ms", layout_ms / 2, 0.0),
+            bytes_by_kind=self._bytes_by_kind(working, boundary),
         )
+
+    def _stage_ms(self, name: str, layout_ms: float, positions_ms: float) -> tuple[float, ...]:
+        """Returns the milliseconds of one micro-batch in each stage of the rank. `layout_ms` is of all of them,
+        `positions_ms` of each that is not the model's first.
+        """
+        stages = self.shape.virtual_stages
+        layers_ms = sum(getattr(unit.costs, name)[0] for unit in self.units if unit.costs.part == "layer")
+        found = [float(layers_ms) + layout_ms / stages + positions_ms] * stages
+        found[0] -= positions_ms * self.first
+        for unit in self.units:
+            if unit.costs.part != "layer":  # the embedding is in the first stage, the head in the last
+                found[0 if unit.costs.part == "embedding" else -1] += float(getattr(unit.costs, name)[0])
+        return tuple(found)
+
+    def _bytes_by_kind(self, working: int, boundary: int) -> dict[str, int]:
+        states = sum(unit.state_bytes for unit in self.units)
+        moments = sum(unit.moment_bytes for unit in self.units)
+        gradients = sum(unit.gradient_bytes for unit in self.units)
+        freed = sum(unit.freed_bytes for unit in self.units)
+        activations = sum(unit.activation_bytes for unit in self.units) - freed
+        parts = (states + freed - moments - gradients, gradients, moments, activations + boundary, working)
+        return dict(zip(KINDS, parts, strict=True))
 
     def _layer_units(self) -> list[_Unit]:
         shape, flight, reuse = self.shape, self.shape.in_flight()[self.index], self.shape.reuse_count()[self.index]
@@ -213,3 +264,24 @@ class _Unit:
     @property
     def activation_bytes(self) -> int:
         return self.in_flight * int(np.ceil(self.costs.activation_bytes[0]))
+
+    @property
+    def moment_bytes(self) -> int:
+        """Returns the bytes of the optimizer's moments."""
+        return self.virtual_stages * int(self.costs.gradient_bytes[0]) * MOMENT_BYTES // GRADIENT_BYTES
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Returns the bytes of gradients at rest that have memory of their own while layers run."""
+        gradients = self.virtual_stages * int(self.costs.gradient_bytes[0])
+        if self.freed_bytes:
+            return gradients
+        reused = self.reuse_count * int(self.costs.reused_bytes(self.micro_batches)[0])
+        return max(0, gradients - reused - self.end_only_bytes)
+
+    @property
+    def freed_bytes(self) -> int:
+        """Returns the head's activations, if they are free before the layers' backward: `state_bytes` are less by them
+        and by its gathered weights then, and its gradient is there.
+        """
+        return self.activation_bytes if self.costs.part == "head" and self.end_only_bytes else 0

@@ -39,6 +39,7 @@ from galvatron_hf.parallel.weights.materialize import load_adapters, load_pretra
 from galvatron_hf.parallel.weights.optimizer_state import NamedOptimizerState
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.serialization import read_object, write_file
+from galvatron_hf.planner.report.run_files import PLAN_FILE
 from galvatron_hf.trainer.checkpoint.checkpoint_writer import CheckpointWriter, SaveError, save_on_every_rank
 from galvatron_hf.trainer.checkpoint.random_state import RANDOM_FILE, random_state
 from galvatron_hf.trainer.checkpoint.scheduler_state import SCHEDULER_FILE, SchedulerState, group_names
@@ -46,8 +47,6 @@ from galvatron_hf.utils.compat import copy_generation_config
 
 
 logger = logging.get_logger(__name__)
-
-PLAN_FILE = "parallel_plan.json"
 
 
 @dataclass(kw_only=True)

@@ -60,6 +60,7 @@ class StepPacker:
         stateful_loader (`bool`): the loader's own state is saved, so it must not be read ahead.
         may_change (`Callable`): returns whether something may change the dataset's rows between two steps.
         cut_sequences (`int`): documents that were truncated or split so far, because they were too long.
+        last_placed (`tuple`, *optional*): the placement of the last packed step, and the tokens of its documents.
     """
 
     parallel: ParallelModel
@@ -74,6 +75,7 @@ class StepPacker:
     may_change: Callable[[], bool] = lambda: False
     cut_sequences: int = 0
     cost: StepCost | None = None
+    last_placed: tuple[StepPlacement, np.ndarray] | None = None
     prefetch: StepPrefetch | None = None
     _record: PackingRecord | None = None
     _lengths: np.ndarray | None = None
@@ -97,7 +99,7 @@ class StepPacker:
         Documents that are too long raise ValueError, if their lengths are known.
         """
         self.end()
-        self._record, self._lengths, self.cut_sequences = None, None, 0
+        self._record, self._lengths, self.cut_sequences, self.last_placed = None, None, 0, None
         if checkpoint is not None:
             self._load(checkpoint, saved_plan)
         if self.rules.packs():
@@ -254,6 +256,7 @@ class StepPacker:
         sequences = self._limited(sequences, step.placement.longest, step.placement.limit)
         self.cut_sequences += sequences.cut
         self.count(sequences.lengths)
+        self.last_placed = step.placement, sequences.lengths
         parts, items = self._micro_batches(sequences, placement), step.num_items
         if self._record is not None:
             self._record.tokens += sequences.tokens

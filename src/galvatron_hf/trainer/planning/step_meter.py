@@ -110,6 +110,7 @@ class Outcome:
         steps (`int`): number of timed steps.
         predicted_bytes, measured_bytes (`tuple[int | None, ...]`): peak of a rank at each pipeline rank, which runs
             one or several stages.
+        step_ms (`tuple[float, ...]`): measured times of this rank's steps after the warm-up.
     """
 
     predicted_ms: float
@@ -117,6 +118,7 @@ class Outcome:
     steps: int
     predicted_bytes: tuple[int, ...]
     measured_bytes: tuple[int | None, ...]
+    step_ms: tuple[float, ...] = ()
 
     def __str__(self) -> str:
         lines = []
@@ -173,4 +175,5 @@ def outcome(meter: StepMeter, plan: ParallelPlan) -> Outcome:
         steps=len(meter.seconds),
         predicted_bytes=tuple(noted["memory_bytes"]),
         measured_bytes=tuple(peaks),
+        step_ms=tuple(1e3 * one for one in meter.seconds),
     )
