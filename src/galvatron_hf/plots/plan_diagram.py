@@ -24,6 +24,7 @@ from galvatron_hf.plots.style import (
     box,
     legend_below,
     look,
+    milliseconds,
     new_figure,
     no_spines,
     note,
@@ -156,7 +157,7 @@ def _label_axes(axes: Axes, plan: ParallelPlan, estimate: Estimate | None) -> No
     axes.set_xticks([layer + 0.5 for layer in layers], list(map(str, layers)))
     label = "layer, counted from 0"
     if estimate is not None:
-        label += f"; predicted: {estimate.step_ms:,.4g} ms a step, memory of a rank"
+        label += f"; predicted: {milliseconds(estimate.step_ms)} a step, memory of a rank"
     axes.set_xlabel(label)
     no_spines(axes, "left")
 

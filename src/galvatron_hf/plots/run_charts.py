@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from galvatron_hf.plots.style import INK, MEASURED, PREDICTED, WIDTH, legend_below, new_figure, settings
+from galvatron_hf.plots.style import INK, MEASURED, PREDICTED, WIDTH, legend_below, milliseconds, new_figure, settings
 
 
 def series(log_history: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
@@ -81,7 +81,7 @@ def step_times_figure(
             lines.append(("predicted step", predicted_ms, dict(color=PREDICTED, linestyle="--", linewidth=1.6)))
         for label, value, style in lines:
             axes.axhline(value, **style)
-            entries.append(Line2D([], [], label=f"{label}: {value:,.4g} ms", **style))
+            entries.append(Line2D([], [], label=f"{label}: {milliseconds(value)}", **style))
         # Without steps that an interruption made many times as long.
         shown = [value for value in step_ms if value <= 4 * median]
         top = 1.15 * max([*shown, predicted_ms or 0.0])

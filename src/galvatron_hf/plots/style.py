@@ -158,3 +158,8 @@ def _metadata(path: str | os.PathLike) -> dict[str, None]:
 def settings() -> matplotlib.rc_context:
     """Returns a context with the settings of all pictures."""
     return matplotlib.rc_context(_SETTINGS)
+
+
+def milliseconds(value: float) -> str:
+    """Returns milliseconds as text, with four digits or all before the point."""
+    return f"{value:,.0f} ms" if value >= 1e3 else f"{value:.4g} ms"

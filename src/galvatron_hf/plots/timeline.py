@@ -20,6 +20,7 @@ from galvatron_hf.plots.style import (
     Look,
     box,
     legend_below,
+    milliseconds,
     new_figure,
     no_spines,
     settings,
@@ -103,11 +104,11 @@ def _label(span, stages: int, rows: int) -> str:
 
 def _title(timeline: StepTimeline, drawn: int) -> str:
     if timeline.measured:
-        text = f"measured, step {timeline.step}: {timeline.end_ms:,.4g} ms, idle {timeline.idle_share:.0%}"
+        text = f"measured, step {timeline.step}: {milliseconds(timeline.end_ms)}, idle {timeline.idle_share:.0%}"
     else:
-        text = f"predicted: a step of {timeline.step_ms:,.4g} ms"
+        text = f"predicted: a step of {milliseconds(timeline.step_ms)}"
         if abs(timeline.end_ms / timeline.step_ms - 1) > 0.005:
-            text += f"; played, it ends after {timeline.end_ms:,.4g} ms"
+            text += f"; played, it ends after {milliseconds(timeline.end_ms)}"
         text += f", idle {timeline.idle_share:.0%}"
     if len(timeline.rows) > drawn:
         text += f" (first {drawn} of {len(timeline.rows)} rows)"
