@@ -14,10 +14,10 @@ A model of the Hub on 8 GPUs:
         --model_name_or_path Qwen/Qwen3-8B --dataset_name trl-lib/ultrafeedback_binarized --parallel_plan zero3 \\
         --bf16 --max_length 2048 --learning_rate 5e-6 --output_dir output/preferred
 
-Rows have a better and a worse answer, {"prompt": ..., "chosen": ..., "rejected": ...}, as texts or as lists of messages.
-Arguments are those below and every field of TRL's DPOConfig. With adapters the reference is the model without them,
-computed under the plan. `--lora_rank 0` trains all weights: every rank then has a whole copy of the model as the
-reference, and computes the reference of the whole batch with it. Needs `pip install trl peft`.
+Rows have a better and a worse answer, {"prompt": ..., "chosen": ..., "rejected": ...}, as texts or lists of messages.
+Arguments are those of sft.py but for its column, and every field of TRL's DPOConfig. With adapters the reference is
+the model without them, under the plan. `--lora_rank 0` trains all weights: every rank then has a whole copy of the
+model as the reference, and computes the reference of the whole batch with it. Needs `pip install trl peft`.
 """
 
 import sys

@@ -18,8 +18,8 @@ A model of the Hub on 8 GPUs under the fastest plan that a search finds:
         --model_name_or_path meta-llama/Llama-3.1-8B --dataset_name books.jsonl --max_length 131072 --bf16 \\
         --learning_rate 1e-5 --output_dir output/long
 
-Arguments are those of train_clm.py; `packing` is "dynamic" if it is not given. `max_tokens_per_rank` are the tokens that a
-rank holds; with a searched plan it need not be given.
+Arguments are those of train_clm.py; `packing` is "dynamic" if it is not given. A rank holds `max_tokens_per_rank`
+tokens; with a searched plan it need not be given.
 """
 
 import sys
@@ -42,8 +42,8 @@ class LongContextArguments(GalvatronTrainingArguments):
     packing: str = field(
         default="dynamic",
         metadata={
-            "help": 'As in GalvatronTrainingArguments, and "dynamic" by default: ranks share long documents, in groups '
-            "chosen for each micro-batch. A plan with context (such as cp4+zero3) always shares among the same ranks.",
+            "help": 'As in GalvatronTrainingArguments, and "dynamic" by default: ranks share long documents, in '
+            "groups chosen for each micro-batch. In a plan with context, such as cp4+zero3, the same ranks always do.",
             "choices": list(PACKING_MODES),
         },
     )

@@ -12,9 +12,14 @@ import pytest
 from datasets import Dataset
 from transformers import LlamaConfig
 
-import long_context  # noqa: E402, I001  a recipe, whose folder test_recipes has put on the path
 from ranks import run_ranks
-from test_recipes import RECIPES, train_clm
+
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+sys.path.insert(0, str(RECIPES))
+
+import long_context  # noqa: E402
+import train_clm  # noqa: E402
 
 
 CONFIG = '--config_overrides={"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, '
@@ -34,8 +39,8 @@ def test_lengths_are_compared_with_a_rank():
     rows = Dataset.from_dict({"input_ids": [[0] * 10, [0] * 20, [0] * 70]})
     assert long_context.describe_lengths(rows, None) == "3 rows of 20 tokens in the median and 70 at most."
     assert long_context.describe_lengths(rows, 64) == (
-        "3 rows of 20 tokens in the median and 70 at most; 1 of them, with 70% of the tokens, exceed the 64 tokens of a "
-        "rank."
+        "3 rows of 20 tokens in the median and 70 at most; 1 of them, with 70% of the tokens, exceed the 64 tokens of "
+        "a rank."
     )
 
 

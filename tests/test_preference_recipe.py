@@ -12,13 +12,14 @@ import pytest
 from datasets import Dataset, DatasetDict
 
 from ranks import run_ranks
-from test_recipes import RECIPES, tiny_chat_model, train_clm
+from test_recipes import RECIPES, tiny_chat_model  # puts the recipes on the path
 
 
 pytest.importorskip("trl", reason="trl is not installed")
 
-import dpo  # noqa: E402  a recipe, whose folder test_recipes has put on the path
+import dpo  # noqa: E402
 import sft  # noqa: E402
+import train_clm  # noqa: E402
 from data import preferences  # noqa: E402
 
 
@@ -29,9 +30,7 @@ def test_a_function_has_its_own_line_and_another_ones(monkeypatch):
     pairs = Dataset.from_dict({"source": ["f", "g", "h"], "target": ["Adds.", "Adds.", "Sorts."]})
     monkeypatch.setattr(preferences, "load_pairs", lambda *given: DatasetDict(train=pairs, validation=pairs))
     rows = preferences.load_preferences("python-stdlib", None, 2.0, 0)["train"]
-    said = [
-        (chosen[0]["content"], rejected[0]["content"]) for chosen, rejected in zip(rows["chosen"], rows["rejected"])
-    ]
+    said = [tuple(row[name][0]["content"] for name in ("chosen", "rejected")) for row in rows]
     assert said == [("Adds.", "Sorts."), ("Adds.", "Sorts."), ("Sorts.", "Adds.")]
     assert rows["prompt"][1] == [{"role": "user", "content": "What does this function do?\ng"}]
 
