@@ -109,13 +109,13 @@ def test_the_kubernetes_job_and_its_command_agree():
     pod = job["spec"]["template"]["spec"]
     [container] = pod["containers"]
     shell, option, script = container["command"]
-    exec_word, accelerate, launch, *arguments = shlex.split(script)
+    exec_word, accelerate, launch, *arguments = shlex.split(script.replace("$JOB_COMPLETION_INDEX", "1"))
     assert (shell, option, exec_word, accelerate, launch) == ("bash", "-c", "exec", "accelerate", "launch")
     given = launch_command_parser().parse_args(arguments)
     machines, gpus = job["spec"]["completions"], container["resources"]["limits"]["nvidia.com/gpu"]
     assert job["spec"]["completionMode"] == "Indexed" and job["spec"]["parallelism"] == machines
     assert (given.num_machines, given.num_processes) == (machines, machines * gpus)
-    assert given.machine_rank == "$JOB_COMPLETION_INDEX"
+    assert '--machine_rank "$JOB_COMPLETION_INDEX"' in script and given.machine_rank == 1
     name = service["metadata"]["name"]
     assert service["spec"]["clusterIP"] == "None" and pod["subdomain"] == name
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}

@@ -23,7 +23,7 @@ import train_clm  # noqa: E402
 from data import preferences  # noqa: E402
 
 
-NAMES = ("loss", "grad_norm", "rewards/accuracies", "rewards/margins", "logps/chosen")
+NAMES = ("loss", "grad_norm", "rewards/margins", "logps/chosen")
 
 
 def test_a_function_has_its_own_line_and_another_ones(monkeypatch):
@@ -75,6 +75,8 @@ def test_preferences_are_learned_under_zero_as_on_one_process(tmp_path, monkeypa
     found = train(tmp_path, "ranks", 2, monkeypatch, "--parallel_plan=zero3", *more)
     for own, other in zip(found, wanted, strict=True):
         assert [own[name] for name in NAMES] == pytest.approx([other[name] for name in NAMES], rel=2e-5, abs=1e-6)
+    for own, other in zip(found[1:], wanted[1:]):  # in the first step both rewards are 0, and rounding decides
+        assert own["rewards/accuracies"] == other["rewards/accuracies"]
     assert found[0]["loss"] == pytest.approx(0.6931, abs=1e-3)  # no preference yet: ln 2
     assert found[-1]["loss"] < 0.6 and found[-1]["rewards/accuracies"] == 1.0
     files = {path.name for path in (tmp_path / "ranks").iterdir()}
