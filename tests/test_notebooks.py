@@ -72,10 +72,12 @@ def test_packed_training_is_faster_than_padded_and_the_same(tmp_path):
 
 @pytest.mark.slow
 def test_a_loss_of_routers_evens_them_and_fewer_hashes_send_less(tmp_path):
-    execute(NOTEBOOKS / "experts.ipynb", tmp_path)
+    printed = "".join(_printed(execute(NOTEBOOKS / "experts.ipynb", tmp_path)))
+    free, balanced = (float(share) for share in re.findall(r"the fullest expert gets ([\d.]+) times", printed))
+    assert 1 < balanced < free - 0.5
     runs = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    assert 1 <= runs["balanced"]["imbalance"] < runs["free"]["imbalance"] <= 2  # two ranks
-    sent = [runs[f"lsh{hashes}"]["logs"][-1]["expert_rows_sent"] for hashes in (1, 2, 4)]
+    assert all(1 <= run["imbalance"] <= 2 for run in runs.values())  # two ranks
+    sent = [runs[f"lsh{hashes}"]["logs"][-1]["expert_rows_sent"] for hashes in (2, 8, 16)]
     assert sent == sorted(sent) and 0 < sent[0] < sent[-1] < 1
 
 
