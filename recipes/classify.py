@@ -29,7 +29,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
     EvalPrediction,
-    HfArgumentParser,
     PreTrainedModel,
 )
 
@@ -44,14 +43,6 @@ class LabelArguments:
 
     label_column: str = field(default="label", metadata={"help": "The column that holds the label."})
     classes: int = field(default=4, metadata={"help": "Packages of the standard library to tell apart."})
-
-
-def parse_arguments(argv: list[str]):
-    """Takes the arguments of this script, and leaves the others to train_clm.py."""
-    labels, rest = HfArgumentParser(LabelArguments).parse_args_into_dataclasses(
-        argv, return_remaining_strings=True, look_for_args_file=False
-    )
-    return labels, *train_clm.parse_arguments(rest)
 
 
 def get_model(args: train_clm.ModelArguments, tokenizer, names: list[str]) -> PreTrainedModel:
@@ -86,7 +77,9 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def main() -> None:
-    label_args, model_args, data_args, training_args = parse_arguments(sys.argv[1:])
+    label_args, model_args, data_args, training_args = train_clm.parse_arguments(
+        sys.argv[1:], (LabelArguments, *train_clm.ARGUMENTS)
+    )
     train_clm.set_seed(training_args.seed)
     cache = Path(training_args.output_dir) / "cache"
     with training_args.main_process_first(desc="tokenizer and rows"):

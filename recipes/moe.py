@@ -22,7 +22,7 @@ each step; `gpipe` and one micro-batch do not.
 import sys
 from dataclasses import dataclass, field
 
-from transformers import HfArgumentParser, PreTrainedModel
+from transformers import PreTrainedModel
 
 import train_clm
 from galvatron_hf import LayerStrategy, ParallelPlan
@@ -41,14 +41,6 @@ class ExpertArguments:
     )
 
 
-def parse_arguments(argv: list[str]):
-    """Takes the arguments of this script, and leaves the others to train_clm.py."""
-    experts, rest = HfArgumentParser(ExpertArguments).parse_args_into_dataclasses(
-        argv, return_remaining_strings=True, look_for_args_file=False
-    )
-    return experts, *train_clm.parse_arguments(rest)
-
-
 def spread_experts(model: PreTrainedModel, degree: int, world_size: int) -> ParallelPlan:
     """Returns a plan in which `degree` ranks share the experts of each layer that has some."""
     adapter = adapter_for(model)
@@ -61,7 +53,9 @@ def spread_experts(model: PreTrainedModel, degree: int, world_size: int) -> Para
 
 
 def main() -> None:
-    expert_args, model_args, data_args, training_args = parse_arguments(sys.argv[1:])
+    expert_args, model_args, data_args, training_args = train_clm.parse_arguments(
+        sys.argv[1:], (ExpertArguments, *train_clm.ARGUMENTS)
+    )
     train_clm.start(model_args, training_args)
     tokenizer, rows = train_clm.prepare(model_args, data_args, training_args)
     model = train_clm.get_model(model_args, tokenizer)

@@ -31,6 +31,9 @@ class ThroughputCallback(ProgressCallback):
         if "loss" in logs and tokens:
             shown.append(f"{tokens / (time.perf_counter() - self._started_at):,.0f} tokens/s")
             self._start(state)
+        if "shared_tokens_percent" in logs:
+            ranks = logs["largest_group_ranks"]
+            shown.append(f"{logs['shared_tokens_percent']:.0f}% of tokens shared by up to {ranks} ranks")
         if len(shown) > 1:
             self.training_bar.write(" | ".join(shown))
 

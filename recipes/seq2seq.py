@@ -28,7 +28,6 @@ from transformers import (
     AutoConfig,
     AutoModelForSeq2SeqLM,
     DataCollatorForSeq2Seq,
-    HfArgumentParser,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -45,14 +44,6 @@ class PairArguments:
     source_column: str = field(default="source", metadata={"help": "The column with the texts to read."})
     target_column: str = field(default="target", metadata={"help": "The column with the texts to write."})
     max_target_length: int = field(default=64, metadata={"help": "Longest target, in tokens."})
-
-
-def parse_arguments(argv: list[str]):
-    """Takes the arguments of this script, and leaves the others to train_clm.py."""
-    pairs, rest = HfArgumentParser(PairArguments).parse_args_into_dataclasses(
-        argv, return_remaining_strings=True, look_for_args_file=False
-    )
-    return pairs, *train_clm.parse_arguments(rest)
 
 
 def get_model(args: train_clm.ModelArguments, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel | str:
@@ -85,7 +76,9 @@ def tokenized(
 
 
 def main() -> None:
-    pair_args, model_args, data_args, training_args = parse_arguments(sys.argv[1:])
+    pair_args, model_args, data_args, training_args = train_clm.parse_arguments(
+        sys.argv[1:], (PairArguments, *train_clm.ARGUMENTS)
+    )
     train_clm.start(model_args, training_args)
     cache = Path(training_args.output_dir) / "cache"
     with training_args.main_process_first(desc="tokenizer and rows"):

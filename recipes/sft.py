@@ -46,8 +46,8 @@ CHAT_TEMPLATE = """\
 
 
 @dataclass
-class ChatArguments:
-    """The model, its adapters, and the conversations."""
+class AdaptedModelArguments:
+    """The model, its adapters, and the size of the dataset."""
 
     model_name_or_path: str = field(metadata={"help": "A pretrained model, local or on the Hub."})
     dtype: Literal["float32", "bfloat16"] = field(default="float32", metadata={"help": "Type of the weights."})
@@ -56,7 +56,6 @@ class ChatArguments:
         metadata={"help": "python-stdlib, a json, jsonl or parquet file, or a dataset on the Hub."},
     )
     dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset."})
-    messages_column: str = field(default="messages", metadata={"help": "The column with the conversations."})
     validation_split_percentage: float = field(
         default=2.0, metadata={"help": "Share set aside if the dataset has no validation split."}
     )
@@ -68,6 +67,13 @@ class ChatArguments:
     lora_target_modules: str = field(
         default="all-linear", metadata={"help": "Names of modules, with commas between them, or all-linear."}
     )
+
+
+@dataclass
+class ChatArguments(AdaptedModelArguments):
+    """These, and where the conversations are."""
+
+    messages_column: str = field(default="messages", metadata={"help": "The column with the conversations."})
 
 
 @dataclass
@@ -89,7 +95,7 @@ def get_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def get_model(args: ChatArguments, training_args: SFTArguments) -> PreTrainedModel | str:
+def get_model(args: AdaptedModelArguments, training_args: SFTConfig) -> PreTrainedModel | str:
     """Returns the model, or without adapters its name: each rank then reads only its own weights."""
     options = {"dtype": args.dtype} | (training_args.model_init_kwargs or {})
     if args.lora_rank == 0:
@@ -99,7 +105,7 @@ def get_model(args: ChatArguments, training_args: SFTArguments) -> PreTrainedMod
     return AutoModelForCausalLM.from_pretrained(args.model_name_or_path, **options)
 
 
-def adapters(args: ChatArguments) -> LoraConfig | None:
+def adapters(args: AdaptedModelArguments) -> LoraConfig | None:
     """Returns the configuration of the adapters; None if all weights are trained."""
     if args.lora_rank == 0:
         return None
@@ -113,15 +119,20 @@ def adapters(args: ChatArguments) -> LoraConfig | None:
     )
 
 
+def limited(rows: DatasetDict, args: AdaptedModelArguments) -> DatasetDict:
+    """Returns the first rows to train and to evaluate, as many as the arguments allow."""
+    for split, limit in (("train", args.max_train_rows), ("validation", args.max_eval_rows)):
+        if limit is not None:
+            rows[split] = rows[split].select(range(min(limit, len(rows[split]))))
+    return rows
+
+
 def get_chats(args: ChatArguments, seed: int) -> DatasetDict:
     """Returns the conversations to train and to evaluate."""
     chats = load_chats(
         args.dataset_name, args.dataset_config_name, args.messages_column, args.validation_split_percentage, seed
     )
-    for split, limit in (("train", args.max_train_rows), ("validation", args.max_eval_rows)):
-        if limit is not None:
-            chats[split] = chats[split].select(range(min(limit, len(chats[split]))))
-    return chats
+    return limited(chats, args)
 
 
 def main() -> None:

@@ -104,18 +104,21 @@ class DataArguments:
     max_eval_rows: int | None = field(default=None, metadata={"help": "Largest number of rows to evaluate."})
 
 
-def parse_arguments(
-    argv: list[str], kinds: tuple[type, ...] = (ModelArguments, DataArguments, GalvatronTrainingArguments)
-) -> tuple:
+ARGUMENTS = (ModelArguments, DataArguments, GalvatronTrainingArguments)
+
+
+def parse_arguments(argv: list[str], kinds: tuple[type, ...] = ARGUMENTS) -> tuple:
     """Reads the YAML file if the first argument is one, then the command line; returns arguments of each kind. The
     last kind is that of the Trainer's.
     """
     parser = HfArgumentParser(kinds)
     if argv and argv[0].endswith((".yaml", ".yml")):
         values = yaml.safe_load(Path(argv[0]).read_text())
-        known = {action.dest for action in parser._actions}
-        if unknown := sorted(set(values) - known):
+        actions = {action.dest: action for action in parser._actions}
+        if unknown := sorted(set(values) - set(actions)):
             raise ValueError(f"{argv[0]} has the unknown arguments {unknown}: remove them or see --help.")
+        for name in values:
+            actions[name].required = False  # what the file gives need not be on the command line
         parser.set_defaults(**values)
         argv = argv[1:]
     *others, training_args = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)

@@ -58,4 +58,31 @@ def test_the_cluster_notebook_predicts_what_its_file_holds(tmp_path):
 
     path = NOTEBOOKS / "plan_a_cluster.ipynb"
     held = figures(nbformat.read(path, as_version=4))
-    assert figures(execute(path, tmp_path)) == held and len(held) == 4
+    assert figures(execute(path, tmp_path)) == held and len(held) == 6
+
+
+@pytest.mark.slow
+def test_packed_training_is_faster_than_padded_and_the_same(tmp_path):
+    execute(NOTEBOOKS / "long_tailed_data.ipynb", tmp_path)
+    runs = json.loads((tmp_path / "runs.json").read_text())
+    assert len(runs) == 3 and all(run["none"]["seconds"] > run["static"]["seconds"] for run in runs)
+    for run in runs:
+        assert run["static"]["losses"] == pytest.approx(run["none"]["losses"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_loss_of_routers_evens_them_and_fewer_hashes_send_less(tmp_path):
+    printed = "".join(_printed(execute(NOTEBOOKS / "experts.ipynb", tmp_path)))
+    free, balanced = (float(share) for share in re.findall(r"the fullest expert gets ([\d.]+) times", printed))
+    assert 1 < balanced < free - 0.5
+    runs = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert all(1 <= run["imbalance"] <= 2 for run in runs.values())  # two ranks
+    sent = [runs[f"lsh{hashes}"]["logs"][-1]["expert_rows_sent"] for hashes in (2, 8, 16)]
+    assert sent == sorted(sent) and 0 < sent[0] < sent[-1] < 1
+
+
+@pytest.mark.slow
+def test_a_predicted_step_is_computed_by_hand(tmp_path):
+    printed = "".join(_printed(execute(NOTEBOOKS / "reading_a_profile.ipynb", tmp_path)))
+    by_hand, predicted = re.search(r"by hand ([\d.]+) ms, predicted ([\d.]+) ms", printed).groups()
+    assert float(by_hand) == pytest.approx(float(predicted), rel=1e-6) and float(predicted) > 1

@@ -284,6 +284,13 @@ def test_unknown_name_in_the_file_is_refused(tmp_path):
         train_clm.parse_arguments([str(tmp_path / "run.yaml")])
 
 
+def test_the_file_may_have_a_recipes_own_arguments(tmp_path):
+    (tmp_path / "run.yaml").write_text("expert_degree: 4\nmax_length: 64\n")
+    kinds = (moe.ExpertArguments, *train_clm.ARGUMENTS)
+    experts, _, data, _ = train_clm.parse_arguments([str(tmp_path / "run.yaml"), "--max_length=32"], kinds)
+    assert (experts.expert_degree, data.max_length) == (4, 32)
+
+
 def _quickstart() -> dict:
     return yaml.safe_load((RECIPES / "quickstart.yaml").read_text())
 
@@ -352,6 +359,14 @@ def test_throughput_is_tokens_over_seconds_since_the_line_before(monkeypatch, ca
     assert lines == ["step 1/4 | loss 1.5 | 500 tokens/s", "step 2/4 | loss 1.5 | 1,000 tokens/s"]
 
 
+def test_tokens_that_ranks_share_are_shown(capsys):
+    callback, state = progress.ThroughputCallback(), TrainerState(max_steps=2)
+    callback.on_train_begin(None, state, TrainerControl())
+    callback.on_log(None, state, None, logs={"loss": 1.5, "shared_tokens_percent": 41.5, "largest_group_ranks": 3})
+    callback.on_train_end(None, state, TrainerControl())
+    assert "loss 1.5 | 42% of tokens shared by up to 3 ranks" in capsys.readouterr().out
+
+
 SMALL_RUN = [
     "--vocab_size=300",
     "--max_length=32",
@@ -366,7 +381,7 @@ SMALL_RUN = [
 ]
 
 
-def _corpus(folder: Path) -> str:
+def corpus_folder(folder: Path) -> str:
     folder.mkdir()
     for i, document in enumerate(DOCUMENTS):
         (folder / f"{i}.py").write_text(document)
@@ -391,7 +406,7 @@ def test_one_process_trains_saves_and_generates(tmp_path, monkeypatch):
         "train_clm.py",
         str(RECIPES / "quickstart.yaml"),
         "--dataset_name",
-        _corpus(tmp_path / "corpus"),
+        corpus_folder(tmp_path / "corpus"),
         *SMALL_RUN,
     ]
     argv += ["--parallel_plan=auto", "--max_steps=20", "--eval_steps=20", "--save_steps=20"]
@@ -409,7 +424,8 @@ EXPERTS_RUN = [
 
 
 def test_a_model_with_experts_is_trained_saved_and_loaded(tmp_path, monkeypatch):
-    argv = ["moe.py", str(RECIPES / "moe.yaml"), "--expert_degree=1", "--dataset_name", _corpus(tmp_path / "corpus")]
+    argv = ["moe.py", str(RECIPES / "moe.yaml"), "--expert_degree=1"]
+    argv += ["--dataset_name", corpus_folder(tmp_path / "corpus")]
     argv += [*EXPERTS_RUN, "--max_steps=10", "--eval_steps=10", "--save_steps=10", f"--output_dir={tmp_path / 'run'}"]
     monkeypatch.setattr(sys, "argv", argv)
     run_ranks(moe.main, 1)
@@ -557,7 +573,7 @@ def test_four_launched_ranks_train_with_experts(tmp_path):
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "recipes/accelerate/cpu4.yaml"]
     command += ["--main_process_port", "0", "recipes/moe.py", "recipes/moe.yaml", *EXPERTS_RUN, "--expert_degree=4"]
     command += ["--max_steps=10", "--eval_steps=10", "--save_steps=10", f"--output_dir={tmp_path / 'run'}"]
-    command += ["--dataset_name", _corpus(tmp_path / "corpus")]
+    command += ["--dataset_name", corpus_folder(tmp_path / "corpus")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path / "hf-cache")}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-4000:]
@@ -571,7 +587,7 @@ def test_four_launched_ranks_train_under_a_plan_of_every_kind(tmp_path):
     command += ["--main_process_port", "0", "recipes/train_clm.py", "recipes/quickstart.yaml", *SMALL_RUN]
     command += ["--max_steps=10", "--eval_steps=10", "--save_steps=10", f"--output_dir={tmp_path / 'run'}"]
     command += ["--parallel_plan=recipes/plans/mixed-4cpu.json"]
-    command += ["--dataset_name", _corpus(tmp_path / "corpus")]
+    command += ["--dataset_name", corpus_folder(tmp_path / "corpus")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(tmp_path / "hf-cache")}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-4000:]
