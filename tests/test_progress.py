@@ -1,9 +1,12 @@
 # Copyright 2026 The galvatron-hf team.
 # SPDX-License-Identifier: Apache-2.0
-"""Bars are drawn on the standard error of a terminal, and leave nothing anywhere else."""
+"""Bars are drawn on the standard error of a terminal; what takes long prints lines anywhere else."""
+
+import time
 
 import pytest
 
+from galvatron_hf.utils import progress
 from galvatron_hf.utils.progress import at_work, progress_bar
 
 
@@ -19,3 +22,17 @@ def test_a_bar_is_drawn_on_a_terminal_alone(capsys, monkeypatch, terminal, shown
     out, err = capsys.readouterr()
     assert out == ""
     assert ("weighing" in err and "100%" in err and "thinking" in err) if terminal and shown else err == ""
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_what_takes_long_prints_lines_where_there_is_no_terminal(capsys, monkeypatch, shown):
+    monkeypatch.setenv("TTY_COMPATIBLE", "0")
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.05)
+    with progress_bar(1_000, shown) as step:
+        step("weighing")
+        time.sleep(0.06)
+        step("weighing")
+        step("weighing")
+    with at_work("thinking") if shown else progress_bar(1, False):
+        time.sleep(0.2)
+    assert capsys.readouterr() == ("", "weighing: 2 of 1000\nthinking\n" if shown else "")
