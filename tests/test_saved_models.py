@@ -95,7 +95,7 @@ def test_saved_model_opens_anywhere_with_the_trained_weights(saved):
 
 def test_hub_gets_the_files_that_plain_trainer_sends(tmp_path):
     def without_plan(pushed):
-        extra = {"parallel_plan.json", "manifest.json"}
+        extra = {"parallel_plan.json", "training_run.json", "manifest.json"}
         return [(path, sorted(set(names) - extra)) for path, names in pushed]
 
     first, *others = on_ranks(lambda: push(tmp_path / "ranks", light_plan(2)), 2)

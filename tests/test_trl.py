@@ -26,7 +26,7 @@ from trainer_runs import Logs, on_ranks
 trl = pytest.importorskip("trl", reason="trl is not installed")
 
 ROWS = 8  # of a batch of all ranks
-_TIMES = ("time", "per_second", "flos")
+_TIMES = ("time", "per_second", "flos", "step_ms")
 NAMES = ("DPO", "KTO", "SFT")
 
 

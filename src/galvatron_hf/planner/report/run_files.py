@@ -80,7 +80,7 @@ class TrainingRun:
         deal (`dict`, *optional*): the documents of the last packed step: their `lengths`, the indices on each rank of
             each micro-batch (`micro_batches`), those that ranks share (`shared`: index, ranks, execution), and the
             `predicted_imbalance`.
-        trace (`str`, *optional*): the folder of the run's `timeline.json`.
+        trace (`str`, *optional*): the folder of the run's `timeline.json`, from the output folder on.
         model (`str`, *optional*): name of the model's class.
     """
 

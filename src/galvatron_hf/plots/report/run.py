@@ -154,7 +154,7 @@ def _priced(plan: ParallelPlan) -> ParallelPlan:
 
 def _with_trace(found: RunReport, root: Path, trace: str | os.PathLike | None) -> RunReport:
     recorded = [found.run.trace] if found.run and found.run.trace else []
-    places = [Path(trace)] if trace is not None else [root, *map(Path, recorded)]
+    places = [Path(trace)] if trace is not None else [root, *(root / one for one in recorded)]
     for place in places:
         file = place / "timeline.json" if place.is_dir() else place
         if file.is_file():

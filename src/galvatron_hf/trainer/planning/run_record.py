@@ -61,7 +61,7 @@ def write_run(
         outcome=compared or None,
         step_ms=list(step_ms)[-MOST_STEPS:],
         deal=None if placed is None else _deal(*placed),
-        trace=None if not trace else os.path.abspath(trace),
+        trace=None if not trace else os.path.relpath(trace, args.output_dir),
         model=type(model).__name__,
     )
     _write(run.to_json, args, RUN_FILE)
