@@ -32,13 +32,13 @@ def tell(text: str, shown: bool, *, result: bool = False) -> None:
 @contextlib.contextmanager
 def progress_bar(steps: int, shown: bool) -> Iterator[Step]:
     """Yields a function that advances a bar by one step and shows its name. Where there is no terminal it prints lines
-    instead, the first one after a second; nothing unless `shown`.
+    instead, the first one after a second. Nothing is shown unless `shown`, nor in a notebook, which would keep it.
     """
     from rich.console import Console
     from rich.progress import Progress
 
     console = Console(stderr=True)
-    if not shown:
+    if not shown or console.is_jupyter:
         yield lambda what: None
     elif not console.is_terminal:
         yield _Lines(steps)
@@ -69,7 +69,7 @@ def at_work(what: str) -> Iterator[None]:
     from rich.console import Console
 
     console = Console(stderr=True)
-    if console.is_terminal:
+    if console.is_terminal or console.is_jupyter:
         with console.status(what):
             yield
         return
