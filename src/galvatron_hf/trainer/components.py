@@ -14,11 +14,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer_callback import CallbackHandler
+from transformers.utils import logging
 
 from galvatron_hf.data.lengths import sequence_lengths
 from galvatron_hf.data.loader import read_once
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.lora import inner_model
+from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.validate import check_model, check_plan, sharing_obstacle
 from galvatron_hf.plan import ParallelPlan, SequenceGroups
 from galvatron_hf.profiler.trace.small_models import empty_model
@@ -47,6 +49,8 @@ from galvatron_hf.utils.progress import tell
 if TYPE_CHECKING:
     from galvatron_hf.trainer.mixin import GalvatronMixin
 
+
+logger = logging.get_logger(__name__)
 
 _PREPARE = ("_prepare_inputs", "_prepare_input")  # Trainer's methods that batches go through
 
@@ -147,9 +151,21 @@ def _pace(trainer: GalvatronMixin) -> Pace:
         device=args.device,
         devices=args.world_size,
         dtype=parallel.resolved.precision.compute,
-        flops=lambda: TrainingFlops.of(empty_model(parallel.model.config, parallel.family)),
+        flops=lambda: _training_flops(parallel),
         predicted=prediction(plan) if is_predicted(plan, rows) else None,
     )
+
+
+def _training_flops(parallel: ParallelModel) -> TrainingFlops | None:
+    """Returns the FLOPs of a model; None, with a warning, for a family in which they cannot be counted."""
+    try:
+        return TrainingFlops.of(empty_model(parallel.model.config, parallel.family))
+    except Exception as error:  # of a family's forward: any; training needs no MFU
+        logger.warning_once(
+            f"mfu_percent is not logged, because the FLOPs of {parallel.family.__name__} cannot be counted "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:120]})."
+        )
+        return None
 
 
 def auto_planner(trainer: GalvatronMixin) -> AutoPlanner:

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from galvatron_hf.profiler.profiles.devices import device_of_name
 from galvatron_hf.profiler.trace.training_flops import TrainingFlops
+from galvatron_hf.utils.machine import device_name
 from galvatron_hf.utils.units import GIB
 
 
@@ -92,5 +93,5 @@ def _predictions(noted: Mapping[str, Any]) -> dict[str, float]:
 
 def _peak_flops(device: torch.device, dtype: str) -> float:
     """Returns the FLOP/s of a GPU's data sheet; 0 if they are not known."""
-    known = device_of_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    known = device_of_name(device_name(device)) if device.type == "cuda" else None
     return 0.0 if known is None else known.peak_flops.get(dtype, 0.0)
