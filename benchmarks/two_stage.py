@@ -192,7 +192,8 @@ def run_seed(seed: int, options: argparse.Namespace, folder: Path) -> dict:
         kinds.update((kind, line["times"]) for line in lines)
         draw.shuffle(lines)
         cut = round(0.6 * len(lines))
-        parts["fine-tuned"] += lines[:cut]
+        if kind != UNKNOWN or not options.without_unknown:
+            parts["fine-tuned"] += lines[:cut]
         parts["held out"] += lines[cut:]
 
     rows = parts["fine-tuned"]
@@ -268,6 +269,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=5e-4, help="learning rate of fine-tuning")
     parser.add_argument("--epochs", type=int, default=8, help="of one stage")
     parser.add_argument("--replay_share", type=float, default=0.25)
+    parser.add_argument("--without_unknown", action="store_true", help="do not fine-tune on unknown facts")
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--results", type=Path, help="file of finished seeds; a later call adds those that it lacks")
