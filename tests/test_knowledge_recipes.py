@@ -157,6 +157,21 @@ def test_stages_have_their_questions():
     assert two_stage.choose("second", first, others, 0.25, seed=0) == second
 
 
+def test_other_questions_are_not_in_the_first_stage(tmp_path):
+    for name, lines in (("mastery", lines_of(PARTLY, 4)), ("other", lines_of(UNKNOWN, 2))):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    counts = {}
+    for stage in ("first", "second", "single"):
+        args = two_stage.StageArguments(
+            stage=stage,
+            model_name_or_path="model",
+            mastery_file=str(tmp_path / "mastery.jsonl"),
+            other_file=str(tmp_path / "other.jsonl"),
+        )
+        counts[stage] = len(two_stage.stage_lines(args, seed=0))
+    assert counts == {"first": 4, "second": 2 + 1, "single": 6}
+
+
 def test_a_stage_without_questions_is_refused(tmp_path):
     path = tmp_path / "mastery.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in lines_of(UNKNOWN, 2)))
@@ -208,21 +223,19 @@ def test_both_stages_on_two_ranks_have_the_losses_of_plain_trainer(tmp_path, mon
         for index in range(SUBJECTS)
     ]
     (tmp_path / "mastery.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
-    source = tmp_path / "base"
-    for stage in ("first", "second"):
+    for stage, source in (("first", "base"), ("second", "first"), ("single", "base")):
         argv = [
             "two_stage.py",
             str(RECIPES / "knowledge" / "two_stage.yaml"),
             f"--stage={stage}",
             "--prompt={question} :",
         ]
-        argv += [f"--mastery_file={tmp_path / 'mastery.jsonl'}", f"--model_name_or_path={source}"]
+        argv += [f"--mastery_file={tmp_path / 'mastery.jsonl'}", f"--model_name_or_path={tmp_path / source}"]
         argv += ["--replay_share=1.0", "--parallel_plan=ddp", "--per_device_train_batch_size=4", "--disable_tqdm=true"]
         argv += [f"--{name}={value}" for name, value in TRAINING.items()]
         monkeypatch.setattr(sys, "argv", [*argv, f"--output_dir={tmp_path / stage}"])
         run_ranks(two_stage.main, 2)
-        source = tmp_path / stage
-    assert len(losses_of(tmp_path / "first")) == 12 and len(losses_of(tmp_path / "second")) == 36
+    assert [len(losses_of(tmp_path / stage)) for stage in ("first", "second", "single")] == [12, 36, 36]
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "first")
     chosen = two_stage.choose("second", lines[:8], lines[8:], 1.0, seed=3)

@@ -3,9 +3,9 @@
 """
 Fine-tunes a causal language model in two stages, on questions that it has mastered partly and then on the others.
 
-The method is after arXiv 2410.05802; docs/two-stage.md has the differences. `classify_mastery.py` writes mastery.jsonl. The
-first stage trains the partly mastered questions, the second one the others with a share of the first stage's rows again.
-Each stage is a run of its own, and the second one starts from the first one's output. Two CPU ranks:
+The method is after arXiv 2410.05802; docs/two-stage.md has the differences. classify_mastery.py writes mastery.jsonl.
+The first stage trains the partly mastered questions, the second one the others with a share of the first stage's rows
+again. Each stage is a run of its own, and the second one starts from the first one's output. Two CPU ranks:
 
     LAUNCH="accelerate launch --config_file recipes/accelerate/cpu4.yaml --num_processes 2"
     $LAUNCH recipes/knowledge/two_stage.py recipes/knowledge/two_stage.yaml --stage first --num_train_epochs 6 \\
