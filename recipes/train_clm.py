@@ -107,10 +107,8 @@ class DataArguments:
 ARGUMENTS = (ModelArguments, DataArguments, GalvatronTrainingArguments)
 
 
-def parse_arguments(argv: list[str], kinds: tuple[type, ...] = ARGUMENTS) -> tuple:
-    """Reads the YAML file if the first argument is one, then the command line; returns arguments of each kind. The
-    last kind is that of the Trainer's.
-    """
+def read_arguments(argv: list[str], kinds: tuple[type, ...]) -> tuple:
+    """Reads the YAML file if the first argument is one, then the command line; returns arguments of each kind."""
     parser = HfArgumentParser(kinds)
     if argv and argv[0].endswith((".yaml", ".yml")):
         values = yaml.safe_load(Path(argv[0]).read_text())
@@ -121,7 +119,12 @@ def parse_arguments(argv: list[str], kinds: tuple[type, ...] = ARGUMENTS) -> tup
             actions[name].required = False  # what the file gives need not be on the command line
         parser.set_defaults(**values)
         argv = argv[1:]
-    *others, training_args = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    return parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+
+
+def parse_arguments(argv: list[str], kinds: tuple[type, ...] = ARGUMENTS) -> tuple:
+    """Reads arguments as [`read_arguments`] does. The last kind is that of the Trainer's."""
+    *others, training_args = read_arguments(argv, kinds)
     if training_args.include_num_input_tokens_seen == "all":
         # The parser treats this field as a flag; throughput counts useful tokens.
         training_args.include_num_input_tokens_seen = "non_padding"
