@@ -155,7 +155,7 @@ def _install(seen: Seen) -> None:
         "get_rng_state": lambda device=None: generator.get_state(),
         "set_rng_state": lambda state, device=None: generator.set_state(state),
         "get_device_capability": lambda device=None: (9, 0),
-        "get_device_name": lambda device=None: "NVIDIA H100 80GB HBM3",
+        "get_device_name": lambda device=None: "a GPU that is not there",
     }
     for name, value in values.items():
         setattr(cuda, name, value)

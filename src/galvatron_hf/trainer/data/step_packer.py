@@ -55,7 +55,7 @@ class StepPacker:
     Args:
         known_lengths (`Callable`): returns the tokens of the training set's rows, or None if they are not known.
         prepare (`Callable`): moves a batch to the device, as Trainer's `_prepare_inputs`.
-        count (`Callable`): is called with the real tokens of each document, or row, of a step.
+        count (`Callable`): is called with a function that returns the real tokens of each document, or row, of a step.
         plans ([`StepPlans`], *optional*): the plans of steps; by default that of `parallel` alone.
         stateful_loader (`bool`): the loader's own state is saved, so it must not be read ahead.
         may_change (`Callable`): returns whether something may change the dataset's rows between two steps.
@@ -69,7 +69,7 @@ class StepPacker:
     known_lengths: Callable[[], np.ndarray | None]
     dataset_rows: Callable[[], DatasetRows]
     prepare: Callable[[dict[str, Any]], dict[str, Any]]
-    count: Callable[[np.ndarray], None] = lambda lengths: None
+    count: Callable[[Callable[[], np.ndarray]], None] = lambda lengths: None
     plans: StepPlans | None = None
     stateful_loader: bool = False
     may_change: Callable[[], bool] = lambda: False
@@ -250,12 +250,12 @@ class StepPacker:
         parallel.keep_rings(placement is not None and step.placement.keeps_rings)
         if placement is None:
             batch = join(list(step.batches), pad_token_id(self.parallel.model))
-            self.count(_row_tokens(batch))
+            self.count(lambda: _row_tokens(batch))
             return replace(step, batch=self.prepare(batch))
         sequences = Sequences.from_batches(step.batches, self.parallel.packing)
         sequences = self._limited(sequences, step.placement.longest, step.placement.limit)
         self.cut_sequences += sequences.cut
-        self.count(sequences.lengths)
+        self.count(lambda: sequences.lengths)
         self.last_placed = step.placement, sequences.lengths
         parts, items = self._micro_batches(sequences, placement), step.num_items
         if self._record is not None:
@@ -383,10 +383,12 @@ def step_plans_of_checkpoint(folder: str, world_size: int) -> list[ParallelPlan]
 
 
 def _row_tokens(batch: Mapping[str, Any]) -> np.ndarray:
-    """Returns the real tokens of each row of a batch in the host's memory; empty if it has no tokens."""
+    """Returns the tokens of each row of a batch, without padding if its mask is in the host's memory; empty if it has
+    none.
+    """
     mask, ids = batch.get("attention_mask"), batch.get("input_ids")
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
-        return mask.sum(dim=1).numpy(force=True)
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.device.type == "cpu":
+        return mask.sum(dim=1).numpy()
     return np.full(ids.shape[0], ids.shape[1]) if isinstance(ids, torch.Tensor) else np.zeros(0, dtype=np.int64)
 
 

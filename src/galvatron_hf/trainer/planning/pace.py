@@ -54,10 +54,10 @@ class Pace(TrainerCallback):
     def _forget(self) -> None:
         self._seconds, self._steps, self._work = 0.0, 0, 0.0
 
-    def count(self, lengths: np.ndarray) -> None:
-        """Counts the real tokens of each document of a step."""
+    def count(self, lengths: Callable[[], np.ndarray]) -> None:
+        """Counts a step; `lengths` returns the real tokens of each of its documents, and is called only for MFU."""
         if self._flops is not None:
-            self._work += self._flops.of_documents(lengths)
+            self._work += self._flops.of_documents(lengths())
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._began = time.perf_counter()
