@@ -58,9 +58,9 @@ def test_no_plan_of_any_context_degree_is_faster_than_the_one_found(world, layer
             assert found.step_ms == min(estimate.step_ms for estimate in fitting)
             again = estimate_plan(hardware, model, work, found.plan)
             assert (again.step_ms, again.memory_bytes) == (found.step_ms, found.memory_bytes)
-            assert sum(explain_plan(hardware, model, work, found.plan).step_ms().values()) == pytest.approx(
-                found.step_ms, rel=1e-9
-            )
+            parts = explain_plan(hardware, model, work, found.plan).step_ms()
+            assert sum(parts.values()) == pytest.approx(found.step_ms, rel=1e-9)
+            assert found.bubble_ms == pytest.approx(parts["bubble"], rel=1e-6, abs=1e-6)
             degrees.add(found.plan.layers[0].context)
             text = found.plan_with_prediction(work).to_json()
             assert ParallelPlan.from_json(text).layers == found.plan.layers
@@ -99,10 +99,11 @@ def test_quick_bounds_know_the_memory():
 
 def test_bounds_of_one_strategy_know_the_fullest_stage():
     """Compares them with the solution of each strategy, under budgets that leave few layers to the first stages."""
-    model, hardware = random_model(2, layers=6), random_hardware(2, world_size=4, memory_bytes=1 << 40)
+    hardware = random_hardware(2, world_size=4, memory_bytes=1 << 40)
     few = Limits(hybrid_sharding=False, tensor=1, sequence=("ulysses",), micro_batches=(1, 4), uniform=True)
     ruled_out = fits = 0
-    for pipeline, virtual in ((1, 1), (2, 1), (2, 3), (4, 1)):
+    for kinds, (pipeline, virtual) in itertools.product((1, 2), ((1, 1), (2, 1), (2, 3), (4, 1))):
+        model = random_model(2, layers=6, kinds=kinds)
         limits = replace(few, pipeline=(pipeline,), virtual_stages=virtual)
         for cut in _cuts(hardware, model, workload(4), limits):
             for problems in cut.problems(1 << 40):

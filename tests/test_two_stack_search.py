@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import T5Config, Trainer
+from transformers import T5Config, T5ForConditionalGeneration, Trainer
 
 from encoder_decoder_models import ENCODER_DECODERS
 from galvatron_hf import ParallelPlan
@@ -30,8 +30,9 @@ from galvatron_hf.profiler.trace.small_models import empty_model, layer_kinds
 from galvatron_hf.profiler.trace.tracing import profile_from_config
 from planner_cases import every_estimate, random_hardware, random_model, workload
 from test_encoder_decoder_trainer import Pairs, collate_pairs
+from test_predicted_memory import let_gloo_free_nothing
 from tiny_models import FAMILIES
-from trainer_runs import on_ranks, run
+from trainer_runs import on_ranks, run, trainer
 
 
 HIDDEN, INNER, MLP, LENGTH, TARGET = 64, 96, 160, 256, 64
@@ -80,6 +81,54 @@ def test_a_profile_says_what_each_stack_has_of_a_row(profile):
     assert not tables  # of the shared bias, which belongs to no layer
     assert ModelProfile.from_json(profile.to_json()) == profile
     assert "tokens of the decoder" in profile.made
+
+
+@pytest.mark.parametrize("tensor, recompute", [(1, "none"), (2, "none"), (1, "full")])
+def test_the_bias_that_a_stack_shares_is_in_its_activations_once(profile, tensor, recompute):
+    """Compares with the closed form: [1, heads of the rank, S, S] of each stack."""
+    assert [kind.bias_heads for kind in profile.kinds] == [4, 4]
+    without = replace(profile, kinds=tuple(replace(kind, bias_heads=0) for kind in profile.kinds))
+    strategy = LayerStrategy(sharding="replicate", tensor=tensor, recompute=recompute)
+    hardware, held = hardware_preset("cpu", 1, 4), []
+    for one in (profile, without):
+        costs = CostModel(hardware, one, WORK, 4, 16)
+        held.append(sum(costs.layer(kind, [strategy]).activation_bytes[0] for kind in one.layers))
+    assert held[0] - held[1] == pytest.approx(4 // tensor * (LENGTH**2 + TARGET**2) * 2)
+
+
+class LongPairs(torch.utils.data.Dataset):
+    """Holds pairs of 256 and 64 tokens."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: 1 + torch.arange(size) % 199 for name, size in (("input_ids", LENGTH), ("labels", TARGET))}
+
+
+@pytest.mark.slow
+def test_the_fullest_stage_of_a_pipeline_needs_the_memory_that_is_predicted(tmp_path):
+    """Without the bias it is predicted a tenth too small."""
+    config = T5Config(
+        d_model=64, d_kv=8, d_ff=128, num_heads=8, num_layers=4, vocab_size=500, dropout_rate=0, use_cache=False
+    )
+    config.decoder_start_token_id = 0
+    hardware, work = hardware_preset("cpu", 1, 2), replace(WORK, rows=8, precision=Precision(compute="fp32"))
+    found = profile_from_config(config, hardware, "fp32", length=LENGTH, target_length=TARGET, max_degree=1)
+    stages = dict(sharding="replicate", pipeline=2, micro_batches=8)
+    plan = ParallelPlan.uniform(2, found.stack_sizes, precision=work.precision, **stages)
+    plan = estimate_plan(hardware, found, work, plan).plan_with_prediction(work)
+
+    def work_of_rank() -> tuple[int, int]:
+        let_gloo_free_nothing()
+        options = dict(max_steps=2, packing="none")
+        data = dict(train_dataset=LongPairs(), data_collator=None, options=options)
+        made = trainer(tmp_path, plan, model=T5ForConditionalGeneration(config), **data)
+        made.train()
+        return made.plan_outcome.predicted_bytes[0], made.plan_outcome.measured_bytes[0]
+
+    predicted, measured = on_ranks(work_of_rank, 2)[0]
+    assert predicted == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.slow

@@ -129,12 +129,13 @@ class CostModel:
         forward, backward = self._computing(layer, strategy)
         region_forward, region_backward = self._regions(layer, strategy)
         saved, working, recomputed = self._activations(layer, strategy)
+        bias = self._bias_bytes(layer, strategy)
         return PassCosts(
             forward_ms=forward,
             backward_ms=backward,
             region_forward_ms=region_forward,
             region_backward_ms=region_backward,
-            saved_bytes=saved,
+            saved_bytes=saved + bias,
             working_bytes=working,
             recomputed_bytes=recomputed,
             released_bytes=0.0 if recomputed else saved,
@@ -403,6 +404,18 @@ class CostModel:
         kept_bytes = between * self.model.hidden * self.element if kept is None else shared * kept
         return kept_bytes + read_bytes, working, saved
 
+    def _bias_bytes(self, layer: LayerProfile, strategy: LayerStrategy) -> float:
+        """Returns a layer's part of the bias of scores [1, heads, S, S] that layers of its stack share in a stage:
+        of as many of them as stages have in the mean.
+        """
+        if not layer.bias_heads:
+            return 0.0
+        length = math.ceil(self.workload.length * layer.length_ratio)
+        heads = layer.bias_heads / (strategy.tensor * strategy.ulysses)
+        of_stack = sum(self.model.kinds[kind] is layer for kind in self.model.layers)
+        of_stage = len(self.model.layers) * self.ranks / self.hardware.world_size
+        return heads * length**2 * self.element / min(of_stack, max(1.0, of_stage))
+
     def least_layers_ms(self, strategies: Sequence[LayerStrategy]) -> float:
         """Returns the least compute of a micro-batch in all layers, forward and backward, under any strategy."""
         distinct = self._kept(strategies, ("distinct",), lambda: Grouped(strategies, _pass_key)).distinct
@@ -574,22 +587,8 @@ class CostModel:
         return self._boundary_bytes(self.workload.length)
 
     def stage_bytes(self, shape: StepShape) -> np.ndarray:
-        """Returns (p,) bytes that pipeline ranks hold besides their layers and ends: hidden states of boundaries, and
-        the bias of scores of each micro-batch in flight, with the gradient of one.
-        """
-        biases = [one for one in self._bias_bytes() if one]
-        bias = (sum if shape.pipeline == 1 else max)(biases) if biases else 0
-        return shape.boundary_copies() * self.boundary_bytes + (shape.in_flight() + 1) * bias
-
-    def _bias_bytes(self) -> list[int]:
-        """Returns the bytes of the bias [1, heads, S, S] of each stack, as a rank with all heads has it."""
-        found, first = [], 0
-        for count in self.model.stack_sizes.values():
-            layer = self.model.kinds[self.model.layers[first]]
-            length = math.ceil(self.workload.length * layer.length_ratio)
-            found.append(layer.bias_heads * length**2 * self.element)
-            first += count
-        return found
+        """Returns (p,) bytes of hidden states of boundaries that pipeline ranks hold besides their layers and ends."""
+        return shape.boundary_copies() * self.boundary_bytes
 
     def _boundary_bytes(self, length: int) -> int:
         # Between two stages of a decoder also the encoder's output goes on; elsewhere fewer states do.

@@ -41,7 +41,7 @@ class StageParts:
         state_bytes (`int`): weights, gradients and optimizer state.
         activation_bytes (`int`): activations of all micro-batches in flight.
         working_bytes (`int`): maximum of temporary memory over layers and ends.
-        boundary_bytes (`int`): hidden states between stages, and biases of scores that layers share.
+        boundary_bytes (`int`): hidden states between stages.
         bytes_by_kind (`dict[str, int]`): the same bytes by [`KINDS`]; their sum is `memory_bytes`. "weights" include
             gathered ones, "activations" the messages between stages.
     """
