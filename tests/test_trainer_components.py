@@ -504,6 +504,18 @@ def test_an_auto_planner_pads_rows_that_the_family_does_not_pack(tmp_path):
     assert mean_lengths == {"sequence-classification": 8, "token-classification": 6}
 
 
+def test_an_auto_planner_pads_rows_whose_rotary_embeddings_depend_on_the_longest(tmp_path):
+    rows = [{"input_ids": list(range(length))} for length in (4, 8, 8, 4)]
+    planner = AutoPlanner(
+        args=arguments(tmp_path, per_device_train_batch_size=4),
+        dataset=lambda: rows,
+        packing=lambda: ("auto", True),
+    )
+    scaled = dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)
+    models = FAMILIES["llama"].build(), FAMILIES["llama"].build(rope_parameters=scaled)
+    assert [planner.workload(model).mean_length for model in models] == [6, 8]
+
+
 def test_a_study_of_one_process_is_trainers_and_other_backends_are_refused():
     seen = []
     assert SharedStudy(0, 1).search(lambda *args: seen.append(args) or "best", 1, 2, 3, "min", "ray") == "best"
