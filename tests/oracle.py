@@ -38,7 +38,8 @@ PAD = 3
 
 # Wall-clock, and where the plain Trainer prepared its model.
 _TIMES = ("runtime", "per_second", "preparation_time")
-_OF_PACE = ("step_ms", "mfu_percent", "peak_memory_gib", "predicted_memory_gib", "predicted_bubble_percent")
+# What is logged of the speed of steps beside what plain Trainer logs.
+OF_PACE = ("step_ms", "mfu_percent", "peak_memory_gib", "predicted_memory_gib", "predicted_bubble_percent")
 # What only packing logs.
 _OF_PACKING = (
     "padding_percent",
@@ -294,7 +295,7 @@ def differences(seen: Outcome, wanted: Outcome, case: Case, relative: float = RE
 def _comparable(value: Any, counted: tuple[str, ...]) -> Any:
     """Leaves out times and pace, and what is counted from padded batches if the oracle has other batches."""
     if isinstance(value, dict):
-        left_out = (*_TIMES, *_OF_PACE, *_OF_PACKING, *counted)
+        left_out = (*_TIMES, *OF_PACE, *_OF_PACKING, *counted)
         return {k: _comparable(v, counted) for k, v in value.items() if not any(word in str(k) for word in left_out)}
     if isinstance(value, (list, tuple)):
         return [_comparable(item, counted) for item in value]

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from galvatron_hf.planner.cost.weight_costs import weight_costs
 from galvatron_hf.profiler.measure.model import config_digest
 from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.profiler.profiles.presets import hardware_preset
+from galvatron_hf.profiler.trace import tracing
 from galvatron_hf.profiler.trace.tracing import profile_from_config
 from tiny_models import FAMILIES
 
@@ -86,5 +88,11 @@ def test_the_commands_take_an_adapter(tmp_path, capsys):
 
     plain, with_adapter = found(), found("--adapter", str(tmp_path / "lora"))
     assert with_adapter["step_ms"] < plain["step_ms"]
-    assert main(["search", *case, "--adapter", str(tmp_path)]) == 1
+
+
+def test_a_folder_without_an_adapter_is_refused_before_the_model_is_traced(tmp_path, capsys):
+    FAMILIES["llama"].build(**LARGER).config.save_pretrained(tmp_path)
+    case = ["--model", str(tmp_path), "--cluster", "cpu", "--global-batch", "8", "--seq-length", "16"]
+    with mock.patch.object(tracing, "profile_from_config", side_effect=AssertionError("traced")):
+        assert main(["search", *case, "--adapter", str(tmp_path)]) == 1
     assert "has no adapter_config.json" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainingArguments
 
 from galvatron_hf.trainer.argument_refusals import check_arguments
 from galvatron_hf.trainer.argument_table import ARGUMENTS, as_markdown, unknown_arguments
-from oracle import Rows, collate
+from oracle import OF_PACE, Rows, collate
 from plans import light_plan, uniform
 from trainer_runs import arguments, on_ranks, run
 
@@ -153,7 +153,8 @@ NO_NUMBERS = [
     *("tf32", "torch_empty_cache_steps", "log_on_each_node", "log_level", "log_level_replica", "disable_tqdm"),
     *("run_name", "project", "dataloader_pin_memory", "ddp_backend", "ddp_timeout", "skip_memory_metrics"),
 ]
-_TIMES = re.compile("runtime|per_second|mem_|_time$|total_flos|^save|^placement|^planner|^padding|^useful|^predicted")
+_TIMES = "runtime|per_second|mem_|_time$|total_flos|^save|^placement|^planner|^padding|^useful|^predicted"
+_NOT_COMPARED = re.compile("|".join((_TIMES, *OF_PACE)))
 
 
 def test_every_argument_has_its_row():
@@ -257,7 +258,7 @@ def collated_without(rows: list[dict[str, Any]], column: str) -> dict[str, Any]:
 
 
 def _kept(log: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in log.items() if not _TIMES.search(key)}
+    return {key: value for key, value in log.items() if not _NOT_COMPARED.search(key)}
 
 
 def differences(found: dict[str, Any], wanted: dict[str, Any], rel: float) -> list[str]:

@@ -16,7 +16,7 @@ from transformers import LlamaForSequenceClassification, PreTrainedModel
 from adapted_models import lora, randomise_adapters
 from galvatron_hf import GalvatronMixin
 from galvatron_hf.plan import ParallelPlan
-from oracle import Rows
+from oracle import OF_PACE, Rows
 from plans import light_plan, pipeline_plans, uniform
 from test_trainer_features import word_tokenizer
 from tiny_models import FAMILIES
@@ -26,7 +26,7 @@ from trainer_runs import Logs, on_ranks
 trl = pytest.importorskip("trl", reason="trl is not installed")
 
 ROWS = 8  # of a batch of all ranks
-_TIMES = ("time", "per_second", "flos", "step_ms")
+_TIMES = ("time", "per_second", "flos", *OF_PACE)
 NAMES = ("DPO", "KTO", "SFT")
 
 

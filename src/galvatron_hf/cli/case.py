@@ -7,12 +7,10 @@ No GPU and no launcher is needed: presets or profiles stand for the cluster.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
@@ -180,12 +178,9 @@ def _profiles(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]
 def _traced(given: argparse.Namespace, hardware: HardwareProfile) -> ModelProfile:
     """Returns the profile of --model: one that an earlier command has kept, or the counts of a trace."""
     from galvatron_hf.profiler.trace.kept_traces import kept_trace
-    from galvatron_hf.profiler.trace.tracing import profile_from_config, read_config  # it imports torch
+    from galvatron_hf.profiler.trace.tracing import adapter_file, profile_from_config, read_config  # it imports torch
 
-    config, adapter = read_config(given.model), None
-    if given.adapter is not None:
-        with contextlib.suppress(OSError):  # told below
-            adapter = (Path(given.adapter) / "adapter_config.json").read_text()
+    config = read_config(given.model)
     options = dict(
         dtype=given.dtype or "bf16",
         length=given.seq_length,
@@ -198,7 +193,7 @@ def _traced(given: argparse.Namespace, hardware: HardwareProfile) -> ModelProfil
         **options,
         config=config.to_dict(),
         name=config.name_or_path,
-        adapter=adapter,
+        adapter=given.adapter and adapter_file(given.adapter).read_text(),
         hardware=json.loads(hardware.to_json()),
     )
     with at_work("tracing the model"):

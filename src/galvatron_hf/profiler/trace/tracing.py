@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -180,13 +181,20 @@ def with_adapter(model: PreTrainedModel, folder: str | os.PathLike) -> PreTraine
     """Adds the adapters of a folder's adapter_config.json to a model on the meta device."""
     from peft import PeftConfig, get_peft_model
 
-    if not os.path.isfile(os.path.join(folder, "adapter_config.json")):
-        raise ValueError(f"{str(folder)!r} has no adapter_config.json; give a folder that PEFT has written.")
+    adapter_file(folder)
     config = PeftConfig.from_pretrained(str(folder))
     config.inference_mode = False
     adapted = get_peft_model(model, config, low_cpu_mem_usage=True)
     check_adapters(adapted)
     return inner_model(adapted).train()
+
+
+def adapter_file(folder: str | os.PathLike) -> Path:
+    """Returns the path of the file that describes a folder's adapters; raises `ValueError` if there is none."""
+    path = Path(folder, "adapter_config.json")
+    if not path.is_file():
+        raise ValueError(f"{str(folder)!r} has no adapter_config.json; give a folder that PEFT has written.")
+    return path
 
 
 def read_config(source: PreTrainedConfig | str | os.PathLike) -> PreTrainedConfig:
