@@ -15,12 +15,10 @@ from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
 from galvatron_hf.plan.chunks import largest_share
 from galvatron_hf.plan.ring_traffic import RingTraffic
 from galvatron_hf.planner.cost import rings
-from galvatron_hf.planner.cost.cost_model import CostModel
+from galvatron_hf.planner.cost.cost_model import CostModel, CostModels
 from galvatron_hf.planner.estimate import estimate_plan
 from galvatron_hf.planner.report.explain import explain_plan
 from galvatron_hf.planner.search import _cuts, search_plan
-from galvatron_hf.planner.solver.cut_bounds import least_memory
-from galvatron_hf.planner.solver.dp import solve
 from galvatron_hf.planner.space import Limits
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile, Link
 from galvatron_hf.profiler.profiles.presets import hardware_preset
@@ -69,62 +67,12 @@ def test_no_plan_of_any_context_degree_is_faster_than_the_one_found(world, layer
     assert max(degrees) > 1
 
 
-@pytest.mark.parametrize("pipeline, virtual", [(1, 1), (2, 1), (2, 4)])
-def test_no_problem_is_cheaper_or_smaller_than_its_quick_bounds(pipeline, virtual):
-    for seed in range(2):
-        model = random_model(seed, layers=4, experts=seed == 1)
-        hardware = random_hardware(seed, world_size=4, memory_bytes=1 << 40)
-        limits = Limits(pipeline=(pipeline,), virtual_stages=virtual, hybrid_sharding=False, sequence=("ulysses",))
-        for cut in _cuts(hardware, model, workload(6, packed=True), limits):
-            for bound, problem in itertools.chain.from_iterable(cut.problems(1 << 40)):
-                assert cut.bound <= bound
-                assert problem.memory_bound <= least_memory(problem.build(1).problem)
-
-
-def test_quick_bounds_know_the_memory():
-    """Compares each problem's quick bound with its solution under budgets that are too little for the fastest one."""
-    model, hardware, raised = random_model(1, layers=3), random_hardware(1, world_size=4, memory_bytes=1 << 40), 0
-    few = Limits(hybrid_sharding=False, tensor=1, sequence=("ulysses",), micro_batches=(1, 3))
-    for (pipeline, virtual), uniform in itertools.product([(1, 1), (2, 1), (2, 3)], (False, True)):
-        limits = replace(few, pipeline=(pipeline,), virtual_stages=virtual, uniform=uniform)
-        for cut in _cuts(hardware, model, workload(6), limits):
-            for free, problem in itertools.chain.from_iterable(cut.problems(1 << 40)):
-                least = least_memory(problem.build(1).problem)
-                for budget in (int(1.02 * least), int(1.3 * least)):
-                    bound, cost = problem.bound(budget), solve(problem.build(budget).problem).cost
-                    assert cost is None or max(free, bound) <= cost
-                    raised += bound > free
-    assert raised
-
-
-def test_bounds_of_one_strategy_know_the_fullest_stage():
-    """Compares them with the solution of each strategy, under budgets that leave few layers to the first stages."""
-    hardware = random_hardware(2, world_size=4, memory_bytes=1 << 40)
-    few = Limits(hybrid_sharding=False, tensor=1, sequence=("ulysses",), micro_batches=(1, 4), uniform=True)
-    ruled_out = fits = 0
-    for kinds, (pipeline, virtual) in itertools.product((1, 2), ((1, 1), (2, 1), (2, 3), (4, 1))):
-        model = random_model(2, layers=6, kinds=kinds)
-        limits = replace(few, pipeline=(pipeline,), virtual_stages=virtual)
-        for cut in _cuts(hardware, model, workload(4), limits):
-            for problems in cut.problems(1 << 40):
-                every = [problem for _, problem in problems]
-                least = min(least_memory(problem.build(1).problem) for problem in every)
-                for budget in (least, int(1.2 * least), int(2 * least)):
-                    for problem in every:
-                        bound = problem._fullest_stage_bounds(budget).max()
-                        cost = solve(problem.build(budget).problem).cost
-                        assert bound <= (np.inf if cost is None else cost)
-                        ruled_out += bound == np.inf
-                        fits += cost is not None
-    assert ruled_out and fits
-
-
 def test_rows_that_are_not_packed_are_not_shared():
     hardware = random_hardware(0, world_size=4, memory_bytes=1 << 40)
     for model, packed, shared in itertools.product((True, False), (True, False), (True, False)):
         profile = replace(random_model(0, layers=2), shares_documents=model)
         limits = Limits(context=None if shared else (1,))
-        cuts = list(_cuts(hardware, profile, workload(1, packed=packed), limits))
+        cuts = list(_cuts(CostModels(hardware, profile, workload(1, packed=packed)), limits))
         degrees = {shape.context for cut in cuts for shape in cut.shapes}
         assert degrees == ({1, 2, 4} if model and packed and shared else {1})
 

@@ -16,6 +16,7 @@ from transformers import AutoConfig, LlamaConfig
 from galvatron_hf.cli.main import main
 from galvatron_hf.cli.stopping import Stop, stop_at_interrupt
 from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.planner.cost.cost_model import CostModels
 from galvatron_hf.planner.search import _cuts, search_plan
 from galvatron_hf.planner.simplify import simplest
 from galvatron_hf.planner.space import FEATURES, Limits
@@ -116,7 +117,7 @@ def test_strategies_that_are_forbidden_are_not_searched():
 
     def searched(limits: Limits) -> set[tuple[bool, str, bool]]:
         found = set()
-        for cut in _cuts(hardware, model, workload(8), limits):
+        for cut in _cuts(CostModels(hardware, model, workload(8)), limits):
             for one in (*cut.strategies, *itertools.chain(*cut.choices_of_ends)):
                 found.add((cut.shapes[0].pipeline > 1, one.sharding, one.shard_degree is not None))
         return found
@@ -126,8 +127,10 @@ def test_strategies_that_are_forbidden_are_not_searched():
     without = searched(Limits().without("zero3-in-pipeline"))
     assert without == {one for one in every if not (one[0] and one[1] == "zero3")}
     assert searched(Limits().without("hybrid-sharding")) == {one for one in every if not one[2]}
-    schedules = {shape.schedule for cut in _cuts(hardware, model, workload(8), Limits()) for shape in cut.shapes}
-    plain = _cuts(hardware, model, workload(8), Limits().without("interleaved"))
+    schedules = {
+        shape.schedule for cut in _cuts(CostModels(hardware, model, workload(8)), Limits()) for shape in cut.shapes
+    }
+    plain = _cuts(CostModels(hardware, model, workload(8)), Limits().without("interleaved"))
     assert {shape.schedule for cut in plain for shape in cut.shapes} == schedules - {"interleaved"} != schedules
     with pytest.raises(ValueError, match="a forbidden feature is 'zero4'"):
         Limits().without("zero4")

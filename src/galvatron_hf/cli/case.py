@@ -178,9 +178,8 @@ def _profiles(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile]
 def _traced(given: argparse.Namespace, hardware: HardwareProfile) -> ModelProfile:
     """Returns the profile of --model: one that an earlier command has kept, or the counts of a trace."""
     from galvatron_hf.profiler.trace.kept_traces import kept_trace
-    from galvatron_hf.profiler.trace.tracing import adapter_file, profile_from_config, read_config  # it imports torch
+    from galvatron_hf.profiler.trace.model_files import adapter_file, config_file
 
-    config = read_config(given.model)
     options = dict(
         dtype=given.dtype or "bf16",
         length=given.seq_length,
@@ -191,17 +190,27 @@ def _traced(given: argparse.Namespace, hardware: HardwareProfile) -> ModelProfil
     )
     circumstances = dict(
         **options,
-        config=config.to_dict(),
-        name=config.name_or_path,
+        name=given.model,
         adapter=given.adapter and adapter_file(given.adapter).read_text(),
         hardware=json.loads(hardware.to_json()),
     )
+
+    file, source = config_file(given.model), given.model
+    if file is None:
+        from galvatron_hf.profiler.trace.tracing import read_config  # it imports torch
+
+        source = read_config(given.model)
+        circumstances["config"] = source.to_dict()
+    else:
+        circumstances["config"] = file.read_text(errors="replace")
+
+    def traced() -> ModelProfile:
+        from galvatron_hf.profiler.trace.tracing import profile_from_config
+
+        return profile_from_config(source, hardware, adapter=given.adapter, **options)
+
     with at_work("tracing the model"):
-        return kept_trace(
-            cache_folder() / "traces",
-            circumstances,
-            lambda: profile_from_config(config, hardware, adapter=given.adapter, **options),
-        )
+        return kept_trace(cache_folder() / "traces", circumstances, traced)
 
 
 def _cluster_of(given: argparse.Namespace) -> tuple[int, int]:

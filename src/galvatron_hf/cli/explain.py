@@ -54,7 +54,9 @@ def run(given: argparse.Namespace) -> int:
         fastest.plan_with_prediction(workload).to_json(given.output)
     others = [
         Alternative(name="the fastest", best=result.best, least_memory_bytes=result.least_memory_bytes),
-        *alternatives(hardware, model, workload, memory_bytes=budget, virtual_stages=most, progress=True),
+        *alternatives(
+            hardware, model, workload, memory_bytes=budget, virtual_stages=most, progress=True, costs=result.costs
+        ),
     ]
     pace = throughput_of(hardware, model, workload, found.estimate.step_ms)
     if given.json:

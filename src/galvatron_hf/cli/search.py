@@ -141,8 +141,8 @@ def _search(
 def _values(given: argparse.Namespace, result: SearchResult, fastest: Estimate, stop: Stop) -> dict[str, Any]:
     case, budget, others = (result.hardware, result.model, result.workload), result.memory_bytes, []
     if given.compare:
-        most = result.limits.virtual_stages
-        others = alternatives(*case, memory_bytes=budget, virtual_stages=most, progress=True, stop=stop)
+        options = dict(virtual_stages=result.limits.virtual_stages, progress=True, stop=stop, costs=result.costs)
+        others = alternatives(*case, memory_bytes=budget, **options)
     plan = result.best.plan_with_prediction(result.workload)
     return priced(replace(result.best, plan=plan)) | {
         **throughput_of(*case, result.best.step_ms).values(given.tokens, given.price_per_hour),

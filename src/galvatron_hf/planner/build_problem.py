@@ -23,6 +23,9 @@ from galvatron_hf.planner.solver.stage_bounds import GRID
 from galvatron_hf.profiler.profiles.model import ModelProfile
 
 
+STAGE_GROUPS = 8  # that bound a problem together
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanProblem:
     """Holds a search problem on stages of `ranks` ranks with the strategies of its options, starts and finishes.
@@ -88,16 +91,29 @@ class UnsolvedProblem:
     def bound(self, budget: int) -> float:
         """Returns a lower bound of the cost of every solution within a budget in bytes of a rank. Changes of layout
         are free, and ranks share their memory: for a multiplier l >= 0, `cost + l * (memory - budget)` of all ranks is
-        at most the cost.
+        at most the cost. Without memory, stages have whole numbers of layers.
         """
-        return float(self._bounds(budget, lambda costs, counts: costs.min(axis=2) @ counts))
+        found = float(self._bounds(budget, _of_best))
+        if self.shape.pipeline == 1:
+            return found
+        layers = self._columns["first_cost"].min(axis=1)[self.kinds].tolist() * self.shape.virtual_stages
+        ends = (float(end.first_cost.min()) for end in (self._starts, self._finishes))
+        return max(found, round_down(self.shape.least_ms(layers, *ends)))
 
-    def _bounds(self, budget: int, of_layers: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
+    def closer_bound(self, budget: int) -> float:
+        """Returns a lower bound that knows how many micro-batches each stage holds: neighbouring stages share their
+        memory, and each of a few such groups has a multiplier of its own.
+        """
+        return float(self._bounds(budget, _of_best, groups=STAGE_GROUPS))
+
+    def _bounds(
+        self, budget: int, of_layers: Callable[[np.ndarray, np.ndarray], np.ndarray], groups: int = 1
+    ) -> np.ndarray:
         """Returns bounds (...) from costs of all layers: `of_layers` makes (P, ...) of (P, K, S) costs of a layer with
         P multipliers and of (K,) numbers of layers.
         """
         stages, counts = self.shape.pipeline, np.bincount(self.kinds, minlength=len(self._columns["state"]))
-        held, fixed = self._least_held()
+        held, fixed, sizes = self._least_held(groups)
         of_stages = [costs.sum() for costs in self._step.stages()]
 
         def least(first_weight: float, other_weight: float) -> np.ndarray:
@@ -108,13 +124,13 @@ class UnsolvedProblem:
 
             layers = weighted(self._columns["first_cost"], self._columns["other_cost"])
             scale = max(float(layers.min(axis=1) @ counts), 1.0) / (stages * budget)
-            multipliers = scale * GRID
-            rest = weighted(*of_stages) + multipliers * (fixed - stages * budget)
-            for end in (self._starts, self._finishes):
+            multipliers = self._multipliers(scale * GRID, layers, held, counts)
+            rest = weighted(*of_stages) + multipliers @ (fixed - sizes * budget)
+            for end, multiplier in ((self._starts, multipliers[:, 0]), (self._finishes, multipliers[:, -1])):
                 costs = weighted(end.first_cost, end.other_cost)
-                rest = rest + (costs + multipliers[:, None] * end.memory).min(axis=1)
-            found = of_layers(layers + multipliers[:, None, None] * held, counts)
-            return (found.T + rest).max(axis=-1)
+                rest = rest + (costs + multiplier[:, None] * end.memory).min(axis=1)
+            priced = (layers + multipliers[:, :, None, None] * held).min(axis=1)
+            return (of_layers(priced, counts).T + rest).max(axis=-1)
 
         if not self.shape.warmup().any():
             return round_down(least(1.0, 1 / stages))
@@ -123,46 +139,92 @@ class UnsolvedProblem:
         bounds = [least(share * step + (1 - share) / stages, (1 - share) / stages) for share in shares]
         return round_down(np.max(bounds, axis=0))
 
-    def _least_held(self) -> tuple[np.ndarray, float]:
-        """Returns (K, S) bytes that an option holds in the stage where it needs the least, and those that all ranks
-        hold together whatever the options.
+    @staticmethod
+    def _multipliers(grid: np.ndarray, layers: np.ndarray, held: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Returns multipliers (P, J) of groups of stages, with which a layer costs about the same in each group as in
+        the first one with the multipliers (P,) of a grid: else all layers would be in the group where it costs least.
+        """
+        if len(held) == 1:
+            return grid[:, None]
+        prices = np.stack([(layers + grid[:, None, None] * own).min(axis=2) @ counts for own in held])  # (J, P)
+        return np.stack([np.interp(prices[0], own, grid) for own in prices], axis=1)
+
+    def _least_held(self, groups: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns, for J groups of neighbouring stages, (J, K, S) bytes that an option holds in the stage where it
+        needs the least, (J,) those that the group's stages hold together whatever the options, and its (J,) stages.
         """
         shape, ends = self.shape, (self._starts, self._finishes)
         flight, reused = (values[:, None, None] for values in (shape.in_flight(), shape.reuse_count()))
         held = self._columns["state"] + flight * self._columns["activation"] - reused * self._columns["reused"]
         working = self._columns["working"].min(axis=1)[self.kinds]
         if shape.pipeline > 1:
-            most = shape.pipeline * working.min()
+            most = working.min()
         else:
             most = max(working.max(), *(end.working.min() for end in ends))
-        return held.min(axis=0), self.options.costs.stage_bytes(shape).sum() + most
+        fixed = self.options.costs.stage_bytes(shape) + most
+        first = np.arange(min(groups, shape.pipeline)) * shape.pipeline // min(groups, shape.pipeline)
+        sizes = np.diff(first, append=shape.pipeline)
+        return np.minimum.reduceat(held, first), np.add.reduceat(fixed, first), sizes
 
     @property
     def memory_bound(self) -> float:
         """Returns bytes of which some rank needs at least as many, whatever the cut: the mean of all pipeline ranks
         with options that need the least, and the least working memory.
         """
-        held, fixed = self._least_held()
+        held, fixed, _ = self._least_held()
         ends = sum(end.memory.min() for end in (self._starts, self._finishes))
-        return (held.min(axis=1)[self.kinds].sum() + ends + fixed) / self.shape.pipeline
+        return (held[0].min(axis=1)[self.kinds].sum() + ends + fixed[0]) / self.shape.pipeline
 
     def build(self, budget: int, *, prune: bool = True) -> PlanProblem:
         """Builds the whole problem for a budget in bytes of a rank. If `prune`, it leaves out strategies that cannot
         improve the best plan. Estimates of a given plan keep all.
         """
-        shape, options, costs = self.shape, self.options, self.options.costs
+        shape, options = self.shape, self.options
         starts, finishes, embeddings, heads = self._starts, self._finishes, options.embeddings, options.heads
         warmup = int(shape.warmup().max())
         if prune:
             embeddings, starts = _pruned_end(embeddings, starts, warmup)
             heads, finishes = _pruned_end(heads, finishes, warmup)
-        first_resharding, other_resharding = self._step.resharding()
+        problem = self._problem(budget, self._columns, starts, finishes, self._step.resharding())
+        strategies = self.strategies
+        if prune:
+            problem, strategies = _pruned_layers(problem, strategies, warmup)
+        return PlanProblem(
+            problem=problem,
+            shape=shape,
+            ranks=options.costs.ranks,
+            strategies=strategies,
+            embeddings=embeddings,
+            heads=heads,
+            padded=self.padded,
+        )
+
+    def without_moves(self, budget: int) -> SearchProblem:
+        """Builds the problem as if all strategies had one layout: no solution of the whole problem costs less than the
+        best of this one.
+        """
+        warmup = int(self.shape.warmup().max())
+        starts, finishes = (replace(end, layout=0 * end.layout) for end in (self._starts, self._finishes))
+        columns = self._columns | {"layout": 0 * self._columns["layout"]}
+        free = np.zeros((1, 1), dtype=np.int64)
+        problem = self._problem(budget, columns, starts, finishes, (free, free))
+        return problem.restricted(_front_of_layers(problem, warmup))
+
+    def _problem(
+        self,
+        budget: int,
+        columns: dict[str, np.ndarray],
+        starts: Options,
+        finishes: Options,
+        resharding: tuple[np.ndarray, np.ndarray],
+    ) -> SearchProblem:
+        shape, costs = self.shape, self.options.costs
         stage_first_cost, stage_other_cost = self._step.stages()
-        problem = SearchProblem(
+        return SearchProblem(
             kinds=self.kinds,
-            allowed=np.ones(self._columns["first_cost"].shape, dtype=bool),
-            first_resharding=first_resharding,
-            other_resharding=other_resharding,
+            allowed=np.ones(columns["first_cost"].shape, dtype=bool),
+            first_resharding=resharding[0],
+            other_resharding=resharding[1],
             boundary=0,
             in_flight=shape.in_flight(),
             reuse_count=shape.reuse_count(),
@@ -174,19 +236,7 @@ class UnsolvedProblem:
             budget=budget,
             warmup=shape.warmup(),
             later_stage_weights=shape.later_stage_weights(),
-            **self._columns,
-        )
-        strategies = self.strategies
-        if prune:
-            problem, strategies = _pruned_layers(problem, strategies, warmup)
-        return PlanProblem(
-            problem=problem,
-            shape=shape,
-            ranks=costs.ranks,
-            strategies=strategies,
-            embeddings=embeddings,
-            heads=heads,
-            padded=self.padded,
+            **columns,
         )
 
     def split(self, budget: int) -> Iterator[PlanProblem]:
@@ -241,15 +291,25 @@ class UnsolvedProblem:
         return one
 
 
+def _of_best(costs: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Returns (P,) costs of all layers, each with its best option, of (P, K, S) costs of a layer."""
+    return costs.min(axis=2) @ counts
+
+
 def _pruned_layers(
     problem: SearchProblem, strategies: list[LayerStrategy], warmup: int
 ) -> tuple[SearchProblem, list[LayerStrategy]]:
-    steady = problem.other_cost - warmup * problem.first_cost
-    columns = (problem.first_cost, steady, problem.state, problem.activation, problem.min_memory, problem.working)
-    kept = _front_of_layouts(np.concatenate(columns), problem.layout)
+    kept = _front_of_layers(problem, warmup)
     problem = problem.restricted(kept)
     useful = np.nonzero(problem.useful_options())[0]
     return problem.restricted(useful), [strategies[index] for index in kept[useful]]
+
+
+def _front_of_layers(problem: SearchProblem, warmup: int) -> np.ndarray:
+    """Returns indices of the strategies of layers that no other one of the same layout dominates."""
+    steady = problem.other_cost - warmup * problem.first_cost
+    columns = (problem.first_cost, steady, problem.state, problem.activation, problem.min_memory, problem.working)
+    return _front_of_layouts(np.concatenate(columns), problem.layout)
 
 
 def _pruned_end(

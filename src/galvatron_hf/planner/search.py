@@ -10,14 +10,14 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
 from galvatron_hf.plan.validation import divisors
 from galvatron_hf.planner.build_problem import PlanProblem, UnsolvedProblem
-from galvatron_hf.planner.cost.cost_model import CostModel
+from galvatron_hf.planner.cost.cost_model import CostModel, CostModels
 from galvatron_hf.planner.cost.step_shape import StepShape
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.estimate import Estimate, estimate_solution
@@ -55,6 +55,7 @@ class SearchResult:
         bound_ms (`float`, *optional*): if the search was stopped before its end, no plan takes less time.
         cuts, problems, solved, states (`int`): number of ways to cut the step, of the problems of those that their
             bound did not rule out, of the problems that were solved, and of partial solutions that were kept.
+        costs ([`CostModels`]): what was priced, for another search of the same case.
     """
 
     best: Estimate | None
@@ -71,6 +72,7 @@ class SearchResult:
     workload: Workload
     memory_bytes: int
     limits: Limits
+    costs: CostModels = field(repr=False, compare=False)
 
     @property
     def no_plan_message(self) -> str:
@@ -93,6 +95,7 @@ def search_plan(
     limits: Limits | None = None,
     progress: bool = False,
     stop: Callable[[], bool] | None = None,
+    costs: CostModels | None = None,
 ) -> SearchResult:
     """
     Finds the fastest plan under the cost model. The result is exact: no plan of the space is predicted to be faster.
@@ -105,6 +108,7 @@ def search_plan(
         limits ([`Limits`], *optional*): Limits of the space.
         progress (`bool`, defaults to `False`): Whether the first rank shows a bar.
         stop (`Callable`, *optional*): Asked again and again; the search ends when it returns True.
+        costs ([`CostModels`], *optional*): Those of an earlier search of the same profiles and workload.
 
     Raises:
         ValueError: if no plan is within the limits.
@@ -115,7 +119,8 @@ def search_plan(
     if budget < 1:
         raise ValueError(f"memory_bytes={budget} is not the memory of a rank: give bytes.")
     _check_limits(limits, hardware.world_size, model, workload)
-    cuts = list(_cuts(hardware, model, workload, limits))
+    costs = costs or CostModels(hardware, model, workload)
+    cuts = list(_cuts(costs, limits))
     if not cuts:
         raise ValueError(
             f"No plan for {hardware.world_size} devices and {workload.rows} rows is within the limits; allow more "
@@ -128,7 +133,7 @@ def search_plan(
     if not solutions and search.stopped_at is not None:
         until = time.monotonic() + SECONDS_FOR_FEW
         few = _Search(budget, lambda what: None, lambda: time.monotonic() > until)
-        few.run(list(_cuts(hardware, model, workload, _few_plans(limits))))
+        few.run(list(_cuts(costs, _few_plans(limits))))
         solutions = few.solutions
     estimates = [
         estimate_solution(problem, solution, workload, problem.plan(solution, workload, model))
@@ -151,6 +156,7 @@ def search_plan(
         workload=workload,
         memory_bytes=budget,
         limits=limits,
+        costs=costs,
     )
 
 
@@ -201,7 +207,7 @@ class _Cut:
         self.padded, self.uniform = padded, uniform
         tensors = {end.tensor for ends in choices_of_ends for end in ends}
         of_layers, of_ends = costs.least_layers_ms(strategies), costs.least_ends_ms(sorted(tensors))
-        self.bound = round_down(PICOSECONDS * min(shape.least_ms(of_layers, of_ends) for shape in shapes))
+        self.bound = round_down(PICOSECONDS * min(shape.least_ms(of_layers, *of_ends) for shape in shapes))
 
     def problems(self, budget: int) -> Iterator[Iterator[tuple[float, UnsolvedProblem]]]:
         """Yields groups of problems in the order of their bounds, each problem after the bound of its solutions within
@@ -218,18 +224,19 @@ class _Cut:
                 yield problem.uniform(budget) if self.uniform else iter([(problem.bound(budget), problem)])
 
 
-def _cuts(hardware: HardwareProfile, model: ModelProfile, workload: Workload, limits: Limits) -> Iterator[_Cut]:
+def _cuts(known: CostModels, limits: Limits) -> Iterator[_Cut]:
     """Yields every cut of the step, with the strategies that its stages and micro-batches allow."""
+    hardware, model, workload = known.hardware, known.model, known.workload
     for pipeline in pipeline_degrees(hardware.world_size, len(model.layers)):
         if limits.pipeline is not None and pipeline not in limits.pipeline:
             continue
         ranks = hardware.world_size // pipeline
         own = limits.without("zero3") if pipeline > 1 and not limits.zero3_in_pipeline else limits
         ends = _ends(vocabulary_strategies(ranks, model, own), model.tied)
-        costs = CostModel(hardware, model, workload, ranks, workload.rows)
+        costs = known.of_stage(ranks)
         degrees = context_degrees(ranks, model, workload.packed, limits)
         of_layers = {context: layer_strategies(ranks, model, own, context) for context in degrees}
-        known: dict[tuple[int, int], list[LayerStrategy]] = {}
+        allowed: dict[tuple[int, int], list[LayerStrategy]] = {}
         for (rows, counts), context in itertools.product(micro_batch_sizes(workload.rows), degrees):
             counts = [count for count in counts if limits.micro_batches is None or count in limits.micro_batches]
             if not counts:
@@ -242,9 +249,9 @@ def _cuts(hardware: HardwareProfile, model: ModelProfile, workload: Workload, li
                 most = max((data for _, data in of_layers[context] if data <= padded_rows), default=0)
                 if most == 0 or rows < padded_rows != most:
                     continue
-                if (context, most) not in known:
-                    known[context, most] = [one for one, data in of_layers[context] if data <= most]
-                strategies = known[context, most]
+                if (context, most) not in allowed:
+                    allowed[context, most] = [one for one, data in of_layers[context] if data <= most]
+                strategies = allowed[context, most]
                 shapes = [
                     StepShape(
                         pipeline=pipeline,
@@ -342,9 +349,9 @@ class _Search:
     def _problem(self, unsolved: UnsolvedProblem) -> _Task:
         """Bounds all cuts of the layers, first without the cost of changes of layout, and solves the problem."""
         if unsolved.memory_bound <= self.budget:
-            problem = unsolved.build(self.budget)
-            yield CutBounds(problem.problem, free_moves=True).bound, None
-            yield from self._solved(unsolved, problem)
+            yield unsolved.closer_bound(self.budget), None
+            yield CutBounds(unsolved.without_moves(self.budget), free_moves=True).bound, None
+            yield from self._solved(unsolved, unsolved.build(self.budget))
 
     def _solved(self, unsolved: UnsolvedProblem, problem: PlanProblem) -> _Task:
         """Solves a problem. If it has padding rows that its solution does not need, it is split."""

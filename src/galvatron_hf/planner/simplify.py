@@ -105,7 +105,7 @@ def _uniform(result: SearchResult, stop: Callable[[], bool]) -> Iterator[Paralle
             context=None if result.limits.context is None else (best.layers[0].context,),
         )
         case = result.hardware, result.model, result.workload
-        found = search_plan(*case, memory_bytes=result.memory_bytes, limits=limits, stop=stop).best
+        found = search_plan(*case, memory_bytes=result.memory_bytes, limits=limits, stop=stop, costs=result.costs).best
         if found is not None:
             yield found.plan
 

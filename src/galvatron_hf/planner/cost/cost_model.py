@@ -41,8 +41,26 @@ def _pass_key(strategy: LayerStrategy) -> tuple:
     return strategy.tensor, strategy.megatron_sp, strategy.ulysses, strategy.recompute, strategy.expert
 
 
+def _computing_key(strategy: LayerStrategy) -> tuple:
+    return strategy.tensor, strategy.megatron_sp, strategy.ulysses, strategy.expert
+
+
 def _weights_key(strategy: LayerStrategy | VocabularyStrategy) -> tuple:
     return strategy.tensor, strategy.sharding, strategy.shard_degree, getattr(strategy, "expert", 1)
+
+
+class CostModels:
+    """Holds the cost models of one case, so that several searches of it share what they have priced."""
+
+    def __init__(self, hardware: HardwareProfile, model: ModelProfile, workload: Workload):
+        self.hardware, self.model, self.workload = hardware, model, workload
+        self._known: dict[int, CostModel] = {}
+
+    def of_stage(self, ranks: int) -> CostModel:
+        """Returns the cost model of stages of so many ranks, for any number of rows (see [`CostModel.with_rows`])."""
+        if ranks not in self._known:
+            self._known[ranks] = CostModel(self.hardware, self.model, self.workload, ranks, self.workload.rows)
+        return self._known[ranks]
 
 
 class CostModel:
@@ -68,7 +86,7 @@ class CostModel:
         self.element = BYTES[workload.precision.compute]
         self.reduced = BYTES[workload.precision.reduce]
         self._known_weights: dict[tuple, WeightCosts] = {}
-        self._known_passes: dict[tuple, PassCosts] = {}
+        self._known_passes: dict[tuple, Any] = {}
         self._known_of_strategies: dict[tuple, tuple[Strategies, Any]] = {}
         self.calibration_factors = dict.fromkeys(CALIBRATION_FACTORS, 1.0) | dict(model.calibration_factors)
         # Bytes of the gradient messages of the largest kind of layer and of the head.
@@ -237,7 +255,8 @@ class CostModel:
             more = [factor * (there - here) for there, here in pairs]
             forward, backward = max(0.0, forward + more[0]), max(0.0, backward + more[1])
         if strategy.recompute == "full":
-            backward += forward + factor * (times.recompute_fixed - times.forward_after_last_saved * region)
+            more = forward + factor * (times.recompute_fixed - times.forward_after_last_saved * region)
+            backward += max(0.0, more)
         return forward, backward
 
     def _experts(
@@ -416,32 +435,49 @@ class CostModel:
         of_stage = len(self.model.layers) * self.ranks / self.hardware.world_size
         return heads * length**2 * self.element / min(of_stack, max(1.0, of_stage))
 
-    def least_layers_ms(self, strategies: Sequence[LayerStrategy]) -> float:
-        """Returns the least compute of a micro-batch in all layers, forward and backward, under any strategy."""
-        distinct = self._kept(strategies, ("distinct",), lambda: Grouped(strategies, _pass_key)).distinct
+    def least_layers_ms(self, strategies: Sequence[LayerStrategy]) -> list[float]:
+        """Returns the least compute of a micro-batch in each layer, forward and backward, under any strategy."""
+
+        def of_kind(kind: LayerProfile) -> list[LayerStrategy]:
+            own = [replace(strategy_of_kind(one, kind), recompute="none") for one in strategies]
+            return Grouped(own, _computing_key).distinct
+
         least = []
-        for kind in self.model.kinds:
-            passes = [self._pass(kind, strategy_of_kind(one, kind)) for one in distinct]
-            least.append(min(one.forward_ms + one.backward_ms for one in passes))
-        return sum(least[kind] for kind in self.model.layers)
+        for index, kind in enumerate(self.model.kinds):
+            found = self._kept(strategies, ("computing", index), lambda kind=kind: of_kind(kind))
+            least.append(min(self._least_computing(kind, one) for one in found))
+        return [least[kind] for kind in self.model.layers]
+
+    def _least_computing(self, layer: LayerProfile, strategy: LayerStrategy) -> float:
+        key = "computing", id(layer), *_computing_key(strategy), self._rows(strategy), self.context
+        if key not in self._known_passes:
+            self._known_passes[key] = sum(self._computing(layer, strategy))
+        return self._known_passes[key]
 
     # ---- Embedding and head ----
 
-    def least_ends_ms(self, tensors: Sequence[int]) -> float:
-        """Returns the least compute of a micro-batch in embedding and head, under any of the tensor degrees."""
-        found = 0.0
+    def least_ends_ms(self, tensors: Sequence[int]) -> tuple[float, float]:
+        """Returns the least compute of a micro-batch in embedding and head, each under any of the tensor degrees."""
+        found = []
         for end, is_head in ((self.model.embedding, False), (self.model.head, True)):
-            passes = [self._pass_end(end, tensor, is_head) for tensor in tensors]
-            found += min(one.forward_ms + one.backward_ms for one in passes)
-        return found
+            passes = [self._pass_end(end, tensor, is_head=is_head) for tensor in tensors]
+            found.append(min(one.forward_ms + one.backward_ms for one in passes))
+        return tuple(found)
 
     def end(self, end: EndProfile, strategies: Sequence[VocabularyStrategy], part: str) -> StrategyCosts:
         """Returns the costs of an end; `part` is "embedding", "head" or "tied" (both ends)."""
         passes = self._kept(strategies, ("passes", "end"), lambda: Grouped(strategies, lambda one: one.tensor))
-        passed = passes.arrays([self._pass_end(end, one.tensor, part != "embedding") for one in passes.distinct])
+        is_head = part != "embedding"
+        passed = passes.arrays([self._pass_end(end, one.tensor, is_head=is_head) for one in passes.distinct])
         return self._units(passed, self._weights_of(end, strategies, lambda: strategies), strategies, part)
 
-    def _pass_end(self, end: EndProfile, tensor: int, is_head: bool) -> PassCosts:
+    def _pass_end(self, end: EndProfile, tensor: int, *, is_head: bool) -> PassCosts:
+        key = "end", is_head, tensor, self.rows, self.context, self.recompute_logits_in_backward
+        if key not in self._known_passes:
+            self._known_passes[key] = self._new_pass_end(end, tensor, is_head)
+        return self._known_passes[key]
+
+    def _new_pass_end(self, end: EndProfile, tensor: int, is_head: bool) -> PassCosts:
         layout, workload = self.end_layout(tensor), self.workload
         kept, tokens = (
             layout.most_tokens(self.pieces, self.piece_tokens(length, end.length_ratio))

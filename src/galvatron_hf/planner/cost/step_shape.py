@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,13 +125,22 @@ class StepShape:
             later += most if warmup == others else min(most, (1 - later) / (others - warmup))
         return 1 + 1 / later
 
-    def least_ms(self, layers_ms: float, ends_ms: float) -> float:
-        """Returns a lower bound of a step, of which a micro-batch takes so long in all layers and in both ends."""
+    def least_ms(self, layers_ms: Sequence[float], embedding_ms: float, head_ms: float) -> float:
+        """Returns a lower bound of a step, of which a micro-batch takes so long in each layer and in the ends."""
+        stages, count, least = self.pipeline, self.micro_batches, min(layers_ms)
+        layers, ends = sum(layers_ms), embedding_ms + head_ms
         if self.warmup().any():
-            return max(self.least_step(), self.micro_batches / self.pipeline) * (layers_ms + ends_ms)
-        of_stages = layers_ms / self.virtual_stages
-        others = (self.passes - 1) * of_stages + (self.micro_batches - 1) * ends_ms
-        return of_stages + ends_ms + others / self.pipeline
+            # The mean of a stage's paths without and with all of its warm-up, in `solver/problem.py`.
+            others = count - 1 - (stages - 1) / 2
+            fullest = least_fullest(len(layers_ms), stages, least, embedding_ms, head_ms)
+            whole = layers + ends
+            return max(max(self.least_step(), count / stages) * whole, whole + others * fullest)
+        of_stages = layers / self.virtual_stages
+        passes, others = self.passes - 1, count - 1
+        fullest = least_fullest(
+            len(layers_ms) // self.virtual_stages, stages, passes * least, others * embedding_ms, others * head_ms
+        )
+        return of_stages + ends + max((passes * of_stages + others * ends) / stages, fullest)
 
     def reuse_count(self) -> np.ndarray:
         """Returns (p,) on how many of a rank's stages gradients reuse the memory that activations free. These are the
@@ -162,3 +173,21 @@ class StepShape:
             return self.in_flight() + 2
         ranks = np.arange(self.pipeline)
         return (ranks > 0) + (ranks < self.pipeline - 1) * (1 + self.in_flight())
+
+
+def least_fullest(layers: int, stages: int, layer_ms: float, embedding_ms: float, head_ms: float) -> float:
+    """Returns a lower bound of the longest stage's time, whatever the cut: layers are whole, and the ends of the model
+    are in the first and in the last stage.
+    """
+    mean = (layers * layer_ms + embedding_ms + head_ms) / stages
+    if stages == 1 or layer_ms <= 0:
+        return mean
+
+    def fits(longest: float) -> bool:
+        counts = [math.floor((longest - end) / layer_ms + 1e-9) for end in (embedding_ms, head_ms, 0.0)]
+        return min(counts) >= 0 and counts[0] + counts[1] + (stages - 2) * counts[2] >= layers
+
+    # The longest stage has a whole number of layers, and an end or none.
+    fewest = [(end, max(0, math.ceil((mean - end) / layer_ms - 1e-9))) for end in (0.0, embedding_ms, head_ms)]
+    tried = sorted(end + (count + more) * layer_ms for end, count in fewest for more in range(3))
+    return next((longest for longest in tried if fits(longest)), mean)

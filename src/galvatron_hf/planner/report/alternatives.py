@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from galvatron_hf.planner.cost.cost_model import CostModels
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.estimate import Estimate
 from galvatron_hf.planner.search import search_plan
@@ -35,11 +36,12 @@ def alternatives(
     virtual_stages: int = Limits.virtual_stages,
     progress: bool = False,
     stop: Callable[[], bool] | None = None,
+    costs: CostModels | None = None,
 ) -> list[Alternative]:
     """Searches DDP, ZeRO-3, Megatron's tensor and pipeline parallelism, ZeRO-3 with Ulysses, and the best uniform
     plan. Each has its best micro-batches and recompute within `memory_bytes` of a rank, and at most `virtual_stages`
-    stages on each pipeline rank. A kind whose degrees the model and the ranks cannot have is left out. `stop` is that
-    of [`search_plan`].
+    stages on each pipeline rank. A kind whose degrees the model and the ranks cannot have is left out. `stop` and
+    `costs` are those of [`search_plan`].
     """
     plain = Limits(tensor=1, sequence=(), hybrid_sharding=False, pipeline=(1,), context=(1,))
     megatron = Limits(
@@ -56,11 +58,18 @@ def alternatives(
         "ZeRO-3 + Ulysses": replace(plain, sequence=("ulysses",), sharding=("zero3",)),
         "one for all layers": Limits(uniform=True, virtual_stages=virtual_stages),
     }
-    found = []
+    costs, found = costs or CostModels(hardware, model, workload), []
     for name, limits in kinds.items():
         try:
             result = search_plan(
-                hardware, model, workload, memory_bytes=memory_bytes, limits=limits, progress=progress, stop=stop
+                hardware,
+                model,
+                workload,
+                memory_bytes=memory_bytes,
+                limits=limits,
+                progress=progress,
+                stop=stop,
+                costs=costs,
             )
         except ValueError:
             continue

@@ -99,7 +99,7 @@ def explain(
     if result.best is None:
         raise ValueError(result.no_plan_message)
     case, budget = (result.hardware, result.model, result.workload), result.memory_bytes
-    options = dict(virtual_stages=result.limits.virtual_stages, progress=progress, stop=stop)
+    options = dict(virtual_stages=result.limits.virtual_stages, progress=progress, stop=stop, costs=result.costs)
     others = alternatives(*case, memory_bytes=budget, **options) if compare else []
     return Report(explanation=explain_plan(*case, result.best.plan), others=others, budget=budget)
 

@@ -34,13 +34,15 @@ class CutBounds:
             first: {objective: self.stages.lower(objective, first) for objective in self.objectives}
             for first in self.stages.classes
         }
-        self._never_fits = least_memory(problem) > problem.budget
+        self._never_fits = not free_moves and least_memory(problem) > problem.budget
         self._firsts = [self.stages.class_of(begin) for begin in range(problem.layers)]
         self.bound = self._whole()
 
     def _whole(self) -> float:
         if self._never_fits:
             return np.inf
+        if self.stages.free_moves:
+            return round_down(float(self._least_of_all_cuts()[1:].max()))
         rows = self._before[-1].get(self.problem.layers)
         return np.inf if rows is None else round_down(float(rows[:, 1:].max(axis=1).min()))
 
@@ -123,6 +125,21 @@ class CutBounds:
             fronts.append(found)
         return fronts
 
+    def _least_of_all_cuts(self) -> np.ndarray:
+        """Returns a row (4,) with the least of each bound over all cuts."""
+        layers, longest = self.problem.layers, self.stages.longest
+        ends = np.arange(layers + 1)
+        counts = ends - np.arange(layers)[:, None]  # (L, L + 1), by first layer and layer after the last
+        possible = (counts > 0) & (counts <= longest)
+        least = np.where(ends[:, None] == 0, NO_STAGES, np.inf)  # (L + 1, 4), by number of layers of the first stages
+        for own in self._own:
+            of_stage = np.take_along_axis(own, np.where(possible, counts, 0)[..., None], axis=1)
+            with np.errstate(invalid="ignore"):  # zero times infinite, where a stage does not fit
+                rows = _followed(least[:-1, None], of_stage, self.problem.later_stage_weights)
+            rows[~possible | ~np.isfinite(rows).all(axis=2)] = np.inf
+            least = rows.min(axis=0)
+        return least[layers]
+
     @cached_property
     def _after(self) -> list[dict[int, np.ndarray]]:
         """Returns rows of a stage and all later ones, by stage and then by first layer."""
@@ -141,7 +158,7 @@ class CutBounds:
         rows = _followed(runs, later, self.problem.later_stage_weights)
         rows = rows[np.isfinite(rows[:, 0])]
         if len(rows):
-            found[place] = rows.min(axis=0)[None] if self.stages.free_moves else rows[nondominated(rows)]
+            found[place] = rows[nondominated(rows)]
 
 
 def round_down(bound: float | np.ndarray) -> float | np.ndarray:

@@ -8,7 +8,6 @@ import os
 import re
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -28,6 +27,7 @@ from galvatron_hf.profiler.profiles.hardware import MADE_OF, HardwareProfile
 from galvatron_hf.profiler.profiles.layers import EndProfile, LayerProfile
 from galvatron_hf.profiler.profiles.model import EXPERT_IMBALANCE, MICRO_BATCHES, PACKED, ModelProfile
 from galvatron_hf.profiler.trace.counted_model import CountedModel, PartTimes, Speed
+from galvatron_hf.profiler.trace.model_files import adapter_file
 from galvatron_hf.profiler.trace.shapes import model_shape_from_model, regions_of_kinds
 from galvatron_hf.profiler.trace.small_models import empty_model, image_positions, layer_kinds, positions
 
@@ -187,14 +187,6 @@ def with_adapter(model: PreTrainedModel, folder: str | os.PathLike) -> PreTraine
     adapted = get_peft_model(model, config, low_cpu_mem_usage=True)
     check_adapters(adapted)
     return inner_model(adapted).train()
-
-
-def adapter_file(folder: str | os.PathLike) -> Path:
-    """Returns the path of the file that describes a folder's adapters; raises `ValueError` if there is none."""
-    path = Path(folder, "adapter_config.json")
-    if not path.is_file():
-        raise ValueError(f"{str(folder)!r} has no adapter_config.json; give a folder that PEFT has written.")
-    return path
 
 
 def read_config(source: PreTrainedConfig | str | os.PathLike) -> PreTrainedConfig:
