@@ -21,6 +21,7 @@ from galvatron_hf.planner.report.explain import explain_plan
 from galvatron_hf.planner.search import _cuts, search_plan
 from galvatron_hf.planner.space import Limits
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile, Link
+from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.profiler.trace.tracing import profile_from_config
 from planner_cases import every_estimate, random_hardware, random_model, workload
@@ -157,8 +158,9 @@ def test_a_row_that_ranks_share_costs_what_its_pieces_cost_and_the_ring(context,
         block = 2 * (of_rank * length // context) * (2 // degree) * model.head_dim * 4
         ms = 1.5 * hardware.ms("send", 2, degree, block)
         again = one.recompute == "full"
-        forward = 0.75 * times.forward.per_square * squares + (context - 1) * ms
-        backward = 0.75 * times.backward.per_square * squares + (2 * context - 1) * ms + again * forward
+        forward, backward = copied_ms(model, block, context)
+        forward += 0.75 * times.forward.per_square * squares + (context - 1) * ms
+        backward += 0.75 * times.backward.per_square * squares + (2 * context - 1) * ms + again * forward
         assert own.forward_ms[index] - others.forward_ms[index] == pytest.approx(forward)
         assert own.backward_ms[index] - others.backward_ms[index] == pytest.approx(backward)
         # Keys and values twice, their gradients four times, and the gradient of queries, which have twice the heads.
@@ -171,6 +173,14 @@ def test_a_row_that_ranks_share_costs_what_its_pieces_cost_and_the_ring(context,
     assert shared.boundary_bytes == pieces.boundary_bytes
 
 
+def copied_ms(model: ModelProfile, block: int, context: int) -> tuple[float, float]:
+    """Returns the time of a ring's copies if queries, a block and its gradient are all of `block` bytes. A hop of the
+    forward scales results and adds them up, one of the backward adds up the gradients of queries and of the block.
+    """
+    copy = model.adding_ms_per_element * 2 * block / (3 * 4)
+    return copy * (1 + context * 1.25 * 3.5), copy * (1 + context * (1.25 * 1.5 * 2 + 2))
+
+
 def test_the_estimate_of_a_plan_is_the_sum_by_hand():
     model, length, ranks, micro_batches = random_model(2, layers=3), 32, 4, 2
     hardware = patient(random_hardware(2, world_size=ranks, memory_bytes=1 << 40))
@@ -181,7 +191,7 @@ def test_the_estimate_of_a_plan_is_the_sum_by_hand():
     times = model.kinds[0].times[1]
     squares = 1.06 * length**2 / 4 - (length // 4) ** 2
     block = 2 * (length // 4) * model.kv_heads * model.head_dim * 4
-    ring = (2 * 3 + 4) * float(hardware.ms("send", 2, 1, block))
+    ring = (2 * 3 + 4) * float(hardware.ms("send", 2, 1, block)) + sum(copied_ms(model, block, 4))
     layer = (times.forward.per_square + times.backward.per_square) * squares + ring
     assert found.step_ms - pieces.step_ms == pytest.approx(3 * micro_batches * layer)
     # A working layer has seven blocks more, but the head may need more than a layer.

@@ -10,6 +10,7 @@ import pytest
 from galvatron_hf import ParallelPlan
 from galvatron_hf.models.shape import WeightShape
 from galvatron_hf.plan import LayerStrategy, Precision, VocabularyStrategy
+from galvatron_hf.plan.layout import Layout
 from galvatron_hf.planner.cost.cost_model import CostModel
 from galvatron_hf.planner.cost.step_shape import StepShape
 from galvatron_hf.planner.estimate import Estimate, estimate_plan
@@ -193,6 +194,28 @@ def test_what_of_communication_is_hidden_and_exposed_is_all_of_it(sharding):
 def copying_ms(model: ModelProfile, size: float) -> float:
     """Returns the time of reading and writing so many bytes; adding a gradient moves 12 bytes of an element."""
     return model.adding_ms_per_element * 2 * size / 12
+
+
+def test_what_ranks_exchange_is_copied_into_messages_and_out_of_them():
+    """Compares layers whose copies take time with layers whose copies take none."""
+    model, hardware = random_model(0, layers=2, degree=4), random_hardware(0, world_size=4, memory_bytes=1 << 40)
+    free = replace(model, adding_ms_per_element=0.0)
+    strategies = [
+        LayerStrategy(sharding="replicate", ulysses=2),
+        LayerStrategy(sharding="replicate", ulysses=2, recompute="full"),
+        LayerStrategy(sharding="replicate", tensor=2),
+    ]
+    one, other = (CostModel(hardware, each, workload(8), 4, 8).layer(0, strategies) for each in (model, free))
+    tokens = 8 // 2 * workload(8).length // 2
+    size = tokens * model.head_dim * 4 * (2 * model.heads + 2 * model.kv_heads)
+    copies = 2 * copying_ms(model, size)
+    assert one.forward_ms - other.forward_ms == pytest.approx([copies, copies, 0.0])
+    assert one.backward_ms - other.backward_ms == pytest.approx([copies, 2 * copies, 0.0])
+    there_and_back = [
+        CostModel(hardware, each, workload(8), 4, 8).resharding_ms(Layout(4), Layout(1, 4)) for each in (model, free)
+    ]
+    own = 8 // 4 * workload(8).length * model.hidden * 4
+    assert there_and_back[0] - there_and_back[1] == pytest.approx(4 * copying_ms(model, own))
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -145,11 +145,14 @@ def test_twice_the_targets_cost_the_decoder_more_and_the_encoder_nothing(profile
 
 
 def test_what_a_layer_reads_is_sent_as_its_strategy_asks(profile):
-    """Sums the bytes of the messages for a link of one byte in a millisecond, without waits."""
+    """Sums the bytes of the messages for a link of one byte in a millisecond, without waits, and of the copies."""
 
     class Bytes(CostModel):
         def _ms(self, kind, ranks, stride, size, factor="communication"):
             return float(size) if ranks > 1 else 0.0
+
+        def _copying_ms(self, size):
+            return size / 1024
 
         def _resharding_ms(self, before, after):
             return 0.0
@@ -163,7 +166,7 @@ def test_what_a_layer_reads_is_sent_as_its_strategy_asks(profile):
     forward, backward = costs._reading(decoder, LayerStrategy(tensor=2, megatron_sp=True))
     assert (forward, backward) == (rows / 2 * states / 2, rows / 2 * states)
     pieces = rows * (TARGET * 2 + 2 * LENGTH) / 4 * 24 * 4 * element
-    assert costs._reading(decoder, LayerStrategy(ulysses=4)) == (pieces, pieces)
+    assert costs._reading(decoder, LayerStrategy(ulysses=4)) == (pieces * (1 + 2 / 1024),) * 2
     assert costs._reading(profile.kinds[0], LayerStrategy(ulysses=4)) == (0.0, 0.0)
 
 

@@ -92,7 +92,7 @@ class Components:
                 parallel=parallel,
                 mode=lambda: packing_mode(trainer.args),
                 only_pads=lambda: is_padding_collator(trainer.data_collator),
-                obstacle=lambda: packing_obstacle(trainer),
+                obstacle=lambda: trainer_obstacle(trainer),
             ),
             known_lengths=lambda: _known_lengths(trainer),
             dataset_rows=lambda: dataset_rows(trainer),
@@ -206,7 +206,7 @@ def sharing_obstacle_of(trainer: Trainer, model: nn.Module) -> str | None:
     if not is_padding_collator(trainer.data_collator):
         return "the collator does more than padding"
     model = inner_model(model)
-    return packing_obstacle(trainer) or sharing_obstacle(model, adapter_for(model))
+    return trainer_obstacle(trainer) or sharing_obstacle(model, adapter_for(model))
 
 
 def with_groups(
@@ -251,7 +251,7 @@ def has_callbacks_of_others(trainer: Trainer) -> bool:
     return not modules <= {"transformers", "galvatron_hf"}
 
 
-def packing_obstacle(trainer: Trainer) -> str | None:
+def trainer_obstacle(trainer: Trainer) -> str | None:
     """Returns why the Trainer's methods or arguments forbid packing, or None."""
     if has_custom_step(trainer):
         return "a custom loss or training step sees rows, not documents"

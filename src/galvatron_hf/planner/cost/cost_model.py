@@ -320,7 +320,7 @@ class CostModel:
             )
             size = region * model.head_dim * self.element
             exchange = sum(
-                self._ms("all_to_all", strategy.ulysses, tensor, count * size)
+                self._exchanged_ms(strategy, count * size)
                 for count in (heads.query + 2 * heads.sent_key_value, heads.query)  # of the inputs, and the output
             )
             forward += exchange
@@ -330,9 +330,15 @@ class CostModel:
             forward, backward = forward + more_forward, backward + more_backward
         return forward, backward
 
+    def _exchanged_ms(self, strategy: LayerStrategy, size: float) -> float:
+        """Returns the time in which Ulysses ranks exchange positions for heads, of `size` bytes on each: they copy
+        these into a message and out of it.
+        """
+        return self._ms("all_to_all", strategy.ulysses, strategy.tensor, size) + 2 * self._copying_ms(size)
+
     def _ring(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
-        """Returns by how much the messages of context ranks lengthen forward and backward. A message is as slow as the
-        slowest link of the ring: between nodes, if its ranks are on several.
+        """Returns by how much the messages and copies of context ranks lengthen forward and backward. A message is as
+        slow as the slowest link of the ring: between nodes, if its ranks are on several.
         """
         if self.context == 1:
             return 0.0, 0.0
@@ -348,6 +354,8 @@ class CostModel:
             *(self._ms("send", 2, stride, size, "sending") for size in sizes),
             self._overlapped,
         )
+        copied = rings.copied_bytes(traffic, self.model.heads // (strategy.tensor * strategy.ulysses))
+        forward, backward = forward + self._copying_ms(copied[0]), backward + self._copying_ms(copied[1])
         return forward, backward + forward * (strategy.recompute == "full")
 
     def ring_traffic(self, strategy: LayerStrategy, length: int) -> RingTraffic:
@@ -391,7 +399,7 @@ class CostModel:
             )
             size = model.head_dim * self.element
             counts = own * heads.query + 2 * region * heads.sent_key_value, own * heads.query
-            exchange = sum(self._ms("all_to_all", strategy.ulysses, tensor, count * size) for count in counts)
+            exchange = sum(self._exchanged_ms(strategy, count * size) for count in counts)
             forward, backward = forward + exchange, backward + exchange * (1 + again)
         return forward, backward
 
@@ -585,7 +593,7 @@ class CostModel:
         if block == 1:
             return 0.0
         size = tokens * self.model.hidden * self.element * block / (block - 1)  # nothing of it stays on the rank
-        return self._ms("all_to_all", block, 1, size)
+        return self._ms("all_to_all", block, 1, size) + 2 * self._copying_ms(size)  # into a message and out of it
 
     def _ms(self, kind: str, ranks: int, stride: int, size: float, factor: str = "communication") -> float:
         """Returns the time of a collective in a training step."""

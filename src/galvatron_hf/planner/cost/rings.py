@@ -18,6 +18,11 @@ ASSUMED = {
     "tokens of a document on each rank, and up to 1.21 with 2,048; no GPU was measured"
 }
 
+# Of the queries of a rank at one hop: how often they meet a chunk whose keys they see, and what the memory reads and
+# writes of each number that is added to another, in copies of it (which read and write it once).
+PARTS_OF_HOP = 1.25
+SCALED_AND_ADDED, ADDED = 3.5, 1.5
+
 Overlapped = Callable[[float, float], float]  # milliseconds of compute and communication at the same time
 
 
@@ -51,6 +56,18 @@ def exposed_ms(
     return forward, ends + middle + gradient_ms
 
 
+def copied_bytes(traffic: RingTraffic, query_heads: int) -> tuple[float, float]:
+    """Returns how many bytes a rank copies around the kernels of a ring in forward and backward. Results of each part
+    of a hop are scaled and added up in float32, and so are gradients; a hop's gradient of a block begins with zeros.
+    """
+    if traffic.degree == 1:
+        return 0.0, 0.0
+    queries, gradient = _query_bytes(traffic, query_heads), traffic.gradient_bytes
+    forward = traffic.block_bytes + traffic.degree * PARTS_OF_HOP * SCALED_AND_ADDED * queries
+    of_hop = PARTS_OF_HOP * ADDED * (queries + gradient) + (0.5 + ADDED) * gradient
+    return forward, traffic.block_bytes + traffic.degree * of_hop
+
+
 def working_bytes(traffic: RingTraffic, query_heads: int) -> int:
     """Returns the bytes that a ring needs at its peak, in the backward, if a rank has so many attention heads: two
     blocks of keys and values, one of which arrives; the gradient of queries in float32; and four gradients of blocks:
@@ -58,5 +75,8 @@ def working_bytes(traffic: RingTraffic, query_heads: int) -> int:
     """
     if traffic.degree == 1:
         return 0
-    queries = traffic.tokens * query_heads * traffic.head_dim * RING_GRADIENT_BYTES
-    return 2 * traffic.block_bytes + 4 * traffic.gradient_bytes + queries
+    return 2 * traffic.block_bytes + 4 * traffic.gradient_bytes + _query_bytes(traffic, query_heads)
+
+
+def _query_bytes(traffic: RingTraffic, query_heads: int) -> int:
+    return traffic.tokens * query_heads * traffic.head_dim * RING_GRADIENT_BYTES
