@@ -236,7 +236,7 @@ def test_nothing_that_a_plan_may_say_is_faster_than_the_one_found(world, tied, s
     }
     priced = 0
     for _ in range(400):
-        plan = _any_plan(draw, world)
+        plan = _any_plan(draw, world, tied)
         try:
             found = estimate_plan(hardware, model, work, plan)
         except ValueError:  # this model's weights cannot be cut so
@@ -266,13 +266,13 @@ def test_whole_copies_that_keep_no_cast_copy_are_found_where_others_do_not_fit(w
     assert best.step_ms <= bare.step_ms
 
 
-def _any_plan(draw: np.random.Generator, world: int) -> ParallelPlan:
-    """Draws any plan for 3 layers and 8 rows."""
+def _any_plan(draw: np.random.Generator, world: int, tied: bool) -> ParallelPlan:
+    """Draws any plan for 3 layers and 8 rows, of a model whose ends are `tied` or not."""
     pipeline, count = (int(draw.choice(choices)) for choices in ([1, 1, min(2, world)], [1, 2, 4, 8]))
     ranks, recompute = world // pipeline, str(draw.choice(["none", "full"]))
 
-    def strategy(kind: type, **fields) -> LayerStrategy | VocabularyStrategy:
-        tensor = int(draw.choice([1, min(2, ranks)]))
+    def strategy(kind: type, tensor: int | None = None, **fields) -> LayerStrategy | VocabularyStrategy:
+        tensor = tensor or int(draw.choice([1, min(2, ranks)]))
         sharding, whole = str(draw.choice(["replicate", "zero2", "zero3"])), ranks // tensor
         degrees = [None] if sharding == "replicate" else [None, *(each for each in (1, 2, 4) if whole % each == 0)]
         return kind(tensor=tensor, sharding=sharding, shard_degree=degrees[draw.integers(len(degrees))], **fields)
@@ -280,6 +280,8 @@ def _any_plan(draw: np.random.Generator, world: int) -> ParallelPlan:
     kinds = [strategy(LayerStrategy, recompute=recompute) for _ in range(2)]
     cut, turn = (int(draw.integers(1, 3)) for _ in range(2))
     cuts = [0, 3] if pipeline == 1 else [0, cut, 3]
+    embedding = strategy(VocabularyStrategy)
+    head = embedding if tied and pipeline == 1 else strategy(VocabularyStrategy, embedding.tensor if tied else None)
     return replace(
         ParallelPlan.uniform(world, 3, pipeline=pipeline, micro_batches=count, precision=Precision(compute="bf16")),
         stages=tuple(
@@ -287,8 +289,8 @@ def _any_plan(draw: np.random.Generator, world: int) -> ParallelPlan:
             for place in range(pipeline)
         ),
         layers=tuple(kinds[index >= turn] for index in range(3)),
-        embedding=strategy(VocabularyStrategy),
-        head=strategy(VocabularyStrategy),
+        embedding=embedding,
+        head=head,
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, SequenceGroups, Stage
+from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, SequenceGroups, Stage, VocabularyStrategy
 from galvatron_hf.planner.estimate import estimate_plan
 from galvatron_hf.planner.search import search_plan
 from galvatron_hf.planner.space import Limits
@@ -104,3 +104,10 @@ def test_limits_without_a_plan_are_told():
         search_plan(hardware, alone, workload(8, packed=True), limits=Limits(context=(1, 2)))
     with pytest.raises(ValueError, match="context is 0"):
         Limits(context=(0,))
+
+
+def test_tied_ends_that_differ_have_no_price():
+    hardware, model = random_hardware(0, world_size=2, memory_bytes=1 << 40), random_model(0, layers=2, tied=True)
+    plan = replace(ParallelPlan.uniform(2, 2), head=VocabularyStrategy(tensor=2))
+    with pytest.raises(ValueError, match="their weights are tied and on the same ranks: give head the fields"):
+        estimate_plan(hardware, model, workload(8), plan)

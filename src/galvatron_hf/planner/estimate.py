@@ -124,6 +124,8 @@ def priced_shape(hardware: HardwareProfile, model: ModelProfile, workload: Workl
             f"The plan has the stacks {dict(plan.stacks)} and the model {model.stack_sizes}; give the plan those of "
             "the model."
         )
+    if model.tied:
+        plan.check_tied()
     for index, (layer, kind) in enumerate(zip(plan.layers, model.layers, strict=True)):
         if layer.expert > 1 and model.kinds[kind].experts is None:
             raise ValueError(f"layer {index} has expert={layer.expert}, but no experts; use expert=1.")
