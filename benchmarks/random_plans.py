@@ -150,7 +150,8 @@ def draw_plans(world: int, model: ModelProfile, shape: Shape, count: int, seed: 
             for index, layers in enumerate(zip((0, *cuts), (*cuts, share), strict=True))
         )
         kinds = [_drawn_strategy(allowed, drawn) for _ in range(drawn.choice((1, 1, 2, 3)))]
-        embedding, head = drawn.choice(ends), drawn.choice(ends)
+        embedding = drawn.choice(ends)
+        head = drawn.choice([one for one in ends if not model.tied or one.tensor == embedding.tensor])
         plan = ParallelPlan(
             world_size=world,
             stacks=model.stack_sizes,
