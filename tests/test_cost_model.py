@@ -163,7 +163,7 @@ def test_the_only_layer_of_a_stage_has_no_next_one_in_memory(sharding):
 def test_the_sum_of_copies_of_shards_hides_behind_nothing_where_computing_hides_nothing(sharding):
     """It follows the reduction of each unit, and the backward waits for its end. DDP's runs during the backward."""
     hardware = replace(random_hardware(0, world_size=4, memory_bytes=1 << 40), exposed_sync=0.25)
-    stretch = {"synchronization": 2.0, "weights": 3.0}
+    stretch = {"synchronization": 2.0, "weights": 3.0, "copying": 5.0}
     model = replace(random_model(0, layers=4), calibration_factors=stretch)
     shards = 1 if sharding == "replicate" else 2
     strategy = LayerStrategy(sharding=sharding, shard_degree=None if sharding == "replicate" else shards)
@@ -172,7 +172,7 @@ def test_the_sum_of_copies_of_shards_hides_behind_nothing_where_computing_hides_
     expected = 0.25 * 2.0 * reduced if sharding == "replicate" else 3.0 * reduced
     if sharding == "zero2":
         copied = 3 * sum(sizes)  # the rank's shard into the message, and both shards out of it
-        expected += 3.0 * (hardware.ms("all_gather", shards, 1, sum(sizes)) + copying_ms(model, copied))
+        expected += 3.0 * hardware.ms("all_gather", shards, 1, sum(sizes)) + 5.0 * copying_ms(model, copied)
     (found,) = CostModel(hardware, model, workload(8), 4, 4).layer(0, [strategy]).sync_ms
     assert found == pytest.approx(expected)
 
@@ -231,6 +231,6 @@ def test_shards_of_a_single_piece_are_priced_as_whole_weights_that_are_copied(se
         cut = ParallelPlan.uniform(4, 3, sharding=sharding, shard_degree=1)
         copied = 4 * ((uses + 2) * layers + (1 + 2) * ends)
         found = estimate_plan(hardware, model, workload(8), cut).step_ms
-        factor = model.calibration_factors.get("weights", 1.0)
+        factor = model.calibration_factors.get("copying", 1.0)
         launched = launch * ((uses + 1) * len(model.layers) + 2 * units)
         assert found - whole.step_ms == pytest.approx(factor * copying_ms(model, copied) + launched, rel=1e-6)

@@ -606,7 +606,7 @@ class CostModel:
         """Returns the time of copying so many bytes. The memory reads and writes each, while an addition of gradients
         reads two numbers of 4 bytes and writes one.
         """
-        return self.calibration_factors["weights"] * self.model.adding_ms_per_element * 2 * size / (3 * GRADIENT_BYTES)
+        return self.calibration_factors["copying"] * self.model.adding_ms_per_element * 2 * size / (3 * GRADIENT_BYTES)
 
     def later_stage_ms(self) -> float:
         """Returns the time per micro-batch of positions and rotary embeddings, on each stage after the first."""

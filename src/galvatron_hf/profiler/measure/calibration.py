@@ -239,6 +239,7 @@ def _plans(small: PreTrainedModel, rows: int, precision: Precision) -> list[Para
         dict(sharding="zero2", ulysses=2, micro_batches=2, recompute="full"),
         dict(sharding="zero3", tensor=2, megatron_sp=True),
         dict(sharding="zero3", pipeline=2, micro_batches=many),
+        dict(sharding="zero3", shard_degree=1, pipeline=2, micro_batches=many),  # copies weights, and sends none
         dict(sharding="zero2", tensor=2, micro_batches=2),
         dict(sharding="replicate", pipeline=2, ulysses=2, micro_batches=many, recompute="full"),
         dict(sharding="zero3", shard_degree=2, recompute="full", micro_batches=2),

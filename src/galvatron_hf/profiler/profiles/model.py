@@ -38,7 +38,7 @@ EXPERT_IMBALANCE = "expert imbalance"  # the name of this assumption
 ASSUMED_IMBALANCE = {2: 1.4, 4: 2.1, 8: 2.8}
 MICRO_BATCHES = "micro-batches"  # what a profile's `made` says of them
 PACKED = "packed"
-CALIBRATION_FACTORS = ("computing", "communication", "synchronization", "weights", "sending")
+CALIBRATION_FACTORS = ("computing", "communication", "synchronization", "weights", "sending", "copying")
 _VERSION = 1
 
 
@@ -61,9 +61,10 @@ class ModelProfile:
         adding_ms_per_element (`float`): Time of adding a micro-batch's gradients to the earlier ones, per element of a
             rank.
         calibration_factors (`Mapping[str, float]`): Time in whole training steps over the time measured alone, of
-            "computing" and of four kinds of messages: "communication" (activations of tensor and Ulysses ranks, layout
+            "computing", of four kinds of messages: "communication" (activations of tensor and Ulysses ranks, layout
             changes), "synchronization" (gradients of replicas), "weights" (gathers of weights and reduce-scatters of
-            gradients) and "sending" (between stages). Empty if not calibrated: all are 1.
+            gradients) and "sending" (between stages), and of "copying" into messages and out of them. Empty if not
+            calibrated: all are 1.
         collective_launch_ms (`float`): Wait of the ranks for each other before each collective of activations; 0 if
             not calibrated.
         weights_launch_ms (`float`): What each gather of a layer's weights and each reduction of its gradients takes
