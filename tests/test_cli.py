@@ -2,12 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line answers at once: --help imports no heavy package."""
 
+import json
 import re
 import subprocess
 import sys
 
 import pytest
 
+from galvatron_hf.cli import env
 from galvatron_hf.cli.main import COMMANDS, main
 
 
@@ -53,3 +55,32 @@ def test_wrong_arguments_end_with_usage(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2 and capsys.readouterr().err.startswith("usage: galvatron")
+
+
+def test_a_reader_that_has_seen_enough_gets_no_error():
+    """As `galvatron env | head` does; the pipe is closed before the command writes."""
+    code = "import sys; sys.stdin.read(); from galvatron_hf.cli.main import main; sys.exit(main(['env', '--json']))"
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == "" and process.wait() == 1
+
+
+def test_a_command_that_is_stopped_says_so(monkeypatch, capsys):
+    def stop():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(env, "environment", stop)
+    assert main(["env"]) == 130
+    assert capsys.readouterr().err == "galvatron: stopped.\n"
+
+
+@pytest.mark.parametrize("world, local, nodes", [("8", "4", 2), ("8", "0", None), ("", "x", None)])
+def test_settings_of_a_broken_launcher_are_shown(monkeypatch, capsys, world, local, nodes):
+    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    assert main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [str(found[name]) for name in ("world size", "ranks of this node")] == [world, local]
+    assert found["nodes"] == nodes

@@ -39,6 +39,15 @@ def test_a_profile_is_made_once_for_the_same_circumstances(tmp_path):
     assert kept_trace(folder, {"length": 8}, make) == make.profile and make.times == 4  # written anew
 
 
+def test_a_path_that_is_too_long_is_no_file_of_a_model(tmp_path, capsys):
+    sizes = ["--cluster", "h100", "--global-batch", "8", "--seq-length", "8", "--plan", "ddp"]
+    assert main(["estimate", "--model", str(tmp_path / ("x" * 300)), *sizes]) == 1
+    assert "is no folder and no file, and no id of the Hub" in capsys.readouterr().err
+    (tmp_path / "model.safetensors").write_bytes(bytes(1 << 25))
+    assert main(["estimate", "--model", str(tmp_path / "model.safetensors"), *sizes]) == 1
+    assert "is too large for a configuration" in capsys.readouterr().err
+
+
 def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path):
     make, file = Maker(), tmp_path / "file"
     file.write_text("")

@@ -86,6 +86,11 @@ def test_the_pace_of_steps_is_logged_beside_its_prediction():
     }
     own.add_logs(logs := {"loss": 1.0})
     assert logs == {"loss": 1.0}  # no step since
+    own = Pace(**given, predicted=plan.meta["predicted"] | {"bubble_ms": None})  # as a file may have it
+    own.on_step_begin(None, None, None)
+    own.on_step_end(None, None, None)
+    own.add_logs(logs := {"loss": 1.0})
+    assert logs["predicted_step_ms"] == 50.0 and "predicted_bubble_percent" not in logs
 
 
 def test_tensorboard_has_the_pace_of_a_run(tmp_path):

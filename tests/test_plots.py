@@ -227,6 +227,14 @@ def test_a_measured_step_is_that_of_the_trace(tmp_path):
     (tmp_path / "timeline.json").write_text("[]")
     with pytest.raises(ValueError, match="it is no trace"):
         measured_timeline(tmp_path)
+    (tmp_path / "timeline.json").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="it is no trace"):
+        measured_timeline(tmp_path)
+    event = {"ph": "X", "cat": "compute", "ts": 0, "dur": 1, "pid": 1, "args": {"step": 0}}
+    for broken in (event, event | {"cat": "send", "args": {"step": 0, "stage": 0}}):
+        (tmp_path / "timeline.json").write_text(json.dumps({"traceEvents": [broken]}))
+        with pytest.raises(ValueError, match="step 0 is no trace|no time of computing"):
+            measured_timeline(tmp_path)
 
 
 def test_padding_of_lengths_is_that_of_the_forecast():
@@ -277,6 +285,19 @@ def test_points_are_the_predicted_and_measured_steps_of_files(tmp_path):
     (run / "training_run.json").write_text(json.dumps({"outcome": None}))
     with pytest.raises(ValueError, match="no step with a predicted and a measured time"):
         read_comparisons(run)
+
+
+def test_names_with_dollars_are_no_formulas(tmp_path):
+    names = ["a$b", r"$\frac$", "_x$^$"]
+    for name in names:
+        (tmp_path / f"{name}.json").write_text(json.dumps({"cases": [{"predicted_ms": 1.0, "measured_ms": 1.0}]}))
+    figure = accuracy_figure([one for name in names for one in read_comparisons(tmp_path / f"{name}.json")])
+    save(figure, tmp_path / "picture.svg")
+    picture = (tmp_path / "picture.svg").read_text()
+    assert all(f">{name}</text>" in picture for name in names)
+    plan = ParallelPlan.uniform(1, {"$\\x$": 1, "b": 1})
+    save(plan_figure(plan), tmp_path / "plan.svg")
+    assert ">$\\x$</text>" in (tmp_path / "plan.svg").read_text()
 
 
 def test_pictures_can_be_read_without_colour():

@@ -97,6 +97,16 @@ def test_an_offer_without_memory_has_no_plan(flags, capsys):
     assert found["cheapest"] is None and all("No plan fits" in one["no_plan"] for one in found["offers"])
 
 
+def test_names_of_offers_are_shown_as_they_are(flags, tmp_path, capsys):
+    """A console reads words in square brackets as styles."""
+    names = ["[bold]a[/]", "[/red] 50% $ <b>"]
+    offers = [offer | {"name": name} for offer, name in zip(OFFERS, names, strict=True)]
+    (tmp_path / "offers.json").write_text(json.dumps(offers))
+    assert main([*flags, "--tokens", "1e12"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count(names[0]) == 1 and printed.count(names[1]) == 2
+
+
 @pytest.mark.parametrize(
     "more, sentence",
     [

@@ -29,6 +29,7 @@ from galvatron_hf.utils.units import GIB
 
 
 _MOST_ROWS, _MOST_TOKENS = 1 << 20, 1 << 30
+_MOST_CONFIG_BYTES = 1 << 24
 _EXAMPLES = {"--tokens": "1e12", "--price-per-hour": "2.5"}
 
 
@@ -202,6 +203,8 @@ def _traced(given: argparse.Namespace, hardware: HardwareProfile) -> ModelProfil
         source = read_config(given.model)
         circumstances["config"] = source.to_dict()
     else:
+        if file.stat().st_size > _MOST_CONFIG_BYTES:
+            raise ValueError(f"--model {given.model} is too large for a configuration: give a config.json.")
         circumstances["config"] = file.read_text(errors="replace")
 
     def traced() -> ModelProfile:

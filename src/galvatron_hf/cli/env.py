@@ -38,6 +38,7 @@ def environment() -> dict[str, Any]:
     cpu = torch.device("cpu")
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     quota = cpu_quota()
+    world, local = _setting("WORLD_SIZE"), _setting("LOCAL_WORLD_SIZE")
     return {
         **{name: package_version(name) for name in ("galvatron-hf", "torch", "transformers", "accelerate")},
         "python": platform.python_version(),
@@ -51,7 +52,13 @@ def environment() -> dict[str, Any]:
         "gpus": [f"{device_name(gpu)}, {device_memory_bytes(gpu, 1) / 2**30:.1f} GiB" for gpu in gpus],
         "gloo": dist.is_available() and dist.is_gloo_available(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if gpus and dist.is_nccl_available() else None,
-        "world size": int(os.environ.get("WORLD_SIZE", 1)),
-        "ranks of this node": int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-        "nodes": int(os.environ.get("WORLD_SIZE", 1)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        "world size": world,
+        "ranks of this node": local,
+        "nodes": world // local if isinstance(world, int) and isinstance(local, int) and local > 0 else None,
     }
+
+
+def _setting(name: str) -> int | str:
+    """Returns a number of the launcher, 1 without one; what is no number is shown as it is."""
+    text = os.environ.get(name, "1")
+    return int(text) if text.isdecimal() else text

@@ -5,13 +5,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 
 from galvatron_hf.cli.case import read_case
 from galvatron_hf.cli.case_arguments import add_case_arguments, add_plan_argument
 from galvatron_hf.cli.given_plan import read_plan, warn_of_precision
-from galvatron_hf.cli.output import assumptions, console, priced
+from galvatron_hf.cli.output import assumptions, console, json_text, priced
 from galvatron_hf.plan.plan_words import check_is_plan
 from galvatron_hf.planner.report.explain import explain_plan
 from galvatron_hf.planner.report.report import Report
@@ -43,7 +42,7 @@ def run(given: argparse.Namespace) -> int:
             "hidden_communication_ms": found.hidden_ms,
             "assumed": assumptions(hardware, model, plan),
         }
-        print(json.dumps(priced(replace(found.estimate, plan=plan)) | more, indent=2))
+        print(json_text(priced(replace(found.estimate, plan=plan)) | more))
         return 0
     console().print(
         Report(explanation=found, others=[], budget=budget, pace=pace.lines(given.tokens, given.price_per_hour))

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict, replace
 
 from rich.console import Console
@@ -13,7 +12,7 @@ from rich.console import Console
 from galvatron_hf.cli.case import read_case, virtual_stages_of
 from galvatron_hf.cli.case_arguments import add_case_arguments, add_plan_argument, add_rounds_argument
 from galvatron_hf.cli.given_plan import read_plan, warn_of_precision
-from galvatron_hf.cli.output import assumptions, console, output_file, priced, priced_all
+from galvatron_hf.cli.output import assumptions, console, json_text, output_file, priced, priced_all
 from galvatron_hf.plan.plan_words import check_is_plan
 from galvatron_hf.plan.table import plan_table
 from galvatron_hf.planner.report.alternatives import Alternative, alternatives
@@ -69,7 +68,7 @@ def run(given: argparse.Namespace) -> int:
             "alternatives": priced_all(others),
             "assumed": assumptions(hardware, model, plan),
         }
-        print(json.dumps(priced(replace(found.estimate, plan=plan)) | more, indent=2))
+        print(json_text(priced(replace(found.estimate, plan=plan)) | more))
         return 0
     out, lines = console(), pace.lines(given.tokens, given.price_per_hour)
     out.print(Report(explanation=found, others=others, budget=budget, pace=lines))

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -26,7 +27,9 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `galvatron` with the arguments (default: this process's); returns the exit code, 1 after a failure."""
+    """Runs `galvatron` with the arguments (default: this process's); returns the exit code: 1 after a failure, and if
+    nobody reads the output to its end; 130 after Ctrl-C.
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="galvatron", description="Train large Hugging Face models on many devices.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -36,7 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             import_module(f"galvatron_hf.cli.{name.replace('-', '_')}").add_arguments(command)
     given = parser.parse_args(arguments)
     try:
-        return given.run(given)
+        code = given.run(given)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python reports it again at its end
+        return 1
+    except KeyboardInterrupt:
+        print("galvatron: stopped.", file=sys.stderr)
+        return 130
     except (ValueError, OSError) as error:
         print(f"galvatron: {error}", file=sys.stderr)
         return 1

@@ -7,7 +7,6 @@ measurements.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from galvatron_hf.cli.case import read_case
 from galvatron_hf.cli.case_arguments import add_case_arguments, add_plan_argument
 from galvatron_hf.cli.data import add_dataset_arguments, batches_of, cost_of, kept_lengths
 from galvatron_hf.cli.given_plan import read_plan, warn_of_precision
-from galvatron_hf.cli.output import output_file
+from galvatron_hf.cli.output import json_text, output_file
 from galvatron_hf.cli.pictures import loaded
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.plan_words import check_is_plan
@@ -60,7 +59,7 @@ def run(given: argparse.Namespace) -> int:
     style = loaded("style")
     figure, values = given.draw(given)
     style.save(figure, given.output)
-    print(json.dumps(values, indent=2) if given.json else f"The picture is in {given.output}.")
+    print(json_text(values) if given.json else f"The picture is in {given.output}.")
     return 0
 
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from galvatron_hf.cli.case import read_case
 from galvatron_hf.cli.case_arguments import add_model_arguments, add_workload_arguments
-from galvatron_hf.cli.output import console, output_file, priced
+from galvatron_hf.cli.output import console, json_text, output_file, priced
 from galvatron_hf.plan.validation import MAX_RANKS, check_fields, check_int, check_number, show
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.estimate import Estimate
@@ -99,7 +100,7 @@ def run(given: argparse.Namespace) -> int:
             "cheapest": None if cheapest is None else cheapest.offer.name,
             "offers": [one.values(given.tokens) for one in quotes],
         }
-        print(json.dumps(values, indent=2))
+        print(json_text(values))
         return 0
     _show(quotes, cheapest, given.tokens, deadline)
     return 0
@@ -157,19 +158,20 @@ def _show(quotes: list[Quote], cheapest: Quote | None, tokens: float, deadline: 
     for name in ("devices", "tokens/s", "MFU", "days", "price"):
         table.add_column(name, justify="right")
     for one in sorted(quotes, key=lambda one: one.price(tokens)):
-        offer = f"{one.offer.nodes} x {one.offer.devices_per_node} {one.offer.cluster}"
+        name, offer = escape(one.offer.name), f"{one.offer.nodes} x {one.offer.devices_per_node} {one.offer.cluster}"
         if one.pace is None:
-            table.add_row(one.offer.name, offer, "-", "-", "-", "no plan fits")
+            table.add_row(name, offer, "-", "-", "-", "no plan fits")
             continue
         mfu = "-" if one.pace.mfu is None else f"{one.pace.mfu:.0%}"
         late = "" if one.days(tokens) <= deadline else " (late)"
         days, price = f"{one.days(tokens):,.1f}{late}", f"{one.price(tokens):,.0f}"
-        table.add_row(one.offer.name, offer, f"{one.pace.tokens_per_second:,.0f}", mfu, days, price)
+        table.add_row(name, offer, f"{one.pace.tokens_per_second:,.0f}", mfu, days, price)
     out.print(table)
     if cheapest is None:
         out.print("No offer trains so many tokens in time.")
     else:
         out.print(
             f"{cheapest.offer.name} is the cheapest in time: {cheapest.price(tokens):,.0f} for "
-            f"{cheapest.days(tokens):,.1f} days."
+            f"{cheapest.days(tokens):,.1f} days.",
+            markup=False,
         )

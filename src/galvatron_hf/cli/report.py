@@ -5,10 +5,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 
-from galvatron_hf.cli.output import output_file
+from galvatron_hf.cli.output import json_text, output_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +38,7 @@ def run(given: argparse.Namespace) -> int:
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
     if given.json:
-        print(json.dumps(making.report_values(report), indent=2))
+        print(json_text(making.report_values(report)))
     else:
         print(f"The report is in {path}.")
     return 0

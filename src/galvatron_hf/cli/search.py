@@ -5,14 +5,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from dataclasses import replace
 from typing import Any
 
 from galvatron_hf.cli.case import read_case, virtual_stages_of
 from galvatron_hf.cli.case_arguments import add_case_arguments, add_rounds_argument
-from galvatron_hf.cli.output import assumptions, console, output_file, priced, priced_all
+from galvatron_hf.cli.output import assumptions, console, json_text, output_file, priced, priced_all
 from galvatron_hf.cli.stopping import Stop, stop_at_interrupt
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.estimate import Estimate
@@ -127,7 +126,7 @@ def _search(
         result.best.plan_with_prediction(result.workload).to_json(given.output)
     stop.begin()  # each search of the comparison has the time limit
     if given.json:
-        print(json.dumps(_values(given, result, fastest, stop), indent=2))
+        print(json_text(_values(given, result, fastest, stop)))
         return
     _show(given, result, stop)
     more = 100 * (chosen.step_ms / fastest.step_ms - 1)

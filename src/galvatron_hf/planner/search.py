@@ -108,7 +108,7 @@ def search_plan(
         limits ([`Limits`], *optional*): Limits of the space.
         progress (`bool`, defaults to `False`): Whether the first rank shows a bar.
         stop (`Callable`, *optional*): Asked again and again; the search ends when it returns True.
-        costs ([`CostModels`], *optional*): Those of an earlier search of the same profiles and workload.
+        costs ([`CostModels`], *optional*): Of an earlier search, used if its profiles and workload are these.
 
     Raises:
         ValueError: if no plan is within the limits.
@@ -119,7 +119,8 @@ def search_plan(
     if budget < 1:
         raise ValueError(f"memory_bytes={budget} is not the memory of a rank: give bytes.")
     _check_limits(limits, hardware.world_size, model, workload)
-    costs = costs or CostModels(hardware, model, workload)
+    if costs is None or (costs.hardware, costs.model, costs.workload) != (hardware, model, workload):
+        costs = CostModels(hardware, model, workload)
     cuts = list(_cuts(costs, limits))
     if not cuts:
         raise ValueError(

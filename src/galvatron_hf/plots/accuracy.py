@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from galvatron_hf.planner.report.run_files import RUN_FILE, read_values
-from galvatron_hf.plots.style import BLUE, INK, ORANGE, QUIET, WIDTH, legend_below, new_figure, settings
+from galvatron_hf.plots.style import BLUE, INK, ORANGE, QUIET, WIDTH, legend_below, new_figure, plain, settings
 
 
 _MARKS = (("o", BLUE), ("s", ORANGE), ("^", "#009e73"), ("D", "#cc79a7"), ("v", "#d55e00"))
@@ -54,12 +54,13 @@ def read_comparisons(path: str | os.PathLike) -> list[Comparison]:
     return found
 
 
-def _comparison(path: Path, case: Mapping[str, Any], name: str | None) -> Comparison | None:
+def _comparison(path: Path, case: Mapping[str, Any], name: Any) -> Comparison | None:
     times = case.get("predicted_ms"), case.get("measured_ms")
     if not all(type(one) in (int, float) and one > 0 for one in times):
         return None
-    source = name or (path.parent.name if path.name == RUN_FILE else path.stem) or path.name
-    return Comparison(source=source, predicted_ms=float(times[0]), measured_ms=float(times[1]))
+    if not isinstance(name, str) or not name:
+        name = (path.parent.name if path.name == RUN_FILE else path.stem) or path.name
+    return Comparison(source=name, predicted_ms=float(times[0]), measured_ms=float(times[1]))
 
 
 def accuracy_values(comparisons: Sequence[Comparison]) -> dict:
@@ -108,7 +109,7 @@ def accuracy_figure(comparisons: Sequence[Comparison], *, width: float = WIDTH) 
             points = [index for index, one in enumerate(comparisons) if one.source == source]
             style = dict(linestyle="none", marker=marker, color=colour, markersize=6, markeredgecolor=INK)
             axes.plot(measured[points], predicted[points], markeredgewidth=0.5, **style)
-            entries.append(Line2D([], [], label=source, **style))
+            entries.append(Line2D([], [], label=plain(source), **style))
         axes.set_aspect("equal")
         axes.grid()
         axes.set_xlabel("measured milliseconds of a step")

@@ -28,6 +28,7 @@ from galvatron_hf.plots.style import (
     new_figure,
     no_spines,
     note,
+    plain,
     settings,
 )
 from galvatron_hf.utils.units import GIB
@@ -167,7 +168,7 @@ def _draw_stacks(axes: Axes, plan: ParallelPlan) -> None:
     if len(plan.stacks) == 1:
         return
     for name, (start, end) in stack_ranges(plan).items():
-        axes.text((start + end) / 2, -0.62, name, ha="center", va="bottom", color=INK, fontsize=8)
+        axes.text((start + end) / 2, -0.62, plain(name), ha="center", va="bottom", color=INK, fontsize=8)
         if start:
             axes.axvline(start, color=QUIET, linestyle="--", linewidth=1, zorder=0)
 

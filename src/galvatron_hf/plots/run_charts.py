@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,15 +13,21 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from galvatron_hf.planner.report.run_files import is_number
 from galvatron_hf.plots.style import INK, MEASURED, PREDICTED, WIDTH, legend_below, milliseconds, new_figure, settings
 
 
+MOST_DRAWN = 1e300  # matplotlib adds margins
+
+
 def series(log_history: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Returns the steps at which a number was logged, and the numbers; those that are not finite are left out."""
+    """Returns the steps at which a number was logged, and the numbers; those that are not finite, or too large to
+    be drawn, are left out.
+    """
     pairs = [
         (log["step"], float(log[name]))
         for log in log_history
-        if isinstance(log.get(name), (int, float)) and math.isfinite(log[name]) and isinstance(log.get("step"), int)
+        if is_number(log.get(name)) and abs(log[name]) <= MOST_DRAWN and type(log.get("step")) is int
     ]
     return [step for step, _ in pairs], [value for _, value in pairs]
 

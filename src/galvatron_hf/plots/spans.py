@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,7 +158,7 @@ def measured_timeline(path: str | os.PathLike, step: int | None = None) -> StepT
             events = json.load(opened)["traceEvents"]
         spans = [event for event in events if event["ph"] == "X"]
         steps = sorted({event["args"]["step"] for event in spans})
-    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
         reason = str(error).splitlines()[0] if isinstance(error, OSError) else f"it is no trace ({error!r})"
         raise ValueError(
             f"{file!r} cannot be read: {reason}; give the timeline.json of a run with trace_dir."
@@ -168,8 +168,20 @@ def measured_timeline(path: str | os.PathLike, step: int | None = None) -> StepT
     chosen = steps[-1] if step is None else step
     if chosen not in steps:
         raise ValueError(f"{file!r} has no step {chosen}: give one of {steps[0]} to {steps[-1]}.")
-    spans = [event for event in spans if event["args"]["step"] == chosen]
+    try:
+        return _of_events([event for event in spans if event["args"]["step"] == chosen], chosen)
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{file!r} cannot be read: step {chosen} is no trace ({error!r}); give the timeline.json of a run with "
+            "trace_dir."
+        ) from None
+
+
+def _of_events(spans: Sequence[Mapping[str, Any]], step: int) -> StepTimeline:
+    """Returns the timeline of a step from its events."""
     first = min(event["ts"] for event in spans)
+    if not any(event["dur"] > 0 and event["cat"] in ("compute", "wait") for event in spans):
+        raise ValueError(f"step {step} of the trace has no time of computing: give another step.")
     rows: dict[int, list[PlayedSpan]] = {}
     for event in spans:
         kind = _kind(event)
@@ -188,7 +200,7 @@ def measured_timeline(path: str | os.PathLike, step: int | None = None) -> StepT
         rows={_name((rank,)): tuple(sorted(rows[rank], key=lambda span: span.begin_ms)) for rank in sorted(rows)},
         measured=True,
         stages=1 + max(event["args"]["stage"] for event in spans),
-        step=chosen,
+        step=step,
     )
 
 

@@ -160,6 +160,13 @@ def settings() -> matplotlib.rc_context:
     return matplotlib.rc_context(_SETTINGS)
 
 
+def plain(text: str) -> str:
+    """Returns a name that a user gave, so that matplotlib shows it as it is: it reads what is between two dollars as a
+    formula.
+    """
+    return text.replace("$", r"\$")
+
+
 def milliseconds(value: float) -> str:
     """Returns milliseconds as text, with four digits or all before the point."""
     return f"{value:,.0f} ms" if value >= 1e3 else f"{value:.4g} ms"

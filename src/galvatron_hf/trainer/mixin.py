@@ -77,7 +77,7 @@ from galvatron_hf.trainer.liger import apply_kernels, without_trainers_own
 from galvatron_hf.trainer.neftune import add_embedding_noise
 from galvatron_hf.trainer.overrides import Guard, computes_batches, overrides, predicts_batches, replaced
 from galvatron_hf.trainer.planning.auto_planner import AutoPlanner
-from galvatron_hf.trainer.planning.run_record import write_profiles, write_run
+from galvatron_hf.trainer.planning.run_record import forget_run, write_profiles, write_run
 from galvatron_hf.trainer.planning.step_meter import (
     Outcome,
     StepMeter,
@@ -283,12 +283,14 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         self.ensure_parallel()
         if self.parallel is None:
             return super()._inner_training_loop(*args, **kwargs)
+        forget_run(self.args)
         self._prepare_run(kwargs.get("resume_from_checkpoint"))
         with self._accompanied():
             result = super()._inner_training_loop(*args, **kwargs)
             self._components.dispatch.measure_imbalance()
         placed, trace = self._components.packer.last_placed, self._trace_dir
-        write_run(self.state, self.args, self.plan_outcome, placed, trace, inner_model(self.model))
+        model, plan = inner_model(self.model), self.parallel.plan
+        write_run(self.state, self.args, self.plan_outcome, placed, trace, model, plan)
         return result
 
     def _prepare_run(self, checkpoint: str | None) -> None:
@@ -617,7 +619,8 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
         self.gather_function = self._components.evaluator.gather
         try:
             with replaced(self, **guarded):
-                return super().evaluation_loop(self._shared(dataloader), *args, **kwargs)
+                with self._components.packer.paused():
+                    return super().evaluation_loop(self._shared(dataloader), *args, **kwargs)
         finally:
             self.gather_function = self.accelerator.gather_for_metrics
 

@@ -441,7 +441,7 @@ class CostModel:
         heads = layer.bias_heads / (strategy.tensor * strategy.ulysses)
         of_stack = sum(self.model.kinds[kind] is layer for kind in self.model.layers)
         of_stage = len(self.model.layers) * self.ranks / self.hardware.world_size
-        return heads * length**2 * self.element / min(of_stack, max(1.0, of_stage))
+        return heads * length**2 * self.element / max(1.0, min(of_stack, of_stage))
 
     def least_layers_ms(self, strategies: Sequence[LayerStrategy]) -> list[float]:
         """Returns the least compute of a micro-batch in each layer, forward and backward, under any strategy."""

@@ -82,6 +82,7 @@ class TrainingRun:
             `predicted_imbalance`.
         trace (`str`, *optional*): the folder of the run's `timeline.json`, from the output folder on.
         model (`str`, *optional*): name of the model's class.
+        plan (`dict`, *optional*): the plan of the run, as its JSON; absent in files of earlier releases.
     """
 
     global_step: int
@@ -91,6 +92,7 @@ class TrainingRun:
     deal: Mapping[str, Any] | None = None
     trace: str | None = None
     model: str | None = None
+    plan: Mapping[str, Any] | None = None
 
     def to_json(self, path: str | os.PathLike) -> None:
         """Writes the run to a file."""
@@ -107,9 +109,40 @@ class TrainingRun:
             raise ValueError(
                 f"{os.fspath(path)!r} lacks a part or has an unknown one ({error}): train again."
             ) from None
-        if not isinstance(run.log_history, list) or not all(isinstance(log, Mapping) for log in run.log_history):
-            raise ValueError(f"{os.fspath(path)!r} has a log_history that is no list of objects: train again.")
+        for name, (fits, kind) in _PARTS.items():
+            if not fits(getattr(run, name)):
+                raise ValueError(f"{name} of {os.fspath(path)!r} is no {kind}: train again.")
         return run
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether a JSON value is a number, which may be infinite or NaN."""
+    return type(value) in (int, float)
+
+
+def _is_outcome(value: Any) -> bool:
+    if value is None:
+        return True
+    sizes = value.get("measured_bytes") if isinstance(value, Mapping) else None
+    known = isinstance(sizes, list) and all(one is None or is_number(one) for one in sizes)
+    measured = value.get("measured_ms") if known else None
+    return known and (measured is None or is_number(measured)) and is_number(value.get("steps"))
+
+
+# What the parts of a training run are, beside a name of a folder and of a class.
+_PARTS = {
+    "global_step": (lambda value: type(value) is int, "whole number"),
+    "log_history": (
+        lambda value: isinstance(value, list) and all(isinstance(log, Mapping) for log in value),
+        "list of objects",
+    ),
+    "outcome": (_is_outcome, "comparison of predicted and measured time and memory"),
+    "step_ms": (lambda value: isinstance(value, list) and all(map(is_number, value)), "list of numbers"),
+    "deal": (lambda value: value is None or isinstance(value, Mapping), "object"),
+    "plan": (lambda value: value is None or isinstance(value, Mapping), "object"),
+    "trace": (lambda value: value is None or isinstance(value, str), "path"),
+    "model": (lambda value: value is None or isinstance(value, str), "name"),
+}
 
 
 def read_values(path: str | os.PathLike) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 from galvatron_hf.plan.plan_words import words_of
 from galvatron_hf.plan.table import COLUMNS, plan_rows, plan_title, ranks_text
 from galvatron_hf.planner.report.explain import KINDS
+from galvatron_hf.planner.report.run_files import is_number
 from galvatron_hf.plots.deal import deal_figure, run_deal
 from galvatron_hf.plots.memory import memory_figure
 from galvatron_hf.plots.plan_diagram import plan_figure
@@ -109,7 +110,7 @@ def _summary(report: RunReport) -> str:
         entries.append(fact("steps", number(report.run.global_step)))
         if report.run.model:
             entries.append(fact("model", escape(report.run.model)))
-    losses = [log["loss"] for log in report.logs if "loss" in log]
+    losses = [log["loss"] for log in report.logs if is_number(log.get("loss"))]
     if losses:
         entries.append(fact("last logged loss", number(losses[-1]), MEASURED))
     if report.predicted_ms is not None:
@@ -196,7 +197,7 @@ def _step_time(report: RunReport) -> str:
     if report.explanation is not None:
         rows = [[escape(name), number(ms)] for name, ms in report.explanation.step_ms().items()]
         parts.append(table("Predicted milliseconds of a step, by purpose", ("purpose", "ms"), rows))
-    speeds = [[escape(name), number(log[name])] for log in report.logs for name in _TIMES if name in log]
+    speeds = [[escape(name), number(log[name])] for log in report.logs for name in _TIMES if is_number(log.get(name))]
     if speeds:
         parts.append(table("Measured by Trainer over the whole run", ("key of the log", "value"), speeds))
     return section("Step time", *parts)
@@ -301,7 +302,7 @@ def _data(report: RunReport) -> str:
 
 
 def _logged(report: RunReport, name: str) -> bool:
-    return any(isinstance(log.get(name), (int, float)) for log in report.logs)
+    return any(is_number(log.get(name)) for log in report.logs)
 
 
 def _log_table(
@@ -310,9 +311,9 @@ def _log_table(
     """Returns the logs that have one of the columns, with their steps."""
     rows = []
     for log in logs:
-        if any(isinstance(log.get(name), (int, float)) for name in columns):
-            cells = [number(log[name]) if isinstance(log.get(name), (int, float)) else "-" for name in columns]
-            rows.append([number(log.get("step")), *cells])
+        if any(is_number(log.get(name)) for name in columns):
+            cells = [number(log[name]) if is_number(log.get(name)) else "-" for name in columns]
+            rows.append([number(log["step"]) if is_number(log.get("step")) else "-", *cells])
     return table(caption, ["step", *((names or {}).get(name, name) for name in columns)], rows, tall=True)
 
 

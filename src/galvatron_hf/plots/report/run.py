@@ -100,9 +100,12 @@ def read_run(folder: str | os.PathLike, trace: str | os.PathLike | None = None) 
 
 
 def _with_run(found: RunReport, root: Path) -> RunReport:
+    run, source = None, RUN_FILE
     if (root / RUN_FILE).is_file():
-        run, source = TrainingRun.from_json(root / RUN_FILE), RUN_FILE
-    else:
+        run = TrainingRun.from_json(root / RUN_FILE)
+        if not _is_under(run, found.plan):
+            run, found = None, _lacking(found, f"{RUN_FILE} is of another plan than {PLAN_FILE}, and was not used.")
+    if run is None:
         source = _state_file(root)
         if source is None:
             return _lacking(found, "The log of the run is missing: training has not ended, and saved no checkpoint.")
@@ -110,10 +113,19 @@ def _with_run(found: RunReport, root: Path) -> RunReport:
         logs = state.get("log_history")
         if not isinstance(logs, list) or not all(isinstance(log, Mapping) for log in logs):
             raise ValueError(f"{os.fspath(root / source)!r} has no log_history: give the output_dir of a run.")
-        run = TrainingRun(global_step=int(state.get("global_step", 0)), log_history=logs)
+        step = state.get("global_step")
+        run = TrainingRun(global_step=step if type(step) is int else 0, log_history=logs)
         found = _lacking(found, f"{RUN_FILE} is missing, because training has not ended: the log is that of {source}.")
     found = replace(found, run=run, sources=(*found.sources, source))
     if run.outcome is None:
+        noted = found.plan.meta.get("predicted")
+        if source == RUN_FILE and isinstance(noted, Mapping):
+            others = {name: value for name, value in found.plan.meta.items() if name != "predicted"}
+            return _lacking(
+                replace(found, plan=replace(found.plan, meta=others)),
+                f"The plan's prediction is for steps of {noted.get('rows')} rows and not for those of this run, so "
+                "that it was not used, and step times and peak memory were not measured.",
+            )
         return _lacking(
             found,
             "Step times and peak memory were not measured: that is done under a plan with a prediction for the "
@@ -122,15 +134,25 @@ def _with_run(found: RunReport, root: Path) -> RunReport:
     return found
 
 
+def _is_under(run: TrainingRun, plan: ParallelPlan) -> bool:
+    """Returns whether a run was under a plan, or may have been: earlier releases did not write it."""
+    if run.plan is not None:
+        return ParallelPlan.from_json(run.plan) == plan
+    return run.outcome is None or len(run.outcome["measured_bytes"]) == len(plan.rank_groups)
+
+
 def _state_file(root: Path) -> str | None:
-    """Returns the newest state of the Trainer: of the folder, or of its last checkpoint."""
-    if (root / STATE_FILE).is_file():
-        return STATE_FILE
-    folders = [(int(match[1]), path) for path in root.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))]
-    for _, path in sorted(folders, reverse=True):
-        if (path / STATE_FILE).is_file():
-            return f"{path.name}/{STATE_FILE}"
-    return None
+    """Returns the newest state of the Trainer, of the folder or of a checkpoint: another run may have left some there
+    with more steps.
+    """
+    steps = {root: -1} | {
+        path: int(match[1]) for path in root.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))
+    }
+    files = [(path / STATE_FILE, step) for path, step in steps.items() if (path / STATE_FILE).is_file()]
+    if not files:
+        return None
+    newest, _ = max(files, key=lambda one: (one[0].stat().st_mtime_ns, one[1]))
+    return newest.relative_to(root).as_posix()
 
 
 def _with_predictions(found: RunReport, root: Path) -> RunReport:
@@ -141,6 +163,8 @@ def _with_predictions(found: RunReport, root: Path) -> RunReport:
             "them for a model and a cluster.",
         )
     profiles = PlanProfiles.from_json(root / PROFILES_FILE)
+    if RUN_FILE in found.sources and not found.outcome:
+        return _lacking(found, f"{PROFILES_FILE} is of steps of other rows than this run's, and was not used.")
     if _priced(profiles.plan) != _priced(found.plan):
         return _lacking(found, f"{PROFILES_FILE} is of another plan than {PLAN_FILE}, and was not used.")
     explanation = explain_plan(profiles.hardware, profiles.model, profiles.workload, _priced(profiles.plan))

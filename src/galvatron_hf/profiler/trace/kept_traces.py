@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,18 @@ MOST_KEPT = 200  # profiles; those that were not used for longest make room
 
 def kept_trace(folder: Path, circumstances: Mapping[str, Any], make: Callable[[], ModelProfile]) -> ModelProfile:
     """Returns the profile that is kept in a folder for these circumstances, or makes and keeps one. Another release of
-    PyTorch or transformers, or other source files of this package, make a new one. A folder that cannot be written
-    keeps nothing.
+    PyTorch, transformers or PEFT, or other source files of this package, make a new one. A folder that cannot be
+    written keeps nothing.
 
     Args:
         folder (`Path`): created if it is missing.
         circumstances (`Mapping`): all that `make` depends on, as JSON values.
         make (`Callable`): counts a model.
     """
-    releases = {name: version(name) for name in ("torch", "transformers")}
+    releases = {}
+    for name in ("torch", "transformers", "peft"):
+        with contextlib.suppress(PackageNotFoundError):  # of peft, which is needed for adapters alone
+            releases[name] = version(name)
     text = json.dumps([dict(circumstances), releases, _source_digest()], sort_keys=True, default=str)
     path = folder / f"trace-{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
     with contextlib.suppress(ValueError, OSError):

@@ -19,4 +19,4 @@ def adapter_file(folder: str | os.PathLike) -> Path:
 def config_file(source: str | os.PathLike) -> Path | None:
     """Returns the path of a model's `config.json`, given that or its folder; None if there is none on this disk."""
     path = Path(source, "config.json") if os.path.isdir(source) else Path(source)
-    return path if path.is_file() else None
+    return path if os.path.isfile(path) else None  # a path that is too long is no file either

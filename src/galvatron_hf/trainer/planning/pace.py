@@ -86,7 +86,7 @@ def _predictions(noted: Mapping[str, Any]) -> dict[str, float]:
         "predicted_step_ms": round(noted["step_ms"], 2),
         "predicted_memory_gib": round(max(noted["memory_bytes"]) / GIB, 3),
     }
-    if "bubble_ms" in noted:
+    if type(noted.get("bubble_ms")) in (int, float):
         found["predicted_bubble_percent"] = round(100 * noted["bubble_ms"] / noted["step_ms"], 2)
     return found
 

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict
@@ -40,6 +42,15 @@ def write_profiles(result: SearchResult | None, plan: ParallelPlan, args: Traini
     _write(profiles.to_json, args, PROFILES_FILE)
 
 
+def forget_run(args: TrainingArguments) -> None:
+    """Removes what an earlier run has left in the output folder, when training begins: a run that does not come to its
+    end must not be reported with the numbers of another.
+    """
+    if args.should_save:
+        with contextlib.suppress(OSError):
+            os.remove(os.path.join(args.output_dir, RUN_FILE))
+
+
 def write_run(
     state: TrainerState,
     args: TrainingArguments,
@@ -47,6 +58,7 @@ def write_run(
     placed: tuple[StepPlacement, np.ndarray] | None,
     trace: str | None,
     model: nn.Module,
+    plan: ParallelPlan,
 ) -> None:
     """Writes what a run has logged and measured into the output folder; on rank 0. `placed` is the placement of the
     last packed step with the tokens of its documents, `trace` the folder of the run's timeline.
@@ -63,6 +75,7 @@ def write_run(
         deal=None if placed is None else _deal(*placed),
         trace=None if not trace else os.path.relpath(trace, args.output_dir),
         model=type(model).__name__,
+        plan=json.loads(plan.to_json()),
     )
     _write(run.to_json, args, RUN_FILE)
 
