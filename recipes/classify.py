@@ -35,6 +35,7 @@ from transformers import (
 import train_clm
 from data.labels import load_labelled
 from galvatron_hf import GalvatronTrainer
+from galvatron_hf.trainer.refusals import told_once
 
 
 @dataclass
@@ -82,7 +83,7 @@ def main() -> None:
     )
     train_clm.set_seed(training_args.seed)
     cache = Path(training_args.output_dir) / "cache"
-    with training_args.main_process_first(desc="tokenizer and rows"):
+    with told_once(), training_args.main_process_first(desc="tokenizer and rows"):
         texts = load_labelled(
             data_args.dataset_name,
             data_args.dataset_config_name,

@@ -30,6 +30,7 @@ import sft
 import train_clm
 from data.preferences import load_preferences
 from galvatron_hf import GalvatronMixin, GalvatronTrainingArguments
+from galvatron_hf.trainer.refusals import told_once
 
 
 @dataclass
@@ -44,7 +45,7 @@ class GalvatronDPOTrainer(GalvatronMixin, DPOTrainer):
 def main() -> None:
     args, training_args = train_clm.parse_arguments(sys.argv[1:], (sft.AdaptedModelArguments, DPOArguments))
     set_seed(training_args.seed)
-    with training_args.main_process_first(desc="preferences"):
+    with told_once(), training_args.main_process_first(desc="preferences"):
         preferences = load_preferences(
             args.dataset_name,
             args.dataset_config_name,

@@ -35,6 +35,7 @@ from transformers import (
 import train_clm
 from data.pairs import load_pairs
 from galvatron_hf import GalvatronTrainer
+from galvatron_hf.trainer.refusals import told_once
 
 
 @dataclass
@@ -81,7 +82,7 @@ def main() -> None:
     )
     train_clm.start(model_args, training_args)
     cache = Path(training_args.output_dir) / "cache"
-    with training_args.main_process_first(desc="tokenizer and rows"):
+    with told_once(), training_args.main_process_first(desc="tokenizer and rows"):
         pairs = load_pairs(
             data_args.dataset_name,
             data_args.dataset_config_name,

@@ -30,6 +30,7 @@ from trl import SFTConfig, SFTTrainer
 import train_clm
 from data.chats import load_chats
 from galvatron_hf import GalvatronMixin, GalvatronTrainingArguments
+from galvatron_hf.trainer.refusals import told_once
 
 
 # For tokenizers without one. TRL asks the marks of a generation which tokens the assistant has written.
@@ -138,7 +139,7 @@ def get_chats(args: ChatArguments, seed: int) -> DatasetDict:
 def main() -> None:
     chat_args, training_args = train_clm.parse_arguments(sys.argv[1:], (ChatArguments, SFTArguments))
     set_seed(training_args.seed)
-    with training_args.main_process_first(desc="conversations"):
+    with told_once(), training_args.main_process_first(desc="conversations"):
         chats = get_chats(chat_args, training_args.data_seed or training_args.seed)
     trainer = GalvatronSFTTrainer(
         model=get_model(chat_args, training_args),

@@ -42,6 +42,7 @@ from transformers import (
 
 from data.text import cached, documents_to_rows, fingerprint, load_documents, train_tokenizer
 from galvatron_hf import GalvatronTrainer, GalvatronTrainingArguments
+from galvatron_hf.trainer.refusals import told_once
 from progress import ThroughputCallback
 
 
@@ -196,7 +197,7 @@ def prepare(
 ) -> tuple[PreTrainedTokenizerBase, DatasetDict]:
     """Returns the tokenizer and the rows; rank 0 makes them for all."""
     cache = Path(training_args.output_dir) / "cache"
-    with training_args.main_process_first(desc="tokenizer and rows"):
+    with told_once(), training_args.main_process_first(desc="tokenizer and rows"):
         documents = load_documents(
             data_args.dataset_name,
             data_args.dataset_config_name,

@@ -129,6 +129,9 @@ def test_missing_column_and_unknown_file_are_refused(tmp_path):
     (tmp_path / "corpus.pdf").write_text("x")
     with pytest.raises(ValueError, match="is not a kind of file that is read: use "):
         text.load_documents(str(tmp_path / "corpus.pdf"), None, "text", 10, seed=0)
+    for missing in ("corpus.jsonl", "texts/corpus.csv.gz", "/no/such/folder", "./no/folder"):
+        with pytest.raises(ValueError, match="does not exist: give a folder"):
+            text.load_documents(missing, None, "text", 10, seed=0)
 
 
 def test_folders_of_rows_and_compressed_files_are_read(tmp_path):

@@ -151,6 +151,18 @@ def test_numbers_of_the_page_are_those_of_the_run(trained_run, capsys, tmp_path)
         assert any(digits == pytest.approx(value / size, rel=6e-4, abs=0.051 * (size > 1)) for size in (1, 1 << 20))
 
 
+def test_times_so_far_are_not_those_of_the_whole_run(trained_run, tmp_path):
+    """Trainer logs the seconds so far at each log of a run that counts its tokens."""
+    run = tmp_path / "run"
+    shutil.copytree(trained_run[0], run)
+    left = json.loads((run / "training_run.json").read_text())
+    left["log_history"][0]["train_runtime"] = 0.1234567
+    (run / "training_run.json").write_text(json.dumps(left))
+    assert main(["report", str(run)]) == 0
+    shown = Page((run / "report.html").read_text()).numbers
+    assert 0.1234567 not in shown and left["log_history"][-1]["train_runtime"] in shown
+
+
 def test_the_page_loads_nothing_and_has_alternatives_for_its_pictures(trained_run):
     report = read_run(trained_run[0])
     text = report_page(report)

@@ -103,6 +103,15 @@ def test_flags_that_say_something_else_than_a_profile_are_refused(capsys, tmp_pa
     assert json.loads(capsys.readouterr().out)["plan"]["world_size"] == 4
 
 
+def test_a_tensor_degree_without_figures_is_refused_with_those_that_have_some(capsys, tmp_path):
+    hardware_preset("cpu", 1, 3).to_json(tmp_path / "hardware.json")
+    random_model(0, layers=2).to_json(tmp_path / "model.json")
+    profiles = [f"--{kind}-profile={tmp_path / kind}.json" for kind in ("hardware", "model")]
+    assert main(["estimate", *profiles, "--seq-length", "8", "--global-batch", "4", "--plan", "tp3"]) == 1
+    message = capsys.readouterr().err
+    assert "Layer 0 has tensor 3, and the profile of " in message and "degrees 1, 2" in message
+
+
 def test_steps_of_no_time_and_of_too_much_are_refused(capsys, tmp_path):
     hardware_preset("cpu", 1, 1).to_json(tmp_path / "hardware.json")
     raw = json.loads(random_model(0, layers=2).to_json())

@@ -88,6 +88,8 @@ def load_dataset_of(name: str, config: str | None) -> Dataset | DatasetDict:
                 f"dataset_name={name!r} is not a kind of file that is read: use {sorted(_FILE_BUILDERS)}."
             )
         return _of_files(name, _builder(path), [path])
+    if not path.exists() and (path.is_absolute() or _builder(path) is not None or name.count("/") > 1):
+        raise ValueError(f"dataset_name={name!r} does not exist: give a folder, a file, or an id on the Hub.")
     if not path.is_dir():
         return load_dataset(name, config)
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():

@@ -31,8 +31,11 @@ def read_plan(
     words = None if os.path.isfile(given.plan) else PlanWords.from_text(given.plan)
     if words is None:
         raw = read_object(given.plan)
-        return read_galvatron_plan(raw, hardware.world_size) if "pp_deg" in raw else ParallelPlan.from_json(raw)
+        plan = read_galvatron_plan(raw, hardware.world_size) if "pp_deg" in raw else ParallelPlan.from_json(raw)
+        _check_degrees(plan, model)
+        return plan
     plan = words.plan(hardware.world_size, model.stack_sizes)
+    _check_degrees(plan, model)
     if words.micro_batches is not None or workload.rows == 1:
         return plan
     found = []
@@ -43,6 +46,17 @@ def read_plan(
     if fitting:
         return min(fitting, key=lambda one: one.step_ms).plan
     return min(found, key=lambda one: max(one.memory_bytes)).plan if found else plan
+
+
+def _check_degrees(plan: ParallelPlan, model: ModelProfile) -> None:
+    """Raises ValueError with the tensor degrees of the model's profile if a layer has another one."""
+    known = sorted({degree for kind in model.kinds for degree in kind.times})
+    for index, layer in enumerate(plan.layers):
+        if layer.tensor not in known:
+            raise ValueError(
+                f"Layer {index} has tensor {layer.tensor}, and the profile of {model.name} has the tensor degrees "
+                f"{', '.join(map(str, known))}: use one of these."
+            )
 
 
 def warn_of_precision(plan: ParallelPlan, workload: Workload) -> None:

@@ -197,8 +197,10 @@ def _step_time(report: RunReport) -> str:
     if report.explanation is not None:
         rows = [[escape(name), number(ms)] for name, ms in report.explanation.step_ms().items()]
         parts.append(table("Predicted milliseconds of a step, by purpose", ("purpose", "ms"), rows))
-    speeds = [[escape(name), number(log[name])] for log in report.logs for name in _TIMES if is_number(log.get(name))]
-    if speeds:
+    # Trainer adds the time so far to each log if it counts tokens; the last value is that of the whole run.
+    last = {name: log[name] for log in report.logs for name in _TIMES if is_number(log.get(name))}
+    if last:
+        speeds = [[escape(name), number(last[name])] for name in _TIMES if name in last]
         parts.append(table("Measured by Trainer over the whole run", ("key of the log", "value"), speeds))
     return section("Step time", *parts)
 
