@@ -36,3 +36,13 @@ def test_what_takes_long_prints_lines_where_there_is_no_terminal(capsys, monkeyp
     with at_work("thinking") if shown else progress_bar(1, False):
         time.sleep(0.2)
     assert capsys.readouterr() == ("", "weighing: 2 of 1000\nthinking\n" if shown else "")
+
+
+def test_a_line_tells_what_is_done_again(capsys, monkeypatch):
+    monkeypatch.setenv("TTY_COMPATIBLE", "0")
+    monkeypatch.setattr(progress, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    with progress_bar(1, True) as step:
+        step("weighing")
+        step("weighing")
+    assert capsys.readouterr().err == "weighing: 1 of 1\nweighing: 1, and 1 again\n"

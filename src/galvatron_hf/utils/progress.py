@@ -58,7 +58,9 @@ class _Lines:
         self.done += 1
         if time.monotonic() >= self.next:
             self.next = time.monotonic() + LINE_SECONDS
-            print(f"{what}: {self.done} of {self.steps}", file=sys.stderr, flush=True)
+            more = self.done - self.steps  # what differed too much is measured again
+            text = f"{self.done} of {self.steps}" if more <= 0 else f"{self.steps}, and {more} again"
+            print(f"{what}: {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

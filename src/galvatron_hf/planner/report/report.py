@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from galvatron_hf.plan.table import plan_table
 from galvatron_hf.planner.report.alternatives import Alternative, alternatives
-from galvatron_hf.planner.report.explain import Explanation, explain_plan
+from galvatron_hf.planner.report.explain import KINDS, Explanation, explain_plan
 from galvatron_hf.planner.search import SearchResult
 from galvatron_hf.utils.units import GIB
 
@@ -64,7 +64,8 @@ class Report:
         columns = ("computing", "comm.", "layout", "states", "activations", "working", "all GiB", "of budget")
         table = _table("Stages: ms of a micro-batch, GiB of a rank (predicted)", "layers", columns)
         for stage in self.explanation.stages:
-            sizes = (stage.state_bytes, stage.activation_bytes + stage.boundary_bytes, stage.working_bytes)
+            *states, activations, working = (stage.bytes_by_kind[kind] for kind in KINDS)
+            sizes = (sum(states), activations, working)
             table.add_row(
                 ", ".join(f"{first}-{last - 1}" for first, last in stage.layers),
                 *(f"{ms:.1f}" for ms in (stage.computing_ms, stage.communication_ms, stage.layout_ms)),
