@@ -3,7 +3,9 @@
 """Checks that notebooks run from top to bottom, and that their files hold the outputs of such a run."""
 
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -38,6 +40,33 @@ def test_a_notebook_says_what_it_needs_and_keeps_its_outputs(path):
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     assert all(text for cell, text in zip(code[1:], _printed(notebook)[1:]) if "print(" in cell.source)
     assert not any(re.search(r"/(home|root|tmp|work)/", json.dumps(cell.outputs)) for cell in code)
+
+
+_LIKE_COLAB = """
+import sys, types
+from pathlib import Path
+
+shell = types.ModuleType("IPython")
+shell.get_ipython = lambda: "<google.colab._shell.Shell>"
+sys.modules["IPython"] = shell
+from accelerate import notebook_launcher
+
+notebook_launcher(lambda: print("started", flush=True), num_processes=2)
+"""
+
+
+@pytest.mark.slow
+def test_colab_starts_as_many_ranks_as_a_notebook_asks_for():
+    """accelerate starts one process on Colab without two GPUs, and two on Kaggle, by whose variable it knows it."""
+    first = nbformat.read(NOTEBOOKS / "experts.ipynb", as_version=4).cells[1].source
+    (name,) = re.findall(r'os.environ\["(KAGGLE\w*)"\]', first)
+    for more, ranks in (({}, 1), ({name: "2"}, 2)):
+        variables = {key: value for key, value in os.environ.items() if not key.startswith("KAGGLE")} | more
+        command = [sys.executable, "-c", _LIKE_COLAB]
+        found = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+        assert found.stdout.count("started") == ranks, found.stderr
+    launching = {path.stem for path in NOTEBOOKS.glob("*.ipynb") if "notebook_launcher(" in path.read_text()}
+    assert launching == {path.stem for path in NOTEBOOKS.glob("*.ipynb") if name in path.read_text()}
 
 
 @pytest.mark.slow
