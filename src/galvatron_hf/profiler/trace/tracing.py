@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import textwrap
 from dataclasses import replace
 
 import torch
@@ -119,7 +120,7 @@ def profile_from_config(
     except Exception as error:  # some families build models of odd sizes that cannot run
         raise ValueError(
             f"The model of this {type(model.config).__name__} does not run ({type(error).__name__}: "
-            f"{' '.join(str(error).split())[:80]}); give a configuration whose sizes fit together."
+            f"{textwrap.shorten(str(error), 80, placeholder=' ...')}); give a configuration whose sizes fit together."
         ) from error
 
 
@@ -204,7 +205,7 @@ def read_config(source: PreTrainedConfig | str | os.PathLike) -> PreTrainedConfi
     try:
         return AutoConfig.from_pretrained(source, local_files_only=is_here)
     except Exception as error:  # configuration classes raise various errors
-        problem = " ".join(str(error).split())[:120]
+        problem = textwrap.shorten(str(error), 120, placeholder=" ...")
         if not is_here:
             raise ValueError(
                 f"{str(source)!r} is no folder and no file, and the Hub gives no configuration for it ({problem}): "
