@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that notebooks run from top to bottom, and that their files hold the outputs of such a run."""
 
+import fcntl
 import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import nbformat
@@ -17,6 +19,17 @@ NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
 sys.path.insert(0, str(NOTEBOOKS))
 
 from execute import execute  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def alone(request):
+    """Has one notebook at a time start ranks: notebook_launcher's ranks meet at one port, 29500."""
+    if request.node.get_closest_marker("slow") is None:
+        yield
+        return
+    with open(Path(tempfile.gettempdir()) / "galvatron-hf-notebooks.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _printed(notebook: nbformat.NotebookNode) -> list[str]:
