@@ -348,7 +348,7 @@ class _Search:
             yield bound, self._problem(unsolved)
 
     def _problem(self, unsolved: UnsolvedProblem) -> _Task:
-        """Bounds all cuts of the layers, first without the cost of changes of layout, and solves the problem."""
+        """Bounds the problem more and more closely, first without the cost of changes of layout, and solves it."""
         if unsolved.memory_bound <= self.budget:
             yield unsolved.closer_bound(self.budget), None
             yield CutBounds(unsolved.without_moves(self.budget), free_moves=True).bound, None

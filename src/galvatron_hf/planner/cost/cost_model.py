@@ -85,8 +85,7 @@ class CostModel:
         self.ranks, self.rows, self.recompute_logits_in_backward = ranks, rows, recompute_logits_in_backward
         self.element = BYTES[workload.precision.compute]
         self.reduced = BYTES[workload.precision.reduce]
-        self._known_weights: dict[tuple, WeightCosts] = {}
-        self._known_passes: dict[tuple, Any] = {}
+        self._known: dict[tuple, Any] = {}
         self._known_of_strategies: dict[tuple, tuple[Strategies, Any]] = {}
         self.calibration_factors = dict.fromkeys(CALIBRATION_FACTORS, 1.0) | dict(model.calibration_factors)
         # Bytes of the gradient messages of the largest kind of layer and of the head.
@@ -108,7 +107,7 @@ class CostModel:
             context=context,
             recompute_logits_in_backward=recompute_logits_in_backward,
         )
-        for name in ("_known_weights", "_known_passes", "_known_of_strategies"):
+        for name in ("_known", "_known_of_strategies"):
             setattr(other, name, getattr(self, name))
         return other
 
@@ -139,9 +138,7 @@ class CostModel:
         if layer.read_ratio:  # depends on the layout between stages, and so on all rows
             return self._new_pass(layer, strategy)
         key = id(layer), *_pass_key(strategy), self._rows(strategy), self.context
-        if key not in self._known_passes:
-            self._known_passes[key] = self._new_pass(layer, strategy)
-        return self._known_passes[key]
+        return self._once(key, lambda: self._new_pass(layer, strategy))
 
     def _new_pass(self, layer: LayerProfile, strategy: LayerStrategy) -> PassCosts:
         forward, backward = self._computing(layer, strategy)
@@ -458,9 +455,7 @@ class CostModel:
 
     def _least_computing(self, layer: LayerProfile, strategy: LayerStrategy) -> float:
         key = "computing", id(layer), *_computing_key(strategy), self._rows(strategy), self.context
-        if key not in self._known_passes:
-            self._known_passes[key] = sum(self._computing(layer, strategy))
-        return self._known_passes[key]
+        return self._once(key, lambda: sum(self._computing(layer, strategy)))
 
     # ---- Embedding and head ----
 
@@ -481,9 +476,7 @@ class CostModel:
 
     def _pass_end(self, end: EndProfile, tensor: int, *, is_head: bool) -> PassCosts:
         key = "end", is_head, tensor, self.rows, self.context, self.recompute_logits_in_backward
-        if key not in self._known_passes:
-            self._known_passes[key] = self._new_pass_end(end, tensor, is_head)
-        return self._known_passes[key]
+        return self._once(key, lambda: self._new_pass_end(end, tensor, is_head))
 
     def _new_pass_end(self, end: EndProfile, tensor: int, is_head: bool) -> PassCosts:
         layout, workload = self.end_layout(tensor), self.workload
@@ -529,6 +522,12 @@ class CostModel:
         is_dense = getattr(owner, "experts", None) is None
         return self._kept(strategies, ("weights", id(owner.weights), is_dense), arrays)
 
+    def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
+        """Returns a price of `make`, and makes it only once for a key, which has all that it depends on."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
     def _kept(self, strategies: Strategies, name: tuple, make: Callable[[], Any]) -> Any:
         """Returns what is the same for all rows, and makes it only once for these very strategies: a search asks for
         the same ones hundreds of times.
@@ -549,9 +548,8 @@ class CostModel:
         return self._kept(strategies, ("layouts",), make)
 
     def _weights(self, owner: LayerProfile | EndProfile, strategy: LayerStrategy | VocabularyStrategy) -> WeightCosts:
-        key = (id(owner.weights), *_weights_key(strategy))
-        if key not in self._known_weights:
-            self._known_weights[key] = weight_costs(
+        def make() -> WeightCosts:
+            return weight_costs(
                 owner.weights,
                 strategy,
                 self.ranks,
@@ -560,7 +558,8 @@ class CostModel:
                 ms=self._ms,
                 copying_ms=self._copying_ms,
             )
-        return self._known_weights[key]
+
+        return self._once(("weights", id(owner.weights), *_weights_key(strategy)), make)
 
     def _with_weights(
         self, computing: np.ndarray, gathered: np.ndarray, reduced: np.ndarray | float = 0.0

@@ -15,7 +15,8 @@ from galvatron_hf.plan.ring_traffic import RING_GRADIENT_BYTES, RingTraffic
 CUTTING_FACTOR = 1.06
 ASSUMED = {
     "attention of shared documents": f"{CUTTING_FACTOR} times the time of whole ones: on a CPU 1.02-1.06 with 4,096 "
-    "tokens of a document on each rank, and up to 1.21 with 2,048; no GPU was measured"
+    "tokens of a document on each rank, and up to 1.21 with 2,048; no GPU was measured",
+    "copies around rings": "as many as the code of a ring makes, at the rate of adding gradients; not measured alone",
 }
 
 # Of the queries of a rank at one hop: how often they meet a chunk whose keys they see, and what the memory reads and
