@@ -45,9 +45,9 @@ class AnySeat:
         pass
 
 
-def simple_plans(shape: Shape) -> list[ParallelPlan]:
+def simple_plans(shape: Shape, profile: ModelProfile) -> list[ParallelPlan]:
     """Returns uniform plans."""
-    make = functools.partial(ParallelPlan.uniform, RANKS, shape.layers, precision=Precision(compute="fp32"))
+    make = functools.partial(ParallelPlan.uniform, RANKS, profile.stack_sizes, precision=Precision(compute="fp32"))
     shardings = ("replicate", "zero2", "zero3")
     plans = []
     for micro_batches in (1, 2):
@@ -112,9 +112,15 @@ def main() -> None:
     torch.set_num_threads(1)
     hardware, shape = hardware_preset("cpu", 1, RANKS), options.shape
     profile = profile_from_config(
-        shape.model().config, hardware, "fp32", length=shape.length, packed=False, max_degree=RANKS
+        shape.model().config,
+        hardware,
+        "fp32",
+        length=shape.length,
+        packed=shape.packed,
+        max_degree=RANKS,
+        target_length=shape.target_length or None,
     )
-    compare("simple plans", simple_plans(shape), shape, profile)
+    compare("simple plans", simple_plans(shape, profile), shape, profile)
     compare("drawn plans", draw_plans(RANKS, profile, shape, options.plans, options.seed), shape, profile)
 
 

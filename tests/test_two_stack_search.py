@@ -83,9 +83,11 @@ def test_a_profile_says_what_each_stack_has_of_a_row(profile):
     assert "tokens of the decoder" in profile.made
 
 
-@pytest.mark.parametrize("tensor, recompute", [(1, "none"), (2, "none"), (1, "full")])
+@pytest.mark.parametrize("tensor, recompute", [(1, "none"), (2, "full"), (1, "full")])
 def test_the_bias_that_a_stack_shares_is_in_its_activations_once(profile, tensor, recompute):
-    """Compares with the closed form: [1, heads of the rank, S, S] of each stack."""
+    """Compares with the closed form: [1, heads of the rank, S, S] of each stack if layers are computed again, which
+    need it, and indices [S, S].
+    """
     assert [kind.bias_heads for kind in profile.kinds] == [4, 4]
     without = replace(profile, kinds=tuple(replace(kind, bias_heads=0) for kind in profile.kinds))
     strategy = LayerStrategy(sharding="replicate", tensor=tensor, recompute=recompute)
@@ -93,7 +95,7 @@ def test_the_bias_that_a_stack_shares_is_in_its_activations_once(profile, tensor
     for one in (profile, without):
         costs = CostModel(hardware, one, WORK, 4, 16)
         held.append(sum(costs.layer(kind, [strategy]).activation_bytes[0] for kind in one.layers))
-    assert held[0] - held[1] == pytest.approx(4 // tensor * (LENGTH**2 + TARGET**2) * 2)
+    assert held[0] - held[1] == pytest.approx((2 * 4 // tensor * (recompute == "full") + 8) * (LENGTH**2 + TARGET**2))
 
 
 class LongPairs(torch.utils.data.Dataset):
@@ -107,10 +109,10 @@ class LongPairs(torch.utils.data.Dataset):
 
 
 @pytest.mark.slow
-def test_the_fullest_stage_of_a_pipeline_needs_the_memory_that_is_predicted(tmp_path):
-    """Without the bias it is predicted a tenth too small."""
+def test_both_stages_of_a_pipeline_need_the_memory_that_is_predicted(tmp_path):
+    """Without the bias the first is predicted a tenth too small, without its own copy of the embedding the second."""
     config = T5Config(
-        d_model=64, d_kv=8, d_ff=128, num_heads=8, num_layers=4, vocab_size=500, dropout_rate=0, use_cache=False
+        d_model=64, d_kv=8, d_ff=128, num_heads=8, num_layers=4, vocab_size=4000, dropout_rate=0, use_cache=False
     )
     config.decoder_start_token_id = 0
     hardware, work = hardware_preset("cpu", 1, 2), replace(WORK, rows=8, precision=Precision(compute="fp32"))
@@ -119,13 +121,13 @@ def test_the_fullest_stage_of_a_pipeline_needs_the_memory_that_is_predicted(tmp_
     plan = ParallelPlan.uniform(2, found.stack_sizes, precision=work.precision, **stages)
     plan = estimate_plan(hardware, found, work, plan).plan_with_prediction(work)
 
-    def work_of_rank() -> tuple[int, int]:
+    def work_of_rank() -> tuple[tuple[int, ...], tuple[int, ...]]:
         let_gloo_free_nothing()
         options = dict(max_steps=2, packing="none")
         data = dict(train_dataset=LongPairs(), data_collator=None, options=options)
         made = trainer(tmp_path, plan, model=T5ForConditionalGeneration(config), **data)
         made.train()
-        return made.plan_outcome.predicted_bytes[0], made.plan_outcome.measured_bytes[0]
+        return made.plan_outcome.predicted_bytes, made.plan_outcome.measured_bytes
 
     predicted, measured = on_ranks(work_of_rank, 2)[0]
     assert predicted == pytest.approx(measured, rel=0.05)

@@ -82,7 +82,7 @@ class UnsolvedProblem:
     def __init__(self, options: OptionCosts, shape: StepShape, *, padded: bool = False):
         self.options, self.shape, self.padded = options, shape, padded
         self.strategies = options.strategies
-        layers = options.costs.model.layers
+        layers = options.costs.layer_kinds
         self.kinds = np.array(layers[: len(layers) // shape.virtual_stages])
         self._step = StepCosts(options, shape)
         self._columns = self._step.layers()

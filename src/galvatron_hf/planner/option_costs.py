@@ -29,7 +29,7 @@ class OptionCosts:
     `starts` include all costs of the head.
 
     Attributes:
-        layers (`list[StrategyCosts]`): by kind of layer.
+        layers (`list[StrategyCosts]`): by kind of [`CostModel.layer_kinds`].
         starts, finishes (`list[StrategyCosts]`): parts that the embedding's options, and the head's, decide.
         layouts (`list[Layout]`): the layouts; the first is that between stages.
         layer_layouts, start_layouts, finish_layouts (`np.ndarray`): index of the layout of each option.
@@ -46,7 +46,7 @@ class OptionCosts:
         self.costs, self.strategies = costs, strategies
         self.embeddings, self.heads = embeddings, heads
         model, one_unit = costs.model, costs.model.tied and pipeline == 1
-        self.layers = [costs.layer(kind, self.strategies) for kind in range(len(model.kinds))]
+        self.layers = [costs.layer(kind, self.strategies) for kind in range(1 + max(costs.layer_kinds))]
         if one_unit:
             self.heads = self.heads[:1]
             own = [(replace(model.embedding, weights=()), "embedding"), (model.head, "tied")]

@@ -34,6 +34,7 @@ from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfi
 
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+INDEX_BYTES = 8  # of an index of a bias's table
 Strategies = Sequence[LayerStrategy] | Sequence[VocabularyStrategy]
 
 
@@ -123,8 +124,26 @@ class CostModel:
 
     # ---- Layers ----
 
+    @cached_property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """Returns the kind of each layer. In a pipeline the first layer of each later stack has a kind of its own,
+        after those of the profile: its stage looks tokens up in a copy of the embedding.
+        """
+        kinds, begin = list(self.model.layers), 0
+        for number, size in enumerate(self.model.stack_sizes.values()):
+            if number and self.ranks < self.hardware.world_size:
+                kinds[begin] = len(self.model.kinds) + number - 1
+            begin += size
+        return tuple(kinds)
+
     def layer(self, kind: int, strategies: Sequence[LayerStrategy]) -> StrategyCosts:
-        """Returns the costs of one kind of layer; of a dense one, as [`strategy_of_kind`] changes the strategies."""
+        """Returns the costs of one kind of [`CostModel.layer_kinds`]; of a dense one, as [`strategy_of_kind`] changes
+        the strategies.
+        """
+        if kind >= len(self.model.kinds):
+            return self._with_embedding(
+                self.layer(self.model.layers[self.layer_kinds.index(kind)], strategies), strategies
+            )
         layer = self.model.kinds[kind]
 
         def of_kind() -> list[LayerStrategy]:
@@ -133,6 +152,32 @@ class CostModel:
         passes = self._kept(strategies, ("passes", kind), lambda: Grouped(of_kind(), _pass_key))
         passed = passes.arrays([self._pass(layer, one) for one in passes.distinct])
         return self._units(passed, self._weights_of(layer, strategies, of_kind), strategies, "layer")
+
+    def _with_embedding(self, costs: StrategyCosts, strategies: Sequence[LayerStrategy]) -> StrategyCosts:
+        """Adds a copy of the embedding's weights, taken to be sharded as the layer's. Tied copies are in FSDP2's root:
+        shards of them are gathered for the whole forward and the whole backward of a stage.
+        """
+        copied = self._weights_of(self.model.embedding, strategies, lambda: strategies)
+        none, model = np.zeros(len(strategies)), self.model
+        forward, backward = self._with_weights(none, copied.gather_ms), self._with_weights(none, copied.reduce_ms)
+        backward = backward + model.tied * forward
+        return replace(
+            costs,
+            forward_ms=costs.forward_ms + forward,
+            backward_ms=costs.backward_ms + backward,
+            communication_ms=costs.communication_ms + forward + backward,
+            sync_ms=costs.sync_ms + copied.gather_once_ms + copied.replica_reduce_ms + copied.shard_reduce_ms,
+            update_ms=costs.update_ms + self._update_ms(copied),
+            adding_ms=costs.adding_ms + copied.elements * model.adding_ms_per_element,
+            state_bytes=costs.state_bytes + copied.state_bytes + model.tied * copied.transient_bytes,
+            gradient_bytes=costs.gradient_bytes + copied.elements * GRADIENT_BYTES,
+            gathered_bytes=costs.gathered_bytes + copied.gathered_bytes,
+        )
+
+    def _update_ms(self, weights: WeightCosts) -> np.ndarray:
+        """Returns (S,) the time of the optimizer."""
+        model = self.model
+        return weights.elements * model.optimizer_ms_per_element + weights.count * model.optimizer_ms_per_weight
 
     def _pass(self, layer: LayerProfile, strategy: LayerStrategy) -> PassCosts:
         if layer.read_ratio:  # depends on the layout between stages, and so on all rows
@@ -144,14 +189,14 @@ class CostModel:
         forward, backward = self._computing(layer, strategy)
         region_forward, region_backward = self._regions(layer, strategy)
         saved, working, recomputed = self._activations(layer, strategy)
-        bias = self._bias_bytes(layer, strategy)
+        shared, waiting = self._bias_bytes(layer, strategy)
         return PassCosts(
             forward_ms=forward,
             backward_ms=backward,
             region_forward_ms=region_forward,
             region_backward_ms=region_backward,
-            saved_bytes=saved + bias,
-            working_bytes=working,
+            saved_bytes=saved + shared,
+            working_bytes=working + waiting,
             recomputed_bytes=recomputed,
             released_bytes=0.0 if recomputed else saved,
         )
@@ -192,8 +237,7 @@ class CostModel:
             hidden_ms=_hidden(messages + regions, communication),
             sync_ms=weights.gather_once_ms + exposed,
             hidden_sync_ms=_hidden(weights.replica_reduce_ms + weights.shard_reduce_ms, exposed),
-            update_ms=weights.elements * model.optimizer_ms_per_element
-            + weights.count * model.optimizer_ms_per_weight,
+            update_ms=self._update_ms(weights),
             adding_ms=weights.elements * model.adding_ms_per_element,
             state_bytes=weights.state_bytes + tied * (weights.transient_bytes + unsharded),
             gradient_bytes=gradient,
@@ -428,17 +472,19 @@ class CostModel:
         kept_bytes = between * self.model.hidden * self.element if kept is None else shared * kept
         return kept_bytes + read_bytes, working, saved
 
-    def _bias_bytes(self, layer: LayerProfile, strategy: LayerStrategy) -> float:
-        """Returns a layer's part of the bias of scores [1, heads, S, S] that layers of its stack share in a stage:
-        of as many of them as stages have in the mean.
+    def _bias_bytes(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
+        """Returns a layer's part of what its stack shares in a stage, and the gradients that wait there for those of
+        this layer. Shared are the indices [S, S] of a bias of scores and, if layers are computed again, the bias
+        [1, heads, S, S]; kernels of a GPU keep it anyway. It is shared by as many layers as stages have in the mean.
         """
         if not layer.bias_heads:
-            return 0.0
-        length = math.ceil(self.workload.length * layer.length_ratio)
-        heads = layer.bias_heads / (strategy.tensor * strategy.ulysses)
+            return 0.0, 0.0
+        square = math.ceil(self.workload.length * layer.length_ratio) ** 2
+        bias = layer.bias_heads / (strategy.tensor * strategy.ulysses) * square * self.element
+        is_kept = strategy.recompute != "none" or self.hardware.overlap_slowdown is not None
         of_stack = sum(self.model.kinds[kind] is layer for kind in self.model.layers)
-        of_stage = len(self.model.layers) * self.ranks / self.hardware.world_size
-        return heads * length**2 * self.element / max(1.0, min(of_stack, of_stage))
+        layers = max(1.0, min(of_stack, len(self.model.layers) * self.ranks / self.hardware.world_size))
+        return (bias * is_kept + INDEX_BYTES * square) / layers, bias * (layers > 1)
 
     def least_layers_ms(self, strategies: Sequence[LayerStrategy]) -> list[float]:
         """Returns the least compute of a micro-batch in each layer, forward and backward, under any strategy."""

@@ -194,10 +194,10 @@ class _Stage:
 
     def _layer_units(self) -> list[_Unit]:
         shape, flight, reuse = self.shape, self.shape.in_flight()[self.index], self.shape.reuse_count()[self.index]
-        model, strategies = self.costs.model, self.plan.layers
+        strategies = self.plan.layers
         return [
             _Unit(
-                self.costs.layer(model.layers[layer], [strategies[layer]]),
+                self.costs.layer(self.costs.layer_kinds[layer], [strategies[layer]]),
                 virtual_stages=shape.virtual_stages,
                 in_flight=int(flight),
                 reuse_count=int(reuse),

@@ -113,6 +113,7 @@ class CountedModel:
         # What sequence ranks can share evenly, if learned positions reach so far.
         even, most = -(-length // 128) * 128, positions(self.small)
         self.length = length if self.whole_rows and (most is None or even > most) else even
+        self.longest = image_positions(self.small) or length
         self.of_image = image_positions(self.small)  # tokens of every row, if the model takes images
         self.length = self.of_image or self.length
         few = -(-END_TOKENS // (self.of_image or 1)) * (self.of_image or 1)
@@ -212,9 +213,16 @@ class CountedModel:
 
         return times
 
-    def tokens_of(self, strategy: LayerStrategy) -> int:
+    def tokens_of(self, strategy: LayerStrategy, length: int | None = None) -> int:
         """Returns the tokens of a trace. Each rank has an image: positions are added only to be shared."""
-        return self.length * (1 if self.of_image is None else strategy.tensor * strategy.ulysses)
+        return (length or self.length) * (1 if self.of_image is None else strategy.tensor * strategy.ulysses)
+
+    def _length_of_rows(self, strategy: LayerStrategy) -> int:
+        """Returns the length of a document whose bytes are counted. Rows have no more positions than their ranks add,
+        because scores that are kept grow with the square of the length.
+        """
+        ranks = strategy.tensor * strategy.ulysses
+        return self.length if self.packed else min(self.length, -(-self.longest // ranks) * ranks)
 
     def layers(self, strategy: LayerStrategy, tokens: int, length: int) -> list[Counts]:
         key = strategy, tokens, length
@@ -244,8 +252,9 @@ class CountedModel:
         """Returns (saved, working) bytes per token of each kind of layer, by strategy."""
         found = {}
         for strategy in self.strategies(max_degree):
-            traced = self.tokens_of(strategy)
-            counts = self.layers(strategy, traced, self.length)
+            length = self._length_of_rows(strategy)
+            traced = self.tokens_of(strategy, length)
+            counts = self.layers(strategy, traced, length)
             tokens = [traced * ratio for ratio in self.length_ratios]
             found[strategy.tensor, strategy.megatron_sp, strategy.ulysses] = [
                 (each.saved_bytes / own, each.working_bytes / own) for each, own in zip(counts, tokens, strict=True)
