@@ -25,7 +25,8 @@ relative to the profile; the errors are also printed with predictions multiplied
 A shape is HIDDENxLAYERSxHEADSxKV_HEADSxINTERMEDIATExVOCABULARYxLENGTHxROWS; rows are those of a step. With
 xEXPERTSxTOP_K it is a Qwen3-MoE; predictions then know how uneven the choices of its routers are for the first rows.
 With :TARGET it is a T5 with so many LAYERS in each stack, whose rows have LENGTH tokens in the encoder, and TARGET in
-the decoder. With /packed rows are documents of packed rows, and half of the plans have ranks share them.
+the decoder. With /packed rows are documents of packed rows, and half of the plans have ranks share them. The Trainer
+chooses the number of micro-batches of packed rows, and predictions are for that number.
 
 Evidence tier: measured on devices emulated by CPU quotas (gloo).
 """
@@ -36,7 +37,7 @@ import json
 import signal
 import statistics
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -95,13 +96,16 @@ def compare(shape: Shape, seats: list[Seat], options: argparse.Namespace, watch:
         lot = noted[start : start + options.together]
         runs = measure([*lot, lot[0]], shape, seats, options, watch)
         for plan, run in zip(lot, runs, strict=False):
-            outcome = run.ending.outcome
+            if run.micro_batches not in (None, plan.micro_batch_count):
+                print(f"   the Trainer placed the documents of {brief(plan)} into {run.micro_batches} micro-batches")
+                plan = replace(plan, micro_batches=run.micro_batches)
+            estimate = estimate_plan(hardware, model, workload, plan)
             # The stage that needs most decides whether a plan fits.
-            pairs = zip(outcome.predicted_bytes, outcome.measured_bytes, strict=True)
+            pairs = zip(estimate.peak_bytes, run.ending.outcome.measured_bytes, strict=True)
             predicted, measured = max(pairs, key=lambda pair: pair[1])
             case = Case(
                 plan=plan,
-                predicted_ms=outcome.predicted_ms,
+                predicted_ms=estimate.step_ms,
                 measured_ms=1e3 * run.seconds,
                 predicted_bytes=predicted,
                 measured_bytes=measured,

@@ -27,6 +27,7 @@ from torch.utils.data import Dataset
 from transformers import PrinterCallback
 
 from galvatron_hf import GalvatronTrainer, GalvatronTrainingArguments, ParallelPlan
+from galvatron_hf.planner.report.run_files import RUN_FILE, TrainingRun
 from galvatron_hf.profiler.measure.hardware import profile_hardware
 from galvatron_hf.profiler.measure.model import profile_model
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
@@ -141,11 +142,14 @@ class Run:
         steps (`list[Step]`): the steps that count, in order.
         left_out (`int`): number of steps on cores that were slower than usual.
         ending ([`Ending`]): results of its ranks.
+        micro_batches (`int`, *optional*): those into which the Trainer placed the documents of the last step; None if
+            rows are not packed.
     """
 
     steps: list["Step"]
     left_out: int
     ending: Ending
+    micro_batches: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -188,10 +192,12 @@ def _measure(
     enough = -(-options.rounds * (options.steps - COLD_STEPS) // 2)
     worlds: list[World] = []
     with tempfile.TemporaryDirectory() as folder:
-        make = functools.partial(make_trainer, shape=shape, world=len(seats), steps=last, folder=folder)
+        make = functools.partial(make_trainer, shape=shape, world=len(seats), steps=last)
+        folders = [Path(folder) / str(number) for number in range(len(plans))]
         try:
-            for plan in plans:
-                worlds.append(World(functools.partial(make, plan), seats, options.warmup, options.steps))
+            for plan, own in zip(plans, folders, strict=True):
+                begin = functools.partial(make, plan, folder=str(own))
+                worlds.append(World(begin, seats, options.warmup, options.steps))
             steps: list[list[Step]] = [[] for _ in worlds]
             for number in range(MOST_ROUNDS * options.rounds):
                 order = [(place + number) % len(worlds) for place in range(len(worlds))]
@@ -200,17 +206,19 @@ def _measure(
                         watch.wait_for_quiet()
                         steps[index] += _steps(worlds[index].turn(), watch)
             endings = [world.finish() for world in worlds]
+            placed = [TrainingRun.from_json(own / RUN_FILE).deal for own in folders]
         except RuntimeError:
             for world in worlds:
                 world.abandon()
             raise
     runs = []
-    for of_one, ending in zip(steps, endings, strict=True):
+    for of_one, ending, deal in zip(steps, endings, placed, strict=True):
         # Where there was no quiet, those that were slowed down least.
         counted = quiet(of_one)
         if len(counted) < enough:
             counted = sorted(of_one, key=lambda step: step.slowdown)[:enough]
-        runs.append(Run(steps=counted, left_out=len(of_one) - len(counted), ending=ending))
+        count = None if deal is None else len(deal["micro_batches"])
+        runs.append(Run(steps=counted, left_out=len(of_one) - len(counted), ending=ending, micro_batches=count))
     return runs
 
 

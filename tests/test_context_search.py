@@ -49,7 +49,9 @@ def test_no_plan_of_any_context_degree_is_faster_than_the_one_found(world, layer
         work = workload(rows, length=24, packed=True)
         every = list(every_estimate(hardware, model, work, limits))
         for estimate in every[seed::47]:
-            assert estimate == estimate_plan(hardware, model, work, estimate.plan)
+            priced = estimate_plan(hardware, model, work, estimate.plan)
+            assert estimate == replace(priced, peak_bytes=())
+            assert all(peak <= most for peak, most in zip(priced.peak_bytes, priced.memory_bytes, strict=True))
         needed = sorted(max(estimate.memory_bytes) for estimate in every)
         for budget in (needed[0], needed[len(needed) // 20], needed[len(needed) // 3], needed[-1]):
             found = search_plan(hardware, model, work, memory_bytes=budget, limits=limits).best

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ OWN = PackPlanner(
     packs=4,
     multiple=1,
     bound=64,
-    rows_of_pack=1,
+    rows_of_pack=Fraction(1),
     longest_row=250,
     cost=COST,
     planner="longest_first",
@@ -74,6 +75,14 @@ def test_the_imbalance_is_that_of_the_plan_of_the_step():
     loads = placed.loads(lengths, GROUPS)
     found = replace(OWN, variants=(STAGES,)).imbalance(placed, lengths)
     assert found == pytest.approx(loads.max() * len(loads) / loads.mean(axis=1).sum())
+
+
+@pytest.mark.parametrize("longest, tokens", [(1000, 250), (1001, 252)])
+def test_ranks_that_share_a_row_hold_a_share_of_it(longest, tokens):
+    """Its chunks, two for each rank, hold the longest document."""
+    planner = replace(OWN, bound=None, longest_row=longest, rows_of_pack=Fraction(1, 4), plan=uniform(4, context=4))
+    assert planner.capacity(np.array([10])) == tokens
+    assert longest <= planner.longest_document(np.array([10])) <= longest + 7
 
 
 def test_packs_of_other_plans_are_multiples_of_theirs():

@@ -91,6 +91,15 @@ CASES = {
             "interleaved": dict(sharding="replicate", pipeline=2, micro_batches=4, stages=INTERLEAVED),
         },
     ),
+    "fp32, layers that differ": (  # the first half has what `first` changes
+        (1000, False, 512),
+        {
+            "recompute first": dict(sharding="zero3", first=dict(recompute="full")),
+            "recompute first, twice": dict(sharding="zero2", micro_batches=2, first=dict(recompute="full")),
+            "shards first": dict(sharding="replicate", first=dict(sharding="zero3", recompute="full")),
+            "pipeline": dict(sharding="zero3", pipeline=2, micro_batches=4, first=dict(sharding="replicate")),
+        },
+    ),
     "fp32, shared": (  # every row is shared, because no rank has room for a whole one
         (1000, False, 2048),
         {
@@ -201,8 +210,7 @@ def train(plan: ParallelPlan, case: str, folder: Path) -> np.ndarray:
     let_gloo_free_nothing()
     options = dict(max_steps=2, per_device_train_batch_size=ROWS // RANKS, gradient_accumulation_steps=1)
     length, context = CASES[case][0][-1], plan.layers[0].context
-    packed = dict(packing="static", max_tokens_per_rank=length // context)
-    options |= dict(packing="none") if context == 1 else packed
+    options |= dict(packing="none" if context == 1 else "static")
     options |= dict(bf16=plan.precision.compute == "bf16")
     rows = Rows(2 * ROWS, length)
     made = trainer(folder, plan, model=llama(case), train_dataset=rows, data_collator=None, options=options)
@@ -242,8 +250,10 @@ def check_memory(case: str, names: tuple[str, ...], folder: Path) -> None:
     work, plans = Workload(rows=ROWS, length=length, precision=Precision(compute=compute)), []
     for kind in options.values():
         more = {"stages": kind["stages"], "schedule": "interleaved"} if "stages" in kind else {}
-        uniform = {name: value for name, value in kind.items() if name != "stages"}
+        uniform = {name: value for name, value in kind.items() if name not in ("stages", "first")}
         plan = replace(ParallelPlan.uniform(RANKS, LAYERS, precision=work.precision, **uniform), **more)
+        first = tuple(replace(layer, **kind.get("first", {})) for layer in plan.layers[: LAYERS // 2])
+        plan = replace(plan, layers=first + plan.layers[LAYERS // 2 :])
         plans.append(estimate_plan(hardware, model, work, plan).plan_with_prediction(work))
     errors, again = {}, dict(zip(options, plans, strict=True))
     loose = "adapters" in case or "shared" in case

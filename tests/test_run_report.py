@@ -127,7 +127,7 @@ def test_a_run_leaves_its_numbers_and_the_profiles_of_its_plan(trained_run):
     assert profiles.plan == plan and len(plan.rank_groups) == 2
     again = estimate_plan(profiles.hardware, profiles.model, profiles.workload, plan)
     assert again.step_ms == pytest.approx(plan.meta["predicted"]["step_ms"], rel=1e-9)
-    assert list(again.memory_bytes) == plan.meta["predicted"]["memory_bytes"]
+    assert list(again.peak_bytes) == plan.meta["predicted"]["memory_bytes"]
 
 
 def test_numbers_of_the_page_are_those_of_the_run(trained_run, capsys, tmp_path):

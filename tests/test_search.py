@@ -68,7 +68,9 @@ def test_no_plan_of_the_space_is_faster_than_the_one_found(world, layers, rows, 
         work = workload(rows)
         every = list(every_estimate(hardware, model, work, limits))
         for estimate in every[seed::SAMPLED]:
-            assert estimate == estimate_plan(hardware, model, work, estimate.plan)
+            priced = estimate_plan(hardware, model, work, estimate.plan)
+            assert estimate == replace(priced, peak_bytes=())
+            assert all(peak <= most for peak, most in zip(priced.peak_bytes, priced.memory_bytes, strict=True))
         needed = sorted(max(estimate.memory_bytes) for estimate in every)
         for budget in (needed[0], needed[len(needed) // 20], needed[len(needed) // 3], needed[-1]):
             found = search_plan(hardware, model, work, memory_bytes=budget, limits=limits)
@@ -89,7 +91,8 @@ def test_a_plan_costs_the_same_alone_and_among_all_plans(world, layers, rows, ki
         hardware = random_hardware(seed, world_size=world, memory_bytes=1 << 40)
         estimates = every_estimate(hardware, model, workload(rows), limits)
         for estimate in itertools.islice(estimates, seed % 2, None, 2):
-            assert estimate == estimate_plan(hardware, model, workload(rows), estimate.plan)
+            priced = estimate_plan(hardware, model, workload(rows), estimate.plan)
+            assert estimate == replace(priced, peak_bytes=())
 
 
 def with_quick_exchanges(hardware: HardwareProfile, ranks: int) -> HardwareProfile:

@@ -16,6 +16,7 @@ from galvatron_hf.planner.cost.step_shape import StepShape
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.option_costs import PICOSECONDS, OptionCosts
 from galvatron_hf.planner.solver.problem import Solution, score
+from galvatron_hf.planner.stage_units import peak_bytes
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.utils.drawing import drawing
@@ -29,7 +30,8 @@ class Estimate:
         plan ([`ParallelPlan`]): the plan.
         step_ms (`float`): time of one optimizer step.
         samples_per_second (`float`): throughput in rows.
-        memory_bytes (`tuple[int, ...]`): peak memory of a rank of each pipeline rank.
+        memory_bytes (`tuple[int, ...]`): what a rank of each pipeline rank needs at most; a search holds plans to it.
+        peak_bytes (`tuple[int, ...]`): its predicted peak, which is smaller where layers differ; empty if unknown.
         bubble_ms (`float`): time of the step in which the slowest pipeline rank waits for the others.
     """
 
@@ -38,6 +40,7 @@ class Estimate:
     samples_per_second: float
     memory_bytes: tuple[int, ...]
     bubble_ms: float = 0.0
+    peak_bytes: tuple[int, ...] = ()
 
     def plot(self) -> Any:
         """Draws the plan with its prediction; returns a `Figure` of matplotlib. See
@@ -49,7 +52,7 @@ class Estimate:
         """Returns the plan with the prediction in its `meta`; training compares it with what it measures."""
         predicted = {
             "step_ms": self.step_ms,
-            "memory_bytes": list(self.memory_bytes),
+            "memory_bytes": list(self.peak_bytes or self.memory_bytes),
             "bubble_ms": self.bubble_ms,
             "rows": workload.rows,
             "length": workload.length,
@@ -72,7 +75,8 @@ def estimate_plan(hardware: HardwareProfile, model: ModelProfile, workload: Work
     bounds = (0, *(stage.layers[1] for stage in plan.stages[: shape.pipeline]))
     chosen = tuple(strategies.index(layer) for layer in plan.layers[: len(unsolved.kinds)])
     solution = Solution(bounds=bounds, options=chosen, start=0, finish=0)
-    return estimate_solution(unsolved.build(hardware.memory_bytes, prune=False), solution, workload, plan)
+    found = estimate_solution(unsolved.build(hardware.memory_bytes, prune=False), solution, workload, plan)
+    return replace(found, peak_bytes=peak_bytes(costs, plan, shape))
 
 
 def estimate_solution(problem: PlanProblem, solution: Solution, workload: Workload, plan: ParallelPlan) -> Estimate:

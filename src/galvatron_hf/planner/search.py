@@ -34,6 +34,7 @@ from galvatron_hf.planner.space import (
     schedules,
     vocabulary_strategies,
 )
+from galvatron_hf.planner.stage_units import peak_bytes
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.utils.progress import Step, progress_bar
@@ -136,10 +137,7 @@ def search_plan(
         few = _Search(budget, lambda what: None, lambda: time.monotonic() > until)
         few.run(list(_cuts(costs, _few_plans(limits))))
         solutions = few.solutions
-    estimates = [
-        estimate_solution(problem, solution, workload, problem.plan(solution, workload, model))
-        for problem, solution in solutions
-    ]
+    estimates = [_estimate(costs, *found) for found in solutions]
     estimates.sort(key=lambda estimate: estimate.step_ms)
     ended = search.stopped_at is None
     return SearchResult(
@@ -285,6 +283,17 @@ def _ends(vocabulary: list[VocabularyStrategy], tied: bool) -> list[list[Vocabul
         return [vocabulary]
     by_tensor = itertools.groupby(vocabulary, key=lambda strategy: strategy.tensor)
     return [list(group) for _, group in by_tensor]
+
+
+def _estimate(known: CostModels, problem: PlanProblem, solution: Solution) -> Estimate:
+    """Returns the estimate of a solution, with the peaks of its ranks."""
+    plan, shape = problem.plan(solution, known.workload, known.model), problem.shape
+    again = shape.recompute_logits_in_backward
+    costs = known.of_stage(problem.ranks).with_rows(
+        shape.rows, context=shape.context, recompute_logits_in_backward=again
+    )
+    found = estimate_solution(problem, solution, known.workload, plan)
+    return replace(found, peak_bytes=peak_bytes(costs, plan, shape))
 
 
 def _few_plans(limits: Limits) -> Limits:

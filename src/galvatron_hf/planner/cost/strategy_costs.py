@@ -126,7 +126,7 @@ class StrategyCosts:
         """Returns (S,) bytes that activations free in the last backward and gradients then use. In a step of one
         micro-batch, sharded weights that stayed gathered are freed too.
         """
-        return np.minimum(self.gradient_bytes, self._freed_bytes(micro_batches))
+        return np.minimum(self.gradient_bytes, self.released_in_backward(micro_batches))
 
     def end_only_bytes(self, micro_batches: int) -> np.ndarray:
         """Returns (S,) bytes of an end's state and activations that exist only while the end itself runs. In a step of
@@ -135,10 +135,10 @@ class StrategyCosts:
         """
         if micro_batches > 1 or self.part not in ("embedding", "head"):
             return np.zeros(len(self.gradient_bytes), dtype=np.int64)
-        held = self.gradient_bytes if self.part == "embedding" else self._freed_bytes(1)
+        held = self.gradient_bytes if self.part == "embedding" else self.released_in_backward(1)
         return np.floor(held - self.reused_bytes(1)).astype(np.int64)
 
-    def _freed_bytes(self, micro_batches: int) -> np.ndarray:
+    def released_in_backward(self, micro_batches: int) -> np.ndarray:
         """Returns (S,) bytes of state and one micro-batch's activations that the last backward frees."""
         return self.activation_bytes + (self._gathered_shards if micro_batches == 1 else 0)
 

@@ -13,10 +13,9 @@ from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.layout import Layout
 from galvatron_hf.planner.cost.cost_model import CostModel
 from galvatron_hf.planner.cost.step_shape import StepShape
-from galvatron_hf.planner.cost.strategy_costs import StrategyCosts
-from galvatron_hf.planner.cost.weight_costs import GRADIENT_BYTES, MOMENT_BYTES
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.estimate import Estimate, estimate_plan, stage_costs
+from galvatron_hf.planner.stage_units import stage_units, working_bytes
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.utils.drawing import drawing
@@ -136,21 +135,15 @@ class _Stage:
         self.costs, self.plan, self.shape, self.index = costs, plan, shape, index
         self.first, self.last = index == 0, index == shape.pipeline - 1
         self.layers = range(*plan.stages[index].layers)
-        self.units = [*self._layer_units(), *self._end_units()]
+        self.units = stage_units(costs, plan, shape, index)
 
     def parts(self) -> StageParts:
         plan, shape, costs, count = self.plan, self.shape, self.costs, self.shape.micro_batches
-        needs = dict(
-            one_stage=shape.pipeline == 1,
-            active_stages=shape.active_stages,
-            micro_batches=count,
-            one_layer=plan.num_layers == shape.virtual_stages * shape.pipeline,
-        )
         share, communication = plan.num_layers // shape.virtual_stages, self._total("communication_ms")
         positions_ms = int(shape.stages_after_first()[self.index]) * costs.later_stage_ms()
         begins = range(0, shape.virtual_stages * share, share)
         layout_ms = self._resharding_ms() + float(costs.received_ms(shape.receives())[self.index])
-        working = max(int(unit.costs.peak_working_bytes(**needs)[0]) + unit.end_only_bytes for unit in self.units)
+        working = max(working_bytes(unit, plan, shape) for unit in self.units)
         boundary = int(costs.stage_bytes(shape)[self.index])
         return StageParts(
             layers=tuple(tuple(begin + layer for layer in plan.stages[self.index].layers) for begin in begins),
@@ -192,37 +185,6 @@ class _Stage:
         parts = (states + freed - moments - gradients, gradients, moments, activations + boundary, working)
         return dict(zip(KINDS, parts, strict=True))
 
-    def _layer_units(self) -> list[_Unit]:
-        shape, flight, reuse = self.shape, self.shape.in_flight()[self.index], self.shape.reuse_count()[self.index]
-        strategies = self.plan.layers
-        return [
-            _Unit(
-                self.costs.layer(self.costs.layer_kinds[layer], [strategies[layer]]),
-                virtual_stages=shape.virtual_stages,
-                in_flight=int(flight),
-                reuse_count=int(reuse),
-                micro_batches=shape.micro_batches,
-            )
-            for layer in self.layers
-        ]
-
-    def _end_units(self) -> list[_Unit]:
-        model, plan, count = self.costs.model, self.plan, self.shape.micro_batches
-        one_unit = model.tied and self.first and self.last
-        embedding = replace(model.embedding, weights=()) if one_unit else model.embedding
-        first_flight, last_flight = self.shape.ends_in_flight()
-        ends = []
-        if self.first:
-            ends.append((self.costs.end(embedding, [plan.embedding], "embedding"), first_flight))
-        if self.last:
-            ends.append((self.costs.end(model.head, [plan.head], "tied" if one_unit else "head"), last_flight))
-        return [
-            _Unit(
-                costs=costs, virtual_stages=1, in_flight=flight, reuse_count=int(flight == count), micro_batches=count
-            )
-            for costs, flight in ends
-        ]
-
     def _total(self, name: str) -> float:
         return float(sum(unit.virtual_stages * getattr(unit.costs, name)[0] for unit in self.units))
 
@@ -239,49 +201,3 @@ class _Stage:
             return chain(*(opened or [boundary]), *layers, *(closed or [boundary]))
         ends_ms = sum(chain(layout, boundary) for layout in (*opened, *closed))
         return self.shape.virtual_stages * chain(boundary, *layers, boundary) + ends_ms
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """Describes a layer or an end in each virtual stage; gradients reuse memory of `reuse_count` micro-batches."""
-
-    costs: StrategyCosts
-    virtual_stages: int
-    in_flight: int
-    reuse_count: int
-    micro_batches: int
-
-    @property
-    def state_bytes(self) -> int:
-        """Returns the state, less the memory that gradients reuse from activations."""
-        reused = self.reuse_count * int(self.costs.reused_bytes(self.micro_batches)[0])
-        return self.virtual_stages * int(np.ceil(self.costs.state_bytes[0])) - reused - self.end_only_bytes
-
-    @property
-    def end_only_bytes(self) -> int:
-        return int(self.costs.end_only_bytes(self.micro_batches)[0])
-
-    @property
-    def activation_bytes(self) -> int:
-        return self.in_flight * int(np.ceil(self.costs.activation_bytes[0]))
-
-    @property
-    def moment_bytes(self) -> int:
-        """Returns the bytes of the optimizer's moments."""
-        return self.virtual_stages * int(self.costs.gradient_bytes[0]) * MOMENT_BYTES // GRADIENT_BYTES
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Returns the bytes of gradients at rest that have memory of their own while layers run."""
-        gradients = self.virtual_stages * int(self.costs.gradient_bytes[0])
-        if self.freed_bytes:
-            return gradients
-        reused = self.reuse_count * int(self.costs.reused_bytes(self.micro_batches)[0])
-        return max(0, gradients - reused - self.end_only_bytes)
-
-    @property
-    def freed_bytes(self) -> int:
-        """Returns the head's activations, if they are free before the layers' backward: `state_bytes` are less by them
-        and by its gathered weights then, and its gradient is there.
-        """
-        return self.activation_bytes if self.costs.part == "head" and self.end_only_bytes else 0

@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import numpy as np
 from transformers import TrainingArguments
@@ -38,7 +40,8 @@ class PackPlanner:
         packs (`int`): packs of a micro-batch.
         multiple (`int`): the number of tokens of a pack is a multiple of it.
         bound (`int`, *optional*): most tokens of a pack, if the arguments give it; a multiple of `multiple`.
-        rows_of_pack (`int`): rows of a data-parallel rank in one of the plan's padded micro-batches.
+        rows_of_pack (`Fraction`): rows of a data-parallel rank in one of the plan's padded micro-batches; less than
+            one if context ranks share a row.
         longest_row (`int`): tokens of the training set's longest row; 0 if that is not known.
         planner (`str`): an algorithm of [`~data.placement.place`].
         groups ([`GroupCost`]): the cost of documents that data ranks share.
@@ -54,7 +57,7 @@ class PackPlanner:
     packs: int
     multiple: int
     bound: int | None
-    rows_of_pack: int
+    rows_of_pack: Fraction
     longest_row: int
     cost: StepCost
     planner: str
@@ -79,18 +82,21 @@ class PackPlanner:
         set's rows, empty if they are not known. A `max_tokens_per_rank` that packs cannot have raises ValueError.
         """
         rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        shares = parallel.plan.micro_batch_count * parallel.resolved.packs
+        degree = degree_of(parallel)
+        sharing = 1 if parallel.plan.sequence_groups is not None else degree  # ranks of each row
         found = cls(
             plan=parallel.plan,
             packs=parallel.resolved.packs,
             multiple=pack_multiple(parallel, args),
             bound=_pack_bound(parallel, args),
-            rows_of_pack=-(-rows // shares),
+            rows_of_pack=Fraction(
+                -(-rows * sharing // (parallel.plan.micro_batch_count * parallel.resolved.packs)), sharing
+            ),
             longest_row=int(known.max(initial=0)),
             cost=cost,
             planner=getattr(args, "placement_planner", PLANNERS[0]),
             groups=cost.of_groups(parallel),
-            degree=degree_of(parallel),
+            degree=degree,
         )
         variants = [found._of_variant(variant) for variant in cost.variants]
         for number, of_plan in enumerate((plans and plans.costs) or (), 1):
@@ -123,7 +129,8 @@ class PackPlanner:
             most = self.bound
         else:
             longest = max(int(lengths.max(initial=0)), self.longest_row)
-            most = -(-self.rows_of_pack * longest // self.multiple) * self.multiple
+            multiple = math.lcm(self.multiple, 1 if self.rows_of_pack >= 1 else 2)  # of the halves of a shared row
+            most = -(-self.rows_of_pack * longest // multiple) * multiple
         return max(1, int(most * self.share) // self.multiple) * self.multiple
 
     @property
