@@ -153,6 +153,7 @@ def _pace(trainer: GalvatronMixin) -> Pace:
         dtype=parallel.resolved.precision.compute,
         flops=lambda: _training_flops(parallel),
         predicted=prediction(plan) if is_predicted(plan, rows) else None,
+        waits=None if parallel.pipeline is None else parallel.timeline.waits,
     )
 
 

@@ -89,6 +89,8 @@ def report_values(report: RunReport) -> dict[str, Any]:
         "predicted_memory_bytes": list(report.predicted_bytes),
         "outcome": dict(report.outcome) or None,
         "step_ms": list(report.run.step_ms) if report.run else [],
+        "predicted_bubble_percent": report.predicted_bubble_percent,
+        "bubble_percent": report.bubble_percent,
         "predicted_step_ms_by_kind": None if explanation is None else explanation.step_ms(),
         "predicted_bytes_by_kind": []
         if explanation is None
@@ -163,6 +165,8 @@ def _step_time(report: RunReport) -> str:
         parts.append(
             paragraph(f'<span class="predicted">Predicted</span> {number(predicted)} ms a step; it was not measured.')
         )
+    if report.bubble_percent is not None:
+        parts.append(_bubble(report))
     pictures = []
     if report.run is not None and report.run.step_ms:
         times = report.run.step_ms
@@ -203,6 +207,16 @@ def _step_time(report: RunReport) -> str:
         speeds = [[escape(name), number(last[name])] for name in _TIMES if name in last]
         parts.append(table("Measured by Trainer over the whole run", ("key of the log", "value"), speeds))
     return section("Step time", *parts)
+
+
+def _bubble(report: RunReport) -> str:
+    """Says how long the busiest pipeline rank waits for others."""
+    predicted, logs = report.predicted_bubble_percent, number(len(report.bubbles))
+    known = "" if predicted is None else f'<span class="predicted">predicted</span> {number(predicted)}%, '
+    return paragraph(
+        "Share of a step in which the busiest pipeline rank waits for others (bubble): "
+        f'{known}<span class="measured">measured</span> {number(report.bubble_percent)}%, the median of {logs} logs.'
+    )
 
 
 def _memory(report: RunReport) -> str:
