@@ -22,17 +22,19 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """Prints an explanation and other plans as text, or as tables of `rich`; `budget` is in bytes of a rank, and
-    `pace` are lines that say how fast the plan is.
+    `pace` are lines that say how fast the plan is. The table of the plan is left out unless `shows_plan`.
     """
 
     explanation: Explanation
     others: list[Alternative]
     budget: int
     pace: tuple[str, ...] = ()
+    shows_plan: bool = True
 
     def __rich_console__(self, *unused: Any) -> Iterator[Table | str]:
         estimate = self.explanation.estimate
-        yield plan_table(estimate.plan)
+        if self.shows_plan:
+            yield plan_table(estimate.plan)
         yield self._stage_table()
         yield self._time_table()
         hidden, waited = self.explanation.hidden_ms, self.explanation.step_ms()["communication"]

@@ -193,7 +193,8 @@ class AutoPlanner:
         from rich.console import Console
 
         if shown:
-            Console().print(explain(result, compare=False))
+            # The plan's own table is printed where the plan is applied, with its number formats and groups.
+            Console().print(replace(explain(result, compare=False), shows_plan=False))
         else:
             logger.warning(
                 f"The plan that was found takes {result.best.step_ms:.4g} ms a step, by prediction, and "
