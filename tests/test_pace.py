@@ -115,7 +115,7 @@ def test_the_pace_of_steps_is_logged_beside_its_prediction():
 
 
 READING_SECONDS = 2.0  # of what was recorded of memory
-STEP_SECONDS, MICRO_BATCHES = 0.05, 4  # of the forward, and of the backward, of a micro-batch in a stage
+STEP_SECONDS, MICRO_BATCHES = 0.1, 4  # of the forward, and of the backward, of a micro-batch in a stage
 
 
 def slow_stages() -> contextlib.ExitStack:

@@ -28,7 +28,7 @@ from galvatron_hf.plots.report.html import (
     section,
     table,
 )
-from galvatron_hf.plots.report.run import RunReport
+from galvatron_hf.plots.report.run import WARM_UP, RunReport
 from galvatron_hf.plots.run_charts import series, series_figure, step_times_figure
 from galvatron_hf.plots.spans import predicted_timeline
 from galvatron_hf.plots.timeline import timeline_figure
@@ -36,7 +36,6 @@ from galvatron_hf.plots.timeline import timeline_figure
 
 _WIDTH = 4.7  # inches of a picture: letters of 9 points are large enough on a phone
 _MIB = 1 << 20
-_WARM_UP = 2  # steps that are not timed
 # Keys of the log that are numbers of the data, with their names and whether they were measured.
 _DATA = {
     "useful_tokens_per_second": ("useful tokens/s", True),
@@ -175,7 +174,7 @@ def _step_time(report: RunReport) -> str:
                 step_times_figure(times, predicted, first_step=report.run.global_step - len(times) + 1, width=_WIDTH),
                 "steps",
                 f"Measured times of {len(times)} steps of rank 0, with their median and the predicted step.",
-                f"{MEASURED} Steps of rank 0, without the first {_WARM_UP}.",
+                f"{MEASURED} Steps of rank 0, without the first {WARM_UP}.",
             )
         )
     if report.explanation is not None:

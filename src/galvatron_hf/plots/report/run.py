@@ -27,6 +27,7 @@ from galvatron_hf.plots.spans import StepTimeline, measured_timeline
 
 
 STATE_FILE = "trainer_state.json"
+WARM_UP = 2  # steps that take longer than others: memory is recorded, and allocators fill
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
@@ -74,8 +75,12 @@ class RunReport:
 
     @property
     def bubbles(self) -> Sequence[float]:
-        """Returns the measured shares of all logs, in percent; empty without a pipeline."""
-        return [log["bubble_percent"] for log in self.logs if is_number(log.get("bubble_percent"))]
+        """Returns the measured shares of the logs, in percent, without those of the warm-up alone if there are others;
+        empty without a pipeline.
+        """
+        logs = [log for log in self.logs if is_number(log.get("bubble_percent"))]
+        later = [log for log in logs if not is_number(log.get("step")) or log["step"] > WARM_UP]
+        return [log["bubble_percent"] for log in later or logs]
 
     @property
     def bubble_percent(self) -> float | None:
