@@ -39,7 +39,7 @@ PAD = 3
 # Wall-clock, and where the plain Trainer prepared its model.
 _TIMES = ("runtime", "per_second", "preparation_time")
 # What is logged of the speed of steps beside what plain Trainer logs.
-OF_PACE = ("step_ms", "mfu_percent", "peak_memory_gib", "predicted_memory_gib", "predicted_bubble_percent")
+OF_PACE = ("step_ms", "mfu_percent", "peak_memory_gib", "predicted_memory_gib", "bubble_percent")
 # What only packing logs.
 _OF_PACKING = (
     "padding_percent",

@@ -166,6 +166,8 @@ def test_what_was_predicted_is_printed_with_what_was_measured(ranks):
     assert all(size > 0 for size in first["outcome"].measured_bytes)
     assert "Predicted" in first["printed"] and "measured" in first["printed"]
     assert str(first["outcome"]) in first["printed"]
+    assert first["printed"].count(f"{len(found)} ranks, 4 layers, ") == 1  # the table of the plan
+    assert first["printed"].index("Stages: ") < first["printed"].index(f"{len(found)} ranks, ")
     assert found[1][0]["printed"] == ""
 
 

@@ -2,10 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line answers at once: --help imports no heavy package."""
 
+import errno
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -74,6 +79,39 @@ def test_a_command_that_is_stopped_says_so(monkeypatch, capsys):
     monkeypatch.setattr(env, "environment", stop)
     assert main(["env"]) == 130
     assert capsys.readouterr().err == "galvatron: stopped.\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["rent", "--tokens", "1e9", "--global-batch", "8", "--seq-length", "8", "--offers"],
+        ["plot", "accuracy", "--output", "picture.png"],
+    ],
+    ids=["rent", "plot"],
+)
+def test_ctrl_c_ends_a_command_without_a_traceback(command, tmp_path):
+    """The command reads a file that nobody writes to its end."""
+    pipe = tmp_path / "file"
+    os.mkfifo(pipe)
+    code = "import sys; from galvatron_hf.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", code, *command, str(pipe)]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        writer = _opened_for_writing(pipe, process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        os.close(writer)
+        assert process.stderr.read() == "galvatron: stopped.\n"
+
+
+def _opened_for_writing(pipe: Path, reader: subprocess.Popen) -> int:
+    """Opens a pipe as soon as its reader has."""
+    while reader.poll() is None:
+        try:
+            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            assert error.errno == errno.ENXIO
+            time.sleep(0.05)
+    raise AssertionError(reader.stderr.read())
 
 
 @pytest.mark.parametrize("world, local, nodes", [("8", "4", 2), ("8", "0", None), ("", "x", None)])

@@ -234,3 +234,18 @@ def test_shards_of_a_single_piece_are_priced_as_whole_weights_that_are_copied(se
         factor = model.calibration_factors.get("copying", 1.0)
         launched = launch * ((uses + 1) * len(model.layers) + 2 * units)
         assert found - whole.step_ms == pytest.approx(factor * copying_ms(model, copied) + launched, rel=1e-6)
+
+
+def test_a_kind_that_no_layer_is_of_has_the_bias_of_one_layer():
+    """A profile may describe kinds that its model does not use."""
+    model = random_model(0, layers=LAYERS)
+    kind = replace(model.kinds[0], bias_heads=2)
+    unused = replace(model, kinds=(*model.kinds, kind))
+    costs = CostModel(random_hardware(0, world_size=1, memory_bytes=1 << 40), unused, workload(ROWS), 1, ROWS)
+    biased, plain = (costs.layer(index, [LayerStrategy()]) for index in (len(model.kinds), 0))
+    bias = 2 * workload(ROWS).length ** 2 * 4  # fp32
+    assert costs._bias_bytes(kind, LayerStrategy()) == bias
+    used = replace(model, kinds=(kind, *model.kinds[1:]))
+    shared = CostModel(costs.hardware, used, workload(ROWS), 1, ROWS)._bias_bytes(kind, LayerStrategy())
+    assert shared == bias / sum(index == 0 for index in model.layers)
+    assert (biased.activation_bytes > plain.activation_bytes).all()

@@ -3,8 +3,10 @@
 """Profiles of counted models are kept for the next command, and only for the same model and code."""
 
 import os
+from importlib.metadata import version
 from unittest import mock
 
+import pytest
 from transformers import LlamaConfig
 
 from galvatron_hf.cli.main import main
@@ -37,6 +39,15 @@ def test_a_profile_is_made_once_for_the_same_circumstances(tmp_path):
         path.write_text("{")
     assert kept_trace(folder, {"length": 8}, make) == make.profile and make.times == 4
     assert kept_trace(folder, {"length": 8}, make) == make.profile and make.times == 4  # written anew
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers", "peft"])
+def test_another_release_makes_a_new_profile(tmp_path, monkeypatch, package):
+    make, release = Maker(), version(package)
+    for other, times in ((release, 1), (f"{release}.1", 2), (release, 2)):
+        monkeypatch.setattr(kept_traces, "version", lambda name, other=other: other if name == package else "1.0")
+        kept_trace(tmp_path, {"length": 8}, make)
+        assert make.times == times
 
 
 def test_a_path_that_is_too_long_is_no_file_of_a_model(tmp_path, capsys):

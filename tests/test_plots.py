@@ -372,12 +372,12 @@ def test_without_matplotlib_one_sentence_names_the_extra(monkeypatch, capsys, tm
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr("galvatron_hf.utils.drawing.import_module", lambda name: refuse(name))
-    with pytest.raises(ImportError, match=r"run pip install galvatron-hf\[plots\]\.$"):
+    with pytest.raises(ImportError, match=r"in the clone of the repository, or pip install matplotlib\.$"):
         MIXED.plot()
     MIXED.to_json(tmp_path / "plan.json")
     arguments = ["plot", "plan", "--plan", str(tmp_path / "plan.json"), "--output", str(tmp_path / "plan.png")]
     assert main(arguments) == 1
-    assert "pip install galvatron-hf[plots]" in capsys.readouterr().err
+    assert "pip install -e '.[plots]' -c constraints.txt in the clone" in capsys.readouterr().err
     assert not (tmp_path / "plan.png").exists()
 
 

@@ -10,6 +10,7 @@ import functools
 import json
 import re
 import shutil
+import statistics
 import subprocess
 from dataclasses import asdict
 from html.parser import HTMLParser
@@ -144,6 +145,14 @@ def test_numbers_of_the_page_are_those_of_the_run(trained_run, capsys, tmp_path)
     assert len(logged) > 15 and wanted | logged <= shown.numbers
     assert values["outcome"] == left["outcome"] and values["log_history"] == left["log_history"]
     assert values["step_ms"] == left["step_ms"] and values["timeline"]["measured"]
+    shares = [log["bubble_percent"] for log in left["log_history"] if "loss" in log and log["step"] > 2]
+    noted = plan["meta"]["predicted"]
+    assert (
+        values["bubble_percent"] == statistics.median(shares) in shown.numbers
+        and 0 < max(shares) < 100
+        and len(shares) == 4
+    )
+    assert values["predicted_bubble_percent"] == 100 * noted["bubble_ms"] / noted["step_ms"] in shown.numbers
     for stage in values["predicted_bytes_by_kind"]:
         assert set(stage.values()) <= shown.numbers
     for value, text in shown.values:  # what is read is what is meant

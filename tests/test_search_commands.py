@@ -13,6 +13,7 @@ from galvatron_hf.cli.main import main
 from galvatron_hf.plan import ParallelPlan, Precision
 from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.profiler.profiles.presets import hardware_preset
+from galvatron_hf.profiler.trace import counted_model
 from planner_cases import random_model
 
 
@@ -188,6 +189,8 @@ def test_the_tables_name_what_was_assumed(capsys):
         ([*FLAGS, "--dtype", "fp32"], "--dtype is fp32, but the profile has bf16: leave --dtype out"),
         ([*FLAGS, "--memory-gib", "1e-12"], "--memory-gib 1e-12 is not the memory of a device"),
         ([*FLAGS, "--global-batch", str(10**10)], "--global-batch 10000000000 is above"),
+        ([*FLAGS, "--tokens", "1e300"], "--tokens 1e+300 is above 1e+18, which is that of no run: give such as 1e12"),
+        ([*FLAGS, "--tokens", "1e9", "--price-per-hour", "1e300"], "--price-per-hour 1e+300 is above 1e+06, which is"),
     ],
 )
 def test_flags_that_do_not_fit_are_told_in_a_sentence(capsys, flags, sentence):
@@ -238,6 +241,25 @@ def saved_longrope(folder: Path) -> str:
     sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
     Phi3Config(rope_parameters=rope, max_position_embeddings=4096, pad_token_id=0, **sizes).save_pretrained(folder)
     return str(folder)
+
+
+def test_dynamic_rotary_embeddings_are_traced(capsys, tmp_path, monkeypatch):
+    """Up to the positions that the model was made for they are those without scaling, at the same cost."""
+    sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
+    case = ["estimate", "--plan", "ddp", "--cluster", "h100", "--gpus", "1", "--global-batch", "8", "--no-packed"]
+    case += ["--seq-length", "64", "--model", str(tmp_path), "--json"]
+    found = []
+    for rope in ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, None):
+        LlamaConfig(rope_parameters=rope, **sizes).save_pretrained(tmp_path)
+        assert main(case) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["step_ms"] == found[1]["step_ms"] and found[0]["memory_bytes"] == found[1]["memory_bytes"]
+    LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, **sizes).save_pretrained(
+        tmp_path
+    )
+    monkeypatch.setattr(counted_model, "keep_rotary_frequencies", lambda model: None)
+    assert main(case) == 1  # as for a family that compares values in another way
+    assert "cannot be traced, because its forward depends on values of tensors" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -6,22 +6,30 @@ import itertools
 import json
 import os
 import signal
+import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import pytest
 from transformers import AutoConfig, LlamaConfig
 
+from galvatron_hf.cli import search as cli_search
 from galvatron_hf.cli.main import main
 from galvatron_hf.cli.stopping import Stop, stop_at_interrupt
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.planner.cost.cost_model import CostModels
+from galvatron_hf.planner.report import alternatives as planner_alternatives
+from galvatron_hf.planner.report.alternatives import alternatives
 from galvatron_hf.planner.search import _cuts, search_plan
 from galvatron_hf.planner.simplify import simplest
 from galvatron_hf.planner.space import FEATURES, Limits
 from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.profiler.trace import tracing
+from galvatron_hf.utils import hub
+from galvatron_hf.utils.hub import hub_is_out_of_reach
 from planner_cases import random_hardware, random_model, workload
 
 
@@ -136,6 +144,24 @@ def test_strategies_that_are_forbidden_are_not_searched():
         Limits().without("zero4")
 
 
+@pytest.mark.parametrize("other", ["hardware", "model", "workload"])
+def test_prices_of_another_case_are_not_used(other):
+    hardware, model = random_hardware(0, world_size=4, memory_bytes=10**9), random_model(0, layers=4)
+    case = dict(hardware=hardware, model=model, workload=workload(8))
+    changed = dict(
+        hardware=random_hardware(1, world_size=4, memory_bytes=10**9),
+        model=random_model(1, layers=4),
+        workload=replace(workload(8), length=2 * workload(8).length),
+    )
+    alone = search_plan(**case)
+    of_other = CostModels(**case | {other: changed[other]})
+    assert search_plan(**case | {other: changed[other]}, costs=of_other).best != alone.best
+    found = search_plan(**case, costs=of_other)
+    assert found.best == alone.best and found.costs is not of_other
+    again = search_plan(**case, costs=found.costs)
+    assert again.best == alone.best and again.costs is found.costs
+
+
 # ---- The command line ----
 
 
@@ -173,6 +199,41 @@ def test_the_command_ends_in_time_with_the_gap(flags, capsys):
     assert "The search was stopped after" in printed and f"at most {more:.1%} longer" in printed
     assert main(["search", *flags, "--time-limit", "0"]) == 1
     assert "--time-limit 0 is no time" in capsys.readouterr().err
+
+
+def test_an_interrupted_comparison_has_the_plans_that_were_found_before():
+    hardware, model = random_hardware(0, world_size=4, memory_bytes=10**9), random_model(0, layers=4)
+    case = dict(hardware=hardware, model=model, workload=workload(8), memory_bytes=10**9)
+    whole, lengths = alternatives(**case), set()
+    for calls in (0, 1, 3, 10, 30, 100, 10**6):
+        after = itertools.count()
+        found = alternatives(**case, interrupted=lambda after=after, calls=calls: next(after) >= calls)
+        assert found == whole[: len(found)]
+        lengths.add(len(found))
+    assert {0, len(whole)} < lengths  # nothing, all, and some of them
+
+
+def test_nothing_is_searched_after_ctrl_c(flags, capsys, monkeypatch):
+    """A search that was stopped without a plan would go on for one of a small part of the space."""
+    begin, searched = Stop.begin, []
+
+    def asked(self):
+        begin(self)
+        self.asked = bool(searched)
+
+    def search(*args, **kwargs):
+        searched.append(search_plan(*args, **kwargs))
+        return searched[-1]
+
+    monkeypatch.setattr(Stop, "begin", asked)  # the comparison begins
+    monkeypatch.setattr(cli_search, "search_plan", search)
+    monkeypatch.setattr(planner_alternatives, "search_plan", search)
+    for more in ([], ["--json"]):
+        searched.clear()
+        assert main(["search", *flags, "--compare", *more]) == 0
+        printed = capsys.readouterr().out
+        assert len(searched) == 1
+        assert json.loads(printed)["alternatives"] == {} if more else "The comparison was stopped" in printed
 
 
 def test_the_command_forbids(flags, capsys):
@@ -219,9 +280,45 @@ def test_a_model_of_the_hub_is_read_by_its_id(monkeypatch, capsys):
         return LlamaConfig(**sizes)
 
     monkeypatch.setattr(tracing.AutoConfig, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(tracing, "hub_is_out_of_reach", lambda: False)
     assert AutoConfig is tracing.AutoConfig
     flags = ["estimate", "--cluster", "h100", "--gpus", "2", "--seq-length", "128", "--global-batch", "8", "--json"]
     assert main([*flags, "--plan", "ddp", "--model", "someone/a-model"]) == 0
     assert json.loads(capsys.readouterr().out)["step_ms"] > 0
     assert main([*flags, "--plan", "ddp", "--model", "someone/other"]) == 1
     assert "the Hub gives no configuration for it (it is not there)" in capsys.readouterr().err
+
+
+def test_without_a_way_to_the_hub_its_name_is_refused_at_once(monkeypatch, capsys, tmp_path):
+    """Configurations that were downloaded before are read all the same."""
+
+    def no_address(*unused):
+        raise socket.gaierror("Temporary failure in name resolution")
+
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(socket, "getaddrinfo", no_address)
+    monkeypatch.setattr(hub, "SECONDS_BETWEEN", 0.1)
+    begun = time.monotonic()
+    flags = ["estimate", "--cluster", "h100", "--gpus", "2", "--seq-length", "128", "--global-batch", "8"]
+    assert main([*flags, "--plan", "ddp", "--model", "someone/a-modle"]) == 1
+    assert time.monotonic() - begun < 5
+    assert (
+        "the Hub gives no configuration for it (the Hub cannot be reached, and none was down"
+        in capsys.readouterr().err
+    )
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, vocab_size=256
+    )
+    kept = tmp_path / "models--someone--a-model"
+    config.save_pretrained(kept / "snapshots" / ("0" * 40))
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert tracing.read_config("someone/a-model").hidden_size == 64
+    tries = iter([no_address, no_address, lambda *unused: []])  # a name server that is busy at first
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *given: next(tries)(*given))
+    assert not hub_is_out_of_reach() and next(tries, None) is None
+    monkeypatch.setattr(socket, "getaddrinfo", no_address)
+    monkeypatch.setenv("https_proxy", "http://proxy:8080")
+    assert not hub_is_out_of_reach()  # the proxy looks names up

@@ -229,7 +229,7 @@ def test_what_packing_cannot_keep_is_refused(tmp_path):
 
 
 def test_a_family_with_more_than_windows_is_padded_or_refused(tmp_path):
-    def work() -> tuple[list, str]:
+    def work() -> tuple[bool, list[str], str]:
         obstacle = mock.patch.object(
             packing_obstacle, "attention_obstacle", lambda *_: "Sinks gives its attention 's_aux'"
         )
@@ -242,10 +242,11 @@ def test_a_family_with_more_than_windows_is_padded_or_refused(tmp_path):
             try:
                 trainer(tmp_path / "static", MIXED, options=STATIC, **data).train()
             except ValueError as error:
-                return [any(key in log for log in seen.logs for key in KEYS), *messages[:1]], str(error)
+                return any(key in log for log in seen.logs for key in KEYS), messages[:1], str(error)
 
-    for (packed, message), refusal in on_ranks(work, RANKS):
-        assert not packed and message.endswith("because Sinks gives its attention 's_aux'.")
+    for rank, (packed, messages, refusal) in enumerate(on_ranks(work, RANKS)):
+        assert not packed and len(messages) == (rank == 0)  # one rank speaks for all
+        assert all(message.endswith("because Sinks gives its attention 's_aux'.") for message in messages)
         assert refusal.startswith("packing='static' is not possible, because Sinks gives")
 
 
@@ -295,13 +296,17 @@ def test_inputs_that_are_prepared_in_ones_own_way_stay_rows(tmp_path):
     alone = options | dict(gradient_accumulation_steps=1)
     wanted = run(tmp_path / "plain", trainer_class=of(Trainer), options=alone, **case)
 
-    def work() -> tuple[Run, str]:
+    def work() -> tuple[Run, list[str], str]:
         ours = of(GalvatronTrainer)
-        seen = run(tmp_path / "ours", REPLICATE, trainer_class=ours, options=options, **case)
+        with mock.patch.object(packing_rules.logger, "warning_once") as warned:
+            seen = run(tmp_path / "ours", REPLICATE, trainer_class=ours, options=options, **case)
         with pytest.raises(ValueError) as refusal:
             run(tmp_path / "no", REPLICATE, trainer_class=ours, options=STATIC, **case)
-        return seen, str(refusal.value)
+        return seen, [call.args[0] for call in warned.call_args_list], str(refusal.value)
 
     results = on_ranks(work, RANKS)
     assert_same_steps(results[0][0], wanted)
-    assert all("the Trainer's own preparation of inputs sees rows" in refusal for _, refusal in results)
+    reason = "the Trainer's own preparation of inputs sees rows"
+    assert all(reason in refusal for _, _, refusal in results)
+    first, *others = (warnings for _, warnings, _ in results)
+    assert first and all(reason in one for one in first) and not any(others)  # one rank speaks for all

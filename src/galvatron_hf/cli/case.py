@@ -30,7 +30,8 @@ from galvatron_hf.utils.units import GIB
 
 _MOST_ROWS, _MOST_TOKENS = 1 << 20, 1 << 30
 _MOST_CONFIG_BYTES = 1 << 24
-_EXAMPLES = {"--tokens": "1e12", "--price-per-hour": "2.5"}
+# Most tokens of a run, and highest price of a device-hour, with an example.
+_OF_A_RUN = {"--tokens": (1e18, "1e12"), "--price-per-hour": (1e6, "2.5")}
 
 
 def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile, Workload, int]:
@@ -48,8 +49,11 @@ def read_case(given: argparse.Namespace) -> tuple[HardwareProfile, ModelProfile,
     if given.memory_gib is not None and not 1 / GIB <= given.memory_gib < 2**20:
         raise ValueError(f"--memory-gib {given.memory_gib} is not the memory of a device: give GiB, such as 80.")
     for name, value in (("--tokens", given.tokens), ("--price-per-hour", given.price_per_hour)):
+        most, example = _OF_A_RUN[name]
         if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name} {value:g} is not a number above 0: give such as {_EXAMPLES[name]}.")
+            raise ValueError(f"{name} {value:g} is not a number above 0: give such as {example}.")
+        if value is not None and value > most:
+            raise ValueError(f"{name} {value:g} is above {most:g}, which is that of no run: give such as {example}.")
     if given.price_per_hour is not None and given.tokens is None:
         raise ValueError("--price-per-hour is for a run of so many tokens: give --tokens too.")
     if given.packed is not None and given.model is None:

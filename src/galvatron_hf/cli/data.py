@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -59,8 +58,10 @@ def run(given: argparse.Namespace) -> int:
     figures = _figures(given)
     _show(figures)
     if given.json is not None:
+        from galvatron_hf.cli.output import json_text  # it imports the planner
+
         with open(given.json, "w", encoding="utf-8") as file:
-            json.dump(figures, file, indent=2)
+            file.write(json_text(figures))
     return 0
 
 

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 from typing import Any
@@ -21,7 +20,9 @@ def run(given: argparse.Namespace) -> int:
     """Prints versions, devices and limits."""
     facts = environment()
     if given.json:
-        print(json.dumps(facts, indent=2))
+        from galvatron_hf.cli.output import json_text  # it imports the planner
+
+        print(json_text(facts))
     else:
         for name, value in facts.items():
             print(f"- {name}: {', '.join(map(str, value)) if isinstance(value, list) else value}")

@@ -31,14 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     nobody reads the output to its end; 130 after Ctrl-C.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(prog="galvatron", description="Train large Hugging Face models on many devices.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, text in COMMANDS.items():
-        command = commands.add_parser(name, help=text)
-        if name in arguments[:1]:  # only this command's module is imported, so that --help stays fast
-            import_module(f"galvatron_hf.cli.{name.replace('-', '_')}").add_arguments(command)
-    given = parser.parse_args(arguments)
     try:
+        given = _parsed(arguments)
         code = given.run(given)
         sys.stdout.flush()
         return code
@@ -51,6 +45,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"galvatron: {error}", file=sys.stderr)
         return 1
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """Reads the arguments; wrong ones end the process with the usage."""
+    parser = argparse.ArgumentParser(prog="galvatron", description="Train large Hugging Face models on many devices.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, help=text)
+        if name in arguments[:1]:  # only this command's module is imported, so that --help stays fast
+            import_module(f"galvatron_hf.cli.{name.replace('-', '_')}").add_arguments(command)
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

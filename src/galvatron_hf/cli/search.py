@@ -141,6 +141,7 @@ def _values(given: argparse.Namespace, result: SearchResult, fastest: Estimate, 
     case, budget, others = (result.hardware, result.model, result.workload), result.memory_bytes, []
     if given.compare:
         options = dict(virtual_stages=result.limits.virtual_stages, progress=True, stop=stop, costs=result.costs)
+        options |= dict(interrupted=lambda: stop.asked)
         others = alternatives(*case, memory_bytes=budget, **options)
     plan = result.best.plan_with_prediction(result.workload)
     return priced(replace(result.best, plan=plan)) | {
@@ -161,9 +162,11 @@ def _values(given: argparse.Namespace, result: SearchResult, fastest: Estimate, 
 
 def _show(given: argparse.Namespace, result: SearchResult, stop: Stop) -> None:
     out, case = console(), (result.hardware, result.model, result.workload)
-    report = explain(result, compare=given.compare, progress=True, stop=stop)
+    report = explain(result, compare=given.compare, progress=True, stop=stop, interrupted=lambda: stop.asked)
     pace = throughput_of(*case, result.best.step_ms)
     out.print(replace(report, pace=pace.lines(given.tokens, given.price_per_hour)))
+    if given.compare and stop.asked:
+        out.print("The comparison was stopped: plans of other kinds that were not found before are left out.")
     if result.bound_ms is not None:
         more = result.best.step_ms / result.bound_ms - 1
         out.print(

@@ -68,8 +68,10 @@ class Executor:
         if self.pipeline is None:
             total = self._train_in_turn(parts, options)
         else:
-            total = self._sum(self._train_in_pipeline(parts, options))
-            dist.all_reduce(total)
+            with self.timeline.waits.step():
+                total = self._sum(self._train_in_pipeline(parts, options))
+                with self.timeline.waits.wait():  # for the stages that end later
+                    dist.all_reduce(total)
         return total + self._of_routers(options["routers"])
 
     def _router_statistics(self, options: Mapping[str, Any]) -> RouterStatistics | None:
@@ -132,7 +134,8 @@ class Executor:
             self._count_choices(routers, lambda: self.pipeline.evaluate(batches))
         losses = self.pipeline.train(batches, between)
         if self.tied is not None:
-            self.tied.sum_gradients(earlier)
+            with self.timeline.waits.wait():  # the last stage for the first one
+                self.tied.sum_gradients(earlier)
         return losses
 
     @torch.no_grad()

@@ -20,6 +20,7 @@ from galvatron_hf.data.lengths import sequence_lengths
 from galvatron_hf.data.loader import read_once
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.lora import inner_model
+from galvatron_hf.parallel.comm.objects import is_rank_0
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.validate import check_model, check_plan, sharing_obstacle
 from galvatron_hf.plan import ParallelPlan, SequenceGroups
@@ -153,6 +154,7 @@ def _pace(trainer: GalvatronMixin) -> Pace:
         dtype=parallel.resolved.precision.compute,
         flops=lambda: _training_flops(parallel),
         predicted=prediction(plan) if is_predicted(plan, rows) else None,
+        waits=None if parallel.pipeline is None else parallel.timeline.waits,
     )
 
 
@@ -161,10 +163,11 @@ def _training_flops(parallel: ParallelModel) -> TrainingFlops | None:
     try:
         return TrainingFlops.of(empty_model(parallel.model.config, parallel.family))
     except Exception as error:  # of a family's forward: any; training needs no MFU
-        logger.warning_once(
-            f"mfu_percent is not logged, because the FLOPs of {parallel.family.__name__} cannot be counted "
-            f"({type(error).__name__}: {' '.join(str(error).split())[:120]})."
-        )
+        if is_rank_0():
+            logger.warning_once(
+                f"mfu_percent is not logged, because the FLOPs of {parallel.family.__name__} cannot be counted "
+                f"({type(error).__name__}: {' '.join(str(error).split())[:120]})."
+            )
         return None
 
 

@@ -355,7 +355,8 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
                 )
             yield
             return
-        meter = StepMeter(self.args.device, lambda: held_bytes(self.model, self.optimizer))
+        apart, device = self._components.packer.paused, self.args.device
+        meter = StepMeter(device, lambda: held_bytes(self.model, self.optimizer), apart)
         with meter.measuring(), added_callback(self.callback_handler, meter):
             yield
         self.plan_outcome = outcome(meter, plan)
@@ -530,10 +531,13 @@ class GalvatronMixin(metaclass=_DirectlyAboveTrainer):
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args, **kwargs) -> None:
         """Sets the sum of losses to zero after a log; Trainer subtracts it from itself, which leaves NaN as it is. All
-        ranks log rank 0's learning rate: the groups of later stages may be others.
+        ranks log rank 0's learning rate: the groups of later stages may be others. They tell each other their waits.
         """
         if self.parallel is not None and self.parallel.pipeline is not None and self.control.should_log:
-            kwargs["learning_rate"] = gather_objects(kwargs.get("learning_rate"))[0]
+            pace = self._components.pace
+            rates, shares = zip(*gather_objects((kwargs.get("learning_rate"), pace.waited_share)), strict=True)
+            kwargs["learning_rate"] = rates[0]
+            pace.note_bubble(shares, self.parallel.plan.rank_groups)
         logged_before = self._globalstep_last_logged
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
         if self.parallel is not None and self._globalstep_last_logged > logged_before:

@@ -18,6 +18,7 @@ from transformers.utils import logging
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.lora import check_has_values, computes_in_bf16, has_adapters, inner_model
 from galvatron_hf.models.losses import LossKind
+from galvatron_hf.parallel.comm.objects import is_rank_0
 from galvatron_hf.parallel.executor import Batch
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.pipeline.trace import Timeline
@@ -99,7 +100,8 @@ def with_fp32_weights(model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
     if not computes_in_bf16(model):
         return plan
     if not has_adapters(model):
-        logger.warning("The model was loaded in bf16; its master weights are kept in fp32 from here on.")
+        if is_rank_0():
+            logger.warning("The model was loaded in bf16; its master weights are kept in fp32 from here on.")
         model.float()
     return replace(plan, precision=replace(plan.precision, compute="bf16"))
 

@@ -25,7 +25,12 @@ import torch.nn.attention.varlen  # registers its operators
 from torch import nn
 from torch._C._profiler import _EventType as ProfilerEventType  # noqa: F401  kinds of `experimental_event_tree` events
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: F401  run operators on shapes alone
+from torch._subclasses.fake_tensor import (  # noqa: F401  run operators on shapes alone; errors if one needs values
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401  `__torch_dispatch__` sees every operator
 from torch.utils._pytree import tree_leaves  # noqa: F401  flattens nested tuples, lists and dicts
 from transformers import masking_utils

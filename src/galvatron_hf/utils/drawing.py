@@ -16,6 +16,7 @@ def drawing(module: str) -> ModuleType:
         import_module("matplotlib")
     except ImportError as error:
         raise ImportError(
-            f"Pictures need matplotlib, which cannot be imported ({error}): run pip install galvatron-hf[plots]."
+            f"Pictures need matplotlib, which cannot be imported ({error}): run pip install -e '.[plots]' "
+            "-c constraints.txt in the clone of the repository, or pip install matplotlib."
         ) from error
     return import_module(f"galvatron_hf.plots.{module}")

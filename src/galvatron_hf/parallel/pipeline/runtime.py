@@ -219,7 +219,7 @@ class Pipeline:
         for action in order:
             work_of[action.work](step, action)
         while step.sends:
-            step.sends.popleft().wait()
+            self._wait(step.sends.popleft())
 
     # ---- Compute ----
 
@@ -332,6 +332,13 @@ class Pipeline:
         if transfer is None:
             return None
         with self.timeline.span(Action(work, action.stage, action.micro_batch)):
+            return self._wait(transfer)
+
+    def _wait(self, transfer: _Transfer) -> Tensors:
+        """Waits for a transfer, and measures how long in a step of training."""
+        if not transfer.works:  # between stages of this rank
+            return transfer.tensors
+        with self.timeline.waits.wait():
             return transfer.wait()
 
     def _send_forward(self, step: PipelineStep, action: Action) -> None:
@@ -354,7 +361,7 @@ class Pipeline:
     def _limit_sends(self, step: PipelineStep, transfer: _Transfer) -> None:
         step.sends.append(transfer)
         while len(step.sends) > SENDS_UNDER_WAY:
-            step.sends.popleft().wait()
+            self._wait(step.sends.popleft())
 
     def _transfer(self, operation: Callable, tensors: Tensors, direction: int, peer: int) -> _Transfer:
         """Starts one message for each tensor to or from a pipeline rank."""

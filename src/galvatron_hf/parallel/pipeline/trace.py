@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from galvatron_hf.parallel.comm.objects import host_group
+from galvatron_hf.parallel.pipeline.waits import Waits
 from galvatron_hf.plan.schedule import Action
 
 
@@ -99,12 +100,14 @@ class _Origin:
 
 class Timeline:
     """Measures a rank's actions if it is on; otherwise it records the current action alone, at almost no cost. On a
-    GPU a span is the time between two events of the current stream. The latest `spans_kept` spans are kept.
+    GPU a span is the time between two events of the current stream. The latest `spans_kept` spans are kept. `waits`
+    adds up how long the rank waits for other stages, whether it is on or not.
     """
 
     def __init__(self, device: torch.device, spans_kept: int = SPANS_KEPT):
         self.device = device
         self.on = False
+        self.waits = Waits(device)
         self.step = 0
         self.action: Action | None = None  # the training loop resets it
         self._clock: HostClock | EventClock | None = None

@@ -27,6 +27,10 @@ class Alternative:
     least_memory_bytes: int | None
 
 
+class _Interrupted(Exception):
+    """Ends a search at once, without a result."""
+
+
 def alternatives(
     hardware: HardwareProfile,
     model: ModelProfile,
@@ -37,12 +41,20 @@ def alternatives(
     progress: bool = False,
     stop: Callable[[], bool] | None = None,
     costs: CostModels | None = None,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> list[Alternative]:
     """Searches DDP, ZeRO-3, Megatron's tensor and pipeline parallelism, ZeRO-3 with Ulysses, and the best uniform
     plan. Each has its best micro-batches and recompute within `memory_bytes` of a rank, and at most `virtual_stages`
     stages on each pipeline rank. A kind whose degrees the model and the ranks cannot have is left out. `stop` and
-    `costs` are those of [`search_plan`].
+    `costs` are those of [`search_plan`]. As soon as `interrupted` returns True, the kind at hand and those after it
+    are left out: a search that was only stopped would go on for a plan of a small part of the space.
     """
+
+    def ends() -> bool:
+        if interrupted():
+            raise _Interrupted
+        return stop is not None and stop()
+
     plain = Limits(tensor=1, sequence=(), hybrid_sharding=False, pipeline=(1,), context=(1,))
     megatron = Limits(
         sequence=("megatron",),
@@ -60,6 +72,8 @@ def alternatives(
     }
     costs, found = costs or CostModels(hardware, model, workload), []
     for name, limits in kinds.items():
+        if interrupted():
+            break
         try:
             result = search_plan(
                 hardware,
@@ -68,10 +82,12 @@ def alternatives(
                 memory_bytes=memory_bytes,
                 limits=limits,
                 progress=progress,
-                stop=stop,
+                stop=ends,
                 costs=costs,
             )
         except ValueError:
             continue
+        except _Interrupted:
+            break
         found.append(Alternative(name=name, best=result.best, least_memory_bytes=result.least_memory_bytes))
     return found

@@ -22,17 +22,19 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """Prints an explanation and other plans as text, or as tables of `rich`; `budget` is in bytes of a rank, and
-    `pace` are lines that say how fast the plan is.
+    `pace` are lines that say how fast the plan is. The table of the plan is left out unless `shows_plan`.
     """
 
     explanation: Explanation
     others: list[Alternative]
     budget: int
     pace: tuple[str, ...] = ()
+    shows_plan: bool = True
 
     def __rich_console__(self, *unused: Any) -> Iterator[Table | str]:
         estimate = self.explanation.estimate
-        yield plan_table(estimate.plan)
+        if self.shows_plan:
+            yield plan_table(estimate.plan)
         yield self._stage_table()
         yield self._time_table()
         hidden, waited = self.explanation.hidden_ms, self.explanation.step_ms()["communication"]
@@ -90,18 +92,23 @@ class Report:
 
 
 def explain(
-    result: SearchResult, *, compare: bool = True, progress: bool = False, stop: Callable[[], bool] | None = None
+    result: SearchResult,
+    *,
+    compare: bool = True,
+    progress: bool = False,
+    stop: Callable[[], bool] | None = None,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> Report:
     """Reports where the time and the memory of the best plan of a search go.
     If `compare`, it also searches the best DDP, ZeRO-3, Megatron and Ulysses plans, which takes about as long as the
-    search; `stop` ends these, as in [`search_plan`]. Raises `ValueError` if no plan fits, with the smallest budget
-    with which one does.
+    search; `stop` ends these, as in [`search_plan`], and `interrupted` leaves out those that are not found yet. Raises
+    `ValueError` if no plan fits, with the smallest budget with which one does.
     """
     if result.best is None:
         raise ValueError(result.no_plan_message)
     case, budget = (result.hardware, result.model, result.workload), result.memory_bytes
     options = dict(virtual_stages=result.limits.virtual_stages, progress=progress, stop=stop, costs=result.costs)
-    others = alternatives(*case, memory_bytes=budget, **options) if compare else []
+    others = alternatives(*case, memory_bytes=budget, interrupted=interrupted, **options) if compare else []
     return Report(explanation=explain_plan(*case, result.best.plan), others=others, budget=budget)
 
 

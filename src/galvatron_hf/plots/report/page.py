@@ -28,7 +28,7 @@ from galvatron_hf.plots.report.html import (
     section,
     table,
 )
-from galvatron_hf.plots.report.run import RunReport
+from galvatron_hf.plots.report.run import WARM_UP, RunReport
 from galvatron_hf.plots.run_charts import series, series_figure, step_times_figure
 from galvatron_hf.plots.spans import predicted_timeline
 from galvatron_hf.plots.timeline import timeline_figure
@@ -36,7 +36,6 @@ from galvatron_hf.plots.timeline import timeline_figure
 
 _WIDTH = 4.7  # inches of a picture: letters of 9 points are large enough on a phone
 _MIB = 1 << 20
-_WARM_UP = 2  # steps that are not timed
 # Keys of the log that are numbers of the data, with their names and whether they were measured.
 _DATA = {
     "useful_tokens_per_second": ("useful tokens/s", True),
@@ -89,6 +88,8 @@ def report_values(report: RunReport) -> dict[str, Any]:
         "predicted_memory_bytes": list(report.predicted_bytes),
         "outcome": dict(report.outcome) or None,
         "step_ms": list(report.run.step_ms) if report.run else [],
+        "predicted_bubble_percent": report.predicted_bubble_percent,
+        "bubble_percent": report.bubble_percent,
         "predicted_step_ms_by_kind": None if explanation is None else explanation.step_ms(),
         "predicted_bytes_by_kind": []
         if explanation is None
@@ -163,6 +164,8 @@ def _step_time(report: RunReport) -> str:
         parts.append(
             paragraph(f'<span class="predicted">Predicted</span> {number(predicted)} ms a step; it was not measured.')
         )
+    if report.bubble_percent is not None:
+        parts.append(_bubble(report))
     pictures = []
     if report.run is not None and report.run.step_ms:
         times = report.run.step_ms
@@ -171,7 +174,7 @@ def _step_time(report: RunReport) -> str:
                 step_times_figure(times, predicted, first_step=report.run.global_step - len(times) + 1, width=_WIDTH),
                 "steps",
                 f"Measured times of {len(times)} steps of rank 0, with their median and the predicted step.",
-                f"{MEASURED} Steps of rank 0, without the first {_WARM_UP}.",
+                f"{MEASURED} Steps of rank 0, without the first {WARM_UP}.",
             )
         )
     if report.explanation is not None:
@@ -203,6 +206,16 @@ def _step_time(report: RunReport) -> str:
         speeds = [[escape(name), number(last[name])] for name in _TIMES if name in last]
         parts.append(table("Measured by Trainer over the whole run", ("key of the log", "value"), speeds))
     return section("Step time", *parts)
+
+
+def _bubble(report: RunReport) -> str:
+    """Says how long the busiest pipeline rank waits for others."""
+    predicted, logs = report.predicted_bubble_percent, number(len(report.bubbles))
+    known = "" if predicted is None else f'<span class="predicted">predicted</span> {number(predicted)}%, '
+    return paragraph(
+        "Share of a step in which the busiest pipeline rank waits for others (bubble): "
+        f'{known}<span class="measured">measured</span> {number(report.bubble_percent)}%, the median of {logs} logs.'
+    )
 
 
 def _memory(report: RunReport) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,12 +20,14 @@ from galvatron_hf.planner.report.run_files import (
     RUN_FILE,
     PlanProfiles,
     TrainingRun,
+    is_number,
     read_values,
 )
 from galvatron_hf.plots.spans import StepTimeline, measured_timeline
 
 
 STATE_FILE = "trainer_state.json"
+WARM_UP = 2  # steps that take longer than others: memory is recorded, and allocators fill
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
@@ -63,6 +66,26 @@ class RunReport:
         noted = self.plan.meta.get("predicted")
         value = noted.get("step_ms") if isinstance(noted, Mapping) else None
         return float(value) if type(value) in (int, float) and value > 0 else None
+
+    @property
+    def predicted_bubble_percent(self) -> float | None:
+        """Returns the predicted share of a step in which the busiest pipeline rank waits, in percent."""
+        bubble_ms = self.plan.meta["predicted"].get("bubble_ms") if self.predicted_ms is not None else None
+        return 100 * bubble_ms / self.predicted_ms if is_number(bubble_ms) else None
+
+    @property
+    def bubbles(self) -> Sequence[float]:
+        """Returns the measured shares of the logs, in percent, without those of the warm-up alone if there are others;
+        empty without a pipeline.
+        """
+        logs = [log for log in self.logs if is_number(log.get("bubble_percent"))]
+        later = [log for log in logs if not is_number(log.get("step")) or log["step"] > WARM_UP]
+        return [log["bubble_percent"] for log in later or logs]
+
+    @property
+    def bubble_percent(self) -> float | None:
+        """Returns the median of [`RunReport.bubbles`]; None if nothing was measured."""
+        return statistics.median(self.bubbles) if self.bubbles else None
 
     @property
     def predicted_bytes(self) -> Sequence[int]:

@@ -22,7 +22,7 @@ from galvatron_hf.profiler.profiles.layers import ExpertsProfile, ExpertTimes, T
 from galvatron_hf.profiler.trace.counting import AttentionKernel, Counts, OperationCount, count
 from galvatron_hf.profiler.trace.isolated_layers import IsolatedLayers
 from galvatron_hf.profiler.trace.isolated_rows import isolated_layers
-from galvatron_hf.profiler.trace.small_models import image_positions, one_of_each, positions
+from galvatron_hf.profiler.trace.small_models import image_positions, keep_rotary_frequencies, one_of_each, positions
 from galvatron_hf.utils.compat import FakeTensorMode, experts_on_shapes
 
 
@@ -105,6 +105,7 @@ class CountedModel:
     ):
         self.gpu_kernels = gpu_kernels
         self.small, self.dtype, self.packed = one_of_each(model), dtype, packed
+        keep_rotary_frequencies(self.small)
         self.device, self.length_ratio = torch.device(device), length_ratio
         adapter = adapter_for(self.small)
         of_last = [place.stack is adapter.stacks[-1] for place in adapter.places(self.small)]

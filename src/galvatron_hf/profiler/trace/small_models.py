@@ -135,6 +135,22 @@ def one_of_each(model: PreTrainedModel, copies: int = 1) -> PreTrainedModel:
     return small
 
 
+def keep_rotary_frequencies(model: PreTrainedModel) -> None:
+    """Has dynamic rotary embeddings keep their frequencies. They compare the longest position with those that the
+    model was made for, and tensors without values have none. Up to these positions nothing changes, at the same cost.
+    """
+    for module in model.modules():
+        kind = vars(module).get("rope_type")
+        if isinstance(kind, dict):  # of each type of layer
+            module.rope_type = {name: _fixed(one) for name, one in kind.items()}
+        elif kind is not None:
+            module.rope_type = _fixed(kind)
+
+
+def _fixed(kind: str) -> str:
+    return "default" if "dynamic" in kind else kind
+
+
 def most_copies(model: PreTrainedModel, most: int) -> int:
     """Returns the largest number of copies, up to `most`, with which [`one_of_each`] makes a model. In some families
     the place of a layer decides what it is.

@@ -31,6 +31,8 @@ from galvatron_hf.profiler.trace.counted_model import CountedModel, PartTimes, S
 from galvatron_hf.profiler.trace.model_files import adapter_file
 from galvatron_hf.profiler.trace.shapes import model_shape_from_model, regions_of_kinds
 from galvatron_hf.profiler.trace.small_models import empty_model, image_positions, layer_kinds, positions
+from galvatron_hf.utils.compat import DataDependentOutputException, DynamicOutputShapeException
+from galvatron_hf.utils.hub import hub_is_out_of_reach
 
 
 # FLOP/s of a layer's matrix products over those of large ones.
@@ -117,6 +119,11 @@ def profile_from_config(
             )
     except ValueError:
         raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ValueError(
+            f"The model of this {type(model.config).__name__} cannot be traced, because its forward depends on "
+            f"values of tensors, not on their shapes alone ({error}); write a plan, or train with ZeRO-3."
+        ) from error
     except Exception as error:  # some families build models of odd sizes that cannot run
         raise ValueError(
             f"The model of this {type(model.config).__name__} does not run ({type(error).__name__}: "
@@ -202,10 +209,13 @@ def read_config(source: PreTrainedConfig | str | os.PathLike) -> PreTrainedConfi
             f"{str(source)!r} is no folder and no file, and no id of the Hub: give a folder with a config.json, or "
             "that file."
         )
+    offline = not is_here and hub_is_out_of_reach()
     try:
-        return AutoConfig.from_pretrained(source, local_files_only=is_here)
+        return AutoConfig.from_pretrained(source, local_files_only=is_here or offline)
     except Exception as error:  # configuration classes raise various errors
         problem = textwrap.shorten(str(error), 120, placeholder=" ...")
+        if offline:
+            problem = "the Hub cannot be reached, and none was downloaded before"
         if not is_here:
             raise ValueError(
                 f"{str(source)!r} is no folder and no file, and the Hub gives no configuration for it ({problem}): "

@@ -19,6 +19,7 @@ from transformers.data.data_collator import DataCollatorForLanguageModeling, Dat
 from transformers.utils import logging
 
 from galvatron_hf.data.packing import NotPackable
+from galvatron_hf.parallel.comm.objects import is_rank_0
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.packing_obstacle import packing_obstacle
 
@@ -86,7 +87,8 @@ class PackingRules:
                 f"The plan has ranks share documents (context or sequence_groups), which is not possible, because "
                 f"{reason}; use context=1 without sequence_groups."
             )
-        logger.warning_once(f"Batches are padded and not packed, because {reason}.")
+        if is_rank_0():
+            logger.warning_once(f"Batches are padded and not packed, because {reason}.")
 
     def _obstacle(self) -> str | None:
         found = self.obstacle()

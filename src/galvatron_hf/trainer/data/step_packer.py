@@ -23,6 +23,7 @@ from galvatron_hf.data.loader import read_once
 from galvatron_hf.data.packing import NotPackable, Sequences, limit_lengths, pack
 from galvatron_hf.data.placement import Placement
 from galvatron_hf.models.losses import IGNORED, count_targets
+from galvatron_hf.parallel.comm.objects import is_rank_0
 from galvatron_hf.parallel.executor import PackedBatch
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.plan import ParallelPlan
@@ -105,7 +106,7 @@ class StepPacker:
             self._load(checkpoint, saved_plan)
         if self.rules.packs():
             read_once(self._check_lengths)
-        elif self.plans.others:
+        elif self.plans.others and is_rank_0():
             logger.warning_once("Batches are padded, so that all steps are computed under the optimizer's plan.")
 
     def end(self) -> None:
@@ -286,7 +287,8 @@ class StepPacker:
         try:  # refuses targets at positions that are no token of a document, whose loss counts too
             sequences = Sequences.from_batches([batch], packing)
         except NotPackable as reason:
-            logger.warning_once(f"Ranks hold the whole rows whose logits they compute, because {reason}.")
+            if is_rank_0():
+                logger.warning_once(f"Ranks hold the whole rows whose logits they compute, because {reason}.")
             return None
         if not len(sequences.rows):
             return None

@@ -62,7 +62,8 @@ class NonfiniteGuard:
             self._skipped_in_a_row = 0
             return False
         if math.isfinite(grad_norm) and self._has_no_targets(step.batch):
-            logger.warning(f"Step {step.number + 1} has no targets: its loss is 0/0, its gradient zero.")
+            if dist.get_rank() == 0:
+                logger.warning(f"Step {step.number + 1} has no targets: its loss is 0/0, its gradient zero.")
             self._skipped_in_a_row = 0
             return False
         self._refuse(step, f"gradient norm {grad_norm}, loss {loss}")

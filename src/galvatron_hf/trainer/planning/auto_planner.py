@@ -21,7 +21,7 @@ from transformers.utils import logging
 from galvatron_hf.data.lengths import sequence_lengths
 from galvatron_hf.models.families import adapter_for
 from galvatron_hf.models.lora import computes_in_bf16, has_adapters, inner_model
-from galvatron_hf.parallel.comm.objects import from_rank_0
+from galvatron_hf.parallel.comm.objects import from_rank_0, is_rank_0
 from galvatron_hf.parallel.packing_obstacle import packing_obstacle_of
 from galvatron_hf.parallel.validate import check_model, check_plan
 from galvatron_hf.plan import ParallelPlan, Precision, SequenceGroups
@@ -87,9 +87,11 @@ class AutoPlanner:
             return self.plan_without_search(model)
         obstacle = search_obstacle(model)
         if obstacle is not None:
-            logger.warning_once(
-                f"{type(model).__name__} {obstacle}, so that no search covers it: its layers are sharded by ZeRO-3."
-            )
+            if is_rank_0():
+                family = type(model).__name__
+                logger.warning_once(
+                    f"{family} {obstacle}, so that no search covers it: its layers are sharded by ZeRO-3."
+                )
             return self.plan_without_search(model)
         key = self._search_key(model)
         if self._found is None or self._found[0] != key:
@@ -193,7 +195,8 @@ class AutoPlanner:
         from rich.console import Console
 
         if shown:
-            Console().print(explain(result, compare=False))
+            # The plan's own table is printed where the plan is applied, with its number formats and groups.
+            Console().print(replace(explain(result, compare=False), shows_plan=False))
         else:
             logger.warning(
                 f"The plan that was found takes {result.best.step_ms:.4g} ms a step, by prediction, and "

@@ -29,11 +29,17 @@ class StepMeter(TrainerCallback):
     """Times optimizer steps, from the batch that has been read to the update, and finds their peak memory. A GPU's
     allocator reports the peak of all steps. On a CPU the first two steps run under PyTorch's profiler, which records
     every allocation; the bytes that exist before them (`held_bytes`) are added. These steps are not timed. `seconds`
-    are the times of the steps after the warm-up, `peak_bytes` is the peak memory of this rank.
+    are the times of the steps after the warm-up, `peak_bytes` is the peak memory of this rank. What was recorded is
+    read in the context `apart`, which leaves that time out of the pace of training.
     """
 
-    def __init__(self, device: torch.device, held_bytes: Callable[[], int]):
-        self.device, self.held_bytes = device, held_bytes
+    def __init__(
+        self,
+        device: torch.device,
+        held_bytes: Callable[[], int],
+        apart: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ):
+        self.device, self.held_bytes, self.apart = device, held_bytes, apart
         self.seconds: list[float] = []
         self.peak_bytes: int | None = None
         self._steps = 0
@@ -55,7 +61,8 @@ class StepMeter(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self._steps += 1
         if self._steps == WARM_UP:
-            self._end_recording()
+            with self.apart():
+                self._end_recording()
         elif self._steps > WARM_UP and self.device.type == "cuda":
             self._events.append((self._began, _recorded_event()))
         elif self._steps > WARM_UP:
