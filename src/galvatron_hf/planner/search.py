@@ -192,8 +192,8 @@ def _check_limits(limits: Limits, world_size: int, model: ModelProfile, workload
 
 class _Cut:
     """Holds the problems of a cut of the step into stages, pieces of rows and micro-batches of one size, which are not
-    made yet. They differ in schedule and number of micro-batches. `bounds` of the shapes count compute alone: no
-    solution costs less; `bound` is the least of them.
+    made yet. They differ in schedule and number of micro-batches. `bounds` of the shapes count neither weights nor
+    memory: no solution costs less; `bound` is the least of them.
     """
 
     def __init__(
@@ -250,17 +250,19 @@ def _cuts(known: CostModels, limits: Limits) -> Iterator[_Cut]:
         costs = known.of_stage(ranks)
         degrees = context_degrees(ranks, model, workload.packed, limits)
         of_layers = {context: layer_strategies(ranks, model, own, context) for context in degrees}
-        allowed: dict[tuple[int, int], list[LayerStrategy]] = {}
-        for (rows, counts), context in itertools.product(micro_batch_sizes(workload.rows), degrees):
+        data_degrees = {context: {data for _, data in found} for context, found in of_layers.items()}
+        sizes = []
+        for rows, counts in micro_batch_sizes(workload.rows):
             counts = [count for count in counts if limits.micro_batches is None or count in limits.micro_batches]
-            if not counts:
-                continue
+            if counts:
+                sizes.append((rows, list(schedules(pipeline, counts, model.layers, limits, model.router_loss))))
+        allowed: dict[tuple[int, int], list[LayerStrategy]] = {}
+        for (rows, orders), context in itertools.product(sizes, degrees):
             if model.whole_rows:  # which every rank needs, whatever the layers' strategies
                 rows = max(rows, ranks)
-            orders = list(schedules(pipeline, counts, model.layers, limits, model.router_loss))
             for padded_rows in _padded_rows(rows, ranks // context):
                 # Every data rank needs a row of each micro-batch; padding rows are added only for that.
-                most = max((data for _, data in of_layers[context] if data <= padded_rows), default=0)
+                most = max((data for data in data_degrees[context] if data <= padded_rows), default=0)
                 if most == 0 or rows < padded_rows != most:
                     continue
                 if (context, most) not in allowed:

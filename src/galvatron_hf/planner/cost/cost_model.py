@@ -464,7 +464,9 @@ class CostModel:
         return heads * length**2 * self.element / max(1.0, min(of_stack, of_stage))
 
     def least_layers_ms(self, strategies: Sequence[LayerStrategy]) -> list[float]:
-        """Returns the least compute of a micro-batch in each layer, forward and backward, under any strategy."""
+        """Returns the least time of a micro-batch in each layer, forward and backward, under any strategy: without the
+        messages of weights, and without recompute.
+        """
 
         def of_kind(kind: LayerProfile) -> list[LayerStrategy]:
             own = [replace(strategy_of_kind(one, kind), recompute="none") for one in strategies]
@@ -473,8 +475,14 @@ class CostModel:
         least = []
         for index, kind in enumerate(self.model.kinds):
             found = self._kept(strategies, ("computing", index), lambda kind=kind: of_kind(kind))
-            least.append(min(sum(self._computing(kind, one)) for one in found))
+            least.append(min(self._without_weights_ms(kind, one) for one in found))
         return [least[kind] for kind in self.model.layers]
+
+    def _without_weights_ms(self, layer: LayerProfile, strategy: LayerStrategy) -> float:
+        if layer.read_ratio:  # its messages depend on the layout between stages, and are left out
+            return sum(self._computing(layer, strategy))
+        found = self._pass(layer, strategy)
+        return found.forward_ms + found.backward_ms + found.region_forward_ms + found.region_backward_ms
 
     # ---- Embedding and head ----
 
