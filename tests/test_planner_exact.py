@@ -4,10 +4,12 @@
 
 import pytest
 
-from galvatron_hf.planner.solver import stage_bounds
+from galvatron_hf.planner.solver import coarse_bound as coarse
+from galvatron_hf.planner.solver.coarse_bound import coarse_bound
 from galvatron_hf.planner.solver.cut_bounds import CutBounds
 from galvatron_hf.planner.solver.dp import solve
 from galvatron_hf.planner.solver.problem import score
+from galvatron_hf.planner.solver.stage_bounds import allowances_of
 from search_problems import brute_force, fast_and_slow, mixed_integer, random_problem
 
 
@@ -52,7 +54,7 @@ def test_the_bound_of_all_cuts_is_below_the_best():
         problem = random_problem(seed, layers=5, stages=1 + seed % 3, options=3, kinds=1 + seed % 2, tightness=0.2)
         best, bounds = brute_force(problem), CutBounds(problem)
         if best is not None:
-            assert max(bounds.bound, CutBounds(problem, free_moves=True).bound) <= best
+            assert max(bounds.bound, coarse_bound(problem)) <= best
             bounds.improve(best)
             assert bounds.bound <= best
 
@@ -61,12 +63,12 @@ def test_the_coarse_bound_is_below_the_best_with_allowances_that_are_joined(monk
     """Joins the allowances of working memory to one or two, of which a problem has more."""
     joined = 0
     for few in (1, 2):
-        monkeypatch.setattr(stage_bounds, "FEW_ALLOWANCES", few)
+        monkeypatch.setattr(coarse, "FEW_ALLOWANCES", few)
         for seed in range(40):
             problem = random_problem(seed, layers=5, stages=1 + seed % 3, options=4, kinds=2, tightness=0.2)
-            best, coarse = brute_force(problem), CutBounds(problem, free_moves=True)
-            joined += len(CutBounds(problem).stages.allowances) > len(coarse.stages.allowances)
-            assert best is None or coarse.bound <= best
+            best = brute_force(problem)
+            joined += len(allowances_of(problem)) > few
+            assert best is None or coarse_bound(problem) <= best
     assert joined
 
 

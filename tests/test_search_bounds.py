@@ -10,11 +10,14 @@ import pytest
 
 from galvatron_hf.planner.cost.cost_model import CostModels
 from galvatron_hf.planner.cost.step_shape import StepShape
-from galvatron_hf.planner.search import _cuts
-from galvatron_hf.planner.solver.cut_bounds import CutBounds, least_memory
+from galvatron_hf.planner.search import _cuts, search_plan
+from galvatron_hf.planner.solver.coarse_bound import coarse_bound
+from galvatron_hf.planner.solver.cut_bounds import least_memory
 from galvatron_hf.planner.solver.dp import solve
-from galvatron_hf.planner.space import Limits
+from galvatron_hf.planner.solver.stage_bounds import FIRST, STEADY, TOTAL, StageBounds
+from galvatron_hf.planner.space import FEATURES, Limits, layer_strategies, vocabulary_strategies
 from planner_cases import random_hardware, random_model, workload
+from search_problems import random_problem
 
 
 @pytest.mark.parametrize("pipeline, virtual", [(1, 1), (2, 1), (2, 4)])
@@ -24,9 +27,10 @@ def test_no_problem_is_cheaper_or_smaller_than_its_quick_bounds(pipeline, virtua
         hardware = random_hardware(seed, world_size=4, memory_bytes=1 << 40)
         limits = Limits(pipeline=(pipeline,), virtual_stages=virtual, hybrid_sharding=False, sequence=("ulysses",))
         for cut in _cuts(CostModels(hardware, model, workload(6, packed=True)), limits):
-            for bound, problem in itertools.chain.from_iterable(cut.problems(1 << 40)):
-                assert cut.bound <= bound
-                assert problem.memory_bound <= least_memory(problem.build(1).problem)
+            for _, bound_of_shape, group in cut.problems(1 << 40):
+                for bound, problem in group:
+                    assert cut.bound <= bound_of_shape <= bound
+                    assert problem.memory_bound <= least_memory(problem.build(1).problem)
 
 
 def test_quick_bounds_know_the_memory():
@@ -36,7 +40,7 @@ def test_quick_bounds_know_the_memory():
     for (pipeline, virtual), uniform in itertools.product([(1, 1), (2, 1), (2, 3)], (False, True)):
         limits = replace(few, pipeline=(pipeline,), virtual_stages=virtual, uniform=uniform)
         for cut in _cuts(CostModels(hardware, model, workload(6)), limits):
-            for free, problem in itertools.chain.from_iterable(cut.problems(1 << 40)):
+            for free, problem in itertools.chain.from_iterable(group for *_, group in cut.problems(1 << 40)):
                 least = least_memory(problem.build(1).problem)
                 for budget in (int(1.02 * least), int(1.3 * least)):
                     bound, cost = problem.bound(budget), solve(problem.build(budget).problem).cost
@@ -53,11 +57,11 @@ def test_closer_bounds_know_what_each_stage_holds():
         model = random_model(seed, layers=6, kinds=1 + seed)
         limits = Limits(pipeline=(2, 4), micro_batches=(6,), virtual_stages=virtual, hybrid_sharding=False, tensor=1)
         for cut in _cuts(CostModels(hardware, model, workload(6)), limits):
-            for _, problem in itertools.chain.from_iterable(cut.problems(1 << 40)):
+            for _, problem in itertools.chain.from_iterable(group for *_, group in cut.problems(1 << 40)):
                 least = least_memory(problem.build(1).problem)
                 for budget in (int(1.02 * least), int(1.2 * least), int(2 * least)):
                     cost = solve(problem.build(budget).problem).cost
-                    without = CutBounds(problem.without_moves(budget), free_moves=True).bound
+                    without = coarse_bound(problem.without_moves(budget))
                     assert cost is None or max(problem.closer_bound(budget), without) <= cost
                     closer += problem.closer_bound(budget) > problem.bound(budget)
                     coarse += without > problem.closer_bound(budget)
@@ -115,7 +119,7 @@ def test_bounds_of_one_strategy_know_the_fullest_stage():
         model = random_model(2, layers=6, kinds=kinds)
         limits = replace(few, pipeline=(pipeline,), virtual_stages=virtual)
         for cut in _cuts(CostModels(hardware, model, workload(4)), limits):
-            for problems in cut.problems(1 << 40):
+            for *_, problems in cut.problems(1 << 40):
                 every = [problem for _, problem in problems]
                 least = min(least_memory(problem.build(1).problem) for problem in every)
                 for budget in (least, int(1.2 * least), int(2 * least)):
@@ -126,3 +130,65 @@ def test_bounds_of_one_strategy_know_the_fullest_stage():
                         ruled_out += bound == np.inf
                         fits += cost is not None
     assert ruled_out and fits
+
+
+def test_a_search_after_a_wider_one_of_the_same_case_prices_less_and_finds_the_same():
+    narrow = (Limits(uniform=True), Limits(sharding=("zero3",), uniform=True), Limits(tensor=1, pipeline=(1, 2)))
+    alone, shared = 0, 0
+    for seed in range(4):
+        model = random_model(seed, layers=6, tied=seed == 3)
+        hardware = random_hardware(seed, world_size=8, memory_bytes=1 << 40)
+        case = hardware, model, workload(16, packed=seed == 1)
+        budget = int(0.7 * max(search_plan(*case).best.memory_bytes))
+        wide = search_plan(*case, memory_bytes=budget)
+        for limits in narrow:
+            own = search_plan(*case, memory_bytes=budget, limits=limits)
+            after = search_plan(*case, memory_bytes=budget, limits=limits, costs=wide.costs)
+            assert (after.best, after.least_memory_bytes) == (own.best, own.least_memory_bytes)
+            alone, shared = (
+                count + len(one.costs.bounds[limits, budget]) for count, one in ((alone, own), (shared, after))
+            )
+    assert shared < alone
+
+
+def test_bounds_of_limits_are_used_only_within_them():
+    """Compares with the strategies that each of two limits allows."""
+    model = random_model(0, layers=2, degree=4, experts=True)
+    every = [Limits(), Limits(tensor=2), Limits(tensor=4), Limits(expert=2), Limits(recompute=("full",))]
+    every += [Limits().without(feature) for feature in FEATURES]
+
+    def allowed(limits: Limits, pipeline: bool) -> set:
+        own = limits.without("zero3") if pipeline and not limits.zero3_in_pipeline else limits
+        layers = {one for one, _ in layer_strategies(8, model, own)}
+        return {*layers, *vocabulary_strategies(8, model, own)}
+
+    covered = 0
+    for one, other in itertools.product(every, repeat=2):
+        if one.covers(other):
+            covered += one != other
+            assert all(allowed(other, pipeline) <= allowed(one, pipeline) for pipeline in (False, True))
+            assert other.uniform or not one.uniform
+        assert one.covers(one)
+    assert covered > len(every)
+
+
+@pytest.mark.parametrize("stages", (1, 2, 3))
+def test_allowances_that_are_left_out_are_not_missed(stages):
+    """Compares the shortest paths of stages with those of every allowance of working memory alone."""
+    for seed in range(8):
+        problem = random_problem(seed, layers=5, stages=stages, options=8, layouts=3, kinds=2, tightness=0.3)
+        bounds, places = StageBounds(problem), np.arange(stages)
+        for objective, scale in itertools.product((FIRST, TOTAL, STEADY), (0.0, 0.1, 1.0)):
+            multipliers = np.full(stages, scale)
+            parts = [
+                part(objective, places, multipliers) for part in (bounds.by_layout, bounds.opening, bounds.closing)
+            ]
+            resharding = bounds.resharding(objective, places)
+            every = [
+                bounds._with_moves(0, bounds.longest, resharding, *(part[:, [index]] for part in parts))
+                for index in range(len(bounds.allowances))
+            ]
+            for counts in (None, np.full(stages, bounds.longest)):
+                found = bounds.forward(objective, 0, places, multipliers, counts)
+                needed = slice(None) if counts is None and stages > 1 else bounds.longest
+                assert np.allclose(found[:, needed], np.min(every, axis=0)[:, needed], rtol=1e-9)

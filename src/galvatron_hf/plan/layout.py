@@ -254,9 +254,11 @@ def _transfers(src: Layout, dst: Layout, packed: bool) -> tuple[np.ndarray, np.n
         if givers[place] == taker:
             continue
         first, block = piece * replicas, taker // size * size
-        near = range(max(first, block), min(first + replicas, block + size))
-        # nearest first (the smallest block with both), then the one that has given least
-        giver = min(near, key=lambda h: (next(d for d in divisors if h // d == taker // d), given[h], h))  # noqa: B023
+        low, high = max(first, block), min(first + replicas, block + size)
+        # the nearest ones (in the smallest block with both), of these the first that has given least
+        begins = ((taker // each * each, each) for each in divisors)
+        near = (range(max(low, begin), min(high, begin + each)) for begin, each in begins)
+        giver = min(next(one for one in near if one), key=given.__getitem__)
         given[giver] += areas[place]
         givers[place] = giver
     return takers, givers

@@ -8,6 +8,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -87,12 +88,15 @@ class UnsolvedProblem:
         self._step = StepCosts(options, shape)
         self._columns = self._step.layers()
         self._starts, self._finishes = self._step.starts(), self._step.finishes()
+        self._stages = self._step.stages()
 
     def bound(self, budget: int) -> float:
-        """Returns a lower bound of the cost of every solution within a budget in bytes of a rank. Changes of layout
-        are free, and ranks share their memory: for a multiplier l >= 0, `cost + l * (memory - budget)` of all ranks is
-        at most the cost. Without memory, stages have whole numbers of layers.
+        """Returns a lower bound of the cost of every solution within a budget in bytes of a rank, infinite if some
+        rank needs more. Changes of layout are free, and ranks share their memory: for a multiplier l >= 0, `cost +
+        l * (memory - budget)` of all ranks is at most the cost. Without memory, stages have whole numbers of layers.
         """
+        if self.memory_bound > budget:
+            return np.inf
         found = float(self._bounds(budget, _of_best))
         if self.shape.pipeline == 1:
             return found
@@ -113,8 +117,8 @@ class UnsolvedProblem:
         P multipliers and of (K,) numbers of layers.
         """
         stages, counts = self.shape.pipeline, np.bincount(self.kinds, minlength=len(self._columns["state"]))
-        held, fixed, sizes = self._least_held(groups)
-        of_stages = [costs.sum() for costs in self._step.stages()]
+        held, fixed, sizes = self._least_held_by_all if groups == 1 else self._least_held(groups)
+        of_stages = [costs.sum() for costs in self._stages]
 
         def least(first_weight: float, other_weight: float) -> np.ndarray:
             """Returns the bounds of a weighted sum of F and O over all stages, which bounds the cost."""
@@ -166,12 +170,16 @@ class UnsolvedProblem:
         sizes = np.diff(first, append=shape.pipeline)
         return np.minimum.reduceat(held, first), np.add.reduceat(fixed, first), sizes
 
+    @cached_property
+    def _least_held_by_all(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return self._least_held()
+
     @property
     def memory_bound(self) -> float:
         """Returns bytes of which some rank needs at least as many, whatever the cut: the mean of all pipeline ranks
         with options that need the least, and the least working memory.
         """
-        held, fixed, _ = self._least_held()
+        held, fixed, _ = self._least_held_by_all
         ends = sum(end.memory.min() for end in (self._starts, self._finishes))
         return (held[0].min(axis=1)[self.kinds].sum() + ends + fixed[0]) / self.shape.pipeline
 
@@ -219,7 +227,7 @@ class UnsolvedProblem:
         resharding: tuple[np.ndarray, np.ndarray],
     ) -> SearchProblem:
         shape, costs = self.shape, self.options.costs
-        stage_first_cost, stage_other_cost = self._step.stages()
+        stage_first_cost, stage_other_cost = self._stages
         return SearchProblem(
             kinds=self.kinds,
             allowed=np.ones(columns["first_cost"].shape, dtype=bool),
@@ -280,7 +288,7 @@ class UnsolvedProblem:
         placed = np.minimum(most[..., None], sizes).sum(axis=0)  # (S, L) layers, if no stage has more than so many
         fewest = 1 + (placed < len(self.kinds)).sum(axis=1)
         fits = (most.min(axis=0) >= 1) & (placed[:, -1] >= len(self.kinds))
-        stages = np.sum(self._step.stages(), axis=0).min()
+        stages = np.sum(self._stages, axis=0).min()
         cost = fewest * (columns["first_cost"] + columns["other_cost"]).min(axis=0) + stages
         return np.where(fits, round_down(cost), np.inf)
 
@@ -288,6 +296,7 @@ class UnsolvedProblem:
         one = copy.copy(self)
         one.strategies, one.padded = [self.strategies[index]], False
         one._columns = {name: column[..., [index]] for name, column in self._columns.items()}
+        one.__dict__.pop("_least_held_by_all", None)  # of all strategies
         return one
 
 

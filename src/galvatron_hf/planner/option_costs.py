@@ -6,8 +6,9 @@ defines F, the cost of the first micro-batch, and O, that of the others and of w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -56,15 +57,24 @@ class OptionCosts:
         self.finishes = [] if one_unit else [costs.end(model.head, self.heads, "head")]
         layouts = {costs.boundary(): 0}
 
-        def indices(found: Iterable[Layout]) -> np.ndarray:
-            return np.array([layouts.setdefault(layout, len(layouts)) for layout in found])
+        def indices(found: list[Layout], index: np.ndarray) -> np.ndarray:
+            return np.array([layouts.setdefault(layout, len(layouts)) for layout in found])[index]
 
-        of_layers, index = costs.layouts(strategies)
-        self.layer_layouts = indices(of_layers)[index]
+        self.layer_layouts = indices(*costs.layouts(strategies))
         self.start_layouts, self.finish_layouts = (
-            indices(costs.end_layout(one.tensor) for one in ends) for ends in (self.embeddings, self.heads)
+            indices(*costs.end_layouts(ends)) for ends in (self.embeddings, self.heads)
         )
         self.layouts = list(layouts)
+
+    @cached_property
+    def moved_to_boundary(self) -> np.ndarray:
+        """Returns picoseconds of a change from each layout of an end to the one between stages, and back, by layout; 0
+        for those that no end has.
+        """
+        found = np.zeros(len(self.layouts), dtype=np.int64)
+        for one in np.unique(np.concatenate([self.start_layouts, self.finish_layouts])):
+            found[one] = picoseconds(self.costs.resharding_ms(self.layouts[one], self.layouts[0]))
+        return found
 
 
 class StepCosts:
@@ -125,9 +135,8 @@ class StepCosts:
             memory = memory - (flight == count) * columns["reused"]
             working = np.maximum(working, columns["working"] + end_only)
         if self.shape.virtual_stages > 1:  # every virtual stage begins and ends in the layout between stages
-            boundary, (distinct, own) = self.costs.boundary(), np.unique(layout, return_inverse=True)
-            ms = np.array([self.costs.resharding_ms(self.options.layouts[one], boundary) for one in distinct])[own]
-            first, other = first + picoseconds(ms), other + (count - 1) * picoseconds(ms)
+            moved = self.options.moved_to_boundary[layout]
+            first, other = first + moved, other + (count - 1) * moved
             layout = zeros
         return Options(first_cost=first, other_cost=other, memory=memory, working=working, layout=layout)
 

@@ -22,6 +22,7 @@ from galvatron_hf.planner.cost.step_shape import StepShape
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.estimate import Estimate, estimate_solution
 from galvatron_hf.planner.option_costs import PICOSECONDS, OptionCosts
+from galvatron_hf.planner.solver.coarse_bound import coarse_bound
 from galvatron_hf.planner.solver.cut_bounds import CutBounds, least_memory, round_down
 from galvatron_hf.planner.solver.dp import solve
 from galvatron_hf.planner.solver.problem import Solution
@@ -129,12 +130,13 @@ def search_plan(
             "degrees, or profile the model with more of them."
         )
     with progress_bar(len(cuts), progress) as step:
-        search = _Search(budget, step, stop or (lambda: False))
+        search = _Search(budget, step, stop or (lambda: False), _known_bounds(costs, limits, budget))
         search.run(cuts)
+    costs.bounds[limits, budget] = search.bounds
     solutions = search.solutions
     if not solutions and search.stopped_at is not None:
         until = time.monotonic() + SECONDS_FOR_FEW
-        few = _Search(budget, lambda what: None, lambda: time.monotonic() > until)
+        few = _Search(budget, lambda what: None, lambda: time.monotonic() > until, {})
         few.run(list(_cuts(costs, _few_plans(limits))))
         solutions = few.solutions
     estimates = [_estimate(costs, *found) for found in solutions]
@@ -188,8 +190,8 @@ def _check_limits(limits: Limits, world_size: int, model: ModelProfile, workload
 
 class _Cut:
     """Holds the problems of a cut of the step into stages, pieces of rows and micro-batches of one size, which are not
-    made yet. They differ in schedule and number of micro-batches. `bound` counts compute alone: no solution costs
-    less.
+    made yet. They differ in schedule and number of micro-batches. `bounds` of the shapes count neither weights nor
+    memory: no solution costs less; `bound` is the least of them.
     """
 
     def __init__(
@@ -204,23 +206,34 @@ class _Cut:
     ):
         self.costs, self.shapes, self.strategies, self.choices_of_ends = costs, shapes, strategies, choices_of_ends
         self.padded, self.uniform = padded, uniform
-        tensors = {end.tensor for ends in choices_of_ends for end in ends}
-        of_layers, of_ends = costs.least_layers_ms(strategies), costs.least_ends_ms(sorted(tensors))
-        self.bound = round_down(PICOSECONDS * min(shape.least_ms(of_layers, *of_ends) for shape in shapes))
+        of_layers, of_ends = costs.least_layers_ms(strategies), costs.least_ends_ms(choices_of_ends)
+        self.bounds = [round_down(PICOSECONDS * shape.least_ms(of_layers, *of_ends)) for shape in shapes]
+        self.bound = min(self.bounds)
 
-    def problems(self, budget: int) -> Iterator[Iterator[tuple[float, UnsolvedProblem]]]:
-        """Yields groups of problems in the order of their bounds, each problem after the bound of its solutions within
-        a budget in bytes of a rank.
+    def problems(self, budget: int) -> Iterator[tuple[tuple, float, Iterator[tuple[float, UnsolvedProblem]]]]:
+        """Yields groups of problems, each after a key that no other group of the step has and a bound of their cost.
+        The problems of a group are made when it is read. They come in the order of their bounds, each after the bound
+        of its solutions within a budget in bytes of a rank.
         """
         for ends in self.choices_of_ends:
             options: dict[bool, OptionCosts] = {}
-            for shape in self.shapes:
-                again = shape.recompute_logits_in_backward
-                if again not in options:
-                    costs = self.costs.with_rows(shape.rows, context=shape.context, recompute_logits_in_backward=again)
-                    options[again] = OptionCosts(costs, shape.pipeline, self.strategies, ends, ends)
-                problem = UnsolvedProblem(options[again], shape, padded=self.padded)
-                yield problem.uniform(budget) if self.uniform else iter([(problem.bound(budget), problem)])
+            for bound, shape in zip(self.bounds, self.shapes, strict=True):
+                key = shape, self.padded, ends[0].tensor if len(self.choices_of_ends) > 1 else None
+                yield key, bound, self._group(budget, shape, ends, options)
+
+    def _group(
+        self, budget: int, shape: StepShape, ends: list[VocabularyStrategy], options: dict[bool, OptionCosts]
+    ) -> Iterator[tuple[float, UnsolvedProblem]]:
+        """Yields the problems of one shape; all shapes of the cut share `options`."""
+        again = shape.recompute_logits_in_backward
+        if again not in options:
+            costs = self.costs.with_rows(shape.rows, context=shape.context, recompute_logits_in_backward=again)
+            options[again] = OptionCosts(costs, shape.pipeline, self.strategies, ends, ends)
+        problem = UnsolvedProblem(options[again], shape, padded=self.padded)
+        if self.uniform:
+            yield from problem.uniform(budget)
+        else:
+            yield problem.bound(budget), problem
 
 
 def _cuts(known: CostModels, limits: Limits) -> Iterator[_Cut]:
@@ -235,17 +248,19 @@ def _cuts(known: CostModels, limits: Limits) -> Iterator[_Cut]:
         costs = known.of_stage(ranks)
         degrees = context_degrees(ranks, model, workload.packed, limits)
         of_layers = {context: layer_strategies(ranks, model, own, context) for context in degrees}
-        allowed: dict[tuple[int, int], list[LayerStrategy]] = {}
-        for (rows, counts), context in itertools.product(micro_batch_sizes(workload.rows), degrees):
+        data_degrees = {context: {data for _, data in found} for context, found in of_layers.items()}
+        sizes = []
+        for rows, counts in micro_batch_sizes(workload.rows):
             counts = [count for count in counts if limits.micro_batches is None or count in limits.micro_batches]
-            if not counts:
-                continue
+            if counts:
+                sizes.append((rows, list(schedules(pipeline, counts, model.layers, limits, model.router_loss))))
+        allowed: dict[tuple[int, int], list[LayerStrategy]] = {}
+        for (rows, orders), context in itertools.product(sizes, degrees):
             if model.whole_rows:  # which every rank needs, whatever the layers' strategies
                 rows = max(rows, ranks)
-            orders = list(schedules(pipeline, counts, model.layers, limits, model.router_loss))
             for padded_rows in _padded_rows(rows, ranks // context):
                 # Every data rank needs a row of each micro-batch; padding rows are added only for that.
-                most = max((data for _, data in of_layers[context] if data <= padded_rows), default=0)
+                most = max((data for data in data_degrees[context] if data <= padded_rows), default=0)
                 if most == 0 or rows < padded_rows != most:
                     continue
                 if (context, most) not in allowed:
@@ -313,10 +328,13 @@ class _Search:
         solutions (`list`): solutions that were the best for a while, at most one for each cut of the step.
         problems, solved, states (`int`): as in [`SearchResult`].
         stopped_at (`float`, *optional*): bound at which the search was stopped; None if it came to its end.
+        known, bounds (`dict`): lower bounds of groups of problems, by their keys: those of wider searches, and those
+            that this search has computed.
     """
 
-    def __init__(self, budget: int, step: Step, stop: Callable[[], bool]):
-        self.budget, self.step, self.stop = budget, step, stop
+    def __init__(self, budget: int, step: Step, stop: Callable[[], bool], known: dict[tuple, float]):
+        self.budget, self.step, self.stop, self.known = budget, step, stop, known
+        self.bounds: dict[tuple, float] = {}
         self.limit: float = np.inf
         self.problems = self.solved = self.states = 0
         self.stopped_at: float | None = None
@@ -345,13 +363,14 @@ class _Search:
                     break
 
     def _cut(self, cut: _Cut) -> _Task:
-        for group in cut.problems(self.budget):
-            yield cut.bound, self._group(group)
+        for key, bound, group in cut.problems(self.budget):
+            yield max(bound, self.known.get(key, bound)), self._group(key, group)
         self.step("searching for a plan")
 
-    def _group(self, problems: Iterator[tuple[float, UnsolvedProblem]]) -> _Task:
+    def _group(self, key: tuple, problems: Iterator[tuple[float, UnsolvedProblem]]) -> _Task:
         """Enters problems that come in the order of their bounds."""
         for bound, unsolved in problems:
+            self.bounds.setdefault(key, bound)
             yield bound, None
             self.problems += 1
             yield bound, self._problem(unsolved)
@@ -360,7 +379,7 @@ class _Search:
         """Bounds the problem more and more closely, first without the cost of changes of layout, and solves it."""
         if unsolved.memory_bound <= self.budget:
             yield unsolved.closer_bound(self.budget), None
-            yield CutBounds(unsolved.without_moves(self.budget), free_moves=True).bound, None
+            yield coarse_bound(unsolved.without_moves(self.budget)), None
             yield from self._solved(unsolved, unsolved.build(self.budget))
 
     def _solved(self, unsolved: UnsolvedProblem, problem: PlanProblem) -> _Task:
@@ -380,13 +399,24 @@ class _Search:
             yield result.cost, self._solved(unsolved, part)
 
 
+def _known_bounds(costs: CostModels, limits: Limits, budget: int) -> dict[tuple, float]:
+    """Returns what earlier searches of the case tell of this one. A bound of all plans of a shape holds for those
+    within narrower limits and a smaller budget too.
+    """
+    found: dict[tuple, float] = {}
+    for (others, memory_bytes), bounds in costs.bounds.items():
+        if others.covers(limits) and memory_bytes >= budget:
+            found |= bounds
+    return found
+
+
 def _least_memory(cuts: list[_Cut], budget: int) -> int:
     """Returns the bytes of the smallest budget with which some problem has a solution."""
 
     def problems() -> Iterator[UnsolvedProblem]:
         for cut in reversed(cuts):  # smaller micro-batches need less
-            for _, unsolved in itertools.chain.from_iterable(cut.problems(budget)):
-                yield unsolved
+            for *_, group in cut.problems(budget):
+                yield from (unsolved for _, unsolved in group)
 
     found = np.inf
     # The problem that may need the least comes first, so that most others need not be looked at.

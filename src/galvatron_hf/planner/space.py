@@ -25,6 +25,9 @@ from galvatron_hf.plan.validation import check_choice, check_int, divisors
 from galvatron_hf.profiler.profiles.model import ModelProfile
 
 
+_CHOICES = ("sequence", "sharding", "recompute")  # limits that name what is allowed
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """Limits what the search may use; raises `ValueError` if a degree or number is below 1.
@@ -61,6 +64,21 @@ class Limits:
         """Returns the limits without one of `FEATURES`; raises `ValueError` for another word."""
         check_choice("a forbidden feature", feature, tuple(FEATURES))
         return FEATURES[feature](self)
+
+    def covers(self, other: Limits) -> bool:
+        """Returns whether all plans of one shape of the step within other limits are within these."""
+
+        def most_is_as_large(own: int | None, others: int | None) -> bool:
+            return own is None or (others is not None and others <= own)
+
+        return (
+            most_is_as_large(self.tensor, other.tensor)
+            and most_is_as_large(self.expert, other.expert)
+            and all(set(getattr(other, name)) <= set(getattr(self, name)) for name in _CHOICES)
+            and self.hybrid_sharding >= other.hybrid_sharding
+            and self.zero3_in_pipeline >= other.zero3_in_pipeline
+            and self.uniform <= other.uniform
+        )
 
     def allows(self, plan: ParallelPlan) -> bool:
         """Returns whether a plan is within the limits."""

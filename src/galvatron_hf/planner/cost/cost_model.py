@@ -51,16 +51,22 @@ def _weights_key(strategy: LayerStrategy | VocabularyStrategy) -> tuple:
 
 
 class CostModels:
-    """Holds the cost models of one case, so that several searches of it share what they have priced."""
+    """Holds the cost models of one case, so that several searches of it share what they have priced. `bounds` are
+    those of the problems of each search, by its limits and budget.
+    """
 
     def __init__(self, hardware: HardwareProfile, model: ModelProfile, workload: Workload):
         self.hardware, self.model, self.workload = hardware, model, workload
         self._known: dict[int, CostModel] = {}
+        self._prices: dict[tuple, Any] = {}
+        self.bounds: dict[tuple, dict[tuple, float]] = {}
 
     def of_stage(self, ranks: int) -> CostModel:
         """Returns the cost model of stages of so many ranks, for any number of rows (see [`CostModel.with_rows`])."""
         if ranks not in self._known:
-            self._known[ranks] = CostModel(self.hardware, self.model, self.workload, ranks, self.workload.rows)
+            found = CostModel(self.hardware, self.model, self.workload, ranks, self.workload.rows)
+            found._prices = self._prices  # of all stages: few depend on their ranks
+            self._known[ranks] = found
         return self._known[ranks]
 
 
@@ -86,7 +92,7 @@ class CostModel:
         self.ranks, self.rows, self.recompute_logits_in_backward = ranks, rows, recompute_logits_in_backward
         self.element = BYTES[workload.precision.compute]
         self.reduced = BYTES[workload.precision.reduce]
-        self._known: dict[tuple, Any] = {}
+        self._prices: dict[tuple, Any] = {}
         self._known_of_strategies: dict[tuple, tuple[Strategies, Any]] = {}
         self.calibration_factors = dict.fromkeys(CALIBRATION_FACTORS, 1.0) | dict(model.calibration_factors)
         # Bytes of the gradient messages of the largest kind of layer and of the head.
@@ -108,7 +114,7 @@ class CostModel:
             context=context,
             recompute_logits_in_backward=recompute_logits_in_backward,
         )
-        for name in ("_known", "_known_of_strategies"):
+        for name in ("_prices", "_known_of_strategies"):
             setattr(other, name, getattr(self, name))
         return other
 
@@ -182,7 +188,8 @@ class CostModel:
     def _pass(self, layer: LayerProfile, strategy: LayerStrategy) -> PassCosts:
         if layer.read_ratio:  # depends on the layout between stages, and so on all rows
             return self._new_pass(layer, strategy)
-        key = id(layer), *_pass_key(strategy), self._rows(strategy), self.context
+        of_bias = self.ranks if layer.bias_heads else None  # the layers of a stage share a bias
+        key = "pass", id(layer), *_pass_key(strategy), self._rows(strategy), self.context, of_bias
         return self._once(key, lambda: self._new_pass(layer, strategy))
 
     def _new_pass(self, layer: LayerProfile, strategy: LayerStrategy) -> PassCosts:
@@ -282,6 +289,21 @@ class CostModel:
 
     def _computing(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
         """Returns forward and backward time. PyTorch's recompute, in the backward, ends with the last saved tensor."""
+        forward, backward, region = self._once(
+            self._computing_key("computing", layer, strategy), lambda: self._without_recompute(layer, strategy)
+        )
+        if strategy.recompute == "full":
+            times, factor = _at(layer.times, strategy.tensor), self.calibration_factors["computing"]
+            more = forward + factor * (times.recompute_fixed - times.forward_after_last_saved * region)
+            backward += max(0.0, more)
+        return forward, backward
+
+    def _computing_key(self, part: str, layer: LayerProfile, strategy: LayerStrategy) -> tuple:
+        """Returns the key of a part of a price that depends neither on recompute nor on sharding."""
+        return part, id(layer), *_computing_key(strategy), self._rows(strategy), self.context
+
+    def _without_recompute(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float, int]:
+        """Returns forward and backward time and the tokens inside tensor regions."""
         _, region, between = self._tokens(strategy, self.workload.computed_length, layer.length_ratio)
         times, squares = _at(layer.times, strategy.tensor), self._squares(layer, strategy)
         pairs = ((times.forward, times.forward_outside_tp), (times.backward, times.backward_outside_tp))
@@ -295,10 +317,7 @@ class CostModel:
             pairs = zip(under_degree.times(own, imbalance), alone.times(own, 1.0), strict=True)
             more = [factor * (there - here) for there, here in pairs]
             forward, backward = max(0.0, forward + more[0]), max(0.0, backward + more[1])
-        if strategy.recompute == "full":
-            more = forward + factor * (times.recompute_fixed - times.forward_after_last_saved * region)
-            backward += max(0.0, more)
-        return forward, backward
+        return forward, backward, region
 
     def _experts(
         self, layer: LayerProfile, strategy: LayerStrategy, length: int
@@ -383,6 +402,11 @@ class CostModel:
         """
         if self.context == 1:
             return 0.0, 0.0
+        key = self._computing_key("ring", layer, strategy)
+        forward, backward = self._once(key, lambda: self._ring_without_recompute(layer, strategy))
+        return forward, backward + forward * (strategy.recompute == "full")
+
+    def _ring_without_recompute(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
         times, squares = _at(layer.times, strategy.tensor), self._squares(layer, strategy)
         factor, stride = self.calibration_factors["computing"], strategy.tensor * strategy.ulysses
         if self.hardware.crosses_nodes(self.context, stride):
@@ -396,8 +420,7 @@ class CostModel:
             self._overlapped,
         )
         copied = rings.copied_bytes(traffic, self.model.heads // (strategy.tensor * strategy.ulysses))
-        forward, backward = forward + self._copying_ms(copied[0]), backward + self._copying_ms(copied[1])
-        return forward, backward + forward * (strategy.recompute == "full")
+        return forward + self._copying_ms(copied[0]), backward + self._copying_ms(copied[1])
 
     def ring_traffic(self, strategy: LayerStrategy, length: int) -> RingTraffic:
         """Returns what a rank sends for documents of `length` tokens. Ulysses ranks have exchanged their positions for
@@ -456,7 +479,7 @@ class CostModel:
         shared, _, between = self._tokens(strategy, self.workload.length, layer.length_ratio)
         key = (strategy.tensor, strategy.megatron_sp, strategy.ulysses)
         saved, working = shared * _at(layer.saved_bytes, key), shared * layer.working_bytes.get(key, 0.0)
-        _, _, read = self._tokens(strategy, self.workload.length, layer.read_ratio)
+        read = self._tokens(strategy, self.workload.length, layer.read_ratio)[2] if layer.read_ratio else 0
         read_bytes = min(1.0, self.read_moves) * read * self.model.hidden * self.element
         experts = self._experts(layer, strategy, self.workload.length)
         if experts is not None:
@@ -487,7 +510,9 @@ class CostModel:
         return (bias * is_kept + INDEX_BYTES * square) / layers, bias * (layers > 1)
 
     def least_layers_ms(self, strategies: Sequence[LayerStrategy]) -> list[float]:
-        """Returns the least compute of a micro-batch in each layer, forward and backward, under any strategy."""
+        """Returns the least time of a micro-batch in each layer, forward and backward, under any strategy: without the
+        messages of weights, and without recompute.
+        """
 
         def of_kind(kind: LayerProfile) -> list[LayerStrategy]:
             own = [replace(strategy_of_kind(one, kind), recompute="none") for one in strategies]
@@ -496,40 +521,40 @@ class CostModel:
         least = []
         for index, kind in enumerate(self.model.kinds):
             found = self._kept(strategies, ("computing", index), lambda kind=kind: of_kind(kind))
-            least.append(min(self._least_computing(kind, one) for one in found))
+            least.append(min(self._without_weights_ms(kind, one) for one in found))
         return [least[kind] for kind in self.model.layers]
 
-    def _least_computing(self, layer: LayerProfile, strategy: LayerStrategy) -> float:
-        key = "computing", id(layer), *_computing_key(strategy), self._rows(strategy), self.context
-        return self._once(key, lambda: sum(self._computing(layer, strategy)))
+    def _without_weights_ms(self, layer: LayerProfile, strategy: LayerStrategy) -> float:
+        if layer.read_ratio:  # its messages depend on the layout between stages, and are left out
+            return sum(self._computing(layer, strategy))
+        found = self._pass(layer, strategy)
+        return found.forward_ms + found.backward_ms + found.region_forward_ms + found.region_backward_ms
 
     # ---- Embedding and head ----
 
-    def least_ends_ms(self, tensors: Sequence[int]) -> tuple[float, float]:
-        """Returns the least compute of a micro-batch in embedding and head, each under any of the tensor degrees."""
-        found = []
+    def least_ends_ms(self, choices: Sequence[Sequence[VocabularyStrategy]]) -> tuple[float, float]:
+        """Returns the least compute of a micro-batch in embedding and head, each under any strategy of the choices."""
+        found, distinct = [], [one for strategies in choices for one in self._by_tensor(strategies).distinct]
         for end, is_head in ((self.model.embedding, False), (self.model.head, True)):
-            passes = [self._pass_end(end, tensor, is_head=is_head) for tensor in tensors]
+            passes = [self._pass_end(end, one.tensor, is_head=is_head) for one in distinct]
             found.append(min(one.forward_ms + one.backward_ms for one in passes))
         return tuple(found)
 
     def end(self, end: EndProfile, strategies: Sequence[VocabularyStrategy], part: str) -> StrategyCosts:
         """Returns the costs of an end; `part` is "embedding", "head" or "tied" (both ends)."""
-        passes = self._kept(strategies, ("passes", "end"), lambda: Grouped(strategies, lambda one: one.tensor))
+        passes = self._by_tensor(strategies)
         is_head = part != "embedding"
         passed = passes.arrays([self._pass_end(end, one.tensor, is_head=is_head) for one in passes.distinct])
         return self._units(passed, self._weights_of(end, strategies, lambda: strategies), strategies, part)
 
     def _pass_end(self, end: EndProfile, tensor: int, *, is_head: bool) -> PassCosts:
-        key = "end", is_head, tensor, self.rows, self.context, self.recompute_logits_in_backward
-        return self._once(key, lambda: self._new_pass_end(end, tensor, is_head))
+        layout, lengths = self.end_layout(tensor), (self.workload.length, self.workload.computed_length)
+        tokens = [layout.most_tokens(self.pieces, self.piece_tokens(one, end.length_ratio)) for one in lengths]
+        key = "end", is_head, tensor, *tokens, self.recompute_logits_in_backward
+        return self._once(key, lambda: self._new_pass_end(end, tensor, is_head, *tokens))
 
-    def _new_pass_end(self, end: EndProfile, tensor: int, is_head: bool) -> PassCosts:
-        layout, workload = self.end_layout(tensor), self.workload
-        kept, tokens = (
-            layout.most_tokens(self.pieces, self.piece_tokens(length, end.length_ratio))
-            for length in (workload.length, workload.computed_length)
-        )
+    def _new_pass_end(self, end: EndProfile, tensor: int, is_head: bool, kept: int, tokens: int) -> PassCosts:
+        """Returns the costs of an end for so many tokens of the longest rows, and of rows of mean length."""
         times = _at(end.times, tensor)
         forward, backward = (
             self.calibration_factors["computing"] * fit.ms(tokens, 0.0) for fit in (times.forward, times.backward)
@@ -570,9 +595,9 @@ class CostModel:
 
     def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
         """Returns a price of `make`, and makes it only once for a key, which has all that it depends on."""
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
+        if key not in self._prices:
+            self._prices[key] = make()
+        return self._prices[key]
 
     def _kept(self, strategies: Strategies, name: tuple, make: Callable[[], Any]) -> Any:
         """Returns what is the same for all rows, and makes it only once for these very strategies: a search asks for
@@ -593,6 +618,14 @@ class CostModel:
 
         return self._kept(strategies, ("layouts",), make)
 
+    def end_layouts(self, strategies: Sequence[VocabularyStrategy]) -> tuple[list[Layout], np.ndarray]:
+        """Returns the distinct layouts at an end, and (S,) the index of each strategy's."""
+        groups = self._by_tensor(strategies)
+        return [self.end_layout(one.tensor) for one in groups.distinct], groups.index
+
+    def _by_tensor(self, strategies: Sequence[VocabularyStrategy]) -> Grouped:
+        return self._kept(strategies, ("passes", "end"), lambda: Grouped(strategies, lambda one: one.tensor))
+
     def _weights(self, owner: LayerProfile | EndProfile, strategy: LayerStrategy | VocabularyStrategy) -> WeightCosts:
         def make() -> WeightCosts:
             return weight_costs(
@@ -605,7 +638,7 @@ class CostModel:
                 copying_ms=self._copying_ms,
             )
 
-        return self._once(("weights", id(owner.weights), *_weights_key(strategy)), make)
+        return self._once(("weights", self.ranks, id(owner.weights), *_weights_key(strategy)), make)
 
     def _with_weights(
         self, computing: np.ndarray, gathered: np.ndarray, reduced: np.ndarray | float = 0.0
@@ -645,6 +678,8 @@ class CostModel:
         launch = self.model.collective_launch_ms if ranks > 1 and factor == "communication" else 0.0
         if factor == "weights" and (ranks > 1 or kind != "all_reduce"):
             launch = self.model.weights_launch_ms
+        if ranks == 1:
+            return launch
         return launch + self.calibration_factors[factor] * float(self.hardware.ms(kind, ranks, stride, size))
 
     def _copying_ms(self, size: float) -> float:

@@ -165,12 +165,14 @@ class PassCosts:
 
 
 class Grouped:
-    """Groups strategies whose costs are equal. `distinct` has one of each group, in order of appearance."""
+    """Groups strategies whose costs are equal. `distinct` has one of each group, in order of appearance; `index` (S,)
+    is the group of each strategy.
+    """
 
     def __init__(self, strategies: Sequence[Any], key: Callable[[Any], Any]):
         groups: dict[Any, int] = {}
-        self._index = np.array([groups.setdefault(key(one), len(groups)) for one in strategies])
-        first = np.unique(self._index, return_index=True)[1]
+        self.index = np.array([groups.setdefault(key(one), len(groups)) for one in strategies])
+        first = np.unique(self.index, return_index=True)[1]
         self.distinct = [strategies[place] for place in first]
 
     def arrays(self, costs: list[PassCosts] | list[WeightCosts]) -> PassCosts | WeightCosts:
@@ -178,7 +180,7 @@ class Grouped:
         kind = type(costs[0])
         return kind(
             **{
-                name: np.array([getattr(one, name) for one in costs], float)[self._index]
+                name: np.array([getattr(one, name) for one in costs], float)[self.index]
                 for name in kind.__annotations__
             }
         )

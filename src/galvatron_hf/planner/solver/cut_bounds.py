@@ -21,12 +21,10 @@ class CutBounds:
     A run of consecutive stages has a row of four lower bounds: the sum of its F, and its longest path of each of the
     three kinds (see `problem.py`). Rows of two neighbouring runs give the row of both. Rows that are not dominated are
     enough to bound all cuts. Stages are bounded for each of `objectives`; no solution costs less than `bound`.
-    If `free_moves`, changes of layout cost nothing, and one row with the least of each bound stands for all cuts: that
-    bounds less closely, and takes a small part of the time.
     """
 
-    def __init__(self, problem: SearchProblem, *, free_moves: bool = False):
-        self.problem, self.stages = problem, StageBounds(problem, free_moves=free_moves)
+    def __init__(self, problem: SearchProblem):
+        self.problem, self.stages = problem, StageBounds(problem)
         # One stage has only the total. Without warm-up all paths of a stage are equal.
         several = (TOTAL, FIRST, STEADY) if problem.warmup.any() else (TOTAL, FIRST)
         self.objectives = (TOTAL,) if problem.stages == 1 else several
@@ -34,15 +32,13 @@ class CutBounds:
             first: {objective: self.stages.lower(objective, first) for objective in self.objectives}
             for first in self.stages.classes
         }
-        self._never_fits = not free_moves and least_memory(problem) > problem.budget
+        self._never_fits = least_memory(problem) > problem.budget
         self._firsts = [self.stages.class_of(begin) for begin in range(problem.layers)]
         self.bound = self._whole()
 
     def _whole(self) -> float:
         if self._never_fits:
             return np.inf
-        if self.stages.free_moves:
-            return round_down(float(self._least_of_all_cuts()[1:].max()))
         rows = self._before[-1].get(self.problem.layers)
         return np.inf if rows is None else round_down(float(rows[:, 1:].max(axis=1).min()))
 
@@ -75,21 +71,33 @@ class CutBounds:
         """Returns each (stage, first layer, number of layers) that a solution within the limit may have."""
         found, weights = [], self.problem.later_stage_weights
         for stage in range(self.problem.stages):
-            for begin in self._before[stage]:
-                for count in self._counts(stage, begin):
-                    own, others = self._own[stage, begin, count], self.others(stage, begin, count)
-                    if others is None or own[0] == np.inf:
-                        continue
-                    before, after = others
-                    whole = joined(joined(before, own[None], weights), after, weights)
-                    if float(whole[:, 1:].max(axis=1).min()) <= limit:
-                        found.append((stage, begin, count))
+            for begin, count in self._perhaps_within(stage, limit):
+                before, after = self.others(stage, begin, count)
+                whole = joined(joined(before, self._own[stage, begin, count][None], weights), after, weights)
+                if float(whole[:, 1:].max(axis=1).min()) <= limit:
+                    found.append((stage, begin, count))
         return found
 
-    def others(self, stage: int, begin: int, count: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Returns rows (N, 4) of the earlier stages and (M, 4) of the later ones; None if either have no cut."""
-        before, after = self._before[stage].get(begin), self._after[stage + 1].get(begin + count)
-        return None if before is None or after is None else (before, after)
+    def _perhaps_within(self, stage: int, limit: float) -> list[tuple[int, int]]:
+        """Returns each (first layer, number of layers) that is not ruled out by the least of each bound over all runs
+        before, and over all runs after.
+        """
+        layers, weights = self.problem.layers, self.problem.later_stage_weights
+        before, after = (
+            np.stack([fronts[at].min(axis=0) if at in fronts else np.full(4, np.inf) for at in range(layers + 1)])
+            for fronts in (self._before[stage], self._after[stage + 1])
+        )
+        counts = np.arange(1, self._own.shape[2])
+        ends = np.minimum(np.arange(layers)[:, None] + counts, layers)
+        possible = np.arange(layers)[:, None] + counts == ends
+        with np.errstate(invalid="ignore"):  # zero times infinite, where nothing fits
+            whole = _followed(_followed(before[:layers, None], self._own[stage, :, 1:], weights), after[ends], weights)
+        possible &= np.isfinite(whole).all(axis=2) & (whole[..., 1:].max(axis=2) <= limit)
+        return [(begin, place + 1) for begin, place in np.argwhere(possible).tolist()]
+
+    def others(self, stage: int, begin: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns rows (N, 4) of the earlier stages and (M, 4) of the later ones, if both have a cut."""
+        return self._before[stage][begin], self._after[stage + 1][begin + count]
 
     def largest(self, objective: Objective, limit: float, before: np.ndarray, after: np.ndarray) -> float:
         """Returns the largest value of an objective that a stage between two such runs may have within the limit."""
@@ -102,13 +110,6 @@ class CutBounds:
             if weight:
                 most = np.minimum(most, (limit - before[:, None, path]) / weight - after[None, :, 0])
         return float(most.max())
-
-    def _counts(self, stage: int, begin: int) -> range:
-        """Returns the numbers of layers that a stage may have if every later stage has at least one."""
-        later = self.problem.stages - 1 - stage
-        if later == 0:
-            return range(self.problem.layers - begin, self.problem.layers - begin + 1)
-        return range(1, self.problem.layers - begin - later + 1)
 
     @cached_property
     def _before(self) -> list[dict[int, np.ndarray]]:
@@ -124,21 +125,6 @@ class CutBounds:
                 self._add(found, end, rows[:earlier], self._own[stage, at[:earlier], end - at[:earlier]])
             fronts.append(found)
         return fronts
-
-    def _least_of_all_cuts(self) -> np.ndarray:
-        """Returns a row (4,) with the least of each bound over all cuts."""
-        layers, longest = self.problem.layers, self.stages.longest
-        ends = np.arange(layers + 1)
-        counts = ends - np.arange(layers)[:, None]  # (L, L + 1), by first layer and layer after the last
-        possible = (counts > 0) & (counts <= longest)
-        least = np.where(ends[:, None] == 0, NO_STAGES, np.inf)  # (L + 1, 4), by number of layers of the first stages
-        for own in self._own:
-            of_stage = np.take_along_axis(own, np.where(possible, counts, 0)[..., None], axis=1)
-            with np.errstate(invalid="ignore"):  # zero times infinite, where a stage does not fit
-                rows = _followed(least[:-1, None], of_stage, self.problem.later_stage_weights)
-            rows[~possible | ~np.isfinite(rows).all(axis=2)] = np.inf
-            least = rows.min(axis=0)
-        return least[layers]
 
     @cached_property
     def _after(self) -> list[dict[int, np.ndarray]]:

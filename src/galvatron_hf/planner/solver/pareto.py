@@ -7,6 +7,10 @@ from bisect import bisect_right
 import numpy as np
 
 
+# Before many rows of three columns are compared one by one, those are left out that a few comparisons of arrays find.
+MANY, THRESHOLDS = 500, 16
+
+
 def nondominated(values: np.ndarray, block: int = 256) -> np.ndarray:
     """Returns indices of the rows to which no other row is at most equal in every column; of equal rows the first."""
     count = len(values)
@@ -19,8 +23,11 @@ def nondominated(values: np.ndarray, block: int = 256) -> np.ndarray:
         better = np.concatenate([[True], rows[1:, 1] < lowest[:-1]])
         return order[better]
     if values.shape[1] == 3:
+        if count > MANY:
+            perhaps = ~_clearly_dominated(rows[:, 1:], rows[:, 1:], np.arange(count), strictly=False)
+            order, rows = order[perhaps], rows[perhaps]
         front = Front()
-        return order[np.fromiter(map(front.add, *_columns(rows)), dtype=bool, count=count)]
+        return order[np.fromiter(map(front.add, *_columns(rows)), dtype=bool, count=len(rows))]
     kept = np.zeros((0, values.shape[1]), dtype=values.dtype)
     indices = []
     for begin in range(0, count, block):
@@ -39,9 +46,14 @@ def dominated(values: np.ndarray, by: np.ndarray, *, strictly: bool, block: int 
     """Returns (N,) booleans: some row of `by` is at most equal in every column and, if `strictly`, less in one."""
     found = np.zeros(len(values), dtype=bool)
     if values.shape[1] == 3:
-        front, candidates = Front(), zip(*_columns(by[np.lexsort(by.T[::-1])]))
+        by = by[np.lexsort(by.T[::-1])]
+        if len(values) > MANY and len(by):
+            earlier = np.searchsorted(by[:, 0], values[:, 0], side="right")
+            found = _clearly_dominated(by[:, 1:], values[:, 1:], earlier, strictly=True)
+        front, candidates = Front(), zip(*_columns(by))
         row = next(candidates, None)
-        order = np.argsort(values[:, 0], kind="stable")
+        rest = np.nonzero(~found)[0]
+        order = rest[np.argsort(values[rest, 0], kind="stable")]
         for index, *value in zip(order.tolist(), *_columns(values[order])):
             while row is not None and row[0] <= value[0]:
                 front.add(*row)
@@ -54,6 +66,20 @@ def dominated(values: np.ndarray, by: np.ndarray, *, strictly: bool, block: int 
         if strictly:
             better &= ~_at_most(values, rows).T
         found |= better.any(axis=0)
+    return found
+
+
+def _clearly_dominated(by: np.ndarray, values: np.ndarray, earlier: np.ndarray, *, strictly: bool) -> np.ndarray:
+    """Returns (N,) booleans: among the first `earlier` (N,) rows of `by` (M, 2), one is at most equal to the row of
+    `values` (N, 2) in both columns, or less in the second one if `strictly`. Only rows of `by` are tried whose first
+    column is at most one of a few thresholds below that of the value, so that some dominated rows are not found.
+    """
+    found, within = np.zeros(len(values), dtype=bool), earlier > 0
+    for threshold in np.unique(np.sort(by[:, 0])[np.arange(THRESHOLDS) * len(by) // THRESHOLDS]):
+        least = np.minimum.accumulate(np.where(by[:, 0] <= threshold, by[:, 1], np.iinfo(np.int64).max))
+        least = least[np.maximum(earlier, 1) - 1]
+        better = least < values[:, 1] if strictly else least <= values[:, 1]
+        found |= within & (threshold <= values[:, 0]) & better
     return found
 
 

@@ -101,6 +101,11 @@ class SearchProblem:
         """Returns L."""
         return len(self.kinds)
 
+    @property
+    def longest_stage(self) -> int:
+        """Returns the most layers that a stage may have, as each other stage has one."""
+        return self.layers - (self.stages - 1)
+
     def path_costs(self, stage: int, first: Numbers, other: Numbers) -> tuple[Numbers, ...]:
         """Returns F + O, F + O - k F / 3 and F + O - k F of a stage; fractions are rounded up."""
         warmup = int(self.warmup[stage]) * first

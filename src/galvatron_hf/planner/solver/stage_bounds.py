@@ -11,7 +11,7 @@ allowances, K kinds, S options, Y layouts, p stages.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from galvatron_hf.planner.solver.problem import SearchProblem
 # Multipliers are tried in units of (cost of the stage / budget), then between the neighbours of the best.
 GRID = np.concatenate([[0.0], np.geomspace(0.004, 40.0, 9)])
 REFINED_POINTS, REFINEMENTS = 7, 4
-FEW_ALLOWANCES = 16
 
 
 @dataclass(frozen=True)
@@ -42,34 +41,32 @@ FIRST, TOTAL, MEMORY = Objective(1, 0), Objective(1, 1), Objective(0, 0)
 STEADY = Objective(1, 1, without_warmup=True)
 
 
+@lru_cache(maxsize=256)
+def classes_of(kinds: tuple[int, ...]) -> dict[int, list[int]]:
+    """Groups layers at which a stage may begin under the earliest one with the same sequence of kinds."""
+    groups = {0: [0]}
+    for begin in range(1, len(kinds)):
+        rest = kinds[begin:]
+        equal = (first for first in groups if kinds[first : first + len(rest)] == rest)
+        groups.setdefault(next(equal, begin), []).append(begin)
+    return groups
+
+
+def allowances_of(problem: SearchProblem) -> np.ndarray:
+    """Returns (W,) bytes of working memory that a layer or an end may need, rising."""
+    working = problem.working[problem.allowed], problem.starts.working, problem.finishes.working
+    return np.unique(np.concatenate(working))
+
+
 class StageBounds:
-    """Bounds stages of at most `longest` layers; `allowances` are (W,) bytes of working memory, rising. If
-    `free_moves`, changes of layout cost nothing and similar allowances are one: that bounds less closely, and takes a
-    small part of the time.
-    """
+    """Bounds stages of at most `longest` layers; `allowances` are (W,) bytes of working memory, rising."""
 
-    def __init__(self, problem: SearchProblem, *, free_moves: bool = False):
-        self.problem, self.free_moves = problem, free_moves
-        working = [problem.working[problem.allowed], problem.starts.working, problem.finishes.working]
-        self.allowances = np.unique(np.concatenate(working))
-        # Of joined allowances, the least is held, and the largest decides which options are allowed.
-        self._held = self.allowances
-        if free_moves and len(self.allowances) > FEW_ALLOWANCES:
-            first = np.arange(FEW_ALLOWANCES) * len(self.allowances) // FEW_ALLOWANCES
-            self._held = self.allowances[first]
-            self.allowances = self.allowances[np.append(first[1:] - 1, len(self.allowances) - 1)]
-        self.longest = problem.layers - (problem.stages - 1)
+    def __init__(self, problem: SearchProblem):
+        self.problem, self.allowances, self.longest = problem, allowances_of(problem), problem.longest_stage
+        # One stage begins at the first layer, whatever class the others have.
+        one_stage = {0: list(range(problem.layers))}
+        self.classes = one_stage if problem.stages == 1 else classes_of(tuple(problem.kinds.tolist()))
         self._multipliers: dict[tuple[Objective, int], np.ndarray] = {}
-
-    @cached_property
-    def classes(self) -> dict[int, list[int]]:
-        """Groups layers at which a stage may begin under the earliest one with the same sequence of kinds."""
-        kinds, groups = self.problem.kinds, {0: [0]}
-        for begin in range(1, self.problem.layers):
-            rest = kinds[begin:]
-            equal = (first for first in groups if np.array_equal(kinds[first : first + len(rest)], rest))
-            groups.setdefault(next(equal, begin), []).append(begin)
-        return groups
 
     def class_of(self, begin: int) -> int:
         """Returns the first layer whose sequence of kinds is that from `begin` on."""
@@ -84,10 +81,10 @@ class StageBounds:
 
     def least_memory(self, first: int) -> np.ndarray:
         """Returns (p, longest + 1) minimum bytes of each stage with n layers from `first` on. With a multiplier of 1
-        and no cost the shortest path is memory.
+        and no cost the shortest path is memory, which changes of layout do not hold.
         """
         stages = np.arange(self.problem.stages)
-        return self.forward(MEMORY, first, stages, np.ones(len(stages)), self.longest) + self.problem.budget
+        return self._without_moves(MEMORY, first, stages, np.ones(len(stages))) + self.problem.budget
 
     def multiplier(self, objective: Objective, first: int, stage: int, count: int) -> float:
         """Returns the best multiplier found for a stage of `count` layers."""
@@ -96,11 +93,11 @@ class StageBounds:
     def _on_grid(self, objective: Objective, first: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns bounds (P, p, longest + 1) and multipliers (P, p)."""
         stages, every = self.problem.stages, np.arange(self.problem.stages)
-        free = self.forward(objective, first, every, np.zeros(stages), self.longest)
+        free = self._without_moves(objective, first, every, np.zeros(stages))
         middle = max(1, self.problem.layers // stages)
         scale = np.maximum(np.where(np.isfinite(free[:, middle]), free[:, middle], 0.0), 1.0) / self.problem.budget
         multipliers = GRID[:, None] * scale
-        flat = self.forward(objective, first, np.tile(every, len(GRID)), multipliers.ravel(), self.longest)
+        flat = self.forward(objective, first, np.tile(every, len(GRID)), multipliers.ravel())
         return flat.reshape(len(GRID), stages, -1), multipliers
 
     def refine(self, objective: Objective, first: int, stages: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -108,12 +105,13 @@ class StageBounds:
         table = self._multipliers[objective, first]
         best = table[stages, counts]
         ratio = GRID[2] / GRID[1]
-        values = self.forward(objective, first, stages, best, int(counts.max()))[np.arange(len(stages)), counts]
+        values = self.forward(objective, first, stages, best, counts)[np.arange(len(stages)), counts]
         for _ in range(REFINEMENTS):
             steps = np.geomspace(1 / ratio, ratio, REFINED_POINTS)
             tried = (best[:, None] * steps).ravel()
-            found = self.forward(objective, first, np.repeat(stages, REFINED_POINTS), tried, int(counts.max()))
-            found = found[np.arange(len(tried)), np.repeat(counts, REFINED_POINTS)].reshape(-1, REFINED_POINTS)
+            of_tried = np.repeat(counts, REFINED_POINTS)
+            found = self.forward(objective, first, np.repeat(stages, REFINED_POINTS), tried, of_tried)
+            found = found[np.arange(len(tried)), of_tried].reshape(-1, REFINED_POINTS)
             at = found.argmax(axis=1)
             rows = np.arange(len(best))
             better = found[rows, at] > values
@@ -140,23 +138,22 @@ class StageBounds:
 
     @cached_property
     def _by_working(self) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-        """Returns for each layout (one stands for all if moves are free) and each kind the allowed options by rising
-        working memory, and (W,) how many of them are within each allowance.
+        """Returns for each layout and each kind the allowed options by rising working memory, and (W,) how many of
+        them are within each allowance.
         """
         problem = self.problem
-        layouts = 0 * problem.layout if self.free_moves else problem.layout
         found = []
-        for layout in range(1 if self.free_moves else problem.first_resharding.shape[0]):
+        for layout in range(problem.first_resharding.shape[0]):
             of_kinds = []
             for allowed, working in zip(problem.allowed, problem.working, strict=True):
-                options = np.nonzero(allowed & (layouts == layout))[0]
+                options = np.nonzero(allowed & (problem.layout == layout))[0]
                 options = options[np.argsort(working[options], kind="stable")]
                 of_kinds.append((options, np.searchsorted(working[options], self.allowances, side="right")))
             found.append(of_kinds)
         return found
 
     def by_layout(self, objective: Objective, stages: np.ndarray, multipliers: np.ndarray) -> np.ndarray:
-        """Returns (Q, W, K, Y) minimum costs of a layer in each layout; Y is 1 if moves are free."""
+        """Returns (Q, W, K, Y) minimum costs of a layer in each layout."""
         costs = self.option_costs(objective, stages, multipliers)
         kinds, groups = costs.shape[1], self._by_working
         found = np.full((len(stages), len(self.allowances), kinds, len(groups)), np.inf)
@@ -175,7 +172,7 @@ class StageBounds:
     def opening(self, objective: Objective, stages: np.ndarray, multipliers: np.ndarray) -> np.ndarray:
         """Returns (Q, W, Y) costs before a stage's first layer."""
         problem = self.problem
-        held = problem.stage_memory[stages, None] + self._held - problem.budget
+        held = problem.stage_memory[stages, None] + self.allowances - problem.budget
         first, other = objective.weights(problem, stages)
         fixed = first * problem.stage_first_cost[stages] + other * problem.stage_other_cost[stages]
         constants = fixed[:, None] + multipliers[:, None] * held  # (Q, W)
@@ -204,33 +201,70 @@ class StageBounds:
         return found
 
     def forward(
-        self, objective: Objective, first: int, stages: np.ndarray, multipliers: np.ndarray, longest: int
+        self,
+        objective: Objective,
+        first: int,
+        stages: np.ndarray,
+        multipliers: np.ndarray,
+        counts: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Returns (Q, longest + 1) minimums of cost + multiplier * (memory - budget), by number of layers."""
-        if self.free_moves or objective == MEMORY:  # changes of layout hold no memory
-            return self._without_moves(objective, first, stages, multipliers, longest)
-        kinds, found = self.problem.kinds, np.full((len(stages), longest + 1), np.inf)
+        """Returns (Q, longest + 1) minimums of cost + multiplier * (memory - budget), by number of layers; only those
+        of `counts` (Q,) layers if these are given. The minimum with any allowance is at least that with free changes
+        of layout. So allowances are left out whose minimum with free changes exceeds that of another one.
+        """
+        parts = tuple(part(objective, stages, multipliers) for part in (self.by_layout, self.opening, self.closing))
+        resharding = self.resharding(objective, stages)
+        free = self._free_moves(first, *parts)
+        if self.problem.stages == 1 and counts is None:
+            counts = np.full(len(stages), self.problem.layers)
+        if counts is None:
+            rows, places = (each.ravel() for each in np.indices((len(stages), free.shape[2])))
+        else:
+            rows, places = np.arange(len(stages)), counts - 1
+        free, longest = free[rows, :, places], int(places.max()) + 1
+        likely = np.unique(free.argmin(axis=1))
+        found = self._with_moves(first, longest, resharding, *(part[:, likely] for part in parts))
+        others = (free < found[rows, places + 1, None]).any(axis=0)
+        others[likely] = False
+        if others.any():
+            more = self._with_moves(first, longest, resharding, *(part[:, others] for part in parts))
+            found = np.minimum(found, more)
+        return found
+
+    def _with_moves(
+        self,
+        first: int,
+        longest: int,
+        resharding: np.ndarray,
+        by_layout: np.ndarray,
+        opening: np.ndarray,
+        closing: np.ndarray,
+    ) -> np.ndarray:
+        """Returns (Q, longest + 1) minimums of any allowance of these arrays (Q, W, ...)."""
+        kinds, found = self.problem.kinds, np.full((len(opening), self.longest + 1), np.inf)
         # The long axes come last, (..., W, Q), because numpy is fastest along the last axis.
-        resharding = np.ascontiguousarray(self.resharding(objective, stages).transpose(1, 2, 0)[:, :, None])
-        costs = self.by_layout(objective, stages, multipliers)
-        by_layout = np.ascontiguousarray(costs.transpose(2, 3, 1, 0))
-        reached = np.ascontiguousarray(self.opening(objective, stages, multipliers).transpose(2, 1, 0))
-        closing = np.ascontiguousarray(self.closing(objective, stages, multipliers).transpose(2, 1, 0))
-        for count in range(1, min(longest, len(kinds) - first) + 1):
-            reached = _resharded(reached, resharding) + by_layout[kinds[first + count - 1]]
+        costs, reached, closing = (
+            np.ascontiguousarray(np.moveaxis(part, (0, 1), (-1, -2))) for part in (by_layout, opening, closing)
+        )
+        moved = np.ascontiguousarray(resharding.transpose(1, 2, 0)[:, :, None])
+        for count in range(1, longest + 1):
+            reached = _resharded(reached, moved) + costs[kinds[first + count - 1]]
             found[:, count] = (reached + closing).min(axis=(0, 1))
         return found
 
+    def _free_moves(self, first: int, by_layout: np.ndarray, opening: np.ndarray, closing: np.ndarray) -> np.ndarray:
+        """Returns (Q, W, n) minimums with each allowance if changes of layout are free, of up to n layers."""
+        least = by_layout.min(axis=3)[:, :, self.problem.kinds[first : first + self.longest]]
+        return least.cumsum(axis=2) + (opening.min(axis=2) + closing.min(axis=2))[..., None]
+
     def _without_moves(
-        self, objective: Objective, first: int, stages: np.ndarray, multipliers: np.ndarray, longest: int
+        self, objective: Objective, first: int, stages: np.ndarray, multipliers: np.ndarray
     ) -> np.ndarray:
-        """Returns lower bounds of what `forward` returns, with any layout at once."""
-        kinds, found = self.problem.kinds, np.full((len(stages), longest + 1), np.inf)
-        least = self.by_layout(objective, stages, multipliers).min(axis=3)  # (Q, W, K)
-        ends = self.opening(objective, stages, multipliers).min(axis=2)
-        ends = ends + self.closing(objective, stages, multipliers).min(axis=2)  # (Q, W)
-        layers = least[:, :, kinds[first : first + longest]].cumsum(axis=2)
-        found[:, 1 : 1 + layers.shape[2]] = (layers + ends[..., None]).min(axis=1)
+        """Returns (Q, longest + 1) minimums if changes of layout are free."""
+        parts = (part(objective, stages, multipliers) for part in (self.by_layout, self.opening, self.closing))
+        least = self._free_moves(first, *parts).min(axis=1)
+        found = np.full((len(stages), self.longest + 1), np.inf)
+        found[:, 1 : 1 + least.shape[1]] = least
         return found
 
 

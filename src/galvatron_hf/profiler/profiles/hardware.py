@@ -130,13 +130,17 @@ class Link:
         """Returns the milliseconds for `size` bytes of input. The time is interpolated between the points. Beyond them
         it continues with the slope of the fitted line, which is used alone if there are no points.
         """
-        per_byte = 1e3 * wire_share(self.kind, self.ranks) / self.bytes_per_s
-        size = np.asarray(size, dtype=float)
+        per_byte = self._ms_per_byte
         if len(self.points) < 2:
             return self.latency_ms + per_byte * size
+        size = np.asarray(size, dtype=float)
         sizes, times = self._sweep
         beyond = size - np.clip(size, sizes[0], sizes[-1])
         return np.maximum(np.interp(size, sizes, times) + per_byte * beyond, 0.0)
+
+    @cached_property
+    def _ms_per_byte(self) -> float:
+        return 1e3 * wire_share(self.kind, self.ranks) / self.bytes_per_s
 
     @cached_property
     def _sweep(self) -> np.ndarray:
