@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import train_clm  # noqa: E402
 from galvatron_hf import GalvatronTrainer, GalvatronTrainingArguments  # noqa: E402
+from galvatron_hf.trainer.refusals import told_once  # noqa: E402
 from knowledge.questions import PARTLY, PROMPT, read_lines, to_rows  # noqa: E402
 
 
@@ -101,7 +102,8 @@ def main() -> None:
     args, training_args = train_clm.parse_arguments(sys.argv[1:], (StageArguments, GalvatronTrainingArguments))
     set_seed(training_args.seed)
     training_args.model_init_kwargs = {"dtype": args.dtype} | (training_args.model_init_kwargs or {})
-    lines = stage_lines(args, training_args.data_seed or training_args.seed)
+    with told_once(), training_args.main_process_first(desc="questions"):
+        lines = stage_lines(args, training_args.data_seed or training_args.seed)
     train_clm.train_and_save(stage_trainer(args.model_name_or_path, args.prompt, lines, training_args), False)
 
 
