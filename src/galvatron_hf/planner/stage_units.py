@@ -68,9 +68,10 @@ class StageUnit:
     @property
     def falling_bytes(self) -> int:
         """Returns by how many bytes they fall in the backward of a micro-batch. They rise if the first gradient needs
-        more than activations free. The ends in a step of one micro-batch have this in their working memory.
+        more than activations free. The head keeps its few, and so do both ends in a step of one micro-batch, whose
+        working memory has what they free.
         """
-        if self.micro_batches == 1 and self.costs.part != "layer":
+        if self.costs.part != "layer" and (self.micro_batches == 1 or self.costs.part != "embedding"):
             return 0
         freed, gradient = self.costs.released_in_backward(self.micro_batches)[0], self.costs.gradient_bytes[0]
         if self.reuse_count:
