@@ -81,7 +81,8 @@ def test_the_imbalance_is_that_of_the_plan_of_the_step():
 @pytest.mark.parametrize("longest, tokens", [(1000, 250), (1001, 252)])
 def test_ranks_that_share_a_row_hold_a_share_of_it(longest, tokens):
     """Its chunks, two for each rank, hold the longest document."""
-    planner = replace(OWN, bound=None, longest_row=longest, rows_of_block=1, packs_of_block=4, plan=uniform(4, context=4))
+    shared = dict(rows_of_block=1, packs_of_block=4, plan=uniform(4, context=4))
+    planner = replace(OWN, bound=None, longest_row=longest, **shared)
     assert planner.capacity(np.array([10])) == tokens
     assert longest <= planner.longest_document(np.array([10])) <= longest + 7
 

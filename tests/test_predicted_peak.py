@@ -21,7 +21,8 @@ LAYERS, RANKS, ROWS = 6, 4, 8
 def random_plan(seed: int, micro_batches: int, schedule: str) -> ParallelPlan:
     """Returns a plan of two stages, whose layers differ in sharding and recompute."""
     draw = random.Random(seed)
-    plan = ParallelPlan.uniform(RANKS, LAYERS, pipeline=2, micro_batches=micro_batches, precision=workload(1).precision)
+    options = dict(micro_batches=micro_batches, precision=workload(1).precision)
+    plan = ParallelPlan.uniform(RANKS, LAYERS, pipeline=2, **options)
     of_layers = [
         replace(
             layer,

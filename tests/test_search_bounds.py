@@ -196,7 +196,8 @@ def test_allowances_that_are_left_out_are_not_missed(stages):
 
 def test_limits_may_be_lists():
     case = random_hardware(0, world_size=4, memory_bytes=1 << 40), random_model(0, layers=4), workload(4)
-    lists = Limits(pipeline=[1, 2], micro_batches=[2], context=[1], sharding=["zero3"], sequence=[], recompute=["none"])
-    own = Limits(pipeline=(1, 2), micro_batches=(2,), context=(1,), sharding=("zero3",), sequence=(), recompute=("none",))
+    given = dict(pipeline=[1, 2], micro_batches=[2], context=[1], sharding=["zero3"], sequence=[], recompute=["none"])
+    lists = Limits(**given)
+    own = Limits(**{name: tuple(values) for name, values in given.items()})
     assert lists == own
     assert search_plan(*case, limits=lists).best == search_plan(*case, limits=own).best
