@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from galvatron_hf.data.cost import GroupCost, SequenceCost, assumed_sharing
 from galvatron_hf.plan import LayerStrategy, SequenceGroups
@@ -25,7 +26,7 @@ OWN = PackPlanner(
     packs=4,
     multiple=1,
     bound=64,
-    rows_of_pack=Fraction(1),
+    rows_of_block=1,
     longest_row=250,
     cost=COST,
     planner="longest_first",
@@ -80,7 +81,8 @@ def test_the_imbalance_is_that_of_the_plan_of_the_step():
 @pytest.mark.parametrize("longest, tokens", [(1000, 250), (1001, 252)])
 def test_ranks_that_share_a_row_hold_a_share_of_it(longest, tokens):
     """Its chunks, two for each rank, hold the longest document."""
-    planner = replace(OWN, bound=None, longest_row=longest, rows_of_pack=Fraction(1, 4), plan=uniform(4, context=4))
+    shared = dict(rows_of_block=1, packs_of_block=4, plan=uniform(4, context=4))
+    planner = replace(OWN, bound=None, longest_row=longest, **shared)
     assert planner.capacity(np.array([10])) == tokens
     assert longest <= planner.longest_document(np.array([10])) <= longest + 7
 
@@ -89,3 +91,36 @@ def test_packs_of_other_plans_are_multiples_of_theirs():
     odd = replace(TENSOR, share=1.37, multiple=8)
     assert odd.capacity(np.array([10])) == int(64 * 1.37) // 8 * 8 == 80
     assert OWN.capacity(np.array([10])) == 64
+
+
+@pytest.mark.parametrize("rows, length", [(1, 1001), (3, 1001), (3, 1003), (5, 1002), (8, 998)])
+def test_ranks_that_share_rows_hold_the_rows_of_a_micro_batch(rows, length):
+    """Whatever their length is: a pack holds two chunks of each, which are rounded up."""
+    planner = replace(
+        OWN,
+        plan=uniform(4, context=4),
+        bound=None,
+        longest_row=length,
+        rows_of_block=rows,
+        packs_of_block=4,
+        cost=replace(COST, overhead=1e3),
+    )
+    found = planner.place(np.full(rows, length))
+    assert len(found.micro_batches) == 1
+    assert planner.capacity(np.array([length])) <= rows * (length / 4 + 2)
+
+
+def test_the_bound_of_a_pack_is_of_the_rows_that_a_step_has():
+    """They are not always those of all devices."""
+    plan = replace(uniform(4, context=2), micro_batches=2)
+    resolved = SimpleNamespace(packs=4, pack_multiple=1, stage_size=4)
+    cost = SimpleNamespace(variants=(), of_groups=lambda parallel: GROUPS)
+    args = dict(train_batch_size=2, gradient_accumulation_steps=1, world_size=4, device=torch.device("cpu"))
+    for split_batches, rows in ((False, None), (True, None), (False, 24)):
+        arguments = SimpleNamespace(
+            **args, global_batch_size=rows, accelerator_config=SimpleNamespace(split_batches=split_batches)
+        )
+        parallel = SimpleNamespace(plan=plan, resolved=resolved)
+        planner = PackPlanner.from_model(parallel, arguments, cost, np.array([1000]))
+        of_step = rows or (2 if split_batches else 8)
+        assert planner.capacity(np.array([10])) == max(1, of_step // 2 // 2) * 1000 // 2

@@ -192,3 +192,12 @@ def test_allowances_that_are_left_out_are_not_missed(stages):
                 found = bounds.forward(objective, 0, places, multipliers, counts)
                 needed = slice(None) if counts is None and stages > 1 else bounds.longest
                 assert np.allclose(found[:, needed], np.min(every, axis=0)[:, needed], rtol=1e-9)
+
+
+def test_limits_may_be_lists():
+    case = random_hardware(0, world_size=4, memory_bytes=1 << 40), random_model(0, layers=4), workload(4)
+    given = dict(pipeline=[1, 2], micro_batches=[2], context=[1], sharding=["zero3"], sequence=[], recompute=["none"])
+    lists = Limits(**given)
+    own = Limits(**{name: tuple(values) for name, values in given.items()})
+    assert lists == own
+    assert search_plan(*case, limits=lists).best == search_plan(*case, limits=own).best

@@ -26,6 +26,7 @@ from galvatron_hf.profiler.profiles.model import ModelProfile
 
 
 _CHOICES = ("sequence", "sharding", "recompute")  # limits that name what is allowed
+_NUMBERS = ("pipeline", "micro_batches", "context")  # limits that list degrees or numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +112,11 @@ class Limits:
         )
 
     def __post_init__(self):
+        for name in (*_CHOICES, *_NUMBERS):  # lists too: searches remember limits, which must be hashable
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         given = {"tensor": (self.tensor,), "expert": (self.expert,), "virtual_stages": (self.virtual_stages,)}
-        given |= {name: getattr(self, name) or (None,) for name in ("pipeline", "micro_batches", "context")}
+        given |= {name: getattr(self, name) or (None,) for name in _NUMBERS}
         for name, values in given.items():
             for value in values:
                 if value is not None:

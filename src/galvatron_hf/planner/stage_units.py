@@ -78,6 +78,16 @@ class StageUnit:
             return int(np.floor(freed)) - int(np.ceil(gradient))
         return int(np.floor(self.costs.activation_bytes[0]))
 
+    @property
+    def shared_bytes(self) -> int:
+        """Returns the activations of a micro-batch that earlier layers still use after the unit's backward."""
+        return int(np.ceil(self.costs.shared_bytes[0]))
+
+    @property
+    def own_bytes(self) -> int:
+        """Returns the activations of a micro-batch that the unit's backward frees."""
+        return int(np.floor(self.costs.activation_bytes[0] - self.costs.shared_bytes[0]))
+
 
 def stage_units(costs: CostModel, plan: ParallelPlan, shape: StepShape, index: int) -> list[StageUnit]:
     """Returns the embedding, the layers and the head of pipeline rank `index`, those that it has."""
@@ -125,19 +135,32 @@ def peak_bytes(costs: CostModel, plan: ParallelPlan, shape: StepShape) -> tuple[
     the most of every layer, and the largest working memory. Interleaved stages, whose backwards alternate, are given
     the bound.
     """
-    peaks = []
-    for index, boundary in enumerate(costs.stage_bytes(shape)):
-        units = stage_units(costs, plan, shape, index)
-        falling = np.array([unit.falling_bytes for unit in units]) * (shape.virtual_stages == 1)
-        held, working = (
-            np.array(values)
-            for values in ([unit.held_bytes for unit in units], [working_bytes(unit, plan, shape) for unit in units])
-        )
-        before, after = held + np.minimum(0, falling), held - np.maximum(0, falling)
-        earlier = np.concatenate([[0], np.cumsum(before)])[:-1]
-        later = np.concatenate([np.cumsum(after[::-1])[::-1], [0]])[1:]
-        running = earlier + held + working + later
-        if any(unit.costs.part == "tied" for unit in units):  # its backward comes first and last
-            running = np.append(running, before.sum() + working[0])
-        peaks.append(int(boundary) + int(running.max()))
-    return tuple(peaks)
+    return tuple(
+        int(boundary) + _peak_of_stage(stage_units(costs, plan, shape, index), plan, shape)
+        for index, boundary in enumerate(costs.stage_bytes(shape))
+    )
+
+
+def _peak_of_stage(units: list[StageUnit], plan: ParallelPlan, shape: StepShape) -> int:
+    """Returns the peak of state, activations and working memory while the backwards of units run."""
+    held = np.array([unit.held_bytes for unit in units])
+    working = np.array([working_bytes(unit, plan, shape) for unit in units])
+    if shape.virtual_stages > 1:
+        return int(held.sum() + working.max())
+    falling, shared = (np.array([getattr(unit, name) for unit in units]) for name in ("falling_bytes", "shared_bytes"))
+    before, after = held + np.minimum(0, falling), held - np.maximum(0, falling)
+    peaks = [_running(before, held + working, held - np.maximum(0, falling - shared)).max()]
+    if any(unit.costs.part == "tied" for unit in units):  # its backward comes first and last
+        peaks.append(before.sum() + working[0])
+    if shape.micro_batches > 1 and any(unit.reuse_count for unit in units):
+        # In the backward of the second micro-batch all gradients exist from the beginning.
+        own = np.array([unit.own_bytes for unit in units])
+        peaks.append(_running(after, after + working, after - own).max())
+    return int(max(peaks))
+
+
+def _running(before: np.ndarray, own: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Returns the bytes while the backward of each unit runs: its own, those of the units in front of it, whose
+    backward comes later, and those of the units after it, whose backward has ended.
+    """
+    return np.cumsum(before) - before + own + after.sum() - np.cumsum(after)

@@ -206,6 +206,7 @@ class CostModel:
             working_bytes=working + waiting,
             recomputed_bytes=recomputed,
             released_bytes=0.0 if recomputed else saved,
+            shared_bytes=shared + self._read_bytes(layer, strategy),
         )
 
     def _units(
@@ -256,6 +257,7 @@ class CostModel:
             next_bytes=weights.next_bytes * is_layer,
             recomputed_bytes=passed.recomputed_bytes + weights.message_bytes * is_head,
             released_bytes=passed.released_bytes,
+            shared_bytes=passed.shared_bytes,
             new_gradient_bytes=none if is_head else weights.new_gradient_bytes,
             unsharded_gradient_bytes=np.maximum(unsharded, weights.largest_bytes) if is_head else unsharded,
             bucket_bytes=weights.bucket_bytes,
@@ -479,8 +481,7 @@ class CostModel:
         shared, _, between = self._tokens(strategy, self.workload.length, layer.length_ratio)
         key = (strategy.tensor, strategy.megatron_sp, strategy.ulysses)
         saved, working = shared * _at(layer.saved_bytes, key), shared * layer.working_bytes.get(key, 0.0)
-        read = self._tokens(strategy, self.workload.length, layer.read_ratio)[2] if layer.read_ratio else 0
-        read_bytes = min(1.0, self.read_moves) * read * self.model.hidden * self.element
+        read_bytes = self._read_bytes(layer, strategy)
         experts = self._experts(layer, strategy, self.workload.length)
         if experts is not None:
             own, imbalance, under_degree, alone = experts
@@ -494,6 +495,13 @@ class CostModel:
         kept = layer.recompute_bytes.get(key)
         kept_bytes = between * self.model.hidden * self.element if kept is None else shared * kept
         return kept_bytes + read_bytes, working, saved
+
+    def _read_bytes(self, layer: LayerProfile, strategy: LayerStrategy) -> float:
+        """Returns a layer's part of the states of another stack that the layers of a stage read."""
+        if not layer.read_ratio:
+            return 0.0
+        read = self._tokens(strategy, self.workload.length, layer.read_ratio)[2]
+        return min(1.0, self.read_moves) * read * self.model.hidden * self.element
 
     def _bias_bytes(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
         """Returns a layer's part of what its stack shares in a stage, and the gradients that wait there for those of

@@ -36,6 +36,8 @@ class StrategyCosts:
         next_bytes: part of the working memory: the next layer's weights.
         recomputed_bytes: activations that recompute restores; for the head, logits and the message with its weight.
         released_bytes: part of the activations: those freed at the end of the layer's backward.
+        shared_bytes: part of the activations: the layer's share of those that layers of a stage have in common. They
+            are freed after the last backward of these layers.
         new_gradient_bytes: the gradient of one weight, before it joins the others.
         unsharded_gradient_bytes: gradients to be reduced after each backward; for the head, the gradient that its
             backward scales.
@@ -67,6 +69,7 @@ class StrategyCosts:
     next_bytes: np.ndarray
     recomputed_bytes: np.ndarray
     released_bytes: np.ndarray
+    shared_bytes: np.ndarray
     new_gradient_bytes: np.ndarray
     unsharded_gradient_bytes: np.ndarray
     bucket_bytes: np.ndarray
@@ -162,6 +165,7 @@ class PassCosts:
     working_bytes: float
     recomputed_bytes: float = 0.0
     released_bytes: float = 0.0
+    shared_bytes: float = 0.0
 
 
 class Grouped:

@@ -5,9 +5,7 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 import numpy as np
 from transformers import TrainingArguments
@@ -23,6 +21,7 @@ from galvatron_hf.data.placement import PLANNERS, Placement, SharedSequence, in_
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.schedule import PipelineShape, can_order
+from galvatron_hf.trainer.arguments import step_rows
 from galvatron_hf.trainer.data.sequence_cost import StepCost, degree_of
 from galvatron_hf.trainer.data.step_plans import PlanCost, StepPlans
 from galvatron_hf.trainer.data.step_variants import StepVariant
@@ -40,8 +39,8 @@ class PackPlanner:
         packs (`int`): packs of a micro-batch.
         multiple (`int`): the number of tokens of a pack is a multiple of it.
         bound (`int`, *optional*): most tokens of a pack, if the arguments give it; a multiple of `multiple`.
-        rows_of_pack (`Fraction`): rows of a data-parallel rank in one of the plan's padded micro-batches; less than
-            one if context ranks share a row.
+        rows_of_block (`int`): rows of a data-parallel rank in one of the plan's padded micro-batches.
+        packs_of_block (`int`): packs that hold these rows together; more than one if context ranks share each row.
         longest_row (`int`): tokens of the training set's longest row; 0 if that is not known.
         planner (`str`): an algorithm of [`~data.placement.place`].
         groups ([`GroupCost`]): the cost of documents that data ranks share.
@@ -57,7 +56,8 @@ class PackPlanner:
     packs: int
     multiple: int
     bound: int | None
-    rows_of_pack: Fraction
+    rows_of_block: int
+    packs_of_block: int = 1
     longest_row: int
     cost: StepCost
     planner: str
@@ -81,17 +81,16 @@ class PackPlanner:
         """Makes the planner for a model under its plan, and perhaps others. `known` are the tokens of the training
         set's rows, empty if they are not known. A `max_tokens_per_rank` that packs cannot have raises ValueError.
         """
-        rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        rows = step_rows(args)
         degree = degree_of(parallel)
-        sharing = 1 if parallel.plan.sequence_groups is not None else degree  # ranks of each row
+        block = 1 if parallel.plan.sequence_groups is not None else degree
         found = cls(
             plan=parallel.plan,
             packs=parallel.resolved.packs,
             multiple=pack_multiple(parallel, args),
             bound=_pack_bound(parallel, args),
-            rows_of_pack=Fraction(
-                -(-rows * sharing // (parallel.plan.micro_batch_count * parallel.resolved.packs)), sharing
-            ),
+            rows_of_block=-(-rows * block // (parallel.plan.micro_batch_count * parallel.resolved.packs)),
+            packs_of_block=block,
             longest_row=int(known.max(initial=0)),
             cost=cost,
             planner=getattr(args, "placement_planner", PLANNERS[0]),
@@ -128,9 +127,10 @@ class PackPlanner:
         if self.bound is not None:
             most = self.bound
         else:
-            longest = max(int(lengths.max(initial=0)), self.longest_row)
-            multiple = math.lcm(self.multiple, 1 if self.rows_of_pack >= 1 else 2)  # of the halves of a shared row
-            most = -(-self.rows_of_pack * longest // multiple) * multiple
+            longest, block = max(int(lengths.max(initial=0)), self.longest_row), self.packs_of_block
+            # No shorter document has more tokens in a pack that shares it, two chunks in each pack.
+            share = longest if block == 1 else 2 * -(-longest // (2 * block))
+            most = -(-self.rows_of_block * share // self.multiple) * self.multiple
         return max(1, int(most * self.share) // self.multiple) * self.multiple
 
     @property
