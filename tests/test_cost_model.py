@@ -243,9 +243,12 @@ def test_a_kind_that_no_layer_is_of_has_the_bias_of_one_layer():
     unused = replace(model, kinds=(*model.kinds, kind))
     costs = CostModel(random_hardware(0, world_size=1, memory_bytes=1 << 40), unused, workload(ROWS), 1, ROWS)
     biased, plain = (costs.layer(index, [LayerStrategy()]) for index in (len(model.kinds), 0))
-    bias = 2 * workload(ROWS).length ** 2 * 4  # fp32
-    assert costs._bias_bytes(kind, LayerStrategy()) == bias
+    recomputed, square = LayerStrategy(recompute="full"), workload(ROWS).length ** 2
+    bias, indices = 2 * square * 4, 8 * square  # fp32
+    assert costs._bias_bytes(kind, LayerStrategy()) == (indices, 0)
+    assert costs._bias_bytes(kind, recomputed) == (bias + indices, 0)  # no other layer's gradient waits for its own
     used = replace(model, kinds=(kind, *model.kinds[1:]))
-    shared = CostModel(costs.hardware, used, workload(ROWS), 1, ROWS)._bias_bytes(kind, LayerStrategy())
-    assert shared == bias / sum(index == 0 for index in model.layers)
+    shared, waiting = CostModel(costs.hardware, used, workload(ROWS), 1, ROWS)._bias_bytes(kind, recomputed)
+    count = sum(index == 0 for index in model.layers)
+    assert (shared, waiting) == ((bias + indices) / count, bias) and count > 1
     assert (biased.activation_bytes > plain.activation_bytes).all()
