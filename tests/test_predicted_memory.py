@@ -68,7 +68,17 @@ CASES = {
             "zero3": dict(sharding="zero3"),
             "zero3 of one piece": dict(sharding="zero3", tensor=4),
             "zero3 pipeline of one rank each": dict(sharding="zero3", pipeline=4, micro_batches=4),
+            "zero2 pipeline, once": dict(sharding="zero2", pipeline=2),
             "tensor": dict(sharding="replicate", tensor=2),
+        },
+    ),
+    "fp32, few tokens": (  # the embedding's gradient is what the first stage of a pipeline needs most memory for
+        (8000, False, 16),
+        {
+            "zero2": dict(sharding="zero2"),
+            "zero3": dict(sharding="zero3"),
+            "zero2 pipeline, once": dict(sharding="zero2", pipeline=2),
+            "zero2 pipeline": dict(sharding="zero2", pipeline=2, micro_batches=4),
         },
     ),
     "fp32, huge ends": (

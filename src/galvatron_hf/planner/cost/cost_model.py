@@ -233,6 +233,9 @@ class CostModel:
         gathered = np.where(weights.next_bytes > 0, weights.message_bytes, 0.0)
         previous = layer if part == "embedding" else np.maximum(reduced, gathered)
         gradient = weights.elements * GRADIENT_BYTES
+        # An embedding's gradient lives until the end of its reduction, beside the result and gloo's copy of the input.
+        copied = reduced * (weights.message_bytes > 0) * (self.hardware.overlap_slowdown is None)
+        reduced_embedding = (np.where(reduced > 0, gradient, 0.0) + copied) * (part == "embedding")
         communication = np.maximum(0.0, forward + backward - computing)
         messages = weights.gather_ms + again + weights.reduce_ms
         regions = passed.region_forward_ms + passed.region_backward_ms
@@ -263,7 +266,7 @@ class CostModel:
             bucket_bytes=weights.bucket_bytes,
             reduce_input_bytes=reduced,
             reduce_output_bytes=np.where(reduced > 0, gradient, 0.0) * (is_layer or part == "head"),
-            reducing_bytes=unsharded + reduced + weights.next_bytes * is_layer,
+            reducing_bytes=unsharded + reduced + weights.next_bytes * is_layer + reduced_embedding,
             message_bytes=weights.message_bytes,
             previous_message_bytes=previous,
             first_previous_message_bytes=none if is_head else previous,
