@@ -35,13 +35,16 @@ def random_plan(seed: int, micro_batches: int, schedule: str) -> ParallelPlan:
 
 
 def followed(units: Sequence[StageUnit], working: Sequence[int], order: Sequence[Action]) -> float:
-    """Returns the most bytes during the backwards of a step. The first backward of a unit makes its gradients. What
-    layers share of a micro-batch is freed when its backward has come to the beginning of the stage.
+    """Returns the most bytes during the backwards of a step. The first backward of a unit makes its gradients. When a
+    backward has come to the beginning of the stage, it frees what layers share of a micro-batch, and what the head
+    keeps if gradients do not reuse it.
     """
     state, gradient, saved, shared = (
         [float(getattr(unit.costs, name)[0]) for unit in units]
         for name in ("state_bytes", "gradient_bytes", "activation_bytes", "shared_bytes")
     )
+    kept = [unit.costs.part == "head" and not unit.reuse_count for unit in units]
+    shared = [own if is_kept else one for is_kept, own, one in zip(kept, saved, shared, strict=True)]
     held, peak = sum(state) - sum(gradient), 0.0
     missing = list(gradient)
     for action in order:

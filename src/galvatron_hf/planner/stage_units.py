@@ -68,10 +68,9 @@ class StageUnit:
     @property
     def falling_bytes(self) -> int:
         """Returns by how many bytes they fall in the backward of a micro-batch. They rise if the first gradient needs
-        more than activations free. The head keeps its few, and so do both ends in a step of one micro-batch, whose
-        working memory has what they free.
+        more than activations free. The ends in a step of one micro-batch have this in their working memory.
         """
-        if self.costs.part != "layer" and (self.micro_batches == 1 or self.costs.part != "embedding"):
+        if self.micro_batches == 1 and self.costs.part != "layer":
             return 0
         freed, gradient = self.costs.released_in_backward(self.micro_batches)[0], self.costs.gradient_bytes[0]
         if self.reuse_count:
@@ -80,13 +79,17 @@ class StageUnit:
 
     @property
     def shared_bytes(self) -> int:
-        """Returns the activations of a micro-batch that earlier layers still use after the unit's backward."""
-        return int(np.ceil(self.costs.shared_bytes[0]))
+        """Returns the activations of a micro-batch that stay until the backward comes to the beginning of the stage:
+        those that earlier layers still use, and the few of the head unless gradients reuse their memory.
+        """
+        is_kept = self.costs.part == "head" and not self.reuse_count
+        found = self.costs.activation_bytes if is_kept else self.costs.shared_bytes
+        return int(np.ceil(found[0]))
 
     @property
     def own_bytes(self) -> int:
         """Returns the activations of a micro-batch that the unit's backward frees."""
-        return int(np.floor(self.costs.activation_bytes[0] - self.costs.shared_bytes[0]))
+        return max(0, int(np.floor(self.costs.activation_bytes[0])) - self.shared_bytes)
 
 
 def stage_units(costs: CostModel, plan: ParallelPlan, shape: StepShape, index: int) -> list[StageUnit]:
