@@ -206,7 +206,7 @@ def _measure(
                         watch.wait_for_quiet()
                         steps[index] += _steps(worlds[index].turn(), watch)
             endings = [world.finish() for world in worlds]
-            placed = [TrainingRun.from_json(own / RUN_FILE).deal for own in folders]
+            placed = [TrainingRun.from_json(own / RUN_FILE).deal if shape.packed else None for own in folders]
         except RuntimeError:
             for world in worlds:
                 world.abandon()

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import cpu_interference as watches  # noqa: E402
 import plan_runs  # noqa: E402
 from interleaved_worlds import Turn  # noqa: E402
+from random_plans import Shape  # noqa: E402
 
 
 def watch_of(folder: Path, *cores: list[tuple[float, float]]) -> watches.CoreWatch:
@@ -118,7 +119,7 @@ def test_steps_on_disturbed_cores_do_not_count(monkeypatch, slow, turns, counted
     world = World()
     monkeypatch.setattr(plan_runs, "World", lambda *unused: world)
     options = Namespace(rounds=2, steps=4, warmup=0)
-    [run] = plan_runs.measure(["a plan"], "a shape", ["a seat"], options, Watch(slow))
+    [run] = plan_runs.measure(["a plan"], Shape.parse("8x1x1x1x8x8x8x8"), ["a seat"], options, Watch(slow))
     assert (world.turns, len(run.steps), run.left_out) == (turns, counted, left_out)
     assert run.ending == "ending" and run.seconds == 1.0
     assert run.slowdown == pytest.approx(1.02 if left_out < 10 else 2.0025, abs=1e-6)
