@@ -98,6 +98,31 @@ def test_the_bias_that_a_stack_shares_is_in_its_activations_once(profile, tensor
     assert held[0] - held[1] == pytest.approx((2 * 4 // tensor * (recompute == "full") + 8) * (LENGTH**2 + TARGET**2))
 
 
+def test_kept_scores_are_those_of_the_rows_and_not_of_a_longer_trace():
+    """Compares with what autograd keeps in the second layer of transformers' own encoder."""
+    length, model, kept = 77, T5ForConditionalGeneration(CONFIG), {}
+    layer = model.encoder.block[1]
+    inside, weights = [False], {one.untyped_storage().data_ptr() for one in model.parameters()}
+    layer.register_forward_pre_hook(lambda *unused: inside.__setitem__(0, True))
+    layer.register_forward_hook(lambda *unused: inside.__setitem__(0, False))
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if inside[0] and storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = (
+                storage.nbytes(),
+                tensor,
+            )  # held, so that its place is not used again
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.encoder(input_ids=torch.ones(1, length, dtype=torch.long))
+    lengths = dict(length=length, target_length=length, max_degree=1)
+    found = profile_from_config(CONFIG, hardware_preset("cpu", 1, 1), "fp32", **lengths)
+    saved = length * found.kinds[0].saved_bytes[1, False, 1]
+    assert saved == pytest.approx(sum(size for size, _ in kept.values()), rel=0.01)
+
+
 class LongPairs(torch.utils.data.Dataset):
     """Holds pairs of 256 and 64 tokens."""
 

@@ -99,15 +99,7 @@ def stage_costs(
     hardware: HardwareProfile, model: ModelProfile, workload: Workload, plan: ParallelPlan, shape: StepShape
 ) -> CostModel:
     """Returns the cost model of a stage's layers, for the ranks and micro-batches of a plan."""
-    return CostModel(
-        hardware,
-        model,
-        workload,
-        len(plan.stages[0].ranks),
-        shape.rows,
-        context=shape.context,
-        recompute_logits_in_backward=shape.recompute_logits_in_backward,
-    )
+    return CostModel(hardware, model, workload, len(plan.stages[0].ranks), shape.rows).of_shape(shape)
 
 
 def priced_shape(hardware: HardwareProfile, model: ModelProfile, workload: Workload, plan: ParallelPlan) -> StepShape:

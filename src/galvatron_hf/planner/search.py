@@ -227,8 +227,7 @@ class _Cut:
         """Yields the problems of one shape; all shapes of the cut share `options`."""
         again = shape.recompute_logits_in_backward
         if again not in options:
-            costs = self.costs.with_rows(shape.rows, context=shape.context, recompute_logits_in_backward=again)
-            options[again] = OptionCosts(costs, shape.pipeline, self.strategies, ends, ends)
+            options[again] = OptionCosts(self.costs.of_shape(shape), shape.pipeline, self.strategies, ends, ends)
         problem = UnsolvedProblem(options[again], shape, padded=self.padded)
         if self.uniform:
             yield from problem.uniform(budget)
@@ -303,12 +302,8 @@ def _ends(vocabulary: list[VocabularyStrategy], tied: bool) -> list[list[Vocabul
 def _estimate(known: CostModels, problem: PlanProblem, solution: Solution) -> Estimate:
     """Returns the estimate of a solution, with the peaks of its ranks."""
     plan, shape = problem.plan(solution, known.workload, known.model), problem.shape
-    again = shape.recompute_logits_in_backward
-    costs = known.of_stage(problem.ranks).with_rows(
-        shape.rows, context=shape.context, recompute_logits_in_backward=again
-    )
     found = estimate_solution(problem, solution, known.workload, plan)
-    return replace(found, peak_bytes=peak_bytes(costs, plan, shape))
+    return replace(found, peak_bytes=peak_bytes(known.of_stage(problem.ranks).of_shape(shape), plan, shape))
 
 
 def _few_plans(limits: Limits) -> Limits:

@@ -118,6 +118,11 @@ class CostModel:
             setattr(other, name, getattr(self, name))
         return other
 
+    def of_shape(self, shape: StepShape) -> CostModel:
+        """Returns the model for the micro-batches of a step; it shares costs as [`CostModel.with_rows`] does."""
+        again = shape.recompute_logits_in_backward
+        return self.with_rows(shape.rows, context=shape.context, recompute_logits_in_backward=again)
+
     @property
     def pieces(self) -> int:
         """Returns the pieces of rows that context ranks make of a micro-batch; hidden states are laid out by them."""

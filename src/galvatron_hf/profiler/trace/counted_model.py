@@ -114,9 +114,8 @@ class CountedModel:
         # What sequence ranks can share evenly, if learned positions reach so far.
         even, most = -(-length // 128) * 128, positions(self.small)
         self.length = length if self.whole_rows and (most is None or even > most) else even
-        self.longest = image_positions(self.small) or length
         self.of_image = image_positions(self.small)  # tokens of every row, if the model takes images
-        self.length = self.of_image or self.length
+        self.longest, self.length = self.of_image or length, self.of_image or self.length
         few = -(-END_TOKENS // (self.of_image or 1)) * (self.of_image or 1)
         self.end_tokens = few, 2 * few  # in the traces of embedding and head
         if any(self.expert_counts()):
@@ -214,9 +213,11 @@ class CountedModel:
 
         return times
 
-    def tokens_of(self, strategy: LayerStrategy, length: int | None = None) -> int:
-        """Returns the tokens of a trace. Each rank has an image: positions are added only to be shared."""
-        return (length or self.length) * (1 if self.of_image is None else strategy.tensor * strategy.ulysses)
+    def tokens_of(self, strategy: LayerStrategy, length: int) -> int:
+        """Returns the tokens of a trace of documents of `length` tokens. Each rank has an image: positions are added
+        only to be shared.
+        """
+        return length * (1 if self.of_image is None else strategy.tensor * strategy.ulysses)
 
     def _length_of_rows(self, strategy: LayerStrategy) -> int:
         """Returns the length of a document whose bytes are counted. Rows have no more positions than their ranks add,
@@ -235,9 +236,9 @@ class CountedModel:
 
     def outside(self, strategy: LayerStrategy) -> list[Counts]:
         """Returns the counts of each kind of layer without its tensor-parallel regions."""
-        parts = self.parts(strategy)
+        parts, tokens = self.parts(strategy), self.tokens_of(strategy, self.length)
         with self.tracing(), parts.without_regions():
-            return [count(part) for part in parts.layers(parts.micro_batch(self.tokens_of(strategy), self.length))]
+            return [count(part) for part in parts.layers(parts.micro_batch(tokens, self.length))]
 
     def ends(self, tensor: int, tokens: int) -> dict[str, Counts]:
         if (tensor, tokens) not in self._ends:
@@ -285,7 +286,7 @@ class CountedModel:
         layers: list[dict[int, Times]] = [{} for _ in kinds]
         for tensor in self.tensor_degrees(max_degree):
             strategy = LayerStrategy(tensor=tensor)
-            traced = self.tokens_of(strategy)
+            traced = self.tokens_of(strategy, self.length)
             whole = self.layers(strategy, traced, self.length)
             # All images have the same positions, so that nothing depends on their number.
             halves = whole if self.of_image else self.layers(strategy, traced, self.length // 2)
