@@ -1,0 +1,426 @@
+# Copyright 2026 The galvatron-hf team.
+# SPDX-License-Identifier: Apache-2.0
+"""Computes what a micro-batch's forward and backward take in a layer or an end of a rank, whatever the sharding of its
+weights: compute, messages inside it, and bytes. The hardware profile gives the time of a message, the model profile
+the time of compute. docs/communication.md defines what is sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from galvatron_hf.plan import LayerStrategy
+from galvatron_hf.plan.chunks import largest_share
+from galvatron_hf.plan.layout import HEAD_CHUNK_TOKENS, AttentionHeads, Layout
+from galvatron_hf.plan.ring_traffic import RingTraffic
+from galvatron_hf.planner.cost import rings
+from galvatron_hf.planner.cost.strategy_costs import PassCosts
+from galvatron_hf.planner.cost.weight_costs import GRADIENT_BYTES
+from galvatron_hf.planner.cost.workload import Workload
+from galvatron_hf.profiler.profiles.hardware import HardwareProfile
+from galvatron_hf.profiler.profiles.layers import EndProfile, ExpertTimes, LayerProfile, Times
+from galvatron_hf.profiler.profiles.model import CALIBRATION_FACTORS, ModelProfile
+
+
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+INDEX_BYTES = 8  # of an index of a bias's table
+
+
+def pass_key(strategy: LayerStrategy) -> tuple:
+    """Returns what of a strategy decides a pass."""
+    return strategy.tensor, strategy.megatron_sp, strategy.ulysses, strategy.recompute, strategy.expert
+
+
+def computing_key(strategy: LayerStrategy) -> tuple:
+    """Returns what of a strategy decides compute without recompute."""
+    return strategy.tensor, strategy.megatron_sp, strategy.ulysses, strategy.expert
+
+
+class PassPrices:
+    """Prices passes on stages of `ranks` ranks for micro-batches of `rows` rows on all ranks together.
+    The workload gives lengths and number formats; its `rows` are not used. `context` is the context degree of all
+    layers. If `recompute_logits_in_backward`, the head keeps its input and computes the logits again, with its
+    gradients, in the backward. The head does so if several micro-batches wait for their backward.
+    """
+
+    def __init__(
+        self,
+        hardware: HardwareProfile,
+        model: ModelProfile,
+        workload: Workload,
+        ranks: int,
+        rows: int,
+        *,
+        context: int = 1,
+        recompute_logits_in_backward: bool = False,
+    ):
+        self.hardware, self.model, self.workload, self.context = hardware, model, workload, context
+        self.ranks, self.rows, self.recompute_logits_in_backward = ranks, rows, recompute_logits_in_backward
+        self.element = BYTES[workload.precision.compute]
+        self.calibration_factors = dict.fromkeys(CALIBRATION_FACTORS, 1.0) | dict(model.calibration_factors)
+        self._prices: dict[tuple, Any] = {}
+
+    @property
+    def pieces(self) -> int:
+        """Returns the pieces of rows that context ranks make of a micro-batch; hidden states are laid out by them."""
+        return self.rows * self.context
+
+    def piece_tokens(self, length: int, ratio: float = 1.0) -> int:
+        """Returns the tokens of the largest piece of a row of `length` times `ratio` tokens."""
+        length = round(length * ratio)
+        return length if self.context == 1 else largest_share(length, self.context)
+
+    # ---- Layers ----
+
+    def _pass(self, layer: LayerProfile, strategy: LayerStrategy) -> PassCosts:
+        if layer.read_ratio:  # depends on the layout between stages, and so on all rows
+            return self._new_pass(layer, strategy)
+        of_bias = self.ranks if layer.bias_heads else None  # the layers of a stage share a bias
+        key = "pass", id(layer), *pass_key(strategy), self._rows(strategy), self.context, of_bias
+        return self._once(key, lambda: self._new_pass(layer, strategy))
+
+    def _new_pass(self, layer: LayerProfile, strategy: LayerStrategy) -> PassCosts:
+        forward, backward = self._computing(layer, strategy)
+        region_forward, region_backward = self._regions(layer, strategy)
+        saved, working, recomputed = self._activations(layer, strategy)
+        shared, waiting = self._bias_bytes(layer, strategy)
+        return PassCosts(
+            forward_ms=forward,
+            backward_ms=backward,
+            region_forward_ms=region_forward,
+            region_backward_ms=region_backward,
+            saved_bytes=saved + shared,
+            working_bytes=working + waiting,
+            recomputed_bytes=recomputed,
+            released_bytes=0.0 if recomputed else saved,
+            shared_bytes=shared + self._read_bytes(layer, strategy),
+        )
+
+    def _tokens(self, strategy: LayerStrategy, length: int, ratio: float = 1.0) -> tuple[int, int, int]:
+        """Returns the maximum tokens of a data rank, inside a tensor region, and between regions. A row has `length`
+        times `ratio` tokens.
+        """
+        shared = self._rows(strategy) * self.piece_tokens(length, ratio)
+        region = -(-shared // strategy.ulysses)
+        return shared, region, -(-region // strategy.tensor) if strategy.megatron_sp else region
+
+    def _rows(self, strategy: LayerStrategy) -> int:
+        """Returns the most rows of a data rank."""
+        return -(-self.rows // strategy.data_degree(self.ranks))
+
+    def _squares(self, layer: LayerProfile, strategy: LayerStrategy) -> float:
+        """Returns the squared tokens of rows, to which a rank's attention is proportional."""
+        squares = self._rows(strategy) * self.workload.computed_square * layer.length_ratio**2 / strategy.ulysses
+        return squares if self.context == 1 else rings.CUTTING_FACTOR * squares / self.context
+
+    def _computing(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
+        """Returns forward and backward time. PyTorch's recompute, in the backward, ends with the last saved tensor."""
+        forward, backward, region = self._once(
+            self._computing_key("computing", layer, strategy), lambda: self._without_recompute(layer, strategy)
+        )
+        if strategy.recompute == "full":
+            times, factor = _at(layer.times, strategy.tensor), self.calibration_factors["computing"]
+            more = forward + factor * (times.recompute_fixed - times.forward_after_last_saved * region)
+            backward += max(0.0, more)
+        return forward, backward
+
+    def _computing_key(self, part: str, layer: LayerProfile, strategy: LayerStrategy) -> tuple:
+        """Returns the key of a part of a price that depends neither on recompute nor on sharding."""
+        return part, id(layer), *computing_key(strategy), self._rows(strategy), self.context
+
+    def _without_recompute(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float, int]:
+        """Returns forward and backward time and the tokens inside tensor regions."""
+        _, region, between = self._tokens(strategy, self.workload.computed_length, layer.length_ratio)
+        times, squares = _at(layer.times, strategy.tensor), self._squares(layer, strategy)
+        pairs = ((times.forward, times.forward_outside_tp), (times.backward, times.backward_outside_tp))
+        factor = self.calibration_factors["computing"]
+        forward, backward = (
+            factor * fit.ms(region, squares, without=outside * (region - between)) for fit, outside in pairs
+        )
+        experts = self._experts(layer, strategy, self.workload.computed_length)
+        if experts is not None:
+            own, imbalance, under_degree, alone = experts
+            pairs = zip(under_degree.times(own, imbalance), alone.times(own, 1.0), strict=True)
+            more = [factor * (there - here) for there, here in pairs]
+            forward, backward = max(0.0, forward + more[0]), max(0.0, backward + more[1])
+        return forward, backward, region
+
+    def _experts(
+        self, layer: LayerProfile, strategy: LayerStrategy, length: int
+    ) -> tuple[int, float, ExpertTimes, ExpertTimes] | None:
+        """Returns the tokens that a rank brings to the experts, the imbalance of what arrives, and the costs of
+        experts under the strategy's degree and under degree 1; None for a dense layer.
+        """
+        if layer.experts is None:
+            return None
+        _, region, _ = self._tokens(strategy, length, layer.length_ratio)
+        degrees = layer.experts.degrees
+        found = _at(degrees, strategy.expert)
+        return -(-region // strategy.tensor), self.model.imbalance(strategy.expert), found, degrees[1]
+
+    def _activations(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float, float]:
+        """Returns the bytes of one micro-batch that are saved, temporary, and recomputed."""
+        shared, _, between = self._tokens(strategy, self.workload.length, layer.length_ratio)
+        key = (strategy.tensor, strategy.megatron_sp, strategy.ulysses)
+        saved, working = shared * _at(layer.saved_bytes, key), shared * layer.working_bytes.get(key, 0.0)
+        read_bytes = self._read_bytes(layer, strategy)
+        experts = self._experts(layer, strategy, self.workload.length)
+        if experts is not None:
+            own, imbalance, under_degree, alone = experts
+            (more_saved, most), (less_saved, least) = under_degree.bytes(own, imbalance), alone.bytes(own, 1.0)
+            saved, working = max(0.0, saved + more_saved - less_saved), max(working, working + most - least)
+        if self.context > 1:
+            traffic = self.ring_traffic(strategy, self.workload.length)
+            working += rings.working_bytes(traffic, self.model.heads // (strategy.tensor * strategy.ulysses))
+        if strategy.recompute == "none":
+            return saved + read_bytes, working, 0.0
+        kept = layer.recompute_bytes.get(key)
+        kept_bytes = between * self.model.hidden * self.element if kept is None else shared * kept
+        return kept_bytes + read_bytes, working, saved
+
+    def _read_bytes(self, layer: LayerProfile, strategy: LayerStrategy) -> float:
+        """Returns a layer's part of the states of another stack that the layers of a stage read."""
+        if not layer.read_ratio:
+            return 0.0
+        read = self._tokens(strategy, self.workload.length, layer.read_ratio)[2]
+        return min(1.0, self.read_moves) * read * self.model.hidden * self.element
+
+    def _bias_bytes(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
+        """Returns a layer's part of what its stack shares in a stage, and the gradients that wait there for those of
+        this layer. Shared are the indices [S, S] of a bias of scores and, if layers are computed again, the bias
+        [1, heads, S, S]; kernels of a GPU keep it anyway. It is shared by as many layers as stages have in the mean.
+        """
+        if not layer.bias_heads:
+            return 0.0, 0.0
+        square = math.ceil(self.workload.length * layer.length_ratio) ** 2
+        bias = layer.bias_heads / (strategy.tensor * strategy.ulysses) * square * self.element
+        is_kept = strategy.recompute != "none" or self.hardware.overlap_slowdown is not None
+        of_stack = sum(self.model.kinds[kind] is layer for kind in self.model.layers)
+        layers = max(1.0, min(of_stack, len(self.model.layers) * self.ranks / self.hardware.world_size))
+        return (bias * is_kept + INDEX_BYTES * square) / layers, bias * (layers > 1)
+
+    # ---- Messages inside layers ----
+
+    def _regions(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
+        """Returns the time of tensor and Ulysses collectives and partial gradients, in forward and backward."""
+        _, region, between = self._tokens(strategy, self.workload.computed_length, layer.length_ratio)
+        tensor, count = strategy.tensor, layer.regions
+        again = strategy.recompute == "full"
+        piece = between * self.model.hidden * self.element
+        forward = backward = 0.0
+        if tensor > 1:
+            left_again = again * (count - (not layer.saves_after_last_region))
+            if strategy.megatron_sp:
+                gather = self._ms("all_gather", tensor, 1, piece)
+                scatter = self._ms("reduce_scatter", tensor, 1, tensor * piece)
+                forward += count * (gather + scatter)
+                backward += (count + again * count) * gather + (count + left_again) * scatter
+            else:
+                reduce = self._ms("all_reduce", tensor, 1, piece)
+                forward += count * reduce
+                backward += (count + left_again) * reduce
+            for weight in layer.weights:
+                if weight.trained and weight.sums_gradient(tensor, strategy.megatron_sp):
+                    backward += self._ms("all_reduce", tensor, 1, 4 * math.prod(weight.shape))
+        if strategy.ulysses > 1:
+            model = self.model
+            heads = AttentionHeads.from_degrees(
+                query=model.heads, key_value=model.kv_heads, tensor=tensor, ulysses=strategy.ulysses
+            )
+            size = region * model.head_dim * self.element
+            exchange = sum(
+                self._exchanged_ms(strategy, count * size)
+                for count in (heads.query + 2 * heads.sent_key_value, heads.query)  # of the inputs, and the output
+            )
+            forward += exchange
+            backward += exchange * (1 + again)
+        more = self._dispatch(layer, strategy), self._reading(layer, strategy), self._ring(layer, strategy)
+        for more_forward, more_backward in more:
+            forward, backward = forward + more_forward, backward + more_backward
+        return forward, backward
+
+    def _dispatch(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
+        """Returns the time of the messages of experts in forward and backward. Choices go to the experts' ranks and
+        come back, each way as many as arrive at the fullest rank. Tensor ranks with the same tokens take a part each
+        and gather the results, and in the backward the gradients.
+        """
+        experts, forward, backward = self._experts(layer, strategy, self.workload.computed_length), 0.0, 0.0
+        if experts is None:
+            return forward, backward
+        (own, imbalance, _, _), again = experts, strategy.recompute == "full"
+        row = self.model.hidden * self.element
+        if strategy.tensor > 1 and not strategy.megatron_sp:
+            gathered = self._ms("all_gather", strategy.tensor, 1, own * row)
+            forward, backward = gathered, gathered * (1 + again)
+        if strategy.expert > 1:
+            size = imbalance * own * layer.experts.top_k * row
+            moved = 2 * self._ms("all_to_all", strategy.expert, 1, size)
+            counted = self._ms("all_to_all", strategy.expert, 1, 8 * layer.experts.count)
+            forward, backward = forward + moved + counted, backward + moved * (1 + again)
+        return forward, backward
+
+    def _exchanged_ms(self, strategy: LayerStrategy, size: float) -> float:
+        """Returns the time in which Ulysses ranks exchange positions for heads, of `size` bytes on each: they copy
+        these into a message and out of it.
+        """
+        return self._ms("all_to_all", strategy.ulysses, strategy.tensor, size) + 2 * self._copying_ms(size)
+
+    def _ring(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
+        """Returns by how much the messages and copies of context ranks lengthen forward and backward. A message is as
+        slow as the slowest link of the ring: between nodes, if its ranks are on several.
+        """
+        if self.context == 1:
+            return 0.0, 0.0
+        key = self._computing_key("ring", layer, strategy)
+        forward, backward = self._once(key, lambda: self._ring_without_recompute(layer, strategy))
+        return forward, backward + forward * (strategy.recompute == "full")
+
+    def _ring_without_recompute(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
+        times, squares = _at(layer.times, strategy.tensor), self._squares(layer, strategy)
+        factor, stride = self.calibration_factors["computing"], strategy.tensor * strategy.ulysses
+        if self.hardware.crosses_nodes(self.context, stride):
+            stride = max(stride, self.hardware.devices_per_node)
+        traffic = self.ring_traffic(strategy, self.workload.computed_length)
+        sizes = traffic.block_bytes, traffic.gradient_bytes
+        forward, backward = rings.exposed_ms(
+            self.context,
+            *(factor * fit.per_square * squares for fit in (times.forward, times.backward)),
+            *(self._ms("send", 2, stride, size, "sending") for size in sizes),
+            self._overlapped,
+        )
+        copied = rings.copied_bytes(traffic, self.model.heads // (strategy.tensor * strategy.ulysses))
+        return forward + self._copying_ms(copied[0]), backward + self._copying_ms(copied[1])
+
+    def ring_traffic(self, strategy: LayerStrategy, length: int) -> RingTraffic:
+        """Returns what a rank sends for documents of `length` tokens. Ulysses ranks have exchanged their positions for
+        heads before.
+        """
+        model, ulysses = self.model, strategy.ulysses
+        heads = AttentionHeads.from_degrees(
+            query=model.heads, key_value=model.kv_heads, tensor=strategy.tensor, ulysses=ulysses
+        )
+        return RingTraffic(
+            degree=self.context,
+            tokens=self._tokens(strategy, length)[0],
+            key_value_heads=heads.sent_key_value // ulysses,
+            head_dim=model.head_dim,
+            element_bytes=self.element,
+        )
+
+    def _reading(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float]:
+        """Returns the time of the messages by which a layer reads another stack. Its states enter the region of the
+        cross-attention as hidden states do: Megatron-SP gathers them, and their gradients are shares of a sum. Ulysses
+        ranks exchange their keys and values for heads. The layers of a stage share the move to their layout.
+        """
+        if not layer.read_ratio:
+            return 0.0, 0.0
+        _, region, between = self._tokens(strategy, self.workload.computed_length, layer.read_ratio)
+        _, own, _ = self._tokens(strategy, self.workload.computed_length, layer.length_ratio)
+        again, model, tensor = strategy.recompute == "full", self.model, strategy.tensor
+        moved = self.read_moves * self._resharding_ms(self.boundary(), Layout.from_strategy(strategy, self.ranks))
+        forward = backward = moved
+        piece = between * model.hidden * self.element
+        if tensor > 1 and strategy.megatron_sp:
+            gather = self._ms("all_gather", tensor, 1, piece)
+            forward, backward = forward + gather, backward + again * gather
+            backward += self._ms("reduce_scatter", tensor, 1, tensor * piece)
+        elif tensor > 1:
+            backward += self._ms("all_reduce", tensor, 1, piece)
+        if strategy.ulysses > 1:
+            heads = AttentionHeads.from_degrees(
+                query=model.heads, key_value=model.kv_heads, tensor=tensor, ulysses=strategy.ulysses
+            )
+            size = model.head_dim * self.element
+            counts = own * heads.query + 2 * region * heads.sent_key_value, own * heads.query
+            exchange = sum(self._exchanged_ms(strategy, count * size) for count in counts)
+            forward, backward = forward + exchange, backward + exchange * (1 + again)
+        return forward, backward
+
+    @cached_property
+    def read_moves(self) -> float:
+        """Returns how often a stage moves the states that its layers read, for each layer: layers of one layout share
+        one move. Stages are taken to have equal shares of the layers.
+        """
+        return self.hardware.world_size / self.ranks / len(self.model.layers)
+
+    # ---- Embedding and head ----
+
+    def _pass_end(self, end: EndProfile, tensor: int, *, is_head: bool) -> PassCosts:
+        layout, lengths = self.end_layout(tensor), (self.workload.length, self.workload.computed_length)
+        tokens = [layout.most_tokens(self.pieces, self.piece_tokens(one, end.length_ratio)) for one in lengths]
+        key = "end", is_head, tensor, *tokens, self.recompute_logits_in_backward
+        return self._once(key, lambda: self._new_pass_end(end, tensor, is_head, *tokens))
+
+    def _new_pass_end(self, end: EndProfile, tensor: int, is_head: bool, kept: int, tokens: int) -> PassCosts:
+        """Returns the costs of an end for so many tokens of the longest rows, and of rows of mean length."""
+        times = _at(end.times, tensor)
+        forward, backward = (
+            self.calibration_factors["computing"] * fit.ms(tokens, 0.0) for fit in (times.forward, times.backward)
+        )
+        summed = self._ms("all_reduce", tensor, 1, tokens * self.model.hidden * self.element)
+        regions, fixed = (summed, 0.0), end.saved_fixed_bytes.get(tensor, 0.0)
+        if is_head:
+            chunks = -(-tokens // HEAD_CHUNK_TOKENS)
+            merged = chunks * self._ms("all_gather", tensor, 1, 16 * min(tokens, HEAD_CHUNK_TOKENS))
+            regions = (merged, summed + self.recompute_logits_in_backward * merged)
+        chunk = end.working_fixed_bytes.get(tensor, 0.0) * min(1.0, kept / HEAD_CHUNK_TOKENS)
+        results = max(kept * end.working_bytes.get(tensor, 0.0), chunk)
+        if is_head and self.recompute_logits_in_backward:  # the logits are one of three equal matrix products
+            forward, backward = forward / 3, backward + forward
+        return PassCosts(
+            forward_ms=forward,
+            backward_ms=backward,
+            region_forward_ms=regions[0],
+            region_backward_ms=regions[1],
+            saved_bytes=kept * _at(end.saved_bytes, tensor),
+            working_bytes=fixed if is_head else fixed + results,
+            recomputed_bytes=results if is_head else 0.0,  # freed before its gradients are scaled
+        )
+
+    def end_layout(self, tensor: int) -> Layout:
+        """Returns the layout of hidden states at an end whose vocabulary `tensor` ranks split."""
+        return Layout.from_vocabulary(tensor, self.ranks, self.pieces)
+
+    def later_stage_ms(self) -> float:
+        """Returns the time per micro-batch of positions and rotary embeddings, on each stage after the first."""
+        return self.calibration_factors["computing"] * _at(self.model.embedding.times, 1).forward.fixed
+
+    # ---- Messages, copies and prices that are known ----
+
+    def _ms(self, kind: str, ranks: int, stride: int, size: float, factor: str = "communication") -> float:
+        """Returns the time of a collective in a training step."""
+        launch = self.model.collective_launch_ms if ranks > 1 and factor == "communication" else 0.0
+        if factor == "weights" and (ranks > 1 or kind != "all_reduce"):
+            launch = self.model.weights_launch_ms
+        if ranks == 1:
+            return launch
+        return launch + self.calibration_factors[factor] * float(self.hardware.ms(kind, ranks, stride, size))
+
+    def _copying_ms(self, size: float) -> float:
+        """Returns the time of copying so many bytes. The memory reads and writes each, while an addition of gradients
+        reads two numbers of 4 bytes and writes one.
+        """
+        return self.calibration_factors["copying"] * self.model.adding_ms_per_element * 2 * size / (3 * GRADIENT_BYTES)
+
+    def _overlapped(self, computing: np.ndarray, communicating: np.ndarray) -> np.ndarray:
+        slowdown = self.hardware.overlap_slowdown
+        if slowdown is None:
+            return computing + communicating
+        return np.maximum(computing, communicating) + (slowdown - 1) * np.minimum(computing, communicating)
+
+    def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
+        """Returns a price of `make`, and makes it only once for a key, which has all that it depends on."""
+        if key not in self._prices:
+            self._prices[key] = make()
+        return self._prices[key]
+
+
+def _at(table: dict, key: object) -> Times | float:
+    if key not in table:
+        raise ValueError(f"The model profile has no figures for degree {key}; profile the model with it.")
+    return table[key]
