@@ -18,8 +18,9 @@ from galvatron_hf.planner.cost import rings
 from galvatron_hf.planner.cost.cost_model import CostModel, CostModels
 from galvatron_hf.planner.estimate import estimate_plan
 from galvatron_hf.planner.report.explain import explain_plan
-from galvatron_hf.planner.search import _cuts, search_plan
+from galvatron_hf.planner.search import search_plan
 from galvatron_hf.planner.space import Limits
+from galvatron_hf.planner.step_cuts import step_cuts
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile, Link
 from galvatron_hf.profiler.profiles.model import ModelProfile
 from galvatron_hf.profiler.profiles.presets import hardware_preset
@@ -75,7 +76,7 @@ def test_rows_that_are_not_packed_are_not_shared():
     for model, packed, shared in itertools.product((True, False), (True, False), (True, False)):
         profile = replace(random_model(0, layers=2), shares_documents=model)
         limits = Limits(context=None if shared else (1,))
-        cuts = list(_cuts(CostModels(hardware, profile, workload(1, packed=packed)), limits))
+        cuts = list(step_cuts(CostModels(hardware, profile, workload(1, packed=packed)), limits))
         degrees = {shape.context for cut in cuts for shape in cut.shapes}
         assert degrees == ({1, 2, 4} if model and packed and shared else {1})
 

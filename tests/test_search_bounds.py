@@ -10,12 +10,13 @@ import pytest
 
 from galvatron_hf.planner.cost.cost_model import CostModels
 from galvatron_hf.planner.cost.step_shape import StepShape
-from galvatron_hf.planner.search import _cuts, search_plan
+from galvatron_hf.planner.search import search_plan
 from galvatron_hf.planner.solver.coarse_bound import coarse_bound
 from galvatron_hf.planner.solver.cut_bounds import least_memory
 from galvatron_hf.planner.solver.dp import solve
 from galvatron_hf.planner.solver.stage_bounds import FIRST, STEADY, TOTAL, StageBounds
 from galvatron_hf.planner.space import FEATURES, Limits, layer_strategies, vocabulary_strategies
+from galvatron_hf.planner.step_cuts import step_cuts
 from planner_cases import random_hardware, random_model, workload
 from search_problems import random_problem
 
@@ -26,7 +27,7 @@ def test_no_problem_is_cheaper_or_smaller_than_its_quick_bounds(pipeline, virtua
         model = random_model(seed, layers=4, experts=seed == 1)
         hardware = random_hardware(seed, world_size=4, memory_bytes=1 << 40)
         limits = Limits(pipeline=(pipeline,), virtual_stages=virtual, hybrid_sharding=False, sequence=("ulysses",))
-        for cut in _cuts(CostModels(hardware, model, workload(6, packed=True)), limits):
+        for cut in step_cuts(CostModels(hardware, model, workload(6, packed=True)), limits):
             for _, bound_of_shape, group in cut.problems(1 << 40):
                 for bound, problem in group:
                     assert cut.bound <= bound_of_shape <= bound
@@ -39,7 +40,7 @@ def test_quick_bounds_know_the_memory():
     few = Limits(hybrid_sharding=False, tensor=1, sequence=("ulysses",), micro_batches=(1, 3))
     for (pipeline, virtual), uniform in itertools.product([(1, 1), (2, 1), (2, 3)], (False, True)):
         limits = replace(few, pipeline=(pipeline,), virtual_stages=virtual, uniform=uniform)
-        for cut in _cuts(CostModels(hardware, model, workload(6)), limits):
+        for cut in step_cuts(CostModels(hardware, model, workload(6)), limits):
             for free, problem in itertools.chain.from_iterable(group for *_, group in cut.problems(1 << 40)):
                 least = least_memory(problem.build(1).problem)
                 for budget in (int(1.02 * least), int(1.3 * least)):
@@ -56,7 +57,7 @@ def test_closer_bounds_know_what_each_stage_holds():
         hardware = random_hardware(seed, world_size=4, memory_bytes=1 << 40)
         model = random_model(seed, layers=6, kinds=1 + seed)
         limits = Limits(pipeline=(2, 4), micro_batches=(6,), virtual_stages=virtual, hybrid_sharding=False, tensor=1)
-        for cut in _cuts(CostModels(hardware, model, workload(6)), limits):
+        for cut in step_cuts(CostModels(hardware, model, workload(6)), limits):
             for _, problem in itertools.chain.from_iterable(group for *_, group in cut.problems(1 << 40)):
                 least = least_memory(problem.build(1).problem)
                 for budget in (int(1.02 * least), int(1.2 * least), int(2 * least)):
@@ -118,7 +119,7 @@ def test_bounds_of_one_strategy_know_the_fullest_stage():
     for kinds, (pipeline, virtual) in itertools.product((1, 2), ((1, 1), (2, 1), (2, 3), (4, 1))):
         model = random_model(2, layers=6, kinds=kinds)
         limits = replace(few, pipeline=(pipeline,), virtual_stages=virtual)
-        for cut in _cuts(CostModels(hardware, model, workload(4)), limits):
+        for cut in step_cuts(CostModels(hardware, model, workload(4)), limits):
             for *_, problems in cut.problems(1 << 40):
                 every = [problem for _, problem in problems]
                 least = min(least_memory(problem.build(1).problem) for problem in every)

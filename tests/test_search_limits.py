@@ -23,9 +23,10 @@ from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.planner.cost.cost_model import CostModels
 from galvatron_hf.planner.report import alternatives as planner_alternatives
 from galvatron_hf.planner.report.alternatives import alternatives
-from galvatron_hf.planner.search import _cuts, search_plan
+from galvatron_hf.planner.search import search_plan
 from galvatron_hf.planner.simplify import simplest
 from galvatron_hf.planner.space import FEATURES, Limits
+from galvatron_hf.planner.step_cuts import step_cuts
 from galvatron_hf.profiler.profiles.presets import hardware_preset
 from galvatron_hf.profiler.trace import tracing
 from galvatron_hf.utils import hub
@@ -125,7 +126,7 @@ def test_strategies_that_are_forbidden_are_not_searched():
 
     def searched(limits: Limits) -> set[tuple[bool, str, bool]]:
         found = set()
-        for cut in _cuts(CostModels(hardware, model, workload(8)), limits):
+        for cut in step_cuts(CostModels(hardware, model, workload(8)), limits):
             for one in (*cut.strategies, *itertools.chain(*cut.choices_of_ends)):
                 found.add((cut.shapes[0].pipeline > 1, one.sharding, one.shard_degree is not None))
         return found
@@ -136,9 +137,9 @@ def test_strategies_that_are_forbidden_are_not_searched():
     assert without == {one for one in every if not (one[0] and one[1] == "zero3")}
     assert searched(Limits().without("hybrid-sharding")) == {one for one in every if not one[2]}
     schedules = {
-        shape.schedule for cut in _cuts(CostModels(hardware, model, workload(8)), Limits()) for shape in cut.shapes
+        shape.schedule for cut in step_cuts(CostModels(hardware, model, workload(8)), Limits()) for shape in cut.shapes
     }
-    plain = _cuts(CostModels(hardware, model, workload(8)), Limits().without("interleaved"))
+    plain = step_cuts(CostModels(hardware, model, workload(8)), Limits().without("interleaved"))
     assert {shape.schedule for cut in plain for shape in cut.shapes} == schedules - {"interleaved"} != schedules
     with pytest.raises(ValueError, match="a forbidden feature is 'zero4'"):
         Limits().without("zero4")
