@@ -24,6 +24,7 @@ PROFILES_FILE = "plan_profiles.json"
 RUN_FILE = "training_run.json"
 VERSION = 1
 MOST_STEPS = 10_000  # whose times are kept, the last ones
+WARM_UP = 2  # steps that are not timed: caches and allocators fill, and on a CPU memory is recorded
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 from galvatron_hf.plan.plan_words import words_of
 from galvatron_hf.plan.table import COLUMNS, plan_rows, plan_title, ranks_text
 from galvatron_hf.planner.report.explain import KINDS
-from galvatron_hf.planner.report.run_files import is_number
+from galvatron_hf.planner.report.run_files import WARM_UP, is_number
 from galvatron_hf.plots.deal import deal_figure, run_deal
 from galvatron_hf.plots.memory import memory_figure
 from galvatron_hf.plots.plan_diagram import plan_figure
@@ -28,7 +28,7 @@ from galvatron_hf.plots.report.html import (
     section,
     table,
 )
-from galvatron_hf.plots.report.run import WARM_UP, RunReport
+from galvatron_hf.plots.report.run import RunReport
 from galvatron_hf.plots.run_charts import series, series_figure, step_times_figure
 from galvatron_hf.plots.spans import predicted_timeline
 from galvatron_hf.plots.timeline import timeline_figure

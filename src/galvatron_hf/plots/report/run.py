@@ -18,6 +18,7 @@ from galvatron_hf.planner.report.run_files import (
     PLAN_FILE,
     PROFILES_FILE,
     RUN_FILE,
+    WARM_UP,
     PlanProfiles,
     TrainingRun,
     is_number,
@@ -27,7 +28,6 @@ from galvatron_hf.plots.spans import StepTimeline, measured_timeline
 
 
 STATE_FILE = "trainer_state.json"
-WARM_UP = 2  # steps that take longer than others: memory is recorded, and allocators fill
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 

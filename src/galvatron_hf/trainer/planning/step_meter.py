@@ -17,11 +17,11 @@ from transformers import TrainerCallback
 
 from galvatron_hf.parallel.comm.objects import gather_objects
 from galvatron_hf.plan import ParallelPlan
+from galvatron_hf.planner.report.run_files import WARM_UP
 from galvatron_hf.trainer.planning.cpu_peak_memory import allocation_peak, allocations_profiler
 from galvatron_hf.utils.compat import profiler_is_running
 
 
-WARM_UP = 2  # steps that are not timed: caches and allocators fill, and on a CPU memory is recorded
 MIB = 1 << 20
 
 
