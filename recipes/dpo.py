@@ -17,7 +17,8 @@ A model of the Hub on 8 GPUs:
 Rows have a better and a worse answer, {"prompt": ..., "chosen": ..., "rejected": ...}, as texts or lists of messages.
 Arguments are those of sft.py but for its column, and every field of TRL's DPOConfig. With adapters the reference is
 the model without them, under the plan. `--lora_rank 0` trains all weights: every rank then has a whole copy of the
-model as the reference, and computes the reference of the whole batch with it. Needs `pip install trl peft`.
+model as the reference, and computes the reference of the whole batch with it. Needs
+`pip install peft trl -c constraints.txt`.
 """
 
 import sys

@@ -15,7 +15,7 @@ A model of the Hub on 8 GPUs, with conversations in a JSON-lines file, {"message
         --max_length 4096 --assistant_only_loss --learning_rate 1e-4 --output_dir output/chat
 
 Arguments are those below and every field of TRL's SFTConfig. `--lora_rank 0` trains all weights. Adapters are saved in
-PEFT's format. Needs `pip install trl peft`.
+PEFT's format. Needs `pip install peft trl -c constraints.txt`.
 """
 
 import sys

@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -154,3 +156,39 @@ def test_torchrun_trains_on_two_ranks(tmp_path):
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "PROCESSES_PER_NODE": "2"}
     environment["HF_DATASETS_CACHE"] = str(tmp_path / "hf-cache")
     assert_trained_on_two_ranks(run_script("torchrun.sh", environment, *small_run(tmp_path)), tmp_path)
+
+
+def launchers_of(folder: Path) -> list[int]:
+    """Returns the processes of `accelerate launch` that train into a folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            if "launch" in words and any(word.endswith("/accelerate") for word in words):
+                found += [int(process.name)] if f"--output_dir={folder / 'run'}" in words else []
+    return found
+
+
+@pytest.mark.slow
+def test_the_signal_before_a_time_limit_has_the_ranks_of_a_slurm_job_save(slurm, tmp_path):
+    """Slurm signals what srun has started, the launchers: their ranks save one checkpoint, and end before them."""
+    _, environment = slurm
+    environment |= {"HF_DATASETS_CACHE": str(tmp_path / "hf-cache"), "PYTHONUNBUFFERED": "1"}
+    environment |= {"PROCESSES_PER_NODE": "1", "LAUNCH_CONFIG": str(ACCELERATE / "cpu4.yaml")}
+    arguments = [*small_run(tmp_path), "--max_steps=100000", "--save_strategy=steps", "--save_steps=100000"]
+    command = ["bash", str(LAUNCH / "slurm.sh"), *arguments]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **output) as job:
+        text = ""
+        for line in job.stdout:
+            text += line
+            if "'loss'" in line:
+                break
+        launchers = launchers_of(tmp_path)
+        for launcher in launchers:
+            os.kill(launcher, signal.SIGUSR1)
+        text += job.communicate(timeout=120)[0]
+    assert len(launchers) == 2 and job.returncode != 0, text[-4000:]
+    (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
+    assert (checkpoint / "manifest.json").is_file(), text[-4000:]
+    assert (tmp_path / "run" / "training_run.json").is_file()  # train() came to its end on rank 0

@@ -28,7 +28,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "that ranks measure at the same time; by itself it measures one process. With --cluster nothing is measured: "
         "work and memory are counted for the devices of the preset."
     )
-    parser.add_argument("--model", required=True, metavar="PATH", help="a folder with a config.json, or such a file")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="PATH",
+        help="a folder with a config.json, such a file, or the id of a model on the Hub",
+    )
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
