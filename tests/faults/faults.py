@@ -189,6 +189,16 @@ def sigterm(trainer: Trainer, fault: Fault) -> None:
 
 
 @kind
+def sigterm_to_group(trainer: Trainer, fault: Fault) -> None:
+    """Sends SIGTERM to the process group of the rank from another process, as torchrun does. A worker of a loader ends
+    quietly if its parent sends it.
+    """
+    os.setpgid(0, 0)
+    command = ["bash", "-c", f"kill -TERM -- -{os.getpid()}"]
+    in_forward(trainer, fault, lambda output: subprocess.run(command, check=True, start_new_session=True) and None)
+
+
+@kind
 def sigusr1(trainer: Trainer, fault: Fault) -> None:
     in_backward(trainer, fault, lambda gradient: os.kill(os.getpid(), signal.SIGUSR1))
 

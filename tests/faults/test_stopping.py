@@ -41,6 +41,15 @@ def test_a_signal_on_one_rank_ends_the_step_saves_once_and_ends_training(tmp_pat
     assert job.logs() == uninterrupted(plan)
 
 
+def test_a_signal_to_a_rank_and_its_children_leaves_it_the_workers_of_its_loader(tmp_path, uninterrupted):
+    job = Job(folder=tmp_path, plan="layers_of_two", options=RARELY | dict(dataloader_num_workers=2))
+    job.fork(fail_at(0, STEP, "sigterm_to_group"))
+    assert job.checkpoints() == [f"checkpoint-{STEP}"]
+    assert max(job.logs("train_loss")) == STEP
+    job.fork(resume=True)
+    assert job.logs() == uninterrupted("layers_of_two")
+
+
 def test_handlers_are_given_back(tmp_path):
     def work():
         mine = signal.signal(signal.SIGTERM, signal.SIG_IGN), signal.getsignal(signal.SIGUSR1)

@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from galvatron_hf.data.loader import join_batches, read_once
 from galvatron_hf.data.packing import BOUNDS
 from galvatron_hf.trainer.arguments import batch_rows_of
+from galvatron_hf.trainer.fault.stop_signal import keep_workers
 from galvatron_hf.utils.compat import keep_dataloader
 
 
@@ -96,9 +97,10 @@ class GlobalBatches:
     def prepare(self, accelerator: Accelerator, loader: DataLoader) -> DataLoader:
         if getattr(loader, "_is_accelerate_prepared", False):
             return loader
-        config = accelerator.dataloader_config
+        config, joined = accelerator.dataloader_config, self.joined(loader)
+        keep_workers(joined)
         prepared = prepare_data_loader(
-            self.joined(loader),
+            joined,
             device=self.args.device,
             num_processes=1,
             process_index=0,

@@ -5,11 +5,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
+from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.utils import logging
 
@@ -70,3 +73,17 @@ class StopSignal(TrainerCallback):
     def on_epoch_end(self, args, state, control, **kwargs):
         if self.agreed:  # the checkpoint has been saved
             control.should_save = control.should_evaluate = False
+
+
+def keep_workers(loader: DataLoader) -> None:
+    """Has the workers of a loader leave the process group of their rank. torchrun sends a signal to the whole group:
+    SIGTERM would end the workers, and with them the rank that has to save.
+    """
+    if loader.num_workers > 0:
+        loader.worker_init_fn = functools.partial(_leave_group, loader.worker_init_fn)
+
+
+def _leave_group(initialize: Callable[[int], None] | None, worker: int) -> None:
+    os.setpgid(0, 0)
+    if initialize is not None:
+        initialize(worker)
