@@ -93,14 +93,21 @@ def test_ctrl_c_ends_a_command_without_a_traceback(command, tmp_path):
     """The command reads a file that nobody writes to its end."""
     pipe = tmp_path / "file"
     os.mkfifo(pipe)
-    code = "import sys; from galvatron_hf.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    code = (
+        "import signal, sys; from galvatron_hf.cli.main import main; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "  # jobs in the background of a shell ignore it
+        "sys.exit(main(sys.argv[1:]))"
+    )
     words = [sys.executable, "-c", code, *command, str(pipe)]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
-        writer = _opened_for_writing(pipe, process)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
-        os.close(writer)
-        assert process.stderr.read() == "galvatron: stopped.\n"
+        try:
+            writer = _opened_for_writing(pipe, process)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
+            os.close(writer)
+            assert process.stderr.read() == "galvatron: stopped.\n"
+        finally:
+            process.kill()
 
 
 def _opened_for_writing(pipe: Path, reader: subprocess.Popen) -> int:
