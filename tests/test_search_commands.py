@@ -198,6 +198,13 @@ def test_flags_that_do_not_fit_are_told_in_a_sentence(capsys, flags, sentence):
     assert sentence in capsys.readouterr().err
 
 
+def test_nothing_is_cut_in_a_terminal_of_usual_width(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["search", *FLAGS, "--compare"]) == 0
+    printed = capsys.readouterr().out
+    assert "\u2026" not in printed and max(map(len, printed.splitlines()[:-2])) <= 80
+
+
 def saved_model(folder: Path, heads: int) -> str:
     config = LlamaConfig(
         hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=heads, vocab_size=64
