@@ -111,6 +111,9 @@ def test_a_tensor_degree_without_figures_is_refused_with_those_that_have_some(ca
     assert main(["estimate", *profiles, "--seq-length", "8", "--global-batch", "4", "--plan", "tp3"]) == 1
     message = capsys.readouterr().err
     assert "Layer 0 has tensor 3, and the profile of " in message and "degrees 1, 2" in message
+    assert main(["estimate", *profiles, "--seq-length", "8", "--global-batch", "4", "--plan", "ulysses3"]) == 1
+    message = capsys.readouterr().err
+    assert "has no figures for degree tp1+ulysses3, but for tp1+ulysses1, " in message and ": use one of" in message
 
 
 def test_steps_of_no_time_and_of_too_much_are_refused(capsys, tmp_path):
