@@ -74,8 +74,13 @@ class ModelArguments:
     def __post_init__(self):
         if self.config_name is not None and self.model_name_or_path is not None:
             raise ValueError("config_name is for a new model, and model_name_or_path names one: give one of them.")
-        if isinstance(self.config_overrides, str):
-            self.config_overrides = json.loads(self.config_overrides)
+        if isinstance(given := self.config_overrides, str):
+            try:
+                self.config_overrides = json.loads(given)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"config_overrides={given!r} is not JSON ({error}): correct it.") from None
+        if not isinstance(self.config_overrides, dict | None):
+            raise ValueError(f"config_overrides={self.config_overrides!r} has no names: write {{name: value}}.")
 
 
 @dataclass
@@ -112,15 +117,34 @@ def read_arguments(argv: list[str], kinds: tuple[type, ...]) -> tuple:
     """Reads the YAML file if the first argument is one, then the command line; returns arguments of each kind."""
     parser = HfArgumentParser(kinds)
     if argv and argv[0].endswith((".yaml", ".yml")):
-        values = yaml.safe_load(Path(argv[0]).read_text())
+        values = _read_yaml(argv[0])
         actions = {action.dest: action for action in parser._actions}
-        if unknown := sorted(set(values) - set(actions)):
+        if unknown := sorted(set(values) - set(actions), key=str):
             raise ValueError(f"{argv[0]} has the unknown arguments {unknown}: remove them or see --help.")
-        for name in values:
+        for name, value in values.items():
             actions[name].required = False  # what the file gives need not be on the command line
+            if (choices := actions[name].choices) is None:
+                continue
+            if value is False and "no" in choices:  # YAML reads a bare no as false
+                values[name] = value = "no"
+            if value is not None and value not in choices:
+                raise ValueError(f"{name} of {argv[0]} is {value!r}: choose one of {list(choices)}.")
         parser.set_defaults(**values)
         argv = argv[1:]
     return parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+
+
+def _read_yaml(path: str) -> dict:
+    """Reads names and values of a YAML file, which may be empty."""
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", error)
+        place = "" if mark is None else f"line {mark.line + 1}: "
+        raise ValueError(f"{path} is not YAML ({place}{problem}): correct it.") from None
+    if not isinstance(values, dict | None):
+        raise ValueError(f"{path} has no arguments: write lines such as max_steps: 100.")
+    return values or {}
 
 
 def parse_arguments(argv: list[str], kinds: tuple[type, ...] = ARGUMENTS) -> tuple:

@@ -90,14 +90,13 @@ def test_a_command_that_is_stopped_says_so(monkeypatch, capsys):
     ids=["rent", "plot"],
 )
 def test_ctrl_c_ends_a_command_without_a_traceback(command, tmp_path):
-    """The command reads a file that nobody writes to its end."""
+    """The command reads a file that nobody writes to its end. A job in the background ignores the signal from its
+    start, and so would the command that it starts.
+    """
     pipe = tmp_path / "file"
     os.mkfifo(pipe)
-    code = (
-        "import signal, sys; from galvatron_hf.cli.main import main; "
-        "signal.signal(signal.SIGINT, signal.default_int_handler); "  # jobs in the background of a shell ignore it
-        "sys.exit(main(sys.argv[1:]))"
-    )
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "from galvatron_hf.cli.main import main; sys.exit(main(sys.argv[1:]))"
     words = [sys.executable, "-c", code, *command, str(pipe)]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
         try:
@@ -107,7 +106,7 @@ def test_ctrl_c_ends_a_command_without_a_traceback(command, tmp_path):
             os.close(writer)
             assert process.stderr.read() == "galvatron: stopped.\n"
         finally:
-            process.kill()
+            process.kill()  # or the end of the block would wait for a command that has not stopped
 
 
 def _opened_for_writing(pipe: Path, reader: subprocess.Popen) -> int:
@@ -129,3 +128,19 @@ def test_settings_of_a_broken_launcher_are_shown(monkeypatch, capsys, world, loc
     found = json.loads(capsys.readouterr().out)
     assert [str(found[name]) for name in ("world size", "ranks of this node")] == [world, local]
     assert found["nodes"] == nodes
+
+
+@pytest.mark.parametrize("error", ["OSError('libcudart.so.12: no such file')", "RuntimeError('two\\nlines')"])
+def test_a_torch_that_cannot_be_imported_is_shown(tmp_path, error):
+    (tmp_path / "torch.py").write_text(f"raise {error}")
+    code = "import sys; sys.path.insert(0, '.'); from galvatron_hf.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", code, "env"]
+    shown = [
+        subprocess.run([*words, *more], cwd=tmp_path, capture_output=True, text=True) for more in ([], ["--json"])
+    ]
+    assert [one.returncode for one in shown] == [0, 0], shown
+    reason = error.replace("('", ": ").replace("')", "").replace("\\n", " ")
+    assert (
+        shown[0].stdout.endswith(f"- torch cannot be imported: {reason}\n") and "- galvatron-hf: " in shown[0].stdout
+    )
+    assert json.loads(shown[1].stdout)["torch cannot be imported"] == reason

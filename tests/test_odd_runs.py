@@ -152,3 +152,20 @@ def test_values_that_are_no_numbers_are_left_out(finished, tmp_path, capsys):
     assert [log.get("loss") for log in shown["log_history"][:4]] == [None, None, 1e308, -1e308]
     page = (folder / "report.html").read_text()
     assert "<b>" not in page and "<i>" not in page and ">1.5<" in page and ">nan<" in page
+
+
+def test_the_deal_of_a_run_that_logged_nothing_is_on_the_page(finished, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    values = json.loads((folder / RUN_FILE).read_text())
+    (folder / RUN_FILE).write_text(json.dumps(values | {"log_history": []}))
+    report = read_run(folder)
+    page = report_page(report)
+    assert report_values(report)["deal"] == values["deal"] is not None
+    assert "The documents of the last packed step" in page and "as logged" not in page
+
+
+def test_a_run_that_has_not_ended_is_no_dataset(tmp_path, capsys):
+    ParallelPlan.uniform(2, 4).to_json(tmp_path / PLAN_FILE)
+    assert main(["plot", "deal", str(tmp_path), "--output", str(tmp_path / "deal.png")]) == 1
+    assert f"is of a run that has not ended, without {RUN_FILE}" in capsys.readouterr().err

@@ -53,6 +53,8 @@ def test_a_pace_is_told_in_tokens_days_hours_and_a_price():
     assert (pace.days(tokens), pace.device_hours(tokens)) == (2.5, 2.5 * 24 * 16)
     run = "4.32e+10 tokens: 2.5 days, 960 device-hours, 1,920 at 2 an hour (predicted, without interruptions)"
     assert pace.lines(tokens, 2.0)[1] == run and pace.lines() == pace.lines(tokens)[:1]
+    short = "2e+06 tokens: 0.00012 days, 0.044 device-hours, 0.089 at 2 an hour (predicted, without interruptions)"
+    assert pace.lines(2e6, 2.0)[1] == short
     assert pace.lines()[0] == f"200,000 tokens/s, 12,500 a device, {pace.mfu:.0%} MFU (predicted)"
     values = pace.values(tokens, 2.0)
     assert (values["days"], values["device_hours"], values["price"]) == (2.5, 960, 1920)
@@ -102,8 +104,9 @@ def test_names_of_offers_are_shown_as_they_are(flags, tmp_path, capsys):
     names = ["[bold]a[/]", "[/red] 50% $ <b>"]
     offers = [offer | {"name": name} for offer, name in zip(OFFERS, names, strict=True)]
     (tmp_path / "offers.json").write_text(json.dumps(offers))
-    assert main([*flags, "--tokens", "1e12"]) == 0
+    assert main([*flags, "--tokens", "1e9"]) == 0
     printed = capsys.readouterr().out
+    assert " 0 for " not in printed and " 0.0 days" not in printed
     assert printed.count(names[0]) == 1 and printed.count(names[1]) == 2
 
 
@@ -137,6 +140,7 @@ def test_offers_alone_name_devices_and_prices(flags, flag, capsys):
         ('[{"name": "a", "cluster": "h100", "price_per_hour": 0}]', "offers[0].price_per_hour"),
         ('[{"name": "a", "cluster": "h100", "price_per_hour": 1, "nodes": 0}]', "offers[0].nodes"),
         ('[{"name": "a", "cluster": "h900", "price_per_hour": 1}]', "h900"),
+        ('[{"name": "a", "cluster": "a100", "price_per_hour": 1}]', "use 'a100-40g'"),
         ('[{"name": 3, "cluster": "h100", "price_per_hour": 1}]', "offers[0].name is 3"),
         ('[{"name": "a", "cluster": "h100", "price_per_hour": 1, "prize": 1}]', "prize"),
         ("[3]", "offers[0]"),

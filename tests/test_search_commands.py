@@ -111,6 +111,9 @@ def test_a_tensor_degree_without_figures_is_refused_with_those_that_have_some(ca
     assert main(["estimate", *profiles, "--seq-length", "8", "--global-batch", "4", "--plan", "tp3"]) == 1
     message = capsys.readouterr().err
     assert "Layer 0 has tensor 3, and the profile of " in message and "degrees 1, 2" in message
+    assert main(["estimate", *profiles, "--seq-length", "8", "--global-batch", "4", "--plan", "ulysses3"]) == 1
+    message = capsys.readouterr().err
+    assert "has no figures for degree tp1+ulysses3, but for tp1+ulysses1, " in message and ": use one of" in message
 
 
 def test_steps_of_no_time_and_of_too_much_are_refused(capsys, tmp_path):
@@ -196,6 +199,13 @@ def test_the_tables_name_what_was_assumed(capsys):
 def test_flags_that_do_not_fit_are_told_in_a_sentence(capsys, flags, sentence):
     assert main(["search", *flags]) == 1
     assert sentence in capsys.readouterr().err
+
+
+def test_nothing_is_cut_in_a_terminal_of_usual_width(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["search", *FLAGS, "--compare"]) == 0
+    printed = capsys.readouterr().out
+    assert "\u2026" not in printed and max(map(len, printed.splitlines()[:-2])) <= 80
 
 
 def saved_model(folder: Path, heads: int) -> str:

@@ -166,7 +166,15 @@ def test_prices_of_another_case_are_not_used(other):
 # ---- The command line ----
 
 
-def test_seconds_and_ctrl_c_stop():
+@pytest.fixture
+def interrupts():
+    """Sets the handler of a command in the foreground, and then the one that these tests were started with."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_seconds_and_ctrl_c_stop(interrupts):
     assert not Stop()() and Stop(-1.0)()
     before = signal.getsignal(signal.SIGINT)
     with stop_at_interrupt() as stop:
@@ -176,6 +184,14 @@ def test_seconds_and_ctrl_c_stop():
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1.0)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_search_in_the_background_ignores_ctrl_c_as_its_shell_has_set(interrupts):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with stop_at_interrupt() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop() is False
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 @pytest.fixture

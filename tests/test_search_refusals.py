@@ -31,7 +31,7 @@ def test_plans_without_a_price_are_refused():
     with pytest.raises(ValueError, match="has the stacks {'encoder': 2, 'decoder': 2} and the model {'decoder': 4}"):
         estimate_plan(hardware, model, workload(8), named)
     unknown = ParallelPlan(world_size=4, stacks={"decoder": 4}, layers=(LayerStrategy(tensor=4),) * 4)
-    with pytest.raises(ValueError, match="has no figures for degree .*; profile the model with it."):
+    with pytest.raises(ValueError, match="has no figures for degree .*: use one of these, or profile"):
         estimate_plan(hardware, model, workload(8), unknown)
     with pytest.raises(ValueError, match="for 2 devices and the hardware profile has 4; make a plan for 4"):
         estimate_plan(hardware, model, workload(8), ParallelPlan.uniform(2, 4))

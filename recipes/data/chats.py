@@ -6,7 +6,7 @@ from datasets import DatasetDict
 
 from data import python_stdlib
 from data.pairs import load_pairs
-from data.text import load_dataset_of, with_validation
+from data.text import load_splits, with_validation
 
 
 def load_chats(
@@ -29,8 +29,7 @@ def load_chats(
     if name == python_stdlib.NAME:
         pairs = load_pairs(name, config, "source", "target", validation_percentage, seed)
         return pairs.map(_as_messages, remove_columns=["source", "target"], desc="Conversations")
-    loaded = load_dataset_of(name, config)
-    chats = loaded if isinstance(loaded, DatasetDict) else DatasetDict(train=loaded)
+    chats = load_splits(name, config)
     columns = chats["train"].column_names
     if messages_column not in columns:
         raise ValueError(f"{messages_column!r} is not a column of {name!r}: choose one of {columns}.")

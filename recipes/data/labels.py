@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from datasets import ClassLabel, Dataset, DatasetDict
 
 from data import python_stdlib
-from data.text import load_dataset_of, with_validation
+from data.text import load_splits, with_validation
 
 
 PIECE_LINES = 25  # of a file in one text
@@ -42,8 +42,7 @@ def load_labelled(
     if name == python_stdlib.NAME:
         texts = DatasetDict(train=_packages(python_stdlib.load_python_stdlib(), classes))
     else:
-        loaded = load_dataset_of(name, config)
-        texts = loaded if isinstance(loaded, DatasetDict) else DatasetDict(train=loaded)
+        texts = load_splits(name, config)
         for column in (text_column, label_column):
             if column not in texts["train"].column_names:
                 raise ValueError(

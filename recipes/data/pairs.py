@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from datasets import Dataset, DatasetDict
 
 from data import python_stdlib
-from data.text import load_dataset_of, with_validation
+from data.text import load_splits, with_validation
 
 
 def load_pairs(
@@ -35,8 +35,7 @@ def load_pairs(
             train=Dataset.from_dict({"source": [code for code, _ in pairs], "target": [line for _, line in pairs]})
         )
     else:
-        loaded = load_dataset_of(name, config)
-        texts = loaded if isinstance(loaded, DatasetDict) else DatasetDict(train=loaded)
+        texts = load_splits(name, config)
         for column in (source_column, target_column):
             if column not in texts["train"].column_names:
                 raise ValueError(

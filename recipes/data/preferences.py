@@ -8,7 +8,7 @@ from datasets import Dataset, DatasetDict
 
 from data import python_stdlib
 from data.pairs import load_pairs
-from data.text import load_dataset_of, with_validation
+from data.text import load_splits, with_validation
 
 
 COLUMNS = ("prompt", "chosen", "rejected")
@@ -33,8 +33,7 @@ def load_preferences(name: str, config: str | None, validation_percentage: float
     if name == python_stdlib.NAME:
         pairs = load_pairs(name, config, "source", "target", validation_percentage, seed)
         return DatasetDict({split: _beside_another(rows) for split, rows in pairs.items()})
-    loaded = load_dataset_of(name, config)
-    preferences = loaded if isinstance(loaded, DatasetDict) else DatasetDict(train=loaded)
+    preferences = load_splits(name, config)
     columns = preferences["train"].column_names
     for column in COLUMNS[1:]:
         if column not in columns:

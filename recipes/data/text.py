@@ -55,15 +55,15 @@ def load_documents(
         [`~datasets.DatasetDict`] with the splits `train` and `validation` and `text_column` as only column.
 
     Raises:
-        `ValueError`: if there is no such column, or no document, or a file is empty or broken.
+        `ValueError`: if there is no such column or it has no texts, or no document, or a file is empty or broken.
     """
-    loaded = load_dataset_of(name, config)
-    documents = loaded if isinstance(loaded, DatasetDict) else DatasetDict(train=loaded)
-    if text_column not in documents["train"].column_names:
-        raise ValueError(
-            f"text_column={text_column!r} is not in {name!r}: choose one of {documents['train'].column_names}."
-        )
-    documents = documents.select_columns(text_column)
+    documents = load_splits(name, config)
+    for split, rows in documents.items():
+        if text_column not in rows.column_names:
+            raise ValueError(f"text_column={text_column!r} is not in {name!r}: choose one of {rows.column_names}.")
+        documents[split] = _with_text(rows.select_columns(text_column), text_column, name)
+    if max_documents is not None and max_documents < 1:
+        raise ValueError(f"max_documents={max_documents} leaves no document: use 1 or more.")
     if max_documents is not None and max_documents < len(documents["train"]):
         documents["train"] = documents["train"].shuffle(seed=seed).select(range(max_documents))
     return with_validation(documents, validation_percentage, seed)
@@ -73,8 +73,36 @@ def with_validation(splits: DatasetDict, percentage: float, seed: int) -> Datase
     """Returns the splits `train` and `validation`; the second is part of the first if there is none."""
     if "validation" in splits:
         return DatasetDict(train=splits["train"], validation=splits["validation"])
+    if not 0 < percentage < 100:
+        raise ValueError(
+            f"validation_split_percentage={percentage:g} leaves no row to train or none to evaluate: use one between "
+            "0 and 100, or give a dataset with a validation split."
+        )
+    if len(splits["train"]) < 2:
+        raise ValueError(f"The dataset has too few rows ({len(splits['train'])}) to evaluate with some: give more.")
     parts = splits["train"].train_test_split(test_size=percentage / 100, seed=seed)
     return DatasetDict(train=parts["train"], validation=parts["test"])
+
+
+def load_splits(name: str, config: str | None) -> DatasetDict:
+    """Loads the splits `train` and, if there is one, `validation` of a dataset."""
+    loaded = load_dataset_of(name, config)
+    splits = loaded if isinstance(loaded, DatasetDict) else DatasetDict(train=loaded)
+    if "train" not in splits:
+        raise ValueError(f"{name!r} has the splits {list(splits)} and no split 'train': rename one of them.")
+    return DatasetDict({split: splits[split] for split in ("train", "validation") if split in splits})
+
+
+def _with_text(rows: Dataset, column: str, name: str) -> Dataset:
+    """Returns the rows without those that have no text, such as empty fields of a csv file."""
+    kind = getattr(rows.features[column], "dtype", None)
+    if kind == "null" or (rows.data.column(column).null_count and kind in ("string", "large_string")):
+        rows = rows.filter(lambda text: text is not None, input_columns=column, desc="Rows with text")
+    elif kind not in ("string", "large_string"):
+        raise ValueError(
+            f"The column {column!r} of {name!r} has no texts but {rows.features[column]}: choose another."
+        )
+    return rows
 
 
 def load_dataset_of(name: str, config: str | None) -> Dataset | DatasetDict:
@@ -199,7 +227,12 @@ def documents_to_rows(
 
     Returns:
         [`~datasets.DatasetDict`] of the same splits with the only column `input_ids`, rows of 2 to `max_length` ids.
+
+    Raises:
+        `ValueError`: if a split has no such row.
     """
+    if max_length < 2:
+        raise ValueError(f"max_length={max_length} leaves no token to predict: use 2 or more.")
 
     def cut(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         rows = []
@@ -211,7 +244,12 @@ def documents_to_rows(
             rows.extend(piece for piece in pieces if len(piece) > 1)  # a single token predicts nothing
         return {"input_ids": rows}
 
-    return documents.map(cut, batched=True, batch_size=100, remove_columns=[text_column], desc="Tokenizing")
+    divided = documents.map(cut, batched=True, batch_size=100, remove_columns=[text_column], desc="Tokenizing")
+    for split, rows in divided.items():
+        if len(rows) == 0:
+            count = len(documents[split])
+            raise ValueError(f"None of the {count:,} documents of the split {split!r} has two tokens: give more text.")
+    return divided
 
 
 def fingerprint(*parts: object) -> str:
@@ -256,9 +294,10 @@ def cached(
             Function that reads the content of a folder.
     """
     if not folder.is_dir():
+        content = make()
         folder.parent.mkdir(parents=True, exist_ok=True)
         unfinished = tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)
-        save(make(), unfinished)
+        save(content, unfinished)
         try:
             os.replace(unfinished, folder)
         except OSError:  # another machine was faster

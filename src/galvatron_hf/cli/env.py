@@ -5,9 +5,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import platform
 from typing import Any
+
+
+PACKAGES = ("galvatron-hf", "torch", "transformers", "accelerate")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,20 +34,34 @@ def run(given: argparse.Namespace) -> int:
 
 
 def environment() -> dict[str, Any]:
-    """Returns versions, devices, memory, backends and the launcher's ranks."""
+    """Returns versions, devices, memory, backends and the launcher's ranks, or why torch is not imported."""
+    facts = {name: _version(name) for name in PACKAGES}
+    facts |= {"python": platform.python_version(), "platform": platform.platform()}
+    try:
+        import torch  # noqa: F401
+    except Exception as error:  # a library is missing or of another version, as its text says
+        return facts | {"torch cannot be imported": " ".join(f"{type(error).__name__}: {error}".split())}
+    return facts | _devices()
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _devices() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from galvatron_hf.utils.machine import cpu_quota, device_memory_bytes, device_name, package_version, usable_cores
+    from galvatron_hf.utils.machine import cpu_quota, device_memory_bytes, device_name, usable_cores
 
     cpu = torch.device("cpu")
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     quota = cpu_quota()
     world, local = _setting("WORLD_SIZE"), _setting("LOCAL_WORLD_SIZE")
     return {
-        **{name: package_version(name) for name in ("galvatron-hf", "torch", "transformers", "accelerate")},
-        "python": platform.python_version(),
-        "platform": platform.platform(),
         "cpu": device_name(cpu),
         "cores": usable_cores(),
         "cpu quota": None if quota is None else quota[0],

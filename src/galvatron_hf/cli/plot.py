@@ -163,10 +163,12 @@ def _draw_deal(given: argparse.Namespace) -> Drawn:
 
 def _deal_of_run(folder: str) -> StepDeal | None:
     """Returns the deal of a training run's last packed step; None if the folder is not that of a run."""
-    from galvatron_hf.planner.report.run_files import RUN_FILE, TrainingRun
+    from galvatron_hf.planner.report.run_files import PLAN_FILE, RUN_FILE, TrainingRun
 
     path = os.path.join(folder, RUN_FILE)
     if not os.path.isfile(path):
+        if os.path.isfile(os.path.join(folder, PLAN_FILE)):
+            raise ValueError(f"{folder!r} is of a run that has not ended, without {RUN_FILE}: give a dataset instead.")
         return None
     values = TrainingRun.from_json(path).deal
     if values is None:

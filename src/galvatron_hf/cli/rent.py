@@ -21,7 +21,7 @@ from galvatron_hf.cli.output import console, json_text, output_file, priced
 from galvatron_hf.plan.validation import MAX_RANKS, check_fields, check_int, check_number, show
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.estimate import Estimate
-from galvatron_hf.planner.report.throughput import Throughput, throughput_of
+from galvatron_hf.planner.report.throughput import Throughput, amount, throughput_of
 from galvatron_hf.planner.search import search_plan
 
 
@@ -156,7 +156,7 @@ def _show(quotes: list[Quote], cheapest: Quote | None, tokens: float, deadline: 
     table = Table(title=f"{tokens:.3g} tokens (predicted, without interruptions)", title_justify="left")
     table.add_column("offer")
     for name in ("devices", "tokens/s", "MFU", "days", "price"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for one in sorted(quotes, key=lambda one: one.price(tokens)):
         name, offer = escape(one.offer.name), f"{one.offer.nodes} x {one.offer.devices_per_node} {one.offer.cluster}"
         if one.pace is None:
@@ -164,14 +164,14 @@ def _show(quotes: list[Quote], cheapest: Quote | None, tokens: float, deadline: 
             continue
         mfu = "-" if one.pace.mfu is None else f"{one.pace.mfu:.0%}"
         late = "" if one.days(tokens) <= deadline else " (late)"
-        days, price = f"{one.days(tokens):,.1f}{late}", f"{one.price(tokens):,.0f}"
+        days, price = amount(one.days(tokens), 1) + late, amount(one.price(tokens), 0)
         table.add_row(name, offer, f"{one.pace.tokens_per_second:,.0f}", mfu, days, price)
     out.print(table)
     if cheapest is None:
         out.print("No offer trains so many tokens in time.")
     else:
         out.print(
-            f"{cheapest.offer.name} is the cheapest in time: {cheapest.price(tokens):,.0f} for "
-            f"{cheapest.days(tokens):,.1f} days.",
+            f"{cheapest.offer.name} is the cheapest in time: {amount(cheapest.price(tokens), 0)} for "
+            f"{amount(cheapest.days(tokens), 1)} days.",
             markup=False,
         )

@@ -27,8 +27,13 @@ class Stop:
 
 @contextlib.contextmanager
 def stop_at_interrupt(seconds: float | None = None) -> Iterator[Stop]:
-    """Yields what ends a search. The first Ctrl-C ends the search while the body runs, a second one the process."""
+    """Yields what ends a search. The first Ctrl-C ends the search while the body runs, a second one the process. A
+    job in the background, whose shell has it ignore Ctrl-C, goes on ignoring it.
+    """
     stop = Stop(seconds)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        yield stop
+        return
 
     def ask(number: int, frame: object) -> None:
         if stop.asked:

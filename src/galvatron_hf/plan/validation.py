@@ -75,10 +75,11 @@ def check_fields(where: str, given: Any, known: Sequence[str], required: Sequenc
 
 
 def closest_word(value: Any, choices: Sequence[str]) -> str | None:
-    """Returns the choice with the spelling nearest to `value`, or None if none is near."""
+    """Returns the choice that begins with `value`, or has the nearest spelling; None if none is near."""
     # difflib is quadratic in the length, and a word of a broken file may be megabytes long.
     word = value[:64].lower() if isinstance(value, str) else ""
-    found = difflib.get_close_matches(word, choices, n=1)
+    begun = [choice for choice in choices if word and choice.startswith(f"{word}-")]  # a100-80g, before h100, for a100
+    found = begun or difflib.get_close_matches(word, choices, n=1)
     return found[0] if found else None
 
 

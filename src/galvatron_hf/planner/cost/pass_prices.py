@@ -422,5 +422,17 @@ class PassPrices:
 
 def _at(table: dict, key: object) -> Times | float:
     if key not in table:
-        raise ValueError(f"The model profile has no figures for degree {key}; profile the model with it.")
+        known = ", ".join(map(_degree_text, sorted(table)))
+        raise ValueError(
+            f"The model profile has no figures for degree {_degree_text(key)}, but for {known}: use one of these, or "
+            "profile the model with it."
+        )
     return table[key]
+
+
+def _degree_text(key: object) -> str:
+    """Returns a tensor degree, or one with Megatron's sequence parallelism and a Ulysses degree, in a plan's words."""
+    if not isinstance(key, tuple):
+        return str(key)
+    tensor, megatron_sp, ulysses = key
+    return f"tp{tensor}{'+sp' if megatron_sp else ''}+ulysses{ulysses}"

@@ -113,12 +113,14 @@ def explain(
 
 
 def _table(title: str, text: str | None = None, numbers: tuple[str, ...] = ()) -> Table:
-    """Returns an empty table with a column of text, if named, and columns of numbers."""
+    """Returns an empty table with a column of text, if named, and columns of numbers. In a narrow terminal words and
+    numbers go on in the next line and are not cut.
+    """
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
     if text is not None:
-        table.add_column(text)
+        table.add_column(text, overflow="fold")
     for name in numbers:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     return table

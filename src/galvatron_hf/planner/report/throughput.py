@@ -47,8 +47,8 @@ class Throughput:
         if tokens is None:
             return (pace,)
         hours = self.device_hours(tokens)
-        cost = "" if price_per_hour is None else f", {hours * price_per_hour:,.0f} at {price_per_hour:g} an hour"
-        run = f"{tokens:.3g} tokens: {self.days(tokens):,.1f} days, {hours:,.0f} device-hours{cost}"
+        cost = "" if price_per_hour is None else f", {amount(hours * price_per_hour)} at {price_per_hour:g} an hour"
+        run = f"{tokens:.3g} tokens: {amount(self.days(tokens), 1)} days, {amount(hours)} device-hours{cost}"
         return pace, f"{run} (predicted, without interruptions)"
 
     def values(self, tokens: float | None = None, price_per_hour: float | None = None) -> dict[str, float | None]:
@@ -95,3 +95,8 @@ def model_flops(model: ModelProfile, workload: Workload) -> float:
 def _chosen(layer: LayerProfile) -> float:
     """Returns the share of its experts that a token chooses."""
     return 1.0 if layer.experts is None else layer.experts.top_k / layer.experts.count
+
+
+def amount(value: float, digits: int = 0) -> str:
+    """Returns a number for people, with two digits if it is small: that of a short run is not shown as 0."""
+    return f"{value:,.{digits}f}" if value >= 10 else f"{value:.2g}"

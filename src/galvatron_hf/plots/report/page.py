@@ -268,8 +268,6 @@ def _losses(report: RunReport) -> str:
 
 def _data(report: RunReport) -> str:
     columns = [name for name in _DATA if _logged(report, name)]
-    if not columns:
-        return ""
     pictures = []
     if "useful_tokens_per_second" in columns:
         pictures.append(
@@ -299,7 +297,7 @@ def _data(report: RunReport) -> str:
                 "Time of the slowest rank over the mean; 1 means that no rank waits.",
             )
         )
-    if report.run.deal is not None:
+    if report.run is not None and report.run.deal is not None:
         pictures.append(
             picture(
                 deal_figure(run_deal(report.run.deal), width=_WIDTH),
@@ -312,7 +310,7 @@ def _data(report: RunReport) -> str:
     return section(
         "Data",
         f'<div class="pictures">{"".join(pictures)}</div>' if pictures else "",
-        _log_table("Padding and balance, as logged", report.logs, columns, names),
+        _log_table("Padding and balance, as logged", report.logs, columns, names) if columns else "",
     )
 
 
