@@ -207,11 +207,12 @@ def arguments_page() -> str:
         "| argument | type | default | meaning |",
         "|---|---|---|---|",
     ]
+    annotations = GalvatronTrainingArguments.__annotations__  # HfArgumentParser changes the types of fields
     for one in dataclasses.fields(GalvatronTrainingArguments):
         if one.name not in inherited:
             help_text = _escaped(_code(one.metadata["help"]))
             default = "none" if one.default is None else f"`{json.dumps(one.default)}`"
-            lines.append(f"| `{one.name}` | {_type(one.type)} | {default} | {help_text} |")
+            lines.append(f"| `{one.name}` | {_type(annotations[one.name])} | {default} | {help_text} |")
     lines += [
         "",
         "## Arguments of TrainingArguments",
