@@ -45,7 +45,9 @@ def test_a_profile_is_made_once_for_the_same_circumstances(tmp_path):
 def test_another_release_makes_a_new_profile(tmp_path, monkeypatch, package):
     make, release = Maker(), version(package)
     for other, times in ((release, 1), (f"{release}.1", 2), (release, 2)):
-        monkeypatch.setattr(kept_traces, "version", lambda name, other=other: other if name == package else "1.0")
+        monkeypatch.setattr(
+            "importlib.metadata.version", lambda name, other=other: other if name == package else "1.0"
+        )
         kept_trace(tmp_path, {"length": 8}, make)
         assert make.times == times
 

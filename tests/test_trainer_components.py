@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import GradientState
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import PreTrainedModel, TrainerControl, TrainerState
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
@@ -45,7 +45,7 @@ from galvatron_hf.trainer.data.step_variants import StepVariant
 from galvatron_hf.trainer.evaluation import Evaluator
 from galvatron_hf.trainer.fault import watchdog
 from galvatron_hf.trainer.fault.nonfinite_guard import SKIPPED_IN_A_ROW, NonFiniteError, NonfiniteGuard
-from galvatron_hf.trainer.fault.stop_signal import StopSignal
+from galvatron_hf.trainer.fault.stop_signal import StopSignal, keep_workers
 from galvatron_hf.trainer.fault.watchdog import RankStatus, Watchdog, is_lost_connection, report
 from galvatron_hf.trainer.hyperparameter_search import SharedStudy
 from galvatron_hf.trainer.planning.auto_planner import AutoPlanner
@@ -293,6 +293,27 @@ def test_a_guard_skips_bad_steps_and_stops_after_many():
     found, skipped, empty, message = on_ranks(work, 1)[0]
     assert found == [False] + [True] * (SKIPPED_IN_A_ROW - 1) and skipped == SKIPPED_IN_A_ROW - 1 and empty
     assert "10 steps in a row were skipped" in message and "dataset 0" in message
+
+
+def test_workers_of_a_loader_have_a_process_group_of_their_own_and_are_initialized_as_before():
+    seen = []
+
+    class Processes(Dataset):
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> list:
+            return [os.getpgid(0) == os.getpid(), *seen]
+
+    loader = DataLoader(Processes(), num_workers=1, batch_size=None, worker_init_fn=seen.append)
+    keep_workers(loader)
+    first = loader.worker_init_fn
+    keep_workers(loader)  # as for each evaluation
+    assert loader.worker_init_fn is first
+    assert list(loader) == [[True, 0]]
+    alone = DataLoader(Processes(), batch_size=None)
+    keep_workers(alone)
+    assert list(alone) == [[os.getpgid(0) == os.getpid()]] and alone.worker_init_fn is None
 
 
 def test_a_stop_signal_is_voted_on_and_ends_training_once_all_agree():

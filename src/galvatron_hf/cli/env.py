@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import platform
 from typing import Any
+
+from galvatron_hf.utils.versions import versions_of
 
 
 PACKAGES = ("galvatron-hf", "torch", "transformers", "accelerate")
@@ -35,20 +36,13 @@ def run(given: argparse.Namespace) -> int:
 
 def environment() -> dict[str, Any]:
     """Returns versions, devices, memory, backends and the launcher's ranks, or why torch is not imported."""
-    facts = {name: _version(name) for name in PACKAGES}
+    facts = versions_of(PACKAGES)
     facts |= {"python": platform.python_version(), "platform": platform.platform()}
     try:
         import torch  # noqa: F401
     except Exception as error:  # a library is missing or of another version, as its text says
         return facts | {"torch cannot be imported": " ".join(f"{type(error).__name__}: {error}".split())}
     return facts | _devices()
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _devices() -> dict[str, Any]:

@@ -84,6 +84,7 @@ def closest_word(value: Any, choices: Sequence[str]) -> str | None:
 
 
 def divisors(number: int) -> list[int]:
+    """Returns the divisors of a number, the smallest first."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import socket
@@ -12,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
+from galvatron_hf.utils.versions import versions_of
 
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -84,16 +85,8 @@ def identity(device: torch.device) -> dict[str, str]:
         "cores": str(usable_cores()) + ("" if quota is None else f", of which {quota[0]:g}"),
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
-        "galvatron_hf": package_version("galvatron-hf"),
+        "galvatron_hf": versions_of(["galvatron-hf"])["galvatron-hf"],
     }
-
-
-def package_version(name: str) -> str:
-    """Returns the version of an installed package; "unknown" if it is imported from its sources."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _folders(controller: str) -> Iterator[Path]:

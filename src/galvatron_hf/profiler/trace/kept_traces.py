@@ -9,11 +9,11 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from galvatron_hf.profiler.profiles.model import ModelProfile
+from galvatron_hf.utils.versions import versions_of
 
 
 MOST_KEPT = 200  # profiles; those that were not used for longest make room
@@ -29,10 +29,7 @@ def kept_trace(folder: Path, circumstances: Mapping[str, Any], make: Callable[[]
         circumstances (`Mapping`): all that `make` depends on, as JSON values.
         make (`Callable`): counts a model.
     """
-    releases = {}
-    for name in ("torch", "transformers", "peft"):
-        with contextlib.suppress(PackageNotFoundError):  # of peft, which is needed for adapters alone
-            releases[name] = version(name)
+    releases = versions_of(("torch", "transformers", "peft"))
     text = json.dumps([dict(circumstances), releases, _source_digest()], sort_keys=True, default=str)
     path = folder / f"trace-{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
     with contextlib.suppress(ValueError, OSError):

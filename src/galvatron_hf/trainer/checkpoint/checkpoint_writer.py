@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import shutil
 import time
@@ -23,6 +22,7 @@ from galvatron_hf.checkpoint.manifest import FileEntry, Manifest
 from galvatron_hf.parallel.comm.objects import on_every_rank
 from galvatron_hf.parallel.model import ParallelModel
 from galvatron_hf.parallel.weights.distributed_state import save_state
+from galvatron_hf.utils.versions import versions_of
 
 
 logger = logging.get_logger(__name__)
@@ -119,10 +119,4 @@ def _reasons(error: dist.checkpoint.api.CheckpointException) -> str:
 
 def versions() -> dict[str, str]:
     """Returns the versions of the libraries that decide what a checkpoint holds."""
-    found = {}
-    for name in ("galvatron-hf", "torch", "transformers", "accelerate", "safetensors"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # imported from its sources
-            found[name] = "unknown"
-    return found
+    return versions_of(("galvatron-hf", "torch", "transformers", "accelerate", "safetensors"))

@@ -79,8 +79,10 @@ def keep_workers(loader: DataLoader) -> None:
     """Has the workers of a loader leave the process group of their rank. torchrun sends a signal to the whole group:
     SIGTERM would end the workers, and with them the rank that has to save.
     """
-    if loader.num_workers > 0:
-        loader.worker_init_fn = functools.partial(_leave_group, loader.worker_init_fn)
+    given = loader.worker_init_fn
+    is_kept = isinstance(given, functools.partial) and given.func is _leave_group
+    if loader.num_workers > 0 and not is_kept:
+        loader.worker_init_fn = functools.partial(_leave_group, given)
 
 
 def _leave_group(initialize: Callable[[int], None] | None, worker: int) -> None:
