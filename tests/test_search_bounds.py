@@ -178,21 +178,91 @@ def test_allowances_that_are_left_out_are_not_missed(stages):
     """Compares the shortest paths of stages with those of every allowance of working memory alone."""
     for seed in range(8):
         problem = random_problem(seed, layers=5, stages=stages, options=8, layouts=3, kinds=2, tightness=0.3)
-        bounds, places = StageBounds(problem), np.arange(stages)
+        bounds, lengths = StageBounds(problem), range(1, problem.longest_stage + 1)
+        places, counts = (np.array(column) for column in zip(*itertools.product(range(stages), lengths), strict=True))
         for objective, scale in itertools.product((FIRST, TOTAL, STEADY), (0.0, 0.1, 1.0)):
-            multipliers = np.full(stages, scale)
-            parts = [
-                part(objective, places, multipliers) for part in (bounds.by_layout, bounds.opening, bounds.closing)
-            ]
-            resharding = bounds.resharding(objective, places)
+            case = objective, 0, places, np.full(len(places), scale), counts
+            rows = np.arange(len(places))
             every = [
-                bounds._with_moves(0, bounds.longest, resharding, *(part[:, [index]] for part in parts))
-                for index in range(len(bounds.allowances))
+                bounds._with_moves(*case, (rows, np.full(len(rows), index))) for index in range(len(bounds.allowances))
             ]
-            for counts in (None, np.full(stages, bounds.longest)):
-                found = bounds.forward(objective, 0, places, multipliers, counts)
-                needed = slice(None) if counts is None and stages > 1 else bounds.longest
-                assert np.allclose(found[:, needed], np.min(every, axis=0)[:, needed], rtol=1e-9)
+            found = bounds.shortest(*case)
+            assert np.array_equal(found, np.min(every, axis=0))
+            # With free changes of layout, each stage alone and all numbers of layers at once are the same.
+            free = bounds._without_moves(objective, 0, np.arange(stages), np.full(stages, scale))
+            assert np.allclose(free[places, counts], bounds._least_free(*case), rtol=1e-12)
+            assert (bounds._least_free(*case) <= found + 1e-9 * np.abs(found)).all()
+
+
+@pytest.mark.parametrize("stages", (1, 2))
+def test_shortest_paths_are_those_of_all_choices(stages):
+    """Compares with every choice of options, of which each is at one of the layers of a stage."""
+    for seed in range(6):
+        problem = random_problem(seed, layers=3, stages=stages, options=4, layouts=2, kinds=2, tightness=0.3)
+        bounds = StageBounds(problem)
+        for objective, scale, stage in itertools.product((TOTAL, STEADY), (0.0, 0.3), range(stages)):
+            for count in range(1, problem.longest_stage + 1):
+                least = min(
+                    _stage_cost(problem, objective, scale, stage, options, start, finish)
+                    for options in itertools.product(range(len(problem.layout)), repeat=count)
+                    for start in range(len(problem.starts) if stage == 0 else 1)
+                    for finish in range(len(problem.finishes) if stage == stages - 1 else 1)
+                )
+                case = np.array([stage]), np.array([scale]), np.array([count])
+                assert bounds.shortest(objective, 0, *case)[0] == pytest.approx(least, rel=1e-9)
+
+
+def _stage_cost(problem, objective, scale: float, stage: int, options: tuple, start: int, finish: int) -> float:
+    """Returns the cost of a stage that begins at layer 0, with `scale` for each byte above the budget."""
+    first_weight, other_weight = (float(one[0]) for one in objective.weights(problem, np.array([stage])))
+    last, layout = problem.stages - 1, problem.boundary
+    first, other = int(problem.stage_first_cost[stage]), int(problem.stage_other_cost[stage])
+    held, working = int(problem.stage_memory[stage]), []
+
+    def add_end(end, index: int) -> None:
+        nonlocal first, other, held
+        first, other = first + int(end.first_cost[index]), other + int(end.other_cost[index])
+        held += int(end.memory[index])
+        working.append(int(end.working[index]))
+
+    def move(to: int) -> None:
+        nonlocal first, other, layout
+        first += int(problem.first_resharding[layout, to])
+        other += int(problem.other_resharding[layout, to])
+        layout = to
+
+    if stage == 0:
+        add_end(problem.starts, start)
+        layout = int(problem.starts.layout[start])
+    for kind, option in zip(problem.kinds, options, strict=False):
+        if not problem.allowed[kind, option]:
+            return np.inf
+        move(int(problem.layout[option]))
+        first, other = first + int(problem.first_cost[kind, option]), other + int(problem.other_cost[kind, option])
+        held += int(problem.memory(stage)[kind, option])
+        working.append(int(problem.working[kind, option]))
+    if stage == last:
+        move(int(problem.finishes.layout[finish]))
+        add_end(problem.finishes, finish)
+    else:
+        move(problem.boundary)
+    return first_weight * first + other_weight * other + scale * (held + max(working) - problem.budget)
+
+
+def test_the_least_memory_of_an_unsolved_problem_is_that_of_its_solutions():
+    """Compares with problems that are built whole, and, if rows are padded, with all their parts."""
+    padded = 0
+    for seed in range(3):
+        model = random_model(seed, layers=3, experts=seed == 1, kinds=1 + (seed == 2))
+        hardware = random_hardware(seed, world_size=8, memory_bytes=1 << 40)
+        limits = Limits(pipeline=(1, 2), hybrid_sharding=False, tensor=2, sequence=("ulysses",))
+        for cut in step_cuts(CostModels(hardware, model, workload(6)), limits):
+            for _, problem in itertools.chain.from_iterable(group for *_, group in cut.problems(1)):
+                parts = list(problem.split(1)) if problem.padded else [problem.build(1, prune=False)]
+                least = min(least_memory(part.problem) for part in parts)
+                assert problem.least_memory() == least >= problem.memory_bound
+                padded += problem.padded and least > least_memory(problem.build(1).problem)
+    assert padded
 
 
 def test_limits_may_be_lists():

@@ -17,7 +17,7 @@ from galvatron_hf.planner.cost.cost_model import strategy_of_kind
 from galvatron_hf.planner.cost.step_shape import StepShape
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.option_costs import OptionCosts, StepCosts, picoseconds
-from galvatron_hf.planner.solver.cut_bounds import round_down
+from galvatron_hf.planner.solver.cut_bounds import least_memory, round_down
 from galvatron_hf.planner.solver.pareto import nondominated
 from galvatron_hf.planner.solver.problem import Options, SearchProblem, Solution
 from galvatron_hf.planner.solver.stage_bounds import GRID
@@ -211,12 +211,14 @@ class UnsolvedProblem:
         """Builds the problem as if all strategies had one layout: no solution of the whole problem costs less than the
         best of this one.
         """
-        warmup = int(self.shape.warmup().max())
+        problem = self._without_layouts(budget)
+        return problem.restricted(_front_of_layers(problem, int(self.shape.warmup().max())))
+
+    def _without_layouts(self, budget: int) -> SearchProblem:
         starts, finishes = (replace(end, layout=0 * end.layout) for end in (self._starts, self._finishes))
         columns = self._columns | {"layout": 0 * self._columns["layout"]}
         free = np.zeros((1, 1), dtype=np.int64)
-        problem = self._problem(budget, columns, starts, finishes, (free, free))
-        return problem.restricted(_front_of_layers(problem, warmup))
+        return self._problem(budget, columns, starts, finishes, (free, free))
 
     def _problem(
         self,
@@ -252,18 +254,39 @@ class UnsolvedProblem:
         In each problem, that layer is the first with as many data ranks as there are rows.
         """
         whole = self.build(budget, prune=False)
-        full = np.array([one.data_degree(whole.ranks) == self.shape.rows for one in whole.strategies])
-        columns = ("first_cost", "other_cost", "state", "activation", "reused", "working")
-        # Every kind of layer exists three times: before that layer, at it, and after it.
-        thrice = {name: np.tile(getattr(whole.problem, name), (3, 1)) for name in columns}
-        count = len(whole.problem.first_cost)
-        allowed = np.repeat(np.stack([~full, full, np.ones_like(full)]), count, axis=0)
-        for first in range(len(self.kinds)):
-            part = 1 + np.sign(np.arange(len(self.kinds)) - first)
-            problem = replace(whole.problem, kinds=self.kinds + count * part, allowed=allowed, **thrice)
+        for problem in self._parts(whole.problem, self._full):
             useful = np.nonzero(problem.useful_options())[0]
             strategies = [whole.strategies[index] for index in useful]
             yield replace(whole, problem=problem.restricted(useful), strategies=strategies)
+
+    @property
+    def _full(self) -> np.ndarray:
+        """Returns (S,) booleans: the strategies with as many data ranks as there are rows."""
+        return np.array([one.data_degree(self.options.costs.ranks) == self.shape.rows for one in self.strategies])
+
+    def _parts(self, whole: SearchProblem, full: np.ndarray) -> Iterator[SearchProblem]:
+        """Yields a problem per layer, in which that one is the first with one of the options `full` (S,)."""
+        columns = ("first_cost", "other_cost", "state", "activation", "reused", "working")
+        # Every kind of layer exists three times: before that layer, at it, and after it.
+        thrice = {name: np.tile(getattr(whole, name), (3, 1)) for name in columns}
+        count = len(whole.first_cost)
+        allowed = np.repeat(np.stack([~full, full, np.ones_like(full)]), count, axis=0)
+        for first in range(len(self.kinds)):
+            part = 1 + np.sign(np.arange(len(self.kinds)) - first)
+            yield replace(whole, kinds=self.kinds + count * part, allowed=allowed, **thrice)
+
+    def least_memory(self, limit: float = np.inf) -> float:
+        """Returns the smallest budget, in bytes, with which the problem has a solution; at least `limit` if it is not
+        less than that. Times do not matter, so few options are enough.
+        """
+        whole = self._without_layouts(1)
+        memory = np.concatenate([whole.state, whole.activation, whole.min_memory, whole.working])
+        found = least_memory(whole.restricted(nondominated(memory.T)))
+        if found >= limit or not self.padded:
+            return found
+        full = self._full
+        kept = np.concatenate([np.nonzero(one)[0][nondominated(memory.T[one])] for one in (full, ~full) if one.any()])
+        return min(least_memory(part) for part in self._parts(whole.restricted(kept), full[kept]))
 
     def uniform(self, budget: int) -> Iterator[tuple[float, UnsolvedProblem]]:
         """Yields the problems in which all layers have one strategy, in the order of their bounds, after these."""

@@ -11,7 +11,7 @@ from typing import Any
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.pipeline_shape import PipelineShape, can_order
 from galvatron_hf.planner.build_problem import PlanProblem, UnsolvedProblem
-from galvatron_hf.planner.cost.cost_model import CostModel
+from galvatron_hf.planner.cost.cost_model import CostModel, CostModels
 from galvatron_hf.planner.cost.step_shape import StepShape
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.option_costs import PICOSECONDS, OptionCosts
@@ -67,16 +67,41 @@ def estimate_plan(hardware: HardwareProfile, model: ModelProfile, workload: Work
     Raises:
         ValueError: if the cost model cannot price the plan.
     """
-    shape = priced_shape(hardware, model, workload, plan)
-    costs = stage_costs(hardware, model, workload, plan, shape)
-    strategies = list(dict.fromkeys(plan.layers))
-    options = OptionCosts(costs, shape.pipeline, strategies, [plan.embedding], [plan.head])
-    unsolved = UnsolvedProblem(options, shape)
-    bounds = (0, *(stage.layers[1] for stage in plan.stages[: shape.pipeline]))
-    chosen = tuple(strategies.index(layer) for layer in plan.layers[: len(unsolved.kinds)])
-    solution = Solution(bounds=bounds, options=chosen, start=0, finish=0)
-    found = estimate_solution(unsolved.build(hardware.memory_bytes, prune=False), solution, workload, plan)
-    return replace(found, peak_bytes=peak_bytes(costs, plan, shape))
+    estimates = Estimates(CostModels(hardware, model, workload))
+    return estimates.with_peaks(estimates.of(plan))
+
+
+class Estimates:
+    """Estimates many plans of one case. Plans of the same strategies and the same shape of the step share what is
+    priced.
+    """
+
+    def __init__(self, costs: CostModels):
+        self.costs = costs
+        self._problems: dict[tuple, PlanProblem] = {}
+
+    def of(self, plan: ParallelPlan) -> Estimate:
+        """Returns the estimate of a plan without its peaks; raises `ValueError` as [`estimate_plan`] does."""
+        shape = priced_shape(self.costs.hardware, self.costs.model, self.costs.workload, plan)
+        strategies, ranks = tuple(dict.fromkeys(plan.layers)), len(plan.stages[0].ranks)
+        key = shape, ranks, strategies, plan.embedding, plan.head
+        if key not in self._problems:
+            costs = self.costs.of_stage(ranks).of_shape(shape)
+            options = OptionCosts(costs, shape.pipeline, strategies, [plan.embedding], [plan.head])
+            budget = self.costs.hardware.memory_bytes
+            self._problems[key] = UnsolvedProblem(options, shape).build(budget, prune=False)
+        problem = self._problems[key]
+        bounds = (0, *(stage.layers[1] for stage in plan.stages[: shape.pipeline]))
+        chosen = tuple(strategies.index(layer) for layer in plan.layers[: problem.problem.layers])
+        solution = Solution(bounds=bounds, options=chosen, start=0, finish=0)
+        return estimate_solution(problem, solution, self.costs.workload, plan)
+
+    def with_peaks(self, estimate: Estimate) -> Estimate:
+        """Returns the estimate with the peaks of its plan's ranks."""
+        plan = estimate.plan
+        shape = StepShape.from_plan(plan, self.costs.workload, self.costs.model)
+        costs = self.costs.of_stage(len(plan.stages[0].ranks)).of_shape(shape)
+        return replace(estimate, peak_bytes=peak_bytes(costs, plan, shape))
 
 
 def estimate_solution(problem: PlanProblem, solution: Solution, workload: Workload, plan: ParallelPlan) -> Estimate:

@@ -21,7 +21,7 @@ from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.estimate import Estimate, estimate_solution
 from galvatron_hf.planner.option_costs import PICOSECONDS
 from galvatron_hf.planner.solver.coarse_bound import coarse_bound
-from galvatron_hf.planner.solver.cut_bounds import CutBounds, least_memory
+from galvatron_hf.planner.solver.cut_bounds import CutBounds
 from galvatron_hf.planner.solver.dp import solve
 from galvatron_hf.planner.solver.problem import Solution
 from galvatron_hf.planner.space import Limits, pipeline_degrees
@@ -33,6 +33,7 @@ from galvatron_hf.utils.progress import Step, progress_bar
 from galvatron_hf.utils.units import gib_rounded_up
 
 
+CLOSE = 0.001  # how near to the bound of a problem all cuts have refined bounds before it is solved
 SECONDS_FOR_FEW = 30.0  # for a plan of a small part of the space, if a search is stopped without one
 
 
@@ -261,6 +262,8 @@ class _Search:
         """Solves a problem. If it has padding rows that its solution does not need, it is split."""
         bounds = CutBounds(problem.problem)
         yield bounds.bound, None
+        bounds.tighten(CLOSE)
+        yield bounds.bound, None
         result = solve(problem.problem, self.limit, bounds)
         self.solved, self.states = self.solved + 1, self.states + result.states
         if result.cost is None:
@@ -286,21 +289,21 @@ def _known_bounds(costs: CostModels, limits: Limits, budget: int) -> dict[tuple,
 
 
 def _least_memory(cuts: list[StepCut], budget: int) -> int:
-    """Returns the bytes of the smallest budget with which some problem has a solution."""
-
-    def problems() -> Iterator[UnsolvedProblem]:
-        for cut in reversed(cuts):  # smaller micro-batches need less
-            for *_, group in cut.problems(budget):
-                yield from (unsolved for _, unsolved in group)
-
+    """Returns the bytes of the smallest budget with which some problem has a solution. Groups come in the order of
+    their bounds, so that few are looked at more closely.
+    """
+    groups = []
+    for number, cut in enumerate(cuts):
+        for key, _, group in cut.problems(budget):
+            if key not in cut.memory_bounds:
+                next(group, None)
+            groups.append((cut.memory_bounds[key], number, key))
     found = np.inf
-    # The problem that may need the least comes first, so that most others need not be looked at.
-    best = min(problems(), key=lambda one: one.memory_bound)
-    for unsolved in itertools.chain([best], problems()):
-        if unsolved.memory_bound >= found:
-            continue
-        own = least_memory(unsolved.build(budget).problem)
-        if own < found and unsolved.padded:
-            own = min(least_memory(part.problem) for part in unsolved.split(budget))
-        found = min(found, own)
+    for bound, number, key in sorted(groups, key=lambda one: one[:2]):
+        if bound >= found:
+            break
+        group = next(group for own, _, group in cuts[number].problems(budget) if own == key)
+        for _, unsolved in group:
+            if unsolved.memory_bound < found:
+                found = min(found, unsolved.least_memory(found))
     return int(found)

@@ -15,11 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
-from galvatron_hf.planner.cost.workload import Workload
-from galvatron_hf.planner.estimate import Estimate, estimate_plan
+from galvatron_hf.planner.estimate import Estimate, Estimates
 from galvatron_hf.planner.search import SearchResult, search_plan
-from galvatron_hf.profiler.profiles.hardware import HardwareProfile
-from galvatron_hf.profiler.profiles.model import ModelProfile
 
 
 TOLERANCE = 0.01
@@ -65,7 +62,7 @@ def simplest(result: SearchResult, tolerance: float = TOLERANCE, stop: Callable[
     """
     if result.best is None:
         raise ValueError(result.no_plan_message)
-    longest, case = (1 + tolerance) * result.best.step_ms, (result.hardware, result.model, result.workload)
+    longest, estimates = (1 + tolerance) * result.best.step_ms, Estimates(result.costs)
     numbers, seen = itertools.count(), set()
     queue: list[tuple] = []
     found: list[tuple] = []
@@ -74,7 +71,7 @@ def simplest(result: SearchResult, tolerance: float = TOLERANCE, stop: Callable[
         if plan is None or plan in seen or not result.limits.allows(plan):
             return
         seen.add(plan)
-        one = _estimate(*case, plan)
+        one = _estimate(estimates, plan)
         if one is not None and one.step_ms <= longest and max(one.memory_bytes) <= result.memory_bytes:
             entry = complexity(plan, result.hardware.devices_per_node), one.step_ms, next(numbers), one
             heapq.heappush(queue, entry)
@@ -83,12 +80,12 @@ def simplest(result: SearchResult, tolerance: float = TOLERANCE, stop: Callable[
     for one in (result.best, *result.runners_up):
         add(one.plan)
     if tolerance > 0:
-        for plan in itertools.chain(_uniform(result, stop), _partly_recomputed(result)):
+        for plan in itertools.chain(_uniform(result, stop), _partly_recomputed(result, estimates)):
             add(plan)
     while tolerance > 0 and queue and len(seen) < MOST_PLANS and not stop():
         for plan in _simpler(heapq.heappop(queue)[-1].plan):
             add(plan)
-    return min(found)[-1]
+    return estimates.with_peaks(min(found)[-1])
 
 
 def _uniform(result: SearchResult, stop: Callable[[], bool]) -> Iterator[ParallelPlan]:
@@ -110,11 +107,11 @@ def _uniform(result: SearchResult, stop: Callable[[], bool]) -> Iterator[Paralle
             yield found.plan
 
 
-def _partly_recomputed(result: SearchResult) -> Iterator[ParallelPlan]:
+def _partly_recomputed(result: SearchResult, estimates: Estimates) -> Iterator[ParallelPlan]:
     """Yields, for each strategy of the fastest plan, a plan in which all layers have it, and the last ones of each
     stage, as few as fit, recompute.
     """
-    best, case = result.best.plan, (result.hardware, result.model, result.workload)
+    best = result.best.plan
 
     def plan_of(strategy: LayerStrategy, count: int) -> ParallelPlan | None:
         again = {layer for stage in best.stages for layer in range(*stage.layers)[-count:] if count}
@@ -122,7 +119,7 @@ def _partly_recomputed(result: SearchResult) -> Iterator[ParallelPlan]:
         return _changed(best, layers=tuple(layers))
 
     def fits(plan: ParallelPlan | None) -> bool:
-        found = None if plan is None else _estimate(*case, plan)
+        found = None if plan is None else _estimate(estimates, plan)
         return found is not None and max(found.memory_bytes) <= result.memory_bytes
 
     most = max(len(range(*stage.layers)) for stage in best.stages)
@@ -136,12 +133,10 @@ def _partly_recomputed(result: SearchResult) -> Iterator[ParallelPlan]:
             yield plan
 
 
-def _estimate(
-    hardware: HardwareProfile, model: ModelProfile, workload: Workload, plan: ParallelPlan
-) -> Estimate | None:
+def _estimate(estimates: Estimates, plan: ParallelPlan) -> Estimate | None:
     """Returns the estimate of a plan, or None if it has no price."""
     try:
-        return estimate_plan(hardware, model, workload, plan)
+        return estimates.of(plan)
     except ValueError:
         return None
 

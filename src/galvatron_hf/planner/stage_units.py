@@ -96,9 +96,17 @@ def stage_units(costs: CostModel, plan: ParallelPlan, shape: StepShape, index: i
     """Returns the embedding, the layers and the head of pipeline rank `index`, those that it has."""
     count, model, strategies = shape.micro_batches, costs.model, plan.layers
     is_first, is_last = index == 0, index == shape.pipeline - 1
+    priced: dict[tuple, StrategyCosts] = {}
+
+    def of_layer(layer: int) -> StrategyCosts:
+        key = costs.layer_kinds[layer], strategies[layer]
+        if key not in priced:
+            priced[key] = costs.layer(key[0], [strategies[layer]])
+        return priced[key]
+
     layers = [
         StageUnit(
-            costs.layer(costs.layer_kinds[layer], [strategies[layer]]),
+            of_layer(layer),
             virtual_stages=shape.virtual_stages,
             in_flight=int(shape.in_flight()[index]),
             reuse_count=int(shape.reuse_count()[index]),

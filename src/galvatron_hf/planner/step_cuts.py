@@ -30,7 +30,8 @@ from galvatron_hf.planner.space import (
 class StepCut:
     """Holds the problems of a cut of the step into stages, pieces of rows and micro-batches of one size, which are not
     made yet. They differ in schedule and number of micro-batches. `bounds` of the shapes count neither weights nor
-    memory: no solution costs less; `bound` is the least of them.
+    memory: no solution costs less; `bound` is the least of them. `memory_bounds` are bytes that every solution of a
+    group needs, by its key, as soon as the group is read.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class StepCut:
     ):
         self.costs, self.shapes, self.strategies, self.choices_of_ends = costs, shapes, strategies, choices_of_ends
         self.padded, self.uniform = padded, uniform
+        self.memory_bounds: dict[tuple, float] = {}
         of_layers, of_ends = costs.least_layers_ms(strategies), costs.least_ends_ms(choices_of_ends)
         self.bounds = [round_down(PICOSECONDS * shape.least_ms(of_layers, *of_ends)) for shape in shapes]
         self.bound = min(self.bounds)
@@ -58,16 +60,18 @@ class StepCut:
             options: dict[bool, OptionCosts] = {}
             for bound, shape in zip(self.bounds, self.shapes, strict=True):
                 key = shape, self.padded, ends[0].tensor if len(self.choices_of_ends) > 1 else None
-                yield key, bound, self._group(budget, shape, ends, options)
+                yield key, bound, self._group(key, budget, ends, options)
 
     def _group(
-        self, budget: int, shape: StepShape, ends: list[VocabularyStrategy], options: dict[bool, OptionCosts]
+        self, key: tuple, budget: int, ends: list[VocabularyStrategy], options: dict[bool, OptionCosts]
     ) -> Iterator[tuple[float, UnsolvedProblem]]:
         """Yields the problems of one shape; all shapes of the cut share `options`."""
+        shape, *_ = key
         again = shape.recompute_logits_in_backward
         if again not in options:
             options[again] = OptionCosts(self.costs.of_shape(shape), shape.pipeline, self.strategies, ends, ends)
         problem = UnsolvedProblem(options[again], shape, padded=self.padded)
+        self.memory_bounds[key] = problem.memory_bound
         if self.uniform:
             yield from problem.uniform(budget)
         else:

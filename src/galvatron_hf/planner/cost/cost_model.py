@@ -35,6 +35,7 @@ Strategies = Sequence[LayerStrategy] | Sequence[VocabularyStrategy]
 
 
 def _weights_key(strategy: LayerStrategy | VocabularyStrategy) -> tuple:
+    """Returns what of a strategy decides the costs of weights."""
     return strategy.tensor, strategy.sharding, strategy.shard_degree, getattr(strategy, "expert", 1)
 
 
@@ -115,19 +116,15 @@ class CostModel(PassPrices):
                 self.layer(self.model.layers[self.layer_kinds.index(kind)], strategies), strategies
             )
         layer = self.model.kinds[kind]
-
-        def of_kind() -> list[LayerStrategy]:
-            return [strategy_of_kind(one, layer) for one in strategies]
-
-        passes = self._kept(strategies, ("passes", kind), lambda: Grouped(of_kind(), pass_key))
-        passed = passes.arrays([self._pass(layer, one) for one in passes.distinct])
-        return self._units(passed, self._weights_of(layer, strategies, of_kind), strategies, "layer")
+        passes = self._kept(strategies, ("passes", kind), lambda: _grouped(strategies, layer, pass_key))
+        passed = passes.arrays(self._passes(layer, passes))
+        return self._units(passed, self._weights_of(layer, strategies), strategies, "layer")
 
     def _with_embedding(self, costs: StrategyCosts, strategies: Sequence[LayerStrategy]) -> StrategyCosts:
         """Adds a copy of the embedding's weights, taken to be sharded as the layer's. Tied copies are in FSDP2's root:
         shards of them are gathered for the whole forward and the whole backward of a stage.
         """
-        copied = self._weights_of(self.model.embedding, strategies, lambda: strategies)
+        copied = self._weights_of(self.model.embedding, strategies)
         none, model = np.zeros(len(strategies)), self.model
         forward, backward = self._with_weights(none, copied.gather_ms), self._with_weights(none, copied.reduce_ms)
         backward = backward + model.tied * forward
@@ -220,21 +217,18 @@ class CostModel(PassPrices):
         messages of weights, and without recompute.
         """
 
-        def of_kind(kind: LayerProfile) -> list[LayerStrategy]:
-            own = [replace(strategy_of_kind(one, kind), recompute="none") for one in strategies]
-            return Grouped(own, computing_key).distinct
+        def of_kind(kind: LayerProfile) -> Grouped:
+            own = _grouped(strategies, kind, computing_key).distinct
+            return Grouped([replace(one, recompute="none") for one in own], pass_key)
 
         least = []
         for index, kind in enumerate(self.model.kinds):
-            found = self._kept(strategies, ("computing", index), lambda kind=kind: of_kind(kind))
-            least.append(min(self._without_weights_ms(kind, one) for one in found))
+            groups = self._kept(strategies, ("computing", index), lambda kind=kind: of_kind(kind))
+            if kind.read_ratio:  # its messages depend on the layout between stages, and are left out
+                least.append(min(sum(self._computing(kind, one)) for one in groups.distinct))
+            else:
+                least.append(min(sum(passed[:4]) for passed in self._passes(kind, groups)))
         return [least[kind] for kind in self.model.layers]
-
-    def _without_weights_ms(self, layer: LayerProfile, strategy: LayerStrategy) -> float:
-        if layer.read_ratio:  # its messages depend on the layout between stages, and are left out
-            return sum(self._computing(layer, strategy))
-        found = self._pass(layer, strategy)
-        return found.forward_ms + found.backward_ms + found.region_forward_ms + found.region_backward_ms
 
     # ---- Embedding and head ----
 
@@ -251,17 +245,15 @@ class CostModel(PassPrices):
         passes = self._by_tensor(strategies)
         is_head = part != "embedding"
         passed = passes.arrays([self._pass_end(end, one.tensor, is_head=is_head) for one in passes.distinct])
-        return self._units(passed, self._weights_of(end, strategies, lambda: strategies), strategies, part)
+        return self._units(passed, self._weights_of(end, strategies), strategies, part)
 
     # ---- Weights ----
 
-    def _weights_of(
-        self, owner: LayerProfile | EndProfile, strategies: Strategies, of_owner: Callable[[], Strategies]
-    ) -> WeightCosts:
-        """Returns arrays (S,) of the costs of weights; `of_owner` gives the strategies as the owner has them."""
+    def _weights_of(self, owner: LayerProfile | EndProfile, strategies: Strategies) -> WeightCosts:
+        """Returns arrays (S,) of the costs of weights."""
 
         def arrays() -> WeightCosts:
-            groups = Grouped(of_owner(), _weights_key)
+            groups = _grouped(strategies, owner, _weights_key)
             return groups.arrays([self._weights(owner, one) for one in groups.distinct])
 
         is_dense = getattr(owner, "experts", None) is None
@@ -292,7 +284,7 @@ class CostModel(PassPrices):
         return [self.end_layout(one.tensor) for one in groups.distinct], groups.index
 
     def _by_tensor(self, strategies: Sequence[VocabularyStrategy]) -> Grouped:
-        return self._kept(strategies, ("passes", "end"), lambda: Grouped(strategies, lambda one: one.tensor))
+        return self._kept(strategies, ("passes", "end"), lambda: Grouped(strategies, lambda one: (one.tensor,)))
 
     def _weights(self, owner: LayerProfile | EndProfile, strategy: LayerStrategy | VocabularyStrategy) -> WeightCosts:
         def make() -> WeightCosts:
@@ -381,3 +373,13 @@ def _hidden(communication: np.ndarray, exposed: np.ndarray) -> np.ndarray:
 def strategy_of_kind(strategy: LayerStrategy, layer: LayerProfile) -> LayerStrategy:
     """Returns a strategy as a layer of one kind has it: a dense layer has no expert degree."""
     return strategy if layer.experts is not None or strategy.expert == 1 else replace(strategy, expert=1)
+
+
+def _grouped(strategies: Strategies, owner: LayerProfile | EndProfile, key: Callable[[Any], tuple]) -> Grouped:
+    """Groups strategies by a key that ends with the expert degree, which counts only in layers with experts."""
+    if getattr(owner, "experts", None) is not None:
+        return Grouped(strategies, key)
+    groups = Grouped(strategies, lambda one: (*key(one)[:-1], 1))
+    if isinstance(owner, LayerProfile):
+        groups.distinct = [strategy_of_kind(one, owner) for one in groups.distinct]
+    return groups

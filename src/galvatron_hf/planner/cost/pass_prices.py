@@ -19,7 +19,7 @@ from galvatron_hf.plan.chunks import largest_share
 from galvatron_hf.plan.layout import HEAD_CHUNK_TOKENS, AttentionHeads, Layout
 from galvatron_hf.plan.ring_traffic import RingTraffic
 from galvatron_hf.planner.cost import rings
-from galvatron_hf.planner.cost.strategy_costs import PassCosts
+from galvatron_hf.planner.cost.strategy_costs import Grouped, PassCosts
 from galvatron_hf.planner.cost.weight_costs import GRADIENT_BYTES
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
@@ -78,11 +78,24 @@ class PassPrices:
     # ---- Layers ----
 
     def _pass(self, layer: LayerProfile, strategy: LayerStrategy) -> PassCosts:
+        return self._passes(layer, Grouped([strategy], pass_key))[0]
+
+    def _passes(self, layer: LayerProfile, groups: Grouped) -> list[PassCosts]:
+        """Returns the costs of a layer under the strategies of groups."""
         if layer.read_ratio:  # depends on the layout between stages, and so on all rows
-            return self._new_pass(layer, strategy)
+            return [self._new_pass(layer, one) for one in groups.distinct]
         of_bias = self.ranks if layer.bias_heads else None  # the layers of a stage share a bias
-        key = "pass", id(layer), *pass_key(strategy), self._rows(strategy), self.context, of_bias
-        return self._once(key, lambda: self._new_pass(layer, strategy))
+        keys = self._keys_of_rows(("pass", id(layer)), groups, (self.context, of_bias))
+        return [
+            self._once(key, lambda one=one: self._new_pass(layer, one))
+            for key, one in zip(keys, groups.distinct, strict=True)
+        ]
+
+    def _keys_of_rows(self, part: tuple, groups: Grouped, rest: tuple) -> list[tuple]:
+        """Returns keys of prices that depend on the groups' keys, on the most rows of a data rank, and on `rest`."""
+        widths = np.array([one.tensor * one.ulysses for one in groups.distinct])
+        rows = -(-self.rows // (self.ranks // (self.context * widths)))
+        return [(*part, *key, most, *rest) for key, most in zip(groups.keys, rows.tolist(), strict=True)]
 
     def _new_pass(self, layer: LayerProfile, strategy: LayerStrategy) -> PassCosts:
         forward, backward = self._computing(layer, strategy)

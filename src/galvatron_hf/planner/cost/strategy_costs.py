@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -151,10 +151,10 @@ class StrategyCosts:
         return np.where(self.reduce_input_bytes > 0, self.gathered_bytes, 0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PassCosts:
+class PassCosts(NamedTuple):
     """Holds the costs of a layer or an end that do not depend on sharding: compute, region collectives, and bytes. The
-    head's `working_bytes` include its weight's gradient, which the forward computes and the backward scales.
+    head's `working_bytes` include its weight's gradient, which the forward computes and the backward scales. The first
+    four are all of its time.
     """
 
     forward_ms: float
@@ -169,22 +169,17 @@ class PassCosts:
 
 
 class Grouped:
-    """Groups strategies whose costs are equal. `distinct` has one of each group, in order of appearance; `index` (S,)
-    is the group of each strategy.
+    """Groups strategies whose costs are equal. `keys` are those of the groups, in order of appearance, `distinct` has
+    one strategy of each; `index` (S,) is the group of each strategy.
     """
 
-    def __init__(self, strategies: Sequence[Any], key: Callable[[Any], Any]):
-        groups: dict[Any, int] = {}
+    def __init__(self, strategies: Sequence[Any], key: Callable[[Any], tuple]):
+        groups: dict[tuple, int] = {}
         self.index = np.array([groups.setdefault(key(one), len(groups)) for one in strategies])
+        self.keys = list(groups)
         first = np.unique(self.index, return_index=True)[1]
         self.distinct = [strategies[place] for place in first]
 
     def arrays(self, costs: list[PassCosts] | list[WeightCosts]) -> PassCosts | WeightCosts:
         """Returns the fields of each group's costs as arrays (S,)."""
-        kind = type(costs[0])
-        return kind(
-            **{
-                name: np.array([getattr(one, name) for one in costs], float)[self.index]
-                for name in kind.__annotations__
-            }
-        )
+        return type(costs[0])(*np.array(costs, dtype=float).T[:, self.index])

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from galvatron_hf.models.shape import WeightShape
 from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
@@ -16,8 +16,7 @@ MOMENT_BYTES = 8  # of an element that is trained: two moments of AdamW
 GRADIENT_BYTES = 4  # of an element of a gradient at rest
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightCosts:
+class WeightCosts(NamedTuple):
     """Holds the costs of one FSDP unit on one rank.
 
     Attributes:
@@ -67,7 +66,7 @@ class WeightCosts:
             "largest_bytes",
         )
         values = {}
-        for name in self.__dataclass_fields__:
+        for name in self._fields:
             own, other = getattr(self, name), getattr(experts, name)
             values[name] = max(own, other) if name in largest else own + other
         return WeightCosts(**values | {"next_bytes": self.next_bytes})

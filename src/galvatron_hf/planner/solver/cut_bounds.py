@@ -32,6 +32,7 @@ class CutBounds:
             first: {objective: self.stages.lower(objective, first) for objective in self.objectives}
             for first in self.stages.classes
         }
+        self._refined: set[tuple[int, int, int]] = set()
         self._never_fits = least_memory(problem) > problem.budget
         self._firsts = [self.stages.class_of(begin) for begin in range(problem.layers)]
         self.bound = self._whole()
@@ -54,15 +55,33 @@ class CutBounds:
             found[begin] = np.where(np.isfinite(rows).all(axis=2, keepdims=True), rows, np.inf)
         return np.stack([found[first] for first in self._firsts], axis=1)
 
+    def tighten(self, slack: float, limit: float = np.inf) -> float:
+        """Refines bounds until the bound of all cuts, and a share `slack` more, is that of a cut whose bounds are
+        refined. Returns that cost, or the limit if it is less.
+        """
+        while True:
+            before = self.bound
+            within = min(limit, before + slack * abs(before) if slack < np.inf else np.inf)
+            if within == -np.inf or before > limit or before == np.inf:
+                return within
+            self.improve(within)
+            if self.bound <= within:
+                return within
+
     def improve(self, limit: float) -> None:
-        """Refines the bounds of every stage and number of layers that a solution within the limit may have."""
+        """Refines the bounds of every stage and number of layers that a solution within the limit may have, each only
+        once.
+        """
+        within = self.within(limit)
         for first, begins in self.stages.classes.items():
-            found = {(stage, count) for stage, begin, count in self.within(limit) if begin in begins}
+            found = {(stage, first, count) for stage, begin, count in within if begin in begins} - self._refined
             if not found:
                 continue
-            stages, counts = np.array(sorted(found)).T
+            self._refined |= found
+            stages, _, counts = np.array(sorted(found)).T
             for objective in self.objectives:
-                self._lower[first][objective][stages, counts] = self.stages.refine(objective, first, stages, counts)
+                table, refined = self._lower[first][objective], self.stages.refine(objective, first, stages, counts)
+                table[stages, counts] = np.maximum(table[stages, counts], refined)
         for name in ("_own", "_before", "_after"):
             self.__dict__.pop(name, None)
         self.bound = self._whole()

@@ -21,7 +21,8 @@ from galvatron_hf.planner.solver.stage_bounds import Distances, Objective
 # Relative distances from the bound at which a solution is searched for, one after the other.
 SLACKS_OF_ONE_STAGE = (0.001, 0.002, 0.003, 0.0045, 0.007, 0.01, 0.015, 0.03, 0.1, 0.3, np.inf)
 SLACKS = (0.01, 0.03, 0.1, 0.3, np.inf)
-BEAM = 80  # labels kept after each layer in the search for a first solution of a pipeline
+# In the search for a first solution of a pipeline: labels kept after each layer, and allowances of a stage.
+BEAM, ALLOWANCES_OF_BEAM = 80, 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +48,9 @@ def solve(problem: SearchProblem, limit: float = np.inf, bounds: CutBounds | Non
     slacks, beam = (SLACKS_OF_ONE_STAGE, None) if problem.stages == 1 else (SLACKS, BEAM)
     found = None
     for slack in slacks:
+        within = bounds.tighten(slack, limit)
         if bounds.bound == np.inf or bounds.bound > limit:
             break
-        within = min(limit, bounds.bound + slack * abs(bounds.bound) if slack < np.inf else np.inf)
-        bounds.improve(within)
         found = search.best(within, beam)
         if found is not None or within == limit:
             if beam is not None:
@@ -119,7 +119,7 @@ class ExactSearch:
         runs: dict[tuple[int, int], list[tuple[int, _Run]]] = {}
         for (stage, first, count), begins in groups.items():
             task = self._task(stage, first, count, begins, limit)
-            for index in range(len(self.bounds.stages.allowances)):
+            for index in self._allowances(task):
                 run = self._run(task, index)
                 if run is not None:
                     for begin in begins:
@@ -136,6 +136,15 @@ class ExactSearch:
         return _Task(stage=stage, first=first, count=count, distances=tuple(distances))
 
     # ---- One stage ----
+
+    def _allowances(self, task: _Task) -> list[int]:
+        """Returns the allowances of working memory that a solution within the limit may have in this stage."""
+        least = np.stack([distances.least for _, distances, _ in task.distances])  # (objectives, W)
+        most = np.array([most for *_, most in task.distances])
+        found = np.nonzero((least <= most[:, None]).all(axis=0))[0]
+        if self._beam is not None and len(found) > ALLOWANCES_OF_BEAM:
+            found = np.sort(found[np.argsort(least[0, found], kind="stable")[:ALLOWANCES_OF_BEAM]])
+        return found.tolist()
 
     def _run(self, task: _Task, index: int) -> _Run | None:
         """Returns the labels of a stage whose peak of working memory is this allowance; None if no stage has it."""

@@ -12,15 +12,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
-from galvatron_hf.planner.solver.problem import SearchProblem
+from galvatron_hf.planner.solver.problem import Options, SearchProblem
 
 
 # Multipliers are tried in units of (cost of the stage / budget), then between the neighbours of the best.
 GRID = np.concatenate([[0.0], np.geomspace(0.004, 40.0, 9)])
 REFINED_POINTS, REFINEMENTS = 7, 4
+
+# (N,) rows of pairs of a stage and a multiplier, and (N,) indices of allowances.
+Pairs = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,21 @@ class StageBounds:
         return next(first for first, begins in self.classes.items() if begin in begins)
 
     def lower(self, objective: Objective, first: int) -> np.ndarray:
-        """Returns (p, longest + 1) bounds of each stage with n layers from `first` on; infinite if none fits."""
-        bounds, multipliers = self._on_grid(objective, first)
-        best = bounds.argmax(axis=0)
-        self._multipliers[objective, first] = multipliers[best, np.arange(multipliers.shape[1])[:, None]]
-        return bounds.max(axis=0)
+        """Returns (p, longest + 1) bounds of each stage with n layers from `first` on, with which changes of layout
+        are free; infinite if none fits.
+        """
+        every = np.arange(self.problem.stages)
+        middle = max(1, self.problem.layers // len(every))
+        free = self._without_moves(objective, first, every, np.zeros(len(every)))[:, middle]
+        scale = np.maximum(np.where(np.isfinite(free), free, 0.0), 1.0) / self.problem.budget
+        found = np.full((len(every), self.longest + 1), -np.inf)
+        best = np.zeros(found.shape)
+        for point in GRID:
+            bounds = self._without_moves(objective, first, every, point * scale)
+            best = np.where(bounds > found, (point * scale)[:, None], best)
+            found = np.maximum(found, bounds)
+        self._multipliers[objective, first] = best
+        return found
 
     def least_memory(self, first: int) -> np.ndarray:
         """Returns (p, longest + 1) minimum bytes of each stage with n layers from `first` on. With a multiplier of 1
@@ -90,38 +104,23 @@ class StageBounds:
         """Returns the best multiplier found for a stage of `count` layers."""
         return float(self._multipliers[objective, first][stage, count])
 
-    def _on_grid(self, objective: Objective, first: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns bounds (P, p, longest + 1) and multipliers (P, p)."""
-        stages, every = self.problem.stages, np.arange(self.problem.stages)
-        free = self._without_moves(objective, first, every, np.zeros(stages))
-        middle = max(1, self.problem.layers // stages)
-        scale = np.maximum(np.where(np.isfinite(free[:, middle]), free[:, middle], 0.0), 1.0) / self.problem.budget
-        multipliers = GRID[:, None] * scale
-        flat = self.forward(objective, first, np.tile(every, len(GRID)), multipliers.ravel())
-        return flat.reshape(len(GRID), stages, -1), multipliers
-
     def refine(self, objective: Objective, first: int, stages: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Returns (Q,) better bounds of stages with these numbers of layers, and keeps their multipliers."""
+        """Returns (Q,) better bounds of stages with these numbers of layers, and keeps their multipliers: first the
+        best ones if changes of layout are free, then the best of a few nearby ones with the cost of changes.
+        """
         table = self._multipliers[objective, first]
-        best = table[stages, counts]
-        ratio = GRID[2] / GRID[1]
-        values = self.forward(objective, first, stages, best, counts)[np.arange(len(stages)), counts]
-        for _ in range(REFINEMENTS):
+        best, ratio = table[stages, counts], GRID[2] / GRID[1]
+        for least in [self._least_free] * REFINEMENTS + [self.shortest]:
             steps = np.geomspace(1 / ratio, ratio, REFINED_POINTS)
-            tried = (best[:, None] * steps).ravel()
-            of_tried = np.repeat(counts, REFINED_POINTS)
-            found = self.forward(objective, first, np.repeat(stages, REFINED_POINTS), tried, of_tried)
-            found = found[np.arange(len(tried)), of_tried].reshape(-1, REFINED_POINTS)
-            at = found.argmax(axis=1)
-            rows = np.arange(len(best))
-            better = found[rows, at] > values
-            values = np.where(better, found[rows, at], values)
-            best = np.where(better, best * steps[at], best)
+            tried = best[:, None] * steps
+            places = (np.repeat(of_all, REFINED_POINTS) for of_all in (stages, counts))
+            found = least(objective, first, next(places), tried.ravel(), next(places)).reshape(tried.shape)
+            best = tried[np.arange(len(best)), found.argmax(axis=1)]
             ratio = ratio ** (2 / (REFINED_POINTS - 1))
         table[stages, counts] = best
-        return values
+        return found.max(axis=1)
 
-    # ---- Shortest paths ----
+    # ---- Costs of layers and ends ----
 
     def option_costs(self, objective: Objective, stages: np.ndarray, multipliers: np.ndarray) -> np.ndarray:
         """Returns (Q, K, S) costs of a layer."""
@@ -137,139 +136,208 @@ class StageBounds:
         return np.where(within, self.option_costs(objective, stages, multipliers)[:, None], np.inf)
 
     @cached_property
-    def _by_working(self) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-        """Returns for each layout and each kind the allowed options by rising working memory, and (W,) how many of
-        them are within each allowance.
-        """
-        problem = self.problem
-        found = []
-        for layout in range(problem.first_resharding.shape[0]):
-            of_kinds = []
-            for allowed, working in zip(problem.allowed, problem.working, strict=True):
-                options = np.nonzero(allowed & (problem.layout == layout))[0]
-                options = options[np.argsort(working[options], kind="stable")]
-                of_kinds.append((options, np.searchsorted(working[options], self.allowances, side="right")))
-            found.append(of_kinds)
-        return found
+    def _by_working(self) -> list[_ByWorking]:
+        """Returns the allowed options of each kind of layer."""
+        problem, every = self.problem, np.arange(len(self.problem.layout))
+        return [
+            _ByWorking(every[allowed], working, self.allowances)
+            for allowed, working in zip(problem.allowed, problem.working, strict=True)
+        ]
 
-    def by_layout(self, objective: Objective, stages: np.ndarray, multipliers: np.ndarray) -> np.ndarray:
-        """Returns (Q, W, K, Y) minimum costs of a layer in each layout."""
-        costs = self.option_costs(objective, stages, multipliers)
-        kinds, groups = costs.shape[1], self._by_working
-        found = np.full((len(stages), len(self.allowances), kinds, len(groups)), np.inf)
-        for layout, of_kinds in enumerate(groups):
-            for kind, (options, counts) in enumerate(of_kinds):
-                if len(options):
-                    least = np.minimum.accumulate(costs[:, kind, options], axis=1)
-                    found[..., kind, layout] = np.where(counts > 0, least[:, np.maximum(counts, 1) - 1], np.inf)
-        return found
+    @cached_property
+    def _by_layout_and_working(self) -> list[list[_ByWorking]]:
+        """Returns the allowed options of each layout and each kind of layer."""
+        problem = self.problem
+        return [
+            [
+                _ByWorking(np.nonzero(allowed & (problem.layout == layout))[0], working, self.allowances)
+                for allowed, working in zip(problem.allowed, problem.working, strict=True)
+            ]
+            for layout in range(problem.first_resharding.shape[0])
+        ]
+
+    @cached_property
+    def _ends_by_working(self) -> list[_ByWorking]:
+        """Returns the options of the embedding and of the head."""
+        ends = self.problem.starts, self.problem.finishes
+        return [_ByWorking(np.arange(len(end)), end.working, self.allowances) for end in ends]
 
     def resharding(self, objective: Objective, stages: np.ndarray) -> np.ndarray:
         """Returns (Q, Y, Y) costs of a resharding."""
         first, other = (weights[:, None, None] for weights in objective.weights(self.problem, stages))
         return first * self.problem.first_resharding + other * self.problem.other_resharding
 
-    def opening(self, objective: Objective, stages: np.ndarray, multipliers: np.ndarray) -> np.ndarray:
-        """Returns (Q, W, Y) costs before a stage's first layer."""
+    def _end_costs(
+        self, end: Options, objective: Objective, stages: np.ndarray, multipliers: np.ndarray
+    ) -> np.ndarray:
+        """Returns (Q, E) costs of the options of an end."""
+        first, other = (weights[:, None] for weights in objective.weights(self.problem, stages))
+        return first * end.first_cost + other * end.other_cost + multipliers[:, None] * end.memory
+
+    def _constants(
+        self, objective: Objective, stages: np.ndarray, multipliers: np.ndarray, allowances: np.ndarray
+    ) -> np.ndarray:
+        """Returns the fixed cost of stages with working memory of so many bytes, arrays of any one shape."""
         problem = self.problem
-        held = problem.stage_memory[stages, None] + self.allowances - problem.budget
         first, other = objective.weights(problem, stages)
         fixed = first * problem.stage_first_cost[stages] + other * problem.stage_other_cost[stages]
-        constants = fixed[:, None] + multipliers[:, None] * held  # (Q, W)
-        found = np.full((len(stages), len(self.allowances), problem.first_resharding.shape[0]), np.inf)
-        found[:, :, problem.boundary] = np.where(stages[:, None] > 0, constants, np.inf)
-        starts = problem.starts
-        for index in np.nonzero(stages == 0)[0]:
-            costs = first[index] * starts.first_cost + other[index] * starts.other_cost
-            costs = costs + multipliers[index] * starts.memory
-            allowed = np.where(starts.working <= self.allowances[:, None], costs, np.inf)  # (W, starts)
-            for start, layout in enumerate(starts.layout):
-                least = constants[index] + allowed[:, start]
-                found[index, :, layout] = np.minimum(found[index, :, layout], least)
+        return fixed + multipliers * (problem.stage_memory[stages] + allowances - problem.budget)
+
+    # ---- Shortest paths ----
+
+    def by_layout(self, objective: Objective, stages: np.ndarray, multipliers: np.ndarray, pairs: Pairs) -> np.ndarray:
+        """Returns (N, K, Y) minimum costs of a layer in each layout, for each pair of a row and an allowance."""
+        costs, groups = self.option_costs(objective, stages, multipliers), self._by_layout_and_working
+        found = np.empty((len(pairs[0]), costs.shape[1], len(groups)))
+        for layout, of_kinds in enumerate(groups):
+            for kind, group in enumerate(of_kinds):
+                found[:, kind, layout] = group.least(costs[:, kind], pairs)
         return found
 
-    def closing(self, objective: Objective, stages: np.ndarray, multipliers: np.ndarray) -> np.ndarray:
-        """Returns (Q, W, Y) costs after a stage's last layer."""
-        problem, finishes = self.problem, self.problem.finishes
-        resharding, (first, other) = self.resharding(objective, stages), objective.weights(problem, stages)
-        found = np.repeat(resharding[:, None, :, problem.boundary], len(self.allowances), axis=1).astype(float)
-        for index in np.nonzero(stages == problem.stages - 1)[0]:
-            costs = first[index] * finishes.first_cost + other[index] * finishes.other_cost
-            costs = costs + multipliers[index] * finishes.memory
-            allowed = np.where(finishes.working <= self.allowances[:, None], costs, np.inf)  # (W, finishes)
-            found[index] = (resharding[index][:, finishes.layout] + allowed[:, None]).min(axis=2)
+    def opening(self, objective: Objective, stages: np.ndarray, multipliers: np.ndarray, pairs: Pairs) -> np.ndarray:
+        """Returns (N, Y) costs before a stage's first layer."""
+        (rows, chosen), problem, starts = pairs, self.problem, self.problem.starts
+        constants = self._constants(objective, stages[rows], multipliers[rows], self.allowances[chosen])
+        found = np.full((len(rows), problem.first_resharding.shape[0]), np.inf)
+        found[:, problem.boundary] = constants
+        is_first = stages[rows] == 0
+        if is_first.any():
+            costs = self._end_costs(starts, objective, stages, multipliers)[rows[is_first]]
+            allowed = np.where(starts.working <= self.allowances[chosen[is_first], None], costs, np.inf)
+            found[is_first] = np.inf
+            for layout in np.unique(starts.layout):
+                found[is_first, layout] = constants[is_first] + allowed[:, starts.layout == layout].min(axis=1)
         return found
 
-    def forward(
+    def closing(self, objective: Objective, stages: np.ndarray, multipliers: np.ndarray, pairs: Pairs) -> np.ndarray:
+        """Returns (N, Y) costs after a stage's last layer."""
+        (rows, chosen), problem, finishes = pairs, self.problem, self.problem.finishes
+        resharding = self.resharding(objective, stages).astype(float)
+        found = resharding[rows, :, problem.boundary]
+        is_last = stages[rows] == problem.stages - 1
+        if is_last.any():
+            costs = self._end_costs(finishes, objective, stages, multipliers)[rows[is_last]]
+            allowed = np.where(finishes.working <= self.allowances[chosen[is_last], None], costs, np.inf)
+            least = [allowed[:, finishes.layout == layout].min(axis=1) for layout in np.unique(finishes.layout)]
+            moved = [resharding[rows[is_last], :, layout] for layout in np.unique(finishes.layout)]
+            found[is_last] = np.min([one + cost[:, None] for one, cost in zip(moved, least, strict=True)], axis=0)
+        return found
+
+    def shortest(
+        self, objective: Objective, first: int, stages: np.ndarray, multipliers: np.ndarray, counts: np.ndarray
+    ) -> np.ndarray:
+        """Returns (Q,) minimums of cost + multiplier * (memory - budget) of stages of `counts` layers from `first` on.
+        The minimum with any allowance is at least that with free changes of layout. So allowances are left out whose
+        minimum with free changes is not below that of another one.
+        """
+        free = self._free(objective, first, stages, multipliers, counts)
+        rows = np.arange(len(stages))
+        likely = free.argmin(axis=1)
+        case = objective, first, stages, multipliers, counts
+        found = self._with_moves(*case, (rows, likely))
+        others = free < found[:, None]
+        others[rows, likely] = False
+        pairs = np.nonzero(others)
+        np.minimum.at(found, pairs[0], self._with_moves(*case, pairs))
+        return found
+
+    def _with_moves(
         self,
         objective: Objective,
         first: int,
         stages: np.ndarray,
         multipliers: np.ndarray,
-        counts: np.ndarray | None = None,
+        counts: np.ndarray,
+        pairs: Pairs,
     ) -> np.ndarray:
-        """Returns (Q, longest + 1) minimums of cost + multiplier * (memory - budget), by number of layers; only those
-        of `counts` (Q,) layers if these are given. The minimum with any allowance is at least that with free changes
-        of layout. So allowances are left out whose minimum with free changes exceeds that of another one.
-        """
-        parts = tuple(part(objective, stages, multipliers) for part in (self.by_layout, self.opening, self.closing))
-        resharding = self.resharding(objective, stages)
-        free = self._free_moves(first, *parts)
-        if self.problem.stages == 1 and counts is None:
-            counts = np.full(len(stages), self.problem.layers)
-        if counts is None:
-            rows, places = (each.ravel() for each in np.indices((len(stages), free.shape[2])))
-        else:
-            rows, places = np.arange(len(stages)), counts - 1
-        free, longest = free[rows, :, places], int(places.max()) + 1
-        likely = np.unique(free.argmin(axis=1))
-        found = self._with_moves(first, longest, resharding, *(part[:, likely] for part in parts))
-        others = (free < found[rows, places + 1, None]).any(axis=0)
-        others[likely] = False
-        if others.any():
-            more = self._with_moves(first, longest, resharding, *(part[:, others] for part in parts))
-            found = np.minimum(found, more)
-        return found
-
-    def _with_moves(
-        self,
-        first: int,
-        longest: int,
-        resharding: np.ndarray,
-        by_layout: np.ndarray,
-        opening: np.ndarray,
-        closing: np.ndarray,
-    ) -> np.ndarray:
-        """Returns (Q, longest + 1) minimums of any allowance of these arrays (Q, W, ...)."""
-        kinds, found = self.problem.kinds, np.full((len(opening), self.longest + 1), np.inf)
-        # The long axes come last, (..., W, Q), because numpy is fastest along the last axis.
-        costs, reached, closing = (
-            np.ascontiguousarray(np.moveaxis(part, (0, 1), (-1, -2))) for part in (by_layout, opening, closing)
+        """Returns (N,) minimums of pairs of a row and an allowance."""
+        order = np.argsort(-counts[pairs[0]], kind="stable")  # the longest stages first
+        pairs = pairs[0][order], pairs[1][order]
+        lengths, kinds = counts[pairs[0]], self.problem.kinds
+        # The long axis comes last, (..., N), because numpy is fastest along the last axis.
+        by_layout, opening, closing = (
+            np.ascontiguousarray(np.moveaxis(part(objective, stages, multipliers, pairs), 0, -1))
+            for part in (self.by_layout, self.opening, self.closing)
         )
-        moved = np.ascontiguousarray(resharding.transpose(1, 2, 0)[:, :, None])
-        for count in range(1, longest + 1):
-            reached = _resharded(reached, moved) + costs[kinds[first + count - 1]]
-            found[:, count] = (reached + closing).min(axis=(0, 1))
+        moved = np.ascontiguousarray(self.resharding(objective, stages)[pairs[0]].transpose(1, 2, 0))
+        reached, found = opening, np.empty(len(lengths))
+        for done in range(1, int(lengths.max(initial=0)) + 1):
+            active = int(np.searchsorted(-lengths, -done, side="right"))
+            layer = by_layout[kinds[first + done - 1], :, :active]
+            reached = _resharded(reached[:, :active], moved[..., :active]) + layer
+            ended = lengths[:active] == done
+            found[:active][ended] = (reached[:, ended] + closing[:, :active][:, ended]).min(axis=0)
+        unordered = np.empty(len(found))
+        unordered[order] = found
+        return unordered
+
+    # ---- Free changes of layout ----
+
+    def _least_layers(self, objective: Objective, stages: np.ndarray, multipliers: np.ndarray) -> np.ndarray:
+        """Returns (Q, W, K) minimum costs of a layer in any layout."""
+        costs = self.option_costs(objective, stages, multipliers)
+        return np.stack([group.least(costs[:, kind]) for kind, group in enumerate(self._by_working)], axis=2)
+
+    def _least_ends(self, objective: Objective, stages: np.ndarray, multipliers: np.ndarray) -> np.ndarray:
+        """Returns (Q, W) minimum costs of a stage besides its layers."""
+        found = self._constants(objective, stages[:, None], multipliers[:, None], self.allowances)
+        ends = self.problem.starts, self.problem.finishes
+        for place, end, group in zip((0, self.problem.stages - 1), ends, self._ends_by_working, strict=True):
+            here = stages == place
+            if here.any():
+                found[here] += group.least(self._end_costs(end, objective, stages[here], multipliers[here]))
         return found
 
-    def _free_moves(self, first: int, by_layout: np.ndarray, opening: np.ndarray, closing: np.ndarray) -> np.ndarray:
-        """Returns (Q, W, n) minimums with each allowance if changes of layout are free, of up to n layers."""
-        least = by_layout.min(axis=3)[:, :, self.problem.kinds[first : first + self.longest]]
-        return least.cumsum(axis=2) + (opening.min(axis=2) + closing.min(axis=2))[..., None]
+    def _free(
+        self, objective: Objective, first: int, stages: np.ndarray, multipliers: np.ndarray, counts: np.ndarray
+    ) -> np.ndarray:
+        """Returns (Q, W) minimums of stages of `counts` layers with each allowance."""
+        least = self._least_layers(objective, stages, multipliers)
+        of_kind = self.problem.kinds[first:, None] == np.arange(least.shape[2])
+        numbers = np.concatenate([np.zeros((1, least.shape[2]), dtype=np.int64), of_kind.cumsum(axis=0)])[counts]
+        found = self._least_ends(objective, stages, multipliers)
+        for kind in range(least.shape[2]):
+            some = numbers[:, kind] > 0  # zero times infinite is no number
+            found[some] += numbers[some, kind, None] * least[some, :, kind]
+        return found
+
+    def _least_free(self, *case: Any) -> np.ndarray:
+        """Returns (Q,) minimums with any allowance, as [`StageBounds.shortest`] does."""
+        return self._free(*case).min(axis=1)
 
     def _without_moves(
         self, objective: Objective, first: int, stages: np.ndarray, multipliers: np.ndarray
     ) -> np.ndarray:
-        """Returns (Q, longest + 1) minimums if changes of layout are free."""
-        parts = (part(objective, stages, multipliers) for part in (self.by_layout, self.opening, self.closing))
-        least = self._free_moves(first, *parts).min(axis=1)
+        """Returns (Q, longest + 1) minimums of stages of n layers."""
+        kinds, case = self.problem.kinds[first : first + self.longest], (objective, stages, multipliers)
+        least = self._least_layers(*case)[:, :, kinds].cumsum(axis=2)
+        least = (least + self._least_ends(*case)[..., None]).min(axis=1)
         found = np.full((len(stages), self.longest + 1), np.inf)
         found[:, 1 : 1 + least.shape[1]] = least
         return found
 
 
+class _ByWorking:
+    """Finds the least of the costs of options within each of (W,) allowances of working memory."""
+
+    def __init__(self, options: np.ndarray, working: np.ndarray, allowances: np.ndarray):
+        self.options = options[np.argsort(working[options], kind="stable")]
+        self.counts = np.searchsorted(working[self.options], allowances, side="right")
+
+    def least(self, costs: np.ndarray, pairs: Pairs | None = None) -> np.ndarray:
+        """Returns (Q, W) minimums of costs (Q, S), infinite if no option is allowed; or (N,) those of pairs."""
+        if not len(self.options):
+            shape = (len(costs), len(self.counts)) if pairs is None else len(pairs[0])
+            return np.full(shape, np.inf)
+        least = np.minimum.accumulate(costs[:, self.options], axis=1)
+        if pairs is None:
+            return np.where(self.counts > 0, least[:, np.maximum(self.counts, 1) - 1], np.inf)
+        counts = self.counts[pairs[1]]
+        return np.where(counts > 0, least[pairs[0], np.maximum(counts, 1) - 1], np.inf)
+
+
 def _resharded(reached: np.ndarray, resharding: np.ndarray) -> np.ndarray:
-    """Returns the minimums of (Y, W, Q) in each layout after a resharding (Y, Y, 1, Q) from any layout."""
+    """Returns the minimums of (Y, N) in each layout after a resharding (Y, Y, N) from any layout."""
     found = reached[0] + resharding[0]
     for before, cost in zip(reached[1:], resharding[1:], strict=True):
         np.minimum(found, before + cost, out=found)
@@ -288,6 +356,11 @@ class Distances:
     before: np.ndarray
     after: np.ndarray
 
+    @property
+    def least(self) -> np.ndarray:
+        """Returns (W,) minimums of the whole stage."""
+        return (self.before[0] + self.after[0]).min(axis=1)
+
     @classmethod
     def from_bounds(cls, bounds: StageBounds, objective: Objective, first: int, stage: int, count: int) -> Distances:
         """Computes the distances with the best multiplier that `bounds` has."""
@@ -295,12 +368,14 @@ class Distances:
         stages, multipliers = np.array([stage]), np.array([multiplier])
         resharding = bounds.resharding(objective, stages)[0]
         costs = bounds.costs(objective, stages, multipliers)
-        by_layout = bounds.by_layout(objective, stages, multipliers)[0]  # (W, K, Y)
+        allowances = np.arange(len(bounds.allowances))
+        pairs = np.zeros_like(allowances), allowances
+        by_layout = bounds.by_layout(objective, stages, multipliers, pairs)  # (W, K, Y)
         kinds = bounds.problem.kinds[first : first + count]
-        before = [bounds.opening(objective, stages, multipliers)[0]]
+        before = [bounds.opening(objective, stages, multipliers, pairs)]
         for kind in kinds:
             before.append((before[-1][..., None] + resharding).min(axis=1) + by_layout[:, kind])
-        after = [bounds.closing(objective, stages, multipliers)[0]]
+        after = [bounds.closing(objective, stages, multipliers, pairs)]
         for kind in kinds[::-1]:
             after.append((resharding + (by_layout[:, kind] + after[-1])[:, None]).min(axis=2))
         return cls(multiplier=multiplier, costs=costs[0], before=np.array(before), after=np.array(after[::-1]))
