@@ -41,7 +41,7 @@ def test_quick_bounds_know_the_memory():
     for (pipeline, virtual), uniform in itertools.product([(1, 1), (2, 1), (2, 3)], (False, True)):
         limits = replace(few, pipeline=(pipeline,), virtual_stages=virtual, uniform=uniform)
         for cut in step_cuts(CostModels(hardware, model, workload(6)), limits):
-            for free, problem in itertools.chain.from_iterable(group for *_, group in cut.problems(1 << 40)):
+            for free, problem in itertools.chain.from_iterable(group for *_, group in cut.problems(1 << 40, uniform)):
                 least = least_memory(problem.build(1).problem)
                 for budget in (int(1.02 * least), int(1.3 * least)):
                     bound, cost = problem.bound(budget), solve(problem.build(budget).problem).cost
@@ -120,7 +120,7 @@ def test_bounds_of_one_strategy_know_the_fullest_stage():
         model = random_model(2, layers=6, kinds=kinds)
         limits = replace(few, pipeline=(pipeline,), virtual_stages=virtual)
         for cut in step_cuts(CostModels(hardware, model, workload(4)), limits):
-            for *_, problems in cut.problems(1 << 40):
+            for *_, problems in cut.problems(1 << 40, True):
                 every = [problem for _, problem in problems]
                 least = min(least_memory(problem.build(1).problem) for problem in every)
                 for budget in (least, int(1.2 * least), int(2 * least)):

@@ -12,7 +12,7 @@ from galvatron_hf.cli.main import main
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Stage, VocabularyStrategy
 from galvatron_hf.planner.estimate import estimate_plan
 from galvatron_hf.planner.search import search_plan
-from galvatron_hf.planner.simplify import complexity, simplest
+from galvatron_hf.planner.simplify import SIMPLEST, complexity, simplest
 from galvatron_hf.planner.space import Limits
 from planner_cases import random_hardware, random_model, workload
 
@@ -59,6 +59,44 @@ def test_a_plan_of_one_strategy_is_found_where_the_search_finds_one(seed):
     if uniform is not None:
         found = simplest(result, uniform.step_ms / result.best.step_ms - 1 + 1e-9)
         assert len(set(found.plan.layers)) == 1
+
+
+def test_a_plan_without_other_parallelism_is_preferred_to_a_pipeline_of_one_strategy():
+    """Compares with a search of its own for data parallelism with shards over all ranks."""
+    compared = 0
+    for seed in range(6):
+        result = result_of(seed, share=0.5)
+        limits = result.limits
+        for feature in ("pipeline", "tensor", "ulysses", "hybrid-sharding"):
+            limits = limits.without(feature)
+        case = result.hardware, result.model, result.workload
+        plain = search_plan(*case, memory_bytes=result.memory_bytes, limits=limits).best
+        if plain is not None and plain.plan != result.best.plan:
+            found = simplest(result, plain.step_ms / result.best.step_ms - 1 + 1e-9).plan
+            nodes = result.hardware.devices_per_node
+            assert complexity(found, nodes) <= complexity(plain.plan, nodes)
+            compared += 1
+    assert compared >= 2
+
+
+def test_the_simplest_plans_are_those_of_one_strategy_over_all_ranks():
+    for sharding in ("replicate", "zero2", "zero3"):
+        assert complexity(plan_of(*[LayerStrategy(sharding=sharding)] * 4), 8) == SIMPLEST
+    for parallelism in (dict(tensor=2), dict(ulysses=2), dict(context=2)):
+        assert complexity(plan_of(*[LayerStrategy(**parallelism)] * 4), 8) > SIMPLEST
+    assert complexity(plan_of(*[LayerStrategy()] * 4, pipeline=2), 8) > SIMPLEST
+
+
+def test_longer_steps_than_a_limit_are_not_searched():
+    """Compares with a search without a limit."""
+    for seed in range(4):
+        result = result_of(seed, share=0.5)
+        case, options = (result.hardware, result.model, result.workload), dict(limits=result.limits)
+        options |= dict(memory_bytes=result.memory_bytes)
+        within = search_plan(*case, **options, longest_ms=result.best.step_ms)
+        assert within.best == result.best and within.problems <= result.problems
+        none = search_plan(*case, **options, longest_ms=0.999 * result.best.step_ms)
+        assert none.best is None and none.least_memory_bytes is None and none.bound_ms is None
 
 
 def test_layers_that_have_to_recompute_do():

@@ -90,6 +90,7 @@ def search_plan(
     progress: bool = False,
     stop: Callable[[], bool] | None = None,
     costs: CostModels | None = None,
+    longest_ms: float = np.inf,
 ) -> SearchResult:
     """
     Finds the fastest plan under the cost model. The result is exact: no plan of the space is predicted to be faster.
@@ -103,6 +104,8 @@ def search_plan(
         progress (`bool`, defaults to `False`): Whether the first rank shows a bar.
         stop (`Callable`, *optional*): Asked again and again; the search ends when it returns True.
         costs ([`CostModels`], *optional*): Of an earlier search, used if its profiles and workload are these.
+        longest_ms (`float`, *optional*): Plans of a longer step are not looked for; if there are no others, the result
+            has neither a plan nor the least memory.
 
     Raises:
         ValueError: if no plan is within the limits.
@@ -115,29 +118,31 @@ def search_plan(
     _check_limits(limits, hardware.world_size, model, workload)
     if costs is None or (costs.hardware, costs.model, costs.workload) != (hardware, model, workload):
         costs = CostModels(hardware, model, workload)
-    cuts = list(step_cuts(costs, limits))
+    cuts = _cuts(costs, limits)
     if not cuts:
         raise ValueError(
             f"No plan for {hardware.world_size} devices and {workload.rows} rows is within the limits; allow more "
             "degrees, or profile the model with more of them."
         )
     with progress_bar(len(cuts), progress) as step:
-        search = _Search(budget, step, stop or (lambda: False), _known_bounds(costs, limits, budget))
+        search = _Search(budget, limits.uniform, step, stop or (lambda: False), _known_bounds(costs, limits, budget))
+        search.limit = PICOSECONDS * longest_ms
         search.run(cuts)
     costs.bounds[limits, budget] = search.bounds
     solutions = search.solutions
-    if not solutions and search.stopped_at is not None:
+    if not solutions and search.stopped_at is not None and longest_ms == np.inf:
         until = time.monotonic() + SECONDS_FOR_FEW
-        few = _Search(budget, lambda what: None, lambda: time.monotonic() > until, {})
-        few.run(list(step_cuts(costs, _few_plans(limits))))
+        few = _Search(budget, True, lambda what: None, lambda: time.monotonic() > until, {})
+        few.run(_cuts(costs, _few_plans(limits)))
         solutions = few.solutions
     estimates = [_estimate(costs, *found) for found in solutions]
     estimates.sort(key=lambda estimate: estimate.step_ms)
     ended = search.stopped_at is None
+    nothing_fits = ended and not estimates and longest_ms == np.inf
     return SearchResult(
         best=estimates[0] if estimates else None,
         runners_up=estimates[1:],
-        least_memory_bytes=_least_memory(cuts, budget) if ended and not estimates else None,
+        least_memory_bytes=_least_memory(cuts, budget, limits.uniform) if nothing_fits else None,
         bound_ms=None if ended else search.stopped_at / PICOSECONDS,
         seconds=time.perf_counter() - begun,
         cuts=len(cuts),
@@ -187,6 +192,14 @@ def _estimate(known: CostModels, problem: PlanProblem, solution: Solution) -> Es
     return replace(found, peak_bytes=peak_bytes(known.of_stage(problem.ranks).of_shape(shape), plan, shape))
 
 
+def _cuts(costs: CostModels, limits: Limits) -> list[StepCut]:
+    """Returns the cuts of the step, which searches of one strategy for all layers share with those of several."""
+    key = replace(limits, uniform=False)
+    if key not in costs.cuts:
+        costs.cuts[key] = list(step_cuts(costs, key))
+    return costs.cuts[key]
+
+
 def _few_plans(limits: Limits) -> Limits:
     """Returns limits within which a search is short, with some plan for almost every case."""
     return replace(limits, uniform=True, hybrid_sharding=False, virtual_stages=1, context=limits.context or (1,))
@@ -208,8 +221,8 @@ class _Search:
             that this search has computed.
     """
 
-    def __init__(self, budget: int, step: Step, stop: Callable[[], bool], known: dict[tuple, float]):
-        self.budget, self.step, self.stop, self.known = budget, step, stop, known
+    def __init__(self, budget: int, uniform: bool, step: Step, stop: Callable[[], bool], known: dict[tuple, float]):
+        self.budget, self.uniform, self.step, self.stop, self.known = budget, uniform, step, stop, known
         self.bounds: dict[tuple, float] = {}
         self.limit: float = np.inf
         self.problems = self.solved = self.states = 0
@@ -239,7 +252,7 @@ class _Search:
                     break
 
     def _cut(self, cut: StepCut) -> _Task:
-        for key, bound, group in cut.problems(self.budget):
+        for key, bound, group in cut.problems(self.budget, self.uniform):
             yield max(bound, self.known.get(key, bound)), self._group(key, group)
         self.step("searching for a plan")
 
@@ -288,13 +301,13 @@ def _known_bounds(costs: CostModels, limits: Limits, budget: int) -> dict[tuple,
     return found
 
 
-def _least_memory(cuts: list[StepCut], budget: int) -> int:
+def _least_memory(cuts: list[StepCut], budget: int, uniform: bool) -> int:
     """Returns the bytes of the smallest budget with which some problem has a solution. Groups come in the order of
     their bounds, so that few are looked at more closely.
     """
     groups = []
     for number, cut in enumerate(cuts):
-        for key, _, group in cut.problems(budget):
+        for key, _, group in cut.problems(budget, uniform):
             if key not in cut.memory_bounds:
                 next(group, None)
             groups.append((cut.memory_bounds[key], number, key))
@@ -302,7 +315,7 @@ def _least_memory(cuts: list[StepCut], budget: int) -> int:
     for bound, number, key in sorted(groups, key=lambda one: one[:2]):
         if bound >= found:
             break
-        group = next(group for own, _, group in cuts[number].problems(budget) if own == key)
+        group = next(group for own, _, group in cuts[number].problems(budget, uniform) if own == key)
         for _, unsolved in group:
             if unsolved.memory_bound < found:
                 found = min(found, unsolved.least_memory(found))

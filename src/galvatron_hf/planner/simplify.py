@@ -9,6 +9,7 @@ not be the simplest of all.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 from collections.abc import Callable, Iterator
@@ -20,14 +21,15 @@ from galvatron_hf.planner.search import SearchResult, search_plan
 
 
 TOLERANCE = 0.01
-MOST_PLANS = 2_000  # that are priced; each takes a millisecond or two
+MOST_PLANS = 2_000  # that are priced; each takes about a millisecond
+SIMPLEST = (0, 1, 0, 1, 1, 0, 0, 1)  # the complexity of DDP, or of ZeRO over all ranks
 
 
 def complexity(plan: ParallelPlan, devices_per_node: int) -> tuple[int, ...]:
     """Returns what makes a plan hard to read or to trust, what matters most first: weights that are gathered from
-    other nodes for each micro-batch of a pipeline; numbers of strategies that differ in more than recompute, of all
-    strategies, of runs of equal layers, of ends that differ from the layers beside them, of shards over a part of the
-    ranks; and stages on each pipeline rank.
+    other nodes for each micro-batch of a pipeline; numbers of strategies that differ in more than recompute, of kinds
+    of parallelism besides data parallelism, of all strategies, of runs of equal layers, of ends that differ from the
+    layers beside them, of shards over a part of the ranks; and stages on each pipeline rank.
     """
     layers, ranks = plan.layers, len(plan.stages[0].ranks)
     crosses = ranks > devices_per_node
@@ -40,12 +42,20 @@ def complexity(plan: ParallelPlan, devices_per_node: int) -> tuple[int, ...]:
     return (
         int(in_pipeline and crosses and regathered),
         len({replace(layer, recompute="none") for layer in layers}),
+        _kinds_of_parallelism(plan),
         len(set(layers)),
         1 + sum(one != other for one, other in itertools.pairwise(layers)),
         ends,
         sum(layer.shard_degree is not None for layer in set(layers)),
         len(plan.stages) // len(plan.rank_groups),
     )
+
+
+def _kinds_of_parallelism(plan: ParallelPlan) -> int:
+    """Returns how many of pipeline, tensor, Ulysses, context and expert parallelism a plan has."""
+    degrees = ("tensor", "ulysses", "context", "expert")
+    in_layers = sum(any(getattr(layer, degree) > 1 for layer in set(plan.layers)) for degree in degrees)
+    return in_layers + (len(plan.rank_groups) > 1)
 
 
 def of_layer(layer: LayerStrategy) -> VocabularyStrategy:
@@ -55,9 +65,9 @@ def of_layer(layer: LayerStrategy) -> VocabularyStrategy:
 
 def simplest(result: SearchResult, tolerance: float = TOLERANCE, stop: Callable[[], bool] = lambda: False) -> Estimate:
     """Returns the simplest plan that was found to take at most 1 + `tolerance` times as long as the fastest one, and
-    that fits; of equally simple ones the fastest. Looked at are what was found on the way, the best plans of one
-    strategy with the stages of the fastest plan and as many micro-batches or twice as many, plans of one of its
-    strategies that recompute as few layers as fit, and what changes of these lead to, until `stop` returns True.
+    that fits; of equally simple ones the fastest. Looked at are what was found on the way, the best plans of few kinds
+    of parallelism or of one strategy, plans of one of the fastest plan's strategies that recompute as few layers as
+    fit, and what changes of these lead to, until `stop` returns True or no plan is simpler than one that was found.
     Raises `ValueError` if nothing fits.
     """
     if result.best is None:
@@ -80,31 +90,42 @@ def simplest(result: SearchResult, tolerance: float = TOLERANCE, stop: Callable[
     for one in (result.best, *result.runners_up):
         add(one.plan)
     if tolerance > 0:
-        for plan in itertools.chain(_uniform(result, stop), _partly_recomputed(result, estimates)):
+        for plan in itertools.chain(_of_few_kinds(result, longest, stop), _partly_recomputed(result, estimates)):
             add(plan)
-    while tolerance > 0 and queue and len(seen) < MOST_PLANS and not stop():
+            if found and min(found)[0] == SIMPLEST:
+                break
+    while tolerance > 0 and queue and len(seen) < MOST_PLANS and not stop() and queue[0][0] > SIMPLEST:
         for plan in _simpler(heapq.heappop(queue)[-1].plan):
             add(plan)
     return estimates.with_peaks(min(found)[-1])
 
 
-def _uniform(result: SearchResult, stop: Callable[[], bool]) -> Iterator[ParallelPlan]:
-    """Yields the best plans of one strategy with the stages of the fastest plan."""
-    best = result.best.plan
-    for count in {best.micro_batch_count, min(result.workload.rows, 2 * best.micro_batch_count)}:
-        if stop():
-            return
-        limits = replace(
-            result.limits,
-            uniform=True,
-            pipeline=(len(best.rank_groups),),
-            micro_batches=(count,),
-            context=None if result.limits.context is None else (best.layers[0].context,),
-        )
-        case = result.hardware, result.model, result.workload
-        found = search_plan(*case, memory_bytes=result.memory_bytes, limits=limits, stop=stop, costs=result.costs).best
-        if found is not None:
-            yield found.plan
+# What plans do without that people write by hand, simple ones first: data parallelism whose shards are over all ranks;
+# the same with experts on several ranks; any plan of one strategy without a pipeline; a pipeline of data parallelism;
+# and any plan of one strategy.
+_WITHOUT = (
+    ("pipeline", "tensor", "ulysses", "context", "hybrid-sharding", "expert"),
+    ("pipeline", "tensor", "ulysses", "context", "hybrid-sharding"),
+    ("pipeline", "mixed-layers"),
+    ("tensor", "ulysses", "context", "hybrid-sharding", "interleaved"),
+    ("mixed-layers",),
+)
+
+
+def _of_few_kinds(result: SearchResult, longest_ms: float, stop: Callable[[], bool]) -> Iterator[ParallelPlan]:
+    """Yields the best plans that do without some kinds of parallelism or have one strategy, within a step's time."""
+    case, searched = (result.hardware, result.model, result.workload), set()
+    for features in _WITHOUT:
+        limits = result.limits
+        for feature in features:
+            limits = limits.without(feature)
+        if stop() or limits in searched or limits == result.limits:
+            continue
+        searched.add(limits)
+        options = dict(memory_bytes=result.memory_bytes, stop=stop, costs=result.costs, longest_ms=longest_ms)
+        with contextlib.suppress(ValueError):  # such as a pipeline of all devices that the limits ask for
+            found = search_plan(*case, limits=limits, **options)
+            yield from (one.plan for one in ([] if found.best is None else [found.best, *found.runners_up]))
 
 
 def _partly_recomputed(result: SearchResult, estimates: Estimates) -> Iterator[ParallelPlan]:

@@ -42,28 +42,34 @@ class StepCut:
         choices_of_ends: list[list[VocabularyStrategy]],
         *,
         padded: bool,
-        uniform: bool,
     ):
         self.costs, self.shapes, self.strategies, self.choices_of_ends = costs, shapes, strategies, choices_of_ends
-        self.padded, self.uniform = padded, uniform
+        self.padded = padded
         self.memory_bounds: dict[tuple, float] = {}
         of_layers, of_ends = costs.least_layers_ms(strategies), costs.least_ends_ms(choices_of_ends)
         self.bounds = [round_down(PICOSECONDS * shape.least_ms(of_layers, *of_ends)) for shape in shapes]
         self.bound = min(self.bounds)
 
-    def problems(self, budget: int) -> Iterator[tuple[tuple, float, Iterator[tuple[float, UnsolvedProblem]]]]:
+    def problems(
+        self, budget: int, uniform: bool = False
+    ) -> Iterator[tuple[tuple, float, Iterator[tuple[float, UnsolvedProblem]]]]:
         """Yields groups of problems, each after a key that no other group of the step has and a bound of their cost.
-        The problems of a group are made when it is read. They come in the order of their bounds, each after the bound
-        of its solutions within a budget in bytes of a rank.
+        The problems of a group are made when it is read: one of all strategies, or if `uniform` one of each. They come
+        in the order of their bounds, each after the bound of its solutions within a budget in bytes of a rank.
         """
         for ends in self.choices_of_ends:
             options: dict[bool, OptionCosts] = {}
             for bound, shape in zip(self.bounds, self.shapes, strict=True):
                 key = shape, self.padded, ends[0].tensor if len(self.choices_of_ends) > 1 else None
-                yield key, bound, self._group(key, budget, ends, options)
+                yield key, bound, self._group(key, budget, uniform, ends, options)
 
     def _group(
-        self, key: tuple, budget: int, ends: list[VocabularyStrategy], options: dict[bool, OptionCosts]
+        self,
+        key: tuple,
+        budget: int,
+        uniform: bool,
+        ends: list[VocabularyStrategy],
+        options: dict[bool, OptionCosts],
     ) -> Iterator[tuple[float, UnsolvedProblem]]:
         """Yields the problems of one shape; all shapes of the cut share `options`."""
         shape, *_ = key
@@ -72,14 +78,16 @@ class StepCut:
             options[again] = OptionCosts(self.costs.of_shape(shape), shape.pipeline, self.strategies, ends, ends)
         problem = UnsolvedProblem(options[again], shape, padded=self.padded)
         self.memory_bounds[key] = problem.memory_bound
-        if self.uniform:
+        if uniform:
             yield from problem.uniform(budget)
         else:
             yield problem.bound(budget), problem
 
 
 def step_cuts(known: CostModels, limits: Limits) -> Iterator[StepCut]:
-    """Yields every cut of the step, with the strategies that its stages and micro-batches allow."""
+    """Yields every cut of the step, with the strategies that its stages and micro-batches allow, whether layers may
+    have different ones or not.
+    """
     hardware, model, workload = known.hardware, known.model, known.workload
     for pipeline in pipeline_degrees(hardware.world_size, len(model.layers)):
         if limits.pipeline is not None and pipeline not in limits.pipeline:
@@ -125,7 +133,6 @@ def step_cuts(known: CostModels, limits: Limits) -> Iterator[StepCut]:
                     strategies,
                     ends,
                     padded=padded_rows > rows,
-                    uniform=limits.uniform,
                 )
 
 

@@ -40,14 +40,15 @@ def _weights_key(strategy: LayerStrategy | VocabularyStrategy) -> tuple:
 
 
 class CostModels:
-    """Holds the cost models of one case, so that several searches of it share what they have priced. `bounds` are
-    those of the problems of each search, by its limits and budget.
+    """Holds the cost models of one case, so that several searches of it share what they have priced. `cuts` are those
+    of the step, by their limits, and `bounds` those of the problems of each search, by its limits and budget.
     """
 
     def __init__(self, hardware: HardwareProfile, model: ModelProfile, workload: Workload):
         self.hardware, self.model, self.workload = hardware, model, workload
         self._known: dict[int, CostModel] = {}
         self._prices: dict[tuple, Any] = {}
+        self.cuts: dict[Any, list[Any]] = {}
         self.bounds: dict[tuple, dict[tuple, float]] = {}
 
     def of_stage(self, ranks: int) -> CostModel:
@@ -227,7 +228,7 @@ class CostModel(PassPrices):
             if kind.read_ratio:  # its messages depend on the layout between stages, and are left out
                 least.append(min(sum(self._computing(kind, one)) for one in groups.distinct))
             else:
-                least.append(min(sum(passed[:4]) for passed in self._passes(kind, groups)))
+                least.append(min(map(sum, self._times(kind, groups))))
         return [least[kind] for kind in self.model.layers]
 
     # ---- Embedding and head ----

@@ -77,36 +77,42 @@ class PassPrices:
 
     # ---- Layers ----
 
-    def _pass(self, layer: LayerProfile, strategy: LayerStrategy) -> PassCosts:
-        return self._passes(layer, Grouped([strategy], pass_key))[0]
-
     def _passes(self, layer: LayerProfile, groups: Grouped) -> list[PassCosts]:
         """Returns the costs of a layer under the strategies of groups."""
-        if layer.read_ratio:  # depends on the layout between stages, and so on all rows
-            return [self._new_pass(layer, one) for one in groups.distinct]
         of_bias = self.ranks if layer.bias_heads else None  # the layers of a stage share a bias
-        keys = self._keys_of_rows(("pass", id(layer)), groups, (self.context, of_bias))
-        return [
-            self._once(key, lambda one=one: self._new_pass(layer, one))
-            for key, one in zip(keys, groups.distinct, strict=True)
-        ]
+        return self._of_groups("pass", layer, groups, self._new_pass, of_bias)
 
-    def _keys_of_rows(self, part: tuple, groups: Grouped, rest: tuple) -> list[tuple]:
-        """Returns keys of prices that depend on the groups' keys, on the most rows of a data rank, and on `rest`."""
+    def _times(self, layer: LayerProfile, groups: Grouped) -> list[tuple[float, float, float, float]]:
+        """Returns the four times of [`PassCosts`] under the strategies of groups."""
+        return self._of_groups("times", layer, groups, self._new_times)
+
+    def _of_groups(
+        self,
+        part: str,
+        layer: LayerProfile,
+        groups: Grouped,
+        price: Callable[[LayerProfile, LayerStrategy], Any],
+        *more,
+    ) -> list[Any]:
+        """Returns prices that depend on the groups' keys, on the most rows of a data rank, and on `more`."""
+        if layer.read_ratio:  # depends on the layout between stages, and so on all rows
+            return [price(layer, one) for one in groups.distinct]
         widths = np.array([one.tensor * one.ulysses for one in groups.distinct])
         rows = -(-self.rows // (self.ranks // (self.context * widths)))
-        return [(*part, *key, most, *rest) for key, most in zip(groups.keys, rows.tolist(), strict=True)]
+        return [
+            self._once((part, id(layer), *key, most, self.context, *more), lambda one=one: price(layer, one))
+            for key, most, one in zip(groups.keys, rows.tolist(), groups.distinct, strict=True)
+        ]
+
+    def _new_times(self, layer: LayerProfile, strategy: LayerStrategy) -> tuple[float, float, float, float]:
+        return *self._computing(layer, strategy), *self._regions(layer, strategy)
 
     def _new_pass(self, layer: LayerProfile, strategy: LayerStrategy) -> PassCosts:
-        forward, backward = self._computing(layer, strategy)
-        region_forward, region_backward = self._regions(layer, strategy)
+        (times,) = self._times(layer, Grouped([strategy], pass_key))
         saved, working, recomputed = self._activations(layer, strategy)
         shared, waiting = self._bias_bytes(layer, strategy)
         return PassCosts(
-            forward_ms=forward,
-            backward_ms=backward,
-            region_forward_ms=region_forward,
-            region_backward_ms=region_backward,
+            *times,
             saved_bytes=saved + shared,
             working_bytes=working + waiting,
             recomputed_bytes=recomputed,
