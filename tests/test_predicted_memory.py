@@ -67,6 +67,10 @@ CASES = {
             "zero2, recompute": dict(sharding="zero2", recompute="full"),
             "zero3": dict(sharding="zero3"),
             "zero3 of one piece": dict(sharding="zero3", tensor=4),
+            "zero2, twice": dict(sharding="zero2", micro_batches=2),
+            "zero3, twice": dict(sharding="zero3", micro_batches=2),
+            "zero2 pipeline": dict(sharding="zero2", pipeline=2, micro_batches=4),
+            "zero3 pipeline": dict(sharding="zero3", pipeline=2, micro_batches=4),
             "zero3 pipeline of one rank each": dict(sharding="zero3", pipeline=4, micro_batches=4),
             "zero2 pipeline, once": dict(sharding="zero2", pipeline=2),
             "tensor": dict(sharding="replicate", tensor=2),
@@ -77,8 +81,11 @@ CASES = {
         {
             "zero2": dict(sharding="zero2"),
             "zero3": dict(sharding="zero3"),
+            "zero2, twice": dict(sharding="zero2", micro_batches=2),
+            "zero3, twice": dict(sharding="zero3", micro_batches=2),
             "zero2 pipeline, once": dict(sharding="zero2", pipeline=2),
             "zero2 pipeline": dict(sharding="zero2", pipeline=2, micro_batches=4),
+            "zero3 pipeline": dict(sharding="zero3", pipeline=2, micro_batches=4),
         },
     ),
     "fp32, huge ends": (

@@ -171,9 +171,11 @@ class CostModel(PassPrices):
         gathered = np.where(weights.next_bytes > 0, weights.message_bytes, 0.0)
         previous = layer if part == "embedding" else np.maximum(reduced, gathered)
         gradient = weights.elements * GRADIENT_BYTES
-        # An embedding's gradient lives until the end of its reduction, beside the result and gloo's copy of the input.
+        # An end's gradient lives until the end of its reduction, beside gloo's copy of the input, and an embedding's
+        # beside the result too.
         copied = reduced * (weights.message_bytes > 0) * (self.hardware.overlap_slowdown is None)
-        reduced_embedding = (np.where(reduced > 0, gradient, 0.0) + copied) * (part == "embedding")
+        reduced_end = copied * (part in ("embedding", "head"))
+        reduced_end = reduced_end + np.where(reduced > 0, gradient, 0.0) * (part == "embedding")
         communication = np.maximum(0.0, forward + backward - computing)
         messages = weights.gather_ms + again + weights.reduce_ms
         regions = passed.region_forward_ms + passed.region_backward_ms
@@ -196,7 +198,7 @@ class CostModel(PassPrices):
             + weights.next_bytes * is_layer
             + weights.transient_bytes * (is_layer + is_head - tied),
             next_bytes=weights.next_bytes * is_layer,
-            recomputed_bytes=passed.recomputed_bytes + weights.message_bytes * is_head,
+            recomputed_bytes=passed.recomputed_bytes + weights.message_bytes * tied,
             released_bytes=passed.released_bytes,
             shared_bytes=passed.shared_bytes,
             new_gradient_bytes=none if is_head else weights.new_gradient_bytes,
@@ -204,7 +206,7 @@ class CostModel(PassPrices):
             bucket_bytes=weights.bucket_bytes,
             reduce_input_bytes=reduced,
             reduce_output_bytes=np.where(reduced > 0, gradient, 0.0) * (is_layer or part == "head"),
-            reducing_bytes=unsharded + reduced + weights.next_bytes * is_layer + reduced_embedding,
+            reducing_bytes=unsharded + reduced + weights.next_bytes * is_layer + reduced_end,
             message_bytes=weights.message_bytes,
             previous_message_bytes=previous,
             first_previous_message_bytes=none if is_head else previous,

@@ -34,7 +34,8 @@ class StrategyCosts:
         working_bytes: temporary memory of the running layer: intermediate results, its gathered weights, and the
             gather message with the next layer's weights.
         next_bytes: part of the working memory: the next layer's weights.
-        recomputed_bytes: activations that recompute restores; for the head, logits and the message with its weight.
+        recomputed_bytes: activations that recompute restores; for the head, logits, and for tied ends also the message
+            with their weight.
         released_bytes: part of the activations: those freed at the end of the layer's backward.
         shared_bytes: part of the activations: the layer's share of those that layers of a stage have in common. They
             are freed after the last backward of these layers.
@@ -102,17 +103,23 @@ class StrategyCosts:
                 reduction creates do not exist before it.
             one_layer (`bool`): Whether each stage has one layer, and so no next layer.
         """
-        changing = np.maximum(
-            self.recomputed_bytes + self.new_gradient_bytes, self.unsharded_gradient_bytes - self.released_bytes
-        )
         released, freed, absent = self.released_bytes, 0, 0
         message = self.previous_message_bytes if micro_batches > 1 else self.first_previous_message_bytes
         if one_stage:
             message = np.maximum(message, self.head_message_bytes)
         elif self.part == "head":
-            # FSDP2's root has no weights on such a stage and frees the message. With several ranks gloo's
-            # reduce-scatter copies its input instead.
-            message = np.where(self.message_bytes > 0, message, 0)
+            # FSDP2's root has no weights on such a stage and frees the message of a reduction, not that of a gather.
+            message = np.where((self.message_bytes > 0) & (self.reduce_input_bytes == 0), message, 0)
+        gathered = 0
+        if self.part == "head":
+            # The weight's message is there while the logits are. If the weight stays gathered, that is in the first
+            # micro-batch only, before there is a gradient or a reduction's message.
+            first = np.maximum(0, self.message_bytes - self.reduce_output_bytes - message)
+            gathered = np.where((self._gathered_shards > 0) & (micro_batches > 1), first, self.message_bytes)
+        changing = np.maximum(
+            self.recomputed_bytes + gathered + self.new_gradient_bytes,
+            self.unsharded_gradient_bytes - self.released_bytes,
+        )
         if micro_batches == 1:
             freed = self._gathered_shards
             at_rest = np.where(self.reduce_input_bytes > 0, 0, self.gradient_bytes - self.reused_bytes(1))
@@ -122,7 +129,8 @@ class StrategyCosts:
         running = self.working_bytes + ahead - absent + np.maximum(0, changing) + np.maximum(0, message - freed)
         others = (active_stages - 1) * self.other_stage_message_bytes
         bucket = self.bucket_bytes - self.released_bytes + (self.reused_bytes(1) if micro_batches == 1 else 0)
-        ending = np.maximum(self.reducing_bytes + ahead - released, bucket)
+        added = self.reduce_output_bytes * (self.part == "head" and micro_batches > 1)  # to the gradient at rest
+        ending = np.maximum(self.reducing_bytes + added + ahead - released, bucket)
         return np.ceil(np.maximum(running, ending) + others).astype(np.int64)
 
     def reused_bytes(self, micro_batches: int) -> np.ndarray:
