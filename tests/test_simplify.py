@@ -99,6 +99,33 @@ def test_longer_steps_than_a_limit_are_not_searched():
         assert none.best is None and none.least_memory_bytes is None and none.bound_ms is None
 
 
+def test_a_step_as_long_as_the_limit_is_found():
+    """Costs are whole picoseconds; a limit in milliseconds is a rounded one."""
+    for seed in range(40):
+        case = random_hardware(seed, world_size=2, memory_bytes=1 << 40), random_model(seed, layers=2), workload(2)
+        best = search_plan(*case).best
+        assert search_plan(*case, longest_ms=best.step_ms).best == best
+        none = search_plan(*case, longest_ms=0.5 * best.step_ms)
+        assert none.best is None and "longest_ms" in none.no_plan_message
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_strategy_of_a_model_with_dense_layers_has_an_expert_degree_in_the_others(seed):
+    model = random_model(seed, layers=4, kinds=2, experts=True)
+    hardware, limits = random_hardware(seed, world_size=4, memory_bytes=1 << 40), Limits().without("mixed-layers")
+    limits = limits.without("zero3")
+    least = search_plan(hardware, model, workload(8), memory_bytes=1, limits=limits).least_memory_bytes
+    result = search_plan(hardware, model, workload(8), memory_bytes=least, limits=limits)
+    assert len(set(model.layers)) == 2 and {layer.expert for layer in result.best.plan.layers} == {1, 2}
+    assert limits.allows(simplest(result).plan, model) and simplest(result, 0.0).step_ms == result.best.step_ms
+    at = next(index for index, layer in enumerate(result.best.plan.layers) if layer.expert == 2)
+    layers = [
+        replace(layer, expert=1) if index == at else layer for index, layer in enumerate(result.best.plan.layers)
+    ]
+    one_of_several = sum(layer.expert == 2 for layer in layers) > 0
+    assert limits.allows(replace(result.best.plan, layers=tuple(layers)), model) is not one_of_several
+
+
 def test_layers_that_have_to_recompute_do():
     """The Trainer asks for it by an argument, whatever is simpler."""
     model, hardware = random_model(1, layers=6), random_hardware(1, world_size=4, memory_bytes=1 << 40)

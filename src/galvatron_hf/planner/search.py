@@ -71,8 +71,10 @@ class SearchResult:
     @property
     def no_plan_message(self) -> str:
         """Explains in one sentence why there is no best plan."""
-        if self.least_memory_bytes is None:
+        if self.bound_ms is not None:
             return f"The search was stopped after {self.seconds:.1f} s without a plan that fits: search longer."
+        if self.least_memory_bytes is None:
+            return "No plan that fits is as fast as `longest_ms` asks for: allow a longer step."
         return (
             f"No plan fits {gib_rounded_up(self.memory_bytes)} GiB a device: the least is "
             f"{gib_rounded_up(self.least_memory_bytes)} GiB; allow that much, or use more devices, shorter rows or a "
@@ -126,7 +128,7 @@ def search_plan(
         )
     with progress_bar(len(cuts), progress) as step:
         search = _Search(budget, limits.uniform, step, stop or (lambda: False), _known_bounds(costs, limits, budget))
-        search.limit = PICOSECONDS * longest_ms
+        search.limit = np.rint(PICOSECONDS * longest_ms)  # a whole cost again, if it is the step of a plan
         search.run(cuts)
     costs.bounds[limits, budget] = search.bounds
     solutions = search.solutions

@@ -78,7 +78,7 @@ def simplest(result: SearchResult, tolerance: float = TOLERANCE, stop: Callable[
     found: list[tuple] = []
 
     def add(plan: ParallelPlan | None) -> None:
-        if plan is None or plan in seen or not result.limits.allows(plan):
+        if plan is None or plan in seen or not result.limits.allows(plan, result.model):
             return
         seen.add(plan)
         one = _estimate(estimates, plan)

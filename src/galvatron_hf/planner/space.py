@@ -81,15 +81,15 @@ class Limits:
             and self.uniform <= other.uniform
         )
 
-    def allows(self, plan: ParallelPlan) -> bool:
-        """Returns whether a plan is within the limits."""
+    def allows(self, plan: ParallelPlan, model: ModelProfile) -> bool:
+        """Returns whether a plan of a model is within the limits."""
         ranks, stages = len(plan.stages[0].ranks), len(plan.rank_groups)
         chosen = (self.pipeline, stages), (self.micro_batches, plan.micro_batch_count)
         chosen += tuple((self.context, layer.context) for layer in set(plan.layers))
         return (
             all(allowed is None or one in allowed for allowed, one in chosen)
             and len(plan.stages) // stages <= self.virtual_stages
-            and not (self.uniform and len(set(plan.layers)) > 1)
+            and (not self.uniform or _is_uniform(plan, model))
             and all(self._allows_layer(layer, ranks) for layer in set(plan.layers))
             and all(self._allows_weights(one, ranks, stages) for one in {*plan.layers, plan.embedding, plan.head})
         )
@@ -121,6 +121,13 @@ class Limits:
             for value in values:
                 if value is not None:
                     check_int(name, value, high=sys.maxsize)
+
+
+def _is_uniform(plan: ParallelPlan, model: ModelProfile) -> bool:
+    """Returns whether all layers have one strategy. Its expert degree is that of the layers with experts."""
+    kinds = (model.kinds[kind] for kind in model.layers)
+    experts = {layer.expert for layer, kind in zip(plan.layers, kinds, strict=True) if kind.experts is not None}
+    return len({replace(layer, expert=1) for layer in plan.layers}) == 1 and len(experts) <= 1
 
 
 def _lacking(limits: Limits, field: str, value: str) -> Limits:
