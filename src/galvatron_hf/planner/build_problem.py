@@ -254,12 +254,11 @@ class UnsolvedProblem:
         In each problem, that layer is the first with as many data ranks as there are rows.
         """
         whole = self.build(budget, prune=False)
-        for problem in self._parts(whole.problem, self._full):
+        for problem in self._parts(whole.problem, self._full()):
             useful = np.nonzero(problem.useful_options())[0]
             strategies = [whole.strategies[index] for index in useful]
             yield replace(whole, problem=problem.restricted(useful), strategies=strategies)
 
-    @property
     def _full(self) -> np.ndarray:
         """Returns (S,) booleans: the strategies with as many data ranks as there are rows."""
         return np.array([one.data_degree(self.options.costs.ranks) == self.shape.rows for one in self.strategies])
@@ -276,15 +275,15 @@ class UnsolvedProblem:
             yield replace(whole, kinds=self.kinds + count * part, allowed=allowed, **thrice)
 
     def least_memory(self, limit: float = np.inf) -> float:
-        """Returns the smallest budget, in bytes, with which the problem has a solution; at least `limit` if it is not
-        less than that. Times do not matter, so few options are enough.
+        """Returns the smallest budget, in bytes, with which the problem has a solution; if that is `limit` or more,
+        perhaps less than it, but at least `limit`. Times do not matter, so few options are enough.
         """
         whole = self._without_layouts(1)
         memory = np.concatenate([whole.state, whole.activation, whole.min_memory, whole.working])
         found = least_memory(whole.restricted(nondominated(memory.T)))
         if found >= limit or not self.padded:
             return found
-        full = self._full
+        full = self._full()
         kept = np.concatenate([np.nonzero(one)[0][nondominated(memory.T[one])] for one in (full, ~full) if one.any()])
         return min(least_memory(part) for part in self._parts(whole.restricted(kept), full[kept]))
 

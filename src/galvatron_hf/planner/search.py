@@ -33,7 +33,7 @@ from galvatron_hf.utils.progress import Step, progress_bar
 from galvatron_hf.utils.units import gib_rounded_up
 
 
-CLOSE = 0.001  # how near to the bound of a problem all cuts have refined bounds before it is solved
+CLOSE = 0.001  # share above a problem's bound within which the bounds of cuts are refined before it is solved
 SECONDS_FOR_FEW = 30.0  # for a plan of a small part of the space, if a search is stopped without one
 
 
@@ -130,7 +130,7 @@ def search_plan(
         search = _Search(budget, limits.uniform, step, stop or (lambda: False), _known_bounds(costs, limits, budget))
         search.limit = np.rint(PICOSECONDS * longest_ms)  # a whole cost again, if it is the step of a plan
         search.run(cuts)
-    costs.bounds[limits, budget] = search.bounds
+    costs.bounds[limits, budget] = _largest(costs.bounds.get((limits, budget), {}), search.bounds)
     solutions = search.solutions
     if not solutions and search.stopped_at is not None and longest_ms == np.inf:
         until = time.monotonic() + SECONDS_FOR_FEW
@@ -277,7 +277,7 @@ class _Search:
         """Solves a problem. If it has padding rows that its solution does not need, it is split."""
         bounds = CutBounds(problem.problem)
         yield bounds.bound, None
-        bounds.tighten(CLOSE)
+        bounds.tighten(CLOSE, self.limit)
         yield bounds.bound, None
         result = solve(problem.problem, self.limit, bounds)
         self.solved, self.states = self.solved + 1, self.states + result.states
@@ -299,8 +299,13 @@ def _known_bounds(costs: CostModels, limits: Limits, budget: int) -> dict[tuple,
     found: dict[tuple, float] = {}
     for (others, memory_bytes), bounds in costs.bounds.items():
         if others.covers(limits) and memory_bytes >= budget:
-            found |= bounds
+            found = _largest(found, bounds)
     return found
+
+
+def _largest(bounds: dict[tuple, float], others: dict[tuple, float]) -> dict[tuple, float]:
+    """Returns lower bounds by their keys, of which two may have the larger one."""
+    return bounds | {key: max(bound, bounds.get(key, bound)) for key, bound in others.items()}
 
 
 def _least_memory(cuts: list[StepCut], budget: int, uniform: bool) -> int:

@@ -9,27 +9,40 @@ not be the simplest of all.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
 from galvatron_hf.planner.estimate import Estimate, Estimates
 from galvatron_hf.planner.search import SearchResult, search_plan
+from galvatron_hf.planner.space import Limits, expert_degrees
 
 
 TOLERANCE = 0.01
 MOST_PLANS = 2_000  # that are priced; each takes about a millisecond
 SIMPLEST = (0, 1, 0, 1, 1, 0, 0, 1)  # the complexity of DDP, or of ZeRO over all ranks
+# What plans do without that people write by hand, simple ones first: data parallelism whose shards are over all ranks;
+# the same with experts on several ranks; any plan of one strategy without a pipeline; a pipeline of data parallelism;
+# and any plan of one strategy.
+LEFT_OUT = (
+    ("pipeline", "tensor", "ulysses", "context", "hybrid-sharding", "expert"),
+    ("pipeline", "tensor", "ulysses", "context", "hybrid-sharding"),
+    ("pipeline", "mixed-layers"),
+    ("tensor", "ulysses", "context", "hybrid-sharding", "interleaved"),
+    ("mixed-layers",),
+)
 
 
-def complexity(plan: ParallelPlan, devices_per_node: int) -> tuple[int, ...]:
+def complexity(
+    plan: ParallelPlan, devices_per_node: int, expert_degrees: Sequence[int] | None = None
+) -> tuple[int, ...]:
     """Returns what makes a plan hard to read or to trust, what matters most first: weights that are gathered from
     other nodes for each micro-batch of a pipeline; numbers of strategies that differ in more than recompute, of kinds
     of parallelism besides data parallelism, of all strategies, of runs of equal layers, of ends that differ from the
-    layers beside them, of shards over a part of the ranks; and stages on each pipeline rank.
+    layers beside them, of shards over a part of the ranks; and stages on each pipeline rank. `expert_degrees` of the
+    layers are those of the plan, or of [`~planner.space.expert_degrees`], where dense layers are like the others.
     """
     layers, ranks = plan.layers, len(plan.stages[0].ranks)
     crosses = ranks > devices_per_node
@@ -38,13 +51,15 @@ def complexity(plan: ParallelPlan, devices_per_node: int) -> tuple[int, ...]:
         layer.sharding == "zero3" and (layer.shard_degree or ranks) * layer.tensor > devices_per_node
         for layer in set(layers)
     )
+    degrees = expert_degrees or [layer.expert for layer in layers]
+    strategies = [(replace(layer, expert=1), degree) for layer, degree in zip(layers, degrees, strict=True)]
     ends = sum(end != of_layer(layer) for end, layer in zip((plan.embedding, plan.head), (layers[0], layers[-1])))
     return (
         int(in_pipeline and crosses and regathered),
-        len({replace(layer, recompute="none") for layer in layers}),
+        len({(replace(layer, recompute="none"), degree) for layer, degree in strategies}),
         _kinds_of_parallelism(plan),
-        len(set(layers)),
-        1 + sum(one != other for one, other in itertools.pairwise(layers)),
+        len(set(strategies)),
+        1 + sum(one != other for one, other in itertools.pairwise(strategies)),
         ends,
         sum(layer.shard_degree is not None for layer in set(layers)),
         len(plan.stages) // len(plan.rank_groups),
@@ -83,7 +98,9 @@ def simplest(result: SearchResult, tolerance: float = TOLERANCE, stop: Callable[
         seen.add(plan)
         one = _estimate(estimates, plan)
         if one is not None and one.step_ms <= longest and max(one.memory_bytes) <= result.memory_bytes:
-            entry = complexity(plan, result.hardware.devices_per_node), one.step_ms, next(numbers), one
+            degrees = expert_degrees(plan, result.model)
+            parts = complexity(plan, result.hardware.devices_per_node, degrees)
+            entry = parts, one.step_ms, next(numbers), one
             heapq.heappush(queue, entry)
             found.append(entry)
 
@@ -100,32 +117,28 @@ def simplest(result: SearchResult, tolerance: float = TOLERANCE, stop: Callable[
     return estimates.with_peaks(min(found)[-1])
 
 
-# What plans do without that people write by hand, simple ones first: data parallelism whose shards are over all ranks;
-# the same with experts on several ranks; any plan of one strategy without a pipeline; a pipeline of data parallelism;
-# and any plan of one strategy.
-_WITHOUT = (
-    ("pipeline", "tensor", "ulysses", "context", "hybrid-sharding", "expert"),
-    ("pipeline", "tensor", "ulysses", "context", "hybrid-sharding"),
-    ("pipeline", "mixed-layers"),
-    ("tensor", "ulysses", "context", "hybrid-sharding", "interleaved"),
-    ("mixed-layers",),
-)
-
-
 def _of_few_kinds(result: SearchResult, longest_ms: float, stop: Callable[[], bool]) -> Iterator[ParallelPlan]:
     """Yields the best plans that do without some kinds of parallelism or have one strategy, within a step's time."""
     case, searched = (result.hardware, result.model, result.workload), set()
-    for features in _WITHOUT:
+    for features in LEFT_OUT:
         limits = result.limits
         for feature in features:
             limits = limits.without(feature)
-        if stop() or limits in searched or limits == result.limits:
+        if stop() or limits in searched or not _narrower(limits, result.limits):
             continue
         searched.add(limits)
         options = dict(memory_bytes=result.memory_bytes, stop=stop, costs=result.costs, longest_ms=longest_ms)
-        with contextlib.suppress(ValueError):  # such as a pipeline of all devices that the limits ask for
+        try:
             found = search_plan(*case, limits=limits, **options)
-            yield from (one.plan for one in ([] if found.best is None else [found.best, *found.runners_up]))
+        except ValueError:  # no plan is within these limits
+            continue
+        yield from (one.plan for one in ([] if found.best is None else [found.best, *found.runners_up]))
+
+
+def _narrower(limits: Limits, others: Limits) -> bool:
+    """Returns whether limits differ from others and allow no degree that those forbid."""
+    asked = ((getattr(limits, name), getattr(others, name)) for name in ("pipeline", "context"))
+    return limits != others and all(allowed is None or set(own) <= set(allowed) for own, allowed in asked)
 
 
 def _partly_recomputed(result: SearchResult, estimates: Estimates) -> Iterator[ParallelPlan]:

@@ -89,7 +89,8 @@ class Limits:
         return (
             all(allowed is None or one in allowed for allowed, one in chosen)
             and len(plan.stages) // stages <= self.virtual_stages
-            and (not self.uniform or _is_uniform(plan, model))
+            and not (self.uniform and len({replace(layer, expert=1) for layer in plan.layers}) > 1)
+            and not (self.uniform and len(set(expert_degrees(plan, model))) > 1)
             and all(self._allows_layer(layer, ranks) for layer in set(plan.layers))
             and all(self._allows_weights(one, ranks, stages) for one in {*plan.layers, plan.embedding, plan.head})
         )
@@ -123,11 +124,19 @@ class Limits:
                     check_int(name, value, high=sys.maxsize)
 
 
-def _is_uniform(plan: ParallelPlan, model: ModelProfile) -> bool:
-    """Returns whether all layers have one strategy. Its expert degree is that of the layers with experts."""
-    kinds = (model.kinds[kind] for kind in model.layers)
-    experts = {layer.expert for layer, kind in zip(plan.layers, kinds, strict=True) if kind.experts is not None}
-    return len({replace(layer, expert=1) for layer in plan.layers}) == 1 and len(experts) <= 1
+def expert_degrees(plan: ParallelPlan, model: ModelProfile) -> tuple[int, ...]:
+    """Returns the expert degree of each layer. A dense layer, which has none, counts as if it had that of the next
+    layer with experts, or of the last one.
+    """
+    own = [
+        layer.expert if model.kinds[kind].experts is not None else None
+        for layer, kind in zip(plan.layers, model.layers, strict=True)
+    ]
+    following, found = next((degree for degree in reversed(own) if degree is not None), 1), []
+    for degree in reversed(own):
+        following = following if degree is None else degree
+        found.append(following)
+    return tuple(reversed(found))
 
 
 def _lacking(limits: Limits, field: str, value: str) -> Limits:

@@ -31,7 +31,7 @@ class StepCut:
     """Holds the problems of a cut of the step into stages, pieces of rows and micro-batches of one size, which are not
     made yet. They differ in schedule and number of micro-batches. `bounds` of the shapes count neither weights nor
     memory: no solution costs less; `bound` is the least of them. `memory_bounds` are bytes that every solution of a
-    group needs, by its key, as soon as the group is read.
+    group needs, by the group's key, known once the group was read.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class StepCut:
 
 
 def step_cuts(known: CostModels, limits: Limits) -> Iterator[StepCut]:
-    """Yields every cut of the step, with the strategies that its stages and micro-batches allow, whether layers may
-    have different ones or not.
+    """Yields every cut of the step, with the strategies that its stages and micro-batches allow. `limits.uniform` is
+    not used here.
     """
     hardware, model, workload = known.hardware, known.model, known.workload
     for pipeline in pipeline_degrees(hardware.world_size, len(model.layers)):

@@ -35,7 +35,7 @@ Strategies = Sequence[LayerStrategy] | Sequence[VocabularyStrategy]
 
 
 def _weights_key(strategy: LayerStrategy | VocabularyStrategy) -> tuple:
-    """Returns what of a strategy decides the costs of weights."""
+    """Returns what of a strategy decides the costs of weights; the expert degree comes last."""
     return strategy.tensor, strategy.sharding, strategy.shard_degree, getattr(strategy, "expert", 1)
 
 

@@ -32,12 +32,12 @@ INDEX_BYTES = 8  # of an index of a bias's table
 
 
 def pass_key(strategy: LayerStrategy) -> tuple:
-    """Returns what of a strategy decides a pass."""
+    """Returns what of a strategy decides a pass; the expert degree comes last."""
     return strategy.tensor, strategy.megatron_sp, strategy.ulysses, strategy.recompute, strategy.expert
 
 
 def computing_key(strategy: LayerStrategy) -> tuple:
-    """Returns what of a strategy decides compute without recompute."""
+    """Returns what of a strategy decides compute without recompute; the expert degree comes last."""
     return strategy.tensor, strategy.megatron_sp, strategy.ulysses, strategy.expert
 
 
@@ -92,7 +92,7 @@ class PassPrices:
         layer: LayerProfile,
         groups: Grouped,
         price: Callable[[LayerProfile, LayerStrategy], Any],
-        *more,
+        *more: int | None,
     ) -> list[Any]:
         """Returns prices that depend on the groups' keys, on the most rows of a data rank, and on `more`."""
         if layer.read_ratio:  # depends on the layout between stages, and so on all rows

@@ -56,8 +56,8 @@ class CutBounds:
         return np.stack([found[first] for first in self._firsts], axis=1)
 
     def tighten(self, slack: float, limit: float = np.inf) -> float:
-        """Refines bounds until the bound of all cuts, and a share `slack` more, is that of a cut whose bounds are
-        refined. Returns that cost, or the limit if it is less.
+        """Refines bounds until that raises the bound of all cuts by at most a share `slack`. Returns the cost up to
+        which all cuts are refined, at most `limit`.
         """
         while True:
             before = self.bound
@@ -72,9 +72,9 @@ class CutBounds:
         """Refines the bounds of every stage and number of layers that a solution within the limit may have, each only
         once.
         """
-        within = self.within(limit)
+        possible = self.within(limit)
         for first, begins in self.stages.classes.items():
-            found = {(stage, first, count) for stage, begin, count in within if begin in begins} - self._refined
+            found = {(stage, first, count) for stage, begin, count in possible if begin in begins} - self._refined
             if not found:
                 continue
             self._refined |= found

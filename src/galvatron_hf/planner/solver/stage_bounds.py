@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -227,8 +226,8 @@ class StageBounds:
         self, objective: Objective, first: int, stages: np.ndarray, multipliers: np.ndarray, counts: np.ndarray
     ) -> np.ndarray:
         """Returns (Q,) minimums of cost + multiplier * (memory - budget) of stages of `counts` layers from `first` on.
-        The minimum with any allowance is at least that with free changes of layout. So allowances are left out whose
-        minimum with free changes is not below that of another one.
+        The minimum with each allowance is at least that with free changes of layout. So allowances are left out whose
+        minimum with free changes is not below what another one has.
         """
         free = self._free(objective, first, stages, multipliers, counts)
         rows = np.arange(len(stages))
@@ -301,9 +300,11 @@ class StageBounds:
             found[some] += numbers[some, kind, None] * least[some, :, kind]
         return found
 
-    def _least_free(self, *case: Any) -> np.ndarray:
-        """Returns (Q,) minimums with any allowance, as [`StageBounds.shortest`] does."""
-        return self._free(*case).min(axis=1)
+    def _least_free(
+        self, objective: Objective, first: int, stages: np.ndarray, multipliers: np.ndarray, counts: np.ndarray
+    ) -> np.ndarray:
+        """Returns (Q,) minimums of stages of `counts` layers, as [`StageBounds.shortest`] does."""
+        return self._free(objective, first, stages, multipliers, counts).min(axis=1)
 
     def _without_moves(
         self, objective: Objective, first: int, stages: np.ndarray, multipliers: np.ndarray
