@@ -66,8 +66,7 @@ class WeightCosts(NamedTuple):
             "largest_bytes",
         )
         values = {}
-        for name in self._fields:
-            own, other = getattr(self, name), getattr(experts, name)
+        for name, own, other in zip(WeightCosts.__annotations__, self, experts, strict=True):
             values[name] = max(own, other) if name in largest else own + other
         return WeightCosts(**values | {"next_bytes": self.next_bytes})
 
