@@ -9,6 +9,7 @@ not be the simplest of all.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -24,14 +25,13 @@ TOLERANCE = 0.01
 MOST_PLANS = 2_000  # that are priced; each takes about a millisecond
 SIMPLEST = (0, 1, 0, 1, 1, 0, 0, 1)  # the complexity of DDP, or of ZeRO over all ranks
 # What plans do without that people write by hand, simple ones first: data parallelism whose shards are over all ranks;
-# the same with experts on several ranks; any plan of one strategy without a pipeline; a pipeline of data parallelism;
-# and any plan of one strategy.
+# the same with experts on several ranks; any plan of one strategy without a pipeline; and a pipeline of data
+# parallelism.
 LEFT_OUT = (
     ("pipeline", "tensor", "ulysses", "context", "hybrid-sharding", "expert"),
     ("pipeline", "tensor", "ulysses", "context", "hybrid-sharding"),
     ("pipeline", "mixed-layers"),
     ("tensor", "ulysses", "context", "hybrid-sharding", "interleaved"),
-    ("mixed-layers",),
 )
 
 
@@ -120,10 +120,7 @@ def simplest(result: SearchResult, tolerance: float = TOLERANCE, stop: Callable[
 def _of_few_kinds(result: SearchResult, longest_ms: float, stop: Callable[[], bool]) -> Iterator[ParallelPlan]:
     """Yields the best plans that do without some kinds of parallelism or have one strategy, within a step's time."""
     case, searched = (result.hardware, result.model, result.workload), set()
-    for features in LEFT_OUT:
-        limits = result.limits
-        for feature in features:
-            limits = limits.without(feature)
+    for limits in (*map(functools.partial(_without, result.limits), LEFT_OUT), _uniform_stages(result)):
         if stop() or limits in searched or not _narrower(limits, result.limits):
             continue
         searched.add(limits)
@@ -133,6 +130,27 @@ def _of_few_kinds(result: SearchResult, longest_ms: float, stop: Callable[[], bo
         except ValueError:  # no plan is within these limits
             continue
         yield from (one.plan for one in ([] if found.best is None else [found.best, *found.runners_up]))
+
+
+def _without(limits: Limits, features: Sequence[str]) -> Limits:
+    for feature in features:
+        limits = limits.without(feature)
+    return limits
+
+
+def _uniform_stages(result: SearchResult) -> Limits:
+    """Returns the limits of plans of one strategy with as many stages as the fastest plan, and as many micro-batches
+    or twice as many: in a large space, a search of all plans of one strategy takes as long as that of the fastest.
+    """
+    best = result.best.plan
+    counts = {best.micro_batch_count, min(result.workload.rows, 2 * best.micro_batch_count)}
+    return replace(
+        result.limits,
+        uniform=True,
+        pipeline=(len(best.rank_groups),),
+        micro_batches=tuple(sorted(counts)),
+        context=None if result.limits.context is None else (best.layers[0].context,),
+    )
 
 
 def _narrower(limits: Limits, others: Limits) -> bool:
