@@ -11,10 +11,10 @@ import numpy as np
 from galvatron_hf.models.shape import WeightShape
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Precision, Stage, VocabularyStrategy
 from galvatron_hf.planner.build_problem import PlanProblem, UnsolvedProblem
-from galvatron_hf.planner.cost.cost_model import strategy_of_kind
+from galvatron_hf.planner.cost.cost_model import CostModels, strategy_of_kind
 from galvatron_hf.planner.cost.step_shape import StepShape
 from galvatron_hf.planner.cost.workload import Workload
-from galvatron_hf.planner.estimate import Estimate, estimate_solution, priced_shape, stage_costs
+from galvatron_hf.planner.estimate import Estimate, estimate_solution, priced_shape
 from galvatron_hf.planner.option_costs import OptionCosts
 from galvatron_hf.planner.solver.problem import Solution
 from galvatron_hf.planner.space import Limits, context_degrees, layer_strategies, vocabulary_strategies
@@ -237,7 +237,7 @@ def every_estimate(
         shape = priced_shape(hardware, model, work, plan)
         key = shape, plan.embedding.tensor if model.tied else 0
         if key not in problems:
-            costs = stage_costs(hardware, model, work, plan, shape)
+            costs = CostModels(hardware, model, work).of_plan(plan, shape)
             strategies = layer_strategies(costs.ranks, model, limits, shape.context)
             strategies = [one for one, data in strategies if data <= shape.rows]
             ends = vocabulary_strategies(costs.ranks, model, limits)

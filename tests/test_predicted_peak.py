@@ -10,7 +10,8 @@ import pytest
 
 from galvatron_hf import ParallelPlan
 from galvatron_hf.plan.schedule import Action, PipelineShape, Work, actions
-from galvatron_hf.planner.estimate import estimate_plan, priced_shape, stage_costs
+from galvatron_hf.planner.cost.cost_model import CostModels
+from galvatron_hf.planner.estimate import estimate_plan, priced_shape
 from galvatron_hf.planner.stage_units import StageUnit, stage_units, working_bytes
 from planner_cases import random_hardware, random_model, workload
 
@@ -70,7 +71,7 @@ def test_the_peak_is_that_of_a_schedule_that_is_followed(schedule, micro_batches
         hardware, work = random_hardware(seed, world_size=RANKS, memory_bytes=1 << 40), workload(ROWS)
         plan = random_plan(seed, micro_batches, schedule)
         estimate, shape = estimate_plan(hardware, model, work, plan), priced_shape(hardware, model, work, plan)
-        costs = stage_costs(hardware, model, work, plan, shape)
+        costs = CostModels(hardware, model, work).of_plan(plan, shape)
         for index, order in enumerate(actions(PipelineShape.from_plan(plan), micro_batches)):
             units = stage_units(costs, plan, shape, index)
             working = [working_bytes(unit, plan, shape) for unit in units]

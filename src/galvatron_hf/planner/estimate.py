@@ -11,7 +11,7 @@ from typing import Any
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.pipeline_shape import PipelineShape, can_order
 from galvatron_hf.planner.build_problem import PlanProblem, UnsolvedProblem
-from galvatron_hf.planner.cost.cost_model import CostModel, CostModels
+from galvatron_hf.planner.cost.cost_model import CostModels
 from galvatron_hf.planner.cost.step_shape import StepShape
 from galvatron_hf.planner.cost.workload import Workload
 from galvatron_hf.planner.option_costs import PICOSECONDS, OptionCosts
@@ -86,7 +86,7 @@ class Estimates:
         strategies, ranks = tuple(dict.fromkeys(plan.layers)), len(plan.stages[0].ranks)
         key = shape, ranks, strategies, plan.embedding, plan.head
         if key not in self._problems:
-            costs = self.costs.of_stage(ranks).of_shape(shape)
+            costs = self.costs.of_plan(plan, shape)
             options = OptionCosts(costs, shape.pipeline, strategies, [plan.embedding], [plan.head])
             budget = self.costs.hardware.memory_bytes
             self._problems[key] = UnsolvedProblem(options, shape).build(budget, prune=False)
@@ -100,8 +100,7 @@ class Estimates:
         """Returns the estimate with the peaks of its plan's ranks."""
         plan = estimate.plan
         shape = StepShape.from_plan(plan, self.costs.workload, self.costs.model)
-        costs = self.costs.of_stage(len(plan.stages[0].ranks)).of_shape(shape)
-        return replace(estimate, peak_bytes=peak_bytes(costs, plan, shape))
+        return replace(estimate, peak_bytes=peak_bytes(self.costs.of_plan(plan, shape), plan, shape))
 
 
 def estimate_solution(problem: PlanProblem, solution: Solution, workload: Workload, plan: ParallelPlan) -> Estimate:
@@ -118,13 +117,6 @@ def estimate_solution(problem: PlanProblem, solution: Solution, workload: Worklo
         memory_bytes=found.memory,
         bubble_ms=(found.cost - busiest) / PICOSECONDS,
     )
-
-
-def stage_costs(
-    hardware: HardwareProfile, model: ModelProfile, workload: Workload, plan: ParallelPlan, shape: StepShape
-) -> CostModel:
-    """Returns the cost model of a stage's layers, for the ranks and micro-batches of a plan."""
-    return CostModel(hardware, model, workload, len(plan.stages[0].ranks), shape.rows).of_shape(shape)
 
 
 def priced_shape(hardware: HardwareProfile, model: ModelProfile, workload: Workload, plan: ParallelPlan) -> StepShape:

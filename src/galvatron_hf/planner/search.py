@@ -9,8 +9,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -18,14 +19,13 @@ from galvatron_hf.plan.validation import divisors
 from galvatron_hf.planner.build_problem import PlanProblem, UnsolvedProblem
 from galvatron_hf.planner.cost.cost_model import CostModels
 from galvatron_hf.planner.cost.workload import Workload
-from galvatron_hf.planner.estimate import Estimate, estimate_solution
+from galvatron_hf.planner.estimate import Estimate, Estimates, estimate_solution
 from galvatron_hf.planner.option_costs import PICOSECONDS
 from galvatron_hf.planner.solver.coarse_bound import coarse_bound
 from galvatron_hf.planner.solver.cut_bounds import CutBounds
 from galvatron_hf.planner.solver.dp import solve
 from galvatron_hf.planner.solver.problem import Solution
 from galvatron_hf.planner.space import Limits, pipeline_degrees
-from galvatron_hf.planner.stage_units import peak_bytes
 from galvatron_hf.planner.step_cuts import StepCut, step_cuts
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
@@ -127,24 +127,21 @@ def search_plan(
             "degrees, or profile the model with more of them."
         )
     with progress_bar(len(cuts), progress) as step:
-        search = _Search(budget, limits.uniform, step, stop or (lambda: False), _known_bounds(costs, limits, budget))
-        search.limit = np.rint(PICOSECONDS * longest_ms)  # a whole cost again, if it is the step of a plan
+        known = _known_bounds(costs, limits, budget)
+        search = _Search(budget, limits.uniform, stop or (lambda: False), longest_ms, step=step, known=known)
         search.run(cuts)
     costs.bounds[limits, budget] = _largest(costs.bounds.get((limits, budget), {}), search.bounds)
-    solutions = search.solutions
-    if not solutions and search.stopped_at is not None and longest_ms == np.inf:
-        until = time.monotonic() + SECONDS_FOR_FEW
-        few = _Search(budget, True, lambda what: None, lambda: time.monotonic() > until, {})
-        few.run(_cuts(costs, _few_plans(limits)))
-        solutions = few.solutions
+    solutions, ended, any_step = search.solutions, search.stopped_at is None, longest_ms == np.inf
+    if not solutions and not ended and any_step:
+        solutions = _of_few_plans(costs, limits, budget)
     estimates = [_estimate(costs, *found) for found in solutions]
     estimates.sort(key=lambda estimate: estimate.step_ms)
-    ended = search.stopped_at is None
-    nothing_fits = ended and not estimates and longest_ms == np.inf
     return SearchResult(
         best=estimates[0] if estimates else None,
         runners_up=estimates[1:],
-        least_memory_bytes=_least_memory(cuts, budget, limits.uniform) if nothing_fits else None,
+        least_memory_bytes=(
+            _least_memory(cuts, budget, limits.uniform) if ended and not estimates and any_step else None
+        ),
         bound_ms=None if ended else search.stopped_at / PICOSECONDS,
         seconds=time.perf_counter() - begun,
         cuts=len(cuts),
@@ -189,9 +186,8 @@ def _check_limits(limits: Limits, world_size: int, model: ModelProfile, workload
 
 def _estimate(known: CostModels, problem: PlanProblem, solution: Solution) -> Estimate:
     """Returns the estimate of a solution, with the peaks of its ranks."""
-    plan, shape = problem.plan(solution, known.workload, known.model), problem.shape
-    found = estimate_solution(problem, solution, known.workload, plan)
-    return replace(found, peak_bytes=peak_bytes(known.of_stage(problem.ranks).of_shape(shape), plan, shape))
+    plan = problem.plan(solution, known.workload, known.model)
+    return Estimates(known).with_peaks(estimate_solution(problem, solution, known.workload, plan))
 
 
 def _cuts(costs: CostModels, limits: Limits) -> list[StepCut]:
@@ -202,9 +198,13 @@ def _cuts(costs: CostModels, limits: Limits) -> list[StepCut]:
     return costs.cuts[key]
 
 
-def _few_plans(limits: Limits) -> Limits:
-    """Returns limits within which a search is short, with some plan for almost every case."""
-    return replace(limits, uniform=True, hybrid_sharding=False, virtual_stages=1, context=limits.context or (1,))
+def _of_few_plans(costs: CostModels, limits: Limits, budget: int) -> list[tuple[PlanProblem, Solution]]:
+    """Returns what a search finds in a short time within limits that have some plan for almost every case."""
+    few = replace(limits, uniform=True, hybrid_sharding=False, virtual_stages=1, context=limits.context or (1,))
+    until = time.monotonic() + SECONDS_FOR_FEW
+    search = _Search(budget, few.uniform, lambda: time.monotonic() > until)
+    search.run(_cuts(costs, few))
+    return search.solutions
 
 
 # A task of the search: it yields bounds, each with another task that may not cost less, or with None, after which it
@@ -223,10 +223,19 @@ class _Search:
             that this search has computed.
     """
 
-    def __init__(self, budget: int, uniform: bool, step: Step, stop: Callable[[], bool], known: dict[tuple, float]):
-        self.budget, self.uniform, self.step, self.stop, self.known = budget, uniform, step, stop, known
+    def __init__(
+        self,
+        budget: int,
+        uniform: bool,
+        stop: Callable[[], bool],
+        longest_ms: float = np.inf,
+        *,
+        step: Step = lambda what: None,
+        known: Mapping[tuple, float] = MappingProxyType({}),
+    ):
+        self.budget, self.uniform, self.stop, self.step, self.known = budget, uniform, stop, step, known
         self.bounds: dict[tuple, float] = {}
-        self.limit: float = np.inf
+        self.limit = float(np.rint(PICOSECONDS * longest_ms))  # a whole cost again, if it is the step of a plan
         self.problems = self.solved = self.states = 0
         self.stopped_at: float | None = None
         self._found: dict[tuple[int, ...], tuple[PlanProblem, Solution]] = {}

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from galvatron_hf.plan import LayerStrategy, VocabularyStrategy
+from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
 from galvatron_hf.plan.layout import Layout
 from galvatron_hf.planner.cost.pass_prices import BYTES, PassPrices, computing_key, pass_key
 from galvatron_hf.planner.cost.resharding import most_sent_tokens
@@ -58,6 +58,10 @@ class CostModels:
             found._prices = self._prices  # of all stages: few depend on their ranks
             self._known[ranks] = found
         return self._known[ranks]
+
+    def of_plan(self, plan: ParallelPlan, shape: StepShape) -> CostModel:
+        """Returns the cost model of a stage's layers, for the ranks of a plan and the micro-batches of its step."""
+        return self.of_stage(len(plan.stages[0].ranks)).of_shape(shape)
 
 
 class CostModel(PassPrices):
@@ -174,8 +178,8 @@ class CostModel(PassPrices):
         # An end's gradient lives until the end of its reduction, beside gloo's copy of the input, and an embedding's
         # beside the result too.
         copied = reduced * (weights.message_bytes > 0) * (self.hardware.overlap_slowdown is None)
-        reduced_end = copied * (part in ("embedding", "head"))
-        reduced_end = reduced_end + np.where(reduced > 0, gradient, 0.0) * (part == "embedding")
+        result = np.where(reduced > 0, gradient, 0.0)
+        reduced_end = copied * (part in ("embedding", "head")) + result * (part == "embedding")
         communication = np.maximum(0.0, forward + backward - computing)
         messages = weights.gather_ms + again + weights.reduce_ms
         regions = passed.region_forward_ms + passed.region_backward_ms
@@ -205,7 +209,7 @@ class CostModel(PassPrices):
             unsharded_gradient_bytes=np.maximum(unsharded, weights.largest_bytes) if is_head else unsharded,
             bucket_bytes=weights.bucket_bytes,
             reduce_input_bytes=reduced,
-            reduce_output_bytes=np.where(reduced > 0, gradient, 0.0) * (is_layer or part == "head"),
+            reduce_output_bytes=result * (is_layer or part == "head"),
             reducing_bytes=unsharded + reduced + weights.next_bytes * is_layer + reduced_end,
             message_bytes=weights.message_bytes,
             previous_message_bytes=previous,

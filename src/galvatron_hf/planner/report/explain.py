@@ -11,10 +11,10 @@ import numpy as np
 
 from galvatron_hf.plan import ParallelPlan
 from galvatron_hf.plan.layout import Layout
-from galvatron_hf.planner.cost.cost_model import CostModel
+from galvatron_hf.planner.cost.cost_model import CostModel, CostModels
 from galvatron_hf.planner.cost.step_shape import StepShape
 from galvatron_hf.planner.cost.workload import Workload
-from galvatron_hf.planner.estimate import Estimate, estimate_plan, stage_costs
+from galvatron_hf.planner.estimate import Estimate, Estimates
 from galvatron_hf.planner.stage_units import stage_units, working_bytes
 from galvatron_hf.profiler.profiles.hardware import HardwareProfile
 from galvatron_hf.profiler.profiles.model import ModelProfile
@@ -115,9 +115,10 @@ def explain_plan(
     hardware: HardwareProfile, model: ModelProfile, workload: Workload, plan: ParallelPlan
 ) -> Explanation:
     """Splits the estimate of [`~planner.estimate.estimate_plan`] into parts; raises `ValueError` in the same cases."""
-    estimate = estimate_plan(hardware, model, workload, plan)
+    estimates = Estimates(CostModels(hardware, model, workload))
+    estimate = estimates.with_peaks(estimates.of(plan))
     shape = StepShape.from_plan(plan, workload, model)
-    costs = stage_costs(hardware, model, workload, plan, shape)
+    costs = estimates.costs.of_plan(plan, shape)
     stages = tuple(_Stage(costs, plan, shape, index).parts() for index in range(shape.pipeline))
     totals = [shape.micro_batches * stage.micro_batch_ms + stage.sync_ms + stage.update_ms for stage in stages]
     return Explanation(
