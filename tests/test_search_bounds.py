@@ -152,6 +152,22 @@ def test_a_search_after_a_wider_one_of_the_same_case_prices_less_and_finds_the_s
     assert shared < alone
 
 
+def test_a_poorer_search_of_a_case_forgets_no_bound_and_makes_no_cut_again():
+    """A search that ends early knows less than the one before; one of one strategy has the cuts of one of several."""
+    model, hardware = random_model(0, layers=6), random_hardware(0, world_size=8, memory_bytes=1 << 40)
+    case = hardware, model, workload(16)
+    budget = int(0.7 * max(search_plan(*case).best.memory_bytes))
+    first = search_plan(*case, memory_bytes=budget)
+    options, key = dict(costs=first.costs, memory_bytes=budget), (first.limits, budget)
+    known, cuts = dict(first.costs.bounds[key]), first.costs.cuts[first.limits]
+    asked = itertools.count()
+    assert search_plan(*case, **options, stop=lambda: next(asked) > 1).bound_ms is not None
+    after = first.costs.bounds[key]
+    assert len(known) > 3 and all(after[one] >= bound for one, bound in known.items())
+    search_plan(*case, **options, limits=Limits(uniform=True))
+    assert first.costs.cuts[first.limits] is cuts and not any(limits.uniform for limits in first.costs.cuts)
+
+
 def test_bounds_of_limits_are_used_only_within_them():
     """Compares with the strategies that each of two limits allows."""
     model = random_model(0, layers=2, degree=4, experts=True)

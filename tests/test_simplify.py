@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 
 from galvatron_hf.cli.main import main
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Stage, VocabularyStrategy
+from galvatron_hf.planner import simplify
 from galvatron_hf.planner.estimate import estimate_plan
 from galvatron_hf.planner.search import search_plan
 from galvatron_hf.planner.simplify import SIMPLEST, complexity, simplest
@@ -125,6 +126,23 @@ def test_one_strategy_of_a_model_with_dense_layers_has_an_expert_degree_in_the_o
     experts = [at for at, kind in enumerate(model.layers) if model.kinds[kind].experts is not None]
     fewer = tuple(replace(layer, expert=1) if at == experts[0] else layer for at, layer in enumerate(plan.layers))
     assert limits.allows(replace(plan, layers=fewer), model) is (len(experts) == 1)
+
+
+def test_no_simple_plan_is_looked_for_outside_the_limits(monkeypatch):
+    """Records the searches; a plan from outside the limits could not be returned."""
+    model, hardware = random_model(0, layers=6), random_hardware(0, world_size=4, memory_bytes=1 << 40)
+    for given in (dict(pipeline=(2,)), dict(pipeline=(2, 4)), dict(tensor=1), {}):
+        result, searched = search_plan(hardware, model, workload(8), limits=Limits(**given)), []
+        monkeypatch.setattr(
+            simplify,
+            "search_plan",
+            lambda *case, limits, **more: searched.append(limits) or search_plan(*case, limits=limits, **more),
+        )
+        simplify.simplest(result)
+        assert searched
+        for limits in searched:
+            assert result.limits.covers(limits) or limits.uniform
+            assert result.limits.pipeline is None or set(limits.pipeline) <= set(result.limits.pipeline)
 
 
 def test_layers_that_have_to_recompute_do():
