@@ -160,10 +160,9 @@ def test_a_poorer_search_of_a_case_forgets_no_bound_and_makes_no_cut_again():
     first = search_plan(*case, memory_bytes=budget)
     options, key = dict(costs=first.costs, memory_bytes=budget), (first.limits, budget)
     known, cuts = dict(first.costs.bounds[key]), first.costs.cuts[first.limits]
-    asked = itertools.count()
-    assert search_plan(*case, **options, stop=lambda: next(asked) > 1).bound_ms is not None
+    assert search_plan(*case, **options, stop=lambda: True).bound_ms is not None  # stopped before it knew any bound
     after = first.costs.bounds[key]
-    assert len(known) > 3 and all(after[one] >= bound for one, bound in known.items())
+    assert known and all(after[one] >= bound for one, bound in known.items())
     search_plan(*case, **options, limits=Limits(uniform=True))
     assert first.costs.cuts[first.limits] is cuts and not any(limits.uniform for limits in first.costs.cuts)
 
