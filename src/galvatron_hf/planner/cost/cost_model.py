@@ -20,8 +20,8 @@ import numpy as np
 
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
 from galvatron_hf.plan.layout import Layout
-from galvatron_hf.planner.cost.pass_prices import BYTES, PassPrices, computing_key, pass_key
-from galvatron_hf.planner.cost.resharding import most_sent_tokens
+from galvatron_hf.planner.cost.message_prices import BYTES, computing_key
+from galvatron_hf.planner.cost.pass_prices import PassPrices, pass_key
 from galvatron_hf.planner.cost.step_shape import StepShape
 from galvatron_hf.planner.cost.strategy_costs import Grouped, PassCosts, StrategyCosts
 from galvatron_hf.planner.cost.weight_costs import GRADIENT_BYTES, WeightCosts, weight_costs
@@ -320,28 +320,7 @@ class CostModel(PassPrices):
             return share * communicating
         return self._overlapped(computing, communicating) - computing
 
-    # ---- Between layers and stages ----
-
-    def resharding_ms(self, before: Layout, after: Layout) -> float:
-        """Returns the time of one micro-batch's change of layout, forward and backward."""
-        return sum(self._resharding_ms(*pair) for pair in ((before, after), (after, before)))
-
-    def _resharding_ms(self, before: Layout, after: Layout) -> float:
-        length = self.piece_tokens(self.workload.computed_length, self.mean_ratio)
-        block, tokens = most_sent_tokens(before, after, self.pieces, length)
-        if block == 1:
-            return 0.0
-        size = tokens * self.model.hidden * self.element * block / (block - 1)  # nothing of it stays on the rank
-        return self._ms("all_to_all", block, 1, size) + 2 * self._copying_ms(size)  # into a message and out of it
-
-    @cached_property
-    def mean_ratio(self) -> float:
-        """Returns the mean of the layers' length ratios: one price of a change of layout holds for all stacks."""
-        ratios = [self.model.kinds[kind].length_ratio for kind in self.model.layers]
-        return sum(ratios) / len(ratios)
-
-    def boundary(self) -> Layout:
-        return self.end_layout(1)
+    # ---- Between stages ----
 
     @cached_property
     def boundary_bytes(self) -> int:
