@@ -158,17 +158,44 @@ class CostModel(PassPrices):
         strategies: Sequence[LayerStrategy | VocabularyStrategy],
         part: str,
     ) -> StrategyCosts:
-        """Combines arrays (S,). `part` is "layer", "embedding", "head" or "tied" (both ends as one). The backward of
-        an end gathers no weights, because its forward has just gathered them. Tied ends are FSDP2's root: their
-        weights stay gathered while layers run, and the head's gradient waits for the embedding's.
+        """Combines arrays (S,). `part` is "layer", "embedding", "head" or "tied" (both ends as one)."""
+        tensor = np.array([strategy.tensor for strategy in strategies])
+        times, sizes = self._unit_times(passed, weights, part), self._unit_bytes(passed, weights, tensor, part)
+        return StrategyCosts(**times, **sizes, part=part)
+
+    def _unit_times(self, passed: PassCosts, weights: WeightCosts, part: str) -> dict[str, np.ndarray]:
+        """Returns the milliseconds of [`StrategyCosts`] by name. The backward of an end gathers no weights: its forward
+        has just gathered them.
+        """
+        forward = self._with_weights(passed.forward_ms, weights.gather_ms) + passed.region_forward_ms
+        again = weights.gather_ms * (part == "layer")
+        backward = self._with_weights(passed.backward_ms, again, weights.reduce_ms) + passed.region_backward_ms
+        computing = passed.forward_ms + passed.backward_ms
+        communication = np.maximum(0.0, forward + backward - computing)
+        messages = weights.gather_ms + again + weights.reduce_ms
+        regions = passed.region_forward_ms + passed.region_backward_ms
+        reductions = (weights.replica_reduce_ms, self.hardware.exposed_sync), (weights.shard_reduce_ms, 1.0)
+        exposed = sum(self._exposed(passed.backward_ms, ms, share) for ms, share in reductions)
+        return dict(
+            forward_ms=forward,
+            backward_ms=backward,
+            communication_ms=communication,
+            hidden_ms=_hidden(messages + regions, communication),
+            sync_ms=weights.gather_once_ms + exposed,
+            hidden_sync_ms=_hidden(weights.replica_reduce_ms + weights.shard_reduce_ms, exposed),
+            update_ms=self._update_ms(weights),
+            adding_ms=weights.elements * self.model.adding_ms_per_element,
+        )
+
+    def _unit_bytes(
+        self, passed: PassCosts, weights: WeightCosts, tensor: np.ndarray, part: str
+    ) -> dict[str, np.ndarray]:
+        """Returns the bytes of [`StrategyCosts`] by name, for strategies of these tensor degrees (S,). Tied ends are
+        FSDP2's root: their weights stay gathered while layers run, and the head's gradient waits for the embedding's.
         """
         is_layer, is_head, tied = part == "layer", part in ("head", "tied"), part == "tied"
-        forward = self._with_weights(passed.forward_ms, weights.gather_ms) + passed.region_forward_ms
-        again = weights.gather_ms * is_layer
-        backward = self._with_weights(passed.backward_ms, again, weights.reduce_ms) + passed.region_backward_ms
-        computing, model = passed.forward_ms + passed.backward_ms, self.model
         unsharded, reduced = weights.unsharded_gradient_bytes, weights.reduce_input_bytes
-        tensor, none = np.array([strategy.tensor for strategy in strategies]), np.zeros(len(strategies))
+        none = np.zeros(len(tensor))
         layer, head = (np.where(reduced > 0, size / tensor, 0.0) for size in self._messages)
         # The message that reduces gradients is as large as the one that gathers weights, unless some are frozen: then
         # the last gather's message, which stays until the next, is the larger one.
@@ -180,20 +207,7 @@ class CostModel(PassPrices):
         copied = reduced * (weights.message_bytes > 0) * (self.hardware.overlap_slowdown is None)
         result = np.where(reduced > 0, gradient, 0.0)
         reduced_end = copied * (part in ("embedding", "head")) + result * (part == "embedding")
-        communication = np.maximum(0.0, forward + backward - computing)
-        messages = weights.gather_ms + again + weights.reduce_ms
-        regions = passed.region_forward_ms + passed.region_backward_ms
-        reductions = (weights.replica_reduce_ms, self.hardware.exposed_sync), (weights.shard_reduce_ms, 1.0)
-        exposed = sum(self._exposed(passed.backward_ms, ms, share) for ms, share in reductions)
-        return StrategyCosts(
-            forward_ms=forward,
-            backward_ms=backward,
-            communication_ms=communication,
-            hidden_ms=_hidden(messages + regions, communication),
-            sync_ms=weights.gather_once_ms + exposed,
-            hidden_sync_ms=_hidden(weights.replica_reduce_ms + weights.shard_reduce_ms, exposed),
-            update_ms=self._update_ms(weights),
-            adding_ms=weights.elements * model.adding_ms_per_element,
+        return dict(
             state_bytes=weights.state_bytes + tied * (weights.transient_bytes + unsharded),
             gradient_bytes=gradient,
             gathered_bytes=weights.gathered_bytes,
@@ -216,7 +230,6 @@ class CostModel(PassPrices):
             first_previous_message_bytes=none if is_head else previous,
             head_message_bytes=head * is_layer,
             other_stage_message_bytes=reduced if is_layer else layer,
-            part=part,
         )
 
     def least_layers_ms(self, strategies: Sequence[LayerStrategy]) -> list[float]:
