@@ -164,8 +164,8 @@ class CostModel(PassPrices):
         return StrategyCosts(**times, **sizes, part=part)
 
     def _unit_times(self, passed: PassCosts, weights: WeightCosts, part: str) -> dict[str, np.ndarray]:
-        """Returns the milliseconds of [`StrategyCosts`] by name. The backward of an end gathers no weights: its forward
-        has just gathered them.
+        """Returns the milliseconds of [`StrategyCosts`] by name. The backward of an end gathers no weights: they have
+        just been gathered by its forward.
         """
         forward = self._with_weights(passed.forward_ms, weights.gather_ms) + passed.region_forward_ms
         again = weights.gather_ms * (part == "layer")
