@@ -4,6 +4,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise, product
 
 import pytest
 from transformers import LlamaConfig
@@ -11,9 +12,10 @@ from transformers import LlamaConfig
 from galvatron_hf.cli.main import main
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, Stage, VocabularyStrategy
 from galvatron_hf.planner import simplify
-from galvatron_hf.planner.estimate import estimate_plan
+from galvatron_hf.planner.cost.cost_model import CostModels
+from galvatron_hf.planner.estimate import Estimates, estimate_plan
 from galvatron_hf.planner.search import search_plan
-from galvatron_hf.planner.simplify import SIMPLEST, complexity, simplest
+from galvatron_hf.planner.simplify import SIMPLEST, Prices, complexity, simplest, with_recompute
 from galvatron_hf.planner.space import Limits, expert_degrees
 from planner_cases import random_hardware, random_model, workload
 
@@ -143,6 +145,36 @@ def test_no_simple_plan_is_looked_for_outside_the_limits(monkeypatch):
         for limits in searched:
             assert result.limits.covers(limits) or limits.uniform
             assert result.limits.pipeline is None or set(limits.pipeline) <= set(result.limits.pipeline)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_layers_recompute_where_a_simpler_plan_lacks_memory(rounds):
+    """Compares with all numbers of last layers of each stage that may recompute."""
+    model, hardware = random_model(3, layers=6 * rounds), random_hardware(3, world_size=4, memory_bytes=1 << 40)
+    costs, ends = CostModels(hardware, model, workload(8)), VocabularyStrategy(sharding="zero2")
+    bounds = [0, 2, 6, 8, 12][: 2 * rounds + 1]
+    stages = [Stage(ranks=(0, 1) if low in (0, 6) else (2, 3), layers=(low, high)) for low, high in pairwise(bounds)]
+
+    def plan_with(*counts: int) -> ParallelPlan:
+        numbers = zip(stages, counts * rounds, strict=True)
+        again = {stage.layers[1] - back for stage, count in numbers for back in range(1, count + 1)}
+        return ParallelPlan(
+            world_size=4, stacks={"decoder": bounds[-1]}, micro_batches=4, embedding=ends, head=ends,
+            schedule="1f1b" if rounds == 1 else "interleaved", stages=tuple(stages),
+            layers=tuple(LayerStrategy(sharding="zero2", recompute="full" if at in again else "none")
+                         for at in range(bounds[-1])),
+        )  # fmt: skip
+
+    counts_of_all = list(product(range(3), range(5)))
+    needed = {counts: Estimates(costs).of(plan_with(*counts)).memory_bytes for counts in counts_of_all}
+    compared = 0
+    for budget in map(max, needed.values()):
+        least = [min(counts[rank] for counts in counts_of_all if needed[counts][rank] <= budget) for rank in (0, 1)]
+        found = with_recompute(plan_with(0, 0), Prices(Estimates(costs)), budget)
+        assert (found or plan_with(0, 0)) == plan_with(*least)
+        compared += sum(least) > 0
+    assert compared > 5
+    assert with_recompute(plan_with(0, 0), Prices(Estimates(costs)), 1) == plan_with(2, 4)
 
 
 def test_layers_that_have_to_recompute_do():

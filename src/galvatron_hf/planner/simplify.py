@@ -87,34 +87,58 @@ def simplest(result: SearchResult, tolerance: float = TOLERANCE, stop: Callable[
     """
     if result.best is None:
         raise ValueError(result.no_plan_message)
-    longest, estimates = (1 + tolerance) * result.best.step_ms, Estimates(result.costs)
+    longest, prices = (1 + tolerance) * result.best.step_ms, Prices(Estimates(result.costs))
     numbers, seen = itertools.count(), set()
     queue: list[tuple] = []
     found: list[tuple] = []
 
-    def add(plan: ParallelPlan | None) -> None:
+    def complexity_of(plan: ParallelPlan) -> tuple[int, ...]:
+        return complexity(plan, result.hardware.devices_per_node, expert_degrees(plan, result.model))
+
+    def add(plan: ParallelPlan | None, parts_before: tuple[int, ...]) -> None:
+        """Keeps a plan. One that lacks memory recomputes more, if it is simpler than the plan from which it comes."""
         if plan is None or plan in seen or not result.limits.allows(plan, result.model):
             return
         seen.add(plan)
-        one = _estimate(estimates, plan)
-        if one is not None and one.step_ms <= longest and max(one.memory_bytes) <= result.memory_bytes:
-            degrees = expert_degrees(plan, result.model)
-            parts = complexity(plan, result.hardware.devices_per_node, degrees)
+        one = prices.of(plan)
+        if one is None or one.step_ms > longest:
+            return
+        parts = complexity_of(plan)
+        if max(one.memory_bytes) <= result.memory_bytes:
             entry = parts, one.step_ms, next(numbers), one
             heapq.heappush(queue, entry)
             found.append(entry)
+        elif parts < parts_before:
+            add(with_recompute(plan, prices, result.memory_bytes), parts_before)
 
+    of_best = complexity_of(result.best.plan)
     for one in (result.best, *result.runners_up):
-        add(one.plan)
+        add(one.plan, of_best)
     if tolerance > 0:
-        for plan in itertools.chain(_of_few_kinds(result, longest, stop), _partly_recomputed(result, estimates)):
-            add(plan)
+        for plan in itertools.chain(_of_few_kinds(result, longest, stop), _of_one_strategy(result.best.plan)):
+            add(plan, of_best)
             if found and min(found)[0] == SIMPLEST:
                 break
-    while tolerance > 0 and queue and len(seen) < MOST_PLANS and not stop() and queue[0][0] > SIMPLEST:
-        for plan in _simpler(heapq.heappop(queue)[-1].plan):
-            add(plan)
-    return estimates.with_peaks(min(found)[-1])
+    while tolerance > 0 and queue and prices.count < MOST_PLANS and not stop() and queue[0][0] > SIMPLEST:
+        parts, *_, one = heapq.heappop(queue)
+        for plan in _simpler(one.plan):
+            add(plan, parts)
+    return prices.estimates.with_peaks(min(found)[-1])
+
+
+class Prices:
+    """Prices plans, and counts them."""
+
+    def __init__(self, estimates: Estimates):
+        self.estimates, self.count = estimates, 0
+
+    def of(self, plan: ParallelPlan) -> Estimate | None:
+        """Returns the estimate of a plan, or None if it has no price."""
+        self.count += 1
+        try:
+            return self.estimates.of(plan)
+        except ValueError:
+            return None
 
 
 def _of_few_kinds(result: SearchResult, longest_ms: float, stop: Callable[[], bool]) -> Iterator[ParallelPlan]:
@@ -159,38 +183,40 @@ def _narrower(limits: Limits, others: Limits) -> bool:
     return limits != others and all(allowed is None or set(own) <= set(allowed) for own, allowed in asked)
 
 
-def _partly_recomputed(result: SearchResult, estimates: Estimates) -> Iterator[ParallelPlan]:
-    """Yields, for each strategy of the fastest plan, a plan in which all layers have it, and the last ones of each
-    stage, as few as fit, recompute.
-    """
-    best = result.best.plan
-
-    def plan_of(strategy: LayerStrategy, count: int) -> ParallelPlan | None:
-        again = {layer for stage in best.stages for layer in range(*stage.layers)[-count:] if count}
-        layers = (replace(strategy, recompute="full" if at in again else "none") for at in range(best.num_layers))
-        return _changed(best, layers=tuple(layers))
-
-    def fits(plan: ParallelPlan | None) -> bool:
-        found = None if plan is None else _estimate(estimates, plan)
-        return found is not None and max(found.memory_bytes) <= result.memory_bytes
-
-    most = max(len(range(*stage.layers)) for stage in best.stages)
+def _of_one_strategy(best: ParallelPlan) -> Iterator[ParallelPlan | None]:
+    """Yields plans with the stages of the fastest one in which all layers have one of its strategies."""
     for strategy in dict.fromkeys(replace(layer, recompute="none") for layer in best.layers):
-        few, many = 0, most
-        while few < many:
-            middle = (few + many) // 2
-            few, many = (few, middle) if fits(plan_of(strategy, middle)) else (middle + 1, many)
-        plan = plan_of(strategy, few)
-        if plan is not None:
-            yield plan
+        yield _changed(best, layers=(strategy,) * best.num_layers)
 
 
-def _estimate(estimates: Estimates, plan: ParallelPlan) -> Estimate | None:
-    """Returns the estimate of a plan, or None if it has no price."""
-    try:
-        return estimates.of(plan)
-    except ValueError:
-        return None
+def with_recompute(plan: ParallelPlan, prices: Prices, memory_bytes: int) -> ParallelPlan | None:
+    """Returns the plan with recompute of the last layers of each stage, as few as fit the memory of each pipeline
+    rank, by bisection; None if no layer has to, or a plan has no price. If the memory is too small even so, all layers
+    recompute.
+    """
+    ranks = len(plan.rank_groups)
+
+    def recomputed(counts: Sequence[int]) -> ParallelPlan | None:
+        again = set()
+        for number, stage in enumerate(plan.stages):
+            last = range(*stage.layers)
+            again.update(last[len(last) - min(counts[number % ranks], len(last)) :])
+        layers = (replace(layer, recompute="full") if at in again else layer for at, layer in enumerate(plan.layers))
+        return _changed(plan, layers=tuple(layers))
+
+    few, many = [0] * ranks, [max(len(range(*stage.layers)) for stage in plan.stages)] * ranks
+    while few != many:
+        middle = [(least + most) // 2 for least, most in zip(few, many, strict=True)]
+        changed = recomputed(middle)
+        one = prices.of(plan if changed is None else changed)
+        if one is None:
+            return None
+        for rank, needed in enumerate(one.memory_bytes):
+            if needed <= memory_bytes:
+                many[rank] = middle[rank]
+            elif few[rank] < many[rank]:
+                few[rank] = middle[rank] + 1
+    return recomputed(few)
 
 
 def _simpler(plan: ParallelPlan) -> Iterator[ParallelPlan | None]:
