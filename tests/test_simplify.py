@@ -49,14 +49,18 @@ def test_a_simple_plan_is_within_the_tolerance_and_fits(seed):
     assert fewer > 0 or len(set(result.best.plan.layers)) == 1
 
 
+@pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_plan_of_one_strategy_is_found_where_the_search_finds_one(seed):
-    """Compares with the best plan of one strategy with the same stages, of a search of its own."""
+def test_a_plan_of_one_strategy_is_found_where_the_search_finds_one(seed, times):
+    """Compares with the best plan of one strategy with as many stages and micro-batches, or twice as many, of a search
+    of its own.
+    """
     result = result_of(seed, share=0.5)
     best = result.best.plan
-    limits = replace(
-        result.limits, uniform=True, pipeline=(len(best.rank_groups),), micro_batches=(best.micro_batch_count,)
-    )
+    stages, counts = (times * len(best.rank_groups),), (min(8, times * best.micro_batch_count),)
+    if stages[0] not in result.limits.pipeline:
+        stages = result.limits.pipeline[-1:]
+    limits = replace(result.limits, uniform=True, pipeline=stages, micro_batches=counts)
     case = result.hardware, result.model, result.workload
     uniform = search_plan(*case, memory_bytes=result.memory_bytes, limits=limits).best
     if uniform is not None:
@@ -133,6 +137,7 @@ def test_one_strategy_of_a_model_with_dense_layers_has_an_expert_degree_in_the_o
 def test_no_simple_plan_is_looked_for_outside_the_limits(monkeypatch):
     """Records the searches; a plan from outside the limits could not be returned."""
     model, hardware = random_model(0, layers=6), random_hardware(0, world_size=4, memory_bytes=1 << 40)
+    compared = 0
     for given in (dict(pipeline=(2,)), dict(pipeline=(2, 4)), dict(tensor=1), {}):
         result, searched = search_plan(hardware, model, workload(8), limits=Limits(**given)), []
         monkeypatch.setattr(
@@ -140,11 +145,17 @@ def test_no_simple_plan_is_looked_for_outside_the_limits(monkeypatch):
             "search_plan",
             lambda *case, limits, **more: searched.append(limits) or search_plan(*case, limits=limits, **more),
         )
-        simplify.simplest(result)
+        found = simplify.simplest(result)
         assert searched
         for limits in searched:
             assert result.limits.covers(limits) or limits.uniform
             assert result.limits.pipeline is None or set(limits.pipeline) <= set(result.limits.pipeline)
+        stages, allowed = len(result.best.plan.rank_groups), given.get("pipeline", (1, 2, 4))
+        of_one_strategy = [limits.pipeline for limits in searched if limits.uniform]
+        if complexity(found.plan, hardware.devices_per_node) > SIMPLEST:  # otherwise nothing more is looked for
+            assert tuple(degree for degree in (stages, 2 * stages) if degree in allowed) in of_one_strategy
+            compared += 1
+    assert compared >= 2
 
 
 @pytest.mark.parametrize("rounds", [1, 2])

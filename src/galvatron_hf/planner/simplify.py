@@ -18,7 +18,7 @@ from dataclasses import replace
 from galvatron_hf.plan import LayerStrategy, ParallelPlan, VocabularyStrategy
 from galvatron_hf.planner.estimate import Estimate, Estimates
 from galvatron_hf.planner.search import SearchResult, search_plan
-from galvatron_hf.planner.space import Limits, expert_degrees
+from galvatron_hf.planner.space import Limits, expert_degrees, pipeline_degrees
 
 
 TOLERANCE = 0.01
@@ -163,15 +163,17 @@ def _without(limits: Limits, features: Sequence[str]) -> Limits:
 
 
 def _uniform_stages(result: SearchResult) -> Limits:
-    """Returns the limits of plans of one strategy with as many stages as the fastest plan, and as many micro-batches
-    or twice as many: in a large space, a search of all plans of one strategy takes as long as that of the fastest.
+    """Returns the limits of plans of one strategy with as many stages as the fastest plan or twice as many, and as
+    many micro-batches or twice as many: in a large space, a search of all plans of one strategy takes as long as that
+    of the fastest.
     """
-    best = result.best.plan
+    best, degrees = result.best.plan, pipeline_degrees(result.hardware.world_size, len(result.model.layers))
+    stages = {len(best.rank_groups), 2 * len(best.rank_groups)} & set(result.limits.pipeline or degrees)
     counts = {best.micro_batch_count, min(result.workload.rows, 2 * best.micro_batch_count)}
     return replace(
         result.limits,
         uniform=True,
-        pipeline=(len(best.rank_groups),),
+        pipeline=tuple(sorted(stages)),
         micro_batches=tuple(sorted(counts)),
         context=None if result.limits.context is None else (best.layers[0].context,),
     )
