@@ -19,7 +19,7 @@ from galvatron_hf.planner.solver.stage_bounds import Distances, Objective
 
 
 # Relative distances from the bound at which a solution is searched for, one after the other.
-SLACKS_OF_ONE_STAGE = (0.001, 0.002, 0.003, 0.0045, 0.007, 0.01, 0.015, 0.03, 0.1, 0.3, np.inf)
+SLACKS_OF_ONE_STAGE = (0.0015, 0.002, 0.003, 0.0045, 0.007, 0.01, 0.015, 0.03, 0.1, 0.3, np.inf)
 SLACKS = (0.01, 0.03, 0.1, 0.3, np.inf)
 # In the search for a first solution of a pipeline: labels kept after each layer, and allowances of a stage.
 BEAM, ALLOWANCES_OF_BEAM = 400, 6
