@@ -46,6 +46,13 @@ def test_ranks_start_after_the_parent_ran_backward():
     assert run_ranks(work, 2) == [1024.0, 1024.0]
 
 
+@pytest.mark.parametrize("turn", [1, 2])
+def test_deterministic_algorithms_are_off_whatever_the_test_before_left(turn):
+    """Ranks are forks: with deterministic algorithms, which `full_determinism` leaves on, they fill new memory."""
+    assert not torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+
+
 def test_the_failing_rank_is_shown_before_its_victims():
     def work():
         if dist.get_rank() == 2:

@@ -52,8 +52,8 @@ def test_a_simple_plan_is_within_the_tolerance_and_fits(seed):
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_plan_of_one_strategy_is_found_where_the_search_finds_one(seed, times):
-    """Compares with the best plan of one strategy with as many stages and micro-batches, or twice as many, of a search
-    of its own.
+    """Compares with the best plan of one strategy with as many stages and micro-batches, or twice as many where there
+    can be, of a search of its own.
     """
     result = result_of(seed, share=0.5)
     best = result.best.plan
@@ -135,7 +135,9 @@ def test_one_strategy_of_a_model_with_dense_layers_has_an_expert_degree_in_the_o
 
 
 def test_no_simple_plan_is_looked_for_outside_the_limits(monkeypatch):
-    """Records the searches; a plan from outside the limits could not be returned."""
+    """Records the searches; a plan from outside the limits could not be returned. Plans of one strategy are searched
+    with as many stages as the fastest plan, and with twice as many.
+    """
     model, hardware = random_model(0, layers=6), random_hardware(0, world_size=4, memory_bytes=1 << 40)
     compared = 0
     for given in (dict(pipeline=(2,)), dict(pipeline=(2, 4)), dict(tensor=1), {}):
