@@ -7,6 +7,7 @@ smaller groups; one of short documents without.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from galvatron_hf.plan.validation import check_choice, check_fields, check_numbe
 from galvatron_hf.trainer.planning.cpu_peak_memory import allocation_peak, allocations_profiler
 
 
+REPETITIONS = 3  # the median peak counts: a thread of a process group may free a block late
 _COSTS = ("per_token", "per_token_squared", "per_sequence")
 
 
@@ -66,13 +68,16 @@ def other_recomputes(parallel: ParallelModel) -> list[str]:
 
 def bytes_per_token(parallel: ParallelModel, compute: Callable[[int], Any], tokens: tuple[int, int]) -> float:
     """Returns by how many bytes the peak memory of a rank grows with a token of its packs; collective. It is the
-    largest growth of all ranks.
+    largest growth of all ranks, each between medians of several peaks.
 
     Args:
         compute (`Callable[[int], Any]`): runs forward and backward with so many tokens in each pack.
         tokens (`tuple[int, int]`): the numbers of tokens to compare, the smaller one first.
     """
-    peaks = [_peak(parallel.device, lambda count=count: compute(count)) for count in tokens]
+    peaks = [
+        statistics.median(_peak(parallel.device, lambda count=count: compute(count)) for _ in range(REPETITIONS))
+        for count in tokens
+    ]
     growth = torch.tensor((peaks[1] - peaks[0]) / (tokens[1] - tokens[0]), dtype=torch.float64, device=parallel.device)
     dist.all_reduce(growth, op=dist.ReduceOp.MAX)
     return max(float(growth), 1.0)
