@@ -74,7 +74,7 @@ def test_each_step_is_recomputed_or_not():
     """A rank holds rows above `max_tokens_per_rank` only with recompute, so that steps with one change to it."""
     more = dict(train=lambda: Rows(27, shortest=1, longest=44), options=dict(max_steps=3))
     more["trainer"] = dict(callbacks=lambda: [Kinds()])
-    own = dict(packing="static", max_tokens_per_rank=32, per_step=True)
+    own = dict(packing="static", max_tokens_per_rank=28, per_step=True)
     cases = {
         "none": case(uniform(2, sharding="replicate"), own_options=own, **more),
         "pipeline": case(pipelined([(0,), (1,)], (S(), S(), S(recompute="full"), S())), own_options=own, **more),

@@ -58,17 +58,17 @@ def peak_of_two_blocks(sent: bool) -> int:
     return allocation_peak(profiler)
 
 
-def test_one_peak_of_several_that_differs_does_not_change_the_growth_of_memory():
+def test_two_peaks_of_five_that_differ_do_not_change_the_growth_of_memory():
     (growth,) = on_ranks(growth_of_noisy_peaks, 1)
     assert growth == 1000
 
 
 def growth_of_noisy_peaks() -> float:
-    """Returns the measured bytes per token of work that allocates 1000. Of three runs one has 9000 bytes too many."""
+    """Returns the measured bytes per token of work that allocates 1000. Of five runs two have 9000 bytes too many."""
     runs = itertools.count()
 
     def compute(tokens: int) -> None:
-        late = 9000 if next(runs) in (0, 4) else 0
+        late = 9000 if next(runs) in (0, 1, 7, 9) else 0
         torch.empty(1000 * tokens + late, dtype=torch.uint8)
 
     parallel = SimpleNamespace(device=torch.device("cpu"))

@@ -22,7 +22,7 @@ from galvatron_hf.plan.validation import check_choice, check_fields, check_numbe
 from galvatron_hf.trainer.planning.cpu_peak_memory import allocation_peak, allocations_profiler
 
 
-REPETITIONS = 3  # the median peak counts: a thread of a process group may free a block late
+PEAKS = 5  # measured for a number of tokens, their median counts: a thread of a process group may free a block late
 _COSTS = ("per_token", "per_token_squared", "per_sequence")
 
 
@@ -75,7 +75,7 @@ def bytes_per_token(parallel: ParallelModel, compute: Callable[[int], Any], toke
         tokens (`tuple[int, int]`): the numbers of tokens to compare, the smaller one first.
     """
     peaks = [
-        statistics.median(_peak(parallel.device, lambda count=count: compute(count)) for _ in range(REPETITIONS))
+        statistics.median(_peak(parallel.device, lambda count=count: compute(count)) for _ in range(PEAKS))
         for count in tokens
     ]
     growth = torch.tensor((peaks[1] - peaks[0]) / (tokens[1] - tokens[0]), dtype=torch.float64, device=parallel.device)
