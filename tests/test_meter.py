@@ -58,21 +58,29 @@ def peak_of_two_blocks(sent: bool) -> int:
     return allocation_peak(profiler)
 
 
-def test_two_peaks_of_five_that_differ_do_not_change_the_growth_of_memory():
-    (growth,) = on_ranks(growth_of_noisy_peaks, 1)
-    assert growth == 1000
+@pytest.mark.parametrize(
+    ("late", "runs"),
+    [
+        ({}, 2 + 2),
+        ({0: {0, 2}}, 5 + 2),  # runs of rank 0 whose peak is larger: two of the five with fewer tokens
+        ({0: {1, 4}, 1: {5}}, 5 + 5),  # one rank's peak is enough for all to go on
+    ],
+)
+def test_two_peaks_of_five_that_differ_do_not_change_the_growth_of_memory(late, runs):
+    assert on_ranks(functools.partial(growth_of_noisy_peaks, late), 2) == [(1000, runs)] * 2
 
 
-def growth_of_noisy_peaks() -> float:
-    """Returns the measured bytes per token of work that allocates 1000. Of five runs two have 9000 bytes too many."""
+def growth_of_noisy_peaks(late: dict[int, set[int]]) -> tuple[float, int]:
+    """Returns the measured bytes per token of work that allocates 1000, and how often it ran. In some runs of a rank a
+    peak is 9000 bytes larger.
+    """
     runs = itertools.count()
 
     def compute(tokens: int) -> None:
-        late = 9000 if next(runs) in (0, 1, 7, 9) else 0
-        torch.empty(1000 * tokens + late, dtype=torch.uint8)
+        torch.empty(1000 * tokens + 9000 * (next(runs) in late.get(dist.get_rank(), ())), dtype=torch.uint8)
 
     parallel = SimpleNamespace(device=torch.device("cpu"))
-    return bytes_per_token(parallel, compute, (24, 48))
+    return bytes_per_token(parallel, compute, (24, 48)), next(runs)
 
 
 def test_blocks_that_another_one_lies_on_are_gone():

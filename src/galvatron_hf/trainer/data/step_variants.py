@@ -22,7 +22,8 @@ from galvatron_hf.plan.validation import check_choice, check_fields, check_numbe
 from galvatron_hf.trainer.planning.cpu_peak_memory import allocation_peak, allocations_profiler
 
 
-PEAKS = 5  # measured for a number of tokens, their median counts: a thread of a process group may free a block late
+# A thread of a process group may free a block late: if the first two peaks differ, the median of so many counts.
+PEAKS, AGREEMENT = 5, 0.001  # relative
 _COSTS = ("per_token", "per_token_squared", "per_sequence")
 
 
@@ -68,19 +69,26 @@ def other_recomputes(parallel: ParallelModel) -> list[str]:
 
 def bytes_per_token(parallel: ParallelModel, compute: Callable[[int], Any], tokens: tuple[int, int]) -> float:
     """Returns by how many bytes the peak memory of a rank grows with a token of its packs; collective. It is the
-    largest growth of all ranks, each between medians of several peaks.
+    largest growth of all ranks.
 
     Args:
         compute (`Callable[[int], Any]`): runs forward and backward with so many tokens in each pack.
         tokens (`tuple[int, int]`): the numbers of tokens to compare, the smaller one first.
     """
-    peaks = [
-        statistics.median(_peak(parallel.device, lambda count=count: compute(count)) for _ in range(PEAKS))
-        for count in tokens
-    ]
+    peaks = [_usual_peak(parallel.device, lambda count=count: compute(count)) for count in tokens]
     growth = torch.tensor((peaks[1] - peaks[0]) / (tokens[1] - tokens[0]), dtype=torch.float64, device=parallel.device)
     dist.all_reduce(growth, op=dist.ReduceOp.MAX)
     return max(float(growth), 1.0)
+
+
+def _usual_peak(device: torch.device, work: Callable[[], Any]) -> float:
+    """Returns the peak of `work`: of two runs that agree on every rank, or the median of more; collective."""
+    peaks = [_peak(device, work) for _ in range(2)]
+    differs = torch.tensor(float(max(peaks) > (1 + AGREEMENT) * min(peaks)), device=device)
+    dist.all_reduce(differs, op=dist.ReduceOp.MAX)
+    if differs:
+        peaks += [_peak(device, work) for _ in range(PEAKS - 2)]
+    return statistics.median(peaks)
 
 
 def _peak(device: torch.device, work: Callable[[], Any]) -> int:
